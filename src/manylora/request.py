@@ -204,6 +204,8 @@ class LoraInput:
     checked: the adapter that the engine's own store made of these tensors before, or of files: then nothing
              is checked and digested again.
     scales:  [rows] float32, what each row's B A is multiplied by, of float8_e4m3fn weights; None: 1.
+    version: which one of its name this content is, where the caller counts them; 0: the engine does.
+    follow:  go on with newer versions of the name, from one step to the next.
     Shapes and contents are checked by `manylora.lora.tensors`, not here.
     """
 
@@ -215,6 +217,18 @@ class LoraInput:
     extras: tuple[LoraExtra, ...] = ()
     checked: object | None = None
     scales: np.ndarray | None = None
+    version: int = 0
+    follow: bool = False
+
+    @property
+    def label(self) -> str:
+        """What versions are counted under: the name, else the id."""
+        return str(self.task_id) if self.name is None else self.name
+
+    def without_tensors(self) -> LoraInput:
+        """The same adapter, by what identifies it."""
+        bare = {"weights": None, "config": None, "extras": (), "checked": None, "scales": None}
+        return replace(self, **bare) if self.has_tensors else self  # type: ignore[arg-type]
 
     @property
     def invocation(self) -> tuple[int, ...]:
@@ -255,6 +269,10 @@ class LoraMix:
         """Whether any has."""
         return any(lora.has_tensors for lora, _ in self.members)
 
+    def without_tensors(self) -> LoraMix:
+        """The same adapters, by what identifies them."""
+        return self.map(LoraInput.without_tensors)
+
     def map(self, change: Callable[[LoraInput], LoraInput]) -> LoraMix:
         """The same with other members in place of these."""
         return LoraMix(tuple((change(lora), scale) for lora, scale in self.members))
@@ -275,6 +293,8 @@ def mix(members: Sequence[tuple[LoraInput, float]], field: str = "lora") -> Lora
     found = tuple((lora, _scale(total, field)) for lora, total in sums.values() if total)
     if len(found) == 1 and found[0][1] == 1:
         return found[0][0]
+    if any(lora.follow for lora, _ in found):
+        raise RequestError("lora_version follow is for one adapter with a scale of 1: use keep")
     return LoraMix(found) if found else None
 
 
@@ -381,6 +401,8 @@ class Request:
                 raise RequestError("streaming needs beam_width 1: beams may still change their beginning")
             if self.draft:
                 raise RequestError("draft_input_ids need beam_width 1")
+            if isinstance(self.lora, LoraInput) and self.lora.follow:
+                raise RequestError("lora_version follow needs beam_width 1: beams keep the version they have")
 
     @cached_property
     def table_digest(self) -> str:
@@ -388,6 +410,19 @@ class Request:
         if self.prompt_table is None:
             return ""
         return blake2b(np.ascontiguousarray(self.prompt_table).data, digest_size=20).hexdigest()
+
+
+@dataclass(frozen=True)
+class AdapterVersion:
+    """The content of an adapter that made the output tokens from `start` on, up to the next version's.
+
+    name: as in `LoraInput.label`. number: counts the contents that the name has had, from 1.
+    """
+
+    name: str
+    number: int
+    digest: str
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -416,6 +451,7 @@ class Event:
     pooled: float32, of a request with a pooling: [n], or [prompt, n] of all tokens.
     metrics: on the last event of each sequence, and on every event of a stream, where they are those of the
              first event until the last.
+    versions: of the adapter, for all of the sequence's tokens so far; empty for the base model.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -429,6 +465,7 @@ class Event:
     generation_logits: np.ndarray | None = None
     pooled: np.ndarray | None = None
     metrics: RequestMetrics | None = None
+    versions: tuple[AdapterVersion, ...] = ()
 
 
 Sink = Callable[[Event], None]

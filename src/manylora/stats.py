@@ -35,6 +35,8 @@ class AdapterStats:
     device_hits: int = 0  # sequences that found their adapter on the device
     device_loads: int = 0  # host -> device copies
     device_evictions: int = 0
+    version_changes: int = 0  # names and ids that came to mean another content
+    sequence_swaps: int = 0  # running sequences that went on under another version
     source_loads: int = 0  # read from the prefetch directory or the catalog, the first time or again
     inert_loads: int = 0  # adapters, from anywhere, that change no answer
     max_device_adapters: int = 0  # of the largest rank, with every module, that fit the device level

@@ -52,7 +52,7 @@ INSIDE = {
         "convert_nemo", "normalize",
         "report", "moe_layout",
     ],
-    "lora.library": ["names", "fingerprint", "reader", "memory", "disk", "library"],
+    "lora.library": ["names", "fingerprint", "reader", "memory", "disk", "versions", "library"],
     "model": [
         "families", "safetensors_file", "checkpoint", "plan", "batch", "chunks", "rope", "extras", "heads",
         "layers", "latent", "routing", "moe",
@@ -67,6 +67,7 @@ INSIDE = {
     "engine": [
         "ngram", "speculation",
         "token_counts", "top_p", "sequence", "penalties", "state_pool", "kv_cache", "decode_run", "scheduler",
+        "version_swaps",
         "memory", "guide_trial", "guide", "beam",
         "sampler", "launched", "inputs", "pooler", "step_messages", "peak", "graphs", "kernel_trials",
         "runner", "checks",

@@ -18,12 +18,13 @@ from manylora.engine.results import Counters, ResultProcessor
 from manylora.engine.scheduler import Scheduler, Step
 from manylora.engine.sequence import BeamGroup, Sequence
 from manylora.engine.state_pool import StatePool
+from manylora.engine.version_swaps import VersionSwaps
 from manylora.errors import AdapterNotCachedError, QueueFullError, RequestError
 from manylora.group.place import find_place
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.lease import Lease
 from manylora.lora.tensors import Adapter
-from manylora.request import Event, FinishReason, LoraInput, LoraMix, Request
+from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, Request
 from manylora.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Engine:
         states = StatePool(parts.state_slots, *shape) if parts.state_slots else None
         self._kv = KvCache(parts.kv_plan.num_blocks, *shape, states)
         self._scheduler = Scheduler(self._kv, self.adapters, config)
+        self._swaps = VersionSwaps(self.adapters, self._scheduler, self._kv)
         self._requests: dict[int, list[Sequence]] = {}  # handle -> its sequences that have not ended
         self._logits_memory, self._next_handle = LogitsMemory(self.model), 0
         self._counters = Counters()
@@ -113,6 +115,7 @@ class Engine:
         try:
             for index in range(count):
                 sequences.append(self._new_sequence(prepared, handle, index))
+                self._swaps.begin(sequences[-1], next(iter(prepared.adapters), None), self._open_sequences())
         except BaseException:
             self._release(sequences)
             self._logits_memory.release(handle)
@@ -121,6 +124,13 @@ class Engine:
         for sequence in sequences:
             self._scheduler.add(sequence)
         return handle
+
+    def publish(self, lora: LoraInput) -> AdapterVersion:
+        """Make this content, with its tensors, the version that its name means, for requests that come and
+        for those that follow. Raises AdapterError."""
+        version = self._swaps.publish(lora, self.adapters.prepare(lora), self._open_sequences())
+        self._swaps.drop_superseded(self._open_sequences())
+        return version
 
     def cancel(self, handle: int) -> Events:
         """End a request now and free what it holds. An unknown or ended handle gives no events."""
@@ -133,7 +143,12 @@ class Engine:
     def step(self) -> Events:
         """Run one step. Returns the events of the results that it processed."""
         started, self._processed = time.perf_counter(), None
-        events = self._overlapped_step() if self._parts.overlap else self._plain_step()
+        events: Events = []
+        if self._swaps.is_due:  # leases change only while no step reads them
+            previous, self._in_flight = self._in_flight, None
+            events = self._process(previous)
+            self._swaps.apply()
+        events += self._overlapped_step() if self._parts.overlap else self._plain_step()
         if self._processed is not None and not self._processed.num_context_tokens:
             rows = (chunk.count for chunk in self._processed.chunks)
             self._scheduler.speculation.took(rows, time.perf_counter() - started)
@@ -215,7 +230,7 @@ class Engine:
             context_tokens=last_step.num_context_tokens if chunks else 0,
             max_adapters_in_step=parts.runner.max_adapters_in_step,
             waiting_adapters=tuple(dict.fromkeys(self.adapters.name_of(number) for number in waiting)),
-            adapters=self.adapters.stats(),
+            adapters=replace(self.adapters.stats(), sequence_swaps=self._swaps.num_swaps),
             graphs=parts.runner.graph_stats(),
             **vars(self._counters),
         )
@@ -345,6 +360,7 @@ class Engine:
                 sequence.fail(found)
                 affected.append(sequence)
         events = self._retire(affected)
+        self._swaps.forget_lost(lost)
         self.adapters.forget_lost()
         return events
 
@@ -361,6 +377,7 @@ class Engine:
                 self._counters.requests_finished += 1
                 self._counters.requests_failed += sequence.finish_reason is FinishReason.ERROR
             events.append((sequence.handle, sequence.take_event(last=not others)))
+        self._swaps.drop_superseded(self._open_sequences())
         return events
 
     def _free(self, sequences: list[Sequence]) -> None:
@@ -374,6 +391,7 @@ class Engine:
 
     def _release(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
+            self._swaps.forget(sequence)
             if sequence.lease is not None:
                 self.adapters.release(sequence.lease)
 
@@ -383,12 +401,7 @@ def _without_tensors(request: Request) -> Request:
     lora = request.lora
     if lora is None or not lora.has_tensors:
         return request
-    bare = lora.map(_bare) if isinstance(lora, LoraMix) else _bare(lora)
-    return replace(request, lora=bare)
-
-
-def _bare(lora: LoraInput) -> LoraInput:
-    return LoraInput(lora.task_id, name=lora.name, source=lora.source)
+    return replace(request, lora=lora.without_tensors())
 
 
 def _leader(sequence: Sequence) -> Sequence:

@@ -207,7 +207,8 @@ class KvCache:
 
     def commit(self, sequence: Sequence) -> None:
         """Register the blocks that were filled since the last call, up to `num_computed`."""
-        if not self._reuse or (sequence.beams is not None and sequence.beams.forked):
+        forked = sequence.beams is not None and sequence.beams.forked
+        if not self._reuse or forked or sequence.kv.is_mixed:
             return
         size, nodes = self.tokens_per_block, sequence.kv.nodes
         while (len(nodes) + 1) * size <= sequence.num_computed:
@@ -227,10 +228,23 @@ class KvCache:
             if block in self._key_of and self._pages.references(block) == 1:
                 self._idle.add(block, *self._retention(sequence, index))
         self._pages.release(kv.cross_blocks)
-        kv.blocks, kv.nodes, kv.cross_blocks, kv.is_encoded = [], [], [], False
+        kv.blocks, kv.nodes, kv.cross_blocks, kv.is_encoded, kv.is_mixed = [], [], [], False, False
         sequence.num_computed = 0
         if self.states is not None:
             self.states.free(sequence)
+
+    def drop(self, digest: str) -> None:
+        """Forget the blocks of an adapter's content that nobody means any more. No sequence may run under
+        it; blocks that one has which goes on under another content are evicted in their turn."""
+        gone: set[object] = set()  # nodes; a child's number is larger than its parent's
+        for node, block in sorted(self._block_of.items()):
+            parent, _, maker = self._key_of[block]
+            makers = (parent.partition(":")[0] if isinstance(parent, str) else "", maker.rpartition(":")[2])
+            if parent in gone or digest in makers:
+                gone.add(node)
+                if block in self._idle:
+                    self._idle.discard(block)
+                    self._forget(block)
 
     def check(self, sequences: list[Sequence]) -> None:
         """Assert that every block is free, idle, or used by exactly these sequences and their reserves."""

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from manylora.errors import (
     QueueFullError,
     RequestError,
 )
-from manylora.request import Event, FinishReason, LoraInput, LoraMix, Request, Sink, mix
+from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, LoraMix, Request, Sink, mix
 from manylora.stats import CacheMap, EngineStats
 from manylora.system.threads import lower_priority
 
@@ -60,6 +60,7 @@ class EngineLoop:
         self._next_ticket = 0
         self._closing = False
         self._death: EngineDeadError | None = None
+        self._publishing: set[Future[AdapterVersion]] = set()
         # Changed by the engine thread only.
         self._tickets: dict[int, int] = {}  # engine handle -> ticket
         self._handles: dict[int, int] = {}  # ticket -> engine handle
@@ -124,6 +125,17 @@ class EngineLoop:
     def cancel(self, ticket: int) -> None:
         """End a request within a step, with a last event of reason CANCELLED. Unknown: no effect."""
         self._inbox.put(lambda: self._cancel(ticket))
+
+    def publish(self, lora: LoraInput) -> Future[AdapterVersion]:
+        """As `Engine.publish`, before requests that are submitted later. The future may raise RequestError,
+        and EngineDeadError."""
+        done: Future[AdapterVersion] = Future()
+        with self._lock:
+            if self._death:
+                raise self._death
+            self._publishing.add(done)
+        self._inbox.put(lambda: self._publish(lora, done))
+        return done
 
     def stats(self) -> EngineStats:
         """At most STATS_S old while the engine works, exact when it is idle. Any thread."""
@@ -314,6 +326,28 @@ class EngineLoop:
         self._tickets[handle] = ticket
         self._handles[ticket] = handle
 
+    def _publish(self, lora: LoraInput, done: Future[AdapterVersion]) -> None:
+        try:
+            version = self._engine.publish(lora)
+        except Exception as error:
+            self._settle(done, error=_as_refusal(error, "The adapter could not be taken"))
+        else:
+            self._settle(done, version)
+
+    def _settle(
+        self,
+        done: Future[AdapterVersion],
+        version: AdapterVersion | None = None,
+        error: Exception | None = None,
+    ) -> None:
+        with self._lock:
+            is_open = done in self._publishing
+            self._publishing.discard(done)
+        if is_open and version is not None:
+            done.set_result(version)
+        elif is_open:
+            done.set_exception(error)
+
     def _show_map(self, take: Callable[[CacheMap], None]) -> None:
         try:
             take(self._engine.adapters.view.map())
@@ -363,6 +397,9 @@ class EngineLoop:
             if self._death is None:
                 self._death = death
             orphans, self._sinks = self._sinks, {}
+            unpublished = list(self._publishing)
+        for done in unpublished:
+            self._settle(done, error=death)
         self._engine.adapters.loader.end_waits()
         self._delivering = True  # so that `_delivered` is called once, after every sink
         for sink in orphans.values():

@@ -240,6 +240,11 @@ class Scheduler:
         index = self.running.index(leader) + 1
         self.running[index:index] = beams
 
+    def adapter_changed(self, sequence: Sequence) -> None:
+        """A sequence that waits or runs has another lease."""
+        self._run = None
+        sequence.queue.is_prefetched = False
+
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """Remove sequences, waiting or running, and free their blocks. The caller releases their leases."""
         removed = set(sequences)

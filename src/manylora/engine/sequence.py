@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from manylora.errors import RequestError
-from manylora.request import Beam, Event, FinishReason, Request, RequestMetrics
+from manylora.request import AdapterVersion, Beam, Event, FinishReason, Request, RequestMetrics
 
 if TYPE_CHECKING:
     from manylora.engine.guide import GuideState
     from manylora.engine.speculation import Drafter
     from manylora.engine.token_counts import TokenCounts
-    from manylora.lora.lease import Lease
+    from manylora.lora.lease import AdapterLease, Lease
 
 NEVER = 2**62  # a position that no sequence reaches
 PENDING = -1  # in place of a token that the device has sampled and the host does not know yet
@@ -30,6 +30,7 @@ class KvBlocks:
     nodes: list[int] = field(default_factory=list)  # identities of the full blocks, registered for reuse
     cross_blocks: list[int] = field(default_factory=list)  # keys and values of the encoder's output
     is_encoded: bool = False  # whether cross_blocks are filled
+    is_mixed: bool = False  # whether more than one version of an adapter made them: nothing new is registered
     num_reused: int = 0
     num_claimed: int = 0  # see `RequestMetrics.kv_taken_blocks`
     num_new: int = 0
@@ -94,6 +95,15 @@ class Output:
     metrics: RequestMetrics | None = None  # of the last event
 
 
+@dataclass
+class Following:
+    """Written by `VersionSwaps`. versions: of the adapter, the one that runs now last. next: a lease on the
+    content that the sequence goes on with as soon as it can, and that one's version."""
+
+    versions: tuple[AdapterVersion, ...] = ()
+    next: tuple[AdapterLease, AdapterVersion] | None = None
+
+
 @dataclass(eq=False)
 class Sequence:
     """`tokens` is prompt + output; the first `num_computed` of them have their keys and values in the cache.
@@ -143,6 +153,7 @@ class Sequence:
     queue: QueueState = field(default_factory=QueueState)
     times: Times = field(default_factory=Times)
     output: Output = field(default_factory=Output)
+    following: Following = field(default_factory=Following)
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.request.prompt)
@@ -153,6 +164,21 @@ class Sequence:
         self.num_draft, self.num_drafted = len(draft), len(self.request.draft)
         self.top_p = self.request.params.top_p
         self.acts_from = _acts_from(self.request.prompt, self.lease)
+        self.root = self._root()
+        """Where prefix reuse starts: the same tokens have other keys and values under another adapter. Where
+        the adapter does not act from the start, that is the base model's; `maker` has the rest."""
+
+    def change_adapter(self, lease: Lease, version: AdapterVersion) -> None:
+        """Go on under another content. Keys and values that are there stay, so that what follows is of no
+        use to others: no one adapter makes the same."""
+        self.lease, versions = lease, self.following.versions
+        if versions and versions[-1].start == self.num_output:
+            versions = versions[:-1]  # it made no token
+        self.following.versions = (*versions, replace(version, start=self.num_output))
+        self.following.next = None
+        self.root, self.kv.is_mixed = self._root(), self.num_computed > 0 or self.kv.is_encoded
+
+    def _root(self) -> str:
         digest = self.lease.digest if self.lease and not self.acts_from else ""
         if self.request.prompt_table is not None:  # other embeddings have other keys and values
             digest += ":" + self.request.table_digest
@@ -161,9 +187,7 @@ class Sequence:
             digest += ":" + blake2b(ids.data, digest_size=20).hexdigest()
         if self.request.cache_salt:
             digest += ":salt:" + blake2b(self.request.cache_salt.encode(), digest_size=20).hexdigest()
-        self.root = digest + self._rope_root
-        """Where prefix reuse starts: the same tokens have other keys and values under another adapter. Where
-        the adapter does not act from the start, that is the base model's; `maker` has the rest."""
+        return digest + self._rope_root
 
     def maker(self, start: int, stop: int) -> str:
         """What beside the tokens and what is before them decides the keys and values of tokens [start, stop):
@@ -356,6 +380,7 @@ class Sequence:
             generation_logits=np.stack(logits) if logits else None,
             pooled=self._pooled(),
             metrics=self._metrics() if self.finish_reason or output.metrics is None else output.metrics,
+            versions=self.following.versions,
         )
 
     def _pooled(self) -> np.ndarray | None:

@@ -52,6 +52,7 @@ def make_front(options: FleetOptions, replicas: DeploymentHandle) -> Starlette:
         *(Route(path, front.live) for path in LIVE),
         *(Route(path, front.ready) for path in READY),
         *(Route(path, front.load, methods=["POST"]) for path in LOADS),
+        Route("/v1/lora_adapters/{name:path}", front.load, methods=["PUT"]),
         Route("/metrics", front.metrics),
         Route("/v1/cache", front.cache),
         Route("/{path:path}", front.forward, methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]),

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from manylora.config.hub import is_hub_id, local_adapter
 from manylora.errors import AdapterError, AdapterInvalidError, AdapterNotCachedError, ConfigError
 from manylora.llmapi.lora import LoRARequest
 from manylora.lora.file_adapter import FileAdapter
+from manylora.lora.formats.peft_config import EMBEDDED
 from manylora.lora.formats.sources import find_source
 from manylora.lora.library.library import AdapterLibrary
 from manylora.lora.library.reader import AdapterReader
@@ -63,6 +67,29 @@ class AdapterRegistry:
                 )
             entry.num_open += 1
 
+    def put(
+        self, request: LoRARequest, tensors: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> Adapter | FileAdapter:
+        """Let the request's id mean these tensors, which stay in memory. Raises AdapterInvalidError; then
+        nothing has changed."""
+        from safetensors.torch import save_file
+
+        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        settings = json.dumps(dict(config), default=_as_json)
+        with tempfile.TemporaryDirectory(prefix="manylora-") as folder:
+            path = Path(folder) / "adapter.safetensors"
+            save_file(plain, path, {EMBEDDED: settings})
+            adapter = self._reader.read(path).adapter
+        task_id = request.lora_int_id
+        with self._lock:
+            entry = self._entries.get(task_id)
+            if entry is None:
+                place = Path(f"tensors of {request.lora_name}")
+                entry = self._entries[task_id] = _Registered(place, request.lora_ckpt_source)
+            entry.accepted = True
+            self._library.register(task_id, entry.path, lambda: adapter)
+        return adapter
+
     def claim_all(self, requests: Sequence[LoRARequest]) -> None:
         """`claim` all of them, or none."""
         claimed: list[int] = []
@@ -108,6 +135,11 @@ class AdapterRegistry:
             with self._lock:
                 self._downloaded[path] = found
         return found
+
+
+def _as_json(value: Any) -> Any:
+    """Of PEFT's `LoraConfig.to_dict`: sets, and enumerations that are text."""
+    return sorted(value) if isinstance(value, set | frozenset) else str(getattr(value, "value", value))
 
 
 def _place(given: str) -> Path:

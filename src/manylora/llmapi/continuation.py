@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from manylora.llmapi.decoding import StopRules
-from manylora.llmapi.outputs import CompletionOutput, Logprob
-from manylora.request import FinishReason
+from manylora.llmapi.outputs import CompletionOutput, Logprob, LoraVersion
+from manylora.request import AdapterVersion, FinishReason
 from manylora.text.tokenizer import Tokenizer
 
 
@@ -32,6 +32,7 @@ class Continuation:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.generation_logits: list[np.ndarray] = []  # concatenated: [tokens of the engine, vocabulary]
+        self.versions: tuple[AdapterVersion, ...] = ()  # of its adapter
         self.score: float | None = None  # of a beam, in place of the sum
 
     @property
@@ -79,6 +80,7 @@ class Continuation:
             text_diff=text[num_chars:],
             token_ids_diff=self.token_ids[num_tokens:],
             generation_logits=self._logits(),
+            lora_versions=self._lora_versions(),
         )
 
     def advance(self) -> str:
@@ -92,6 +94,15 @@ class Continuation:
         if not self.generation_logits or self.finish_reason is None:
             return None
         return np.concatenate(self.generation_logits)[: len(self.token_ids)]
+
+    def _lora_versions(self) -> tuple[LoraVersion, ...]:
+        """Of the tokens that are in the output: it may have ended before the engine's."""
+        count, found = len(self.token_ids), []
+        ends = [*(one.start for one in self.versions[1:]), count]
+        for one, end in zip(self.versions, ends, strict=False):
+            if one.start < count or not one.start:
+                found.append(LoraVersion(one.name, one.number, one.digest, one.start, min(end, count)))
+        return tuple(found)
 
     def _token_logprobs(self) -> list[dict[int, Logprob]]:
         pairs = zip(self.token_ids, self._log_probs, strict=False)

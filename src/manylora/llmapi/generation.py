@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -71,7 +71,10 @@ class Generation:
     def request(self) -> Request:
         """What the engine gets, with adapters by their ids. Raises RequestError."""
         members = members_of(self.lora_request)
-        lora = mix([(LoraInput(one.lora_int_id), scale) for one, scale in members], "lora_request")
+        adapters = [
+            (LoraInput(one.lora_int_id, follow=one.lora_version == "follow"), scale) for one, scale in members
+        ]
+        lora = mix(adapters, "lora_request")
         prompt = self._prompt
         return Request(
             prompt=prompt.token_ids if prompt.decoder_ids is None else prompt.decoder_ids,
@@ -94,6 +97,8 @@ class Generation:
         self._metrics = event.metrics or self._metrics
         if event.context_logits is not None:
             self._context_logits = event.context_logits
+        if event.versions:
+            self._note_versions(event)
         if event.beams:
             self._take_beams(event)
         else:
@@ -113,6 +118,14 @@ class Generation:
     def done(self) -> bool:
         """Every output has ended: the engine need not go on."""
         return all(c.finish_reason is not None for c in self._continuations)
+
+    def _note_versions(self, event: Event) -> None:
+        """The engine calls an adapter by its id."""
+        name = next(one.lora_name for one, scale in members_of(self.lora_request) if scale)
+        versions = tuple(replace(one, name=name) for one in event.versions)
+        every = self._continuations if event.beams else [self._continuations[event.sequence_index]]
+        for continuation in every:
+            continuation.versions = versions
 
     def _take_beams(self, event: Event) -> None:
         longest = self._decoding.params.max_tokens

@@ -30,6 +30,7 @@ from manylora.llmapi.sampling import SamplingParams
 from manylora.llmapi.service import Service
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
+from manylora.request import AdapterVersion, LoraInput
 from manylora.stats import EngineStats
 from manylora.text.tokenizer import Tokenizer
 
@@ -201,6 +202,24 @@ class LLM:
     def unpin_lora(self, lora_request: LoRARequest) -> None:
         """It may be evicted again. No effect for one that is not pinned."""
         self._loop.unpin(lora_request.lora_int_id)
+
+    def load_adapter(
+        self, lora_request: LoRARequest, tensors: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> AdapterVersion:
+        """Put tensors of a trainer under an adapter's id, new or in place of what it means now. Returns when
+        requests that come later get them; those under way keep their version, or follow.
+
+        tensors: named as PEFT saves them (`get_peft_model_state_dict`), on any device; they are copied.
+        config: what PEFT's adapter_config.json says, as of `LoraConfig.to_dict()`. They stay in memory, so
+        that an eviction from the cache loses nothing.
+
+        Raises RequestError.
+        """
+        if not self._serves_lora:
+            raise RequestError("load_adapter needs an LLM with a lora_config: this one serves no adapters")
+        adapter = self._service.registry.put(lora_request, tensors, config)
+        version = self._service.publish(LoraInput(lora_request.lora_int_id, checked=adapter))
+        return replace(version, name=lora_request.lora_name)
 
     def stats(self) -> EngineStats:
         """The engine as of its last step."""

@@ -90,19 +90,23 @@ class LoRARequest:
     lora_int_id: 0 to 2**64 - 1; identifies the adapter as long as the LLM exists.
     lora_path:   a PEFT directory, or a directory with the two converted .npy files; or an id of the hub,
                  org/name, which is downloaded at its first use. None: the path that an earlier request gave
-                 for this id.
+                 for this id, or the tensors that `LLM.load_adapter` put under it.
+    lora_version: keep: the request runs under one version of the adapter; follow: it goes on with newer ones.
     """
 
     lora_name: str
     lora_int_id: int
     lora_path: str | None = ""
     lora_ckpt_source: str = "hf"
+    lora_version: str = "keep"
 
     def __post_init__(self) -> None:
         path = self.lora_path
         if path is not None and (not str(path) or not (Path(path).exists() or is_hub_id(path))):
             raise ValueError(f"lora_path ({path}) does not exist.")
         _check_source("lora_ckpt_source must be 'hf' or 'nemo', got '{}'", self.lora_ckpt_source)
+        if self.lora_version not in ("keep", "follow"):
+            raise ValueError(f"lora_version must be 'keep' or 'follow', got {self.lora_version!r}")
         if not isinstance(self.lora_int_id, int) or not 0 <= self.lora_int_id <= MAX_ID:
             raise ValueError(f"lora_int_id must be an unsigned 64-bit integer, got {self.lora_int_id!r}")
 

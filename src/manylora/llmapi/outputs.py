@@ -19,6 +19,18 @@ class Logprob:
 
 
 @dataclass(frozen=True)
+class LoraVersion:
+    """Tokens [start, end) of an output, and the content of the adapter that made them. version: counts the
+    contents that the name has had, from 1."""
+
+    name: str
+    version: int
+    digest: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
 class CompletionOutput:
     """One output of a prompt, so far.
 
@@ -30,6 +42,7 @@ class CompletionOutput:
     finish_reason: None while running; then "stop", "length" or "cancelled".
     stop_reason:   the text of `stop` or the id of `stop_token_ids` that ended it, else None.
     generation_logits: [length, vocabulary] float32, when finished and asked for.
+    lora_versions: of its adapter, for all tokens; empty for the base model.
     """
 
     index: int
@@ -42,6 +55,7 @@ class CompletionOutput:
     text_diff: str = ""
     token_ids_diff: list[int] = field(default_factory=list)
     generation_logits: np.ndarray | None = field(default=None, compare=False)
+    lora_versions: tuple[LoraVersion, ...] = ()
 
     @property
     def length(self) -> int:

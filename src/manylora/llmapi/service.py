@@ -12,7 +12,7 @@ from manylora.errors import AdapterError, AdapterNotFiniteError, ManyloraError, 
 from manylora.llmapi.adapters import AdapterRegistry
 from manylora.llmapi.generation import Generation
 from manylora.llmapi.result import GenerationResult
-from manylora.request import Event, FinishReason
+from manylora.request import AdapterVersion, Event, FinishReason, LoraInput
 
 SHUT_DOWN = "this LLM has been shut down"
 ALIVE_S = 0.5  # after which is looked whether an answer may still come
@@ -66,6 +66,14 @@ class Service:
             except queue.Empty:
                 continue
         return RequestError(SHUT_DOWN)
+
+    def publish(self, lora: LoraInput) -> AdapterVersion:
+        """As `EngineLoop.publish`, and waits."""
+        with self._lock:
+            if self._closed:
+                raise RequestError(SHUT_DOWN)
+            done = self._loop.publish(lora)
+        return done.result()
 
     def discard(self, generation: Generation) -> None:
         """Let go of one that was made and is not submitted after all."""

@@ -43,6 +43,7 @@ class CacheView:
             device_hits=device.num_hits,
             device_loads=self._arrivals.num_loads,
             device_evictions=device.num_evictions,
+            version_changes=self._library.versions.num_changes,
             source_loads=self._library.num_loads,
             inert_loads=self._library.num_inert,
             max_device_adapters=self._max_device_adapters,

@@ -226,6 +226,13 @@ class AdapterStore:
         """Whether an admitted lease's adapters have arrived on the device."""
         return all(self._arrivals.is_loaded(one.digest) for one, _ in lease.members)
 
+    def drop(self, digest: str) -> None:
+        """Free the pages of an adapter that nobody means any more. No effect while a lease is on it."""
+        entry = self._cache.host.entries.get(digest)
+        if entry is not None and not entry.pins and digest not in self._waiting:
+            self._cache.evict(digest)
+            self._arrivals.forget(digest)
+
     def find_lost(self, leases: Iterable[Lease]) -> Mapping[str, RequestError]:
         """Wait until the adapters of these admitted leases are on the host. Returns those that could not be
         read, by digest: all their leases are to be released, and then `forget_lost` called."""

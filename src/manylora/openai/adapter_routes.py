@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from manylora.openai.api.errors import ApiError, invalid_value
+from manylora.errors import AdapterError
+from manylora.openai.api.errors import ApiError, adapter_problem, invalid_value
 from manylora.openai.api.names import check_name
 from manylora.openai.api.schema import LoadRequest, LoadTerms, PinRequest, UnloadRequest, validate
-from manylora.openai.serving.adapter_entry import Terms
+from manylora.openai.serving.adapter_entry import Terms, Version
 from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.openai.serving.keys import ApiKey, Keyring
 from manylora.openai.serving.pinning import Pinning
@@ -25,7 +26,7 @@ ADAPTER_ROUTES = [
     ("POST", f"{prefix}/{path}_lora_adapter", f"adapters.{path}")
     for prefix in ("/v1", "")
     for path in ("load", "unload", "pin")
-]
+] + [("PUT", "/v1/lora_adapters/{name:path}", "adapters.put")]
 """HTTP method, path, method of AdapterRoutes."""
 
 
@@ -64,8 +65,8 @@ class AdapterRoutes:
         assert body.lora_path is not None
         known = self._catalog.has(name)
         terms = self._terms(name, body, key)
-        notes = await self._catalog.load(name, body.lora_path, replace=body.load_inplace, terms=terms)
-        return await self._loaded(name, body.pinned, known, notes)
+        version = await self._catalog.load(name, body.lora_path, replace=body.load_inplace, terms=terms)
+        return await self._loaded(name, body.pinned, known, version.facts.notes)
 
     def _load_alias(self, name: str, body: LoadRequest, target: str, key: ApiKey) -> Response:
         for field in ("pinned", "idle_ttl_seconds", "owner", "public"):
@@ -75,10 +76,29 @@ class AdapterRoutes:
         self._catalog.load_alias(name, target, replace=body.load_inplace)
         return PlainTextResponse(f"Success: {name!r} stands for {self._catalog.aliases.resolve(name)!r}.")
 
+    async def put(self, request: Request) -> Response:
+        """The adapter's file as the body, new or in place of the one that the name means; serves at once."""
+        key = self._loader(request)
+        if content_type(request) != "application/octet-stream":
+            reason = "The body must be a safetensors file, sent as application/octet-stream"
+            raise ApiError(415, "unsupported_media_type", reason)
+        name = check_name(request.path_params["name"], "name")
+        body, known = _query_terms(request).model_copy(update={"load_inplace": True}), self._catalog.has(name)
+        version = await self._take_body(request, key, name, body)
+        facts = version.facts
+        await self._loaded(name, body.pinned, known, facts.notes)
+        told = {"id": name, "object": "lora_adapter", "version": version.number, "digest": version.digest}
+        told |= {"rank": facts.rank, "bytes": facts.num_bytes}
+        return JSONResponse(told | ({"warnings": list(facts.notes)} if facts.notes else {}))
+
     async def _load_body(self, request: Request, key: ApiKey) -> Response:
         name = check_name(request.query_params.get("lora_name", ""), "lora_name")
-        self._check_own(name, key, new=True)
         body, known = _query_terms(request), self._catalog.has(name)
+        version = await self._take_body(request, key, name, body)
+        return await self._loaded(name, body.pinned, known, version.facts.notes)
+
+    async def _take_body(self, request: Request, key: ApiKey, name: str, body: LoadTerms) -> Version:
+        self._check_own(name, key, new=True)
         if body.pinned:
             self._check_admin(key)
         terms = self._terms(name, body, key)
@@ -89,16 +109,19 @@ class AdapterRoutes:
         path = await self._uploads.receive(self._bounded(request.stream(), name, key), length)
         try:
             async with self._locks.setdefault(key.name, asyncio.Lock()):
-                notes = await self._catalog.load(
+                if config := request.query_params.get("adapter_config", ""):
+                    path = await asyncio.to_thread(self._uploads.add_config, path, config)
+                return await self._catalog.load(
                     name,
                     str(path),
                     replace=body.load_inplace,
                     move=lambda received: self._place(received, name, terms, key),
                     terms=terms,
                 )
+        except AdapterError as error:
+            raise adapter_problem(name, str(error)) from error
         finally:
             self._uploads.drop(path)  # no effect after `place`
-        return await self._loaded(name, body.pinned, known, notes)
 
     async def unload(self, request: Request) -> Response:
         key = self._loader(request)

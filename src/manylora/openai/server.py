@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.reader import AdapterReader
+from manylora.lora.library.versions import Versions
 from manylora.lora.modules import lora_modules
 from manylora.lora.rules import AdapterRules
 from manylora.model.checkpoint import read_model_config
@@ -72,7 +73,7 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
 
     async def start() -> AppContext:
         uploads = Uploads(options.lora_upload_bytes, options.lora_upload_dir)
-        catalog = await _open_catalog(options, served.reader, texts, uploads)
+        catalog = await _open_catalog(options, served, texts, uploads)
         metrics = Metrics(options.bases[0])
         queue = FairQueue(BATCHES_QUEUED * served.max_batch_size, options.max_queue_size)
         backend = Backend(served.start(), catalog, queue, metrics.meter)
@@ -155,6 +156,7 @@ class _ServedModel:
     max_seq_len: int
     max_batch_size: int
     reader: AdapterReader
+    versions: Versions = field(default_factory=Versions)
 
 
 def _in_process(options: ServeOptions, ended: Callable[[str], None]) -> _ServedModel:
@@ -170,6 +172,7 @@ def _in_process(options: ServeOptions, ended: Callable[[str], None]) -> _ServedM
         engine.config.max_batch_size,
         # Not narrowed: what is copied to disk is checked by its digest.
         engine.adapters.parts.reader(modules, narrow=False),
+        engine.adapters.library.versions,
     )
 
 
@@ -231,11 +234,11 @@ def _check_adapters(options: ServeOptions, reader: AdapterReader, texts: Adapter
 
 
 async def _open_catalog(
-    options: ServeOptions, reader: AdapterReader, texts: AdapterTexts, uploads: Uploads
+    options: ServeOptions, served: _ServedModel, texts: AdapterTexts, uploads: Uploads
 ) -> AdapterCatalog:
     folders = {Path(folder) for folder in getattr(options.sections.get("lora_config"), "lora_dir", ())}
     catalog = AdapterCatalog(
-        reader,
+        served.reader,
         texts,
         [*options.lora_root, *([uploads.folder] if uploads.folder else ())],
         [*options.lora_allowed_path, *(folder.parent for folder in folders)],
@@ -248,6 +251,7 @@ async def _open_catalog(
         aliases=dict(options.lora_alias),
         expired=uploads.discard,
         terms_of=uploads.terms_of,
+        versions=served.versions,
     )
     await catalog.start()
     for folder in sorted(folders):

@@ -30,7 +30,7 @@ SAME = (
     "return_generation_logits", "return_perf_metrics", "return_kv_cache_reuse_stats", "beam_width",
     "num_return_sequences", "exclude_input_in_output", "prompt_embedding_table", "prompt_vocab_size",
     "lora_task_id", "lora_config", "lora_invocation_tokens", "lora_name", "lora_ckpt_source",
-    "lora_mix_task_ids", "lora_mix_names", "lora_mix_scales", "guided_decoding_guide_type",
+    "lora_mix_task_ids", "lora_mix_names", "lora_mix_scales", "lora_version", "guided_decoding_guide_type",
     "guided_decoding_guide",
 )  # fmt: skip
 TO_ENGINE = {

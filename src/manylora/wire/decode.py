@@ -220,7 +220,14 @@ def _lora(item: _Item) -> LoraInput | LoraMix | None:
 
 def _mixed(item: _Item, names: list[str]) -> LoraInput | LoraMix | None:
     """names: of the inputs that name adapters."""
-    alone = ("lora_task_id", "lora_name", "lora_weights", "lora_config", "lora_invocation_tokens")
+    alone = (
+        "lora_task_id",
+        "lora_name",
+        "lora_weights",
+        "lora_config",
+        "lora_invocation_tokens",
+        "lora_version",
+    )
     others = [name for name in alone if item.size(name)]
     if len(names) > 1 or others:
         raise RequestError(f"{names[0]} stands alone: leave {', '.join([*names[1:], *others])} out")
@@ -241,6 +248,10 @@ def _one_lora(item: _Item) -> LoraInput | None:
     names = ("lora_task_id", "lora_weights", "lora_config", "lora_name", "lora_invocation_tokens")
     if not any(name in item.arrays for name in names):
         return None
+    wanted = item.scalar("lora_version") or "keep"
+    if wanted not in ("keep", "follow"):
+        raise RequestError(f"lora_version must be keep or follow, got {wanted[:40]!r}")
+    follow = wanted == "follow"
     weights, config = item.row("lora_weights"), item.row("lora_config")
     task_id, name = item.scalar("lora_task_id"), item.scalar("lora_name")
     invocation = item.ids("lora_invocation_tokens", MAX_INVOCATION)
@@ -249,7 +260,7 @@ def _one_lora(item: _Item) -> LoraInput | None:
     if name:
         if not (task_id is None and weights is None and config is None):
             raise RequestError("lora_name stands alone: leave lora_task_id, lora_weights and lora_config out")
-        return LoraInput(None, name=name, source=item.scalar("lora_ckpt_source") or None)
+        return LoraInput(None, name=name, source=item.scalar("lora_ckpt_source") or None, follow=follow)
     if task_id is None:
         raise RequestError("lora_task_id must be set for LoRA inference")
     return LoraInput(
@@ -257,4 +268,5 @@ def _one_lora(item: _Item) -> LoraInput | None:
         None if weights is None else weights[np.newaxis],
         None if config is None else config[np.newaxis],
         extras=(LoraExtra.invocation(invocation),) if invocation else (),
+        follow=follow,
     )

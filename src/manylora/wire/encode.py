@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -41,8 +42,8 @@ class ResponseEncoder:
     def encode(self, event: Event) -> list[tuple[str, np.ndarray]]:
         """Tensors of one response, `output_ids` first. Leading dimension 1.
 
-        Text tensors are slow in every process on the way, so `finish_reason` and `lora_cache_tier` come only
-        with the last response of a sequence.
+        Text tensors are slow in every process on the way, so `finish_reason`, `lora_cache_tier` and
+        `lora_versions` come only with the last response of a sequence.
         """
         streaming, params = self.request.streaming, self.request.params
         echo = [] if streaming or self.exclude_input else list(self.request.prompt)
@@ -71,6 +72,8 @@ class ResponseEncoder:
             tensors.append(("finish_reason", _text(event.finish_reason.value)))
             if event.metrics is not None and event.metrics.adapter_tier:
                 tensors.append(("lora_cache_tier", _text(event.metrics.adapter_tier)))
+            if event.versions:
+                tensors.append(("lora_versions", _text(_versions(event))))
         return tensors
 
     def _log_prob_tensors(self, event: Event) -> list[tuple[str, np.ndarray]]:
@@ -102,6 +105,20 @@ class ResponseEncoder:
         if rows is not None:
             tensors.append(("generation_logits", rows[np.newaxis, np.newaxis].astype(self.logits_dtype)))
         return tensors
+
+
+def _versions(event: Event) -> str:
+    """Which output tokens were made by which version of the adapter, as JSON."""
+    count = max((len(beam.token_ids) for beam in event.beams), default=0)
+    if not event.beams:
+        count = event.metrics.output_tokens if event.metrics is not None else len(event.token_ids)
+    ends = [*(one.start for one in event.versions[1:]), count]
+    return json.dumps(
+        [
+            {"name": one.name, "version": one.number, "digest": one.digest, "start": one.start, "end": end}
+            for one, end in zip(event.versions, ends, strict=True)
+        ]
+    )
 
 
 def merge(events: Sequence[Event]) -> Event:

@@ -50,6 +50,12 @@ FAMILIES = {
         "Adapters that came to the LoRA cache and change nothing, such as untrained ones", "counter"
     ),
     "manylora_lora_cache_loads_total": MetricFamily("Adapters written to the LoRA cache by level", "counter"),
+    "manylora_lora_version_changes_total": MetricFamily(
+        "Names and task ids that came to mean another content", "counter"
+    ),
+    "manylora_lora_sequence_swaps_total": MetricFamily(
+        "Sequences under way that went on under a newer version of their adapter", "counter"
+    ),
     "manylora_adapter_requests_total": MetricFamily(
         "Requests answered by adapter and finish reason", "counter"
     ),
@@ -107,6 +113,8 @@ def engine_samples(stats: EngineStats) -> Iterator[Sample]:
             yield Sample("manylora_draft_tokens_total", (("state", state),), count)
     yield Sample("manylora_lora_cache_page_bytes", (), a.page_bytes)
     yield Sample("manylora_inert_adapter_loads_total", (), a.inert_loads)
+    yield Sample("manylora_lora_version_changes_total", (), a.version_changes)
+    yield Sample("manylora_lora_sequence_swaps_total", (), a.sequence_swaps)
     for one in a.residents[:MAX_ADAPTERS]:
         adapter = ("adapter", one.name)
         size = one.pages * a.page_bytes

@@ -40,13 +40,13 @@ LORA = [
     Tensor("lora_invocation_tokens", "INT32", (-1,), ragged=True),  # ours: of activated LoRA
 ]
 GUIDES = _many("STRING", "guided_decoding_guide_type guided_decoding_guide", ragged=True)
-CATALOG = _many("STRING", "lora_name lora_ckpt_source", ragged=True)  # ours: an adapter by its name
+CATALOG = _many("STRING", "lora_name lora_ckpt_source lora_version", ragged=True)  # ours: by name
 MIX = [  # ours: several adapters together, or one with a scale
     Tensor("lora_mix_task_ids", "UINT64", (-1,), ragged=True),
     Tensor("lora_mix_names", "STRING", (-1,), ragged=True),
     Tensor("lora_mix_scales", "FP32", (-1,), ragged=True),
 ]
-REASON_AND_TIER = _many("STRING", "finish_reason lora_cache_tier")  # ours
+REASON_AND_TIER = _many("STRING", "finish_reason lora_cache_tier lora_versions")  # ours
 RESULTS = [
     Tensor("cum_log_probs", "FP32", (-1,)),
     Tensor("output_log_probs", "FP32", (-1, -1)),

@@ -61,6 +61,16 @@ def read_header(file: OpenFile, bounds: Bounds) -> dict[str, HeaderEntry]:
     return found
 
 
+def read_metadata(file: OpenFile, bounds: Bounds) -> dict[str, str]:
+    """What the header says beside the tensors. Raises ValueError, AdapterInvalidError."""
+    length = int.from_bytes(file.read(0, 8), "little")
+    if length > bounds.header_bytes:
+        raise ValueError(f"its header has {length} bytes, that of an adapter at most {bounds.header_bytes}")
+    members = _members(file.read(8, length).decode())
+    found: Any = next((value for key, value in members if key == METADATA), {})
+    return found if isinstance(found, dict) else {}
+
+
 def _entry(entry: Any, first: int) -> HeaderEntry:
     dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     numbers = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in (*shape, start, end))

@@ -39,7 +39,7 @@ from manylora.lora.formats.peft_experts import (
     expert_rows,
 )
 from manylora.lora.formats.peft_extras import check_extra_shapes, is_extra, read_extras
-from manylora.lora.formats.peft_files import WEIGHTS, peft_tensors
+from manylora.lora.formats.peft_files import peft_tensors, weights_file
 from manylora.lora.formats.peft_names import PEFT_KEY, VISION, in_our_order, in_peft_order, module_id_of
 from manylora.lora.formats.peft_stacks import STACK_KEY, Parts, check_stacks, stack_parts
 from manylora.lora.formats.peft_strict import check_keys, tell_missing
@@ -158,7 +158,7 @@ def stored_rows(folder: Path, options: ReadOptions = DEFAULT) -> FileRows | None
             return None
         scale = config.scale(_pattern_name(config, path, module_id), a.shape[0])
         rows.append((module_id, layer, a.shape[0], a.offset, b.offset, scale))
-    return FileRows.of(WEIGHTS, IN_PLACE[kinds.pop()], rows)
+    return FileRows.of(weights_file(folder).name, IN_PLACE[kinds.pop()], rows)
 
 
 def _open(

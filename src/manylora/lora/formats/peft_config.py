@@ -14,11 +14,16 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.extras import check_invocation
 from manylora.lora.formats import one_line
-from manylora.lora.formats.opened import is_plain, read_small
+from manylora.lora.formats.headers import read_metadata
+from manylora.lora.formats.opened import OpenFile, is_plain, read_small
 from manylora.lora.formats.peft_patterns import Patterns
 
 CONFIG = "adapter_config.json"
 MAX_BYTES = 2**21
+EMBEDDED = "adapter_config"
+"""Key of a safetensors file's metadata that has the text of adapter_config.json: such a file is an adapter of
+its own."""
+LOOKED_AT = 2**16  # bytes of a header, in which the key must be
 NORMALIZED = "dora_normalized"
 """Key that tools/normalize_dora.py sets: the magnitudes are divided by the row norms already."""
 # Settings under which PEFT computes something else than the base plus scale * B A x.
@@ -111,11 +116,8 @@ def read_peft_config(folder: Path, bounds: Bounds = ANY_MODEL) -> PeftConfig:
 
 def read_settings(folder: Path, bounds: Bounds = ANY_MODEL) -> dict[str, Any]:
     """adapter_config.json of an adapter of any kind. Raises AdapterInvalidError."""
-    path = folder / CONFIG
-    if not is_plain(path):
-        raise AdapterInvalidError(f"{CONFIG} is missing: not an adapter directory of PEFT")
     try:
-        settings = json.loads(read_small(path, bounds, MAX_BYTES).decode())
+        settings = json.loads(_config_text(folder, bounds))
     except (OSError, ValueError, RecursionError) as error:
         raise AdapterInvalidError(f"{CONFIG} is not readable JSON: {one_line(error)}") from error
     if not isinstance(settings, dict):
@@ -182,6 +184,27 @@ def config_of(config: Mapping[str, Any]) -> PeftConfig:
         invocation=_invocation(config),
         **{name: bool(config.get(name)) for name in flags},
     )
+
+
+def is_one_file(path: Path, bounds: Bounds = ANY_MODEL) -> bool:
+    """Whether a file has a PEFT adapter with its configuration."""
+    try:
+        file = OpenFile(path, bounds)
+        size = min(int.from_bytes(file.read(0, 8), "little"), LOOKED_AT, file.size - 8)
+        return f'"{EMBEDDED}"'.encode() in file.read(8, size)
+    except (AdapterInvalidError, OSError):
+        return False
+
+
+def _config_text(path: Path, bounds: Bounds) -> str:
+    if is_plain(path):
+        text = read_metadata(OpenFile(path, bounds), bounds).get(EMBEDDED, "")
+        if not isinstance(text, str) or not text or len(text) > MAX_BYTES:
+            raise AdapterInvalidError(f"the metadata of {path.name} has no text {EMBEDDED}")
+        return text
+    if not is_plain(path / CONFIG):
+        raise AdapterInvalidError(f"{CONFIG} is missing: not an adapter directory of PEFT")
+    return read_small(path / CONFIG, bounds, MAX_BYTES).decode()
 
 
 def saved_modules(config: Mapping[str, Any]) -> tuple[str, ...]:

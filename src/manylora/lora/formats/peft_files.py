@@ -21,6 +21,11 @@ def has_peft(folder: Path) -> bool:
     return is_plain(folder / CONFIG)
 
 
+def weights_file(place: Path) -> Path:
+    """place: a folder, or one file that is an adapter of its own."""
+    return place if is_plain(place) else place / WEIGHTS
+
+
 def peft_tensors(folder: Path, options: ReadOptions = DEFAULT) -> dict[str, RawTensor]:
     """Key to tensor, as stored; those that `options` leaves out are not there. Raises AdapterInvalidError."""
     tensors = _all_tensors(folder, options)
@@ -28,7 +33,7 @@ def peft_tensors(folder: Path, options: ReadOptions = DEFAULT) -> dict[str, RawT
 
 
 def _all_tensors(folder: Path, options: ReadOptions) -> dict[str, RawTensor]:
-    path, pickled, bounds = folder / WEIGHTS, folder / PICKLED, options.bounds
+    path, pickled, bounds = weights_file(folder), folder / PICKLED, options.bounds
     if is_plain(path):
         return read_safetensors(path, bounds)
     if not is_plain(pickled):

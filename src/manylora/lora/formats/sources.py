@@ -16,7 +16,7 @@ from manylora.lora.formats.nemo import find_nemo, is_tar, nemo_tensors, read_nem
 from manylora.lora.formats.npy import has_npy, read_npy, read_npy_invocation
 from manylora.lora.formats.opened import list_files
 from manylora.lora.formats.peft import read_peft, read_peft_whole
-from manylora.lora.formats.peft_config import read_peft_invocation
+from manylora.lora.formats.peft_config import is_one_file, read_peft_invocation
 from manylora.lora.formats.peft_files import has_peft, peft_tensors
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.tensor_files import common_dtype
@@ -27,7 +27,8 @@ from manylora.request import LoraExtra, LoraInput
 
 @dataclass(frozen=True)
 class Source:
-    """kind: npy, peft, nemo or llgtrt. path: the folder of the first two, the file of the others."""
+    """kind: npy, peft, nemo or llgtrt. path: the folder of the first two, the file of the others, and of PEFT
+    with its configuration in the file."""
 
     kind: str
     path: Path
@@ -52,7 +53,12 @@ def _find(path: Path) -> Source:
             return Source("llgtrt", path)
         if path.suffix == ".nemo" or is_tar(path):
             return Source("nemo", path)
-        raise AdapterInvalidError(f"{path.name} is neither a .nemo archive nor an llgtrt .safetensors file")
+        if is_one_file(path):
+            return Source("peft", path)
+        raise AdapterInvalidError(
+            f"{path.name} is neither a .nemo archive nor an llgtrt .safetensors file, nor one of PEFT with "
+            "adapter_config in its metadata"
+        )
     if not path.is_dir():
         reason = "is neither a file nor a directory" if path.exists() else "does not exist"
         raise AdapterInvalidError(f"{path.name} {reason}")

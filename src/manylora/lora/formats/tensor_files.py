@@ -23,7 +23,7 @@ from manylora.errors import AdapterInvalidError
 from manylora.kernels.loading import all_finite, widen
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.formats import one_line
-from manylora.lora.formats.headers import HeaderEntry, read_header
+from manylora.lora.formats.headers import METADATA, HeaderEntry, read_header, read_metadata
 from manylora.lora.formats.opened import OpenFile
 from manylora.lora.number_types import BY_SAFETENSORS, TYPES_READ, narrow_to_bfloat16
 
@@ -37,6 +37,7 @@ NEWER_TENSOR = "torch._utils _rebuild_tensor_v3"  # by which types without a sto
 BY_NAME = ("STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4", "NEWOBJ_EX", "OBJ")  # other ways to a class
 MAX_OPCODES = 500_000  # about 16 000 tensors; reading them takes half a second
 MAX_ENTRIES = 50_000
+PIECE = 2**22  # bytes that are copied at a time
 OPCODES = 64  # of a tensor's pickle; there are about 30
 
 
@@ -129,6 +130,27 @@ def write_safetensors(path: Path, tensors: Mapping[str, RawTensor]) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             file.write(tensor.data)
+
+
+def with_metadata(path: Path, target: Path, key: str, value: str, bounds: Bounds = ANY_MODEL) -> None:
+    """Copy a safetensors file, with this beside its other metadata. Raises AdapterInvalidError, OSError."""
+    try:
+        file = OpenFile(path, bounds)
+        length = int.from_bytes(file.read(0, 8), "little")
+        tensors, metadata = read_header(file, bounds), read_metadata(file, bounds)
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise AdapterInvalidError(f"it is not readable: {one_line(error)}") from error
+    first = 8 + length
+    header: dict[str, Any] = {METADATA: {key: value} | {k: v for k, v in metadata.items() if k != key}}
+    for name, one in tensors.items():
+        offsets = [one.start - first, one.start - first + one.size]
+        header[name] = {"dtype": one.dtype, "shape": list(one.shape), "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with target.open("xb") as made:
+        made.write(len(text).to_bytes(8, "little") + text)
+        for at in range(first, file.size, PIECE):
+            made.write(file.read(at, min(PIECE, file.size - at)))
 
 
 def write_torch(path: Path, tensors: Mapping[str, RawTensor]) -> None:

@@ -6,7 +6,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from manylora.lora.formats.opened import is_folder
 from manylora.lora.formats.sources import find_source
 from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.reader import AdapterReader
+from manylora.lora.library.versions import Versions
 from manylora.lora.tensors import Adapter
 from manylora.request import LoraInput
 
@@ -64,6 +65,7 @@ class AdapterLibrary:
         self._owners: dict[str, int] = {}  # digest -> the task id whose files have it
         self._names: dict[str, int] = {}  # name -> its id: -1 for the first, and so on
         self._prune_at = PRUNE
+        self.versions = Versions()
         self.num_binds = self.num_loads = 0  # loads: adapters that `find` gave
         self.num_inert = 0  # adapters that change nothing
         self._folder: Path | None = None
@@ -117,7 +119,7 @@ class AdapterLibrary:
         """The same with an id in place of a name. Raises AdapterError."""
         if lora.name is None or lora.task_id is not None:
             return lora
-        return LoraInput(self.id_of(lora.name, lora.source), name=lora.name)
+        return replace(lora, task_id=self.id_of(lora.name, lora.source), source=None)
 
     def bind(self, task_id: int, digest: str, keep: Callable[[str], bool]) -> None:
         """Point a task id at a digest. keep: whether a digest can still be served; others are forgotten in

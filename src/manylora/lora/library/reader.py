@@ -20,7 +20,7 @@ from manylora.lora.bounds import Bounds
 from manylora.lora.effect import NOTHING
 from manylora.lora.file_adapter import FileAdapter, FileRows
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.opened import open_plain
+from manylora.lora.formats.opened import is_plain, open_plain
 from manylora.lora.formats.peft import stored_rows
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.sources import Source, find_source, read_lora, read_source, read_whole
@@ -110,7 +110,8 @@ class AdapterReader:
             known.searched = True
         if known.rows is None:
             return None
-        open_file = partial(_open, path / known.rows.file, known.files, self._options.bounds)
+        file = path if is_plain(path) else path / known.rows.file
+        open_file = partial(_open, path, file, known.files, self._options.bounds)
         return ReadAdapter(FileAdapter(known.digest, known.rows, open_file), known.facts)
 
     def _unchanged(self, path: Path) -> _Known | None:
@@ -153,12 +154,12 @@ def read_adapter_folder(
 
 
 @contextmanager
-def _open(file: Path, known: Fingerprint, bounds: Bounds) -> Iterator[int]:
-    """A descriptor. Raises AdapterChangedError when the files of its folder are not, or did not stay, what is
-    known."""
-    changed = AdapterChangedError(file.parent.name)
+def _open(place: Path, file: Path, known: Fingerprint, bounds: Bounds) -> Iterator[int]:
+    """A descriptor. Raises AdapterChangedError when the files of `place`, the adapter's folder or one
+    file, are not, or did not stay, what is known."""
+    changed = AdapterChangedError(place.name if place == file else file.parent.name)
     try:
-        if fingerprint(file.parent) != known:
+        if fingerprint(place) != known:
             raise changed
         descriptor = open_plain(file, bounds)
     except (OSError, AdapterInvalidError):
@@ -169,5 +170,5 @@ def _open(file: Path, known: Fingerprint, bounds: Bounds) -> Iterator[int]:
         raise changed from None
     finally:
         os.close(descriptor)
-    if fingerprint(file.parent) != known:
+    if fingerprint(place) != known:
         raise changed

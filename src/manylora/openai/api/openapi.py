@@ -79,10 +79,19 @@ def _operation(name: str, path: str) -> dict[str, Any]:
         content: dict[str, Any] = {"application/json": {"schema": reference}}
         if name == "adapters.load":  # the body may be the adapter's file
             content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
-            kinds = {"lora_name": "string", "owner": "string", "idle_ttl_seconds": "number"}
+            kinds = {
+                "lora_name": "string",
+                "adapter_config": "string",
+                "owner": "string",
+                "idle_ttl_seconds": "number",
+            }
             kinds |= dict.fromkeys(("load_inplace", "pinned", "public"), "boolean")
             found["parameters"] = [
                 {"name": one, "in": "query", "schema": {"type": kind}} for one, kind in kinds.items()
             ]
         found["requestBody"] = {"required": True, "content": content}
+    if name == "adapters.put":
+        binary = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+        found["requestBody"] = {"required": True, "content": binary}
+        found["parameters"].append({"name": "adapter_config", "in": "query", "schema": {"type": "string"}})
     return found

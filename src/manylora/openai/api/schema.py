@@ -127,6 +127,7 @@ class GenerationRequest(GuideFields, NeutralFields):
     lora: Annotated[Items[LoraMember], Field(max_length=MAX_MIXED)] | None = None
     lora_model: Text | None = None
     load_lora_weights: Literal["auto", "always", "never"] = "auto"
+    lora_version: Literal["keep", "follow"] = "keep"  # follow: go on with newer versions of the adapter
     lora_request: LoraRequest | None = None
     lora_path: str | None = Field(None, min_length=1, max_length=4096)
     adapter_id: Text | None = None

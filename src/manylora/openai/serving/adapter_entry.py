@@ -25,7 +25,8 @@ RETRY_S = 0.05  # before files that change are read again
 
 @dataclass(frozen=True)
 class Version:
-    """One content of an adapter. task_id: the engine's, from the digest. text: its own; None: the base's."""
+    """One content of an adapter. task_id: the engine's, from the digest. text: its own; None: the base's.
+    number: which one of its name; 0: not served yet."""
 
     name: str
     digest: str
@@ -33,6 +34,7 @@ class Version:
     facts: AdapterFacts
     created: int
     text: AdapterText | None = None
+    number: int = 0
 
 
 @dataclass
@@ -86,7 +88,8 @@ class EntryReader:
     """Reads entries, each once at a time. Event loop only.
 
     texts: reads what comes with adapters. on_thread: calls a function on a thread for files. quiet_s: files
-    must lie unchanged for so long before an error in them counts. keep: called with what was read.
+    must lie unchanged for so long before an error in them counts. keep: called with what was read. changed:
+    called when an entry has a new version.
     """
 
     def __init__(
@@ -96,7 +99,9 @@ class EntryReader:
         on_thread: Callable[..., Awaitable[Any]],
         quiet_s: float,
         keep: Callable[[ReadAdapter], Awaitable[None]],
+        changed: Callable[[AdapterEntry, ReadAdapter], None],
     ) -> None:
+        self._changed = changed
         self._reader, self._on_thread, self._quiet_s, self._keep = reader, on_thread, quiet_s, keep
         self._texts = texts
         self.num_failures: Counter[str] = Counter()  # by code
@@ -154,6 +159,7 @@ class EntryReader:
         if old is None or old.digest != digest or old.text != text:
             entry.version = Version(entry.name, digest, task_id_of(digest), facts, int(time.time()), text)
             logger.info("adapter %s: %s, rank %d, %s", entry.name, facts.kind, facts.rank, digest[:12])
+            self._changed(entry, read)
         entry.problem = None
 
     def _problem(self, entry: AdapterEntry, error: Exception) -> ApiError:

@@ -11,15 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from manylora.errors import AdapterChangedError, AdapterNotCachedError, RequestError
-from manylora.openai.api.errors import ApiError, as_api_error
+from manylora.errors import AdapterChangedError, AdapterNotCachedError, EngineDeadError, RequestError
+from manylora.lora.file_adapter import FileAdapter
+from manylora.lora.library.library import task_id_of
+from manylora.lora.tensors import Adapter
+from manylora.openai.api.errors import ApiError, as_api_error, unsupported_field
 from manylora.openai.serving.adapter_entry import Version
 from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.openai.serving.event_queue import EventQueue
 from manylora.openai.serving.fairness import FairQueue
 from manylora.openai.serving.generation import GenerationState
 from manylora.openai.serving.history import History
-from manylora.request import Event, LoraInput, LoraMix, Request, Sink, mix
+from manylora.request import AdapterVersion, Event, LoraInput, LoraMix, Request, Sink, mix
 from manylora.stats import CacheMap, EngineStats, Resident
 
 logger = logging.getLogger("manylora")
@@ -65,6 +68,13 @@ class EngineClient(Protocol):
         """Whether the adapter is in the cache, so that a request needs only its id."""
         ...
 
+    follows: bool
+    """Whether sequences can go on with newer versions of their adapters, which `publish` brings."""
+
+    def publish(self, lora: LoraInput) -> object:
+        """Make a content, which comes along, the version that its name means. Does not wait."""
+        ...
+
     def cache_map(self, take: Callable[[CacheMap | None], None]) -> None:
         """Call `take` with the map, from any thread; None if the engine has none."""
         ...
@@ -77,6 +87,7 @@ class Call:
     """One generation with its adapter. policy: load_lora_weights. source: "hf" or "nemo", if given.
 
     adapters: names and scales; `adapter` is what their request calls them. version: of the first.
+    follow: lora_version.
     """
 
     generation: GenerationState
@@ -84,6 +95,7 @@ class Call:
     policy: str = "auto"
     source: str | None = None
     adapters: tuple[tuple[str, float], ...] = ()
+    follow: bool = False
     version: Version | None = None
     lora: LoraInput | LoraMix | None = None
     ticket: int | None = None
@@ -114,10 +126,20 @@ class Backend:
         self._events: EventQueue[tuple[Call, Event]] = EventQueue(asyncio.get_running_loop(), self._take)
         engine.on_events(self._events.wake)
         self._open: set[Call] = set()
+        catalog.on_change = self._publish
 
     @property
     def alive(self) -> bool:
         return self.engine.alive
+
+    def _publish(self, version: Version, adapter: Adapter | FileAdapter, old: str) -> None:
+        """Before any request that comes from now on. An adapter that is not in use takes no room."""
+        follows = any(call.follow and call.adapter == version.name for call in self._open)
+        if not (follows or self.engine.resident(task_id_of(old))):
+            return
+        lora = LoraInput(version.task_id, name=version.name, checked=adapter, version=version.number)
+        with contextlib.suppress(EngineDeadError):
+            self.engine.publish(lora)
 
     def submit(self, call: Call) -> None:
         """Start it. Errors are set on the generation."""
@@ -216,6 +238,7 @@ class Backend:
             self._open.discard(call)
 
     async def _with_adapters(self, call: Call) -> None:
+        self._check_following(call)
         versions: list[tuple[Version, float]] = []
         with contextlib.ExitStack() as stack:
             for name, scale in call.adapters:
@@ -229,6 +252,11 @@ class Backend:
                 await self._try_to_send(call, versions)
             else:
                 await self._through_engine(call, None)
+
+    def _check_following(self, call: Call) -> None:
+        if call.follow and call.adapters and not self.engine.follows:
+            reason = "lora_version follow needs the engine in this server, not behind triton_url: use keep"
+            raise unsupported_field(reason, "lora_version")
 
     async def _version(self, call: Call, name: str) -> Version:
         version = await self.catalog.version(name, fresh=call.policy == "always")
@@ -246,13 +274,14 @@ class Backend:
         for attempt in range(MAX_ATTEMPTS):
             members: list[tuple[LoraInput, float]] = []
             for place, (version, scale) in enumerate(versions):
-                here = self._is_here(call, version)
-                lora = LoraInput(version.task_id, name=version.name)
+                here, adapter = self._is_here(call, version), None
                 if attempt > 0 or not here:
+                    if call.follow:
+                        version = await self.catalog.version(version.name)
                     version, adapter = await self.catalog.adapter(version)
                     versions[place] = version, scale
-                    lora = LoraInput(version.task_id, name=version.name, checked=adapter)
-                members.append((lora, scale))
+                lora = LoraInput(version.task_id, name=version.name, checked=adapter)
+                members.append((replace(lora, version=version.number, follow=call.follow), scale))
             call.version = versions[0][0]
             try:
                 await self._through_engine(call, mix(members))
@@ -305,6 +334,9 @@ class Backend:
             self.history.ended(event, waited_s)
         if event.error is not None:
             event = replace(event, error=as_api_error(event.error, call.adapter or ""))
+        if call.version is not None and not event.versions:  # of an engine that counts none
+            told = AdapterVersion(call.version.name, call.version.number, call.version.digest)
+            event = replace(event, versions=(told,))
         generation.take(event)
         if event.last:
             if not answered.done():
@@ -320,14 +352,10 @@ class Backend:
             if self._carrying[task_id] <= 0:
                 del self._carrying[task_id]
         if lora is not None and lora.has_tensors:  # which this frees
-            call.lora = lora.map(_by_id) if isinstance(lora, LoraMix) else _by_id(lora)
+            call.lora = lora.without_tensors()
 
 
 def _carried(lora: LoraInput | LoraMix | None) -> list[int]:
     """Task ids of those that have tensors."""
     members = lora.members if lora is not None else ()
     return [number for one, _ in members if one.has_tensors for number in one.task_ids]
-
-
-def _by_id(lora: LoraInput) -> LoraInput:
-    return LoraInput(lora.task_id, name=lora.name)

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace as changed
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.fingerprint import Fingerprint, fingerprint
 from manylora.lora.library.memory import MemoryLevel
 from manylora.lora.library.reader import AdapterReader, ReadAdapter
+from manylora.lora.library.versions import Versions
 from manylora.lora.tensors import Adapter
 from manylora.openai.api.errors import ApiError, adapter_problem
 from manylora.openai.api.generation_defaults import GenerationDefaults
@@ -53,6 +55,7 @@ class AdapterCatalog:
     aliases:    name -> what it stands for.
     expired:    called with the name of an adapter that was unloaded as nobody used it.
     terms_of:   of an adapter that is found at a path below a root.
+    versions:   counts the contents of each name; the engine's, where that is in this process.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class AdapterCatalog:
         aliases: Mapping[str, str] = MappingProxyType({}),
         expired: Callable[[str], None] = lambda name: None,
         terms_of: Callable[[Path], Terms] = lambda path: Terms(),
+        versions: Versions | None = None,
     ) -> None:
         self._roots = [root.resolve() for root in roots]
         self._allowed = [*self._roots, *(root.resolve() for root in allowed)]
@@ -79,7 +83,11 @@ class AdapterCatalog:
         self._refresh_s = refresh_s
         self._quiet_s = min(MAX_QUIET_S, refresh_s / 4)
         self._texts = texts
-        self._entry_reader = EntryReader(self._reader, texts, self._on_thread, self._quiet_s, self._keep)
+        given = self._on_thread, self._quiet_s, self._keep, self._announce
+        self._entry_reader = EntryReader(self._reader, texts, *given)
+        self.versions = versions or Versions()
+        # Called when a name that was served means another content: with its adapter, and the old digest.
+        self.on_change: Callable[[Version, Adapter | FileAdapter, str], None] = lambda *_: None
         self._reserved, self._pinned, self._expired = reserved, pinned, expired
         self._terms_of = terms_of
         self.aliases = Aliases(aliases)
@@ -253,9 +261,8 @@ class AdapterCatalog:
         replace: bool,
         move: Callable[[Path], Path] | None = None,
         terms: Terms | None = None,
-    ) -> tuple[str, ...]:
-        """Add an adapter on request. Returns its `AdapterFacts.notes`. Raises ApiError; then nothing has
-        changed.
+    ) -> Version:
+        """Add an adapter on request. Raises ApiError; then nothing has changed.
 
         move: called with its path once the adapter was read without an error; returns its final path.
         """
@@ -264,7 +271,7 @@ class AdapterCatalog:
         old = self._entries.get(name)
         found = await self._on_thread(fingerprint, path)
         entry = AdapterEntry(name, path, False, found, terms=terms or Terms())
-        await self._entry_reader.read(entry)
+        read = await self._entry_reader.read(entry)
         if move is not None:
             self.check_new(name, replace=replace)  # another may have come while this was read
             entry.path = move(path)
@@ -274,7 +281,18 @@ class AdapterCatalog:
         self._unloaded.pop(name, None)
         entry.used_at = time.monotonic()
         self._entries[name] = entry
-        return entry.version.facts.notes if entry.version is not None else ()
+        self._announce(entry, read)
+        assert entry.version is not None
+        return entry.version
+
+    def _announce(self, entry: AdapterEntry, read: ReadAdapter) -> None:
+        """Count the version of an entry that serves, and tell of one that took another's place."""
+        if entry.version is None or self._entries.get(entry.name) is not entry:
+            return
+        number, old = self.versions.put(entry.name, entry.version.digest)
+        entry.version = changed(entry.version, number=number)
+        if old:
+            self.on_change(entry.version, read.adapter, old)
 
     def load_alias(self, name: str, target: str, *, replace: bool) -> None:
         """Let a name stand for an adapter, an alias or the base model. replace: it may stand for another by
@@ -296,6 +314,7 @@ class AdapterCatalog:
         if entry is None:
             raise ApiError(404, "adapter_not_found", f"adapter {name!r} does not exist", "lora_name")
         self._unloaded[name] = entry.found
+        self.versions.withdraw(name)
         if entry.num_open:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(entry.closed.wait(), timeout_s)
@@ -317,6 +336,7 @@ class AdapterCatalog:
             logger.info("adapter %s is unloaded: it was idle for its time to live", entry.name)
             self._unloaded[entry.name] = entry.found
             del self._entries[entry.name]
+            self.versions.withdraw(entry.name)
             self._expired(entry.name)
 
     async def _scan(self, *, first: bool) -> None:
@@ -365,6 +385,7 @@ class AdapterCatalog:
         elif now - entry.missing_since >= self._refresh_s / 2:
             logger.info("adapter %s is withdrawn: its files are gone", entry.name)
             del self._entries[entry.name]
+            self.versions.withdraw(entry.name)
 
     async def _read_changed(self) -> None:
         """One after the other, so that requests that need an adapter at once do not wait for all of them."""

@@ -83,6 +83,7 @@ class GenerationState:
             self.error = event.error
         else:
             output = self._outputs[event.sequence_index]
+            output.versions = event.versions
             output.extend(event.token_ids, event.log_probs, event.finish_reason)
             if event.last:
                 # A request that is cancelled before it began has no event for each output.

@@ -21,13 +21,15 @@ class InProcessEngine:
     progress for hang_s (0: no limit). Open requests have failed by then.
     """
 
+    follows = True
+
     def __init__(
         self, engine: Engine, hang_s: float = 0.0, ended: Callable[[str], None] = lambda reason: None
     ) -> None:
         self._wake: Wake = lambda: None
         self._loop = loop = EngineLoop(engine, lambda: self._wake())
         self.resident = engine.adapters.resident
-        self.submit, self.cancel = loop.submit, loop.cancel
+        self.submit, self.cancel, self.publish = loop.submit, loop.cancel, loop.publish
         self.stats, self.cache_map = loop.stats, loop.cache_map
         self.pins = loop
         self._hang_s, self._ended = hang_s, ended

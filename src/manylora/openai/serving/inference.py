@@ -256,8 +256,8 @@ class Inference:
         except (ValueError, RequestError) as error:
             raise as_api_error(error) from error
         generation = GenerationState(prompt, planned, body.stream, asked.tokenizer, request_id, changed)
-        choice = asked.choice
-        return Call(generation, choice.name, body.load_lora_weights, choice.source, choice.adapters)
+        choice, follow = asked.choice, body.lora_version == "follow"
+        return Call(generation, choice.name, body.load_lora_weights, choice.source, choice.adapters, follow)
 
     def _response_builder(
         self,

@@ -23,6 +23,7 @@ def adapter_card(
         "dtype": facts and facts.dtype,
         "format": facts and facts.kind,
         "digest": version and version.digest,
+        "version": version and version.number,
         "bytes": facts and facts.num_bytes,
         "notes": list(facts.notes) if facts else [],
         "tier": tier,

@@ -83,6 +83,7 @@ class ResponseBuilder:
                 choice = self._choice(generation, output)
                 if self._shown.token_ids:
                     choice["token_ids"] = [] if generation.plan.prompt_only else output.token_ids
+                choice |= _versions(output)
                 choices.append({"index": number * self._n + output.index, **_ending(output), **choice})
         return self._envelope(self.object, choices) | {"usage": self._usage(num_output)}
 
@@ -146,6 +147,8 @@ class ResponseBuilder:
         deltas = self._deltas(index, generation, output, start)
         if self._shown.token_ids:
             deltas[-1]["token_ids"] = [] if generation.plan.prompt_only else output.token_ids[start:]
+        if output.finish_reason is not None and deltas:
+            deltas[-1] |= _versions(output)
         return [self._choice_event({"index": index, **delta}) for delta in deltas]
 
     def _choice_event(self, choice: dict[str, Any]) -> str:
@@ -343,6 +346,11 @@ class CompletionResponse(ResponseBuilder):
 def _finish_reason(output: CompletionOutput) -> str | None:
     """Of a choice with tool calls. An output that was cut off keeps its own reason."""
     return "tool_calls" if output.finish_reason == "stop" else output.finish_reason
+
+
+def _versions(output: CompletionOutput) -> dict[str, Any]:
+    """Which tokens were made by which version of the adapter; nothing for the base model."""
+    return {"lora_versions": [vars(one) for one in output.lora_versions]} if output.lora_versions else {}
 
 
 def _ending(output: CompletionOutput) -> dict[str, Any]:

@@ -69,11 +69,13 @@ class ResponsesAnswer(ChatResponse):
         self._message_id = ""  # of the message that is being written; empty: none is
         self._text: list[str] = []  # its pieces, as JSON
         self._log_probs: list[dict[str, Any]] = []
+        self._versions: list[dict[str, Any]] = []  # of the adapter, as of a choice of a chat
         self._calls: dict[int, dict[str, Any]] = {}  # that are being written, by their place in the chat
 
     def body(self) -> dict[str, Any]:
         chat = super().body()
         choice = chat["choices"][0]
+        self._versions = choice.get("lora_versions", [])
         message, status = choice["message"], CUT.get(choice["finish_reason"], COMPLETED)
         calls = message.get("tool_calls") or []
         if message["content"] or not calls:
@@ -117,6 +119,7 @@ class ResponsesAnswer(ChatResponse):
             events.append(self._write_call(call))
         reason = choice.get("finish_reason")
         if reason is not None:
+            self._versions = choice.get("lora_versions", [])
             self._status = CUT.get(reason, COMPLETED)
             if not self._calls and not self._output:
                 events.append(self._open_message())  # without text, if there was none
@@ -215,7 +218,8 @@ class ResponsesAnswer(ChatResponse):
         asked = self._asked
         sampled = self.generations[0].plan if self.generations else asked
         now = int(time.time())
-        return {
+        versions = {"lora_versions": self._versions} if self._versions else {}
+        return versions | {
             "id": self.id,
             "object": "response",
             "created_at": self._common["created"],

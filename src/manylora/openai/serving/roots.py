@@ -10,6 +10,7 @@ from pathlib import Path
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.llgtrt import is_llgtrt
+from manylora.lora.formats.peft_config import is_one_file
 from manylora.lora.formats.sources import find_source
 from manylora.lora.library.fingerprint import Fingerprint, entry_is, fingerprint, is_passing
 from manylora.openai.api.errors import ApiError
@@ -83,7 +84,7 @@ class _Scan:
                 yield from self._at(path, prefix + entry.name, depth, link=entry.is_symlink())
             elif path.suffix in (".nemo", ".safetensors"):
                 seen = fingerprint(path)
-                if self.known.get(path) == seen or path.suffix == ".nemo" or is_llgtrt(path):
+                if self.known.get(path) == seen or path.suffix == ".nemo" or _is_one_file(path):
                     yield from _named(prefix + path.stem, Found(path, seen))
 
     def _at(self, path: Path, name: str, depth: int, *, link: bool) -> Iterator[tuple[str, Found]]:
@@ -116,6 +117,10 @@ def _is_adapter(path: Path) -> bool:
     except AdapterInvalidError:
         return False
     return True
+
+
+def _is_one_file(path: Path) -> bool:
+    return is_llgtrt(path) or is_one_file(path)
 
 
 def _has_more(path: Path) -> bool:

@@ -171,6 +171,8 @@ class TritonEngine:
     """Belongs to the event loop it is made on. Each request has a gRPC stream of its own, because cancelling
     a stream is how Triton tells the model to stop."""
 
+    follows = False
+
     def __init__(self, url: str, model: TritonModel) -> None:
         self._channel, self.model = grpc.aio.insecure_channel(url, options=UNLIMITED), model
         self._stub = GRPCInferenceServiceStub(self._channel)
@@ -198,6 +200,9 @@ class TritonEngine:
         ticket = next(self._tickets)
         self._running[ticket] = asyncio.create_task(self._serve(ticket, request, sink))
         return ticket
+
+    def publish(self, lora: LoraInput) -> None:
+        """Nothing: the first request of a new content brings it."""
 
     def cancel(self, ticket: int) -> None:
         """Cancel the stream; the request gets a last event. No effect for an unknown ticket."""

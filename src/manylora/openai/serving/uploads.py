@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from manylora.lora.formats.peft_config import EMBEDDED
+from manylora.lora.formats.tensor_files import with_metadata
 from manylora.openai.api.errors import ApiError
 from manylora.openai.serving.adapter_entry import Terms
 
@@ -82,6 +84,20 @@ class Uploads:
                 path.unlink(missing_ok=True)
             raise
         return path
+
+    def add_config(self, path: Path, config: str) -> Path:
+        """Make an adapter of its own of a received file with PEFT's tensors: config is the text of its
+        adapter_config.json. Returns the new path; the file is gone. Raises ApiError, AdapterInvalidError."""
+        made = path.with_stem(f"{path.stem}-whole")
+        try:
+            with_metadata(path, made, EMBEDDED, config)
+        except OSError as error:
+            logger.warning("an adapter in a request cannot be written: %s", error.strerror)
+            raise _full() from error
+        finally:
+            self.num_bytes += made.stat().st_size if made.exists() else 0
+            self.drop(path)
+        return made
 
     def place(self, path: Path, name: str, terms: Terms) -> Path:
         """Rename a received file to its adapter's name, replacing an older one. Raises ApiError 507."""

@@ -1,0 +1,199 @@
+"""VersionSwaps: which version of its adapter each sequence runs under, and when it goes on to a newer one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from manylora.engine.kv_cache import KvCache
+from manylora.engine.scheduler import Scheduler
+from manylora.engine.sequence import Sequence
+from manylora.lora.file_adapter import FileAdapter
+from manylora.lora.lease import AdapterLease
+from manylora.lora.store import AdapterStore
+from manylora.lora.tensors import Adapter
+from manylora.request import AdapterVersion, LoraInput
+
+MAX_NEWEST = 4096  # names whose newest version is known here; the one noted first is forgotten
+
+
+@dataclass(frozen=True)
+class _Newest:
+    """What followers of a name go on with: of the last content that was published or came in a request."""
+
+    lora: LoraInput
+    version: AdapterVersion
+
+
+@dataclass
+class VersionSwaps:
+    """Belongs to the engine's thread.
+
+    A sequence that follows has a lease on the newest content beside its own until it can change: when the
+    pages of the new one have arrived, between two steps. Where both find no room on the device, the old one
+    gives way.
+    """
+
+    adapters: AdapterStore
+    scheduler: Scheduler
+    kv: KvCache
+    num_swaps: int = 0
+    _newest: dict[str, _Newest] = field(default_factory=dict)  # by label; of those with followers
+    _due: dict[Sequence, None] = field(default_factory=dict)  # those with a `next` lease
+
+    def __post_init__(self) -> None:
+        self._versions = self.adapters.library.versions
+
+    @property
+    def is_due(self) -> bool:
+        return bool(self._due)
+
+    def begin(
+        self, sequence: Sequence, adapter: Adapter | FileAdapter | None, others: Iterable[Sequence]
+    ) -> None:
+        """Note the version of a sequence that is new. Tensors that it brought may be another one for those
+        that follow its name."""
+        lora, lease = sequence.request.lora, sequence.lease
+        if not isinstance(lora, LoraInput) or not isinstance(lease, AdapterLease):
+            return
+        known = self._newest.get(lora.label)
+        stale = lora.follow and known is not None and known.version.number > lora.version > 0
+        if stale and known is not None and self._begin_newer(sequence, known):
+            return
+        version = self._count(lora, lease.digest)
+        sequence.following.versions = (version,)
+        if lora.follow or known is not None:
+            self._spread(lora, adapter, version, others)
+
+    def publish(
+        self, lora: LoraInput, adapter: Adapter | FileAdapter | None, sequences: Iterable[Sequence]
+    ) -> AdapterVersion:
+        """As `Engine.publish`. The content is on the host then, where there is room."""
+        lease = self.adapters.acquire(lora, adapter)
+        version = self._count(lora, lease.digest)
+        self._spread(lora, adapter, version, sequences)
+        self.adapters.release(lease)
+        return version
+
+    def apply(self) -> None:
+        """Change the adapters of those that can. No step may be in flight."""
+        due = sorted(self._due, key=lambda one: _next(one)[0].digest)
+        for _, group in groupby(due, key=lambda one: _next(one)[0].digest):
+            sequences = list(group)
+            for sequence in [one for one in sequences if not self._has_pages(one)]:
+                self._change(sequence)
+            self._change_running([one for one in sequences if one in self._due])
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended."""
+        self._due.pop(sequence, None)
+        if sequence.following.next is not None:
+            self.adapters.release(sequence.following.next[0])
+            sequence.following.next = None
+
+    def forget_lost(self, lost: Mapping[str, object]) -> None:
+        """Go on with the old version where the new one could not be read."""
+        for sequence in [one for one in self._due if _next(one)[0].digest in lost]:
+            self.forget(sequence)
+
+    def drop_superseded(self, sequences: Iterable[Sequence]) -> None:
+        """Let go of contents that no name means any more and no sequence runs under."""
+        if not self._versions.superseded:
+            return
+        leases = [sequence.lease for sequence in sequences if sequence.lease is not None]
+        used = {one.digest for lease in leases for one, _ in lease.members}
+        for digest in self._versions.superseded.copy() - used:
+            self._versions.superseded.discard(digest)
+            self.kv.drop(digest)
+            self.adapters.drop(digest)
+
+    def _begin_newer(self, sequence: Sequence, known: _Newest) -> bool:
+        """A newer version was published while the request was on its way. False: it does not fit."""
+        assert sequence.lease is not None
+        lease = self.adapters.acquire(known.lora, None)
+        if not _fits(lease, sequence):
+            self.adapters.release(lease)
+            return False
+        self.adapters.release(sequence.lease)
+        sequence.change_adapter(lease, known.version)
+        return True
+
+    def _count(self, lora: LoraInput, digest: str) -> AdapterVersion:
+        number = lora.version or self._versions.put(lora.label, digest)[0]
+        return AdapterVersion(lora.label, number, digest)
+
+    def _spread(
+        self,
+        lora: LoraInput,
+        adapter: Adapter | FileAdapter | None,
+        version: AdapterVersion,
+        sequences: Iterable[Sequence],
+    ) -> None:
+        """Have those that follow the name go on with this version, unless they know a newer one."""
+        known = self._newest.get(lora.label)
+        if known is not None and known.version.number >= version.number:
+            return
+        self._newest[lora.label] = newest = _Newest(lora.without_tensors(), version)
+        if len(self._newest) > MAX_NEWEST:
+            del self._newest[next(iter(self._newest))]
+        for sequence in sequences:
+            theirs = sequence.request.lora
+            if not isinstance(theirs, LoraInput) or not theirs.follow or theirs.label != lora.label:
+                continue
+            if sequence.finished or sequence.following.versions[-1].number >= version.number:
+                continue
+            self.forget(sequence)
+            lease = self.adapters.acquire(newest.lora, adapter)
+            if not _fits(lease, sequence):
+                self.adapters.release(lease)
+                continue
+            sequence.following.next = lease, version
+            self._due[sequence] = None
+
+    def _change_running(self, sequences: list[Sequence]) -> None:
+        """Those under the same content and to the same."""
+        if not sequences:
+            return
+        old = [one.lease for one in sequences if one.lease is not None]
+        first = _next(sequences[0])[0]
+        crowded = not (first.admitted or self.adapters.admit(first))
+        if crowded:  # the old content gives way, if nobody else runs under it
+            for lease in old:
+                self.adapters.suspend(lease)
+            if not self.adapters.admit(first):
+                for lease in old:
+                    self.adapters.admit(lease)
+                return
+        for sequence in sequences:
+            lease = _next(sequence)[0]
+            if not lease.admitted:
+                self.adapters.admit(lease)
+        if crowded or self.adapters.is_loaded(first):
+            for sequence in sequences:
+                self._change(sequence)
+
+    def _change(self, sequence: Sequence) -> None:
+        lease, version = _next(sequence)
+        if sequence.lease is not None:
+            self.adapters.release(sequence.lease)
+        sequence.change_adapter(lease, version)
+        self.scheduler.adapter_changed(sequence)
+        self._due.pop(sequence, None)
+        self.num_swaps += 1
+
+    @staticmethod
+    def _has_pages(sequence: Sequence) -> bool:
+        lease = sequence.lease
+        return lease is not None and all(one.admitted for one, _ in lease.members)
+
+
+def _fits(lease: AdapterLease, sequence: Sequence) -> bool:
+    """Whether a sequence can go on under this content: as many virtual tokens, and the same invocation."""
+    now = sequence.lease
+    return lease.num_virtual == sequence.num_virtual and (now is None or lease.invocation == now.invocation)
+
+
+def _next(sequence: Sequence) -> tuple[AdapterLease, AdapterVersion]:
+    assert sequence.following.next is not None
+    return sequence.following.next

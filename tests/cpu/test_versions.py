@@ -1,0 +1,300 @@
+"""Protects versions of adapters under a name: each token is made by the version that the answer says,
+requests keep or follow as they ask, and nothing of an old version is met again."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from running import read, tokens
+
+from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
+from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.engine.engine import Engine
+from manylora.errors import RequestError
+from manylora.llmapi.outputs import LoraVersion
+from manylora.lora.library.versions import Versions
+from manylora.request import (
+    AdapterVersion,
+    Event,
+    FinishReason,
+    LoraExtra,
+    LoraInput,
+    Request,
+    SamplingConfig,
+)
+from manylora.testing.tiny_models import load_transformers, make_adapter, make_model
+from manylora.wire.encode import ResponseEncoder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "llama", seed=1)
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Path) -> list[Path]:
+    modules = ("q_proj", "v_proj", "down_proj")
+    return [make_adapter(model / f"adapter{seed}", model, seed, 4, modules) for seed in (1, 2)]
+
+
+def open_engine(model: Path, **options: object) -> Engine:
+    lora = {"gpu_memory_bytes": 2**22, "host_memory_bytes": 2**23, **options.pop("lora", {})}  # type: ignore[dict-item]
+    settings = {"device": "cpu", "max_seq_len": 128, "tokens_per_block": 4, **options}
+    return Engine(EngineConfig(model, lora=LoraCacheConfig(**lora), **settings))  # type: ignore[arg-type]
+
+
+def marked(model: Path, name: str, number: int) -> LoraInput:
+    """An adapter whose every token is 2 * number or 2 * number + 1: its head knows no others."""
+    vocab, hidden = load_head(model)
+    head = np.zeros((vocab, hidden), np.float32)
+    head[2 * number] = np.linspace(1, 2, hidden)
+    head[2 * number + 1] = -head[2 * number]
+    extras = (LoraExtra("head.weight", head),)
+    row = np.zeros((1, 1, 2 * hidden), np.float32)
+    row[0, 0, 0] = number  # equal heads under other names differ in this row, which does nothing
+    config = np.array([[[1, 0, 1, 0]]], np.int32)
+    return LoraInput(abs(hash((name, number))), row, config, name=name, extras=extras)
+
+
+def load_head(model: Path) -> tuple[int, int]:
+    from manylora.model.checkpoint import read_model_config
+
+    config = read_model_config(model)
+    return config.vocab_size, config.hidden_size
+
+
+def check_versions(event: Event, output: list[int], numbers: dict[str, int]) -> None:
+    """Every token is one of the version that is told for it."""
+    spans = event.versions
+    assert spans[0].start == 0 and [s.start for s in spans] == sorted({s.start for s in spans})
+    for position, token in enumerate(output):
+        told = [span for span in spans if span.start <= position][-1]
+        assert token // 2 == numbers[told.digest], (position, token, spans)
+
+
+def test_versions_are_counted_by_name_and_content() -> None:
+    versions = Versions()
+    assert versions.put("a", "x") == (1, "") and versions.put("a", "x") == (1, "")
+    assert versions.put("b", "x") == (1, "")
+    assert versions.put("a", "y") == (2, "x") and not versions.superseded  # b means x still
+    assert versions.put("b", "y") == (2, "x") and versions.superseded == {"x"}
+    assert versions.put("a", "x") == (3, "y") and not versions.superseded
+    versions.withdraw("a")
+    assert versions.superseded == {"x"} and versions.current("a") is None
+    assert versions.put("a", "z") == (4, "") and versions.current("a") == (4, "z")
+
+
+def test_a_sequence_that_follows_goes_on_as_transformers_does(model: Path, adapters: list[Path]) -> None:
+    """Its keys and values so far stay, and all that comes is made by the new version."""
+    prompt, before, after = tokens(11), 7, 9
+    engine = open_engine(model)
+    old, new = (read(path, model, task_id=7) for path in adapters)
+    follows = LoraInput(7, old.weights, old.config, follow=True)
+    keeps = Request(tuple(prompt), SamplingConfig(max_tokens=before + after), LoraInput(7))
+    handle = engine.submit(engine.prepare(Request(keeps.prompt, keeps.params, follows, streaming=True)))
+    kept = engine.submit(engine.prepare(keeps))
+    events: dict[int, list[Event]] = defaultdict(list)
+    output: list[int] = []
+    while engine.has_work:
+        for number, event in engine.step():
+            events[number].append(event)
+            output += event.token_ids if number == handle else ()
+        if len(output) == before and not engine.adapters.library.versions.num_changes:
+            engine.publish(LoraInput(7, new.weights, new.config))
+        engine.check()
+    (first, second) = events[handle][-1].versions
+    assert (first.number, first.start, second.number) == (1, 0, 2)
+    assert before <= second.start < before + after  # as soon as its pages have arrived
+    before, after = second.start, before + after - second.start
+    assert output == by_transformers(model, adapters, prompt, before, after)
+    assert list(events[kept][-1].token_ids) == by_transformers(model, adapters[:1] * 2, prompt, before, after)
+    assert [(one.name, one.number) for one in events[kept][-1].versions] == [("7", 1)]
+
+
+def by_transformers(
+    model: Path, adapters: list[Path], prompt: list[int], before: int, after: int
+) -> list[int]:
+    """Greedy, with the cache of keys and values that the first adapter has begun."""
+    from peft import PeftModel
+
+    reference = PeftModel.from_pretrained(load_transformers(model), str(adapters[0]), "first").eval()
+    reference.load_adapter(str(adapters[1]), "second")
+    ids, cache, made = torch.tensor([prompt]), None, []
+    with torch.inference_mode():
+        for position in range(before + after):
+            reference.set_adapter("first" if position < before else "second")
+            found = reference(input_ids=ids, past_key_values=cache, use_cache=True)
+            cache, ids = found.past_key_values, found.logits[:, -1:].argmax(-1)
+            made.append(int(ids))
+    return made
+
+
+def test_blocks_of_two_versions_are_nobodys_prefix(model: Path, adapters: list[Path]) -> None:
+    """A conversation goes on from an answer that two versions have made."""
+    prompt = tuple(tokens(9))
+    old, new = (read(path, model, task_id=3) for path in adapters)
+
+    def answers(reuse: bool) -> list[tuple[int, ...]]:
+        engine = open_engine(model, enable_kv_cache_reuse=reuse)
+        first = Request(
+            prompt, SamplingConfig(max_tokens=24), LoraInput(3, old.weights, old.config, follow=True)
+        )
+        handle, found = engine.submit(engine.prepare(first)), []
+        for _ in range(12):
+            engine.step()
+        engine.publish(LoraInput(3, new.weights, new.config))
+        [sequence] = engine._open_sequences()
+        assert sequence.following.next is not None
+        engine.adapters.find_lost([sequence.following.next[0]])  # waits, so that both change at one token
+        events = finish(engine)
+        found.append(events[handle][-1].token_ids)
+        assert len(events[handle][-1].versions) == 2
+        for lora in (LoraInput(3), LoraInput(4, old.weights, old.config)):
+            again = Request(prompt + found[0], SamplingConfig(max_tokens=12), lora)
+            handle = engine.submit(engine.prepare(again))
+            found.append(finish(engine)[handle][-1].token_ids)
+        return found
+
+    assert answers(reuse=True) == answers(reuse=False)
+
+
+def test_what_nobody_means_any_more_is_dropped(model: Path, adapters: list[Path]) -> None:
+    old, new = (read(path, model, task_id=3) for path in adapters)
+    engine = open_engine(model)
+    prompt = tuple(tokens(21))
+
+    def ask(lora: LoraInput) -> Event:
+        handle = engine.submit(engine.prepare(Request(prompt, SamplingConfig(max_tokens=2), lora)))
+        return finish(engine)[handle][-1]
+
+    for task_id in (3, 4):
+        ask(LoraInput(task_id, old.weights, old.config))
+    digest = engine.adapters.library.digest(3)
+    assert ask(LoraInput(4)).metrics.kv_reused_blocks == 5  # type: ignore[union-attr]
+    engine.publish(LoraInput(3, new.weights, new.config))
+    assert ask(LoraInput(4)).metrics.kv_reused_blocks == 5  # type: ignore[union-attr]  # 4 means it still
+    assert ask(LoraInput(3)).metrics.kv_reused_blocks == 0  # type: ignore[union-attr]
+    assert ask(LoraInput(4, new.weights, new.config)).metrics.kv_reused_blocks == 5  # type: ignore[union-attr]
+    assert digest not in engine.adapters._cache.host.entries
+    assert ask(LoraInput(5, old.weights, old.config)).metrics.kv_reused_blocks == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("space", ["room for all", "room for two"])
+def test_every_token_is_of_the_version_that_is_told(model: Path, space: str) -> None:
+    """100 swaps of three names under load, with followers and keepers, and evictions in between."""
+    picks = random.Random(4)
+    lora = {"target_modules": ("attn_q",), "max_lora_rank": 1, "max_adapter_size": 1}
+    lora["gpu_memory_bytes"] = 2**22 if space == "room for all" else 150_000
+    engine = open_engine(model, lora=lora, max_batch_size=8)
+    numbers: dict[str, int] = {}  # which tokens a digest makes
+    newest: dict[str, LoraInput] = {}
+    outputs: dict[int, list[int]] = defaultdict(list)
+    asked: dict[int, tuple[str, bool, int]] = {}
+    last: dict[str, int] = dict.fromkeys("abc", 0)
+    ended = swaps = 0
+
+    def publish(name: str, number: int) -> None:
+        lora = marked(model, name, number)
+        version = engine.publish(lora)
+        numbers[version.digest] = number
+        assert version.number == last[name] + 1
+        last[name], newest[name] = version.number, lora.without_tensors()
+
+    for name in "abc":
+        publish(name, picks.randrange(1, 120))
+    while engine.has_work or swaps < 100:
+        if swaps < 100 and len(asked) - ended < 12:
+            name, follow = picks.choice("abc"), picks.random() < 0.6
+            lora = newest[name]
+            lora = LoraInput(lora.task_id, name=name, follow=follow, checked=kept(engine, lora, model))
+            params = SamplingConfig(max_tokens=picks.randint(1, 30))
+            prompt = tuple(tokens(picks.randint(1, 20), seed=picks.randrange(10)))
+            request = Request(prompt, params, lora, streaming=True)
+            asked[engine.submit(engine.prepare(request))] = name, follow, last[name]
+        for handle, event in engine.step():
+            assert event.error is None
+            outputs[handle] += event.token_ids
+            name, follow, first = asked[handle]
+            check_versions(event, outputs[handle], numbers)
+            assert event.versions[0].number >= first and {v.name for v in event.versions} == {name}
+            assert follow or [v.number for v in event.versions] == [first]
+            ended += event.last
+        if swaps < 100 and picks.random() < 0.5:
+            publish(picks.choice("abc"), 1 + swaps)
+            swaps += 1
+        engine.check()
+    assert engine.stats().adapters.sequence_swaps > 50 and ended == len(asked)
+    assert not engine.adapters.library.versions.superseded
+
+
+def kept(engine: Engine, lora: LoraInput, model: Path) -> object:
+    """The adapter, as a server sends it along when it is not in the cache."""
+    if engine.adapters.resident(lora.task_id or 0):
+        return None
+    number = next(n for n in range(1, 125) if abs(hash((lora.name, n))) == lora.task_id)
+    return engine.adapters.prepare(marked(model, str(lora.name), number))
+
+
+def test_beams_do_not_follow() -> None:
+    with pytest.raises(RequestError, match="lora_version follow needs beam_width 1"):
+        Request((1,), SamplingConfig(beam_width=2), LoraInput(1, follow=True))
+
+
+def finish(engine: Engine) -> dict[int, list[Event]]:
+    events: dict[int, list[Event]] = defaultdict(list)
+    while engine.has_work:
+        for handle, event in engine.step():
+            events[handle].append(event)
+        engine.check()
+    return events
+
+
+def test_tensors_of_a_trainer_in_the_same_process(model: Path, adapters: list[Path]) -> None:
+    """As PEFT has them in memory; the answers are those of the same adapters from their folders."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    params = SamplingParams(max_tokens=8, temperature=0.0)
+    prompt = tokens(9)
+    with LLM(model, skip_tokenizer_init=True, lora_config=LoraConfig(), device="cpu") as llm:
+        expected = [
+            llm.generate(prompt, params, LoRARequest("a", number, str(path))).outputs[0].token_ids
+            for number, path in enumerate(adapters, 1)
+        ]
+        policy = LoRARequest("policy", 7, None)
+        digests = []
+        for number in (1, 2, 3):
+            trained = PeftModel.from_pretrained(load_transformers(model), str(adapters[(number - 1) % 2]))
+            config = trained.peft_config["default"].to_dict()
+            tensors = get_peft_model_state_dict(trained)
+            version = llm.load_adapter(policy, tensors, config)
+            assert (version.name, version.number) == ("policy", number)
+            digests.append(version.digest)
+            [output] = llm.generate(prompt, params, policy).outputs
+            assert output.token_ids == expected[(number - 1) % 2]
+            assert output.lora_versions == (LoraVersion("policy", number, version.digest, 0, 8),)
+        assert digests[0] == digests[2] != digests[1]
+        assert llm.generate(prompt, params).outputs[0].lora_versions == ()
+        with pytest.raises(RequestError, match="another path"):
+            llm.generate(prompt, params, LoRARequest("policy", 7, str(adapters[0])))
+        with pytest.raises(RequestError, match="NO_SUCH"):
+            llm.load_adapter(policy, tensors, {"peft_type": "NO_SUCH"})
+        assert llm.generate(prompt, params, policy).outputs[0].lora_versions[0].version == 3
+    with pytest.raises(ValueError, match="lora_version must be 'keep' or 'follow'"):
+        LoRARequest("policy", 7, None, lora_version="newest")
+
+
+def test_over_the_wire_they_are_json() -> None:
+    request = Request((1, 2), SamplingConfig(max_tokens=5), LoraInput(7))
+    versions = (AdapterVersion("7", 1, "d1"), AdapterVersion("7", 2, "d2", 3))
+    event = Event((4, 5, 6, 7, 8), finish_reason=FinishReason.LENGTH, last=True, versions=versions)
+    told = json.loads(dict(ResponseEncoder(request, None, False).encode(event))["lora_versions"][0, 0])
+    assert [(one["version"], one["digest"], one["start"], one["end"]) for one in told] == [
+        (1, "d1", 0, 3),
+        (2, "d2", 3, 5),
+    ]

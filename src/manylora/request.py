@@ -354,11 +354,13 @@ class Pooling:
     """What a request wants of its prompt in place of new tokens: hidden states behind the final norm.
 
     mode: last, cls (the first), mean, or all tokens. head: they go through a classification head, the
-    adapter's own or else the model's, after `last`, `cls` and `mean`.
+    adapter's own or else the model's, after `last`, `cls` and `mean`. first: tokens of the first of two texts
+    in the prompt, which models with token types tell apart; 0: there is one text.
     """
 
     mode: str = "last"
     head: bool = False
+    first: int = 0
 
     def __post_init__(self) -> None:
         _require(

@@ -35,7 +35,7 @@ INSIDE = {
     ],
     "quant": ["config", "checkpoint", "layouts", "mxfp4", "bitsandbytes", "checkpoint_weights"],
     "gguf": ["container", "config", "tokenizer", "folder", "blocks", "file"],
-    "config": ["blocks", "labels", "values", "engine", "build_record", "hub", "model_folder", "resolve"],
+    "config": ["blocks", "pooling", "values", "engine", "build_record", "hub", "model_folder", "resolve"],
     "wire": [
         "parameters", "tensor_table", "server_types", "word_lists", "client_errors", "client_disconnects",
         "shape_guard", "text_worker", "metrics", "bls", "bls_generator", "bls_worker", "server_calls",
@@ -81,7 +81,7 @@ INSIDE = {
     "testing": ["tiny_configs", "tiny_models", "driver", "parity"],
     "llmapi": [
         "lora", "llm_args", "guided", "sampling", "outputs", "result", "decoding", "continuation",
-        "adapters", "generation", "options", "engine_config", "service", "llm",
+        "adapters", "generation", "options", "engine_config", "service", "pooled_outputs", "pooled", "llm",
     ],
     "bench": [
         "datasets", "load", "options", "report", "memory_traffic",
@@ -94,13 +94,14 @@ INSIDE = {
     "openai.api": [
         "errors", "names", "fields", "schema", "messages", "adapter_choice", "tools", "guides",
         "generation_defaults", "params",
-        "logprobs", "responses_request", "ollama_request", "run_request", "openapi",
+        "logprobs", "pooled_request", "responses_request", "ollama_request", "run_request", "openapi",
     ],
     "openai.serving": [
         "logs", "connections", "host_check", "protocol", "event_queue", "generation", "roots",
         "tokenizers", "adapter_text", "adapter_entry", "aliases", "copies", "catalog", "fairness", "history",
         "backend", "pinning", "keys", "responses",
-        "transport", "prompts", "running_calls", "inference", "fitting", "recent_items",
+        "transport", "prompts", "running_calls", "inference",
+        "pooled_state", "pooled_api", "fitting", "recent_items",
         "responses_api", "run_api", "metrics", "models", "ollama_api", "uploads", "in_process", "triton",
     ],
     "openai.page": ["page", "docs", "cache_status"],

@@ -11,6 +11,7 @@ from manylora.llmapi.guided import GuidedDecodingParams
 from manylora.llmapi.llm_args import KvCacheConfig, NGramDecodingConfig, PeftCacheConfig
 from manylora.llmapi.lora import LoraConfig, LoRARequest
 from manylora.llmapi.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimings
+from manylora.llmapi.pooled_outputs import PoolingParams, PoolingRequestOutput
 from manylora.llmapi.sampling import SamplingParams
 from manylora.quant.config import QuantAlgo, QuantConfig
 
@@ -27,6 +28,8 @@ __all__ = [
     "LoraConfig",
     "NGramDecodingConfig",
     "PeftCacheConfig",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "QuantAlgo",
     "QuantConfig",
     "RequestOutput",

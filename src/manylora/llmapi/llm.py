@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from manylora.config.build_record import read_build_record
 from manylora.config.engine import EngineConfig
 from manylora.config.hub import local_model
+from manylora.config.pooling import read_pooling_settings
 from manylora.engine.engine import Engine
 from manylora.engine.loop import EngineLoop
 from manylora.errors import AdapterNotCachedError, ConfigError, RequestError
@@ -25,6 +26,7 @@ from manylora.llmapi.generation import Generation, Prompt
 from manylora.llmapi.lora import LoRAChoice, LoraConfig, LoRARequest, is_choice, members_of
 from manylora.llmapi.options import LlmArguments, check_known
 from manylora.llmapi.outputs import RequestOutput
+from manylora.llmapi.pooled import PooledRequests
 from manylora.llmapi.result import GenerationResult
 from manylora.llmapi.sampling import SamplingParams
 from manylora.llmapi.service import Service
@@ -48,7 +50,7 @@ Input = str | Sequence[int] | Mapping[str, Any]
 DECODER_IDS = "decoder_input_token_ids"
 
 
-class LLM:
+class LLM(PooledRequests):
     """One base model and any number of its adapters, in this process. A context manager; thread-safe.
 
     model:     a Hugging Face directory, or an id of the hub, org/name or org/name@revision: it is downloaded.
@@ -103,6 +105,7 @@ class LLM:
                 )
             settings = {} if self._serves_lora else dict(NO_ADAPTERS)
             self._model = read_model_config(folder)
+            self._pooling = read_pooling_settings(folder)
             chosen = folder if tokenizer is None else tokenizer
             self._tokenizer = None if skip_tokenizer_init else _open_tokenizer(chosen, tokenizer_revision)
             if arguments.get("guided_decoding_backend") is not None:
@@ -258,14 +261,21 @@ class LLM:
             raise ValueError(f"n and best_of must be at most {name} ({most}), got {decoding.num_results}")
         prompt = self._encode(inputs, params)
         decoding = decoding.within(self._max_seq_len - prompt.length)
-        if lora_request is not None and not self._serves_lora:
-            raise RequestError("lora_request needs an LLM with a lora_config: this one serves no adapters")
         made = Generation(
             next(self._ids), prompt, decoding, lora_request, streaming, self._tokenizer, self._abort
         )
         made.request()  # so that what is wrong with it is said here
-        self._service.registry.claim_all([one for one, _ in members_of(lora_request)])
+        self._claim(lora_request)
         return made
+
+    def _claim(self, lora_request: LoRAChoice | None) -> None:
+        if lora_request is not None and not self._serves_lora:
+            raise RequestError("lora_request needs an LLM with a lora_config: this one serves no adapters")
+        self._service.registry.claim_all([one for one, _ in members_of(lora_request)])
+
+    @property
+    def _is_cross_encoder(self) -> bool:
+        return self._model.num_labels == 1
 
     def _abort(self, generation: Generation) -> None:
         self._service.abort(generation)

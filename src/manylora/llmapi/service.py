@@ -6,19 +6,43 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from manylora.engine.loop import EngineLoop
 from manylora.errors import AdapterError, AdapterNotFiniteError, ManyloraError, RequestError
 from manylora.llmapi.adapters import AdapterRegistry
 from manylora.llmapi.generation import Generation
 from manylora.llmapi.result import GenerationResult
-from manylora.request import AdapterVersion, Event, FinishReason, LoraInput
+from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, Request
 
 SHUT_DOWN = "this LLM has been shut down"
 ALIVE_S = 0.5  # after which is looked whether an answer may still come
 CLOSING_S = 10.0  # that callers on their way in may take to be turned back
 
 logger = logging.getLogger("manylora")
+
+
+class Fails(Protocol):
+    def fail(self, error: BaseException) -> None: ...
+
+
+class Sendable(Protocol):
+    """A `Generation`, or a request for pooled outputs."""
+
+    from_disk: bool
+
+    @property
+    def result(self) -> Fails: ...
+
+    @property
+    def task_ids(self) -> list[int]: ...
+
+    @property
+    def done(self) -> bool: ...
+
+    def request(self) -> Request: ...
+
+    def take(self, event: Event) -> None: ...
 
 
 class Service:
@@ -34,14 +58,19 @@ class Service:
         self.registry = registry
         self._loop, self._resident = loop, resident
         self._lock = threading.Condition()  # notified when a request is forgotten
-        self._tickets: dict[Generation, int] = {}  # open requests
+        self._tickets: dict[Sendable, int] = {}  # open requests
         self._closed = False
-        self._news: queue.SimpleQueue[tuple[Generation, Event] | None] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[tuple[Sendable, Event] | None] = queue.SimpleQueue()
         self._texts = threading.Thread(target=self._run, name="manylora-text", daemon=True)
         self._texts.start()
 
     def submit(self, generation: Generation) -> GenerationResult:
         """Raises RequestError after `close`; whatever else goes wrong comes as the generation's result."""
+        self.send(generation)
+        return generation.result
+
+    def send(self, generation: Sendable) -> None:
+        """As `submit`, of whatever can be sent."""
         generation.from_disk = not all(map(self._resident, generation.task_ids))
         request = generation.request()
         with self._lock:
@@ -54,7 +83,6 @@ class Service:
             except ManyloraError as error:
                 event = Event(finish_reason=FinishReason.ERROR, last=True, error=error)
                 self._news.put((generation, event))
-        return generation.result
 
     def pin(self, task_id: int) -> RequestError | None:
         """Keep an adapter that is in the cache there. Returns why that cannot be."""
@@ -75,11 +103,11 @@ class Service:
             done = self._loop.publish(lora)
         return done.result()
 
-    def discard(self, generation: Generation) -> None:
+    def discard(self, generation: Sendable) -> None:
         """Let go of one that was made and is not submitted after all."""
         self.registry.release(generation.task_ids, accepted=False)
 
-    def abort(self, generation: Generation) -> None:
+    def abort(self, generation: Sendable) -> None:
         """End it. Without effect when it has ended."""
         with self._lock:
             ticket = self._tickets.get(generation)
@@ -128,7 +156,7 @@ class Service:
             self.abort(generation)
         return True
 
-    def _forget(self, generation: Generation, event: Event) -> None:
+    def _forget(self, generation: Sendable, event: Event) -> None:
         with self._lock:
             self._tickets.pop(generation, None)
             self._lock.notify_all()

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from manylora.config.engine import ModelConfig
-from manylora.config.labels import num_labels
 from manylora.config.model_folder import check_model_folder, weight_files
+from manylora.config.pooling import num_labels
 from manylora.errors import ConfigError
 from manylora.model.families import FAMILIES
 from manylora.model.families.common import read_common, read_dtype

@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 import manylora
+from manylora.config.pooling import PoolingSettings
 from manylora.openai.adapter_routes import ADAPTER_ROUTES, AdapterRoutes
 from manylora.openai.api import schema
 from manylora.openai.api.errors import ApiError, as_api_error, invalid_value
@@ -61,6 +62,7 @@ class AppContext:
     pinning: Pinning
     options: ServeOptions
     created: int
+    pooling: PoolingSettings
 
 
 def make_app(start: Callable[[], Awaitable[AppContext]]) -> Starlette:
@@ -121,7 +123,7 @@ class _Routes:
         self.context, self._status = context, status
         self._inference = context.inference
         self._catalog = context.backend.catalog
-        self.other = OtherRoutes(self._key, self._body, context.inference, context.created)
+        self.other = OtherRoutes(self._key, self._body, context.inference, context.created, context.pooling)
         self.adapters = AdapterRoutes(
             self._key,
             self._body,

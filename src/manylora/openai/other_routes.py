@@ -1,4 +1,4 @@
-"""The routes of other servers' APIs: Ollama's, and llgtrt's /v1/run."""
+"""Routes beside those that generate as OpenAI does: of Ollama, llgtrt and pooled outputs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from manylora.config.pooling import PoolingSettings
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.ollama_request import OllamaChat, OllamaGenerate, OllamaShow
+from manylora.openai.api.pooled_request import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from manylora.openai.api.run_request import RunRequest
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey
 from manylora.openai.serving.ollama_api import VERSION, OllamaApi
+from manylora.openai.serving.pooled_api import PooledApi
 from manylora.openai.serving.run_api import run
 from manylora.openai.serving.transport import error_response
 
@@ -27,6 +36,16 @@ OTHER_ROUTES = [
     ("GET", "/api/version", "other.ollama_version"),
     ("POST", "/v1/run", "other.run"),
     ("POST", "/guidance", "other.run"),
+    ("POST", "/v1/embeddings", "other.embeddings"),
+    ("POST", "/v1/classify", "other.classify"),
+    ("POST", "/classify", "other.classify"),
+    ("POST", "/v1/score", "other.score"),
+    ("POST", "/score", "other.score"),
+    ("POST", "/v1/rerank", "other.rerank"),
+    ("POST", "/v2/rerank", "other.rerank"),
+    ("POST", "/rerank", "other.rerank"),
+    ("POST", "/v1/pooling", "other.pooling"),
+    ("POST", "/pooling", "other.pooling"),
 ]
 """HTTP method, path, method of OtherRoutes."""
 
@@ -40,9 +59,11 @@ class OtherRoutes:
         read: Callable[..., Awaitable[Any]],
         inference: Inference,
         created: int,
+        pooling: PoolingSettings,
     ) -> None:
         self._identify, self._read, self._inference = identify, read, inference
         self._ollama = OllamaApi(inference, created)
+        self._pooled = PooledApi(inference, pooling)
 
     async def ollama_chat(self, request: Request) -> Response:
         key = self._identify(request)
@@ -70,6 +91,26 @@ class OtherRoutes:
     async def run(self, request: Request) -> Response:
         key = self._identify(request)
         return await run(self._inference, request, await self._read(request, RunRequest), key)
+
+    async def embeddings(self, request: Request) -> Response:
+        key = self._identify(request)
+        return await self._pooled.embeddings(request, await self._read(request, EmbeddingRequest), key)
+
+    async def classify(self, request: Request) -> Response:
+        key = self._identify(request)
+        return await self._pooled.classify(request, await self._read(request, ClassifyRequest), key)
+
+    async def score(self, request: Request) -> Response:
+        key = self._identify(request)
+        return await self._pooled.score(request, await self._read(request, ScoreRequest), key)
+
+    async def rerank(self, request: Request) -> Response:
+        key = self._identify(request)
+        return await self._pooled.rerank(request, await self._read(request, RerankRequest), key)
+
+    async def pooling(self, request: Request) -> Response:
+        key = self._identify(request)
+        return await self._pooled.pooling(request, await self._read(request, PoolingRequest), key)
 
 
 def error_at(path: str, error: ApiError) -> Response:

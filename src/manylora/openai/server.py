@@ -16,6 +16,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig, ModelConfig
+from manylora.config.pooling import read_pooling_settings
 from manylora.errors import AdapterError, ConfigError
 from manylora.llmapi.engine_config import modules_to_read
 from manylora.lora.bounds import Bounds
@@ -69,7 +70,7 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
     served = _in_process(options, ended) if options.triton_url is None else _through_triton(options)
     texts = _adapter_texts(options, tokenizer, served.model.vocab_size)
     _check_adapters(options, served.reader, texts)
-    created = int(time.time())
+    created, pooling = int(time.time()), read_pooling_settings(options.folder)
 
     async def start() -> AppContext:
         uploads = Uploads(options.lora_upload_bytes, options.lora_upload_dir)
@@ -81,7 +82,8 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
         fingerprint = f"fp_{options.bases[0]}"
         inference = Inference(backend, tokenizer, served.model, limits, options.bases, fingerprint)
         pinning = Pinning(backend.engine.pins, catalog, inference.load)
-        return AppContext(backend, inference, keyring, hosts, metrics, uploads, pinning, options, created)
+        known = keyring, hosts, metrics, uploads, pinning, options, created, pooling
+        return AppContext(backend, inference, *known)
 
     return make_app(start)
 

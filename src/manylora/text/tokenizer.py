@@ -150,6 +150,17 @@ class Tokenizer:
             raise TextTooLongError(f"The text has {count} tokens: the context has room for {context}")
         return ids
 
+    def encode_pair(self, first: str, second: str, context: int | None = None) -> tuple[list[int], int]:
+        """The ids of two texts as one, as the tokenizer joins them; and how many of these belong to the
+        first. Raises RequestError."""
+        self.limits.check(len(first) + len(second), context)
+        try:
+            encoded = self._library.encode(first, second)
+        except TypeError:  # as in `_encode`
+            raise RequestError("text must be valid Unicode: it has half of a surrogate pair") from None
+        types = encoded.type_ids
+        return encoded.ids, types.index(1) if 1 in types else len(types)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if len(ids) < LONG:
             return self._library.decode(list(ids), skip_special_tokens=skip_special_tokens)

@@ -18,6 +18,7 @@ from manylora.errors import AdapterChangedError, AdapterInvalidError, printable
 from manylora.kernels.loading import can_read
 from manylora.lora.bounds import Bounds
 from manylora.lora.effect import NOTHING
+from manylora.lora.extras import HEAD
 from manylora.lora.file_adapter import FileAdapter, FileRows
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.opened import is_plain, open_plain
@@ -38,19 +39,23 @@ MAX_KNOWN = 8192  # folders whose digest is known; the one that was first read l
 @dataclass(frozen=True)
 class AdapterFacts:
     """kind: of the files: peft, nemo, npy, llgtrt. dtype: of the values as they were read. rank: the largest
-    of a row. num_bytes: of all values. notes: what may not be what was meant."""
+    of a row. num_bytes: of all values. notes: what may not be what was meant. labels: of its classification
+    head; 0: it has none."""
 
     kind: str
     dtype: str
     rank: int
     num_bytes: int
     notes: tuple[str, ...] = ()
+    labels: int = 0
 
     @classmethod
     def of(cls, kind: str, adapter: Adapter, notes: Sequence[str] = ()) -> AdapterFacts:
         dtype = type_name(adapter.rows[0].payload) if adapter.rows else "float32"
         rank = max((row.format.rank for row in adapter.rows), default=0)
-        return cls(kind, dtype, rank, adapter.nbytes, (*notes, *([] if adapter.acts else [NOTHING])))
+        labels = next((len(one.values) for one in adapter.extras if one.name == f"{HEAD}.weight"), 0)
+        told = (*notes, *([] if adapter.acts else [NOTHING]))
+        return cls(kind, dtype, rank, adapter.nbytes, told, labels)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from manylora.openai.api.errors import ApiError, invalid_value
 from manylora.openai.api.names import check_name, is_name
-from manylora.openai.api.schema import GenerationRequest
+from manylora.openai.api.schema import AdapterFields
 from manylora.request import MAX_MIXED, MAX_SCALE
 
 
@@ -36,7 +36,7 @@ class AdapterChoice:
 
 
 def choose_adapter(
-    body: GenerationRequest,
+    body: AdapterFields,
     bases: Sequence[str],
     known: Callable[[str], bool],
     name_of_path: Callable[[str], str],
@@ -91,7 +91,7 @@ def _mix(field: str, members: Sequence[tuple[str, float]]) -> AdapterChoice:
 
 
 def _by_other_fields(
-    body: GenerationRequest, known: Callable[[str], bool], name_of_path: Callable[[str], str]
+    body: AdapterFields, known: Callable[[str], bool], name_of_path: Callable[[str], str]
 ) -> Iterator[AdapterChoice]:
     if body.lora is not None:
         yield _mix("lora", [(one.name, one.scale) for one in body.lora])

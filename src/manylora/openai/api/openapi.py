@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import manylora
-from manylora.openai.api import schema
+from manylora.openai.api import pooled_request, schema
 from manylora.openai.api.ollama_request import OllamaChat, OllamaGenerate, OllamaShow
 from manylora.openai.api.responses_request import ResponsesRequest
 from manylora.openai.api.run_request import RunRequest
@@ -25,6 +25,11 @@ BODIES: dict[str, type[BaseModel]] = {
     "adapters.load": schema.LoadRequest,
     "adapters.unload": schema.UnloadRequest,
     "adapters.pin": schema.PinRequest,
+    "other.embeddings": pooled_request.EmbeddingRequest,
+    "other.classify": pooled_request.ClassifyRequest,
+    "other.score": pooled_request.ScoreRequest,
+    "other.rerank": pooled_request.RerankRequest,
+    "other.pooling": pooled_request.PoolingRequest,
     "tokenize": schema.TokenizeRequest,
     "detokenize": schema.DetokenizeRequest,
 }

@@ -90,10 +90,21 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] = False
 
 
-class GenerationRequest(GuideFields, NeutralFields):
-    """Fields of completions and of chats. max_tokens: None is the API's default."""
+class AdapterFields(Body):
+    """What can name the adapter of a request."""
 
     model: str = Field("", max_length=512)
+    lora: Annotated[Items[LoraMember], Field(max_length=MAX_MIXED)] | None = None
+    lora_model: Text | None = None
+    load_lora_weights: Literal["auto", "always", "never"] = "auto"
+    lora_request: LoraRequest | None = None
+    lora_path: str | None = Field(None, min_length=1, max_length=4096)
+    adapter_id: Text | None = None
+
+
+class GenerationRequest(AdapterFields, GuideFields, NeutralFields):
+    """Fields of completions and of chats. max_tokens: None is the API's default."""
+
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, ge=0, le=1)
@@ -124,13 +135,7 @@ class GenerationRequest(GuideFields, NeutralFields):
     request_id: RequestId | None = None  # the answer's id is made of it
     cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
     priority: int = Field(0, ge=-(2**31), le=2**31 - 1)  # 0 only
-    lora: Annotated[Items[LoraMember], Field(max_length=MAX_MIXED)] | None = None
-    lora_model: Text | None = None
-    load_lora_weights: Literal["auto", "always", "never"] = "auto"
     lora_version: Literal["keep", "follow"] = "keep"  # follow: go on with newer versions of the adapter
-    lora_request: LoraRequest | None = None
-    lora_path: str | None = Field(None, min_length=1, max_length=4096)
-    adapter_id: Text | None = None
 
 
 class CompletionRequest(GenerationRequest):

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from manylora.errors import AdapterChangedError, AdapterNotCachedError, EngineDeadError, RequestError
 from manylora.lora.file_adapter import FileAdapter
@@ -20,7 +20,6 @@ from manylora.openai.serving.adapter_entry import Version
 from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.openai.serving.event_queue import EventQueue
 from manylora.openai.serving.fairness import FairQueue
-from manylora.openai.serving.generation import GenerationState
 from manylora.openai.serving.history import History
 from manylora.request import AdapterVersion, Event, LoraInput, LoraMix, Request, Sink, mix
 from manylora.stats import CacheMap, EngineStats, Resident
@@ -82,15 +81,41 @@ class EngineClient(Protocol):
     async def close(self) -> None: ...
 
 
+class Job(Protocol):
+    """What a call does: a GenerationState, or a PooledState. Belongs to the event loop."""
+
+    error: Exception | None
+    ended: bool
+    request_id: str
+
+    @property
+    def num_sequences(self) -> int: ...
+
+    @property
+    def finished(self) -> bool: ...
+
+    @property
+    def is_complete(self) -> bool: ...
+
+    def request(self, lora: LoraInput | LoraMix | None) -> Request: ...
+
+    def take(self, event: Event) -> None: ...
+
+    def fail(self, error: Exception) -> None: ...
+
+
+JobT = TypeVar("JobT", bound=Job)
+
+
 @dataclass(eq=False)
-class Call:
+class Call(Generic[JobT]):
     """One generation with its adapter. policy: load_lora_weights. source: "hf" or "nemo", if given.
 
     adapters: names and scales; `adapter` is what their request calls them. version: of the first.
     follow: lora_version.
     """
 
-    generation: GenerationState
+    generation: JobT
     adapter: str | None = None
     policy: str = "auto"
     source: str | None = None
@@ -123,9 +148,9 @@ class Backend:
         self.history = History()
         # Requests that are sending the tensors of a task id.
         self._carrying: Counter[int] = Counter()
-        self._events: EventQueue[tuple[Call, Event]] = EventQueue(asyncio.get_running_loop(), self._take)
+        self._events: EventQueue[tuple[Call[Any], Event]] = EventQueue(asyncio.get_running_loop(), self._take)
         engine.on_events(self._events.wake)
-        self._open: set[Call] = set()
+        self._open: set[Call[Any]] = set()
         catalog.on_change = self._publish
 
     @property
@@ -141,12 +166,12 @@ class Backend:
         with contextlib.suppress(EngineDeadError):
             self.engine.publish(lora)
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: Call[Any]) -> None:
         """Start it. Errors are set on the generation."""
         self._open.add(call)
         call.task = asyncio.create_task(self._serve(call))
 
-    def cancel(self, call: Call) -> None:
+    def cancel(self, call: Call[Any]) -> None:
         """Cancel it. No effect when it has ended."""
         if call.ticket is not None and not call.generation.ended:
             self.engine.cancel(call.ticket)
@@ -217,10 +242,10 @@ class Backend:
             changes=tuple(replace(one, names=named(one.names)) for one in found.changes),
         )
 
-    async def _serve(self, call: Call) -> None:
+    async def _serve(self, call: Call[Any]) -> None:
         generation = call.generation
         try:
-            cost = generation.plan.decoding.params.num_return_sequences
+            cost = generation.num_sequences
             first = call.adapters[0][0] if call.adapters else ""
             async with self.queue.turn(first, cost):
                 await self._with_adapters(call)
@@ -237,7 +262,7 @@ class Backend:
         finally:
             self._open.discard(call)
 
-    async def _with_adapters(self, call: Call) -> None:
+    async def _with_adapters(self, call: Call[Any]) -> None:
         self._check_following(call)
         versions: list[tuple[Version, float]] = []
         with contextlib.ExitStack() as stack:
@@ -253,12 +278,12 @@ class Backend:
             else:
                 await self._through_engine(call, None)
 
-    def _check_following(self, call: Call) -> None:
+    def _check_following(self, call: Call[Any]) -> None:
         if call.follow and call.adapters and not self.engine.follows:
             reason = "lora_version follow needs the engine in this server, not behind triton_url: use keep"
             raise unsupported_field(reason, "lora_version")
 
-    async def _version(self, call: Call, name: str) -> Version:
+    async def _version(self, call: Call[Any], name: str) -> Version:
         version = await self.catalog.version(name, fresh=call.policy == "always")
         if call.source and (call.source == "nemo") != (version.facts.kind == "nemo"):
             raise ApiError(
@@ -269,7 +294,7 @@ class Backend:
             )
         return version
 
-    async def _try_to_send(self, call: Call, versions: list[tuple[Version, float]]) -> None:
+    async def _try_to_send(self, call: Call[Any], versions: list[tuple[Version, float]]) -> None:
         """Send only ids of adapters that are in the cache, or being sent there; else their tensors too."""
         for attempt in range(MAX_ATTEMPTS):
             members: list[tuple[LoraInput, float]] = []
@@ -290,7 +315,7 @@ class Backend:
                 continue  # evicted, or its files changed, meanwhile
         raise ApiError(503, "adapter_cache_busy", "The adapter cache is too busy, try again", retry_after=1)
 
-    def _is_here(self, call: Call, version: Version) -> bool:
+    def _is_here(self, call: Call[Any], version: Version) -> bool:
         here = self.engine.resident(version.task_id) or self._carrying[version.task_id] > 0
         if not here and call.policy == "never":
             raise ApiError(
@@ -301,7 +326,7 @@ class Backend:
             )
         return here
 
-    async def _through_engine(self, call: Call, lora: LoraInput | LoraMix | None) -> None:
+    async def _through_engine(self, call: Call[Any], lora: LoraInput | LoraMix | None) -> None:
         """Raises AdapterNotCachedError when ids alone did not do, AdapterChangedError."""
         call.answered = asyncio.get_running_loop().create_future()
         call.lora, call.sent = lora, time.monotonic()
@@ -310,7 +335,7 @@ class Backend:
         call.ticket = self.engine.submit(call.generation.request(lora), lambda event: put((call, event)))
         await call.answered
 
-    def _take(self, events: list[tuple[Call, Event]]) -> None:
+    def _take(self, events: list[tuple[Call[Any], Event]]) -> None:
         for call, event in events:
             try:
                 self._take_one(call, event)
@@ -319,7 +344,7 @@ class Backend:
                 call.generation.fail(as_api_error(error))
                 self.engine.cancel(call.ticket or 0)
 
-    def _take_one(self, call: Call, event: Event) -> None:
+    def _take_one(self, call: Call[Any], event: Event) -> None:
         generation, answered = call.generation, call.answered
         assert answered is not None
         self._arrived(call)
@@ -341,10 +366,11 @@ class Backend:
         if event.last:
             if not answered.done():
                 answered.set_result(None)
-        elif generation.complete and call.ticket is not None:  # by stop texts, which the engine does not know
+        # By stop texts, which the engine does not know.
+        elif generation.is_complete and call.ticket is not None:
             self.engine.cancel(call.ticket)
 
-    def _arrived(self, call: Call) -> None:
+    def _arrived(self, call: Call[Any]) -> None:
         """After the first event of a request with tensors: they are in the cache, or were refused."""
         lora = call.lora
         for task_id in _carried(lora):

@@ -52,6 +52,15 @@ class GenerationState:
     def finished(self) -> bool:
         return self.error is not None or self.complete
 
+    @property
+    def num_sequences(self) -> int:
+        """That the engine runs at once."""
+        return self.plan.decoding.params.num_return_sequences
+
+    @property
+    def is_complete(self) -> bool:
+        return self.complete
+
     def request(self, lora: LoraInput | LoraMix | None) -> Request:
         """The engine's request."""
         decoding = self.plan.decoding

@@ -15,7 +15,13 @@ from manylora.openai.api.adapter_choice import AdapterChoice, choose_adapter
 from manylora.openai.api.errors import ApiError, as_api_error, invalid_value, unsupported_field
 from manylora.openai.api.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.openai.api.params import Limits, Shared, plan, shared_of
-from manylora.openai.api.schema import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
+from manylora.openai.api.schema import (
+    AdapterFields,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    StreamOptions,
+)
 from manylora.openai.api.tools import tool_use
 from manylora.openai.serving.backend import Backend, Call
 from manylora.openai.serving.event_queue import Signal
@@ -75,7 +81,7 @@ class Inference:
         asked = await self.ask(body, key)
         return await self.chat_from(request, body, key, asked, await asked.prompts.chat(body), build)
 
-    async def ask(self, body: GenerationRequest, key: ApiKey) -> Asked:
+    async def ask(self, body: AdapterFields, key: ApiKey) -> Asked:
         """Which adapter a body asks for, and with it whose text. Raises as `choose_adapter`, and what reading
         the adapter raises."""
         choice = self.choose_adapter(body, key)
@@ -214,7 +220,7 @@ class Inference:
             await run.finish()
             return JSONResponse(builder.body())
 
-    def choose_adapter(self, body: GenerationRequest, key: ApiKey) -> AdapterChoice:
+    def choose_adapter(self, body: AdapterFields, key: ApiKey) -> AdapterChoice:
         """Raises ApiError, also when the key may not use the adapter, or there is none of that name."""
         catalog = self.backend.catalog
         names = catalog.aliases
@@ -248,7 +254,7 @@ class Inference:
         changed: Signal,
         request_id: str,
         shared: Shared | None = None,
-    ) -> Call:
+    ) -> Call[GenerationState]:
         try:
             planned = plan(
                 body, len(prompt), asked.tokenizer, self.model, self.limits, shared, asked.defaults
@@ -262,7 +268,7 @@ class Inference:
     def _response_builder(
         self,
         body: GenerationRequest,
-        calls: Sequence[Call],
+        calls: Sequence[Call[GenerationState]],
         asked: Asked,
         texts: Sequence[str],
         name: str,

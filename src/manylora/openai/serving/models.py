@@ -26,6 +26,7 @@ def adapter_card(
         "version": version and version.number,
         "bytes": facts and facts.num_bytes,
         "notes": list(facts.notes) if facts else [],
+        **({"labels": facts.labels} if facts and facts.labels else {}),
         "tier": tier,
     }
     card |= {"owned_by": entry.terms.owner or card["owned_by"], "pinned": pinned}

@@ -101,6 +101,14 @@ class Prompts:
         except TextTooLongError as error:
             raise self._too_long(error, field) from error
 
+    async def encode_pair(self, first: str, second: str, field: str) -> tuple[list[int], int]:
+        """As `Tokenizer.encode_pair`."""
+        length, context = len(first) + len(second), self._limits.max_seq_len
+        try:
+            return await self._run_in_lane(length, self.tokenizer.encode_pair, first, second, context)
+        except TextTooLongError as error:
+            raise self._too_long(error, field) from error
+
     async def _run_in_lane(self, length: int, function: Callable[..., Result], *arguments: Any) -> Result:
         """Run a function on a text of this many characters or tokens: in a thread where the text is long."""
         lane = self._lanes.executor(length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 from starlette.requests import Request
 
@@ -22,7 +23,7 @@ class RunningCalls:
     def __init__(
         self,
         backend: Backend,
-        calls: Sequence[Call],
+        calls: Sequence[Call[Any]],
         changed: Signal,
         request: Request,
         on_disconnect: Callable[[], None] | None,

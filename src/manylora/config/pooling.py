@@ -1,0 +1,107 @@
+"""What a model's folder says of embeddings and labels: config.json, and files of sentence-transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from manylora.errors import ConfigError
+
+DEFAULT_LABELS = 2  # what transformers takes where config.json names none
+POOLINGS = {
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+}
+POOLING_NAMES = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
+MODULES = ("Transformer", "Pooling", "Normalize")
+
+
+@dataclass(frozen=True)
+class PoolingSettings:
+    """How hidden states become embeddings, and logits probabilities.
+
+    mode: of `Pooling`, for embeddings. normalise: embeddings have length 1. dimensions: that embeddings may
+    be cut to; None: to none. labels: names of the base's own. problem: transformers' problem_type.
+    prompts: texts before an input, by name, of sentence-transformers.
+    """
+
+    mode: str = "last"
+    normalise: bool = True
+    dimensions: tuple[int, ...] | None = None
+    labels: tuple[str, ...] = ()
+    problem: str = ""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+
+    def label_names(self, count: int) -> tuple[str, ...]:
+        """Of a head with so many labels: the base's, where it has as many."""
+        if len(self.labels) == count:
+            return self.labels
+        return tuple(f"LABEL_{number}" for number in range(count))
+
+
+def num_labels(raw: Mapping[str, Any]) -> int:
+    """raw: config.json."""
+    names = raw.get("id2label")
+    return len(names) if names else int(raw.get("num_labels") or DEFAULT_LABELS)
+
+
+def read_pooling_settings(folder: Path) -> PoolingSettings:
+    """Raises ConfigError for a way of pooling that is not supported."""
+    raw = _read(folder / "config.json")
+    modules = _modules(folder)
+    mode, normalise = "last", True  # of a folder that says nothing
+    if modules:
+        mode = _mode(folder, modules)
+        normalise = "Normalize" in modules
+    named = raw.get("id2label") or {}
+    labels = tuple(str(named.get(str(number), f"LABEL_{number}")) for number in range(len(named)))
+    prompts = _read(folder / "config_sentence_transformers.json").get("prompts") or {}
+    problem = str(raw.get("problem_type") or "")
+    return PoolingSettings(mode, normalise, _dimensions(raw), labels, problem, prompts)
+
+
+def _modules(folder: Path) -> dict[str, str]:
+    """Kind and folder of each module of sentence-transformers; none: it has not saved this model."""
+    path = folder / "modules.json"
+    if not path.is_file():
+        return {}
+    found = {str(one.get("type", "")).rpartition(".")[2]: one.get("path", "") for one in _read(path, list)}
+    strange = next((kind for kind in found if kind not in MODULES), None)
+    if strange is not None:
+        raise ConfigError(f"{path}: module {strange} is not supported; supported are {', '.join(MODULES)}")
+    return found
+
+
+def _mode(folder: Path, modules: Mapping[str, str]) -> str:
+    path = folder / modules.get("Pooling", "1_Pooling") / "config.json"
+    raw = _read(path)
+    chosen = [mode for name, mode in POOLINGS.items() if raw.get(name)]
+    others = [name for name, on in raw.items() if name.startswith("pooling_mode_") and on is True]
+    if not others and raw.get("pooling_mode") in POOLING_NAMES:
+        return POOLING_NAMES[raw["pooling_mode"]]
+    if len(chosen) != 1 or len(others) != 1:
+        raise ConfigError(f"{path} must choose one of {', '.join(POOLINGS)}")
+    return chosen[0]
+
+
+def _dimensions(raw: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Of a matryoshka embedding, as vLLM reads them from config.json."""
+    named = raw.get("matryoshka_dimensions")
+    if named:
+        return tuple(map(int, named))
+    return tuple(range(1, int(raw.get("hidden_size") or 0) + 1)) if raw.get("is_matryoshka") else None
+
+
+def _read(path: Path, kind: type = dict) -> Any:
+    """Empty where there is no such file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else kind()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(found, kind):
+        raise ConfigError(f"{path} must hold a JSON {kind.__name__}")
+    return found

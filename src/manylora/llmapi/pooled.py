@@ -1,0 +1,274 @@
+"""PooledRequests: the calls of `LLM` that ask for embeddings, labels and scores."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from manylora.config.model_folder import read_json
+from manylora.config.pooling import PoolingSettings
+from manylora.errors import RequestCancelledError
+from manylora.llmapi.generation import Prompt
+from manylora.llmapi.lora import LoRARequest
+from manylora.llmapi.pooled_outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    ScoringOutput,
+    embedding,
+    probabilities,
+    similarity,
+)
+from manylora.llmapi.sampling import SamplingParams
+from manylora.llmapi.service import Service
+from manylora.request import Event, LoraInput, Pooling, Request
+from manylora.text.tokenizer import Tokenizer
+
+TASKS = {
+    "embed": Pooling("last", head=False),  # the model's own way of pooling
+    "classify": Pooling("last", head=True),
+    "token_embed": Pooling("all", head=False),
+    "token_classify": Pooling("all", head=True),
+}
+Loras = LoRARequest | Sequence[LoRARequest | None] | None
+
+
+class PooledResult(Future[np.ndarray]):
+    """The values of one prompt."""
+
+    @property
+    def finished(self) -> bool:
+        return self.done()
+
+    def fail(self, error: BaseException) -> None:
+        if not self.done():
+            self.set_exception(error)
+
+
+@dataclass(eq=False)
+class PooledGeneration:
+    """One prompt of which no tokens are generated. As `Generation` for a Service."""
+
+    request_id: int
+    prompt: tuple[int, ...]
+    pooling: Pooling
+    lora_request: LoRARequest | None
+    from_disk: bool = False
+    result: PooledResult = field(default_factory=PooledResult)
+
+    @property
+    def task_ids(self) -> list[int]:
+        return [self.lora_request.lora_int_id] if self.lora_request else []
+
+    @property
+    def done(self) -> bool:
+        return self.result.finished
+
+    def request(self) -> Request:
+        lora = LoraInput(self.lora_request.lora_int_id) if self.lora_request else None
+        return Request(self.prompt, lora=lora, pooling=self.pooling, request_id=str(self.request_id))
+
+    def take(self, event: Event) -> None:
+        if self.result.finished:
+            return
+        if event.error is not None:
+            self.result.fail(event.error)
+        elif event.pooled is not None:
+            self.result.set_result(event.pooled)
+        elif event.last:
+            self.result.fail(RequestCancelledError("The request was cancelled"))
+
+
+class _Owner(Protocol):
+    """What of an LLM the calls need."""
+
+    _pooling: PoolingSettings
+    _service: Service
+    _ids: itertools.count[int]
+    _tokenizer: Tokenizer | None
+
+    def _encode(self, inputs: Any, params: SamplingParams) -> Prompt: ...
+
+    def _claim(self, lora_request: LoRARequest | None) -> None: ...
+
+    @property
+    def _is_cross_encoder(self) -> bool: ...
+
+
+class PooledRequests:
+    """Of `LLM`. Every call waits; a list for several prompts, which may mix adapters, one for each.
+
+    Raises RequestError or ValueError for the first prompt that cannot be served.
+    """
+
+    def embed(
+        self: _Owner, prompts: Any, *, pooling_params: PoolingParams | None = None, lora_request: Loras = None
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """An embedding of each prompt, pooled and normalised as the model's folder says."""
+        params = pooling_params or PoolingParams()
+        made = _run(self, prompts, "embed", params, lora_request)
+        found = [embedding(one.result.result(), self._pooling, params) for one in made]
+        return [
+            _output(one, EmbeddingOutput(values.tolist())) for one, values in zip(made, found, strict=True)
+        ]
+
+    def classify(
+        self: _Owner, prompts: Any, *, pooling_params: PoolingParams | None = None, lora_request: Loras = None
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """Probabilities of the labels of the adapter's head, or else of the model's own."""
+        params = pooling_params or PoolingParams()
+        made = _run(self, prompts, "classify", params, lora_request)
+        found = [probabilities(one.result.result(), self._pooling, params.use_activation) for one in made]
+        return [
+            _output(one, ClassificationOutput(values.tolist()))
+            for one, values in zip(made, found, strict=True)
+        ]
+
+    def reward(
+        self: _Owner, prompts: Any, *, pooling_params: PoolingParams | None = None, lora_request: Loras = None
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What the head gives for the last token, as it is."""
+        params = pooling_params or PoolingParams()
+        made = _run(self, prompts, "classify", params, lora_request)
+        return [_output(one, PoolingOutput(one.result.result())) for one in made]
+
+    def encode(
+        self: _Owner,
+        prompts: Any,
+        *,
+        pooling_task: str = "embed",
+        pooling_params: PoolingParams | None = None,
+        lora_request: Loras = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """pooling_task: embed, classify, token_embed or token_classify."""
+        if pooling_task not in TASKS:
+            raise ValueError(f"pooling_task must be one of {', '.join(TASKS)}, got {pooling_task!r:.40}")
+        params = pooling_params or PoolingParams()
+        made = _run(self, prompts, pooling_task, params, lora_request)
+        outputs = []
+        for one in made:
+            values = one.result.result()
+            if one.pooling.head:
+                values = probabilities(values, self._pooling, params.use_activation)
+            else:
+                values = embedding(values, self._pooling, params)
+            outputs.append(_output(one, PoolingOutput(values)))
+        return outputs
+
+    def score(
+        self: _Owner,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """Of each pair; one text_1 goes with every text_2. With a head (the adapter's, or the model's of one
+        label) it reads both texts together, and gives the sigmoid of its first value; else the cosine of
+        both embeddings."""
+        params = pooling_params or PoolingParams()
+        pairs = pair_up(text_1, text_2)
+        if self._is_cross_encoder or has_own_head(lora_request):
+            if self._tokenizer is None:
+                raise ValueError("score needs a tokenizer: leave skip_tokenizer_init out")
+            joined = [self._tokenizer.encode_pair(*pair) for pair in pairs]
+            prompts = [(tuple(ids), Pooling("last", head=True, first=first)) for ids, first in joined]
+            made = _submit(self, prompts, lora_request)
+            return [
+                _output(one, ScoringOutput(pair_score(one.result.result(), self._pooling, params)))
+                for one in made
+            ]
+        flat = [text for pair in pairs for text in pair]
+        embedded = _run(self, flat, "embed", params, lora_request)
+        values = [embedding(one.result.result(), self._pooling, params) for one in embedded]
+        outputs = []
+        for first, second, a, b in zip(embedded[::2], embedded[1::2], values[::2], values[1::2], strict=True):
+            ids = [*first.prompt, *second.prompt]
+            score = ScoringOutput(similarity(a, b))
+            outputs.append(PoolingRequestOutput(first.request_id, score, ids, lora_request))
+        return outputs
+
+
+def pair_up(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[tuple[str, str]]:
+    """Raises ValueError for lists of different lengths."""
+    first, second = ([one] if isinstance(one, str) else list(one) for one in (text_1, text_2))
+    if len(first) == 1:
+        first *= len(second)
+    if not first or len(first) != len(second):
+        raise ValueError(
+            f"text_1 must be one text, or one for each text_2: got {len(first)} and {len(second)}"
+        )
+    return list(zip(first, second, strict=True))
+
+
+def pair_score(logits: np.ndarray, settings: PoolingSettings, params: PoolingParams) -> float:
+    """Of a cross-encoder. Raises ValueError for a head of several labels."""
+    if logits.shape[-1] != 1:
+        raise ValueError(
+            f"a score needs a head of one label, this one has {logits.shape[-1]}: ask for labels"
+        )
+    return float(probabilities(logits, settings, params.use_activation)[0])
+
+
+def has_own_head(lora_request: LoRARequest | None) -> bool:
+    """Whether the adapter's folder says that it is a classifier."""
+    if lora_request is None or lora_request.lora_path is None:
+        return False
+    config = read_json(Path(lora_request.lora_path) / "adapter_config.json") or {}
+    return config.get("task_type") == "SEQ_CLS"
+
+
+def _run(
+    owner: _Owner, prompts: Any, task: str, params: PoolingParams, lora_request: Loras
+) -> list[PooledGeneration]:
+    """Submitted, and ended."""
+    single = isinstance(prompts, str | dict) or (bool(prompts) and isinstance(prompts[0], int))
+    given = [prompts] if single else list(prompts)
+    sampling = SamplingParams(
+        truncate_prompt_tokens=params.truncate_prompt_tokens, add_special_tokens=params.add_special_tokens
+    )
+    ids = [owner._encode(one, sampling).token_ids for one in given]
+    pooling = Pooling(owner._pooling.mode) if task == "embed" else TASKS[task]
+    return _submit(owner, [(one, pooling) for one in ids], lora_request)
+
+
+def _submit(
+    owner: _Owner, prompts: Sequence[tuple[tuple[int, ...], Pooling]], lora_request: Loras
+) -> list[PooledGeneration]:
+    if isinstance(lora_request, list | tuple):
+        loras = list(lora_request)
+        if len(loras) != len(prompts):
+            raise ValueError(
+                f"lora_request must be one, or one for each prompt: got {len(loras)} for {len(prompts)}"
+            )
+    else:
+        loras = [lora_request] * len(prompts)
+    made: list[PooledGeneration] = []
+    try:
+        for (ids, pooling), lora in zip(prompts, loras, strict=True):
+            owner._claim(lora)
+            made.append(PooledGeneration(next(owner._ids), ids, pooling, lora))
+    except BaseException:
+        for one in made:
+            owner._service.discard(one)
+        raise
+    for one in made:
+        owner._service.send(one)
+    failed: BaseException | None = None
+    for one in made:
+        failed = failed or one.result.exception()
+    if failed is not None:
+        raise failed
+    return made
+
+
+def _output(one: PooledGeneration, output: Any) -> PoolingRequestOutput[Any]:
+    return PoolingRequestOutput(one.request_id, output, list(one.prompt), one.lora_request)

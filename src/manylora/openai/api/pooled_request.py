@@ -1,0 +1,65 @@
+"""Bodies of requests for embeddings, labels and scores, in the shapes of OpenAI, vLLM, Jina and Cohere."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from manylora.openai.api.fields import Body, Items, RequestId, Text
+from manylora.openai.api.schema import MAX_TOKENS, AdapterFields, TokenId
+
+MAX_INPUTS = 2048  # as OpenAI's
+Ids = Annotated[Items[TokenId], Field(min_length=1)]
+Texts = Annotated[Items[str], Field(min_length=1, max_length=MAX_INPUTS)]
+
+
+class PooledRequest(AdapterFields):
+    """Fields of all of them. truncate_prompt_tokens: the last so many are used; -1: as many as fit."""
+
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS)
+    add_special_tokens: bool = True
+    use_activation: bool = True
+    request_id: RequestId | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    priority: int = Field(0, ge=0, le=0)
+    user: Text | None = None
+
+
+class EmbeddingRequest(PooledRequest):
+    """input: a text, token ids, or a list of either."""
+
+    input: str | Ids | Texts | Annotated[Items[Ids], Field(min_length=1, max_length=MAX_INPUTS)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1, le=MAX_TOKENS)
+
+
+class PoolingRequest(EmbeddingRequest):
+    """task: None: what the adapter or the model is for, labels or embeddings."""
+
+    task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None
+
+
+class ClassifyRequest(PooledRequest):
+    input: str | Ids | Texts | Annotated[Items[Ids], Field(min_length=1, max_length=MAX_INPUTS)]
+
+
+class ScoreRequest(PooledRequest):
+    """text_1: one, or one for each text_2."""
+
+    text_1: str | Texts
+    text_2: str | Texts
+
+
+class RerankDocument(Body):
+    text: str
+
+
+class RerankRequest(PooledRequest):
+    """top_n: documents that are returned; 0: all."""
+
+    query: str
+    documents: Annotated[Items[str | RerankDocument], Field(min_length=1, max_length=MAX_INPUTS)]
+    top_n: int = Field(0, ge=0, le=MAX_TOKENS)
+    return_documents: bool = True
+    max_tokens_per_doc: int | None = Field(None, ge=1, le=MAX_TOKENS)

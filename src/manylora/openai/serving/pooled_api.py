@@ -1,0 +1,241 @@
+"""PooledApi: /v1/embeddings, /v1/classify, /v1/score, /v1/rerank and /pooling."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from manylora.config.pooling import PoolingSettings
+from manylora.llmapi.pooled import TASKS, pair_score, pair_up
+from manylora.llmapi.pooled_outputs import (
+    PoolingParams,
+    check_dimensions,
+    embedding,
+    probabilities,
+    similarity,
+)
+from manylora.openai.api.errors import ApiError, context_length, invalid_value
+from manylora.openai.api.pooled_request import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PooledRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from manylora.openai.serving.backend import Call
+from manylora.openai.serving.event_queue import Signal
+from manylora.openai.serving.inference import Asked, Inference
+from manylora.openai.serving.keys import ApiKey
+from manylora.openai.serving.pooled_state import PooledState
+from manylora.openai.serving.running_calls import RunningCalls
+from manylora.openai.serving.transport import name_of
+from manylora.request import Pooling
+
+Prompt = tuple[tuple[int, ...], Pooling]
+
+
+@dataclass(frozen=True)
+class _Answered:
+    name: str  # what the answer's id ends with
+    model: str
+    values: list[np.ndarray]
+    num_tokens: int
+
+    @property
+    def usage(self) -> dict[str, int]:
+        return {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens, "completion_tokens": 0}
+
+    def listed(self, prefix: str, data: list[dict[str, Any]]) -> Response:
+        found = {"id": f"{prefix}-{self.name}", "object": "list", "created": int(time.time())}
+        return JSONResponse({**found, "model": self.model, "data": data, "usage": self.usage})
+
+
+class PooledApi:
+    """Its methods raise ApiError."""
+
+    def __init__(self, inference: Inference, settings: PoolingSettings) -> None:
+        self._inference, self._settings = inference, settings
+
+    async def embeddings(self, request: Request, body: EmbeddingRequest, key: ApiKey) -> Response:
+        pooling = Pooling(self._settings.mode)
+        self._check_dimensions(body)
+        asked = await self._inference.ask(body, key)
+        prompts = await self._prompts(body.input, body, pooling, asked)
+        done = await self._run(request, body, key, prompts, asked)
+        params = PoolingParams(body.dimensions, body.use_activation)
+        vectors = [embedding(values, self._settings, params) for values in done.values]
+        data = [
+            {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
+            for index, vector in enumerate(vectors)
+        ]
+        return done.listed("embd", data)
+
+    async def classify(self, request: Request, body: ClassifyRequest, key: ApiKey) -> Response:
+        asked = await self._inference.ask(body, key)
+        prompts = await self._prompts(body.input, body, TASKS["classify"], asked)
+        done = await self._run(request, body, key, prompts, asked)
+        data = []
+        for index, logits in enumerate(done.values):
+            probs = probabilities(logits, self._settings, body.use_activation)
+            label = self._settings.label_names(len(probs))[int(logits.argmax())]
+            data.append({"index": index, "label": label, "probs": probs.tolist(), "num_classes": len(probs)})
+        return done.listed("classify", data)
+
+    async def pooling(self, request: Request, body: PoolingRequest, key: ApiKey) -> Response:
+        asked = await self._inference.ask(body, key)
+        task = body.task or ("classify" if await self._has_head(asked) else "embed")
+        pooling = Pooling(self._settings.mode) if task == "embed" else TASKS[task]
+        if not pooling.head:
+            self._check_dimensions(body)
+        elif body.dimensions is not None:
+            raise invalid_value(f"dimensions are of embeddings: leave it out with task {task}", "dimensions")
+        prompts = await self._prompts(body.input, body, pooling, asked)
+        done = await self._run(request, body, key, prompts, asked)
+        params = PoolingParams(body.dimensions, body.use_activation)
+        data = []
+        for index, values in enumerate(done.values):
+            if pooling.head:
+                found = probabilities(values, self._settings, body.use_activation)
+            else:
+                found = embedding(values, self._settings, params)
+            shown = _encoded(found, body.encoding_format)
+            data.append({"index": index, "object": "pooling", "data": shown})
+        return done.listed("pool", data)
+
+    async def score(self, request: Request, body: ScoreRequest, key: ApiKey) -> Response:
+        try:
+            pairs = pair_up(body.text_1, body.text_2)
+        except ValueError as error:
+            raise invalid_value(str(error), "text_1") from error
+        done, scores = await self._scores(request, body, key, pairs, "text_2")
+        data = [{"index": index, "object": "score", "score": one} for index, one in enumerate(scores)]
+        return done.listed("score", data)
+
+    async def rerank(self, request: Request, body: RerankRequest, key: ApiKey) -> Response:
+        if body.max_tokens_per_doc is not None:
+            reason = "max_tokens_per_doc is not supported: give truncate_prompt_tokens, or shorter documents"
+            raise invalid_value(reason, "max_tokens_per_doc")
+        texts = [one if isinstance(one, str) else one.text for one in body.documents]
+        pairs = [(body.query, text) for text in texts]
+        done, scores = await self._scores(request, body, key, pairs, "documents")
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
+        results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
+        if body.return_documents:
+            results = [{**one, "document": {"text": texts[one["index"]]}} for one in results]
+        found = {"id": f"rerank-{done.name}", "model": done.model, "usage": done.usage, "results": results}
+        return JSONResponse(found)
+
+    async def _scores(
+        self,
+        request: Request,
+        body: PooledRequest,
+        key: ApiKey,
+        pairs: Sequence[tuple[str, str]],
+        field: str,
+    ) -> tuple[_Answered, list[float]]:
+        """Of a head that reads both texts, where there is one; else the cosine of their embeddings."""
+        params = PoolingParams(use_activation=body.use_activation)
+        asked = await self._inference.ask(body, key)
+        if await self._has_head(asked, most=1):
+            joined = [await asked.prompts.encode_pair(*pair, field) for pair in pairs]
+            prompts = [self._cut(ids, body, Pooling("last", True, first), field) for ids, first in joined]
+            done = await self._run(request, body, key, prompts, asked)
+            try:
+                return done, [pair_score(values, self._settings, params) for values in done.values]
+            except ValueError as error:
+                raise invalid_value(str(error), "model") from error
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # a query is embedded once
+        prompts = await self._prompts(texts, body, Pooling(self._settings.mode), asked, field)
+        done = await self._run(request, body, key, prompts, asked)
+        by_text = {
+            text: embedding(values, self._settings, PoolingParams())
+            for text, values in zip(texts, done.values, strict=True)
+        }
+        return done, [similarity(by_text[a], by_text[b]) for a, b in pairs]
+
+    async def _has_head(self, asked: Asked, most: int = 2**31) -> bool:
+        """Whether the adapter has a classification head, or else the model one of `most` labels."""
+        choice, catalog = asked.choice, self._inference.backend.catalog
+        if choice.alone is not None and (await catalog.version(choice.alone)).facts.labels:
+            return True
+        return 0 < self._inference.model.num_labels <= most
+
+    async def _prompts(
+        self,
+        given: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        body: PooledRequest,
+        pooling: Pooling,
+        asked: Asked,
+        field: str = "input",
+    ) -> list[Prompt]:
+        single = isinstance(given, str) or isinstance(given[0], int)
+        found = []
+        for one in [given] if single else given:
+            if isinstance(one, str):
+                whole = body.truncate_prompt_tokens is None
+                ids = await asked.prompts.encode(one, body.add_special_tokens, field, whole)
+            else:
+                ids = tuple(one)  # type: ignore[arg-type]
+            found.append(self._cut(ids, body, pooling, field))
+        return found
+
+    def _cut(self, ids: Sequence[int], body: PooledRequest, pooling: Pooling, field: str) -> Prompt:
+        limits, cut = self._inference.limits, body.truncate_prompt_tokens
+        if cut is not None:
+            ids = ids[-(limits.max_seq_len if cut == -1 else max(1, cut)) :]
+        if not ids:
+            raise invalid_value(f"{field}: it has no tokens", field)
+        if max(ids) >= limits.vocab_size:
+            raise invalid_value(f"{field}: token ids must be at most {limits.vocab_size - 1}", field)
+        if len(ids) > limits.max_seq_len:
+            reason = f"{context_length(limits.max_seq_len)}. {field} has {len(ids)} tokens"
+            raise ApiError(400, "context_length_exceeded", reason, field)
+        return tuple(ids), pooling
+
+    def _check_dimensions(self, body: EmbeddingRequest) -> None:
+        if body.dimensions is not None:
+            try:
+                check_dimensions(body.dimensions, self._settings)
+            except ValueError as error:
+                raise invalid_value(str(error), "dimensions") from error
+
+    async def _run(
+        self, request: Request, body: PooledRequest, key: ApiKey, prompts: Sequence[Prompt], asked: Asked
+    ) -> _Answered:
+        choice = asked.choice
+        changed, name = Signal(), name_of(request, body.request_id)
+        calls = [
+            Call(
+                PooledState(ids, pooling, f"{name}-{number}", changed, body.cache_salt or ""),
+                choice.name,
+                body.load_lora_weights,
+                choice.source,
+                choice.adapters,
+            )
+            for number, (ids, pooling) in enumerate(prompts)
+        ]
+        with ExitStack() as stack:
+            stack.enter_context(key.request())
+            run = RunningCalls(self._inference.backend, calls, changed, request, None)
+            stack.callback(run.close)
+            await run.begin()
+            await run.finish()
+        values = [call.generation.values for call in calls]
+        model = body.model or choice.name or self._inference.bases[0]
+        return _Answered(name, model, [v for v in values if v is not None], sum(len(p[0]) for p in prompts))
+
+
+def _encoded(values: np.ndarray, encoding: str) -> Any:
+    """A list, or base64 of little-endian float32."""
+    if encoding == "float":
+        return values.tolist()
+    return base64.b64encode(np.ascontiguousarray(values, "<f4").tobytes()).decode()

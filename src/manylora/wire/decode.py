@@ -18,6 +18,7 @@ from manylora.request import (
     LoraExtra,
     LoraInput,
     LoraMix,
+    Pooling,
     Request,
     Retention,
     SamplingConfig,
@@ -133,6 +134,7 @@ def _decode(item: _Item, request_id: str, decoupled: bool, has_encoder: bool) ->
         draft=tuple(item.ids("draft_input_ids", item.longest)),
         prompt_table=None if table is None or not table.size else table,
         retention=_retention(item),
+        pooling=_pooling(item),
     )
     exclude = item.scalar("exclude_input_in_output")
     return Decoded(
@@ -140,6 +142,11 @@ def _decode(item: _Item, request_id: str, decoupled: bool, has_encoder: bool) ->
         None if exclude is None else bool(exclude),
         bool(item.scalar("return_perf_metrics", False) or item.scalar("return_kv_cache_reuse_stats", False)),
     )
+
+
+def _pooling(item: _Item) -> Pooling | None:
+    mode, head = item.scalar("pooling"), bool(item.scalar("classification_head", False))
+    return Pooling(mode or "last", head) if mode or head else None
 
 
 def _prompt(item: _Item, name: str) -> tuple[int, ...] | None:

@@ -47,8 +47,8 @@ class ResponseEncoder:
         """
         streaming, params = self.request.streaming, self.request.params
         echo = [] if streaming or self.exclude_input else list(self.request.prompt)
-        rows = [beam.token_ids for beam in event.beams] or [event.token_ids]
-        ids = [[*echo, *row] for row in rows]
+        outputs = [beam.token_ids for beam in event.beams] or [event.token_ids]
+        ids = [[*echo, *row] for row in outputs]
         tensors: list[tuple[str, np.ndarray]] = [
             ("output_ids", _table(ids, np.int32)),
             ("sequence_length", np.array([[len(row) for row in ids]], np.int32)),
@@ -57,6 +57,9 @@ class ResponseEncoder:
             tensors += self._log_prob_tensors(event)
         if params.return_context_logits or params.return_generation_logits:
             tensors += self._logits_tensors(event)
+        if event.pooled is not None:
+            rows = event.pooled if event.pooled.ndim == 2 else event.pooled[np.newaxis]
+            tensors.append(("pooled_output", rows[np.newaxis]))
         if self.batch_index is not None:
             tensors.append(("batch_index", np.array([[self.batch_index]], np.int32)))
         if params.num_return_sequences > 1 and not event.beams:

@@ -41,6 +41,10 @@ def request_tensors(request: Request) -> Tensors:
         "streaming": _one(request.streaming, np.bool_),
         "exclude_input_in_output": _one(True, np.bool_),
     }
+    if request.pooling is not None:
+        found["pooling"] = _bytes(request.pooling.mode)
+        if request.pooling.head:
+            found["classification_head"] = _one(True, np.bool_)
     return found | _sampling(params) | _limits(params) | _lora(request.lora)
 
 
@@ -94,8 +98,16 @@ class AnswerReader:
             last=self.done,
             context_logits=_rows(tensors, "context_logits"),
             generation_logits=_rows(tensors, "generation_logits"),
+            pooled=self._pooled(tensors),
             metrics=self._metrics(index, _text(tensors, "lora_cache_tier")),
         )
+
+    def _pooled(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray | None:
+        pooling = self.request.pooling
+        if pooling is None or "pooled_output" not in tensors:
+            return None
+        rows: np.ndarray = tensors["pooled_output"].reshape(tensors["pooled_output"].shape[-2:])
+        return rows if pooling.mode == "all" else rows[0]
 
     def _endings(self) -> list[Event]:
         """For sequences without a finish reason: NVIDIA's server sends none, only a final response."""

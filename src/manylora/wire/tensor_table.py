@@ -133,6 +133,9 @@ TENSORRT_LLM = Model(
         ),
         *_many("INT32", "retention_decode_priority retention_decode_duration_ms", ragged=True),
         *GUIDES,
+        # Ours: hidden states or labels in place of tokens.
+        *_many("STRING", "pooling", ragged=True),
+        Tensor("classification_head", "BOOL", scalar=True),
         *_many(
             "INT32", "lookahead_window_size lookahead_ngram_size lookahead_verification_set_size", ragged=True
         ),
@@ -147,6 +150,7 @@ TENSORRT_LLM = Model(
         Tensor("previous_ids", "INT32", (-1, -1)),
         Tensor("request_number", "INT64"),  # comes back when the client has left
         *REASON_AND_TIER,
+        Tensor("pooled_output", "FP32", (-1, -1)),
     ),
 )
 

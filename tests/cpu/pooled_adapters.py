@@ -19,7 +19,7 @@ def make_classifier(
 
     torch.manual_seed(seed)
     auto = AutoModelForTokenClassification if kind == "TOKEN_CLS" else AutoModelForSequenceClassification
-    base = auto.from_pretrained(model, num_labels=labels, dtype=torch.float32)
+    base = auto.from_pretrained(model, num_labels=labels, dtype=torch.float32, ignore_mismatched_sizes=True)
     base.config.pad_token_id = 0
     given = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], **options}
     adapted = get_peft_model(base, LoraConfig(task_type=kind, **given))

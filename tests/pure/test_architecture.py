@@ -57,7 +57,7 @@ INSIDE = {
         "families", "safetensors_file", "checkpoint", "plan", "batch", "chunks", "rope", "extras", "heads",
         "layers", "latent", "routing", "moe",
         "delta_rule", "short_conv", "decoder_parts", "transformer", "decoder", "attend", "encoder_decoder",
-        "quant", "effective_weights", "weights", "builder",
+        "encoder", "quant", "effective_weights", "weights", "builder",
     ],
     "parallel": [
         "mapping", "rank_model", "collectives", "weights", "adapters", "experts", "decoder",

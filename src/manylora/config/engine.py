@@ -250,6 +250,8 @@ class ModelConfig:
     head_bias: bool = False
     num_labels: int = 0  # of the checkpoint's classification head; 0: it has none
     makes_text: bool = True  # the checkpoint has a head for text
+    bidirectional: bool = False  # an encoder alone: its tokens see each other
+    token_types: int = 0  # rows of a table by which the tokens of two texts differ
     transposed_weights: bool = False  # the checkpoint's matrices are [in, out]
     quant: CheckpointQuant | None = None  # how its weights are quantised; None: plain, or built here
 
@@ -278,6 +280,8 @@ class ModelConfig:
     @property
     def kv_layers(self) -> int:
         """Layers whose keys and values are in the cache: those of the decoder that have attention."""
+        if self.bidirectional:
+            return 1  # which nothing is written to
         others = self.encoder.num_layers if self.encoder else len(self.recurrent_layers)
         return self.num_layers - others
 

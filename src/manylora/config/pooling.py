@@ -17,6 +17,7 @@ POOLINGS = {
     "pooling_mode_cls_token": "cls",
 }
 POOLING_NAMES = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
+ENCODERS = ("bert", "roberta", "xlm-roberta")
 MODULES = ("Transformer", "Pooling", "Normalize")
 
 
@@ -24,12 +25,13 @@ MODULES = ("Transformer", "Pooling", "Normalize")
 class PoolingSettings:
     """How hidden states become embeddings, and logits probabilities.
 
-    mode: of `Pooling`, for embeddings. normalise: embeddings have length 1. dimensions: that embeddings may
-    be cut to; None: to none. labels: names of the base's own. problem: transformers' problem_type.
-    prompts: texts before an input, by name, of sentence-transformers.
+    mode: of `Pooling`, for embeddings; head_mode: for labels. normalise: embeddings have length 1.
+    dimensions: that embeddings may be cut to; None: to none. labels: names of the base's own.
+    problem: transformers' problem_type. prompts: texts before an input, by name, of sentence-transformers.
     """
 
     mode: str = "last"
+    head_mode: str = "last"
     normalise: bool = True
     dimensions: tuple[int, ...] | None = None
     labels: tuple[str, ...] = ()
@@ -53,7 +55,8 @@ def read_pooling_settings(folder: Path) -> PoolingSettings:
     """Raises ConfigError for a way of pooling that is not supported."""
     raw = _read(folder / "config.json")
     modules = _modules(folder)
-    mode, normalise = "last", True  # of a folder that says nothing
+    head_mode = "cls" if raw.get("model_type") in ENCODERS else "last"
+    mode, normalise = head_mode, True  # of a folder that says nothing
     if modules:
         mode = _mode(folder, modules)
         normalise = "Normalize" in modules
@@ -61,7 +64,7 @@ def read_pooling_settings(folder: Path) -> PoolingSettings:
     labels = tuple(str(named.get(str(number), f"LABEL_{number}")) for number in range(len(named)))
     prompts = _read(folder / "config_sentence_transformers.json").get("prompts") or {}
     problem = str(raw.get("problem_type") or "")
-    return PoolingSettings(mode, normalise, _dimensions(raw), labels, problem, prompts)
+    return PoolingSettings(mode, head_mode, normalise, _dimensions(raw), labels, problem, prompts)
 
 
 def _modules(folder: Path) -> dict[str, str]:

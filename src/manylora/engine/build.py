@@ -46,6 +46,7 @@ from manylora.lora.store_parts import build_parts as store_parts
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.effective_weights import EffectiveWeights
+from manylora.model.encoder import Encoder
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.weights import adapter_dtype, compute_dtype, load_decoder
 from manylora.parallel.adapters import AdapterSlicer
@@ -70,7 +71,7 @@ class RankParts:
     model: ModelConfig
     local: ModelConfig
     device: Device
-    decoder: Decoder | EncoderDecoder
+    decoder: Decoder | EncoderDecoder | Encoder
     kv_plan: KvPlan
     kv: Tensor
     states: RecurrentState | None
@@ -100,7 +101,7 @@ class EngineParts:
 
     model: ModelConfig
     device: Device
-    decoder: Decoder | EncoderDecoder
+    decoder: Decoder | EncoderDecoder | Encoder
     kv_plan: KvPlan
     state_slots: int
     base: BaseWeights
@@ -177,7 +178,7 @@ class _Held(NamedTuple):
     model: ModelConfig
     local: ModelConfig
     dtype: torch.dtype
-    decoder: Decoder | EncoderDecoder
+    decoder: Decoder | EncoderDecoder | Encoder
     slicer: AdapterSlicer | None = None
 
 
@@ -246,7 +247,7 @@ def _rank_0(config: EngineConfig, rank: RankParts, leader: Leader | None) -> Eng
 
 
 def _lora_config(
-    config: EngineConfig, model: ModelConfig, decoder: Decoder | EncoderDecoder
+    config: EngineConfig, model: ModelConfig, decoder: Decoder | EncoderDecoder | Encoder
 ) -> LoraCacheConfig:
     """The adapter settings, with the target modules that can be served beside quantised experts."""
     if not decoder.has_quantised_experts:
@@ -264,6 +265,8 @@ def _record_decoding(runner: Runner, config: EngineConfig, model: ModelConfig, d
             logger.warning("cuda_graph_mode has no effect on %s: steps are not recorded", device.name)
     elif model.encoder is not None:
         logger.info("steps are not recorded: encoder-decoder models are not")
+    elif model.bidirectional:
+        logger.info("steps are not recorded: encoders generate no tokens")
     elif model.latent is not None:
         logger.info("steps are not recorded: models with latent attention are not")
     elif model.attention_chunk is not None:

@@ -92,7 +92,7 @@ def with_virtual_tokens(
 
 
 def _check_pooling(pooling: Pooling, config: EngineConfig, model: ModelConfig) -> None:
-    if pooling.mode == "cls":
+    if pooling.mode == "cls" and not model.bidirectional:
         raise RequestError("pooling must be last, mean or all: the first token of a decoder sees no other")
     if model.encoder is not None:
         raise RequestError("pooled outputs of encoder-decoder models are not supported")

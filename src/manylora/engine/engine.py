@@ -56,7 +56,6 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self.config = config
         place = find_place(config.world_size)
         if place.rank:
             follow(config, place)
@@ -64,6 +63,9 @@ class Engine:
         self._parts = parts = build_parts(config, place)
         self.model, self.base, self.adapters = parts.model, parts.base, parts.adapters
         self.max_seq_len, self._runner = parts.kv_plan.max_seq_len, parts.runner
+        if self.model.bidirectional:  # each token depends on all: prompts are computed whole, and anew
+            config = replace(config, enable_kv_cache_reuse=False, enable_chunked_context=False)
+        self.config = config
         shape = config.tokens_per_block, config.enable_kv_cache_reuse
         states = StatePool(parts.state_slots, *shape) if parts.state_slots else None
         self._kv = KvCache(parts.kv_plan.num_blocks, *shape, states)

@@ -69,6 +69,7 @@ class StepInputs:
     adapters: of each segment of `lora` its rows [start, stop), and its adapters as digests and scales.
     state: of a model with recurrent layers.
     virtual: rows that are virtual tokens of their adapter, and for each which of them.
+    token_types: [T], of models that tell two texts in a prompt apart.
     pooled_rows: rows whose hidden states are wanted. hidden: these, on the device, written by the runner.
     """
 
@@ -88,6 +89,7 @@ class StepInputs:
     adapters: Rows[tuple[int, int, Rows[tuple[str, float]]]] = ()
     state: StateRows | None = None
     virtual: Rows[tuple[int, int]] = ()
+    token_types: Ints | None = None
     pooled_rows: Ints = ()
     hidden: Tensor | None = None
 
@@ -151,6 +153,7 @@ class StepInputs:
             cross=self._cross(),
             rope_lengths=None if self.rope_lengths is None else _int(self.rope_lengths),
             state=None if self.state is None else self.state.plan(self.starts),
+            token_types=None if self.token_types is None else _int(self.token_types),
             pooled=HiddenRows(_int(self.pooled_rows)) if len(self.pooled_rows) else None,
         )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.engine.scheduler import Chunk
@@ -25,11 +27,26 @@ def pooled_positions(chunk: Chunk) -> range:
     return range(chunk.start, stop)
 
 
-class Pooler:
-    """classifier: the model's own head, if it has one."""
+def token_types(chunks: list[Chunk]) -> list[int] | None:
+    """0 in the first of two texts, 1 in the second; None: all prompts have one text."""
+    firsts = [0 if (pooling := c.sequence.request.pooling) is None else pooling.first for c in chunks]
+    if not any(firsts):
+        return None
+    return [
+        int(0 < first <= position)
+        for chunk, first in zip(chunks, firsts, strict=True)
+        for position in range(chunk.start, chunk.start + chunk.count)
+    ]
 
-    def __init__(self, classifier: ClassificationHead | None) -> None:
-        self._classifier = classifier
+
+class Pooler:
+    """classifier: the model's own head, if it has one. layer: weight and bias of what goes, with tanh, before
+    a head of a single layer."""
+
+    def __init__(
+        self, classifier: ClassificationHead | None, layer: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        self._classifier, self._layer = classifier, layer
         self._sums: WeakKeyDictionary[Sequence, Tensor] = WeakKeyDictionary()  # of prompts in several chunks
 
     def __call__(self, chunk: Chunk, x: Tensor, extras: Mapping[str, Extra]) -> Tensor | None:
@@ -50,5 +67,7 @@ class Pooler:
         if pooling.head:
             head = ClassificationHead.of_extras(extras) or self._classifier
             assert head is not None, "checked when the request was taken"
+            if self._layer is not None and head.dense is None and pooling.mode != "all":
+                x = torch.tanh(F.linear(x, *self._layer))
             x = head(x)
         return x.float() if pooling.mode == "all" else x[0].float()

@@ -16,7 +16,7 @@ from manylora.engine.graphs import DecodeGraphs
 from manylora.engine.inputs import KeptInputs, Pending, StateRows, StepInputs, encoder_inputs, slots_of
 from manylora.engine.kernel_trials import try_variants
 from manylora.engine.launched import LaunchedStep, PooledChunk
-from manylora.engine.pooler import Pooler, pooled_positions
+from manylora.engine.pooler import Pooler, pooled_positions, token_types
 from manylora.engine.sampler import Row, Sampler, adjust
 from manylora.engine.scheduler import Chunk, Step
 from manylora.engine.sequence import PENDING, BeamGroup, Sequence
@@ -31,6 +31,7 @@ from manylora.lora.loaded import with_virtual
 from manylora.lora.store import AdapterStore
 from manylora.model.batch import ForwardBatch
 from manylora.model.decoder import Decoder
+from manylora.model.encoder import Encoder
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.stats import GraphStats
 
@@ -48,7 +49,7 @@ class Runner:
 
     def __init__(
         self,
-        decoder: Decoder | EncoderDecoder,
+        decoder: Decoder | EncoderDecoder | Encoder,
         kv: Tensor,
         device: Device,
         adapters: AdapterStore,
@@ -71,7 +72,7 @@ class Runner:
         self._sampler: Sampler | None = None  # as this
         self._ops.reserve(limits, device.torch)
         self._vocab_size = decoder.config.vocab_size
-        self._pooler = Pooler(decoder.classifier)
+        self._pooler = Pooler(decoder.classifier, decoder.pooler if isinstance(decoder, Encoder) else None)
 
     def graph_stats(self) -> GraphStats:
         graphs = self._graphs
@@ -300,6 +301,7 @@ class Runner:
             slots=slots,
             logits_rows=logits_rows,
             pooled_rows=pooled_rows,
+            token_types=token_types(chunks),
             embeddings=self._embeddings(chunks, ids, starts),
             virtual=_virtual(chunks, starts),
             cross_lengths=[sequence.num_encoder for sequence in encoded],

@@ -32,12 +32,7 @@ from manylora.llmapi.service import Service
 from manylora.request import Event, LoraInput, Pooling, Request
 from manylora.text.tokenizer import Tokenizer
 
-TASKS = {
-    "embed": Pooling("last", head=False),  # the model's own way of pooling
-    "classify": Pooling("last", head=True),
-    "token_embed": Pooling("all", head=False),
-    "token_classify": Pooling("all", head=True),
-}
+TASKS = ("embed", "classify", "token_embed", "token_classify")
 Loras = LoRARequest | Sequence[LoRARequest | None] | None
 
 
@@ -180,7 +175,10 @@ class PooledRequests:
             if self._tokenizer is None:
                 raise ValueError("score needs a tokenizer: leave skip_tokenizer_init out")
             joined = [self._tokenizer.encode_pair(*pair) for pair in pairs]
-            prompts = [(tuple(ids), Pooling("last", head=True, first=first)) for ids, first in joined]
+            prompts = [
+                (tuple(ids), Pooling(self._pooling.head_mode, head=True, first=first))
+                for ids, first in joined
+            ]
             made = _submit(self, prompts, lora_request)
             return [
                 _output(one, ScoringOutput(pair_score(one.result.result(), self._pooling, params)))
@@ -195,6 +193,13 @@ class PooledRequests:
             score = ScoringOutput(similarity(a, b))
             outputs.append(PoolingRequestOutput(first.request_id, score, ids, lora_request))
         return outputs
+
+
+def pooling_of(task: str, settings: PoolingSettings) -> Pooling:
+    """task: one of TASKS."""
+    if task.startswith("token_"):
+        return Pooling("all", head=task == "token_classify")
+    return Pooling(settings.head_mode, head=True) if task == "classify" else Pooling(settings.mode)
 
 
 def pair_up(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[tuple[str, str]]:
@@ -236,7 +241,7 @@ def _run(
         truncate_prompt_tokens=params.truncate_prompt_tokens, add_special_tokens=params.add_special_tokens
     )
     ids = [owner._encode(one, sampling).token_ids for one in given]
-    pooling = Pooling(owner._pooling.mode) if task == "embed" else TASKS[task]
+    pooling = pooling_of(task, owner._pooling)
     return _submit(owner, [(one, pooling) for one in ids], lora_request)
 
 

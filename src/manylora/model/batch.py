@@ -30,6 +30,7 @@ class ForwardBatch:
     cross: encoder-decoder models only: the pages and numbers of each sequence's cross-attention keys; its
            slots are empty.
     state: where the states of recurrent layers are; None: each sequence begins, and nothing is kept of it.
+    token_types: [T] int64; None: all are 0.
     pooled: None where no hidden states are wanted.
     lora: None when no row has an adapter; then no LoRA kernel runs.
     """
@@ -44,3 +45,4 @@ class ForwardBatch:
     rope_lengths: Tensor | None = None
     state: StateBatch | None = None
     pooled: HiddenRows | None = None
+    token_types: Tensor | None = None

@@ -15,7 +15,7 @@ from manylora.model.families import FAMILIES
 from manylora.model.families.common import read_common, read_dtype
 from manylora.quant.checkpoint import checkpoint_quant
 
-HEADED = re.compile(r"(\w+?)(ForSequenceClassification|ForTokenClassification|Model)")
+HEADED = re.compile(r"(\w+?)(ForSequenceClassification|ForTokenClassification|ForMaskedLM|Model)")
 START = "decoder_start_token_id"
 
 
@@ -68,9 +68,10 @@ def _causal(architecture: str) -> tuple[str, bool | None]:
     """The family's name of an architecture without a head for text, and whether that has a classification
     head; None: it has a head for text."""
     found = HEADED.fullmatch(architecture)
-    if found is None or architecture in FAMILIES or f"{found[1]}ForCausalLM" not in FAMILIES:
+    if found is None or architecture in FAMILIES:
         return architecture, None
-    return f"{found[1]}ForCausalLM", found[2] != "Model"
+    known = [name for name in (f"{found[1]}ForCausalLM", f"{found[1]}Model") if name in FAMILIES]
+    return (known[0], found[2].endswith("Classification")) if known else (architecture, None)
 
 
 def _stored_dtype(model_dir: Path) -> str:

@@ -28,7 +28,7 @@ Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class _SelfAttention:
+class SelfAttention:
     config: ModelConfig
     qkv: LoraLinear
     out: LoraLinear
@@ -63,12 +63,12 @@ class _CrossAttention:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
     """cross, cross_norm: None in the encoder. post_norm: norms follow the residual sums instead of preceding
     attention and the MLP."""
 
     post_norm: bool
-    attention: _SelfAttention
+    attention: SelfAttention
     cross: _CrossAttention | None
     mlp: Mlp
     attention_norm: Norm
@@ -101,7 +101,7 @@ class _Stack:
     """
 
     name: str
-    layers: tuple[_Layer, ...]
+    layers: tuple[Layer, ...]
     embedding: Tensor
     positions: Tensor | None
     embedding_norm: Norm | None
@@ -194,7 +194,7 @@ class EncoderDecoder(Transformer):
 
     def _decode(
         self,
-        layer: _Layer,
+        layer: Layer,
         x: Tensor,
         batch: ForwardBatch,
         kv: Tensor,
@@ -241,16 +241,16 @@ class EncoderDecoder(Transformer):
             bias=bias,
         )
 
-    def _layer(self, number: int, crosses: bool) -> _Layer:
+    def _layer(self, number: int, crosses: bool) -> Layer:
         names = self._names[crosses].block_norms
         attention_norm, cross_norm, mlp_norm = (
             self._norm(f"{number}.{part}", f"layers.{number}.{names.get(part)}")
             for part in ("attention_norm", "cross_norm", "mlp_norm")
         )
         assert attention_norm is not None and mlp_norm is not None
-        return _Layer(
+        return Layer(
             self._encoder_config.post_norm,
-            _SelfAttention(self.config, self._qkv(number), self._attention_out(number)),
+            SelfAttention(self.config, self._qkv(number), self._attention_out(number)),
             self._cross(number) if crosses else None,
             self._mlp(number),
             attention_norm,

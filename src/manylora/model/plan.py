@@ -111,7 +111,10 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
     plan = {"embed": WeightSpec((_whole(f"{root}{names.embed}.weight", config.vocab_size),), hidden)}
     if config.learned_positions:
         plan["positions"] = _positions(f"{root}{names.positions}.weight", config)
-    plan |= _norm("norm", f"{root}{names.norm}", hidden, config)
+    if config.bidirectional:
+        plan |= _around_encoder(config, names, root, stored)
+    if names.norm:
+        plan |= _norm("norm", f"{root}{names.norm}", hidden, config)
     if not config.tie_word_embeddings:
         plan["head.weight"] = _matrix(f"{head_name(config, stored)}.weight", config.vocab_size, hidden)
     if config.num_labels:
@@ -127,10 +130,30 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
     return plan
 
 
+def _around_encoder(config: ModelConfig, names: TensorNames, root: str, stored: Collection[str]) -> Plan:
+    hidden, table = config.hidden_size, f"{root}embeddings.token_type_embeddings.weight"
+    plan = _norm("embedding_norm", root + names.embedding_norm, hidden, config)
+    if config.token_types:
+        plan["token_types"] = WeightSpec((_whole(table, config.token_types),), hidden)
+    if f"{root}pooler.dense.weight" in stored:
+        plan |= _plain("pooler", f"{root}pooler.dense", hidden, hidden)
+    return plan
+
+
+def _plain(name: str, source: str, rows: int, columns: int) -> Plan:
+    """A layer with a bias that is not packed."""
+    weight = WeightSpec((_whole(f"{source}.weight", rows),), columns)
+    return {f"{name}.weight": weight, f"{name}.bias": WeightSpec((_whole(f"{source}.bias", rows),))}
+
+
 def _classifier(config: ModelConfig, stored: Collection[str]) -> Plan:
-    """The classification head, a single layer."""
+    """The classification head: a single layer, or the two of RoBERTa."""
+    hidden = config.hidden_size
+    if "classifier.out_proj.weight" in stored:
+        dense = _plain("score.dense", "classifier.dense", hidden, hidden)
+        return dense | _plain("score", "classifier.out_proj", config.num_labels, hidden)
     name = next((one for one in CLASSIFIERS if f"{one}.weight" in stored), CLASSIFIERS[0])
-    plan = {"score.weight": WeightSpec((_whole(f"{name}.weight", config.num_labels),), config.hidden_size)}
+    plan = {"score.weight": WeightSpec((_whole(f"{name}.weight", config.num_labels),), hidden)}
     if f"{name}.bias" in stored:
         plan["score.bias"] = WeightSpec((_whole(f"{name}.bias", config.num_labels),))
     return plan

@@ -20,6 +20,7 @@ from manylora.gguf.file import GgufFile, GgufTensor
 from manylora.kernels.device import Device
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.model.decoder import Decoder
+from manylora.model.encoder import Encoder
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.families import FAMILIES
 from manylora.model.plan import Plan, RowSlice, WeightSpec, checkpoint_plan, head_name, unused_prefixes
@@ -32,7 +33,7 @@ from manylora.system.progress import Progress
 logger = logging.getLogger("manylora")
 
 # Buffers in some checkpoints that follow from the configuration; these biases are causal masks.
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bias")
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bias", "position_ids")
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -89,7 +90,7 @@ def load_decoder(
     device: Device,
     max_seq_len: int | None = None,
     quant: QuantConfig | None = None,
-) -> Decoder | EncoderDecoder:
+) -> Decoder | EncoderDecoder | Encoder:
     """Load the model in `model_dir` onto `device`.
 
     dtype: the compute dtype. max_seq_len: of the longest sequence, for an encoder-decoder model; None: what
@@ -97,6 +98,8 @@ def load_decoder(
     missing, unknown or wrongly shaped tensor, or a broken file.
     """
     config, weights = load_weights(model_dir, config, dtype, device, quant)
+    if config.bidirectional:
+        return Encoder(config, {**weights, "head.weight": weights["embed"]}, dtype, device.ops)
     if "head.weight" not in weights:  # tied to the embedding
         weights["head.weight"] = device.ops.pack(weights["embed"])
     if config.encoder is None:

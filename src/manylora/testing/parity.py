@@ -29,6 +29,7 @@ from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.effective_weights import EffectiveWeights
+from manylora.model.encoder import Encoder
 from manylora.model.families import FAMILIES as ARCHITECTURES
 from manylora.model.weights import load_decoder
 from manylora.quant.config import SERVED, QuantConfig
@@ -215,6 +216,7 @@ class _Comparison:
         """Of each adapter, up to eight of them in a batch."""
         cpu = open_device("cpu")
         decoder = load_decoder(self._model_dir, self._config, torch.float32, cpu, PROMPT, self._quant)
+        assert not isinstance(decoder, Encoder), "an encoder alone has no logits"
         found, adapters = [], [adapter for _, _, adapter in self._adapters]
         for first in range(0, len(adapters), 8):
             part = adapters[first : first + 8]

@@ -15,6 +15,7 @@ ATTENTION_IDS = {
     "qkv_proj": Id.ATTN_QKV, "query_key_value": Id.ATTN_QKV, "c_attn": Id.ATTN_QKV, "q_proj": Id.ATTN_Q,
     "k_proj": Id.ATTN_K, "v_proj": Id.ATTN_V, "o_proj": Id.ATTN_DENSE, "dense": Id.ATTN_DENSE,
     "c_proj": Id.ATTN_DENSE, "wqkv": Id.ATTN_QKV, "wo": Id.ATTN_DENSE, "q_a_proj": Id.ATTN_Q_A,
+    "self.query": Id.ATTN_Q, "self.key": Id.ATTN_K, "self.value": Id.ATTN_V, "output.dense": Id.ATTN_DENSE,
     "out_proj": Id.ATTN_DENSE, "q_b_proj": Id.ATTN_Q_B, "kv_a_proj_with_mqa": Id.ATTN_KV_A,
     "kv_b_proj": Id.ATTN_KV_B,
 }  # fmt: skip
@@ -29,6 +30,7 @@ MLP_IDS = {
     "shared_experts.down_proj": Id.SHARED_EXPERT_4H_TO_H,
     "w2": Id.MLP_4H_TO_H, "router": Id.MOE_ROUTER, "router.layer": Id.MOE_ROUTER,
 }  # fmt: skip
+ENCODER_MLP_IDS = {"intermediate": Id.MLP_H_TO_4H, "output": Id.MLP_4H_TO_H}  # both are called dense
 LINEAR_IDS = {
     "in_proj_qkvz": Id.LINEAR_ATTN_QKVZ, "in_proj_ba": Id.LINEAR_ATTN_BA, "in_proj_qkv": Id.LINEAR_ATTN_QKV,
     "in_proj_z": Id.LINEAR_ATTN_Z, "in_proj_b": Id.LINEAR_ATTN_B, "in_proj_a": Id.LINEAR_ATTN_A,
@@ -37,13 +39,13 @@ LINEAR_IDS = {
 CONV_IDS = {"in_proj": Id.MAMBA_IN_PROJ, "out_proj": Id.MAMBA_OUT_PROJ}
 # Names under which some families stack [q; k; v], or such parts, once for each group of heads, others once.
 GROUPED = ("query_key_value", "wqkv", "in_proj_qkvz", "in_proj_ba")
-ROOT = r"(?P<root>(?:(?:base_model|model|language_model|transformer|gpt_neox)\.)*)"
-LAYER = r"(?:layers|h)\.(?P<layer>\d{1,5})\."
+ROOT = r"(?P<root>(?:(?:base_model|model|language_model|transformer|gpt_neox|bert|roberta)\.)*)"
+LAYER = r"(?:layers|h|encoder\.layer)\.(?P<layer>\d{1,5})\."
 MODULE = (
     rf"(?P<path>{ROOT}{LAYER}"
-    r"(?:(?P<mlp>mlp|block_sparse_moe|feed_forward)|(?P<linear>linear_attn)|(?P<conv>conv)"
+    r"(?:(?P<mlp>mlp|block_sparse_moe|feed_forward|intermediate|output)|(?P<linear>linear_attn)|(?P<conv>conv)"
     r"|self_attn|self_attention|attention|attn)"
-    r"\.(?P<name>(?:shared_experts?\.)?\w+|router\.layer))\."
+    r"\.(?P<name>(?:(?:shared_experts?|self|output)\.)?\w+|router\.layer))\."
 )
 PEFT_KEY = re.compile(
     MODULE + r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
@@ -60,6 +62,8 @@ def module_id_of(match: re.Match[str], modules: Mapping[int, LoraModule] | None)
     ids = MLP_IDS if match["mlp"] else LINEAR_IDS if match["linear"] else ATTENTION_IDS
     ids = CONV_IDS if match["conv"] else ids
     found = ids.get(match["name"])
+    if match["name"] == "dense" and match["mlp"]:
+        found = ENCODER_MLP_IDS.get(match["mlp"])
     plain = (modules or {}).get(Id.MLP_H_TO_4H)
     if found == Id.MLP_GATE and plain is not None and not plain.gated:
         return Id.MLP_H_TO_4H  # up_proj is the only matrix into the MLP

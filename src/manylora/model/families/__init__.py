@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from manylora.model.families import (
     bart,
+    bert,
     deepseek,
     gemma,
     gpt,
@@ -19,7 +20,22 @@ from manylora.model.families import (
 )
 from manylora.model.families.family import ModelFamily
 
-MODULES = (llama, interleaved, gemma, gpt, moe, gpt_oss, deepseek, llama4, qwen3_next, lfm2, vision, t5, bart)
+MODULES = (
+    llama,
+    interleaved,
+    gemma,
+    gpt,
+    moe,
+    gpt_oss,
+    deepseek,
+    llama4,
+    qwen3_next,
+    lfm2,
+    vision,
+    t5,
+    bart,
+    bert,
+)
 FAMILIES: dict[str, ModelFamily] = {
     name: family for module in MODULES for name, family in module.FAMILIES.items()
 }

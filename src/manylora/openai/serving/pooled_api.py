@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from manylora.config.pooling import PoolingSettings
-from manylora.llmapi.pooled import TASKS, pair_score, pair_up
+from manylora.llmapi.pooled import pair_score, pair_up, pooling_of
 from manylora.llmapi.pooled_outputs import (
     PoolingParams,
     check_dimensions,
@@ -81,7 +81,7 @@ class PooledApi:
 
     async def classify(self, request: Request, body: ClassifyRequest, key: ApiKey) -> Response:
         asked = await self._inference.ask(body, key)
-        prompts = await self._prompts(body.input, body, TASKS["classify"], asked)
+        prompts = await self._prompts(body.input, body, pooling_of("classify", self._settings), asked)
         done = await self._run(request, body, key, prompts, asked)
         data = []
         for index, logits in enumerate(done.values):
@@ -93,7 +93,7 @@ class PooledApi:
     async def pooling(self, request: Request, body: PoolingRequest, key: ApiKey) -> Response:
         asked = await self._inference.ask(body, key)
         task = body.task or ("classify" if await self._has_head(asked) else "embed")
-        pooling = Pooling(self._settings.mode) if task == "embed" else TASKS[task]
+        pooling = pooling_of(task, self._settings)
         if not pooling.head:
             self._check_dimensions(body)
         elif body.dimensions is not None:
@@ -147,7 +147,10 @@ class PooledApi:
         asked = await self._inference.ask(body, key)
         if await self._has_head(asked, most=1):
             joined = [await asked.prompts.encode_pair(*pair, field) for pair in pairs]
-            prompts = [self._cut(ids, body, Pooling("last", True, first), field) for ids, first in joined]
+            prompts = [
+                self._cut(ids, body, Pooling(self._settings.head_mode, True, first), field)
+                for ids, first in joined
+            ]
             done = await self._run(request, body, key, prompts, asked)
             try:
                 return done, [pair_score(values, self._settings, params) for values in done.values]

@@ -1,0 +1,64 @@
+"""Encoder: a stack of layers whose tokens see each other, for hidden states and labels of whole prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from manylora.config.engine import ModelConfig
+from manylora.kernels.reference import ReferenceOps
+from manylora.model.attend import attend_spans
+from manylora.model.batch import ForwardBatch
+from manylora.model.encoder_decoder import Layer, SelfAttention
+from manylora.model.families import FAMILIES
+from manylora.model.transformer import Transformer
+
+
+class Encoder(Transformer):
+    """The arguments are Transformer's. pooler: weight and bias of BERT's layer before a head; or None."""
+
+    def __init__(
+        self, config: ModelConfig, weights: dict[str, Any], dtype: torch.dtype, ops: ReferenceOps
+    ) -> None:
+        super().__init__(config, weights, dtype, ops)
+        names = FAMILIES[config.architecture].names(config)
+        self._embedding_norm = self._norm("embedding_norm", "embedding_norm")
+        self._layers = [self._layer(number, names.block_norms) for number in range(config.num_layers)]
+        pooler = weights.get("pooler.weight")
+        self.pooler = None if pooler is None else (pooler, weights["pooler.bias"])
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
+        """Whole prompts: no keys and values are kept. Only `batch.pooled` is computed; the logits [0, vocab]
+        are empty."""
+        starts, lora = batch.attention.query_starts, batch.lora
+
+        def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend_spans(q, k, v, starts, self._attention_scale, None)
+
+        x = self._embed(batch)
+        for layer in self._layers:
+            x = layer.feed_forward(layer.attend(x, lora, mix), lora)
+        if batch.pooled is not None:
+            batch.pooled.hidden = x[batch.pooled.rows]
+        return torch.empty((0, self.config.vocab_size), device=self._device)
+
+    def _embed(self, batch: ForwardBatch) -> Tensor:
+        x = self._embed_tokens(batch, self._weights["embed"], "embed")
+        types = batch.token_types
+        types = torch.zeros_like(batch.input_ids) if types is None else types
+        x = x + F.embedding(types.clamp(max=self.config.token_types - 1), self._weights["token_types"])
+        x = x + F.embedding(batch.positions, self._weights["positions"])
+        return x if self._embedding_norm is None else self._embedding_norm(x, batch.lora)
+
+    def _layer(self, number: int, names: Any) -> Layer:
+        attention_norm, mlp_norm = (
+            self._norm(f"{number}.{part}", f"layers.{number}.{names[part]}")
+            for part in ("attention_norm", "mlp_norm")
+        )
+        assert attention_norm is not None and mlp_norm is not None
+        attention = SelfAttention(self.config, self._qkv(number), self._attention_out(number))
+        return Layer(True, attention, None, self._mlp(number), attention_norm, None, mlp_norm)

@@ -29,6 +29,9 @@ BESIDE_FIELDS |= {"rope_local_base_freq", "sliding_window_pattern", "tie_word_em
 MULTIMODAL = "Gemma3ForConditionalGeneration"
 WITHOUT_CLASS = {"InternLM2ForCausalLM"}
 BESIDE_CAUSAL = {
+    "BertModel": "bert",
+    "RobertaModel": "roberta",
+    "XLMRobertaModel": "xlm-roberta",
     MULTIMODAL: "gemma3",
     "Mistral3ForConditionalGeneration": "mistral3",
     "InternLM3ForCausalLM": "internlm3",

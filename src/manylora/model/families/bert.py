@@ -16,6 +16,7 @@ BERT = {
     "layer_norm_eps": 1e-12, "tie_word_embeddings": True, "pad_token_id": 0,
 }  # fmt: skip
 ROBERTA = {**BERT, "vocab_size": 50265, "pad_token_id": 1}
+XLM_ROBERTA = {**ROBERTA, "vocab_size": 30522}
 UNUSED = ("cls.", "lm_head.", "pooler.", "bert.pooler.", "roberta.pooler.")
 
 
@@ -63,6 +64,6 @@ def _names(_: ModelConfig) -> TensorNames:
 FAMILIES = {
     "BertModel": ModelFamily(BERT, _bert, _names),
     "RobertaModel": ModelFamily(ROBERTA, _roberta, _names),
-    "XLMRobertaModel": ModelFamily(ROBERTA, _roberta, _names),
+    "XLMRobertaModel": ModelFamily(XLM_ROBERTA, _roberta, _names),
 }
 """With their heads, too: BertForSequenceClassification and the like."""

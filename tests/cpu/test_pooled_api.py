@@ -140,6 +140,7 @@ def test_classify_over_http_beside_text(server: Running, shop: Shop) -> None:
             assert near(np.array(data["probs"]), expected)
             assert data["label"] == f"LABEL_{expected.argmax()}"
             assert data["num_classes"] == 3
+    assert server.metric('manylora_pooled_requests_total{adapter="three"') >= 12
     for one in embedded:
         assert near(np.array(one["data"][0]["embedding"]), shop.embedding("no"))
 

@@ -3,6 +3,7 @@ of transformers + PEFT in float32, in the same steps as generation, whatever is 
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
-from manylora.errors import AdapterInvalidError, RequestError
+from manylora.errors import AdapterInvalidError, ConfigError, RequestError
+from manylora.model.checkpoint import read_model_config
 from manylora.request import FinishReason, LoraInput, Pooling, Request, SamplingConfig
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
 
@@ -131,12 +133,18 @@ def test_a_base_with_a_head_of_its_own(workshop: Path, model: Path) -> None:
         engine.submit(engine.prepare(Request(tuple(ids), SamplingConfig(4))))
 
 
-def test_a_bare_model(workshop: Path, model: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2"])
+def test_a_bare_model(family: str, workshop: Path) -> None:
+    """As embedding models are saved: without a head, and without its prefix in the names of tensors."""
     from transformers import AutoModel
 
-    path = workshop / "bare"
-    AutoModel.from_pretrained(model, dtype=torch.float32).save_pretrained(path)
-    assert near(pooled(Engine(EngineConfig(path, **SETTINGS)), ask(range(9)))[0], hidden(model, range(9))[-1])
+    whole, path = make_model(workshop / family, family, seed=3), workshop / f"bare-{family}"
+    AutoModel.from_pretrained(whole, dtype=torch.float32).save_pretrained(path)
+    ids = tokens(30, 3)
+    found = pooled(Engine(EngineConfig(path, **SETTINGS)), ask(ids), ask(ids, "all"))
+    expected = hidden(whole, ids)
+    assert near(found[0], expected[-1])
+    assert near(found[1], expected)
 
 
 def test_what_is_refused(engine: Engine, model: Path, workshop: Path) -> None:
@@ -166,3 +174,12 @@ def test_a_head_for_another_model(model: Path, workshop: Path) -> None:
     save_file({**stored, key: torch.zeros(3, 8)}, wrong / "adapter_model.safetensors")
     with pytest.raises(AdapterInvalidError, match="made for another model"):
         read(wrong, model)
+
+
+def test_a_decoder_that_attends_both_ways_is_refused(model: Path, workshop: Path) -> None:
+    path = workshop / "both-ways"
+    shutil.copytree(model, path)
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**raw, "is_causal": False}))
+    with pytest.raises(ConfigError, match="both directions"):
+        read_model_config(path)

@@ -36,6 +36,10 @@ def read_model_config(model_dir: Path) -> ModelConfig:
             f"{model_dir}/config.json: architecture {architecture} is not supported; supported are "
             + ", ".join(FAMILIES)
         )
+    if raw.get("use_bidirectional_attention") or raw.get("is_causal") is False:
+        raise ConfigError(
+            f"{model_dir}/config.json: this {architecture} attends in both directions, which is not supported"
+        )
     quant = checkpoint_quant(raw, model_dir)
     generation = _read_json(model_dir / "generation_config.json")
     if family.encoder is not None and generation:  # its first token ids override those of config.json
@@ -70,7 +74,8 @@ def _causal(architecture: str) -> tuple[str, bool | None]:
     found = HEADED.fullmatch(architecture)
     if found is None or architecture in FAMILIES:
         return architecture, None
-    known = [name for name in (f"{found[1]}ForCausalLM", f"{found[1]}Model") if name in FAMILIES]
+    kinds = ("ForCausalLM", "LMHeadModel", "Model")
+    known = [f"{found[1]}{kind}" for kind in kinds if f"{found[1]}{kind}" in FAMILIES]
     return (known[0], found[2].endswith("Classification")) if known else (architecture, None)
 
 

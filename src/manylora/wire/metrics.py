@@ -59,6 +59,9 @@ FAMILIES = {
     "manylora_adapter_requests_total": MetricFamily(
         "Requests answered by adapter and finish reason", "counter"
     ),
+    "manylora_pooled_requests_total": MetricFamily(
+        "Requests answered with an embedding, labels or a score in place of text, by adapter", "counter"
+    ),
     "manylora_adapter_tokens_total": MetricFamily("Tokens by adapter, of prompts and of outputs", "counter"),
     "manylora_adapter_cold_loads_total": MetricFamily(
         "Requests that found their adapter beneath the device, by adapter and tier", "counter"
@@ -174,6 +177,8 @@ def _request_samples(names: list[str], event: Event, waited_s: float) -> Iterato
     adapters = [("adapter", name) for name in names]
     for adapter in adapters:
         yield Sample("manylora_adapter_requests_total", (adapter, ("finish_reason", reason)), 1, True)
+        if event.pooled is not None:
+            yield Sample("manylora_pooled_requests_total", (adapter,), 1, True)
     if metrics is None or event.finish_reason is FinishReason.ERROR:
         return
     prompt, output = metrics.prompt_tokens, metrics.output_tokens

@@ -183,3 +183,21 @@ def test_a_decoder_that_attends_both_ways_is_refused(model: Path, workshop: Path
     (path / "config.json").write_text(json.dumps({**raw, "is_causal": False}))
     with pytest.raises(ConfigError, match="both directions"):
         read_model_config(path)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_overlapped_steps_and_preemption(overlap: bool, model: Path) -> None:
+    """With too few blocks for all, sequences are computed again; the values stay."""
+    few = {"max_tokens_in_paged_kv_cache": 320, "batch_scheduler_policy": "max_utilization"}
+    engine = Engine(EngineConfig(model, **SETTINGS, **few, enable_overlap=overlap))
+    prompts = [tokens(90, seed) for seed in range(3)]
+    text = [Request(tuple(tokens(20, seed)), SamplingConfig(60)) for seed in (8, 9)]
+    asked = [ask(ids, mode) for ids in prompts for mode in ("last", "mean")]
+    found = run(engine, *text, *asked)
+    for events, request in zip(found[2:], asked, strict=True):
+        assert events[0].pooled is not None
+        expected = hidden(model, request.prompt)
+        assert request.pooling is not None
+        assert near(events[0].pooled, expected[-1] if request.pooling.mode == "last" else expected.mean(0))
+    for events, one in zip(found, text, strict=False):
+        assert list(events[-1].token_ids) == reference_generate(model, None, one.prompt, 60)

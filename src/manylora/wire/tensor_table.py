@@ -40,12 +40,13 @@ LORA = [
     Tensor("lora_invocation_tokens", "INT32", (-1,), ragged=True),  # ours: of activated LoRA
 ]
 GUIDES = _many("STRING", "guided_decoding_guide_type guided_decoding_guide", ragged=True)
-CATALOG = _many("STRING", "lora_name lora_ckpt_source lora_version", ragged=True)  # ours: by name
+CATALOG = _many("STRING", "lora_name lora_ckpt_source", ragged=True)  # ours: an adapter by its name
 MIX = [  # ours: several adapters together, or one with a scale
     Tensor("lora_mix_task_ids", "UINT64", (-1,), ragged=True),
     Tensor("lora_mix_names", "STRING", (-1,), ragged=True),
     Tensor("lora_mix_scales", "FP32", (-1,), ragged=True),
 ]
+VERSION = _many("STRING", "lora_version", ragged=True)  # ours
 REASON_AND_TIER = _many("STRING", "finish_reason lora_cache_tier lora_versions")  # ours
 RESULTS = [
     Tensor("cum_log_probs", "FP32", (-1,)),
@@ -122,6 +123,7 @@ TENSORRT_LLM = Model(
         *LORA,
         *CATALOG,
         *MIX,
+        *VERSION,
         Tensor("context_phase_params", "UINT8", (-1,), ragged=True),
         Tensor("skip_cross_attn_blocks", "BOOL", ragged=True),
         *_many(
@@ -192,6 +194,7 @@ ENSEMBLE = Model(
         *LORA,
         *CATALOG,
         *MIX,
+        *VERSION,
         *GUIDES,
     ),
     outputs=(Tensor("text_output", "STRING", (-1,)), *RESULTS, *STATISTICS, *REASON_AND_TIER),

@@ -67,7 +67,7 @@ class Watched(Engine):
     def prepare(self, request: Request, matcher: Any = None) -> Any:
         began = time.perf_counter()
         prepared = super().prepare(request, matcher)
-        if prepared.adapter is not None:
+        if any(one is not None for one in prepared.adapters):
             if self.least is not None:
                 time.sleep(max(0.0, began + self.least.read_s - time.perf_counter()))
             self.reads.append(time.perf_counter() - began)

@@ -88,11 +88,12 @@ class Clock:
 
 @dataclass(eq=False)
 class Lease:
-    """As `manylora.lora.store.AdapterLease`, as far as the scheduler looks at it."""
+    """As `manylora.lora.lease.AdapterLease`, as far as the scheduler looks at it."""
 
     digest: str
     carried: bool | None = None
     admitted: bool = False
+    invocation: tuple[int, ...] = ()
 
 
 class SimulatedStore:

@@ -147,7 +147,7 @@ def test_an_adapter_that_comes_back_answers_as_the_reference(
     assert len(set(map(tuple, right.values()))) == len(adapters)
     for task_id in (1, 2, 3, 4, 1, 2, 3, 4):
         prepared = engine.prepare(ask(task_id))
-        assert isinstance(prepared.adapter, FileAdapter)
+        assert isinstance(prepared.adapters[0], FileAdapter)
         handle = engine.submit(prepared)
         assert run(engine) == {handle: (right[task_id], None)}
     assert engine.stats().adapters.source_loads == 8

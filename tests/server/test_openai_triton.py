@@ -73,7 +73,7 @@ def test_adapters_by_name_in_company_answer_as_the_reference(gateway: Running, w
 
 def test_an_adapter_that_triton_forgot_is_sent_again(gateway: Running, world: World) -> None:
     before = gateway.post(model="adapter-1", prompt="a", temperature=0, max_tokens=4)
-    engine = gateway.app.state.routes.context.backend._engine
+    engine = gateway.app.state.routes.context.backend.engine
     task_id = next(iter(gateway.app.state.routes.context.backend.catalog.entries())).version.task_id
     engine._known[task_id ^ 1] = None  # an id that the server has never seen
     entry = next(e for e in gateway.app.state.routes.context.backend.catalog.entries())

@@ -74,6 +74,8 @@ def test_the_documented_requests_are_answered_by_the_adapter(server: Running) ->
         assert body["choices"][0]["message"]["content"] and body["usage"]["completion_tokens"] > 0
     greedy = [send(server, text, temperature=0)[1]["choices"] for text in (FIRST, SECOND)]
     status, same = send(server, FIRST, temperature=0, lora_model="as_peft")
+    for choices in (*greedy, same["choices"]):
+        del choices[0]["lora_versions"]  # which have the adapter's name
     assert greedy[0] == greedy[1] == same["choices"]
     question = [{"role": "user", "content": "What is the capital of France?"}]
     status, body = send(server, FIRST, temperature=0, messages=question, load_lora_weights="always")

@@ -263,11 +263,11 @@ def test_what_the_normaliser_refuses(
     other = shutil.copytree(dora, tmp_path / "other")
     tensors = load_file(dora / "adapter_model.safetensors")
     save_file(
-        {**tensors, "base_model.model.score.weight": torch.ones(2)}, other / "adapter_model.safetensors"
+        {**tensors, "base_model.model.other.weight": torch.ones(2)}, other / "adapter_model.safetensors"
     )
     (tmp_path / "empty").mkdir()
     for in_dir, base, text in [
-        (other, model, "Encountered unknown weight: base_model.model.score.weight"),
+        (other, model, "Encountered unknown weight: base_model.model.other.weight"),
         (tmp_path / "none", model, "none is not a valid model directory: not found"),
         (dora, tmp_path / "none", "none is not a valid model directory: not found"),
         (tmp_path / "empty", model, "empty does not contain .safetensors or .bin weights"),

@@ -359,7 +359,8 @@ class Backend:
             self.history.ended(event, waited_s)
         if event.error is not None:
             event = replace(event, error=as_api_error(event.error, call.adapter or ""))
-        if call.version is not None and not event.versions:  # of an engine that counts none
+        alone = isinstance(call.lora, LoraInput)  # adapters that act together are not counted
+        if alone and call.version is not None and not event.versions:  # of an engine that counts none
             told = AdapterVersion(call.version.name, call.version.number, call.version.digest)
             event = replace(event, versions=(told,))
         generation.take(event)

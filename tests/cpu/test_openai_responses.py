@@ -106,7 +106,6 @@ def test_a_stream_has_the_events_in_order_and_the_whole_answer(
     found = events(server, model="demo", input=QUESTION, temperature=0)
     kinds = [event["type"] for event in found]
     assert list(dict.fromkeys(kinds)) == IN_A_MESSAGE
-    assert kinds.count("response.output_text.delta") > 1  # tokens that wait are sent together
     text = "".join(event.get("delta", "") for event in found)
     assert text == whole.output_text == found[-4]["text"]
     last = found[-1]["response"]

@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 TOKENS = 200
 LEAVERS = 150
-MEMORY = 6 * 2**20  # before, each left 0.6 KiB for every token that was not sent: 18 MiB
+MEMORY = 10 * 2**20  # before, each left 0.6 KiB for every token that was not sent: 18 MiB
 
 
 def request() -> service_pb2.ModelInferRequest:

@@ -30,6 +30,7 @@ NOT_RUN = {
     "docs/gpu.md": "needs a GPU",
     "docs/ollama.md": "needs the client of Ollama",
     "docs/scaling.md": "takes minutes",
+    "docs/versions.md": "parts of a trainer; examples/rl_loop is a whole one",
     "examples/demo/README.md": "trains for an hour",
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -68,6 +68,35 @@ def test_a_step_as_one_call_gives_the_same_bits(
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("family", "compiled"),
+    [(one, True) for one in ("llama-biases", "olmo2", "gemma3")]
+    + [(one, False) for one in ("llama-biases", "gpt-neox", "granite", "qwen3-next", "mixtral")],
+)
+def test_rows_without_logits_change_nothing(family: str, compiled: bool, tmp_path: Path, monkeypatch) -> None:
+    """The last layer is computed for the wanted rows only; keys and values of all."""
+    model = make_model(tmp_path / "model", family, seed=4)
+    kinds = (None, "rank 64", "patterns", None)
+    adapters = [
+        read_from("peft", make_kind(tmp_path / str(seed), model, kind, seed), model) if kind else None
+        for seed, kind in enumerate(kinds)
+    ]
+    sequences = [tokens(5, 1), tokens(8, 2), tokens(6, 3), tokens(7, 4)]
+    decoder = load(model)
+    if not compiled:
+        monkeypatch.setattr(decoder, "_decode_step", None)
+    elif decoder._decode_step is None:
+        pytest.skip("no compiled kernels")
+    whole = Driver(decoder, sequences, adapters)
+    every = whole.prefill()
+    for rows in ([0], [4, 12], [4, 5, 12, 25], []):
+        narrow = Driver(decoder, sequences, adapters)
+        few = narrow.prefill(rows)
+        assert len(few) == len(rows)
+        torch.testing.assert_close(few, every[rows], rtol=0, atol=0 if compiled else 1e-6)
+        assert torch.equal(narrow._kv.nan_to_num(7), whole._kv.nan_to_num(7))
+
+
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_layers_run_one_by_one(family: str, tmp_path: Path) -> None:
     assert load(make_model(tmp_path, family, seed=4))._decode_step is None

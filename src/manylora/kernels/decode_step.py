@@ -25,6 +25,7 @@ from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, Lo
 SHORT = 256
 MOST_ROWS = 1024
 MOST_SCORES = 2**26  # of all rows and heads, for each token of the longest sequence
+LINEARS = 4  # of a layer
 CALLS = 2  # for the adapters of a linear layer: a fused projection's, then those of its parts
 NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "k_norm")
 SIZES = (
@@ -41,12 +42,12 @@ def _structure(*fields: str | tuple[Any, ...]) -> np.dtype:
 
 WEIGHT = _structure("w", "scale", "offset", "bias", "kind", "in", "out", "group")
 LAYER = _structure(
-    *NORMS, ("linear", WEIGHT, 4), "keys", "values", "window", "rotary", ("scale", "f4"), ("cap", "f4")
+    *NORMS, ("linear", WEIGHT, LINEARS), "keys", "values", "window", "rotary", ("scale", "f4"), ("cap", "f4")
 )
 DECODER = _structure("layer", *SIZES, "norm", ("head", WEIGHT), ("eps", "f4"))
 STEP = _structure(
     *("x", "logits", "memory", ("cos", "i8", 2), ("sin", "i8", 2), "slots", "lengths", "wanted", "table"),
-    *("adapters", "pool", "pool_kind", "rows", "turned", "columns", "longest", "wanted_rows"),
+    *("adapters", "last", "pool", "pool_kind", "rows", "turned", "columns", "longest", "wanted_rows"),
 )
 ADAPTERS = _structure("segments", "count", "parts", "rows")
 POOLS = (torch.float32, torch.bfloat16)  # by their numbers in native/vectors.h
@@ -159,7 +160,7 @@ class DecodeStep:
     ) -> Tensor | None:
         """Logits [L, vocab] float32, or None where something must be done by other code.
 
-        x [T, hidden] float32, is changed. logits_rows [L]. The rest as for `Decoder.forward`.
+        x [T, hidden] float32, is changed. logits_rows [L], ascending. The rest as for `Decoder.forward`.
         """
         plain = x.dtype == kv.dtype == torch.float32 and x.is_contiguous()
         if not plain or len(x) > MOST_ROWS or (lora is not None and lora.extras):
@@ -183,8 +184,12 @@ class DecodeStep:
         step["columns"], step["longest"] = table.shape[1], max(batch.kv_lens)
         step["rows"], step["turned"] = x.shape[0], turns[0].shape[1] if turns else 0
         step["wanted"], step["wanted_rows"] = logits_rows.data_ptr(), len(logits_rows)
+        last = (
+            self._narrow_adapters(logits_rows) if adapters is not None and len(logits_rows) < len(x) else None
+        )
         if lora is not None and adapters is not None:
             step["adapters"], step["pool"] = adapters.ctypes.data, lora.pool.data_ptr()
+            step["last"] = 0 if last is None else last.table.ctypes.data
             step["pool_kind"] = POOLS.index(lora.pool.dtype)
         decoder = self._decoder.ctypes.data
         size = self._library.decode_memory(decoder, step.ctypes.data)
@@ -212,17 +217,43 @@ class DecodeStep:
         known, table = self._adapters
         if len(known) == len(found) and all(map(operator.is_, known, found)):
             return table
-        table = np.zeros((len(found), CALLS), ADAPTERS)
-        for row, calls in zip(table, found, strict=True):
-            if len(calls) > CALLS or any(call.others for call in calls):
-                table = None
-                break
-            for place, call in zip(row, calls, strict=False):
-                if len(call.segments):
-                    place["segments"], place["count"] = call.segments.ctypes.data, len(call.segments)
-                    place["parts"], place["rows"] = call.most_parts, call.most_rows
+        table = None
+        if not any(len(calls) > CALLS or any(call.others for call in calls) for calls in found):
+            table = _adapter_table([[call.segments for call in calls] for calls in found], found)
         self._adapters = found, table
         return table
+
+    def _narrow_adapters(self, rows: Tensor) -> _Narrowed:
+        """The last layer's, for `rows` [L], ascending, among themselves."""
+        found = self._adapters[0][-LINEARS:]
+        segments = [[_narrow(call.segments, rows.numpy()) for call in calls] for calls in found]
+        return _Narrowed(_adapter_table(segments, found), segments)
+
+
+@dataclass(frozen=True)
+class _Narrowed:
+    """table: [LINEARS, CALLS] of ADAPTERS, which points to the arrays of `segments`."""
+
+    table: np.ndarray
+    segments: list[list[np.ndarray]]
+
+
+def _adapter_table(segments: list[list[np.ndarray]], found: Sequence[Sequence[Adapters]]) -> np.ndarray:
+    """[linears, CALLS] of ADAPTERS: those of `found`, with other segments."""
+    table = np.zeros((len(found), CALLS), ADAPTERS)
+    for row, parts, calls in zip(table, segments, found, strict=True):
+        for place, part, call in zip(row, parts, calls, strict=False):
+            if len(part):
+                place["segments"], place["count"] = part.ctypes.data, len(part)
+                place["parts"], place["rows"] = call.most_parts, call.most_rows
+    return table
+
+
+def _narrow(segments: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """[S, 4] of start, stop and what belongs to them, the rows being counted among `rows`; none is empty."""
+    few = segments.copy()
+    few[:, :2] = np.searchsorted(rows, segments[:, :2])
+    return few[few[:, 0] < few[:, 1]]
 
 
 def _one_by_one(batch: AttentionBatch) -> tuple[Tensor, np.ndarray] | None:

@@ -5,6 +5,7 @@ T: token rows of the batch, packed over all sequences (prefill chunks and decode
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -74,6 +75,16 @@ class LoraBatch:
     segments: tuple[LoraSegment, ...]
     alignment: int = 1
     extras: tuple[ExtraSegment, ...] = ()
+
+    def among(self, rows: Sequence[int]) -> LoraBatch:
+        """For these rows, ascending, alone: they are counted among themselves. Without extras."""
+        few = [
+            LoraSegment(start, stop, one.rows)
+            for one in self.segments
+            for start, stop in [(bisect_left(rows, one.start), bisect_left(rows, one.stop))]
+            if start < stop
+        ]
+        return replace(self, segments=tuple(few), extras=())
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class ForwardBatch:
     """T token rows, packed over all sequences.
 
     input_ids, positions: [T] int64.
-    logits_rows: [L] int64, the rows whose logits are computed.
+    logits_rows: [L] int64, ascending, the rows whose logits are computed.
     rope_lengths: [T] int64, the length by which `dynamic` and `longrope` rotate a row; None: positions + 1.
     embeddings: rows [E] int64 and vectors [E, hidden] that replace the embeddings of their tokens.
     cross: encoder-decoder models only: the pages and numbers of each sequence's cross-attention keys; its

@@ -24,7 +24,7 @@ from manylora.model.delta_rule import DeltaRule, LayerState, passing_states
 from manylora.model.extras import adapt_head, adapt_prompt
 from manylora.model.families import FAMILIES
 from manylora.model.latent import Expansion, LatentAttention
-from manylora.model.layers import Attention, Block, FeedForward, Mlp, Norm, Turns
+from manylora.model.layers import Attention, Block, FeedForward, Mlp, Norm, Turns, Wanted
 from manylora.model.moe import Experts, Moe, SharedExpert
 from manylora.model.rope import Rope, make_rope
 from manylora.model.routing import Router, WideRouter
@@ -92,6 +92,7 @@ class Decoder(Transformer):
         own, rows, lora = self.config.recurrent, batch.state, batch.lora
         if own is not None and (rows is None or states is None):
             states, rows = passing_states(own, whole.query_starts, self._device)
+        wanted = self._wanted(batch)
         for layer, block in enumerate(self._blocks):
             place, attention = self._places[layer], block.attention
             mix: Callable[[Tensor], Tensor]
@@ -102,11 +103,24 @@ class Decoder(Transformer):
             else:
                 assert states is not None and rows is not None
                 mix = partial(self._recurrent[layer], cache=LayerState(states.layer(place), rows), lora=lora)
-            x, delta = block(x, delta, mix, lora)
+            x, delta = block(x, delta, mix, lora, wanted if block is self._blocks[-1] else None)
         assert delta is not None, "a decoder has a block"
+        if wanted is not None:
+            return self._apply_head(self._final_norm.add(x, delta)[1], None)
         if batch.pooled is not None:
             batch.pooled.hidden = self._hidden(x, delta, batch.pooled.rows, lora)
         return self._logits(x, delta, batch)
+
+    def _wanted(self, batch: ForwardBatch) -> Wanted | None:
+        """The rows that the last layer is computed for behind its attention; None: all of them, as where
+        arrays that adapters bring count on that, or tables are on another device."""
+        rows, lora = batch.logits_rows, batch.lora
+        if self._device.type != "cpu" or batch.pooled is not None or not 0 < len(rows) < len(batch.input_ids):
+            return None
+        if lora is not None and lora.extras:
+            return None
+        few = None if lora is None else lora.among(rows.tolist())
+        return Wanted(rows, few if few is not None and few.segments else None)
 
     def _hidden(self, x: Tensor, delta: Tensor, rows: Tensor, lora: LoraBatch | None) -> Tensor:
         """Behind the final norm, [P, hidden] of rows [P]."""
@@ -136,11 +150,13 @@ class Decoder(Transformer):
     def _logits(self, x: Tensor, delta: Tensor | None, batch: ForwardBatch) -> Tensor:
         lora = batch.lora
         assert delta is not None, "a decoder has a block"
-        x = self._hidden(x, delta, batch.logits_rows, lora)
-        if lora is None or not lora.extras:
-            return self._ops.linear(x, self._head, self._head_bias).float()
+        return self._apply_head(self._hidden(x, delta, batch.logits_rows, lora), lora)
+
+    def _apply_head(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
+        """Of rows behind the final norm. x [L, hidden] -> [L, vocab] float32."""
         logits = self._ops.linear(x, self._head, self._head_bias).float()
-        adapt_head(logits, x, lora.extras, self._head_bias, self.config.tie_word_embeddings)
+        if lora is not None and lora.extras:
+            adapt_head(logits, x, lora.extras, self._head_bias, self.config.tie_word_embeddings)
         return logits
 
     def _embed(self, batch: ForwardBatch) -> Tensor:

@@ -179,6 +179,13 @@ def halves_first(x: Tensor, count: int) -> Tensor:
     return torch.cat((pairs[..., ::2], pairs[..., 1::2], x[..., count:]), dim=-1)
 
 
+class Wanted(NamedTuple):
+    """The rows [L] that are read behind a layer, and their adapters, whose rows are counted among them."""
+
+    rows: Tensor
+    lora: LoraBatch | None
+
+
 FeedForward = Callable[[Tensor, LoraBatch | None], Tensor]
 """The MLP or mixture of experts of a block; x [T, hidden] -> [T, hidden]."""
 
@@ -206,7 +213,8 @@ class Block:
 
     Takes the residual stream x and a delta that is not added to it yet (None: zero), and returns both, so
     that one kernel adds and normalises, between blocks too. mix: attention, or what the layer has in its
-    place, with the rows' tables and caches.
+    place, with the rows' tables and caches. wanted: what comes after it is for these rows alone, and so are
+    both results.
     """
 
     config: ModelConfig
@@ -223,9 +231,14 @@ class Block:
         delta: Tensor | None,
         mix: Callable[[Tensor], Tensor],
         lora: LoraBatch | None,
+        wanted: Wanted | None = None,
     ) -> tuple[Tensor, Tensor]:
         x, seen = _add(self.attention_norm, x, delta, lora)
-        mixed = _apply(self.attention_post_norm, mix(seen), lora)
+        mixed = mix(seen)
+        if wanted is not None:
+            x, seen, mixed = (one[wanted.rows] for one in (x, seen, mixed))
+            lora = wanted.lora
+        mixed = _apply(self.attention_post_norm, mixed, lora)
         if self.config.parallel_blocks:
             seen = seen if self.config.shared_norm else _apply(self.mlp_norm, x, lora)
             return x + mixed, self.mlp(seen, lora)

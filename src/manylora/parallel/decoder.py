@@ -150,6 +150,9 @@ class RankDecoder(Decoder):
         x = F.embedding(own.where(mine, 0), table).to(self.dtype)
         return self._collectives.sum(x.where(mine.unsqueeze(1), 0))
 
+    def _wanted(self, batch: ForwardBatch) -> None:
+        """Other stages read all rows."""
+
     def _logits(self, x: Tensor, delta: Tensor | None, batch: ForwardBatch) -> Tensor:
         mapping, collectives = self._mapping, self._collectives
         assert delta is not None, "a stage has a block"

@@ -97,9 +97,24 @@ class Driver:
         )
         model.encode(batch, self._kv)
 
+    def prefill(self, rows: Sequence[int] | None = None) -> Tensor:
+        """All sequences whole in one step; logits [L, vocab] of these rows, or of all."""
+        return self._forward([len(s) for s in self._sequences], rows)
+
     def _step(self, counts: list[int]) -> None:
         members = [s for s, count in enumerate(counts) if count]
-        done, counts = [self._done[s] for s in members], [counts[s] for s in members]
+        counts = [counts[s] for s in members]
+        parts = self._forward(counts, None, members).split(counts)
+        for s, count, logits in zip(members, counts, parts, strict=True):
+            self._logits[s].append(logits)
+            self._done[s] += count
+
+    def _forward(
+        self, counts: list[int], rows: Sequence[int] | None = None, members: list[int] | None = None
+    ) -> Tensor:
+        """So many tokens of each member."""
+        members = list(range(len(counts))) if members is None else members
+        done = [self._done[s] for s in members]
         attention, positions = _attention([self._blocks[s] for s in members], done, counts)
         spans = zip(members, done, counts, strict=True)
         ids = torch.tensor([token for s, d, n in spans for token in self._sequences[s][d : d + n]])
@@ -108,7 +123,7 @@ class Driver:
             positions,
             attention,
             self._lora(members, attention.query_starts),
-            torch.arange(len(ids)),
+            torch.arange(len(ids)) if rows is None else torch.tensor(rows, dtype=torch.long),
             cross=self._cross(members, attention.query_starts),
             rope_lengths=torch.tensor(
                 [len(self._sequences[s]) for s, n in zip(members, counts, strict=True) for _ in range(n)]
@@ -116,13 +131,8 @@ class Driver:
             state=self._state_batch(members, attention.query_starts),
         )
         if isinstance(self._decoder, Decoder):
-            logits = self._decoder.forward(batch, self._kv, self._states)
-        else:
-            logits = self._decoder.forward(batch, self._kv)
-        parts = logits.split(counts)
-        for s, count, logits in zip(members, counts, parts, strict=True):
-            self._logits[s].append(logits)
-            self._done[s] += count
+            return self._decoder.forward(batch, self._kv, self._states)
+        return self._decoder.forward(batch, self._kv)
 
     def _state_batch(self, members: list[int], starts: Sequence[int]) -> StateBatch | None:
         """Slots change in each step of a sequence, so that none is both read and written."""

@@ -1,7 +1,8 @@
 /* A step through a decoder as one parallel region: each row attends to tokens of its sequence one by one, as decoding
  * rows do; short prompts are so many of them. Between operations threads meet at a barrier, which takes a microsecond, where a call from outside takes ten and lets them fall asleep.
  * The operations are those that are called one by one otherwise, so the bits are the same. float32 but for weights,
- * pages of adapters, and the tables. */
+ * pages of adapters, and the tables. What the last layer does after its attention is for rows alone whose logits are
+ * wanted: no other row is read again. */
 
 #include "team.h"
 
@@ -39,9 +40,10 @@ typedef struct {
     float *memory; /* room for decode_memory(...) floats */
     const float *cos[2], *sin[2]; /* [rows, turned] */
     const int64_t *slots, *lengths; /* [rows] */
-    const int64_t *wanted;          /* rows whose logits are computed */
+    const int64_t *wanted;          /* rows whose logits are computed, ascending */
     const int32_t *table; /* [rows, columns] */
     const Adapters *adapters; /* [layers, LINEARS, CALLS]; NULL: none */
+    const Adapters *last;     /* the last layer's [LINEARS, CALLS], of the wanted rows among themselves */
     const char *pool;
     int64_t pool_kind, rows, turned, columns, longest, wanted_rows;
 } Step;
@@ -89,6 +91,7 @@ static void norm_heads(const Decoder *d, const Step *s, float *out, const float 
         norm_row(out + i * width, x + i / parts * stride + i % parts * width, weight, width, d->eps);
 }
 
+/* What the rows read of their sequences, [rows, heads * dim]. */
 static const float *attend(const Decoder *d, const Layer *l, const Adapters *adapters, const Step *s, const Memory *m,
                            const float *seen) {
     const int64_t q_size = d->heads * d->dim, kv_size = d->kv_heads * d->dim, width = l->linear[QKV].out;
@@ -110,8 +113,14 @@ static const float *attend(const Decoder *d, const Layer *l, const Adapters *ada
                          turned ? q_size : r.q_stride, s->columns, s->rows, d->heads, d->kv_heads, d->dim, d->size,
                          s->longest, l->window, l->scale, l->cap, NULL};
     attention_team(&a);
-    apply(&l->linear[OUT], of(adapters, OUT), s, m, m->delta, mixed);
-    return m->delta;
+    return mixed;
+}
+
+/* The wanted rows of [rows, width], one after the other. */
+static void gather(const Step *s, float *to, const float *from, int64_t width) {
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < s->wanted_rows; i++)
+        memcpy(to + i * width, from + s->wanted[i] * width, width * sizeof *to);
 }
 
 static const float *post_norm(const Decoder *d, const Step *s, const Memory *m, const float *x, const float *weight) {
@@ -122,26 +131,30 @@ static const float *post_norm(const Decoder *d, const Step *s, const Memory *m, 
 
 static void step(const Decoder *d, const Step *s, const Memory *m) {
     const float *delta = NULL;
+    const Memory apart = {m->seen, m->x, m->wide, m->q, m->mixed, m->gated, m->delta, m->post, m->room, m->scores};
+    Step few = *s;
+    few.rows = s->wanted_rows;
     for (int64_t i = 0; i < d->layers; i++) {
         const Layer *const l = d->layer + i;
-        const Adapters *const adapters = s->adapters ? s->adapters + i * LINEARS * CALLS : NULL;
+        const Adapters *adapters = s->adapters ? s->adapters + i * LINEARS * CALLS : NULL;
         const float *seen = add(d, s, m->x, delta, l->attention_norm, m->seen);
-        const float *const mixed = post_norm(d, s, m, attend(d, l, adapters, s, m, seen), l->attention_post_norm);
-        seen = add(d, s, m->x, mixed, l->mlp_norm, m->seen);
+        const float *mixed = attend(d, l, adapters, s, m, seen);
+        if (i == d->layers - 1 && s->wanted_rows < s->rows) {
+            const int64_t width = d->heads * d->dim;
+            gather(s, m->wide, mixed, width); /* neither it nor `seen` is read again */
+            gather(s, m->seen, m->x, d->hidden);
+            mixed = m->wide, adapters = s->last, s = &few, m = &apart;
+            if (!s->rows) return;
+        }
+        apply(&l->linear[OUT], of(adapters, OUT), s, m, m->delta, mixed);
+        seen = add(d, s, m->x, post_norm(d, s, m, m->delta, l->attention_post_norm), l->mlp_norm, m->seen);
         apply(&l->linear[UP_GATE], of(adapters, UP_GATE), s, m, m->wide, seen);
         gate_team(m->gated, m->wide, 2 * d->inner, s->rows, d->inner, d->activation);
         apply(&l->linear[DOWN], of(adapters, DOWN), s, m, m->delta, m->gated);
         delta = post_norm(d, s, m, m->delta, l->mlp_post_norm);
     }
-    const float *seen = add(d, s, m->x, delta, d->norm, m->seen);
-    if (s->wanted_rows < s->rows) {
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < s->wanted_rows; i++)
-            memcpy(m->post + i * d->hidden, seen + s->wanted[i] * d->hidden, d->hidden * sizeof *seen);
-        seen = m->post;
-    }
-    const Step last = {.rows = s->wanted_rows};
-    if (last.rows) apply(&d->head, NULL, &last, m, s->logits, seen);
+    const float *const seen = add(d, s, m->x, delta, d->norm, m->seen);
+    if (s->rows) apply(&d->head, NULL, s, m, s->logits, seen);
 }
 
 /* Floats that a step needs. s->memory may be any address. */

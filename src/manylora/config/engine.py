@@ -216,6 +216,7 @@ class ModelConfig:
     # of q and k before rotary: head (over head_dim), each (so, with weights for each head and no biases), all
     # (over all heads at once), plain (over head_dim, without weights, where they are rotated), or none
     qk_norm: str = ""
+    v_norm: bool = False  # values of each head are normalised too, without weights
     # attention
     attention_bias: bool = False  # on q, k, v
     attention_out_bias: bool = False
@@ -224,6 +225,7 @@ class ModelConfig:
     attention_sinks: bool = False  # each head has one more score, which is learned
     qkv_clip: float | None = None  # the largest magnitude in q, k and v, after their norms
     sliding_windows: tuple[int | None, ...] = ()  # per layer; empty: full attention everywhere
+    kv_sources: tuple[int, ...] = ()  # per layer, the one whose keys and values it reads; empty: its own
     # Then num_kv_heads is 1 and head_dim what the cache has of a token.
     latent: LatentConfig | None = None
     attention_chunk: int | None = None  # layers that are rotated see keys of a query's own chunk of so many
@@ -278,11 +280,16 @@ class ModelConfig:
         return frozenset() if self.recurrent is None else self.recurrent.layers
 
     @property
+    def kv_readers(self) -> frozenset[int]:
+        """Layers that have no keys and values of their own: they read those of an earlier layer."""
+        return frozenset(layer for layer, source in enumerate(self.kv_sources) if source != layer)
+
+    @property
     def kv_layers(self) -> int:
-        """Layers whose keys and values are in the cache: those of the decoder that have attention."""
+        """Layers whose keys and values are in the cache: those of the decoder that have some."""
         if self.bidirectional:
             return 1  # which nothing is written to
-        others = self.encoder.num_layers if self.encoder else len(self.recurrent_layers)
+        others = self.encoder.num_layers if self.encoder else len(self.recurrent_layers | self.kv_readers)
         return self.num_layers - others
 
     @property

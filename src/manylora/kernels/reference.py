@@ -166,6 +166,10 @@ class ReferenceOps:
         self.store_kv(k, v, k_cache, v_cache, batch)
         return q
 
+    def rotate_queries(self, q: Tensor, rotary: Rotary) -> Tensor:
+        """Semantics: q as `rotate_and_store` rotates it. q [T, Hq, D] -> [T, Hq, D]."""
+        return rotate(q, *rotary)
+
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
         """k_cache.view(-1, H, D)[slots] = k; the same for v."""
         for new, cache in ((k, k_cache), (v, v_cache)):

@@ -79,6 +79,7 @@ EXPERT_IDS = (LoraModuleId.MOE_H_TO_4H, LoraModuleId.MOE_4H_TO_H, LoraModuleId.M
 """Modules of routed experts: one row holds the matrices of all experts of a layer."""
 
 QKV = {"attn_q", "attn_k", "attn_v"}  # one group: naming one enables all three
+KV = ("attn_qkv", "attn_k", "attn_v")  # not of layers that read another one's keys and values
 # Another; queries read the decoder's rows, keys and values the encoder's, so the fused one is kept as these.
 CROSS = {"cross_attn_qkv", "cross_attn_q", "cross_attn_k", "cross_attn_v"}
 # A fused module is available when all the modules it fuses are.
@@ -125,6 +126,8 @@ class LoraModule:
     gated: whether the model's MLPs have a gate.
     interleaved: of routed experts, whether the rows of PEFT's fused gate and up are those of either in turn.
     named_decoder: whether PEFT's names of the layers begin with `decoder.`, though there is no encoder.
+    unused: layers without the module for which adapters may have it all the same: what it gave there in
+            training, generation never reads.
     """
 
     module_id: LoraModuleId
@@ -142,6 +145,7 @@ class LoraModule:
     gated: bool = True
     interleaved: bool = False
     named_decoder: bool = False
+    unused: frozenset[int] = frozenset()
 
     @property
     def name(self) -> str:
@@ -221,6 +225,7 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
                 gated=model.gated_mlp,
                 interleaved=model.moe is not None and model.moe.interleaved,
                 named_decoder=model.architecture == "OPTForCausalLM",
+                unused=model.kv_readers if name in KV else frozenset(),
             )
     return found
 
@@ -334,6 +339,8 @@ def _layers(name: str, model: ModelConfig) -> frozenset[int] | None:
     own = model.recurrent_layers
     if own and name.startswith(("attn_", *RECURRENT)):
         return own if name.startswith(RECURRENT) else frozenset(range(model.num_layers)) - own
+    if model.kv_readers and name in KV:
+        return frozenset(range(model.num_layers)) - model.kv_readers
     if model.moe is None or name.startswith("attn_"):
         return None
     sparse = model.moe.layers

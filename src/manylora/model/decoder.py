@@ -24,10 +24,11 @@ from manylora.model.delta_rule import DeltaRule, LayerState, passing_states
 from manylora.model.extras import adapt_head, adapt_prompt
 from manylora.model.families import FAMILIES
 from manylora.model.latent import Expansion, LatentAttention
-from manylora.model.layers import Attention, Block, FeedForward, Mlp, Norm, Turns, Wanted
+from manylora.model.layers import Attends, Attention, Block, FeedForward, Mlp, Norm, Turns, Wanted
 from manylora.model.moe import Experts, Moe, SharedExpert
 from manylora.model.rope import Rope, make_rope
 from manylora.model.routing import Router, WideRouter
+from manylora.model.shared_kv import SharedKvAttention
 from manylora.model.short_conv import ShortConv
 from manylora.model.transformer import Transformer
 
@@ -45,8 +46,7 @@ class Decoder(Transformer):
         self._final_norm = norm
         self._recurrent = {layer: self._recurrent_layer(layer) for layer in sorted(config.recurrent_layers)}
         self._blocks = [self._block(layer) for layer in range(config.num_layers)]
-        kinds = [layer in self._recurrent for layer in range(config.num_layers)]
-        self._places = [kinds[:layer].count(kind) for layer, kind in enumerate(kinds)]  # among its kind
+        self._places = _cache_places(config)
         self._ropes: list[Rope] = []
         if not config.learned_positions:
             self._ropes.append(make_rope(config, self._device))
@@ -186,7 +186,7 @@ class Decoder(Transformer):
             attention = self._attention(layer) if latent is None else self._latent_attention(layer, latent)
         return Block(self.config, attention, self._feed_forward(layer), **norms)
 
-    def _attention(self, layer: int) -> Attention:
+    def _attention(self, layer: int) -> Attends:
         config = self.config
         window = config.sliding_windows[layer] if config.sliding_windows else None
         still = config.learned_positions or layer in config.unrotated_layers
@@ -197,17 +197,25 @@ class Decoder(Transformer):
         if config.qk_norm == "plain" and not still:
             ones = torch.ones(config.head_dim, dtype=self.dtype, device=self._device)
             norms = [Norm(self._ops, ones, None, config.norm_eps)] * 2
+        params = AttentionParams(self._attention_scale, window, config.attention_softcap, self._sinks(layer))
+        out = self._attention_out(layer)
+        if layer in config.kv_readers:
+            q = self._linear(layer, "q", LoraTarget(LoraModuleId.ATTN_Q, 0, config.q_size))
+            return SharedKvAttention(config, self._ops, q, out, norms[0], params, rotary)
+        v_norm = None
+        if config.v_norm:
+            ones = torch.ones(config.head_dim, dtype=self.dtype, device=self._device)
+            v_norm = Norm(self._ops, ones, None, config.norm_eps)
         return Attention(
             config,
             self._ops,
             qkv=self._qkv(layer),
-            out=self._attention_out(layer),
+            out=out,
             q_norm=norms[0],
             k_norm=norms[1],
-            params=AttentionParams(
-                self._attention_scale, window, config.attention_softcap, self._sinks(layer)
-            ),
+            params=params,
             rotary=rotary,
+            v_norm=v_norm,
         )
 
     def _latent_attention(self, layer: int, latent: LatentConfig) -> LatentAttention:
@@ -338,3 +346,17 @@ class Decoder(Transformer):
         if moe.biased:
             biases = torch.stack([self._weights[f"{layer}.expert.{e}.{name}.bias"] for e in numbers])
         return Experts(self._ops, layer, weights, targets, biases)
+
+
+def _cache_places(config: ModelConfig) -> list[int]:
+    """Of each layer, where its keys and values, or its recurrent states, are among those of all layers."""
+    places: list[int] = []
+    counts = {True: 0, False: 0}  # of layers before, by whether they are recurrent
+    for layer in range(config.num_layers):
+        if layer in config.kv_readers:
+            places.append(places[config.kv_sources[layer]])
+            continue
+        kind = layer in config.recurrent_layers
+        places.append(counts[kind])
+        counts[kind] += 1
+    return places

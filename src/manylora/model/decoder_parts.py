@@ -55,7 +55,7 @@ def _layer(block: Block) -> LayerParts | None:
         return None
     if not isinstance(mlp, Mlp) or not mlp.gated or mlp.activation not in GATES:
         return None
-    if attention.params.sinks is not None:
+    if attention.params.sinks is not None or attention.v_norm is not None:
         return None
     norms = {
         "attention_norm": block.attention_norm,

@@ -110,7 +110,7 @@ class Attention:
     """Grouped-query attention over paged keys and values.
 
     q_norm, k_norm: over head_dim, or over all heads at once when config.qk_norm is `all`; or None.
-    rotary: which of a step's rotations the layer uses; -1: none.
+    rotary: which of a step's rotations the layer uses; -1: none. v_norm: over head_dim, or None.
     """
 
     config: ModelConfig
@@ -121,6 +121,7 @@ class Attention:
     k_norm: Norm | None
     params: AttentionParams
     rotary: int = -1
+    v_norm: Norm | None = None
 
     def __call__(
         self,
@@ -141,6 +142,8 @@ class Attention:
         v = v.reshape(rows, config.num_kv_heads, config.head_dim)
         if config.qk_norm in ("head", "each", "plain") and self.q_norm is not None:
             q, k = self._normalise(q, k, lora)
+        if self.v_norm is not None:
+            v = self.v_norm(v)
         if config.qkv_clip is not None:
             q, k, v = (part.clamp(-config.qkv_clip, config.qkv_clip) for part in (q, k, v))
         if config.rope_interleaved and turns.rotary is not None:

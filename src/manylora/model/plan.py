@@ -123,7 +123,7 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
         plan["head.bias"] = WeightSpec((_whole(f"{names.head}.bias", config.vocab_size),))
     for layer in range(config.num_layers):
         source = f"{root}{names.layers}.{layer}."
-        specs = _layer(config, names, source, layer in config.recurrent_layers)
+        specs = _layer(config, names, source, layer in config.recurrent_layers, layer in config.kv_readers)
         sparse = config.moe is not None and layer in config.moe.layers
         specs |= _sparse(config, names, source, stored) if sparse else _mlp(config, names, source)
         plan |= {f"{layer}.{name}": spec for name, spec in specs.items()}
@@ -162,8 +162,15 @@ def _classifier(config: ModelConfig, stored: Collection[str]) -> Plan:
 def unused_prefixes(config: ModelConfig) -> tuple[str, ...]:
     """Prefixes of tensors that a checkpoint may have and that are not loaded."""
     names = FAMILIES[config.architecture].names(config)
-    heads = (f"{names.head}.", "lm_head.")
-    return (*names.unused, *heads) if config.tie_word_embeddings else names.unused
+    heads = (f"{names.head}.", "lm_head.") if config.tie_word_embeddings else ()
+    return (*names.unused, *heads, *_unused_kv(config, names))
+
+
+def _unused_kv(config: ModelConfig, names: TensorNames) -> list[str]:
+    """What released checkpoints have of the keys and values of layers that read another layer's."""
+    parts = (*names.qkv[1:], names.k_norm, names.k_norm.replace("k_norm", "v_norm"))
+    layers = [f"{root}{names.layers}.{layer}." for root in ("", *names.roots) for layer in config.kv_readers]
+    return [f"{layer}{part}." for layer in layers for part in parts]
 
 
 def head_name(config: ModelConfig, stored: Collection[str]) -> str:
@@ -240,8 +247,17 @@ def _root(names: TensorNames, stored: Collection[str]) -> str:
     return next(present, names.roots[0])
 
 
-def _layer(config: ModelConfig, names: TensorNames, source: str, recurrent: bool = False) -> Plan:
-    specs = _recurrent(config, names, source) if recurrent else _attention(config, names, source)
+def _layer(
+    config: ModelConfig, names: TensorNames, source: str, recurrent: bool = False, reads_kv: bool = False
+) -> Plan:
+    if recurrent:
+        specs = _recurrent(config, names, source)
+    else:
+        specs = _attention(config, names, source)
+        if reads_kv:  # it has queries alone
+            specs = {name: spec for name, spec in specs.items() if not name.startswith(("qkv", "k_norm"))}
+            q = (_whole(source + names.qkv[0], config.q_size),)
+            specs |= _linear("q", q, config.hidden_size, config.attention_bias, config)
     for ours, theirs in names.block_norms.items():
         specs |= _norm(ours, source + theirs, config.hidden_size, config)
     return specs

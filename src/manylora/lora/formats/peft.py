@@ -44,6 +44,7 @@ from manylora.lora.formats.peft_names import PEFT_KEY, VISION, in_our_order, in_
 from manylora.lora.formats.peft_stacks import STACK_KEY, Parts, check_stacks, stack_parts
 from manylora.lora.formats.peft_strict import check_keys, tell_missing
 from manylora.lora.formats.peft_tables import is_whole_table
+from manylora.lora.formats.peft_unused import without_unused
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.tensor_files import (
     RawTensor,
@@ -140,7 +141,7 @@ def stored_rows(folder: Path, options: ReadOptions = DEFAULT) -> FileRows | None
     settings = read_settings(folder, options.bounds)
     if not is_plain_lora(settings):
         return None
-    config, tensors = config_of(settings), peft_tensors(folder, options)
+    config, tensors = config_of(settings), without_unused(peft_tensors(folder, options), options)
     kinds = {tensor.dtype for tensor in tensors.values()}
     special = any(is_extra(key) or EXPERT_KEY.fullmatch(key) or STACK_KEY.fullmatch(key) for key in tensors)
     special = special or bool(config.invocation)
@@ -169,11 +170,11 @@ def _open(
     check_kind(settings)  # before files are looked for that this kind may not have
     check_keys(settings, options)
     form = read_form(PeftFiles(settings, peft_tensors(folder, options), options, base))
-    config = form.config
+    config, found = form.config, without_unused(form.tensors, options)
     if config.use_dora and options.base is None and not config.dora_normalized:
         raise AdapterInvalidError(f"{CONFIG} sets use_dora: {DORA_REASON}")
-    extras = {key: tensor for key, tensor in form.tensors.items() if is_extra(key)}
-    rest = {key: tensor for key, tensor in form.tensors.items() if key not in extras}
+    extras = {key: tensor for key, tensor in found.items() if is_extra(key)}
+    rest = {key: tensor for key, tensor in found.items() if key not in extras}
     if config.invocation:
         _check_activated([*rest, *extras])
     return replace(form, tensors=rest), extras

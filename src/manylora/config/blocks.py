@@ -30,6 +30,15 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class LayerInputsConfig:
+    """Per-layer embeddings: each layer has a vector for each token, the sum of one that is looked up and one
+    that is made of the token's embedding."""
+
+    dim: int  # of the vector of one layer
+    vocab_size: int  # rows of the table; tokens beyond it have the first one
+
+
+@dataclass(frozen=True)
 class RoutingConfig:
     """How a router's scores become experts and their weights.
 

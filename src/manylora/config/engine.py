@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manylora.config.blocks import LatentConfig, RecurrentConfig, RoutingConfig
+from manylora.config.blocks import LatentConfig, LayerInputsConfig, RecurrentConfig, RoutingConfig
 from manylora.config.values import at_least, between, fraction, one_of
 from manylora.errors import ConfigError
 from manylora.quant.checkpoint import CheckpointQuant
@@ -211,7 +211,8 @@ class ModelConfig:
     rope_interleaved: bool = False  # neighbours are rotated together, not the two halves' elements
     unrotated_layers: frozenset[int] = frozenset()  # that know no positions
     # norms
-    norm: str = "rms"  # rms, layer; with _plus_one, its weight is 1 + the stored one
+    # rms, layer; with _plus_one, its weight is 1 + the stored one; with _wide, it is multiplied in float32
+    norm: str = "rms"
     norm_bias: bool = True  # of LayerNorm
     # of q and k before rotary: head (over head_dim), each (so, with weights for each head and no biases), all
     # (over all heads at once), plain (over head_dim, without weights, where they are rotated), or none
@@ -241,6 +242,7 @@ class ModelConfig:
     moe: MoeConfig | None = None
     recurrent: RecurrentConfig | None = None  # None: every layer has attention
     encoder: EncoderConfig | None = None  # None: a decoder alone
+    layer_inputs: LayerInputsConfig | None = None  # None: layers get the residual stream alone
     # how the parts are put together
     parallel_blocks: bool = False  # attention and MLP read the same input, their outputs are added
     shared_norm: bool = False  # of parallel blocks: one norm for both

@@ -53,6 +53,10 @@ class LoraModuleId(IntEnum):
     LINEAR_ATTN_B = 34
     LINEAR_ATTN_A = 35
     LINEAR_ATTN_OUT = 36
+    # Of per-layer embeddings; the first is outside layers, and its rows are those of layer 0.
+    PER_LAYER_MODEL_PROJECTION = 37
+    PER_LAYER_INPUT_GATE = 38
+    PER_LAYER_PROJECTION = 39
 
 
 MEANINGS = (
@@ -70,6 +74,8 @@ MEANINGS = (
     "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
     "in_proj_qkvz: B is [q; k; v; z]", "in_proj_ba: B is [b; a]", "in_proj_qkv", "in_proj_z", "in_proj_b",
     "in_proj_a", "out_proj of linear attention",
+    "per_layer_model_projection, which is outside layers: as of layer 0", "per_layer_input_gate",
+    "per_layer_projection",
 )  # fmt: skip
 """What Hugging Face models call the matrix of each module id. TensorRT-LLM's converters write 5 for
 the gate and 7 for the other one."""
@@ -128,6 +134,7 @@ class LoraModule:
     named_decoder: whether PEFT's names of the layers begin with `decoder.`, though there is no encoder.
     unused: layers without the module for which adapters may have it all the same: what it gave there in
             training, generation never reads.
+    layer_inputs: whether the model has per-layer embeddings.
     """
 
     module_id: LoraModuleId
@@ -146,6 +153,7 @@ class LoraModule:
     interleaved: bool = False
     named_decoder: bool = False
     unused: frozenset[int] = frozenset()
+    layer_inputs: bool = False
 
     @property
     def name(self) -> str:
@@ -193,7 +201,7 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
     A name of the plain MLP means the shared expert too, where there is one. Raises ConfigError for a name the
     model has no module for.
     """
-    dims = {**_dense_dims(model), **_recurrent_dims(model), **_moe_dims(model)}
+    dims = {**_dense_dims(model), **_recurrent_dims(model), **_moe_dims(model), **_layer_input_dims(model)}
     if model.encoder is not None:
         dims |= {f"cross_{name}": sizes for name, sizes in _attention_dims(model).items()}
     wanted = {name for given in names for name in _find_targets(given, dims)} or set(dims)
@@ -226,6 +234,7 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
                 interleaved=model.moe is not None and model.moe.interleaved,
                 named_decoder=model.architecture == "OPTForCausalLM",
                 unused=model.kv_readers if name in KV else frozenset(),
+                layer_inputs=model.layer_inputs is not None,
             )
     return found
 
@@ -291,6 +300,17 @@ def _recurrent_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
     return {**dims, "linear_attn_out": (own.value_size, hidden, Split.NONE)}
 
 
+def _layer_input_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
+    hidden, own = model.hidden_size, model.layer_inputs
+    if own is None:
+        return {}
+    return {
+        "per_layer_model_projection": (hidden, model.num_layers * own.dim, Split.NONE),
+        "per_layer_input_gate": (hidden, own.dim, Split.NONE),
+        "per_layer_projection": (own.dim, hidden, Split.NONE),
+    }
+
+
 def _grouped_parts(model: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]:
     """Of fused modules whose parts a checkpoint may have in groups: how many groups, and the parts."""
     found: dict[str, tuple[int, tuple[int, ...]]] = {}
@@ -339,6 +359,10 @@ def _layers(name: str, model: ModelConfig) -> frozenset[int] | None:
     own = model.recurrent_layers
     if own and name.startswith(("attn_", *RECURRENT)):
         return own if name.startswith(RECURRENT) else frozenset(range(model.num_layers)) - own
+    if name == "per_layer_model_projection":
+        return frozenset((0,))
+    if name.startswith("per_layer_"):
+        return None
     if model.kv_readers and name in KV:
         return frozenset(range(model.num_layers)) - model.kv_readers
     if model.moe is None or name.startswith("attn_"):

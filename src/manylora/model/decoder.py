@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora.config.blocks import ConvConfig, DeltaConfig, LatentConfig
+from manylora.config.blocks import ConvConfig, DeltaConfig, LatentConfig, LayerInputsConfig
 from manylora.config.engine import ModelConfig, MoeConfig
 from manylora.kernels.delta_rule import DeltaWeights, RecurrentState
 from manylora.kernels.reference import ReferenceOps
@@ -24,7 +24,18 @@ from manylora.model.delta_rule import DeltaRule, LayerState, passing_states
 from manylora.model.extras import adapt_head, adapt_prompt
 from manylora.model.families import FAMILIES
 from manylora.model.latent import Expansion, LatentAttention
-from manylora.model.layers import Attends, Attention, Block, FeedForward, Mlp, Norm, Turns, Wanted
+from manylora.model.layer_inputs import LayerInput, LayerInputs
+from manylora.model.layers import (
+    Attends,
+    Attention,
+    Block,
+    FeedForward,
+    LoraLinear,
+    Mlp,
+    Norm,
+    Turns,
+    Wanted,
+)
 from manylora.model.moe import Experts, Moe, SharedExpert
 from manylora.model.rope import Rope, make_rope
 from manylora.model.routing import Router, WideRouter
@@ -47,6 +58,7 @@ class Decoder(Transformer):
         self._recurrent = {layer: self._recurrent_layer(layer) for layer in sorted(config.recurrent_layers)}
         self._blocks = [self._block(layer) for layer in range(config.num_layers)]
         self._places = _cache_places(config)
+        self._layer_inputs = self._make_layer_inputs(config.layer_inputs)
         self._ropes: list[Rope] = []
         if not config.learned_positions:
             self._ropes.append(make_rope(config, self._device))
@@ -75,7 +87,8 @@ class Decoder(Transformer):
             logits = self._decode_step(x, rotary, batch.attention, batch.lora, kv, batch.logits_rows)
         if logits is None:
             turns = [Turns(None, still), *(Turns(one, growth) for one in rotary)]
-            logits = self._layers(x, turns, batch, kv, states)
+            own = None if self._layer_inputs is None else self._layer_inputs(_ids(batch), x, batch.lora)
+            logits = self._layers(x, turns, batch, kv, states, own)
         if config.logits_scale != 1:
             logits *= config.logits_scale
         if config.logits_softcap is not None:
@@ -83,9 +96,15 @@ class Decoder(Transformer):
         return logits
 
     def _layers(
-        self, x: Tensor, turns: list[Turns], batch: ForwardBatch, kv: Tensor, states: RecurrentState | None
+        self,
+        x: Tensor,
+        turns: list[Turns],
+        batch: ForwardBatch,
+        kv: Tensor,
+        states: RecurrentState | None,
+        inputs: Tensor | None,
     ) -> Tensor:
-        """turns: without a rotation, then with each."""
+        """turns: without a rotation, then with each. inputs: of layers that have vectors of their own."""
         delta: Tensor | None = None  # the last block's output, not added to x yet
         whole, chunk = batch.attention, self.config.attention_chunk
         within, kv_within = (whole, kv) if chunk is None else in_chunks(whole, chunk, kv)
@@ -103,7 +122,8 @@ class Decoder(Transformer):
             else:
                 assert states is not None and rows is not None
                 mix = partial(self._recurrent[layer], cache=LayerState(states.layer(place), rows), lora=lora)
-            x, delta = block(x, delta, mix, lora, wanted if block is self._blocks[-1] else None)
+            own = None if inputs is None else inputs[layer]
+            x, delta = block(x, delta, mix, lora, own, wanted if block is self._blocks[-1] else None)
         assert delta is not None, "a decoder has a block"
         if wanted is not None:
             return self._apply_head(self._final_norm.add(x, delta)[1], None)
@@ -184,7 +204,32 @@ class Decoder(Transformer):
         latent, attention = self.config.latent, None
         if layer not in self._recurrent:
             attention = self._attention(layer) if latent is None else self._latent_attention(layer, latent)
-        return Block(self.config, attention, self._feed_forward(layer), **norms)
+        add_input = None if self.config.layer_inputs is None else self._layer_input(layer)
+        return Block(self.config, attention, self._feed_forward(layer), **norms, add_input=add_input)
+
+    def _make_layer_inputs(self, own: LayerInputsConfig | None) -> LayerInputs | None:
+        if own is None:
+            return None
+        target = LoraTarget(LoraModuleId.PER_LAYER_MODEL_PROJECTION, 0, self.config.num_layers * own.dim)
+        weight = self._weights["layer_inputs.project.weight"]
+        norm = self._norm("layer_inputs.norm", "per_layer_projection_norm")
+        assert norm is not None
+        project = LoraLinear(self._ops, 0, weight, None, (target,))
+        return LayerInputs(own, self._weights["layer_inputs.embed"], project, norm)
+
+    def _layer_input(self, layer: int) -> LayerInput:
+        own = self.config.layer_inputs
+        assert own is not None
+        norm = self._norm(f"{layer}.input_norm", f"layers.{layer}.post_per_layer_input_norm")
+        assert norm is not None
+        gate = LoraTarget(LoraModuleId.PER_LAYER_INPUT_GATE, 0, own.dim)
+        project = LoraTarget(LoraModuleId.PER_LAYER_PROJECTION, 0, self.config.hidden_size)
+        return LayerInput(
+            self._linear(layer, "input_gate", gate),
+            self._linear(layer, "input_project", project),
+            norm,
+            self.config.activation,
+        )
 
     def _attention(self, layer: int) -> Attends:
         config = self.config
@@ -360,3 +405,10 @@ def _cache_places(config: ModelConfig) -> list[int]:
         places.append(counts[kind])
         counts[kind] += 1
     return places
+
+
+def _ids(batch: ForwardBatch) -> Tensor:
+    """Of each row; 0 where a vector is in its token's place."""
+    if batch.embeddings is None:
+        return batch.input_ids
+    return batch.input_ids.index_fill(0, batch.embeddings[0], 0)

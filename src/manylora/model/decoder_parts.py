@@ -27,7 +27,7 @@ def decoder_parts(
         return None
     if config.attention_gated or config.recurrent is not None:
         return None
-    if config.qk_norm == "plain":
+    if config.qk_norm == "plain" or config.layer_inputs is not None:
         return None
     layers = [_layer(block) for block in blocks]
     plain = [layer for layer in layers if layer is not None]

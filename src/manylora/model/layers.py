@@ -192,6 +192,9 @@ class Wanted(NamedTuple):
 FeedForward = Callable[[Tensor, LoraBatch | None], Tensor]
 """The MLP or mixture of experts of a block; x [T, hidden] -> [T, hidden]."""
 
+AddInput = Callable[[Tensor, Tensor, LoraBatch | None], Tensor]
+"""Of x [T, hidden] and the layer's own vectors [T, dim], what is added to x."""
+
 
 @dataclass(frozen=True)
 class Mlp:
@@ -216,8 +219,9 @@ class Block:
 
     Takes the residual stream x and a delta that is not added to it yet (None: zero), and returns both, so
     that one kernel adds and normalises, between blocks too. mix: attention, or what the layer has in its
-    place, with the rows' tables and caches. wanted: what comes after it is for these rows alone, and so are
-    both results.
+    place, with the rows' tables and caches. own: the layer's own vectors of the tokens, [T, dim], where
+    `add_input` makes something of them that is added too. wanted: what comes after `mix` is for these rows
+    alone, and so are both results.
     """
 
     config: ModelConfig
@@ -227,6 +231,7 @@ class Block:
     attention_post_norm: Norm | None
     mlp_norm: Norm | None
     mlp_post_norm: Norm | None
+    add_input: AddInput | None = None
 
     def __call__(
         self,
@@ -234,19 +239,24 @@ class Block:
         delta: Tensor | None,
         mix: Callable[[Tensor], Tensor],
         lora: LoraBatch | None,
+        own: Tensor | None = None,
         wanted: Wanted | None = None,
     ) -> tuple[Tensor, Tensor]:
         x, seen = _add(self.attention_norm, x, delta, lora)
         mixed = mix(seen)
         if wanted is not None:
             x, seen, mixed = (one[wanted.rows] for one in (x, seen, mixed))
-            lora = wanted.lora
+            lora, own = wanted.lora, None if own is None else own[wanted.rows]
         mixed = _apply(self.attention_post_norm, mixed, lora)
         if self.config.parallel_blocks:
             seen = seen if self.config.shared_norm else _apply(self.mlp_norm, x, lora)
             return x + mixed, self.mlp(seen, lora)
         x, seen = _add(self.mlp_norm, x, self._scaled(mixed), lora)
-        return x, self._scaled(_apply(self.mlp_post_norm, self.mlp(seen, lora), lora))
+        delta = self._scaled(_apply(self.mlp_post_norm, self.mlp(seen, lora), lora))
+        if self.add_input is None or own is None:
+            return x, delta
+        x = x + delta
+        return x, self.add_input(x, own, lora)
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.config.residual_scale == 1 else x * self.config.residual_scale

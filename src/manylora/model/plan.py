@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from manylora.config.blocks import ConvConfig, DeltaConfig, LatentConfig
+from manylora.config.blocks import ConvConfig, DeltaConfig, LatentConfig, LayerInputsConfig
 from manylora.config.engine import ModelConfig, MoeConfig
 from manylora.model.families import FAMILIES
 from manylora.model.families.family import TensorNames
@@ -121,6 +121,8 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
         plan |= _classifier(config, stored)
     if config.head_bias:
         plan["head.bias"] = WeightSpec((_whole(f"{names.head}.bias", config.vocab_size),))
+    if config.layer_inputs is not None:
+        plan |= _layer_inputs(config, config.layer_inputs, root)
     for layer in range(config.num_layers):
         source = f"{root}{names.layers}.{layer}."
         specs = _layer(config, names, source, layer in config.recurrent_layers, layer in config.kv_readers)
@@ -260,7 +262,24 @@ def _layer(
             specs |= _linear("q", q, config.hidden_size, config.attention_bias, config)
     for ours, theirs in names.block_norms.items():
         specs |= _norm(ours, source + theirs, config.hidden_size, config)
-    return specs
+    return specs if config.layer_inputs is None else specs | _layer_input(config, config.layer_inputs, source)
+
+
+def _layer_inputs(config: ModelConfig, own: LayerInputsConfig, root: str) -> Plan:
+    size = config.num_layers * own.dim
+    table = _whole(f"{root}embed_tokens_per_layer.weight", own.vocab_size)
+    project = _matrix(f"{root}per_layer_model_projection.weight", size, config.hidden_size)
+    specs = {"layer_inputs.embed": WeightSpec((table,), size), "layer_inputs.project.weight": project}
+    return specs | _norm("layer_inputs.norm", f"{root}per_layer_projection_norm", own.dim, config)
+
+
+def _layer_input(config: ModelConfig, own: LayerInputsConfig, source: str) -> Plan:
+    hidden = config.hidden_size
+    return {
+        "input_gate.weight": _matrix(f"{source}per_layer_input_gate.weight", own.dim, hidden),
+        "input_project.weight": _matrix(f"{source}per_layer_projection.weight", hidden, own.dim),
+        **_norm("input_norm", f"{source}post_per_layer_input_norm", hidden, config),
+    }
 
 
 def _attention(config: ModelConfig, names: TensorNames, source: str) -> Plan:
@@ -473,7 +492,8 @@ def _linear(name: str, pieces: Iterable[RowSlice], columns: int, biased: bool, c
 
 
 def _norm(name: str, source: str, size: int, config: ModelConfig) -> Plan:
-    weight = WeightSpec((_whole(f"{source}.weight", size),), plus_one=config.norm.endswith("plus_one"))
+    exact = {"plus_one": config.norm.endswith("plus_one"), "wide": config.norm.endswith("wide")}
+    weight = WeightSpec((_whole(f"{source}.weight", size),), **exact)
     if config.norm.startswith("rms") or not config.norm_bias:
         return {f"{name}.weight": weight}
     return {f"{name}.weight": weight, f"{name}.bias": WeightSpec((_whole(f"{source}.bias", size),))}

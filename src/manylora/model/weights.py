@@ -183,7 +183,7 @@ def _loaded_dtype(
     what linear layers round their inputs to."""
     if spec.plus_one or spec.wide:
         return torch.float32
-    if not (spec.is_matrix or name == "embed"):
+    if not (spec.is_matrix or name in ("embed", "layer_inputs.embed")):
         return compute
     sources = {piece.source for piece in spec.slices} & files.keys()
     stored = {PLAIN_DTYPES.get(files[source].get_slice(source).get_dtype(), compute) for source in sources}

@@ -40,7 +40,14 @@ from manylora.lora.formats.peft_experts import (
 )
 from manylora.lora.formats.peft_extras import check_extra_shapes, is_extra, read_extras
 from manylora.lora.formats.peft_files import peft_tensors, weights_file
-from manylora.lora.formats.peft_names import PEFT_KEY, VISION, in_our_order, in_peft_order, module_id_of
+from manylora.lora.formats.peft_names import (
+    PEFT_KEY,
+    VISION,
+    in_our_order,
+    in_peft_order,
+    layer_of,
+    module_id_of,
+)
 from manylora.lora.formats.peft_stacks import STACK_KEY, Parts, check_stacks, stack_parts
 from manylora.lora.formats.peft_strict import check_keys, tell_missing
 from manylora.lora.formats.peft_tables import is_whole_table
@@ -77,6 +84,10 @@ VISION_REASON = (
 REFUSED = (
     (VISION, VISION_REASON),
     (re.compile(r"wpe.*\.lora_"), "adapters on the position embedding are not supported"),
+    (
+        re.compile(r"embed_tokens_per_layer\."),
+        "adapters on the table of per-layer embeddings are not supported: train without it",
+    ),
     (
         re.compile(r"\.(?:linear_attn|conv)\.(?!.*\.lora_)"),
         "of a recurrent layer only the linear layers can be adapted: train without this",
@@ -219,7 +230,7 @@ def _gather(
             _leave_out(key, partial)
             continue
         roots.setdefault(match["root"], key)
-        parts = found.setdefault((int(match["layer"]), module_id), {})
+        parts = found.setdefault((layer_of(match), module_id), {})
         part = match["side"] or "magnitude"
         if part in parts:
             raise AdapterInvalidError(f"{key} and {parts[part][0]} mean the same module")

@@ -20,6 +20,7 @@ from manylora.lora.formats.peft_names import (
     ROOT,
     in_our_order,
     in_peft_order,
+    layer_of,
     module_id_of,
 )
 from manylora.lora.formats.peft_shared import check_tokens, read_shared
@@ -48,8 +49,9 @@ from manylora.request import LoraExtra
 
 BIAS = re.compile(MODULE + r"(?P<part>(?:base_layer|lora_B)\.bias|bias)")
 NORM = re.compile(
-    rf"(?P<path>{ROOT}(?:{LAYER}(?P<name>self_attn\.(?:[qk]_norm|q_a_layernorm|kv_a_layernorm)|\w*layernorm|ln_\w+|attention_norm|ffn_norm)"
-    r"|(?P<final>norm|ln_f|final_layer_?norm)))\.(?P<part>weight|bias)"
+    rf"(?P<path>{ROOT}(?:{LAYER}(?P<name>self_attn\.(?:[qk]_norm|q_a_layernorm|kv_a_layernorm)|\w*layernorm|ln_\w+|attention_norm|ffn_norm"
+    r"|post_per_layer_input_norm)"
+    r"|(?P<inputs>per_layer_projection_norm)|(?P<final>norm|ln_f|final_layer_?norm)))\.(?P<part>weight|bias)"
 )
 Tensors = Mapping[str, RawTensor]
 Modules = Mapping[int, LoraModule] | None
@@ -155,7 +157,7 @@ def _module_bias(
     if match.re is STACK_BIAS:
         module_id, layer = stack_module_id(match), stack_layer(key, match, modules)
     else:
-        module_id, layer = module_id_of(match, modules), int(match["layer"])
+        module_id, layer = module_id_of(match, modules), layer_of(match)
         check_stacks([key], modules)
     assert module_id is not None
     module = modules.get(module_id) if modules else None
@@ -185,7 +187,7 @@ def _norm(match: re.Match[str], key: str, tensor: RawTensor, modules: Modules, b
         own = f"{stack}{'norm' if match['final'] else 'embedding_norm'}"
         number = stack_layer(key, match, modules) if match["layer"] else None
     else:
-        own, number = "norm", None if match["final"] else int(match["layer"])
+        own, number = match["inputs"] or "norm", int(match["layer"]) if match["layer"] else None
         check_stacks([key], modules)
     where = own if number is None else f"layers.{number}.{match['name']}"
     return LoraExtra(f"{where}.{match['part']}", shift if match["part"] == "bias" else values)

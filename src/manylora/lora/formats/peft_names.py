@@ -36,22 +36,28 @@ LINEAR_IDS = {
     "in_proj_z": Id.LINEAR_ATTN_Z, "in_proj_b": Id.LINEAR_ATTN_B, "in_proj_a": Id.LINEAR_ATTN_A,
     "out_proj": Id.LINEAR_ATTN_OUT,
 }  # fmt: skip
+INPUT_IDS = {
+    "per_layer_model_projection": Id.PER_LAYER_MODEL_PROJECTION,
+    "per_layer_input_gate": Id.PER_LAYER_INPUT_GATE, "per_layer_projection": Id.PER_LAYER_PROJECTION,
+}  # fmt: skip
 CONV_IDS = {"in_proj": Id.MAMBA_IN_PROJ, "out_proj": Id.MAMBA_OUT_PROJ}
 # Names under which some families stack [q; k; v], or such parts, once for each group of heads, others once.
 GROUPED = ("query_key_value", "wqkv", "in_proj_qkvz", "in_proj_ba")
 ROOT = r"(?P<root>(?:(?:base_model|model|language_model|transformer|gpt_neox|bert|roberta)\.)*)"
 LAYER = r"(?:layers|h|encoder\.layer)\.(?P<layer>\d{1,5})\."
 MODULE = (
-    rf"(?P<path>{ROOT}{LAYER}"
+    rf"(?P<path>{ROOT}(?:{LAYER}(?:"
     r"(?:(?P<mlp>mlp|block_sparse_moe|feed_forward|intermediate|output)|(?P<linear>linear_attn)|(?P<conv>conv)"
     r"|self_attn|self_attention|attention|attn)"
-    r"\.(?P<name>(?:(?:shared_experts?|self|output)\.)?\w+|router\.layer))\."
+    r"\.(?P<name>(?:(?:shared_experts?|self|output)\.)?\w+|router\.layer)"
+    r"|(?P<own>per_layer_input_gate|per_layer_projection))"
+    r"|(?P<outside>per_layer_model_projection)))\."
 )
 PEFT_KEY = re.compile(
     MODULE + r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
 )
-"""path: the module's; mlp, linear, conv: of the MLP, of a recurrent layer, else of attention; side: A or B,
-None for a DoRA magnitude as PEFT or NVlabs name it."""
+"""path: the module's; mlp, linear, conv: of the MLP, of a recurrent layer, else of attention; own: of the
+layer itself; outside: of no layer; side: A or B, None for a DoRA magnitude as PEFT or NVlabs name it."""
 
 VISION = re.compile(r"(?:^|\.)(?:vision_\w+|visual|image_\w+|multi_modal_projector|mm_projector)\.")
 """In the name of a tensor that belongs to the vision part of a multimodal model."""
@@ -59,6 +65,8 @@ VISION = re.compile(r"(?:^|\.)(?:vision_\w+|visual|image_\w+|multi_modal_project
 
 def module_id_of(match: re.Match[str], modules: Mapping[int, LoraModule] | None) -> Id | None:
     """Of a match that begins with MODULE; None: no linear layer is called so. modules: the model's."""
+    if match["own"] or match["outside"]:
+        return INPUT_IDS.get(match["own"] or match["outside"])
     ids = MLP_IDS if match["mlp"] else LINEAR_IDS if match["linear"] else ATTENTION_IDS
     ids = CONV_IDS if match["conv"] else ids
     found = ids.get(match["name"])
@@ -68,6 +76,11 @@ def module_id_of(match: re.Match[str], modules: Mapping[int, LoraModule] | None)
     if found == Id.MLP_GATE and plain is not None and not plain.gated:
         return Id.MLP_H_TO_4H  # up_proj is the only matrix into the MLP
     return found
+
+
+def layer_of(match: re.Match[str]) -> int:
+    """Of a match that begins with MODULE: the layer of its rows."""
+    return int(match["layer"] or 0)
 
 
 def in_our_order(path: str, module_id: int, rows: np.ndarray, module: LoraModule | None) -> np.ndarray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from manylora.lora.formats.peft_names import MODULE, module_id_of
+from manylora.lora.formats.peft_names import MODULE, layer_of, module_id_of
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.tensor_files import RawTensor
 
@@ -27,7 +27,7 @@ def without_unused(tensors: Mapping[str, RawTensor], options: ReadOptions) -> Ma
         module_id = module_id_of(match, modules) if match else None
         if match is None or module_id is None or module_id not in modules:
             continue
-        if int(match["layer"]) in modules[module_id].unused:
+        if layer_of(match) in modules[module_id].unused:
             unused.append(key)
     if unused:
         more = f" and {len(unused) - 1} other tensors are" if len(unused) > 1 else " is"

@@ -15,7 +15,7 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.bounds import Bounds
 from manylora.lora.formats.kinds.form import LoraForm, PeftFiles
 from manylora.lora.formats.peft_config import CONFIG, PeftConfig, peft_type, saved_modules
-from manylora.lora.formats.peft_names import MODULE, in_our_order, module_id_of
+from manylora.lora.formats.peft_names import MODULE, in_our_order, layer_of, module_id_of
 from manylora.lora.formats.peft_stacks import MODULE as STACK_MODULE
 from manylora.lora.formats.peft_stacks import check_stacks, stack_layer, stack_module_id
 from manylora.lora.formats.read_options import ReadOptions
@@ -95,7 +95,7 @@ def _place(kind: str, key: str, modules: Modules) -> tuple[re.Match[str], Id, in
         raise AdapterInvalidError(f"{key}: lora module {MODULE_NAMES[module_id]} not enabled for this model")
     if not of_stack:
         check_stacks([key], modules)
-    return match, module_id, stack_layer(key, match, modules) if of_stack else int(match["layer"])
+    return match, module_id, stack_layer(key, match, modules) if of_stack else layer_of(match)
 
 
 class _Module:

@@ -68,6 +68,10 @@ def _values(files: PeftFiles) -> np.ndarray:
     kind = peft_type(files.settings)
     if encoder_layers(files.options.modules):
         raise AdapterInvalidError(f"{kind} is not supported on encoder-decoder models")
+    if any(module.layer_inputs for module in (files.options.modules or {}).values()):
+        raise AdapterInvalidError(
+            f"{kind} is not supported on models with per-layer embeddings, as virtual tokens have none"
+        )
     other = next((key for key in sorted(files.tensors) if key != KEY), None)
     if other is not None or KEY not in files.tensors:
         raise AdapterInvalidError(f"{other or KEY}: a {kind} adapter must hold {KEY} and nothing else")

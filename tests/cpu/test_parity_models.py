@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from manylora.commands.convert import main as convert
 from manylora.commands.inspect import main as inspect
+from manylora.config.blocks import AltUpConfig
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
@@ -54,7 +55,12 @@ LENGTHS = (1, 37, 18, 60, 23)
 MIXED = (None, "patterns", "rank 64", "DoRA + rsLoRA + patterns", "some layers")
 # Families that differ in what the engine touches: names, fused rows, windows, positions.
 ENGINE_FAMILIES = ("falcon-new", "gemma3", "gpt-neox", "gpt2", "olmo2", "phi3")
-ENGINE_FAMILIES += ("cohere2", "ministral3", "opt")  # positions of some layers, or for queries alone; names
+ENGINE_FAMILIES += (
+    "gemma3n",
+    "cohere2",
+    "ministral3",
+    "opt",
+)  # positions of some layers, or for queries alone; names
 
 
 def decoder_of(model: Path, dtype: torch.dtype = torch.float32, max_seq_len: int | None = None) -> Decoder:
@@ -72,7 +78,8 @@ def test_every_architecture_has_a_tiny_model() -> None:
     made = {auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for kind, _ in (FAMILIES | MOE_FAMILIES).values()}
     pairs = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     made |= {pairs[kind] for kind, _ in ENCODER_DECODER_FAMILIES.values()}
-    others = {"Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"}
+    others = {f"Gemma{kind}ForConditionalGeneration" for kind in ("3", "3n")}
+    others |= {"Mistral3ForConditionalGeneration"}
     others |= {"InternLM2ForCausalLM", "InternLM3ForCausalLM", "Llama4ForConditionalGeneration"}
     others |= {f"Qwen{kind}ForConditionalGeneration" for kind in ("2VL", "2_5_VL", "3VL")}
     others |= {"LlavaForConditionalGeneration", "BertModel", "RobertaModel", "XLMRobertaModel"}
@@ -134,6 +141,12 @@ SETTINGS = {
         {"sliding_windows": ()}, {"activation": "gelu"}, {"embedding_scale": 1.0},
     ),
     "gemma3": ({"rope_local_theta": None},),
+    "gemma3n": (
+        {"sparsity": ()}, {"v_norm": False}, {"rope_local_theta": None}, {"attention_scale": None},
+        {"sliding_windows": ()}, {"kv_sources": (0, 1, 2, 0, 1, 0)},
+        {"altup": AltUpConfig(3, 0, False, 10)}, {"altup": AltUpConfig(3, 1, True, 10)},
+    ),
+    "gemma3n-plain": ({"logits_softcap": None},),
     "granite": ({"residual_scale": 1.0}, {"attention_scale": None}, {"logits_scale": 1.0}),
     "ministral3": ({"rope_scaling": {**tiny_configs.MINISTRAL3, "llama_4_scaling_beta": None}},),
     "olmo3": ({"rope_local_theta": None},),

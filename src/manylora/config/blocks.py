@@ -39,6 +39,16 @@ class LayerInputsConfig:
 
 
 @dataclass(frozen=True)
+class AltUpConfig:
+    """AltUp and Laurel of Gemma 3n: several residual streams, and a residual of low rank in each layer."""
+
+    streams: int
+    active: int  # the stream that goes through the layers
+    scaled: bool  # whether it has a scale where a layer's own input is made of it
+    laurel_rank: int
+
+
+@dataclass(frozen=True)
 class RoutingConfig:
     """How a router's scores become experts and their weights.
 

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manylora.config.blocks import LatentConfig, LayerInputsConfig, RecurrentConfig, RoutingConfig
+from manylora.config.blocks import (
+    AltUpConfig,
+    LatentConfig,
+    LayerInputsConfig,
+    RecurrentConfig,
+    RoutingConfig,
+)
 from manylora.config.values import at_least, between, fraction, one_of
 from manylora.errors import ConfigError
 from manylora.quant.checkpoint import CheckpointQuant
@@ -238,11 +244,13 @@ class ModelConfig:
     # MLP
     activation: str = "silu"  # silu, gelu, gelu_tanh, relu, relu2 (its square)
     gated_mlp: bool = True
+    sparsity: tuple[float, ...] = ()  # per layer, the share of the gate that is cut to 0; empty: none
     mlp_bias: bool = False
     moe: MoeConfig | None = None
     recurrent: RecurrentConfig | None = None  # None: every layer has attention
     encoder: EncoderConfig | None = None  # None: a decoder alone
     layer_inputs: LayerInputsConfig | None = None  # None: layers get the residual stream alone
+    altup: AltUpConfig | None = None  # None: there is one residual stream
     # how the parts are put together
     parallel_blocks: bool = False  # attention and MLP read the same input, their outputs are added
     shared_norm: bool = False  # of parallel blocks: one norm for both

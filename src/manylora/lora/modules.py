@@ -57,6 +57,14 @@ class LoraModuleId(IntEnum):
     PER_LAYER_MODEL_PROJECTION = 37
     PER_LAYER_INPUT_GATE = 38
     PER_LAYER_PROJECTION = 39
+    # Of Laurel and AltUp. The last two are outside layers: projection N has the rows of layer N.
+    LAUREL_LEFT = 40
+    LAUREL_RIGHT = 41
+    ALTUP_MODALITY_ROUTER = 42
+    ALTUP_PREDICTION_COEFS = 43
+    ALTUP_CORRECTION_COEFS = 44
+    ALTUP_PROJECTIONS = 45
+    ALTUP_UNEMBED_PROJECTIONS = 46
 
 
 MEANINGS = (
@@ -75,7 +83,10 @@ MEANINGS = (
     "in_proj_qkvz: B is [q; k; v; z]", "in_proj_ba: B is [b; a]", "in_proj_qkv", "in_proj_z", "in_proj_b",
     "in_proj_a", "out_proj of linear attention",
     "per_layer_model_projection, which is outside layers: as of layer 0", "per_layer_input_gate",
-    "per_layer_projection",
+    "per_layer_projection", "laurel.linear_left", "laurel.linear_right", "altup.modality_router",
+    "altup.prediction_coefs", "altup.correction_coefs",
+    "altup_projections.N, which are outside layers: N as of layer N",
+    "altup_unembed_projections.N, which are outside layers: N as of layer N",
 )  # fmt: skip
 """What Hugging Face models call the matrix of each module id. TensorRT-LLM's converters write 5 for
 the gate and 7 for the other one."""
@@ -201,7 +212,8 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
     A name of the plain MLP means the shared expert too, where there is one. Raises ConfigError for a name the
     model has no module for.
     """
-    dims = {**_dense_dims(model), **_recurrent_dims(model), **_moe_dims(model), **_layer_input_dims(model)}
+    dims = {**_dense_dims(model), **_recurrent_dims(model), **_moe_dims(model)}
+    dims |= {**_layer_input_dims(model), **_altup_dims(model)}
     if model.encoder is not None:
         dims |= {f"cross_{name}": sizes for name, sizes in _attention_dims(model).items()}
     wanted = {name for given in names for name in _find_targets(given, dims)} or set(dims)
@@ -300,6 +312,22 @@ def _recurrent_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
     return {**dims, "linear_attn_out": (own.value_size, hidden, Split.NONE)}
 
 
+def _altup_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
+    hidden, own = model.hidden_size, model.altup
+    if own is None:
+        return {}
+    sizes = {
+        "laurel_left": (hidden, own.laurel_rank),
+        "laurel_right": (own.laurel_rank, hidden),
+        "altup_modality_router": (hidden, own.streams),
+        "altup_prediction_coefs": (own.streams, own.streams**2),
+        "altup_correction_coefs": (own.streams, own.streams),
+        "altup_projections": (hidden, hidden),
+        "altup_unembed_projections": (hidden, hidden),
+    }
+    return {name: (*ends, Split.NONE) for name, ends in sizes.items()}
+
+
 def _layer_input_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
     hidden, own = model.hidden_size, model.layer_inputs
     if own is None:
@@ -361,7 +389,9 @@ def _layers(name: str, model: ModelConfig) -> frozenset[int] | None:
         return own if name.startswith(RECURRENT) else frozenset(range(model.num_layers)) - own
     if name == "per_layer_model_projection":
         return frozenset((0,))
-    if name.startswith("per_layer_"):
+    if model.altup is not None and name in ("altup_projections", "altup_unembed_projections"):
+        return frozenset(range(model.altup.streams - 1))
+    if name.startswith(("per_layer_", "altup_", "laurel_")):
         return None
     if model.kv_readers and name in KV:
         return frozenset(range(model.num_layers)) - model.kv_readers

@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora.config.blocks import ConvConfig, DeltaConfig, LatentConfig, LayerInputsConfig
+from manylora.config.blocks import AltUpConfig, ConvConfig, DeltaConfig, LatentConfig, LayerInputsConfig
 from manylora.config.engine import ModelConfig, MoeConfig
 from manylora.kernels.delta_rule import DeltaWeights, RecurrentState
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionParams, LoraBatch, LoraTarget
 from manylora.lora.modules import LoraModuleId
+from manylora.model.altup import AltUp, AltUpBlock, Laurel, make_streams
 from manylora.model.batch import ForwardBatch
 from manylora.model.chunks import in_chunks
 from manylora.model.decoder_parts import decoder_parts
@@ -59,6 +60,7 @@ class Decoder(Transformer):
         self._blocks = [self._block(layer) for layer in range(config.num_layers)]
         self._places = _cache_places(config)
         self._layer_inputs = self._make_layer_inputs(config.layer_inputs)
+        self._streams = None if config.altup is None else make_streams(config.altup, self._outer_linear)
         self._ropes: list[Rope] = []
         if not config.learned_positions:
             self._ropes.append(make_rope(config, self._device))
@@ -106,6 +108,8 @@ class Decoder(Transformer):
     ) -> Tensor:
         """turns: without a rotation, then with each. inputs: of layers that have vectors of their own."""
         delta: Tensor | None = None  # the last block's output, not added to x yet
+        if self._streams is not None:
+            x = self._streams.split(x, batch.lora)
         whole, chunk = batch.attention, self.config.attention_chunk
         within, kv_within = (whole, kv) if chunk is None else in_chunks(whole, chunk, kv)
         own, rows, lora = self.config.recurrent, batch.state, batch.lora
@@ -124,6 +128,9 @@ class Decoder(Transformer):
                 mix = partial(self._recurrent[layer], cache=LayerState(states.layer(place), rows), lora=lora)
             own = None if inputs is None else inputs[layer]
             x, delta = block(x, delta, mix, lora, own, wanted if block is self._blocks[-1] else None)
+        if self._streams is not None:
+            x = self._streams.merge(x, lora)
+            delta = torch.zeros_like(x)
         assert delta is not None, "a decoder has a block"
         if wanted is not None:
             return self._apply_head(self._final_norm.add(x, delta)[1], None)
@@ -135,7 +142,9 @@ class Decoder(Transformer):
         """The rows that the last layer is computed for behind its attention; None: all of them, as where
         arrays that adapters bring count on that, or tables are on another device."""
         rows, lora = batch.logits_rows, batch.lora
-        if self._device.type != "cpu" or batch.pooled is not None or not 0 < len(rows) < len(batch.input_ids):
+        if self._device.type != "cpu" or batch.pooled is not None or self._streams is not None:
+            return None
+        if not 0 < len(rows) < len(batch.input_ids):
             return None
         if lora is not None and lora.extras:
             return None
@@ -196,7 +205,7 @@ class Decoder(Transformer):
         angles = rope.angles(batch.positions, batch.rope_lengths)
         return (angles.cos() * rope.factor).to(self.dtype), (angles.sin() * rope.factor).to(self.dtype)
 
-    def _block(self, layer: int) -> Block:
+    def _block(self, layer: int) -> Block | AltUpBlock:
         norms = {
             name: self._norm(f"{layer}.{name}", f"layers.{layer}.{self._names.block_norms.get(name)}")
             for name in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
@@ -205,17 +214,56 @@ class Decoder(Transformer):
         if layer not in self._recurrent:
             attention = self._attention(layer) if latent is None else self._latent_attention(layer, latent)
         add_input = None if self.config.layer_inputs is None else self._layer_input(layer)
+        if self.config.altup is not None:
+            return self._altup_block(layer, self.config.altup, attention, norms, add_input)
         return Block(self.config, attention, self._feed_forward(layer), **norms, add_input=add_input)
 
     def _make_layer_inputs(self, own: LayerInputsConfig | None) -> LayerInputs | None:
         if own is None:
             return None
-        target = LoraTarget(LoraModuleId.PER_LAYER_MODEL_PROJECTION, 0, self.config.num_layers * own.dim)
-        weight = self._weights["layer_inputs.project.weight"]
         norm = self._norm("layer_inputs.norm", "per_layer_projection_norm")
         assert norm is not None
-        project = LoraLinear(self._ops, 0, weight, None, (target,))
+        target = LoraTarget(LoraModuleId.PER_LAYER_MODEL_PROJECTION, 0, self.config.num_layers * own.dim)
+        project = self._outer_linear(0, "layer_inputs.project", target.module_id, target.width)
         return LayerInputs(own, self._weights["layer_inputs.embed"], project, norm)
+
+    def _outer_linear(self, row: int, name: str, module_id: int, width: int | None = None) -> LoraLinear:
+        """A linear layer outside layers. row: the layer of its rows in adapters. width: None: hidden."""
+        target = LoraTarget(module_id, 0, width or self.config.hidden_size)
+        return LoraLinear(self._ops, row, self._weights[f"{name}.weight"], None, (target,))
+
+    def _altup_block(
+        self,
+        layer: int,
+        own: AltUpConfig,
+        attention: Attends | None,
+        norms: dict[str, Norm | None],
+        add_input: LayerInput | None,
+    ) -> AltUpBlock:
+        count, where = own.streams, f"layers.{layer}."
+        router_norm = self._norm(f"{layer}.altup_norm", f"{where}altup.router_norm")
+        laurel_norm = self._norm(f"{layer}.laurel_norm", f"{where}laurel.post_laurel_norm")
+        assert attention is not None and add_input is not None and router_norm and laurel_norm
+        present = {name: norm for name, norm in norms.items() if norm is not None}
+        module = LoraModuleId
+        targets = {
+            "altup_router": (module.ALTUP_MODALITY_ROUTER, count),
+            "altup_predict": (module.ALTUP_PREDICTION_COEFS, count**2),
+            "altup_correct": (module.ALTUP_CORRECTION_COEFS, count),
+            "laurel_left": (module.LAUREL_LEFT, own.laurel_rank),
+            "laurel_right": (module.LAUREL_RIGHT, self.config.hidden_size),
+        }
+        linears = {n: self._linear(layer, n, LoraTarget(one, 0, w)) for n, (one, w) in targets.items()}
+        router, predict, correct, left, right = linears.values()
+        scale = self._weights[f"{layer}.altup_scale"] if own.scaled else None
+        return AltUpBlock(
+            attention,
+            self._feed_forward(layer),
+            **present,
+            altup=AltUp(own.active, router_norm, router, predict, correct, scale),
+            laurel=Laurel(left, right, laurel_norm),
+            add_input=add_input,
+        )
 
     def _layer_input(self, layer: int) -> LayerInput:
         own = self.config.layer_inputs

@@ -10,12 +10,13 @@ from manylora.config.engine import ModelConfig
 from manylora.kernels.compiled import GATES
 from manylora.kernels.decode_step import DecoderParts, LayerParts, LinearParts
 from manylora.kernels.spec import Weight
+from manylora.model.altup import AltUpBlock
 from manylora.model.layers import Attention, Block, LoraLinear, Mlp, Norm
 
 
 def decoder_parts(
     config: ModelConfig,
-    blocks: Sequence[Block],
+    blocks: Sequence[Block | AltUpBlock],
     norm: Norm,
     head: Weight,
     head_bias: Tensor | None,
@@ -49,11 +50,13 @@ def decoder_parts(
     )
 
 
-def _layer(block: Block) -> LayerParts | None:
+def _layer(block: Block | AltUpBlock) -> LayerParts | None:
+    if isinstance(block, AltUpBlock):
+        return None
     attention, mlp = block.attention, block.mlp
     if not isinstance(attention, Attention):
         return None
-    if not isinstance(mlp, Mlp) or not mlp.gated or mlp.activation not in GATES:
+    if not isinstance(mlp, Mlp) or not mlp.gated or mlp.activation not in GATES or mlp.cutoff is not None:
         return None
     if attention.params.sinks is not None or attention.v_norm is not None:
         return None

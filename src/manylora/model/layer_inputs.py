@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config.blocks import LayerInputsConfig
-from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.spec import LoraBatch
 from manylora.model.layers import LoraLinear, Norm
 
@@ -48,5 +47,5 @@ class LayerInput:
 
     def __call__(self, x: Tensor, own: Tensor, lora: LoraBatch | None) -> Tensor:
         """x [T, hidden], own [T, dim]: the layer's vectors -> [T, hidden]."""
-        gated = ACTIVATIONS[self.activation](self.gate(x, lora)) * own
+        gated = self.gate.ops.gated(torch.cat((own, self.gate(x, lora)), dim=-1), self.activation)
         return self.norm(self.project(gated, lora), lora)

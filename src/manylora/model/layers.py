@@ -204,9 +204,15 @@ class Mlp:
     down: LoraLinear
     activation: str
     gated: bool
+    cutoff: float | None = None  # standard deviations above a token's mean gate; what is less becomes 0
 
     def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
         y = self.up_gate(x, lora)
+        if self.cutoff is not None:
+            gate = y.chunk(2, dim=-1)[1]
+            wide = gate.float()
+            least = wide.mean(-1, keepdim=True) + self.cutoff * wide.std(-1, keepdim=True, unbiased=False)
+            gate.copy_((wide - least).relu())
         if self.gated:
             return self.down(self.up_gate.ops.gated(y, self.activation), lora)
         return self.down(ACTIVATIONS[self.activation](y), lora)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from manylora.config.blocks import ConvConfig, DeltaConfig, LatentConfig, LayerInputsConfig
+from manylora.config.blocks import AltUpConfig, ConvConfig, DeltaConfig, LatentConfig, LayerInputsConfig
 from manylora.config.engine import ModelConfig, MoeConfig
 from manylora.model.families import FAMILIES
 from manylora.model.families.family import TensorNames
@@ -123,6 +123,11 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
         plan["head.bias"] = WeightSpec((_whole(f"{names.head}.bias", config.vocab_size),))
     if config.layer_inputs is not None:
         plan |= _layer_inputs(config, config.layer_inputs, root)
+    if config.altup is not None:
+        ends = {"enter": f"{root}altup_projections", "leave": f"{root}altup_unembed_projections"}
+        for ours, theirs in ends.items():
+            for n in range(config.altup.streams - 1):
+                plan[f"altup.{ours}.{n}.weight"] = _matrix(f"{theirs}.{n}.weight", hidden, hidden)
     for layer in range(config.num_layers):
         source = f"{root}{names.layers}.{layer}."
         specs = _layer(config, names, source, layer in config.recurrent_layers, layer in config.kv_readers)
@@ -262,7 +267,24 @@ def _layer(
             specs |= _linear("q", q, config.hidden_size, config.attention_bias, config)
     for ours, theirs in names.block_norms.items():
         specs |= _norm(ours, source + theirs, config.hidden_size, config)
+    if config.altup is not None:
+        specs |= _altup(config, config.altup, source)
     return specs if config.layer_inputs is None else specs | _layer_input(config, config.layer_inputs, source)
+
+
+def _altup(config: ModelConfig, own: AltUpConfig, source: str) -> Plan:
+    hidden, count = config.hidden_size, own.streams
+    altup, laurel = f"{source}altup.", f"{source}laurel."
+    return {
+        "altup_router.weight": _matrix(f"{altup}modality_router.weight", count, hidden),
+        "altup_predict.weight": _matrix(f"{altup}prediction_coefs.weight", count**2, count),
+        "altup_correct.weight": _matrix(f"{altup}correction_coefs.weight", count, count),
+        "laurel_left.weight": _matrix(f"{laurel}linear_left.weight", own.laurel_rank, hidden),
+        "laurel_right.weight": _matrix(f"{laurel}linear_right.weight", hidden, own.laurel_rank),
+        **_norm("altup_norm", f"{altup}router_norm", hidden, config),
+        **_norm("laurel_norm", f"{laurel}post_laurel_norm", hidden, config),
+        "altup_scale": WeightSpec((_whole(f"{altup}correct_output_scale", hidden),)),
+    }
 
 
 def _layer_inputs(config: ModelConfig, own: LayerInputsConfig, root: str) -> Plan:

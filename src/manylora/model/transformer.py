@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -86,6 +87,7 @@ class Transformer:
             down=self._linear(layer, "down", LoraTarget(LoraModuleId.MLP_4H_TO_H, 0, config.hidden_size)),
             activation=config.activation,
             gated=config.gated_mlp,
+            cutoff=_cutoff(config.sparsity[layer]) if config.sparsity else None,
         )
 
     def _linear(self, layer: int, name: str, *targets: LoraTarget) -> LoraLinear:
@@ -108,3 +110,8 @@ class Transformer:
 
 def _is_quantised(weight: Weight) -> bool:
     return weight.scales is not None if isinstance(weight, Panels) else not isinstance(weight, Tensor)
+
+
+def _cutoff(share: float) -> float | None:
+    """Standard deviations above the mean that this share of normal numbers is below; None: of none."""
+    return NormalDist().inv_cdf(share) if share else None

@@ -81,6 +81,9 @@ KINDS: dict[str, Callable[[LayerNames], dict[str, Any]]] = {
     "norms saved": lambda names: {"rank": 4, "modules_to_save": list(names.norms)},
     "token indices": lambda _: {"rank": 4, "trainable_token_indices": list(range(248, 0, -3))},
 }
+LAYER_INPUTS = ("per_layer_model_projection", "per_layer_input_gate", "per_layer_projection")
+ALTUP = ("modality_router", "prediction_coefs", "correction_coefs", "linear_left", "linear_right")
+ALTUP_ENDS = ("altup_projections", "altup_unembed_projections")
 REFUSED = "refused: "
 SOURCES = ("peft", "npy", "llgtrt")
 # Models quantised at load time. Their reference is a model with the rounded values.
@@ -110,6 +113,14 @@ def linear_names(model: ModelConfig) -> LayerNames:
         linears = linears[: -len(names.up_gate) - 1]
     if model.recurrent is not None:
         linears += (*names.recurrent_in, names.recurrent_out)
+    if model.layer_inputs is not None:
+        norms += ["post_per_layer_input_norm", "per_layer_projection_norm"]
+        linears = (linears[0], *LAYER_INPUTS, *linears[1:])
+    if model.altup is not None:
+        norms += ["router_norm", "post_laurel_norm"]
+        ends = [f"{end}.{n}" for end in ALTUP_ENDS for n in range(model.altup.streams - 1)]
+        own = LayerNames(_last_parts(linears), names.layers, names.embed, _last_parts(norms))
+        return own._replace(linears=(own.linears[0], *ALTUP, *ends, *own.linears[1:]))
     return LayerNames(_last_parts(linears), names.layers, names.embed, _last_parts(norms))
 
 
@@ -204,7 +215,8 @@ class _Comparison:
 
     def _add_nemo(self) -> None:
         config = self._config
-        if any(part is not None for part in (config.encoder, config.latent, config.recurrent)):
+        others = (config.encoder, config.latent, config.recurrent)
+        if config.kv_readers or any(part is not None for part in others):
             self._verdicts[NEMO] = "none"
             return
         folder = self._path.with_name(f"{self._path.name}-nemo")

@@ -255,6 +255,22 @@ MOE_FAMILIES |= {
         },
     ),
 }
+GEMMA3N = {
+    "head_dim": 24, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 264, "laurel_rank": 10,
+    "altup_num_inputs": 3, "num_hidden_layers": 6, "num_kv_shared_layers": 3, "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2,
+    "activation_sparsity_pattern": [0.8, 0.0, 0.6, 0.0, 0.0, 0.4], "tie_word_embeddings": True,
+}  # fmt: skip
+FAMILIES |= {
+    "gemma3n": ("gemma3n_text", GEMMA3N),
+    "gemma3n-plain": (
+        "gemma3n_text",
+        {**GEMMA3N, "num_kv_shared_layers": 0, "altup_active_idx": 1, "altup_correct_scale": False,
+         "activation_sparsity_pattern": None, "num_hidden_layers": 3, "altup_num_inputs": 2,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+         "attention_bias": True, "final_logit_softcapping": 2.0},
+    ),
+}  # fmt: skip
 T5 = {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
 BART = {
     "d_model": 64,

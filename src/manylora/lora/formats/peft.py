@@ -78,8 +78,8 @@ NO_ROW = (
     "scales and prompts serve the PEFT directory itself, or train without them"
 )
 VISION_REASON = (
-    "of the model's vision part, which is not served: set lora_text_only (--lora-text-only) to leave that "
-    "out and serve the text part alone"
+    "of the model's vision or audio part, which is not served: set lora_text_only (--lora-text-only) to "
+    "leave that out and serve the text part alone"
 )
 REFUSED = (
     (VISION, VISION_REASON),

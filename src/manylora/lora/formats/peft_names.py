@@ -39,6 +39,10 @@ LINEAR_IDS = {
 INPUT_IDS = {
     "per_layer_model_projection": Id.PER_LAYER_MODEL_PROJECTION,
     "per_layer_input_gate": Id.PER_LAYER_INPUT_GATE, "per_layer_projection": Id.PER_LAYER_PROJECTION,
+    "laurel.linear_left": Id.LAUREL_LEFT, "laurel.linear_right": Id.LAUREL_RIGHT,
+    "altup.modality_router": Id.ALTUP_MODALITY_ROUTER, "altup.prediction_coefs": Id.ALTUP_PREDICTION_COEFS,
+    "altup.correction_coefs": Id.ALTUP_CORRECTION_COEFS, "altup_projections": Id.ALTUP_PROJECTIONS,
+    "altup_unembed_projections": Id.ALTUP_UNEMBED_PROJECTIONS,
 }  # fmt: skip
 CONV_IDS = {"in_proj": Id.MAMBA_IN_PROJ, "out_proj": Id.MAMBA_OUT_PROJ}
 # Names under which some families stack [q; k; v], or such parts, once for each group of heads, others once.
@@ -50,8 +54,8 @@ MODULE = (
     r"(?:(?P<mlp>mlp|block_sparse_moe|feed_forward|intermediate|output)|(?P<linear>linear_attn)|(?P<conv>conv)"
     r"|self_attn|self_attention|attention|attn)"
     r"\.(?P<name>(?:(?:shared_experts?|self|output)\.)?\w+|router\.layer)"
-    r"|(?P<own>per_layer_input_gate|per_layer_projection))"
-    r"|(?P<outside>per_layer_model_projection)))\."
+    r"|(?P<own>per_layer_input_gate|per_layer_projection|(?:altup|laurel)\.\w+))"
+    r"|(?P<outside>per_layer_model_projection|altup_(?:unembed_)?projections)(?:\.(?P<number>\d{1,5}))?))\."
 )
 PEFT_KEY = re.compile(
     MODULE + r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
@@ -59,8 +63,11 @@ PEFT_KEY = re.compile(
 """path: the module's; mlp, linear, conv: of the MLP, of a recurrent layer, else of attention; own: of the
 layer itself; outside: of no layer; side: A or B, None for a DoRA magnitude as PEFT or NVlabs name it."""
 
-VISION = re.compile(r"(?:^|\.)(?:vision_\w+|visual|image_\w+|multi_modal_projector|mm_projector)\.")
-"""In the name of a tensor that belongs to the vision part of a multimodal model."""
+VISION = re.compile(
+    r"(?:^|\.)(?:vision_\w+|visual|image_\w+|audio_\w+|embed_(?:vision|audio)|multi_modal_projector"
+    r"|mm_projector)\."
+)
+"""In the name of a tensor that belongs to the vision or audio part of a multimodal model."""
 
 
 def module_id_of(match: re.Match[str], modules: Mapping[int, LoraModule] | None) -> Id | None:
@@ -79,8 +86,8 @@ def module_id_of(match: re.Match[str], modules: Mapping[int, LoraModule] | None)
 
 
 def layer_of(match: re.Match[str]) -> int:
-    """Of a match that begins with MODULE: the layer of its rows."""
-    return int(match["layer"] or 0)
+    """Of a match that begins with MODULE: the layer of its rows. Outside layers those are numbered alike."""
+    return int(match["layer"] or match["number"] or 0)
 
 
 def in_our_order(path: str, module_id: int, rows: np.ndarray, module: LoraModule | None) -> np.ndarray:

@@ -1,0 +1,226 @@
+"""Protects Gemma 3n: its engine gives transformers' tokens whatever is in a step and however prompts are cut,
+its text tower is served without the others, and what adapters may not have is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import run, tokens
+from safetensors.torch import load_file, save_file
+
+from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.engine.engine import Engine
+from manylora.errors import AdapterInvalidError, ConfigError
+from manylora.kernels.device import open_device
+from manylora.lora.formats.read_options import ReadOptions
+from manylora.lora.formats.sources import find_source, read_lora
+from manylora.lora.modules import LoraModuleId, lora_modules
+from manylora.model.checkpoint import read_model_config
+from manylora.model.families.gemma3n import shared_kv
+from manylora.model.weights import load_decoder
+from manylora.request import LoraInput, Request, SamplingConfig
+from manylora.testing.driver import Driver, agree
+from manylora.testing.parity import linear_names, read_from
+from manylora.testing.tiny_models import (
+    load_transformers,
+    make_adapter,
+    make_model,
+    make_tuned,
+    reference_generate,
+    reference_logits,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+COUNT = 8  # tokens of an answer
+
+
+class Served:
+    """A model, and two adapters on all of its linear layers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model, self.prefetch = make_model(folder / "model", "gemma3n", seed=5), folder / "prefetch"
+        linears = linear_names(read_model_config(self.model)).linears
+        self.adapters: list[Path | None] = [None]
+        for number, options in ((1, {"rank": 4}), (2, {"rank": 7, "use_dora": True})):
+            path = self.prefetch / str(number)
+            self.adapters.append(make_adapter(path, self.model, number, modules=linears, **options))
+
+    def engine(self, **settings: Any) -> Engine:
+        cache = LoraCacheConfig(gpu_memory_bytes=2**23, prefetch_dir=self.prefetch)
+        defaults = {"max_seq_len": 96, "max_num_tokens": 64, "max_batch_size": 8, "tokens_per_block": 8}
+        return Engine(EngineConfig(self.model, device="cpu", lora=cache, **{**defaults, **settings}))
+
+    def expected(self, prompt: list[int], adapter: int) -> list[int]:
+        return reference_generate(self.model, self.adapters[adapter], prompt, COUNT)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return Served(tmp_path_factory.mktemp("gemma3n"))
+
+
+def request(prompt: list[int], adapter: int = 0, **params: Any) -> Request:
+    lora = LoraInput(adapter) if adapter else None
+    return Request(tuple(prompt), SamplingConfig(max_tokens=COUNT, **params), lora=lora)
+
+
+def answers(engine: Engine, *requests: Request) -> list[list[int]]:
+    return [[token for event in events for token in event.token_ids] for events in run(engine, *requests)]
+
+
+def test_adapters_are_on_every_linear_layer(served: Served) -> None:
+    """As PEFT finds them."""
+    found = {
+        name.rpartition(".")[2] if not name[-1].isdigit() else ".".join(name.rsplit(".", 2)[-2:])
+        for name, module in load_transformers(served.model).named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    }
+    assert found == set(linear_names(read_model_config(served.model)).linears)
+
+
+def test_greedy_tokens_of_a_mixed_batch(served: Served) -> None:
+    """Base and adapters side by side, beyond the window; some prompts in parts of 16 and 32 tokens."""
+    engine = served.engine(max_num_tokens=40)
+    wanted = [(tokens(length, length), number % 3) for number, length in enumerate((21, 60, 33, 5, 48, 1))]
+    found = answers(engine, *(request(*one) for one in wanted))
+    engine.close()
+    assert found == [served.expected(*one) for one in wanted]
+
+
+def test_alone_and_together_are_alike_bit_for_bit(served: Served) -> None:
+    prompts = [tokens(length, length) for length in (30, 44, 17)]
+    engine = served.engine(enable_kv_cache_reuse=False)
+    requests = [request(prompt, number, return_log_probs=True) for number, prompt in enumerate(prompts)]
+    together = run(engine, *requests)
+    alone = [run(engine, one)[0] for one in requests]
+    engine.close()
+    both = [[[(e.token_ids, e.log_probs) for e in events] for events in one] for one in (together, alone)]
+    assert both[0] == both[1]
+
+
+def test_prefixes_are_reused_and_preempted_sequences_go_on(served: Served) -> None:
+    engine, prompt = served.engine(), tokens(43, 1)
+    for adapter, reused in ((1, 0), (1, 5), (2, 0)):
+        [events] = run(engine, request(prompt, adapter))
+        assert events[-1].metrics.kv_reused_blocks == reused
+        assert [t for e in events for t in e.token_ids] == served.expected(prompt, adapter)
+    engine.close()
+    settings = {"batch_scheduler_policy": "max_utilization", "max_tokens_in_paged_kv_cache": 56}
+    engine = served.engine(**settings)
+    wanted = [(tokens(18 + seed, seed), seed % 3) for seed in range(5)]
+    found = answers(engine, *(request(*one) for one in wanted))
+    assert engine.stats().preemptions
+    engine.close()
+    assert found == [served.expected(*one) for one in wanted]
+
+
+def test_beams(served: Served) -> None:
+    prompt = tokens(19, 3)
+    engine = served.engine(max_beam_width=3)
+    params = {"beam_width": 3, "num_return_sequences": 3, "return_log_probs": True}
+    [events] = run(engine, request(prompt, **params))
+    engine.close()
+    theirs = load_transformers(served.model).generate(
+        torch.tensor([prompt]), max_new_tokens=COUNT, num_beams=3, num_return_sequences=3, do_sample=False,
+        eos_token_id=None, use_cache=False,
+    )  # fmt: skip
+    assert [list(beam.token_ids) for beam in events[-1].beams] == [t[len(prompt) :].tolist() for t in theirs]
+
+
+def test_bfloat16_is_no_farther_than_transformers(served: Served) -> None:
+    ids = tokens(40, 2)
+    config = read_model_config(served.model)
+    exact = reference_logits(served.model, None, ids)
+    theirs = (reference_logits(served.model, None, ids, torch.bfloat16) - exact).square().mean().sqrt()
+    decoder = load_decoder(served.model, config, torch.bfloat16, open_device("cpu"))
+    [found] = Driver(decoder, [ids], [None]).run()
+    assert (found - exact).square().mean().sqrt() <= 1.05 * theirs
+
+
+def test_the_text_tower_of_a_model_that_sees_and_hears(served: Served, tmp_path: Path) -> None:
+    """In the names of its release, with keys and values that layers do not use."""
+    model = tmp_path / "model"
+    shutil.copytree(served.model, model)
+    raw = json.loads((model / "config.json").read_text())
+    outer = {
+        "architectures": ["Gemma3nForConditionalGeneration"],
+        "model_type": "gemma3n",
+        "text_config": raw,
+    }
+    (model / "config.json").write_text(json.dumps(outer))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): value
+        for name, value in load_file(model / "model.safetensors").items()
+    }
+    for tower in ("vision_tower.a", "audio_tower.b", "embed_vision.c", "embed_audio.d"):
+        tensors[f"model.{tower}.weight"] = torch.ones(3)
+    for name in ("k_proj", "v_proj", "k_norm"):
+        tensors[f"model.language_model.layers.5.self_attn.{name}.weight"] = torch.ones(3)
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    config, ids = read_model_config(model), tokens(30)
+    adapter = tmp_path / "adapter"
+    assert served.adapters[1] is not None
+    shutil.copytree(served.adapters[1], adapter)
+    path = adapter / "adapter_model.safetensors"
+    matrices = {
+        name.replace("model.model.", "model.model.language_model."): value
+        for name, value in load_file(path).items()
+    }
+    save_file(matrices, path, {"format": "pt"})
+    decoder = load_decoder(model, config, torch.float32, open_device("cpu"))
+    found = Driver(decoder, [ids] * 2, [None, read_from("peft", adapter, model)]).run()
+    assert agree(found[0], reference_logits(served.model, None, ids))
+    assert agree(found[1], reference_logits(served.model, served.adapters[1], ids))
+    key = "base_model.model.model.audio_tower.conformer.0.attention.attn.q_proj.lora_A.weight"
+    save_file({**matrices, key: torch.ones(3, 3)}, path, {"format": "pt"})
+    with pytest.raises(AdapterInvalidError, match=r"audio_tower.* set lora_text_only"):
+        read_from("peft", adapter, model)
+    text = read_lora(find_source(adapter), 0, ReadOptions(lora_modules(config), text_only=True))
+    [again] = Driver(decoder, [ids], [text]).run()
+    assert agree(again, found[1])
+
+
+def test_what_adapters_may_not_have(served: Served, tmp_path: Path) -> None:
+    from peft import PromptTuningConfig
+
+    modules = lora_modules(read_model_config(served.model))
+    assert modules[LoraModuleId.ALTUP_PROJECTIONS].layers == {0, 1}
+    assert modules[LoraModuleId.ATTN_K].layers == {0, 1, 2}
+    table = make_adapter(tmp_path / "table", served.model, 1, rank=2, modules=["embed_tokens_per_layer"])
+    with pytest.raises(AdapterInvalidError, match="the table of per-layer embeddings are not supported"):
+        read_lora(find_source(table), 0, ReadOptions(modules))
+    prompt = make_tuned(
+        tmp_path / "prompt", served.model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    )
+    with pytest.raises(AdapterInvalidError, match="not supported on models with per-layer embeddings"):
+        read_lora(find_source(prompt), 0, ReadOptions(modules))
+
+
+def test_layers_share_with_the_last_of_their_kind() -> None:
+    assert shared_kv((9, None, 9, None, 9), 0) == ()
+    assert shared_kv((9, 9, None, 9, None, 9), 3) == (0, 1, 2, 1, 2, 1)
+    for kinds, shared in (((9, 9), 2), ((9, 9), -1), ((9, 9, None), 1)):
+        with pytest.raises(ConfigError, match="num_kv_shared_layers"):
+            shared_kv(kinds, shared)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"intermediate_size": [96, 96, 80, 96, 96, 96]}, "intermediate_size must be the same"),
+        ({"activation_sparsity_pattern": [0.5]}, "activation_sparsity_pattern must be 6 numbers"),
+        ({"altup_num_inputs": 9}, "altup_num_inputs must be from 2 to"),
+    ],
+)
+def test_settings_that_cannot_be(
+    served: Served, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    raw = json.loads((served.model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, **settings}))
+    with pytest.raises(ConfigError, match=message):
+        read_model_config(tmp_path)

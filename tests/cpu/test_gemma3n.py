@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
-from manylora.kernels.device import open_device
+from manylora.kernels.cuda.ops import CudaOps
+from manylora.kernels.device import Device, open_device
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import LoraModuleId, lora_modules
@@ -64,9 +65,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     return Served(tmp_path_factory.mktemp("gemma3n"))
 
 
-def request(prompt: list[int], adapter: int = 0, **params: Any) -> Request:
+def request(prompt: list[int], adapter: int = 0, count: int = COUNT, **params: Any) -> Request:
     lora = LoraInput(adapter) if adapter else None
-    return Request(tuple(prompt), SamplingConfig(max_tokens=COUNT, **params), lora=lora)
+    return Request(tuple(prompt), SamplingConfig(max_tokens=count, **params), lora=lora)
 
 
 def answers(engine: Engine, *requests: Request) -> list[list[int]]:
@@ -130,6 +131,21 @@ def test_beams(served: Served) -> None:
         eos_token_id=None, use_cache=False,
     )  # fmt: skip
     assert [list(beam.token_ids) for beam in events[-1].beams] == [t[len(prompt) :].tolist() for t in theirs]
+
+
+def test_the_path_of_a_gpu(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels, or their interpreter."""
+
+    def record(function: Any) -> Any:
+        raise AssertionError("a step was recorded")
+
+    device = Device(torch.device("cpu"), CudaOps(), "interpreted", record)
+    monkeypatch.setattr("manylora.engine.build.open_device", lambda name: device)
+    engine = served.engine(max_batch_size=2, max_seq_len=32, enable_cuda_graph=False)
+    wanted = [(tokens(12 - number, number), number) for number in (2, 0)]
+    found = answers(engine, *(request(*one, count=2) for one in wanted))
+    engine.close()
+    assert found == [served.expected(*one)[:2] for one in wanted]
 
 
 def test_bfloat16_is_no_farther_than_transformers(served: Served) -> None:

@@ -115,7 +115,7 @@ def test_a_mixed_batch_with_biases_embeddings_and_heads(
         assert got == reference_generate(model, paths[task_id] if task_id else None, prompt, NEW)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "gemma2", "gemma3", "mistral-sliding"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "gemma2", "gemma3", "gemma3n", "mistral-sliding"])
 def test_experts_windows_and_soft_caps_answer_as_the_reference(family: str, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", family, seed=1)
     kinds: list[dict[str, Any]] = [{"modules": MODULES[:4]}] * 2

@@ -100,7 +100,7 @@ class RankDecoder(Decoder):
         if self._head_bias is not None:
             self._head_bias = self._head_bias[tokens.start : tokens.stop].contiguous()
         if mapping.tp_size > 1:
-            self._blocks = [self._summed(block) for block in self._blocks]
+            self._blocks = [self._summed(block) for block in self._blocks if isinstance(block, Block)]
 
     @property
     def has_quantised_experts(self) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from manylora.config.blocks import AltUpConfig
 from manylora.kernels.spec import LoraBatch
 from manylora.lora.modules import LoraModuleId
-from manylora.model.layers import AddInput, Attends, FeedForward, LoraLinear, Norm
+from manylora.model.layers import AddInput, Attends, FeedForward, LoraLinear, Norm, Wanted
 
 LEAST = 1e-5  # of a mean square, below which a stream is not made as large as another
 
@@ -110,9 +110,10 @@ class AltUpBlock:
         mix: Callable[[Tensor], Tensor],
         lora: LoraBatch | None,
         own: Tensor | None = None,
+        wanted: Wanted | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """x [T, streams, hidden]; delta: None."""
-        assert own is not None and delta is None
+        """x [T, streams, hidden]; delta and wanted: None."""
+        assert own is not None and delta is None and wanted is None
         streams = self.altup.predicted(x, lora)
         active = streams[:, self.altup.active].contiguous()
         seen = self.attention_norm(active, lora)

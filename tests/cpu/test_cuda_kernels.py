@@ -164,6 +164,21 @@ def test_attention_reads_pages_as_the_reference_does(
     close(PagedAttention()(q, k, v, planned, params), want.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_with_other_heads_read_the_same_tables(dtype: torch.dtype) -> None:
+    """One large head for all queries beside small ones; tiles of prompts have other rows there."""
+    torch.manual_seed(0)
+    shape = limits(dtype, num_kv_heads=3, other_heads=frozenset({(1, 264)}))
+    batch = attention_batch([21, 1, 9], [40, 33, 9])
+    planned = to_device(plan_attention(batch, shape, fixed=False, part_keys=32), DEVICE)
+    for kv_heads, dim in shape.head_shapes:
+        k, v = (torch.randn(128, 4, kv_heads, dim).to(dtype).to(DEVICE) for _ in "kv")
+        q = torch.randn(31, 6, dim).to(dtype).to(DEVICE)
+        for params in (AttentionParams(dim**-0.5), AttentionParams(dim**-0.5, 7)):
+            want = ReferenceOps().attention(q.float(), k.float(), v.float(), batch, params)
+            close(PagedAttention()(q, k, v, planned, params), want.to(dtype))
+
+
 @pytest.mark.parametrize(("length", "window"), [(40, None), (300, 70), (2100, None)])
 def test_a_sequence_does_not_depend_on_its_company(length: int, window: int | None) -> None:
     torch.manual_seed(0)

@@ -30,6 +30,7 @@ from manylora.lora.store import AdapterStore
 from manylora.model.batch import ForwardBatch
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
+from manylora.model.kv_tensors import make_kv
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.tiny_configs import VOCAB
@@ -74,7 +75,6 @@ def mixed_logits(model: Path, inputs: Sequence[LoraInput | None]) -> list[torch.
     decoder, config = decoder_of(model), read_model_config(model)
     store = open_store(config)
     blocks, block = len(inputs), 20
-    shape = (config.num_layers, config.kv_planes, blocks, block, config.num_kv_heads, config.head_dim)
     spans = [(s * block, (s + 1) * block) for s in range(blocks)]
     segments = []
     for (start, stop), lora in zip(spans, inputs, strict=True):
@@ -95,7 +95,7 @@ def mixed_logits(model: Path, inputs: Sequence[LoraInput | None]) -> list[torch.
         torch.arange(blocks * block),
     )
     with torch.inference_mode():
-        return list(decoder.forward(batch, torch.zeros(shape)).split(block))
+        return list(decoder.forward(batch, make_kv(config, blocks, block, torch.zeros)).split(block))
 
 
 def open_store(config: ModelConfig, **options: object) -> AdapterStore:

@@ -83,6 +83,7 @@ def test_every_architecture_has_a_tiny_model() -> None:
     others |= {"InternLM2ForCausalLM", "InternLM3ForCausalLM", "Llama4ForConditionalGeneration"}
     others |= {f"Qwen{kind}ForConditionalGeneration" for kind in ("2VL", "2_5_VL", "3VL")}
     others |= {"LlavaForConditionalGeneration", "BertModel", "RobertaModel", "XLMRobertaModel"}
+    others |= {"Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"}
     others |= {"Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}
     assert made | others == set(ARCHITECTURES)
 
@@ -147,6 +148,7 @@ SETTINGS = {
         {"altup": AltUpConfig(3, 0, False, 10)}, {"altup": AltUpConfig(3, 1, True, 10)},
     ),
     "gemma3n-plain": ({"logits_softcap": None},),
+    "gemma4": ({"v_norm": False}, {"attention_scale": 0.5}, {"logits_softcap": None}),
     "granite": ({"residual_scale": 1.0}, {"attention_scale": None}, {"logits_scale": 1.0}),
     "ministral3": ({"rope_scaling": {**tiny_configs.MINISTRAL3, "llama_4_scaling_beta": None}},),
     "olmo3": ({"rope_local_theta": None},),
@@ -440,7 +442,7 @@ def test_the_reference_ops_agree(workshop: Path) -> None:
             assert torch.allclose(a, b, rtol=1e-5, atol=5e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "cohere", "glm4", "nemotron"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma4", "gpt2", "cohere", "glm4", "nemotron"])
 def test_bfloat16_is_no_farther_from_the_truth_than_transformers(family: str, workshop: Path) -> None:
     model = make_model(workshop / f"bf16-{family}", family, seed=6)
     adapter = make_kind(workshop / f"bf16-{family}-a", model, "LoRA", 6)

@@ -42,6 +42,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"rope_parameters": {**MROPE, "mrope_section": [4, 4, 4], "mrope_interleaved": True}},
         {**QWEN_VISION, "intermediate_size": 32, "deepstack_visual_indexes": [0]},
     ),
+    "gemma4": (
+        "gemma4",
+        {},
+        {**CLIP, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16},
+    ),
+    "gemma4_unified": ("gemma4-unified", {}, {}),
     "llava": ("llama", {}, {**CLIP, "model_type": "clip_vision_model"}),
     "llava-mistral": ("mistral", {}, {**CLIP, "model_type": "clip_vision_model"}),
     "llama4": (

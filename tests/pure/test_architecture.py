@@ -54,8 +54,8 @@ INSIDE = {
     ],
     "lora.library": ["names", "fingerprint", "reader", "memory", "disk", "versions", "library"],
     "model": [
-        "families", "safetensors_file", "checkpoint", "plan", "batch", "chunks", "rope", "extras", "heads",
-        "layers", "shared_kv", "layer_inputs", "altup", "latent", "routing", "moe",
+        "families", "safetensors_file", "checkpoint", "plan", "batch", "chunks", "kv_tensors", "rope",
+        "extras", "heads", "layers", "shared_kv", "layer_inputs", "altup", "latent", "routing", "moe",
         "delta_rule", "short_conv", "decoder_parts", "transformer", "decoder", "attend", "encoder_decoder",
         "encoder", "quant", "effective_weights", "weights", "builder",
     ],

@@ -62,7 +62,7 @@ def adapter_bytes(adapters: Sequence[LoRARequest], model_dir: Path, element_byte
         assert lora.config is not None and lora.weights is not None
         encoding = BY_DTYPE[lora.weights.dtype].encoding
         size = element_bytes if encoding is Encoding.PLAIN else lora.weights.dtype.itemsize
-        for module_id, _, rank, *dora in lora.config[0].tolist():
-            total += modules[module_id].row_elements(RowFormat(rank, dora == [1])) * size
+        for module_id, layer, rank, *dora in lora.config[0].tolist():
+            total += modules[module_id].at(layer).row_elements(RowFormat(rank, dora == [1])) * size
         total += sum(extra.values.size for extra in lora.extras) * element_bytes
     return total / len(adapters)

@@ -8,6 +8,16 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class LayerShape:
+    """What one layer has of its own, where layers differ. As the fields of ModelConfig with these names."""
+
+    head_dim: int
+    num_kv_heads: int
+    intermediate_size: int
+    keys_are_values: bool = False
+
+
+@dataclass(frozen=True)
 class LatentConfig:
     """Attention of DeepSeek (MLA): keys and values of all heads are products of one vector for each token,
     its latent. Sizes in elements; those of queries and values are of one head."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from manylora.config.blocks import (
     AltUpConfig,
     LatentConfig,
     LayerInputsConfig,
+    LayerShape,
     RecurrentConfig,
     RoutingConfig,
 )
@@ -174,6 +175,9 @@ class MoeConfig:
     biased: bool = False  # the router and the experts' matrices have biases
     # The experts' matrices are kept [in, out], columns of gate and up in turn; PEFT's rows are in that order.
     interleaved: bool = False
+    beside_mlp: bool = (
+        False  # those layers have a plain MLP too; each has norms of its own, and they are added
+    )
     swiglu: tuple[float, float] | None = None  # alpha and limit of a clamped one; None: the activation
 
 
@@ -207,6 +211,7 @@ class ModelConfig:
     dtype: str  # of the checkpoint: float32, float16, bfloat16
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    layer_shapes: tuple[LayerShape, ...] = ()  # per layer, in place of the fields above; empty: all are alike
     # positions
     learned_positions: bool = False  # a table added to the embedding, in place of rotary ones
     position_offset: int = 0  # rows of that table before the one of position 0
@@ -240,6 +245,7 @@ class ModelConfig:
         None  # (b, n): as query_growth, from p + 1, where not rotated
     )
     attention_gated: bool = False  # q's matrix gives each head a gate of its output too, after its query
+    keys_are_values: bool = False  # there is no v: what k gives, before its norm, is the values too
     qkv_groups: int = 1  # a fused matrix of the checkpoint is so many [q; k; v], one after another
     # MLP
     activation: str = "silu"  # silu, gelu, gelu_tanh, relu, relu2 (its square)
@@ -266,6 +272,12 @@ class ModelConfig:
     token_types: int = 0  # rows of a table by which the tokens of two texts differ
     transposed_weights: bool = False  # the checkpoint's matrices are [in, out]
     quant: CheckpointQuant | None = None  # how its weights are quantised; None: plain, or built here
+
+    def of_layer(self, layer: int) -> ModelConfig:
+        """The model as if all layers were as this one."""
+        if not self.layer_shapes:
+            return self
+        return replace(self, layer_shapes=(), **vars(self.layer_shapes[layer]))
 
     @property
     def q_size(self) -> int:
@@ -301,6 +313,14 @@ class ModelConfig:
             return 1  # which nothing is written to
         others = self.encoder.num_layers if self.encoder else len(self.recurrent_layers | self.kv_readers)
         return self.num_layers - others
+
+    @property
+    def kv_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """Of a token in the cache, (planes, heads, elements of a head) for each of `kv_layers`."""
+        if not self.layer_shapes:
+            return ((self.kv_planes, self.num_kv_heads, self.head_dim),) * self.kv_layers
+        own = (one for layer, one in enumerate(self.layer_shapes) if layer not in self.kv_readers)
+        return tuple((self.kv_planes, one.num_kv_heads, one.head_dim) for one in own)
 
     @property
     def rotary_dim(self) -> int:

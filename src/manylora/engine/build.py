@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.distributed import Store
 
 from manylora.config.build_record import weights_algo
@@ -48,6 +47,7 @@ from manylora.model.decoder import Decoder
 from manylora.model.effective_weights import EffectiveWeights
 from manylora.model.encoder import Encoder
 from manylora.model.encoder_decoder import EncoderDecoder
+from manylora.model.kv_tensors import KvTensors
 from manylora.model.weights import adapter_dtype, compute_dtype, load_decoder
 from manylora.parallel.adapters import AdapterSlicer
 from manylora.parallel.build import build_rank as load_part
@@ -73,7 +73,7 @@ class RankParts:
     device: Device
     decoder: Decoder | EncoderDecoder | Encoder
     kv_plan: KvPlan
-    kv: Tensor
+    kv: KvTensors
     states: RecurrentState | None
     limits: BatchLimits
     dtype: torch.dtype

@@ -35,6 +35,7 @@ from manylora.lora.geometry import Layout
 from manylora.lora.loaded import LoadedAdapter, Mixes, lora_batch, with_virtual
 from manylora.lora.tensors import Adapter
 from manylora.model.encoder_decoder import EncoderDecoder
+from manylora.model.kv_tensors import copy_blocks
 
 logger = logging.getLogger("manylora")
 
@@ -141,7 +142,7 @@ class Follower:
         source, target = (
             upload(list(side), torch.long, device) for side in zip(*message.values["pairs"], strict=True)
         )
-        self._parts.kv[:, :, target] = self._parts.kv[:, :, source]
+        copy_blocks(self._parts.kv, source, target)
 
     def _lora(self, inputs: StepInputs) -> LoraBatch | None:
         segments = []

@@ -10,7 +10,6 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import torch
-from torch import Tensor
 
 from manylora.engine.inputs import StepInputs
 from manylora.kernels.reference import ReferenceOps
@@ -19,6 +18,7 @@ from manylora.kernels.spec import BatchLimits, LoraBatch, LoraRow, LoraSegment
 from manylora.kernels.transfer import to_device
 from manylora.lora.modules import LoraModule
 from manylora.model.decoder import Decoder
+from manylora.model.kv_tensors import KvTensors
 
 logger = logging.getLogger("manylora")
 
@@ -33,7 +33,7 @@ ALIGNMENT = 16  # elements; as real pools have it
 
 def try_variants(
     decoder: Decoder,
-    kv: Tensor,
+    kv: KvTensors,
     ops: ReferenceOps,
     modules: Collection[LoraModule],
     limits: BatchLimits,
@@ -44,7 +44,7 @@ def try_variants(
     def run(adapted: RowFormat) -> None:
         for lengths in TRIALS:
             rows = [min(n, limits.max_seq_len) for n in lengths[: limits.max_sequences]]
-            inputs = _inputs(rows, kv.shape[2], limits)
+            inputs = _inputs(rows, kv[0].shape[1], limits)
             lora = _adapters(inputs.starts, modules, adapted, limits, device)
             batch = replace(inputs, lora=lora).plan(ops)
             decoder.forward(to_device(batch, device), kv)

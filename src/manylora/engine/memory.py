@@ -16,6 +16,7 @@ from manylora.kernels.spec import BatchLimits
 from manylora.lora.geometry import usual_bytes
 from manylora.lora.modules import lora_modules
 from manylora.model.delta_rule import make_states
+from manylora.model.kv_tensors import KvTensors, make_kv, token_numbers
 
 logger = logging.getLogger("manylora")
 
@@ -114,13 +115,13 @@ def plan_kv(
 ) -> KvPlan:
     """Size the cache: a fraction of the free bytes, at most what the user or a full batch can use.
 
-    Bytes of a block = layers * planes (2: keys, values) * tokens_per_block * kv_heads * head_dim * bytes of
-    dtype; the layers of an encoder do not count.
+    Bytes of a block = tokens_per_block * bytes of dtype * the sum over layers of planes (2: keys, values) *
+    kv_heads * head_dim; the layers of an encoder do not count.
     On a CPU the cache is never larger than max_batch_size sequences of max_seq_len need: host memory is
     shared with everything else on the machine.
     """
     size = config.tokens_per_block
-    block_bytes = model.kv_layers * model.kv_planes * size * model.kv_size * dtype.itemsize
+    block_bytes = size * token_numbers(model) * dtype.itemsize
     max_seq_len = config.max_seq_len or model.max_seq_len
     prompts = 2 if model.encoder else 1  # the encoder's prompt takes blocks beside the decoder's tokens
     num_blocks = int(config.kv_cache_free_gpu_mem_fraction * free_bytes) // block_bytes
@@ -197,22 +198,25 @@ def batch_limits(
         windows=frozenset(model.sliding_windows or (None,)),
         num_experts=model.moe.num_experts if model.moe is not None else 0,
         chunk_tokens=config.chunk_tokens,
+        other_heads=frozenset((heads, dim) for _, heads, dim in model.kv_shapes),
     )
 
 
 def allocate_kv(
     plan: KvPlan, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """The cache itself: [layers, planes, blocks, tokens_per_block, kv_heads, head_dim], zeros.
+) -> KvTensors:
+    """The cache itself, zeros.
 
     Zeros matter: masked positions are multiplied by a probability of 0, which gives NaN for a NaN.
     """
-    heads = (model.num_kv_heads, model.head_dim)
-    shape = (model.kv_layers, model.kv_planes, plan.num_blocks, config.tokens_per_block, *heads)
-    try:
+
+    def make(shape: tuple[int, ...]) -> Tensor:
         if device.type == "cpu":
             return host_tensor(shape, dtype, device)
         return torch.zeros(shape, dtype=dtype, device=device)
+
+    try:
+        return make_kv(model, plan.num_blocks, config.tokens_per_block, make)
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(
             f"the KV cache of {plan.num_bytes} bytes cannot be allocated; "

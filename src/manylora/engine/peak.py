@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 
@@ -15,6 +16,7 @@ from manylora.kernels.device import Device
 from manylora.kernels.spec import BatchLimits
 from manylora.kernels.transfer import to_device
 from manylora.model.decoder import Decoder
+from manylora.model.kv_tensors import make_kv
 from manylora.request import Request, SamplingConfig
 
 logger = logging.getLogger("manylora")
@@ -56,10 +58,8 @@ def _prefill(decoder: Decoder, device: Device, limits: BatchLimits, num_tokens: 
         slots=[0] * starts[-1],
         logits_rows=[stop - 1 for stop in starts[1:]],
     )
-    heads = (limits.num_kv_heads, limits.head_dim)
-    dtype = limits.kv_dtype or limits.dtype
-    planes = (decoder.config.kv_layers, decoder.config.kv_planes)
-    kv = torch.zeros((*planes, 1, size, *heads), dtype=dtype, device=device.torch)
+    made = partial(torch.zeros, dtype=limits.kv_dtype or limits.dtype, device=device.torch)
+    kv = make_kv(decoder.config, 1, size, made)
     ops.reserve(limits, device.torch)
     decoder.forward(to_device(inputs.plan(ops), device.torch), kv)
 

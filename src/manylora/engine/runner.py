@@ -33,6 +33,7 @@ from manylora.model.batch import ForwardBatch
 from manylora.model.decoder import Decoder
 from manylora.model.encoder import Encoder
 from manylora.model.encoder_decoder import EncoderDecoder
+from manylora.model.kv_tensors import KvTensors, copy_blocks
 from manylora.stats import GraphStats
 
 logger = logging.getLogger("manylora")
@@ -50,7 +51,7 @@ class Runner:
     def __init__(
         self,
         decoder: Decoder | EncoderDecoder | Encoder,
-        kv: Tensor,
+        kv: KvTensors,
         device: Device,
         adapters: AdapterStore,
         limits: BatchLimits,
@@ -184,7 +185,7 @@ class Runner:
             if self._leader is not None:
                 self._leader.tell(copy_message(pairs))
             source, target = (self._tensor(list(side)) for side in zip(*pairs, strict=True))
-            self._kv[:, :, target] = self._kv[:, :, source]
+            copy_blocks(self._kv, source, target)
 
     def copy_states(self, pairs: list[tuple[int, int]]) -> None:
         """Copy recurrent states. pairs: (from, to) slots; no slot is in both columns."""

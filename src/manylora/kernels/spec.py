@@ -150,6 +150,7 @@ class BatchLimits:
     kv_dtype: of the KV cache, None: as `dtype`. softcap: of its attention scores. sinks: whether heads have
     some. num_experts: 0 for none.
     chunk_tokens: prompts are divided at its multiples only.
+    other_heads: (num_kv_heads, head_dim) of layers where these may differ.
     """
 
     num_layers: int
@@ -166,3 +167,9 @@ class BatchLimits:
     sinks: bool = False
     num_experts: int = 0
     chunk_tokens: int = 512
+    other_heads: frozenset[tuple[int, int]] = frozenset()
+
+    @property
+    def head_shapes(self) -> list[tuple[int, int]]:
+        """(num_kv_heads, head_dim) of all layers, each pair once."""
+        return sorted({(self.num_kv_heads, self.head_dim), *self.other_heads})

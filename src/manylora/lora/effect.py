@@ -26,7 +26,7 @@ def has_effect(
     if any(not extra.name.endswith(NEUTRAL) or _differs(extra) for extra in extras):
         return True
     random = np.random.default_rng(0)
-    return any(_acts(row, modules[row.module_id], random) for row in rows)
+    return any(_acts(row, modules[row.module_id].at(row.layer), random) for row in rows)
 
 
 def _differs(extra: LoraExtra) -> bool:

@@ -61,4 +61,4 @@ class FileAdapter:
         """Its rows as pages take them; as `Adapter.shapes`."""
         rows = self.stored.table[["module_id", "layer", "rank"]].tolist()
         formats = {rank: RowFormat(rank) for _, _, rank in rows}
-        return [RowShape(modules[module_id], layer, formats[rank]) for module_id, layer, rank in rows]
+        return [RowShape(modules[one].at(layer), layer, formats[rank]) for one, layer, rank in rows]

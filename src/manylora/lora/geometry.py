@@ -64,15 +64,16 @@ def cache_geometry(
     rank, at least those of one row of the largest rank, be it of a module that is not counted.
     """
     modules = tuple(modules)
-    sizes = [m.local_in(tp) + m.local_out(tp) for m in modules if m.counted]
-    width = min(sizes)
-    total = num_layers * sum(optimal_rank * _ceil(size, width) for size in sizes)
+    forms = [form for m in modules if m.counted for form in m.forms(num_layers)]
+    sizes = [(m.local_in(tp) + m.local_out(tp), layers) for m, layers in forms]
+    width = min(size for size, _ in sizes)
+    total = sum(layers * optimal_rank * _ceil(size, width) for size, layers in sizes)
     least = max(_ceil(m.row_elements(RowFormat(max_rank), tp), width) for m in modules)
     return CacheGeometry(
         page_width=width,
         slots_per_page=max(total, least),
-        min_total_slots=_ceil(max_rank * num_layers * sum(sizes), width),
-        widest=_ceil(max(sizes), width),
+        min_total_slots=_ceil(max_rank * sum(layers * size for size, layers in sizes), width),
+        widest=_ceil(max(size for size, _ in sizes), width),
     )
 
 
@@ -94,11 +95,11 @@ def pages_of_rank(geometry: CacheGeometry, modules: Iterable[LoraModule], num_la
     """Pages of an adapter of this rank with every counted module."""
     row = RowFormat(rank)
     rows = [
-        RowShape(m, layer, row)
+        RowShape(m.at(layer), layer, row)
         for m in modules
         if m.counted
         for layer in range(num_layers)
-        if m.layers is None or layer in m.layers
+        if m.is_on(layer)
     ]
     return place_rows(rows, geometry)[1]
 

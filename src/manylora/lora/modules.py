@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 
-from manylora.config.blocks import ConvConfig, DeltaConfig, LatentConfig
+from manylora.config.blocks import ConvConfig, DeltaConfig, LatentConfig, LayerShape
 from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
 from manylora.kernels.row_format import RowFormat
@@ -138,6 +138,8 @@ class LoraModule:
     experts: > 1: the dimensions are of all experts together; A is [experts, rank, in_dim / experts] and B
              [experts, out_dim / experts, rank].
     layers:  that have the module; None: every one.
+    others:  the module with the sizes that it has on other layers, which are `layers` of each. The sizes of
+             this one are the largest. Empty: all layers are alike.
     encoder_layers: of the model; they come before its decoder's. 0: there is no encoder.
     gate_first: whether PEFT directories have a fused gate and up as PEFT trains them, [gate; up].
     gated: whether the model's MLPs have a gate.
@@ -165,6 +167,20 @@ class LoraModule:
     named_decoder: bool = False
     unused: frozenset[int] = frozenset()
     layer_inputs: bool = False
+    others: tuple[LoraModule, ...] = ()
+
+    def at(self, layer: int) -> LoraModule:
+        """With the sizes of this layer."""
+        return next((one for one in self.others if one.layers and layer in one.layers), self)
+
+    def is_on(self, layer: int) -> bool:
+        """Whether this layer has the module."""
+        return self.layers is None or layer in self.layers
+
+    def forms(self, count: int) -> list[tuple[LoraModule, int]]:
+        """With each of its sizes, and on how many of so many layers it has these."""
+        others = [(one, len(one.layers or ())) for one in self.others]
+        return [(self, count - sum(number for _, number in others)), *others]
 
     @property
     def name(self) -> str:
@@ -212,16 +228,50 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
     A name of the plain MLP means the shared expert too, where there is one. Raises ConfigError for a name the
     model has no module for.
     """
+    kinds: dict[LayerShape | None, list[int]] = {}
+    for layer, shape in enumerate(model.layer_shapes or (None,) * model.num_layers):
+        kinds.setdefault(shape, []).append(layer)
+    shaped = [model.of_layer(layers[0]) for layers in kinds.values()]
+    known = {name: None for one in shaped for name in _dims(one)}
+    wanted = {name for given in names for name in _find_targets(given, known)} or set(known)
+    if wanted & QKV:
+        wanted |= QKV
+    if wanted & CROSS:
+        wanted |= CROSS & known.keys()
+    if len(kinds) == 1:
+        return _modules(shaped[0], wanted)
+    found: dict[int, list[LoraModule]] = {}
+    for one, numbers in zip(shaped, kinds.values(), strict=True):
+        for module_id, module in _modules(one, wanted).items():
+            own = frozenset(numbers) if module.layers is None else module.layers & frozenset(numbers)
+            if own:
+                found.setdefault(module_id, []).append(replace(module, layers=own))
+    return {module_id: _together(forms, model.num_layers) for module_id, forms in sorted(found.items())}
+
+
+def _together(forms: list[LoraModule], num_layers: int) -> LoraModule:
+    """One module of what it is on different layers."""
+    sized: dict[tuple[int, int], LoraModule] = {}
+    for one in forms:
+        known = sized.get((one.in_dim, one.out_dim))
+        layers = (one.layers or frozenset()) | ((known.layers or frozenset()) if known else frozenset())
+        sized[one.in_dim, one.out_dim] = replace(one, layers=layers)
+    every = frozenset(layer for one in sized.values() for layer in one.layers or ())
+    largest, *others = sorted(sized.values(), key=lambda one: -one.in_dim - one.out_dim)
+    return replace(largest, layers=None if len(every) == num_layers else every, others=tuple(others))
+
+
+def _dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
+    """Inputs and outputs of each module, of a model whose layers are alike."""
     dims = {**_dense_dims(model), **_recurrent_dims(model), **_moe_dims(model)}
     dims |= {**_layer_input_dims(model), **_altup_dims(model)}
     if model.encoder is not None:
         dims |= {f"cross_{name}": sizes for name, sizes in _attention_dims(model).items()}
-    wanted = {name for given in names for name in _find_targets(given, dims)} or set(dims)
-    if wanted & QKV:
-        wanted |= QKV
-    if wanted & CROSS:
-        wanted |= CROSS & dims.keys()
-    grouped = _grouped_parts(model)
+    return dims
+
+
+def _modules(model: ModelConfig, wanted: set[str]) -> dict[int, LoraModule]:
+    dims, grouped = _dims(model), _grouped_parts(model)
     found: dict[int, LoraModule] = {}
     for name, (in_dim, out_dim, split) in dims.items():
         fused = FUSED.get(name, ())
@@ -262,7 +312,7 @@ def _dense_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
         "mlp_gate": (hidden, inner, Split.B_ROWS),
         "mlp_gate_up": (hidden, 2 * inner, Split.B_ROWS),
     }
-    if model.moe and len(model.moe.layers) == model.num_layers:
+    if model.moe and len(model.moe.layers) == model.num_layers and not model.moe.beside_mlp:
         return attention
     return {**attention, **mlp, **(gated if model.gated_mlp else {})}
 
@@ -271,6 +321,12 @@ def _attention_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
     if model.latent is not None:
         return _latent_dims(model, model.latent)
     hidden, q, kv = model.hidden_size, model.q_rows, model.kv_size
+    if model.keys_are_values:  # an adapter of the one changes the other
+        return {
+            "attn_q": (hidden, q, Split.B_ROWS),
+            "attn_k": (hidden, kv, Split.B_ROWS),
+            "attn_dense": (model.q_size, hidden, Split.A_COLS),
+        }
     return {
         "attn_qkv": (hidden, q + 2 * kv, Split.B_ROWS),
         "attn_q": (hidden, q, Split.B_ROWS),
@@ -398,5 +454,7 @@ def _layers(name: str, model: ModelConfig) -> frozenset[int] | None:
     if model.moe is None or name.startswith("attn_"):
         return None
     sparse = model.moe.layers
+    if model.moe.beside_mlp and name.startswith("mlp_"):
+        return None
     plain = name.startswith("mlp_") and name != "mlp_router"
     return frozenset(range(model.num_layers)) - sparse if plain else sparse

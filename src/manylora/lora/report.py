@@ -138,10 +138,14 @@ def token_cost(adapter: Adapter, modules: Mapping[int, LoraModule], num_layers: 
     Of routed experts both are of one expert."""
     layers = {one.name: num_layers if one.layers is None else len(one.layers) for one in modules.values()}
     sizes = {one.name: one.in_dim // one.experts * (one.out_dim // one.experts) for one in modules.values()}
-    base = sum(sizes[one.name] * layers[one.name] for one in modules.values() if one.counted)
-    count = sum(
-        modules[r.module_id].row_elements(r.format) / modules[r.module_id].experts for r in adapter.rows
+    base = sum(
+        form.in_dim // one.experts * (form.out_dim // one.experts) * count
+        for one in modules.values()
+        if one.counted
+        for form, count in one.forms(layers[one.name])
     )
+    own = ((row, modules[row.module_id].at(row.layer)) for row in adapter.rows)
+    count = sum(module.row_elements(row.format) / module.experts for row, module in own)
     for extra in adapter.extras:
         owner, _, part = extra.name.rpartition(".")
         if not is_virtual(extra.name) and not owner.startswith("embed"):

@@ -83,12 +83,12 @@ class AdapterRules:
         _require(module_id in self.modules, f"lora module {name} not enabled for this model")
         module = self.modules[module_id]
         _require(
-            module.layers is None or layer in module.layers,
+            module.is_on(layer),
             f"lora module {name} does not exist in layer {layer} of this model",
         )
         experts = module_id in EXPERT_IDS
         _require(not (experts and row.dora), f"DoRA with MoE is not supported: {name} has is_dora 1")
-        size = module.row_elements(row)
+        size = module.at(layer).row_elements(row)
         _require(
             size <= elements,
             f"lora_weights has to few values for {name}: rank {rank} needs {size}, the row has {elements}",

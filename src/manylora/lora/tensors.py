@@ -64,7 +64,7 @@ class Adapter:
 
     def shapes(self, modules: Mapping[int, LoraModule]) -> list[RowShape]:
         """Its rows as pages take them. modules: the model's."""
-        return [RowShape(modules[row.module_id], row.layer, row.format) for row in self.rows]
+        return [RowShape(modules[row.module_id].at(row.layer), row.layer, row.format) for row in self.rows]
 
 
 def adapter_from_rows(
@@ -121,6 +121,12 @@ def check_dims(where: str, a: tuple[int, ...], b: tuple[int, ...], module: LoraM
             f"{where} goes from {a[1]} to {b[0]} dimensions, {module.name} of this model from "
             f"{module.in_dim} to {module.out_dim}: the adapter was made for another model"
         )
+
+
+def check_layer(where: str, module: LoraModule, layer: int) -> None:
+    """Raises AdapterInvalidError for a layer that lacks the module."""
+    if not module.is_on(layer):
+        raise AdapterInvalidError(f"{where}: layer {layer} of this model has no module {module.name}")
 
 
 def _check_values(where: str, values: np.ndarray, half: bool) -> None:

@@ -36,7 +36,8 @@ def read_model_config(model_dir: Path) -> ModelConfig:
             f"{model_dir}/config.json: architecture {architecture} is not supported; supported are "
             + ", ".join(FAMILIES)
         )
-    if raw.get("use_bidirectional_attention") or raw.get("is_causal") is False:
+    both_ways = raw.get("use_bidirectional_attention") not in (None, False, "vision")  # text is causal there
+    if both_ways or raw.get("is_causal") is False:
         raise ConfigError(
             f"{model_dir}/config.json: this {architecture} attends in both directions, which is not supported"
         )
@@ -60,11 +61,12 @@ def read_model_config(model_dir: Path) -> ModelConfig:
     eos = generation.get("eos_token_id", inner if raw.get("eos_token_id") is None else raw["eos_token_id"])
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     config = ModelConfig(architecture=architecture, dtype=dtype, eos_token_ids=eos_ids, quant=quant, **fields)
-    if config.num_heads % config.num_kv_heads:
-        raise ConfigError(
-            f"{model_dir}/config.json: {config.num_heads} attention heads cannot share "
-            f"{config.num_kv_heads} key heads equally"
-        )
+    for heads in (config.num_kv_heads, *(shape.num_kv_heads for shape in config.layer_shapes)):
+        if config.num_heads % heads:
+            raise ConfigError(
+                f"{model_dir}/config.json: {config.num_heads} attention heads cannot share "
+                f"{heads} key heads equally"
+            )
     return config
 
 

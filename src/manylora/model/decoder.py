@@ -24,6 +24,7 @@ from manylora.model.decoder_parts import decoder_parts
 from manylora.model.delta_rule import DeltaRule, LayerState, passing_states
 from manylora.model.extras import adapt_head, adapt_prompt
 from manylora.model.families import FAMILIES
+from manylora.model.kv_tensors import KvTensors
 from manylora.model.latent import Expansion, LatentAttention
 from manylora.model.layer_inputs import LayerInput, LayerInputs
 from manylora.model.layers import (
@@ -37,7 +38,7 @@ from manylora.model.layers import (
     Turns,
     Wanted,
 )
-from manylora.model.moe import Experts, Moe, SharedExpert
+from manylora.model.moe import Experts, ExpertsBesideMlp, Moe, SharedExpert
 from manylora.model.rope import Rope, make_rope
 from manylora.model.routing import Router, WideRouter
 from manylora.model.shared_kv import SharedKvAttention
@@ -63,9 +64,9 @@ class Decoder(Transformer):
         self._streams = None if config.altup is None else make_streams(config.altup, self._outer_linear)
         self._ropes: list[Rope] = []
         if not config.learned_positions:
-            self._ropes.append(make_rope(config, self._device))
+            self._ropes.append(make_rope(self._rotated(0), self._device))
             if config.rope_local_theta is not None:
-                self._ropes.append(make_rope(config, self._device, local=True))
+                self._ropes.append(make_rope(self._rotated(1), self._device, local=True))
 
         self._decode_step = None
         parts = decoder_parts(config, self._blocks, norm, self._head, self._head_bias)
@@ -73,11 +74,10 @@ class Decoder(Transformer):
             self._decode_step = ops.decode_step(parts)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv: Tensor, states: RecurrentState | None = None) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv: KvTensors, states: RecurrentState | None = None) -> Tensor:
         """Logits [L, vocab] float32 of `batch.logits_rows`; writes keys and values into kv.
 
-        kv [kv_layers, kv_planes, num_blocks, tokens_per_block, num_kv_heads, head_dim]. states: of recurrent
-        layers.
+        states: of recurrent layers.
         """
         config = self.config
         x = self._embed(batch)
@@ -85,7 +85,12 @@ class Decoder(Transformer):
         growth = self._growth(batch)
         still = self._unrotated_growth(batch, growth)
         logits = None
-        if self._decode_step is not None and growth is None and batch.pooled is None:
+        if (
+            isinstance(kv, Tensor)
+            and self._decode_step is not None
+            and growth is None
+            and batch.pooled is None
+        ):
             logits = self._decode_step(x, rotary, batch.attention, batch.lora, kv, batch.logits_rows)
         if logits is None:
             turns = [Turns(None, still), *(Turns(one, growth) for one in rotary)]
@@ -102,7 +107,7 @@ class Decoder(Transformer):
         x: Tensor,
         turns: list[Turns],
         batch: ForwardBatch,
-        kv: Tensor,
+        kv: KvTensors,
         states: RecurrentState | None,
         inputs: Tensor | None,
     ) -> Tensor:
@@ -111,7 +116,10 @@ class Decoder(Transformer):
         if self._streams is not None:
             x = self._streams.split(x, batch.lora)
         whole, chunk = batch.attention, self.config.attention_chunk
-        within, kv_within = (whole, kv) if chunk is None else in_chunks(whole, chunk, kv)
+        within, kv_within = whole, kv
+        if chunk is not None:
+            assert isinstance(kv, Tensor), "layers that attend in chunks are alike"
+            within, kv_within = in_chunks(whole, chunk, kv)
         own, rows, lora = self.config.recurrent, batch.state, batch.lora
         if own is not None and (rows is None or states is None):
             states, rows = passing_states(own, whole.query_starts, self._device)
@@ -126,14 +134,13 @@ class Decoder(Transformer):
             else:
                 assert states is not None and rows is not None
                 mix = partial(self._recurrent[layer], cache=LayerState(states.layer(place), rows), lora=lora)
-            own = None if inputs is None else inputs[layer]
-            x, delta = block(x, delta, mix, lora, own, wanted if block is self._blocks[-1] else None)
+            vectors = None if inputs is None else inputs[layer]
+            x, delta = block(x, delta, mix, lora, vectors, wanted if block is self._blocks[-1] else None)
         if self._streams is not None:
             x = self._streams.merge(x, lora)
-            delta = torch.zeros_like(x)
-        assert delta is not None, "a decoder has a block"
         if wanted is not None:
-            return self._apply_head(self._final_norm.add(x, delta)[1], None)
+            final = self._final_norm(x) if delta is None else self._final_norm.add(x, delta)[1]
+            return self._apply_head(final, None)
         if batch.pooled is not None:
             batch.pooled.hidden = self._hidden(x, delta, batch.pooled.rows, lora)
         return self._logits(x, delta, batch)
@@ -151,8 +158,11 @@ class Decoder(Transformer):
         few = None if lora is None else lora.among(rows.tolist())
         return Wanted(rows, few if few is not None and few.segments else None)
 
-    def _hidden(self, x: Tensor, delta: Tensor, rows: Tensor, lora: LoraBatch | None) -> Tensor:
+    def _hidden(self, x: Tensor, delta: Tensor | None, rows: Tensor, lora: LoraBatch | None) -> Tensor:
         """Behind the final norm, [P, hidden] of rows [P]."""
+        if delta is None:
+            adapted = lora is not None and bool(lora.extras)
+            return self._final_norm(x, lora)[rows] if adapted else self._final_norm(x[rows])
         if lora is None or not lora.extras:
             return self._final_norm.add(x[rows], delta[rows])[1]
         return self._final_norm.add(x, delta, lora)[1][rows]
@@ -178,7 +188,6 @@ class Decoder(Transformer):
 
     def _logits(self, x: Tensor, delta: Tensor | None, batch: ForwardBatch) -> Tensor:
         lora = batch.lora
-        assert delta is not None, "a decoder has a block"
         return self._apply_head(self._hidden(x, delta, batch.logits_rows, lora), lora)
 
     def _apply_head(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
@@ -200,6 +209,14 @@ class Decoder(Transformer):
         positions = self._weights.get("positions")
         return x if positions is None else x + F.embedding(batch.positions, positions)
 
+    def _rotated(self, rotary: int) -> ModelConfig:
+        """Of a layer that uses this rotation."""
+        blocks = enumerate(self._blocks)
+        layers = (
+            n for n, block in blocks if block.attention is not None and block.attention.rotary == rotary
+        )
+        return self.config.of_layer(next(layers, 0))
+
     def _rotary(self, batch: ForwardBatch, rope: Rope) -> tuple[Tensor, Tensor]:
         """cos and sin [T, rotary_dim] in the compute dtype; angles in float32."""
         angles = rope.angles(batch.positions, batch.rope_lengths)
@@ -216,7 +233,9 @@ class Decoder(Transformer):
         add_input = None if self.config.layer_inputs is None else self._layer_input(layer)
         if self.config.altup is not None:
             return self._altup_block(layer, self.config.altup, attention, norms, add_input)
-        return Block(self.config, attention, self._feed_forward(layer), **norms, add_input=add_input)
+        beside, scalar = self._beside(layer), self._weights.get(f"{layer}.scalar")
+        mlp = self._feed_forward(layer) if beside is None else self._mlp(layer)
+        return Block(self.config, attention, mlp, **norms, beside=beside, add_input=add_input, scalar=scalar)
 
     def _make_layer_inputs(self, own: LayerInputsConfig | None) -> LayerInputs | None:
         if own is None:
@@ -280,25 +299,22 @@ class Decoder(Transformer):
         )
 
     def _attention(self, layer: int) -> Attends:
-        config = self.config
+        config = self.config.of_layer(layer)
         window = config.sliding_windows[layer] if config.sliding_windows else None
         still = config.learned_positions or layer in config.unrotated_layers
         # With two rotary bases, the second is for layers with a window.
         rotary = -1 if still else int(window is not None and config.rope_local_theta is not None)
         named = (("q_norm", self._names.q_norm), ("k_norm", self._names.k_norm))
         norms = [self._norm(f"{layer}.{ours}", f"layers.{layer}.{theirs}") for ours, theirs in named]
+        ones = torch.ones(config.head_dim, dtype=self.dtype, device=self._device)
+        plain = Norm(self._ops, ones, None, config.norm_eps)
         if config.qk_norm == "plain" and not still:
-            ones = torch.ones(config.head_dim, dtype=self.dtype, device=self._device)
-            norms = [Norm(self._ops, ones, None, config.norm_eps)] * 2
+            norms = [plain] * 2
         params = AttentionParams(self._attention_scale, window, config.attention_softcap, self._sinks(layer))
         out = self._attention_out(layer)
         if layer in config.kv_readers:
             q = self._linear(layer, "q", LoraTarget(LoraModuleId.ATTN_Q, 0, config.q_size))
             return SharedKvAttention(config, self._ops, q, out, norms[0], params, rotary)
-        v_norm = None
-        if config.v_norm:
-            ones = torch.ones(config.head_dim, dtype=self.dtype, device=self._device)
-            v_norm = Norm(self._ops, ones, None, config.norm_eps)
         return Attention(
             config,
             self._ops,
@@ -308,7 +324,7 @@ class Decoder(Transformer):
             k_norm=norms[1],
             params=params,
             rotary=rotary,
-            v_norm=v_norm,
+            v_norm=plain if config.v_norm else None,
         )
 
     def _latent_attention(self, layer: int, latent: LatentConfig) -> LatentAttention:
@@ -395,6 +411,16 @@ class Decoder(Transformer):
         moe = self.config.moe
         return self._moe(layer, moe) if moe is not None and layer in moe.layers else self._mlp(layer)
 
+    def _beside(self, layer: int) -> ExpertsBesideMlp | None:
+        moe = self.config.moe
+        if moe is None or not moe.beside_mlp or layer not in moe.layers:
+            return None
+        names = ("mlp_own_post_norm", "experts_norm", "experts_post_norm")
+        theirs = self._names.block_norms
+        norms = [self._norm(f"{layer}.{name}", f"layers.{layer}.{theirs[name]}") for name in names]
+        norms.append(self._norm(f"{layer}.router.norm", ""))
+        return ExpertsBesideMlp(self._moe(layer, moe), *(norm for norm in norms if norm is not None))
+
     def _moe(self, layer: int, moe: MoeConfig) -> Moe:
         inner = moe.intermediate_size
         up_gate = (
@@ -410,6 +436,7 @@ class Decoder(Transformer):
             activation=self.config.activation,
             shared=self._shared_expert(layer, moe),
             correction=self._weights.get(f"{layer}.router.correction"),
+            scales=self._weights.get(f"{layer}.router.scales"),
         )
 
     def _shared_expert(self, layer: int, moe: MoeConfig) -> SharedExpert | None:

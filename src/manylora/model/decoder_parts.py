@@ -28,7 +28,7 @@ def decoder_parts(
         return None
     if config.attention_gated or config.recurrent is not None:
         return None
-    if config.qk_norm == "plain" or config.layer_inputs is not None:
+    if config.qk_norm == "plain" or config.layer_inputs is not None or config.layer_shapes:
         return None
     layers = [_layer(block) for block in blocks]
     plain = [layer for layer in layers if layer is not None]

@@ -14,6 +14,7 @@ from manylora.model.attend import attend_spans
 from manylora.model.batch import ForwardBatch
 from manylora.model.encoder_decoder import Layer, SelfAttention
 from manylora.model.families import FAMILIES
+from manylora.model.kv_tensors import KvTensors
 from manylora.model.transformer import Transformer
 
 
@@ -31,7 +32,7 @@ class Encoder(Transformer):
         self.pooler = None if pooler is None else (pooler, weights["pooler.bias"])
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv: KvTensors) -> Tensor:
         """Whole prompts: no keys and values are kept. Only `batch.pooled` is computed; the logits [0, vocab]
         are empty."""
         starts, lora = batch.attention.query_starts, batch.lora

@@ -18,6 +18,7 @@ from manylora.model.attend import PagedGroup, RelativeBias, attend_groups, atten
 from manylora.model.batch import ForwardBatch
 from manylora.model.extras import adapt_head
 from manylora.model.families import FAMILIES
+from manylora.model.kv_tensors import KvTensors
 from manylora.model.layers import LoraLinear, Mlp, Norm
 from manylora.model.transformer import Transformer
 
@@ -139,7 +140,7 @@ class EncoderDecoder(Transformer):
         self._decoder = self._stack("decoder", range(count, config.num_layers))
 
     @torch.inference_mode()
-    def encode(self, batch: ForwardBatch, kv: Tensor) -> None:
+    def encode(self, batch: ForwardBatch, kv: KvTensors) -> None:
         """Run the encoder on whole prompts, and write every cross-attention's keys and values into kv.
 
         `batch.attention.slots` are the places of each row's keys and values. kv as for `forward`.
@@ -163,13 +164,13 @@ class EncoderDecoder(Transformer):
             layer.cross.store_kv(x, batch, kv[number], self._ops)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv: KvTensors) -> Tensor:
         """Logits [L, vocab] float32 of `batch.logits_rows`; writes the decoder's keys and values into kv.
 
         kv [decoder layers, 2, num_blocks, tokens_per_block, num_heads, head_dim].
         """
         assert batch.cross is not None
-        stack, size = self._decoder, kv.shape[3]
+        stack, size = self._decoder, kv[0].shape[2]
         cross_groups = paged_groups(batch.cross, size, self.dtype)
         groups: list[PagedGroup] = []
         if stack.bias is not None:

@@ -109,8 +109,9 @@ class Attends(Protocol):
 class Attention:
     """Grouped-query attention over paged keys and values.
 
-    q_norm, k_norm: over head_dim, or over all heads at once when config.qk_norm is `all`; or None.
-    rotary: which of a step's rotations the layer uses; -1: none. v_norm: over head_dim, or None.
+    config: as of this layer. q_norm, k_norm: over head_dim, or over all heads at once when config.qk_norm is
+    `all`; or None. rotary: which of a step's rotations the layer uses; -1: none. v_norm: over head_dim, or
+    None.
     """
 
     config: ModelConfig
@@ -132,7 +133,11 @@ class Attention:
         kv: Tensor,
     ) -> Tensor:
         config, ops, rows = self.config, self.ops, x.shape[0]
-        q, k, v = self.qkv(x, lora).split((config.q_rows, config.kv_size, config.kv_size), dim=-1)
+        if config.keys_are_values:
+            q, k = self.qkv(x, lora).split((config.q_rows, config.kv_size), dim=-1)
+            v = k
+        else:
+            q, k, v = self.qkv(x, lora).split((config.q_rows, config.kv_size, config.kv_size), dim=-1)
         if config.attention_gated:
             q, gate = q.unflatten(-1, (config.num_heads, 2, config.head_dim)).unbind(2)
         if config.qk_norm == "all":
@@ -221,10 +226,11 @@ class Mlp:
 @dataclass(frozen=True)
 class Block:
     """One decoder layer. attention: None where a recurrent layer has its place. Norms that the family does
-    not have are None; post norms are of the branch outputs.
+    not have are None; post norms are of the branch outputs. beside: makes the MLP's output and x, which is
+    not normalised, into what is added. scalar [1]: of the whole output; None: 1.
 
-    Takes the residual stream x and a delta that is not added to it yet (None: zero), and returns both, so
-    that one kernel adds and normalises, between blocks too. mix: attention, or what the layer has in its
+    Takes the residual stream x and a delta that is not added to it yet (None: zero), and returns such a pair,
+    so that one kernel adds and normalises, between blocks too. mix: attention, or what the layer has in its
     place, with the rows' tables and caches. own: the layer's own vectors of the tokens, [T, dim], where
     `add_input` makes something of them that is added too. wanted: what comes after `mix` is for these rows
     alone, and so are both results.
@@ -238,6 +244,8 @@ class Block:
     mlp_norm: Norm | None
     mlp_post_norm: Norm | None
     add_input: AddInput | None = None
+    beside: Callable[[Tensor, Tensor, LoraBatch | None], Tensor] | None = None
+    scalar: Tensor | None = None
 
     def __call__(
         self,
@@ -247,7 +255,7 @@ class Block:
         lora: LoraBatch | None,
         own: Tensor | None = None,
         wanted: Wanted | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         x, seen = _add(self.attention_norm, x, delta, lora)
         mixed = mix(seen)
         if wanted is not None:
@@ -258,11 +266,14 @@ class Block:
             seen = seen if self.config.shared_norm else _apply(self.mlp_norm, x, lora)
             return x + mixed, self.mlp(seen, lora)
         x, seen = _add(self.mlp_norm, x, self._scaled(mixed), lora)
-        delta = self._scaled(_apply(self.mlp_post_norm, self.mlp(seen, lora), lora))
-        if self.add_input is None or own is None:
-            return x, delta
-        x = x + delta
-        return x, self.add_input(x, own, lora)
+        y = self.mlp(seen, lora)
+        if self.beside is not None:
+            y = self.beside(y, x, lora)
+        delta = self._scaled(_apply(self.mlp_post_norm, y, lora))
+        if self.add_input is not None and own is not None:
+            x = x + delta
+            delta = self.add_input(x, own, lora)
+        return (x, delta) if self.scalar is None else ((x + delta) * self.scalar, None)
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.config.residual_scale == 1 else x * self.config.residual_scale

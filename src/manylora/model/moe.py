@@ -10,7 +10,7 @@ from torch import Tensor
 from manylora.config.engine import MoeConfig
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import ExpertPairs, LoraBatch, LoraTarget, Weight
-from manylora.model.layers import LoraLinear, Mlp
+from manylora.model.layers import LoraLinear, Mlp, Norm
 from manylora.model.routing import Router, route
 
 
@@ -53,6 +53,7 @@ class Moe:
     """Each token's experts, weighted by its router, and the shared expert if there is one.
 
     The rows of up_gate are [up; gate], as in a plain MLP. correction [experts] float32: as `route` takes it.
+    scales [experts] float32: of the weights of each; None: 1.
     """
 
     config: MoeConfig
@@ -62,9 +63,14 @@ class Moe:
     activation: str
     shared: SharedExpert | None
     correction: Tensor | None = None
+    scales: Tensor | None = None
 
-    def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
-        weights, choices = route(self.router(x, lora), self.config, self.correction)
+    def __call__(self, x: Tensor, lora: LoraBatch | None, scored: Tensor | None = None) -> Tensor:
+        """scored: what the router reads; None: x."""
+        scores = self.router(x if scored is None else scored, lora)
+        weights, choices = route(scores, self.config, self.correction)
+        if self.scales is not None:
+            weights = weights * self.scales[choices]
         if self.config.routing.scores == "top":  # weights are on what experts get
             mixed = self.each(x, choices, lora, weights).float().sum(dim=1).to(x.dtype)
         else:
@@ -97,6 +103,26 @@ class Moe:
         wide, ops, swiglu = self.up_gate(seen, pairs, experts, lora), self.up_gate.ops, self.config.swiglu
         inner = ops.gated(wide, self.activation) if swiglu is None else ops.clamped_swiglu(wide, *swiglu)
         return self.down(inner, pairs, experts, lora)
+
+
+@dataclass(frozen=True)
+class ExpertsBesideMlp:
+    """The sum of an MLP's output and of experts that read the same stream, each with norms of its own.
+
+    scored: the norm of what the router reads, which is multiplied by hidden ** -0.5 too.
+    """
+
+    moe: Moe
+    mlp_post_norm: Norm
+    norm: Norm
+    post_norm: Norm
+    scored: Norm
+
+    def __call__(self, y: Tensor, x: Tensor, lora: LoraBatch | None) -> Tensor:
+        """y: of the MLP. x: the stream."""
+        scored = self.scored(x) * x.shape[1] ** -0.5
+        mixed = self.moe(self.norm(x, lora), lora, scored)
+        return self.mlp_post_norm(y, lora) + self.post_norm(mixed, lora)
 
 
 def in_pairs(values: Tensor | None, places: Tensor) -> Tensor | None:

@@ -130,9 +130,13 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
                 plan[f"altup.{ours}.{n}.weight"] = _matrix(f"{theirs}.{n}.weight", hidden, hidden)
     for layer in range(config.num_layers):
         source = f"{root}{names.layers}.{layer}."
-        specs = _layer(config, names, source, layer in config.recurrent_layers, layer in config.kv_readers)
+        own = config.of_layer(layer)
+        specs = _layer(own, names, source, layer in config.recurrent_layers, layer in config.kv_readers)
         sparse = config.moe is not None and layer in config.moe.layers
-        specs |= _sparse(config, names, source, stored) if sparse else _mlp(config, names, source)
+        if sparse:
+            specs |= _sparse(own, names, source, stored)
+        if config.moe is None or not sparse or config.moe.beside_mlp:
+            specs |= _mlp(own, names, source)
         plan |= {f"{layer}.{name}": spec for name, spec in specs.items()}
     return plan
 
@@ -269,6 +273,8 @@ def _layer(
         specs |= _norm(ours, source + theirs, config.hidden_size, config)
     if config.altup is not None:
         specs |= _altup(config, config.altup, source)
+    if names.scalar:
+        specs["scalar"] = WeightSpec((_whole(source + names.scalar, 1),))
     return specs if config.layer_inputs is None else specs | _layer_input(config, config.layer_inputs, source)
 
 
@@ -420,6 +426,10 @@ def _sparse(config: ModelConfig, names: TensorNames, source: str, stored: Collec
         one = "moe_statics." in found  # a matrix of one row
         rows = WeightSpec((_whole(found, 1),), count, wide=True)
         specs["router.correction"] = rows if one else WeightSpec((_whole(found, count),), wide=True)
+    if moe.beside_mlp:
+        scales = f"{block}.router.scale", f"{block}.router.per_expert_scale"
+        specs["router.norm.weight"] = WeightSpec((_whole(scales[0], hidden),), wide=True)
+        specs["router.scales"] = WeightSpec((_whole(scales[1], count),), wide=True)
     if moe.biased:
         specs["router.bias"] = WeightSpec((_whole(router.removesuffix("weight") + "bias", count),))
     if moe.interleaved:
@@ -461,11 +471,12 @@ def _interleaved(moe: MoeConfig, hidden: int, block: str) -> Plan:
 def _stacked(names: TensorNames, source: str, stored: Collection[str]) -> tuple[str, tuple[str, str] | None]:
     """The block of a layer's experts, and its tensors of all experts: gate and up, and down. None: each
     expert has its own."""
-    for block in (f"{source}mlp", source + names.sparse):
+    own = source + names.sparse if names.sparse else source.removesuffix(".")
+    for block in (f"{source}mlp", own):
         for first, second in STACKS:
             if f"{block}.{first}" in stored:
                 return block, (f"{block}.{first}", f"{block}.{second}")
-    return source + names.sparse, None
+    return own, None
 
 
 def _shared(moe: MoeConfig, hidden: int, names: TensorNames, source: str, block: str) -> Plan:
@@ -488,7 +499,8 @@ def _shared(moe: MoeConfig, hidden: int, names: TensorNames, source: str, block:
 def _qkv(config: ModelConfig, names: TensorNames, source: str) -> tuple[RowSlice, ...]:
     sizes = (config.q_rows, config.kv_size, config.kv_size)
     if len(names.qkv) == 3:
-        return tuple(_whole(source + name, size) for name, size in zip(names.qkv, sizes, strict=True))
+        pieces = tuple(_whole(source + name, size) for name, size in zip(names.qkv, sizes, strict=True))
+        return pieces[:2] if config.keys_are_values else pieces
     return _grouped(source + names.qkv[0], sizes, config.qkv_groups)
 
 

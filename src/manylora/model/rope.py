@@ -1,4 +1,5 @@
-"""Rotary positions of the released checkpoints: default, linear, dynamic, llama3, yarn, longrope.
+"""Rotary positions of the released checkpoints: default, linear, dynamic, llama3, yarn, longrope,
+proportional.
 
 `dynamic` and `longrope` rotate a token by the length that its sequence has when the token is computed, as
 transformers does: tokens of a prompt by the prompt's length, each later one by its own position + 1.
@@ -151,6 +152,14 @@ def _longrope(config: ModelConfig, scaling: dict, device: torch.device) -> Rope:
     )
 
 
+def _proportional(config: ModelConfig, scaling: dict, device: torch.device) -> Rope:
+    """Pairs beyond the share of the head are not turned. They are where those of a whole head are."""
+    turned = int(scaling["share"] * config.rotary_dim // 2)
+    frequencies = _plain(config) / scaling.get("factor", 1.0)
+    frequencies[turned:] = 0
+    return Rope(frequencies.to(device))
+
+
 ROPE_TYPES: dict[str, Callable[[ModelConfig, dict, torch.device], Rope]] = {
     "default": _default,
     "linear": _linear,
@@ -158,4 +167,5 @@ ROPE_TYPES: dict[str, Callable[[ModelConfig, dict, torch.device], Rope]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }

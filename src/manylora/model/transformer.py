@@ -61,21 +61,21 @@ class Transformer:
         return F.embedding(ids, table).to(self.dtype)
 
     def _qkv(self, layer: int) -> LoraLinear:
-        q, kv = self.config.q_rows, self.config.kv_size
-        return self._linear(
-            layer,
-            "qkv",
+        config = self.config.of_layer(layer)
+        q, kv = config.q_rows, config.kv_size
+        targets = (
             LoraTarget(LoraModuleId.ATTN_QKV, 0, q + 2 * kv),
             LoraTarget(LoraModuleId.ATTN_Q, 0, q),
             LoraTarget(LoraModuleId.ATTN_K, q, kv),
             LoraTarget(LoraModuleId.ATTN_V, q + kv, kv),
         )
+        return self._linear(layer, "qkv", *(targets[1:3] if config.keys_are_values else targets))
 
     def _attention_out(self, layer: int) -> LoraLinear:
         return self._linear(layer, "out", LoraTarget(LoraModuleId.ATTN_DENSE, 0, self.config.hidden_size))
 
     def _mlp(self, layer: int) -> Mlp:
-        config, inner = self.config, self.config.intermediate_size
+        config, inner = self.config, self.config.of_layer(layer).intermediate_size
         gated = (
             LoraTarget(LoraModuleId.MLP_GATE_UP, 0, 2 * inner),
             LoraTarget(LoraModuleId.MLP_GATE, 0, inner),

@@ -105,6 +105,11 @@ def check_mapping(model: ModelConfig, mapping: Mapping) -> None:
             f"{model.architecture} has recurrent layers or gated attention: such models run on one rank, "
             "tp_size and pp_size must be 1"
         )
+    if model.layer_shapes:
+        raise ConfigError(
+            f"the layers of {model.architecture} differ in their sizes: such models run on one rank, tp_size "
+            "and pp_size must be 1"
+        )
     if pp > model.num_layers:
         raise ConfigError(f"pp_size must be at most the model's {model.num_layers} layers, got {pp}")
     if mapping.moe_ep_size > 1 and model.moe is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -20,6 +21,7 @@ from manylora.model.batch import ForwardBatch
 from manylora.model.decoder import Decoder
 from manylora.model.delta_rule import make_states
 from manylora.model.encoder_decoder import EncoderDecoder
+from manylora.model.kv_tensors import make_kv
 from manylora.request import LoraExtra, LoraInput
 
 BLOCK, BLOCKS = 8, 128
@@ -51,8 +53,8 @@ class Driver:
         modules: Mapping[int, LoraModule] | None = None,
     ) -> None:
         config = decoder.config
-        shape = (config.kv_layers, config.kv_planes, BLOCKS, BLOCK, config.num_kv_heads, config.head_dim)
-        self._kv = torch.full(shape, float("nan"), dtype=decoder.dtype)
+        unset = partial(torch.full, fill_value=float("nan"), dtype=decoder.dtype)
+        self._kv = make_kv(config, BLOCKS, BLOCK, unset)
         self._decoder, self._sequences = decoder, sequences
         blocks = list(range(BLOCKS))
         random.Random(5).shuffle(blocks)
@@ -216,7 +218,7 @@ def _make_pool(
         rows: dict[tuple[int, int], LoraRow] = {}
         for payload, row in zip(*_tensors(adapter), strict=True) if adapter else ():
             module_id, layer, rank, dora = (*row.tolist(), 0)[:4]  # the fourth column may be absent
-            module = modules[module_id]
+            module = modules[module_id].at(layer)
             kind = RowFormat(rank, bool(dora))
             a, b, rest, _ = np.split(payload, np.cumsum(module.row_sizes(kind)))
             rows[layer, module_id] = LoraRow(used, kind)

@@ -216,7 +216,7 @@ class _Comparison:
     def _add_nemo(self) -> None:
         config = self._config
         others = (config.encoder, config.latent, config.recurrent)
-        if config.kv_readers or any(part is not None for part in others):
+        if config.kv_readers or config.layer_shapes or any(part is not None for part in others):
             self._verdicts[NEMO] = "none"
             return
         folder = self._path.with_name(f"{self._path.name}-nemo")

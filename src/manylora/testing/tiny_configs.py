@@ -55,6 +55,12 @@ GEMMA = {
     "sliding_window": 9,
     "hidden_activation": "gelu_pytorch_tanh",
 }
+# Heads of two sizes and numbers; values are keys where there is no window.
+GEMMA4 = {
+    "head_dim": 24, "global_head_dim": 40, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 9, "tie_word_embeddings": True, "hidden_size_per_layer_input": 0,
+}  # fmt: skip
 FALCON = {"ffn_hidden_size": 96, "tie_word_embeddings": True}
 FAMILIES: Table = {
     "llama": ("llama", {}),
@@ -109,6 +115,18 @@ FAMILIES: Table = {
     "gemma": ("gemma", {"head_dim": 24, "tie_word_embeddings": True}),
     "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("gemma3_text", {**GEMMA, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gemma4": ("gemma4_text", {**GEMMA4, "final_logit_softcapping": 3.0}),
+    "gemma4-values": (
+        "gemma4_text",
+        {**GEMMA4, "attention_k_eq_v": False, "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "gemma4-shared": (
+        "gemma4_text",
+        {**GEMMA4, "num_hidden_layers": 5, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+         "layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"],
+         "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": VOCAB},
+    ),
+    "gemma4-unified": ("gemma4_unified_text", {**GEMMA4, "num_kv_shared_layers": 0}),
     "gpt2": ("gpt2", {"n_inner": 96, "tie_word_embeddings": True}),
     "opt": ("opt", {"ffn_dim": 96, "init_std": 0.2, "tie_word_embeddings": True}),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
@@ -217,6 +235,11 @@ MOE_FAMILIES: Table = {
          "no_rope_layers": [0, 1, 1, 0]},
     ),
 }  # fmt: skip
+
+MOE_FAMILIES["gemma4-moe"] = (
+    "gemma4_text",
+    {**GEMMA4, "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 40},
+)
 
 # Three value heads for each key head, head sizes that are no multiple of a vector.
 DELTA = {

@@ -64,6 +64,8 @@ def make_model(
         for name, value in (*model.named_buffers(), *model.named_parameters()):
             if name.endswith(("e_score_correction_bias", "expert_bias")):  # zeros
                 value.normal_(std=0.3)
+            if name.endswith("layer_scalar"):  # ones
+                value.uniform_(0.5, 1.5)
         for parameter in model.parameters():
             if parameter.ndim == 1:  # biases and norms, which start as zeros and ones
                 parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -182,7 +182,7 @@ def parts_within(longest: int, part_keys: int, kv_heads: int, window: int | None
 
 
 class PagedAttention:
-    """Our own kernel: any page size, head_dim up to 256, grouped heads, windows, soft caps, sinks, and FP8
+    """Our own kernel: any page size, head_dim up to 512, grouped heads, windows, soft caps, sinks, and FP8
     caches, which are widened in registers. chooser: of block sizes."""
 
     name = "our own kernel in the Triton language"
@@ -214,14 +214,16 @@ class PagedAttention:
     ) -> None:
         heads, dim = q.shape[1:]
         page, kv_heads = k_cache.shape[1:3]
-        tiles = batch.single_tiles if split else batch.tiles
+        tiles, block_m = batch.single_tiles, max(16, triton.next_power_of_2(heads // kv_heads))
+        if not split:
+            start, stop, block_m = batch.tilings[kv_heads, dim]
+            tiles = batch.tiles[start:stop]
         window, softcap = params.window, params.softcap
         parts = parts_within(batch.max_keys, batch.part_keys, kv_heads, window) if split else 1
         size = (tiles.shape[0], parts, heads) if split else (0,)
         part_top, part_sum = (torch.empty(size, dtype=torch.float32, device=q.device) for _ in "ab")
         part_out = torch.empty((*size, dim), dtype=torch.float32, device=q.device)
         block_d = max(16, triton.next_power_of_2(dim))
-        block_m = max(16, triton.next_power_of_2(heads // kv_heads)) if split else batch.block_rows
         candidates = _candidates(block_m * block_d, q.dtype, batch.part_keys, split)
         shared = {
             "PART_KEYS": batch.part_keys, "MOST_PARTS": most_parts(kv_heads), "WINDOWED": window is not None,

@@ -153,16 +153,24 @@ def _installed(device: torch.device, chooser: BlockChooser | None) -> Sequence[A
 
 def _refusal(backend: AttentionBackend, limits: BatchLimits, device: torch.device) -> str | None:
     """Why a backend cannot be used: it raised, or its result differs. None: it can."""
+    reasons = (_refusal_of(backend, limits, device, *shape) for shape in limits.head_shapes)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _refusal_of(
+    backend: AttentionBackend, limits: BatchLimits, device: torch.device, kv_heads: int, dim: int
+) -> str | None:
+    """The same, of heads of one shape."""
     made = torch.Generator().manual_seed(0)
     size, columns = limits.tokens_per_block, -(-max(KEYS) // limits.tokens_per_block)
     pages = 1 + len(KEYS) * columns
-    shape, cached = (pages, size, limits.num_kv_heads, limits.head_dim), limits.kv_dtype or limits.dtype
+    shape, cached = (pages, size, kv_heads, dim), limits.kv_dtype or limits.dtype
     k, v = (torch.randn(shape, generator=made).to(cached).to(device) for _ in "kv")
     table = torch.arange(1, pages, dtype=torch.int32).view(len(KEYS), columns)
-    scale = limits.head_dim**-0.5
+    scale = dim**-0.5
     for counts in QUERIES:
         starts = [0, *accumulate(counts)]
-        q = torch.randn(starts[-1], limits.num_heads, limits.head_dim, generator=made)
+        q = torch.randn(starts[-1], limits.num_heads, dim, generator=made)
         q = q.to(limits.dtype).to(device)
         batch = AttentionBatch(starts, KEYS, table, torch.zeros(starts[-1], dtype=torch.int64))
         planned = to_device(plan_attention(batch, limits, fixed=False), device)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch
 
 BLOCK_ROWS = 64  # rows of a tile of a prompt: queries times the heads of a group
 FLOAT32_BLOCK_ROWS = 32  # so that a tile stays in registers
+WIDE = 256  # elements of a head, beyond which tiles have half the rows
 PART_KEYS = 128  # of a sequence that decodes, the fewest keys of a program; its partial sum is 1/16 of them
 
 
@@ -50,11 +52,20 @@ class PlannedLora(LoraBatch):
         )
 
 
+class Tiling(NamedTuple):
+    """Tiles [start, stop) of a batch, with so many rows each: queries times the heads of a group."""
+
+    start: int
+    stop: int
+    block_rows: int
+
+
 @dataclass(frozen=True)
 class PagedBatch(AttentionBatch):
     """starts [S + 1], lengths [S] int32: query_starts and kv_lens. Tiles [n, 2] int32: sequence, first query.
 
-    single_tiles: of sequences with one query, whose keys are split; tiles: of the others.
+    single_tiles: of sequences with one query, whose keys are split; tiles: of the others, one tiling after
+    another. tilings: which of these are for layers with so many key heads of such a size.
     part_keys: the keys of one part are a multiple of it. max_queries, max_keys: bounds over the batch, or
     over every fixed one: the width of its block table.
     """
@@ -64,7 +75,7 @@ class PagedBatch(AttentionBatch):
     single_tiles: Tensor = field(default_factory=lambda: torch.empty(0))
     tiles: Tensor = field(default_factory=lambda: torch.empty(0))
     part_keys: int = PART_KEYS
-    block_rows: int = BLOCK_ROWS
+    tilings: Mapping[tuple[int, int], Tiling] = field(default_factory=dict)
     max_queries: int = 1
     max_keys: int = 1
 
@@ -75,15 +86,17 @@ def plan_attention(
     """The tables of a batch, on the host."""
     starts, lengths = (np.array(values, np.int32) for values in (batch.query_starts, batch.kv_lens))
     counts = np.diff(starts)
-    group = limits.num_heads // limits.num_kv_heads
-    least = FLOAT32_BLOCK_ROWS if limits.dtype == torch.float32 else BLOCK_ROWS
-    block_rows = max(least, 1 << (group - 1).bit_length())
-    queries = block_rows // group
     most = int(counts.max())
     single = np.zeros((int((counts == 1).sum()), 2), np.int32)
     single[:, 0] = np.flatnonzero(counts == 1)
     long = np.flatnonzero(counts > 1).tolist() if most > 1 else ()
-    many = [(s, first) for s in long for first in range(0, counts[s], queries)]
+    tilings: dict[tuple[int, int], Tiling] = {}
+    many: list[tuple[int, int]] = []
+    for shape in limits.head_shapes:
+        group, rows = limits.num_heads // shape[0], _block_rows(limits, *shape)
+        start = len(many)
+        many += [(s, first) for s in long for first in range(0, counts[s], rows // group)]
+        tilings[shape] = Tiling(start, len(many), rows)
     longest = batch.block_table.shape[1] * limits.tokens_per_block if fixed else int(lengths.max())
     return PagedBatch(
         query_starts=batch.query_starts,
@@ -95,7 +108,14 @@ def plan_attention(
         single_tiles=torch.from_numpy(single),
         tiles=torch.from_numpy(np.array(many, np.int32).reshape(-1, 2)),
         part_keys=part_keys,
-        block_rows=block_rows,
+        tilings=tilings,
         max_queries=most,
         max_keys=longest,
     )
+
+
+def _block_rows(limits: BatchLimits, kv_heads: int, dim: int) -> int:
+    """Of a tile: fewer of wide heads, so that it stays in registers."""
+    least = FLOAT32_BLOCK_ROWS if limits.dtype == torch.float32 else BLOCK_ROWS
+    least = least if dim <= WIDE else least // 2
+    return max(least, 1 << (limits.num_heads // kv_heads - 1).bit_length())

@@ -187,7 +187,7 @@ def _check_shapes(
     for key, tensor in pair.values():
         check_type(key, tensor)
     a, b = pair["A"][1].shape, pair["B"][1].shape
-    check_dims(f"attn_qkv of layer {layer}", a, b, options.module(LoraModuleId.ATTN_QKV))
+    check_dims(f"attn_qkv of layer {layer}", a, b, options.module(LoraModuleId.ATTN_QKV, layer))
     options.bounds.check_rank(a[0])
     elements = math.prod(a) + math.prod(b)
     options.check_row(LoraModuleId.ATTN_QKV, layer, RowFormat(a[0]), elements)

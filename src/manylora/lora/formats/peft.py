@@ -61,7 +61,7 @@ from manylora.lora.formats.tensor_files import (
 )
 from manylora.lora.modules import EXPERT_IDS, LoraModule, LoraModuleId
 from manylora.lora.number_types import BFLOAT16, BY_SAFETENSORS, NumberType
-from manylora.lora.tensors import AdapterRow, check_dims, digest_values
+from manylora.lora.tensors import AdapterRow, check_dims, check_layer, digest_values
 from manylora.request import LoraExtra
 
 # Elements of an adapter that several threads read, and of its rows: with smaller ones they wait for Python.
@@ -165,7 +165,7 @@ def stored_rows(folder: Path, options: ReadOptions = DEFAULT) -> FileRows | None
         (path, _, a), (_, _, b) = parts["A"], parts["B"]
         order = np.arange(b.shape[0])
         for turned in (in_peft_order, in_our_order):
-            order = turned(path, module_id, order, options.module(module_id))
+            order = turned(path, module_id, order, options.module(module_id, layer))
         if a.offset is None or b.offset is None or (np.diff(order) != 1).any():
             return None
         scale = config.scale(_pattern_name(config, path, module_id), a.shape[0])
@@ -321,7 +321,9 @@ class _Reading:
             present = next(iter(parts.values()))[0]
             raise AdapterInvalidError(f"{present} is missing its lora_{missing[0]} matrix")
         (path, _, a), (_, _, b) = parts["A"], parts["B"]
-        check_dims(path, a.shape, b.shape, self.options.module(module_id))
+        if self.options.modules and module_id in self.options.modules:
+            check_layer(path, self.options.modules[module_id], layer)
+        check_dims(path, a.shape, b.shape, self.options.module(module_id, layer))
         for _, key, tensor in parts.values():
             check_type(key, tensor)
         rank, dora = a.shape[0], "magnitude" in parts
@@ -340,7 +342,7 @@ class _Reading:
     def _row(self, layer: int, module_id: int, parts: Parts, payload: np.ndarray) -> AdapterRow:
         """payload: to be filled; float32, or bytes of `kind`. parts: as `_check_shapes` wants them."""
         (path, key_a, stored_a), (_, key_b, stored_b) = parts["A"], parts["B"]
-        module, kind = self.options.module(module_id), self.kind
+        module, kind = self.options.module(module_id, layer), self.kind
         end = math.prod(stored_a.shape)
         a = payload[:end].reshape(stored_a.shape)
         b = payload[end : end + math.prod(stored_b.shape)].reshape(stored_b.shape)

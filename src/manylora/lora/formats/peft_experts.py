@@ -40,7 +40,7 @@ EXPERT_PATHS = {
 """What a configuration may call the modules: their names, or their paths without the expert's number."""
 EXPERT_KEY = re.compile(
     r"(?P<path>(?P<root>(?:(?:base_model|model|language_model)\.)*)"
-    r"layers\.(?P<layer>\d{1,5})\.(?:mlp|block_sparse_moe|feed_forward)\."
+    r"layers\.(?P<layer>\d{1,5})\.(?:(?:mlp|block_sparse_moe|feed_forward)\.)?"
     rf"experts(?:\.(?P<expert>\d{{1,5}})\.(?P<name>{'|'.join(EXPERT_NAMES)})"
     rf"|\.(?P<list>{'|'.join(LISTS)})\.(?P<number>\d{{1,5}})|(?P<stacked>(?:\.base_layer)?)))\."
     r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"

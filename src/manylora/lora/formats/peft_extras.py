@@ -45,11 +45,12 @@ from manylora.lora.formats.peft_tables import (
 )
 from manylora.lora.formats.tensor_files import RawTensor, decode
 from manylora.lora.modules import MODULE_NAMES, LoraModule
+from manylora.lora.tensors import check_layer
 from manylora.request import LoraExtra
 
 BIAS = re.compile(MODULE + r"(?P<part>(?:base_layer|lora_B)\.bias|bias)")
 NORM = re.compile(
-    rf"(?P<path>{ROOT}(?:{LAYER}(?P<name>self_attn\.(?:[qk]_norm|q_a_layernorm|kv_a_layernorm)|\w*layernorm|ln_\w+|attention_norm|ffn_norm"
+    rf"(?P<path>{ROOT}(?:{LAYER}(?P<name>self_attn\.(?:[qk]_norm|q_a_layernorm|kv_a_layernorm)|\w*layernorm(?:_[12])?|ln_\w+|attention_norm|ffn_norm"
     r"|post_per_layer_input_norm|laurel\.post_laurel_norm|altup\.router_norm)"
     r"|(?P<inputs>per_layer_projection_norm)|(?P<final>norm|ln_f|final_layer_?norm)))\.(?P<part>weight|bias)"
 )
@@ -160,7 +161,10 @@ def _module_bias(
         module_id, layer = module_id_of(match, modules), layer_of(match)
         check_stacks([key], modules)
     assert module_id is not None
-    module = modules.get(module_id) if modules else None
+    module = None
+    if modules and module_id in modules:
+        check_layer(key, modules[module_id], layer)
+        module = modules[module_id].at(layer)
     if len(tensor.shape) != 1 or (module is not None and tensor.shape[0] != module.out_dim):
         raise AdapterInvalidError(
             f"{key} has shape {tensor.shape}"

@@ -29,6 +29,7 @@ MLP_IDS = {
     "shared_experts.gate_proj": Id.SHARED_EXPERT_H_TO_4H, "shared_experts.up_proj": Id.SHARED_EXPERT_GATE,
     "shared_experts.down_proj": Id.SHARED_EXPERT_4H_TO_H,
     "w2": Id.MLP_4H_TO_H, "router": Id.MOE_ROUTER, "router.layer": Id.MOE_ROUTER,
+    "proj": Id.MOE_ROUTER,  # below `router`
 }  # fmt: skip
 ENCODER_MLP_IDS = {"intermediate": Id.MLP_H_TO_4H, "output": Id.MLP_4H_TO_H}  # both are called dense
 LINEAR_IDS = {
@@ -51,7 +52,8 @@ ROOT = r"(?P<root>(?:(?:base_model|model|language_model|transformer|gpt_neox|ber
 LAYER = r"(?:layers|h|encoder\.layer)\.(?P<layer>\d{1,5})\."
 MODULE = (
     rf"(?P<path>{ROOT}(?:{LAYER}(?:"
-    r"(?:(?P<mlp>mlp|block_sparse_moe|feed_forward|intermediate|output)|(?P<linear>linear_attn)|(?P<conv>conv)"
+    r"(?:(?P<mlp>mlp|block_sparse_moe|feed_forward|intermediate|output|router)|(?P<linear>linear_attn)"
+    r"|(?P<conv>conv)"
     r"|self_attn|self_attention|attention|attn)"
     r"\.(?P<name>(?:(?:shared_experts?|self|output)\.)?\w+|router\.layer)"
     r"|(?P<own>per_layer_input_gate|per_layer_projection|(?:altup|laurel)\.\w+))"

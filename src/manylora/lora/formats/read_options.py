@@ -42,8 +42,10 @@ class ReadOptions:
         """Layers of the model; None: not known."""
         return self.bounds.num_layers or self.num_layers
 
-    def module(self, module_id: int) -> LoraModule | None:
-        return self.modules.get(module_id) if self.modules else None
+    def module(self, module_id: int, layer: int) -> LoraModule | None:
+        """The model's, with the sizes of this layer; None: not known."""
+        found = self.modules.get(module_id) if self.modules else None
+        return found.at(layer) if found is not None else None
 
     def open_base(self) -> AbstractContextManager[BaseReader | None]:
         return self.base.open() if self.base is not None else nullcontext()

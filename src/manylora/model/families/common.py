@@ -7,7 +7,7 @@ from typing import Any
 
 from manylora.errors import ConfigError
 
-ROPE_NAMES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_NAMES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 DTYPES = ("float32", "float16", "bfloat16")
 SU = {"su": "longrope"}
 ACTIVATIONS = {
@@ -51,7 +51,9 @@ def read_rope(
         raise ConfigError(f"config.json: rope_parameters of {nested[0]} alone is not supported here")
     kind, share = _rope_kind(scaling, renamed), scaling.pop("partial_rotary_factor", None)
     base = scaling.pop("rope_theta", None) or raw.get(theta)
-    if partial:
+    if kind == "proportional":  # whole heads, with a frequency of 0 beyond the share
+        scaling["share"], share = 1.0 if share is None else float(share), None
+    elif partial:
         share = raw[partial] if share is None else share
     else:
         share = raw.get("partial_rotary_factor") if share is None else share
@@ -66,7 +68,7 @@ def read_rope(
     return {
         "rope_theta": float(base or 10000.0),
         "rope_scaling": None if kind == "default" else {**scaling, "rope_type": kind},
-        "partial_rotary_factor": float(share) if partial else 1.0,
+        "partial_rotary_factor": float(share) if partial and share is not None else 1.0,
     }
 
 

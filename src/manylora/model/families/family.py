@@ -25,13 +25,14 @@ class TensorNames:
     embedding_norm: on the input of the first layer. norm: on the output of the last; empty: there is none.
     qkv: three names, or one of a fused tensor, whose rows are in `ModelConfig.qkv_groups` groups of q, k, v.
     up_gate: two names, one of a fused [gate; up], or one of an MLP without a gate.
-    sparse: the mixture of experts of a layer, which has a router, `experts`.N and perhaps `shared_expert` and
-        `shared_expert_gate`. expert_up_gate, expert_down: below each expert. routers: names that a router may
-        have. shared: of a shared expert without a gate, fused [gate; up] and down, below the layer.
+    sparse: the mixture of experts of a layer (empty: it has no name of its own), which has a router,
+        `experts`.N and perhaps `shared_expert` and `shared_expert_gate`. expert_up_gate, expert_down: below
+        each expert. routers: names that a router may have. shared: of a shared expert without a gate, fused
+        [gate; up] and down, below the layer.
     block_norms: from our names (attention_norm, attention_post_norm, mlp_norm, mlp_post_norm, cross_norm) to
         the checkpoint's; norms that the family does not have are left out.
     q_norm, k_norm: with `{}` for the number of a head, where each has a tensor of its own.
-    sinks: one number for each head.
+    sinks: one number for each head. scalar: one number for a layer, which its output is multiplied by.
     cross: q, k, v and out of cross-attention.
     latent: of latent attention, whose qkv are q_a_proj (or q_proj) and kv_a_proj_with_mqa: q_b_proj and
         kv_b_proj. q_norm and k_norm are of the vectors between these.
@@ -56,6 +57,7 @@ class TensorNames:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     sinks: str = ""
+    scalar: str = ""
     cross: tuple[str, ...] = ()
     latent: tuple[str, ...] = ()
     shared_block: str = "shared_expert"

@@ -22,6 +22,7 @@ from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.tensor_files import RawTensor, decode
 from manylora.lora.modules import MODULE_NAMES, LoraModule
 from manylora.lora.modules import LoraModuleId as Id
+from manylora.lora.tensors import check_layer
 from manylora.request import LoraExtra
 
 DIAGONAL = {
@@ -63,17 +64,16 @@ def _config(files: PeftFiles) -> PeftConfig:
 def _extras(
     kind: str, config: Mapping[str, Any], tensors: Mapping[str, RawTensor], options: ReadOptions
 ) -> list[LoraExtra]:
-    modules = options.modules
     found: dict[tuple[str, int, int], dict[str, tuple[str, RawTensor]]] = defaultdict(dict)
     for key, tensor in sorted(tensors.items()):
-        match, module_id, layer = _place(kind, key, modules)
+        match, module_id, layer = _place(kind, key, options.modules)
         found[match["path"], layer, module_id][match["part"]] = key, tensor
     extras: list[LoraExtra] = []
     for (path, layer, number), parts in found.items():
         missing = [part for part in DIAGONAL[kind] if part not in parts]
         if missing:
             raise AdapterInvalidError(f"{path} is missing its {missing[0]}")
-        module = modules.get(number) if modules else None
+        module = options.module(number, layer)
         where = f"layers.{layer}.{MODULE_NAMES[number]}"
         one = _Module(path, where, number, module, {k: decode(*v) for k, v in parts.items()}, options.bounds)
         extras += ONE[kind](one, config)
@@ -95,7 +95,10 @@ def _place(kind: str, key: str, modules: Modules) -> tuple[re.Match[str], Id, in
         raise AdapterInvalidError(f"{key}: lora module {MODULE_NAMES[module_id]} not enabled for this model")
     if not of_stack:
         check_stacks([key], modules)
-    return match, module_id, stack_layer(key, match, modules) if of_stack else layer_of(match)
+    layer = stack_layer(key, match, modules) if of_stack else layer_of(match)
+    if modules is not None:
+        check_layer(key, modules[module_id], layer)
+    return match, module_id, layer
 
 
 class _Module:

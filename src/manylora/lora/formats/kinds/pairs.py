@@ -80,12 +80,14 @@ class Pairs:
     def module(self, path: str) -> LoraModule | None:
         """The model's that the path means; None: not known."""
         key, modules = f"{path}.lora_A.weight", self.files.options.modules
-        if plain := PEFT_KEY.fullmatch(key):
-            found = module_id_of(plain, modules)
+        if match := PEFT_KEY.fullmatch(key):
+            found = module_id_of(match, modules)
         else:
-            stack = STACK_KEY.fullmatch(key)
-            found = stack_module_id(stack) if stack else None
-        return self.files.options.module(found) if found is not None else None
+            match = STACK_KEY.fullmatch(key)
+            found = stack_module_id(match) if match else None
+        if match is None or found is None:
+            return None
+        return self.files.options.module(found, int(match["layer"]))
 
     def in_dim(self, path: str) -> int:
         """Inputs of a module whose tensors do not say them."""

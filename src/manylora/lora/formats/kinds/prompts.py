@@ -44,9 +44,11 @@ def read_prefix(files: PeftFiles) -> LoraForm:
             f"{CONFIG}: num_layers must be that of the model whose keys and values {KEY} of shape "
             f"{values.shape} are"
         )
-    if modules and (Id.ATTN_K not in modules or modules[Id.ATTN_K].layers is not None):
+    keys = modules.get(Id.ATTN_K)
+    if modules and (keys is None or keys.layers is not None or keys.others):
         raise AdapterInvalidError(
-            f"{kind} is not supported on this model: not all of its layers keep the keys and values of heads"
+            f"{kind} is not supported on this model: not all of its layers keep the keys and values of the "
+            "same heads"
         )
     whole, size = files.options.depth, values.shape[1] // (2 * layers)
     if modules and (size != modules[Id.ATTN_K].out_dim or (whole is not None and layers != whole)):

@@ -1,0 +1,157 @@
+"""Protects Gemma 4: layers whose heads differ in size and number, in the KV cache and in adapters; values
+that are keys; experts beside an MLP; and the text of the multimodal checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from running import run, tokens
+from safetensors.torch import load_file, save_file
+
+from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.engine.engine import Engine
+from manylora.errors import ConfigError
+from manylora.kernels.device import open_device
+from manylora.lora.geometry import cache_geometry
+from manylora.lora.modules import LoraModuleId, lora_modules
+from manylora.lora.report import BaseModel, inspect_adapter
+from manylora.model.checkpoint import read_model_config
+from manylora.model.kv_tensors import token_numbers
+from manylora.model.weights import load_decoder
+from manylora.parallel.mapping import Mapping, check_mapping
+from manylora.request import LoraInput, Request, SamplingConfig
+from manylora.testing.driver import Driver, agree
+from manylora.testing.parity import read_from
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gemma4")
+
+
+@pytest.fixture(scope="module", params=["gemma4", "gemma4-moe", "gemma4-shared"])
+def model(request: pytest.FixtureRequest, workshop: Path) -> Path:
+    return make_model(workshop / request.param, request.param, seed=6)
+
+
+@pytest.fixture(scope="module")
+def adapter(model: Path, workshop: Path) -> Path:
+    """On every linear layer, those of experts and the router too."""
+    sparse, own = model.name == "gemma4-moe", ["per_layer_input_gate", "per_layer_projection"]
+    parts = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]} if sparse else {}
+    names = (*ATTENTION, *MLP, *(["router.proj"] if sparse else []), *(own if "shared" in model.name else []))
+    return make_adapter(workshop / f"{model.name}-adapters" / "1", model, 1, 4, names, **parts)
+
+
+def test_greedy_tokens_of_an_engine(model: Path, adapter: Path) -> None:
+    """A prompt of several chunks and windows, its beginning once more, and short ones, under an adapter and
+    not; twice, the second time from the cache. With few blocks some wait and are computed again."""
+    prompts = [tokens(70), tokens(70)[:60], tokens(70), tokens(5, 3)]
+    given = [None, LoraInput(1), LoraInput(1), None]
+    cases = list(zip(prompts, given, strict=True))
+    wanted = [reference_generate(model, adapter if lora else None, ids, 8) for ids, lora in cases]
+    cache = LoraCacheConfig(gpu_memory_bytes=2**22, prefetch_dir=adapter.parent)
+    few = {"max_tokens_in_paged_kv_cache": 160, "batch_scheduler_policy": "max_utilization"}
+    for options in ({}, few):
+        limits = {"max_seq_len": 96, "max_num_tokens": 40, "max_batch_size": 8, "tokens_per_block": 8}
+        engine = Engine(EngineConfig(model, device="cpu", lora=cache, **limits, **options))
+        for _ in range(2):
+            requests = (Request(tuple(ids), SamplingConfig(max_tokens=8), lora=lora) for ids, lora in cases)
+            found = run(engine, *requests)
+            assert [[token for event in events for token in event.token_ids] for events in found] == wanted
+        engine.close()
+
+
+def test_beams_are_those_of_transformers(model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, max_beam_width=3, tokens_per_block=8))
+    sampling = SamplingConfig(max_tokens=6, beam_width=3, end_id=300)
+    [[event]] = run(engine, Request(tuple(tokens(20)), sampling))
+    engine.close()
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    options = {"num_beams": 3, "num_return_sequences": 3, "eos_token_id": 300, "pad_token_id": 258}
+    ids = loaded.generate(torch.tensor([tokens(20)]), max_new_tokens=6, do_sample=False, **options)
+    assert [list(beam.token_ids) for beam in event.beams] == ids[:, 20:].tolist()
+
+
+def test_adapters_of_one_batch(model: Path, adapter: Path) -> None:
+    decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
+    tensors = read_from("peft", adapter, model)
+    found = Driver(decoder, [tokens(40), tokens(33, 5), tokens(40)], [tensors, None, None]).run()
+    wanted = [(adapter, tokens(40)), (None, tokens(33, 5)), (None, tokens(40))]
+    for logits, (lora, ids) in zip(found, wanted, strict=True):
+        assert agree(logits, reference_logits(model, lora, ids))
+    assert not agree(found[0], found[2])
+
+
+def test_sizes_are_those_of_each_layer(model: Path) -> None:
+    config = read_model_config(model)
+    modules = lora_modules(config)
+    q, k, v = (modules[one] for one in (LoraModuleId.ATTN_Q, LoraModuleId.ATTN_K, LoraModuleId.ATTN_V))
+    out, down = modules[LoraModuleId.ATTN_DENSE], modules[LoraModuleId.MLP_4H_TO_H]
+    geometry = cache_geometry(modules.values(), config.num_layers, 8, 64)
+    if config.kv_sources:  # layers 3 and 4 read keys and values of layer 1, and have a wider MLP
+        assert config.kv_shapes == ((2, 2, 24), (2, 1, 40), (2, 2, 24))
+        assert [q.at(layer).out_dim for layer in range(5)] == [96, 160, 96, 160, 160]
+        assert k.layers == {0, 1, 2} and v.layers == {0, 2} and down.layers is None
+        assert [down.at(layer).in_dim for layer in range(5)] == [96] * 3 + [192] * 2
+        return
+    assert config.kv_shapes == ((2, 2, 24), (2, 1, 40), (2, 1, 40))
+    assert token_numbers(config) == 2 * (48 + 40 + 40)
+    assert [q.at(layer).out_dim for layer in range(3)] == [96, 160, 160]
+    assert [k.at(layer).out_dim for layer in range(3)] == [48, 40, 40]
+    assert v.layers == modules[LoraModuleId.ATTN_QKV].layers == {0} and q.layers is None
+    assert [out.at(layer).in_dim for layer in range(3)] == [96, 160, 160]
+    assert geometry.page_width == 64 + (5 if config.moe else 40)  # a router, or the smallest key heads
+
+
+def test_an_adapter_of_values_that_are_keys_is_refused(model: Path, adapter: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "7"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text((adapter / "adapter_config.json").read_text())
+    weights = load_file(adapter / WEIGHTS)
+    keys = {key: value for key, value in weights.items() if "layers.1.self_attn.k_proj" in key}
+    assert keys
+    save_file({**weights, **{key.replace("k_proj", "v_proj"): v.clone() for key, v in keys.items()}},
+              folder / WEIGHTS, {"format": "pt"})  # fmt: skip
+    base = BaseModel(model, read_model_config(model), LoraCacheConfig())
+    assert inspect_adapter(adapter, base).problem is None
+    problem = inspect_adapter(folder, base).problem
+    assert problem is not None and "layer 1 of this model has no module attn_v" in problem
+
+
+def test_what_is_not_served_is_told(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match="differ in their sizes: such models run on one rank"):
+        check_mapping(read_model_config(model), Mapping(2, 0, 2))
+    raw = json.loads((model / "config.json").read_text())
+    for changed, reason in (
+        ({"per_layer_config": {"1": {"head_dim": 40, "sliding_window": 3}}}, "sliding_window in per_layer"),
+        ({"per_layer_config": {"1": {"head_dim": 0}}}, "head_dim of layer 1 must be a whole number"),
+        ({"per_layer_config": {"1": {"num_key_value_heads": 3}}}, "cannot share 3 key heads"),
+        ({"use_bidirectional_attention": "all"}, "both directions"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**raw, **changed}))
+        with pytest.raises(ConfigError, match=reason):
+            read_model_config(tmp_path)
+
+
+def test_the_keys_of_the_first_releases(model: Path, tmp_path: Path) -> None:
+    """`global_head_dim` where transformers writes `per_layer_config`."""
+    raw = json.loads((model / "config.json").read_text())
+    raw.pop("per_layer_config")
+    raw |= {"global_head_dim": 40, "num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    weights = tmp_path / "model.safetensors"
+    weights.symlink_to(model / "model.safetensors")
+    assert read_model_config(tmp_path).layer_shapes == read_model_config(model).layer_shapes

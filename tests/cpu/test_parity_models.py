@@ -125,7 +125,7 @@ def test_greedy_tokens_of_the_engine(family: str, workshop: Path) -> None:
         assert found[handle] == reference_generate(model, adapter, tokens(20 + seed, seed), 12)
 
 
-@pytest.mark.parametrize("family", [*ENGINE_FAMILIES, "llama", "qwen2"])
+@pytest.mark.parametrize("family", [*sorted({*ENGINE_FAMILIES} - {"gemma3n"}), "llama", "qwen2"])
 def test_a_nemo_archive_is_its_fused_matrices(family: str, workshop: Path) -> None:
     """As it is and converted, for q, k and v apart, fused, and fused by groups of heads."""
     model = make_model(workshop / f"nemo-{family}", family, seed=7)

@@ -38,6 +38,8 @@ BESIDE_CAUSAL = {
     "InternLM3ForCausalLM": "internlm3",
     "Llama4ForConditionalGeneration": "llama4",
     "LlavaForConditionalGeneration": "llava",
+    "LlavaNextForConditionalGeneration": "llava_next",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
     "Qwen2VLForConditionalGeneration": "qwen2_vl",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 QWEN_VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64}
 CLIP = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 CLIP |= {"image_size": 28, "patch_size": 14}
+SIGLIP = {**CLIP, "model_type": "siglip_vision_model"}
 MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6}
 # The model, the variant of its text model, and its vision tower.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -50,6 +51,15 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma4_unified": ("gemma4-unified", {}, {}),
     "llava": ("llama", {}, {**CLIP, "model_type": "clip_vision_model"}),
     "llava-mistral": ("mistral", {}, {**CLIP, "model_type": "clip_vision_model"}),
+    "llava_next": ("qwen2", {}, {**CLIP, "model_type": "clip_vision_model"}),
+    "gemma3": ("gemma3", {"head_dim": 16, "query_pre_attn_scalar": 16}, SIGLIP),
+    "mistral3": ("mistral", {}, {**CLIP, "model_type": "pixtral"}),
+    "mistral3-ministral3": ("ministral3", {}, {**CLIP, "model_type": "pixtral"}),
+    "qwen3_vl_moe": (
+        "qwen3-moe",
+        {"rope_parameters": {**MROPE, "mrope_section": [4, 4, 4], "mrope_interleaved": True}},
+        {**QWEN_VISION, "intermediate_size": 32, "deepstack_visual_indexes": [0]},
+    ),
     "llama4": (
         "llama4",
         {},
@@ -58,13 +68,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def make(path: Path, name: str, original: bool = True) -> Path:
+def make(path: Path, name: str, original: bool = True, **more: Any) -> Path:
     from transformers import AutoConfig
 
     family, settings, vision = MODELS[name]
-    text = json.loads((make_model(path / "text", family, **settings) / "config.json").read_text())
+    text = json.loads((make_model(path / "text", family, **settings, **more) / "config.json").read_text())
     text = {key: value for key, value in text.items() if key != "architectures"}
-    if not name.startswith("llava"):
+    if not name.startswith(("llava", "mistral3")):
         text.pop("model_type")
     torch.manual_seed(4)
     kind = name.partition("-")[0]
@@ -103,6 +113,52 @@ def test_the_text_of_a_model_that_sees(name: str, original: bool, tmp_path: Path
     text_part = read_lora(find_source(adapter), 0, ReadOptions(lora_modules(config), text_only=True))
     [again] = Driver(decoder, [tokens(30)], [text_part]).run()
     assert agree(again, found[1])
+
+
+# Where a checkpoint may have the text model and its head, and what PEFT's names begin with on each.
+LAYOUTS = {
+    "release": ("language_model.model.", "language_model.lm_head."),
+    "transformers 5": ("model.language_model.", "lm_head."),
+    "head apart": ("language_model.model.", "lm_head."),
+    "inner model": ("language_model.", "lm_head."),
+    "plain": ("model.", "lm_head."),
+}
+
+
+@pytest.mark.parametrize("name", ["llava_next", "qwen3_vl_moe"])
+def test_every_layout_of_names(name: str, tmp_path: Path) -> None:
+    """Of checkpoints, and of adapters trained on any of them."""
+    model = make(tmp_path, name, original=False)
+    tensors = load_file(model / "model.safetensors")
+    targets = r".*language_model.*\.(q_proj|o_proj)"
+    adapter = make_adapter(tmp_path / "a", model, 1, rank=3, target_modules=targets)
+    rows = load_file(adapter / "adapter_model.safetensors")
+    config = read_model_config(model)
+    decoder = load_decoder(model, config, torch.float32, open_device("cpu"))
+    wanted = Driver(decoder, [tokens(12)] * 2, [None, read_from("peft", adapter, model)]).run()
+    for root, head in LAYOUTS.values():
+        head = "lm_head." if name.startswith("qwen") else head  # never elsewhere
+        moved = {
+            key.replace("model.language_model.", root, 1).replace("lm_head.", head, 1)
+            if not key.startswith(("model.vision", "model.visual", "model.multi", "model.image"))
+            else key: value
+            for key, value in tensors.items()
+        }
+        save_file(moved, model / "model.safetensors", {"format": "pt"})
+        decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
+        own = {f"base_model.model.{key[17:].replace('model.language_model.', root, 1)}": v
+               for key, v in rows.items()}  # fmt: skip
+        save_file(own, adapter / "adapter_model.safetensors", {"format": "pt"})
+        found = Driver(decoder, [tokens(12)] * 2, [None, read_from("peft", adapter, model)]).run()
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_a_square_stack_of_experts_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    """Where [in, out] and [out, in] look alike, it takes them for [out, in]."""
+    model = make(tmp_path, "qwen3_vl_moe", original=True, moe_intermediate_size=64)
+    decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
+    [found] = Driver(decoder, [tokens(12)], [None]).run()
+    assert agree(found, reference_logits(model, None, tokens(12)))
 
 
 def test_keys_of_the_text_model_beside_those_of_the_vision_tower(tmp_path: Path) -> None:

@@ -172,6 +172,7 @@ class MoeConfig:
     shared_gated: bool = True  # that one has a gate of its own
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     transposed: bool = False  # a checkpoint's matrices of all experts are [in, out]
+    either_way: bool = False  # but some checkpoints have them [out, in]: the shape says which
     biased: bool = False  # the router and the experts' matrices have biases
     # The experts' matrices are kept [in, out], columns of gate and up in turn; PEFT's rows are in that order.
     interleaved: bool = False

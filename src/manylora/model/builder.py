@@ -20,9 +20,9 @@ from manylora.kernels.quantised import QuantisedWeight
 from manylora.model.checkpoint import read_model_config
 from manylora.model.families import FAMILIES
 from manylora.model.families.family import TensorNames
-from manylora.model.plan import STACKS, WeightSpec, checkpoint_plan
+from manylora.model.plan import STACKS, WeightSpec
 from manylora.model.quant import is_linear, quantise, should_quantise
-from manylora.model.weights import DTYPES, check_names, open_checkpoint, read_quantised
+from manylora.model.weights import DTYPES, check_names, open_checkpoint, plan_of_files, read_quantised
 from manylora.quant.checkpoint_weights import PARTS
 from manylora.quant.config import QuantConfig
 
@@ -129,7 +129,7 @@ def _prepare(plan: BuildPlan) -> None:
 
 
 def _convert(plan: BuildPlan, model: ModelConfig, files: dict[str, Any], writer: _Writer) -> Built:
-    specs = checkpoint_plan(model, files)
+    specs = plan_of_files(model, files)
     sources = {piece.source for spec in specs.values() for piece in spec.slices}
     stored = check_names(files, specs, model, plan.quant)
     linears: set[str] = set()

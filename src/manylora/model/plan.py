@@ -251,9 +251,11 @@ def _cross(config: ModelConfig, names: TensorNames, source: str) -> Plan:
 
 
 def _root(names: TensorNames, stored: Collection[str]) -> str:
-    """The first root that occurs in the checkpoint; none, where a bare model was saved."""
-    if f"{names.embed}.weight" in stored:
-        return ""
+    """The root of the embedding, else the first that occurs in the checkpoint; none, where a bare model was
+    saved."""
+    for root in ("", *names.roots):
+        if f"{root}{names.embed}.weight" in stored:
+            return root
     present = (root for root in names.roots if any(name.startswith(root) for name in stored))
     return next(present, names.roots[0])
 

@@ -127,7 +127,7 @@ def load_weights(
         )
         files = open_checkpoint(Path(model_dir), stack, progress.add)
         config = _with_own_head(config, files)
-        plan = checkpoint_plan(config, files)
+        plan = plan_of_files(config, files)
         stored = check_names(files, plan, config, quant)
         weights: dict[str, Any] = {}
         for name, spec in take(plan).items():  # packed one by one: at most one matrix is in memory twice
@@ -206,6 +206,20 @@ def open_checkpoint(
             file = stack.enter_context(SafetensorsFile(path, on_read))
         found.update(dict.fromkeys(file.keys(), file))
     return found
+
+
+def plan_of_files(config: ModelConfig, files: Files) -> Plan:
+    """The plan of this checkpoint, whose experts' matrices may be either way in one tensor. Reads headers."""
+    plan = checkpoint_plan(config, files)
+    if config.moe is None or not config.moe.either_way:
+        return plan
+    return {name: _as_stored(spec, files) if spec.transposed else spec for name, spec in plan.items()}
+
+
+def _as_stored(spec: WeightSpec, files: Files) -> WeightSpec:
+    turned, source = replace(spec, transposed=False), spec.slices[0].source
+    found = tuple(files[source].get_slice(source).get_shape()) if source in files else ()
+    return turned if found == turned.checkpoint_shape(spec.slices[0]) else spec
 
 
 def check_names(

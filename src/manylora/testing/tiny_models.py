@@ -27,7 +27,10 @@ from manylora.testing.tiny_configs import (
 )
 
 # Whose class for images is not among those for text.
-SEEING = ("mistral3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llama4")
+SEEING = (
+    "gemma3", "mistral3", "llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe",
+    "llama4",
+)  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"

@@ -76,11 +76,12 @@ class TensorNames:
 
 
 def text_tower(names: TensorNames) -> TensorNames:
-    """Of the text model of one that sees images too."""
-    parts = ("vision_tower.", "multi_modal_projector.")
+    """Of the text model of one that sees images too: as it was released, as transformers saves it from 4.52
+    on, as it saves the model without its head, and as a text model of its own."""
+    parts = ("vision_tower.", "multi_modal_projector.", "image_newline")
     return replace(
         names,
-        roots=("language_model.model.", "model.language_model."),
+        roots=("language_model.model.", "model.language_model.", "language_model.", "model."),
         head="language_model.lm_head",
         unused=(*parts, *(f"model.{part}" for part in parts)),
     )

@@ -1,5 +1,6 @@
-"""The text models of Qwen 2-VL, 2.5-VL and 3-VL and of LLaVA. Tokens of text have one position for all axes,
-so their rotation is the plain one. Gemma 3, Mistral 3 and Llama 4 are beside their plain text models."""
+"""The text models of Qwen 2-VL, 2.5-VL and 3-VL, of LLaVA and LLaVA-NeXT. Tokens of text have one position
+for all axes, so their rotation is the plain one. Gemma 3, Mistral 3 and Llama 4 are beside their plain text
+models."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from manylora.errors import ConfigError
-from manylora.model.families.common import SU, text_settings
+from manylora.model.families.common import SU, read_biases, text_settings
 from manylora.model.families.family import ModelFamily, TensorNames, text_tower
 from manylora.model.families.llama import FAMILIES as TEXT
 from manylora.model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from manylora.model.families.moe import qwen_experts
 
 OUTER = {"text_config": None, "tie_word_embeddings": False}
 QWEN2_VL = {
@@ -22,6 +24,13 @@ QWEN2_VL = {
 QWEN3_VL = {
     **QWEN3, "hidden_size": 4096, "max_position_embeddings": 128000, "rope_theta": 500000.0,
     "use_sliding_window": False,
+}  # fmt: skip
+QWEN3_VL_MOE = {
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": None, "hidden_act": "silu",
+    "max_position_embeddings": 128000, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    "rope_theta": 500000.0, "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": None,
+    "moe_intermediate_size": 1408, "num_experts": 60, "num_experts_per_tok": 4,
 }  # fmt: skip
 MROPE = {"renamed": {**SU, "mrope": "default"}}
 # By the model_type of LLaVA's text model.
@@ -41,6 +50,12 @@ def _qwen(defaults: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Mapping[
         return _tied(raw, text_settings({**raw, "text_config": text}, defaults))
 
     return rename
+
+
+def _qwen_moe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """transformers 5 counts experts under another name than the releases."""
+    text = text_settings(raw, QWEN3_VL_MOE)
+    return {**text, "num_experts": text.get("num_local_experts") or text["num_experts"]}
 
 
 def _llava(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -63,11 +78,19 @@ def _llava_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     return TEXT[LLAVA_TEXT[raw["model_type"]][1]].config(raw)
 
 
+def _qwen3_vl_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Released with the experts of a layer in one tensor [in, out]; transformers 5 has them [out, in]."""
+    moe = qwen_experts({**raw, "norm_topk_prob": True})
+    experts = None if moe is None else replace(moe, transposed=True, either_way=True)
+    return {**read_biases(raw), "qk_norm": "head", "moe": experts}
+
+
 def _beside_visual(_: object) -> TensorNames:
     names = text_tower(TensorNames())
-    return replace(names, roots=(*names.roots, "model."), head="lm_head", unused=("visual.", "model.visual."))
+    return replace(names, head="lm_head", unused=("visual.", "model.visual."))
 
 
+LLAVA = ModelFamily(OUTER, _llava_fields, lambda _: text_tower(TensorNames()), _llava)
 FAMILIES = {
     "Qwen2VLForConditionalGeneration": ModelFamily(
         OUTER, TEXT["Qwen2ForCausalLM"].config, _beside_visual, _qwen(QWEN2_VL), rope=MROPE
@@ -78,7 +101,8 @@ FAMILIES = {
     "Qwen3VLForConditionalGeneration": ModelFamily(
         OUTER, TEXT["Qwen3ForCausalLM"].config, _beside_visual, _qwen(QWEN3_VL), rope=MROPE
     ),
-    "LlavaForConditionalGeneration": ModelFamily(
-        OUTER, _llava_fields, lambda _: text_tower(TensorNames()), _llava
+    "Qwen3VLMoeForConditionalGeneration": ModelFamily(
+        OUTER, _qwen3_vl_moe, _beside_visual, _qwen_moe, rope=MROPE
     ),
+    **dict.fromkeys(("LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration"), LLAVA),
 }

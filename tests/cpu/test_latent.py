@@ -285,7 +285,12 @@ def test_tensors_of_a_request(workshop: Path) -> None:
     """Ids 26 to 29, in `lora_weights` and `lora_config`."""
     model = make_model(workshop / "wire", "deepseek-v3", seed=6)
     modules = lora_modules(read_model_config(model))
-    assert {MODULE_NAMES[i] for i in modules if i >= 26} == {"attn_q_a", "attn_q_b", "attn_kv_a", "attn_kv_b"}
+    assert {MODULE_NAMES[i] for i in modules if 26 <= i < 30} == {
+        "attn_q_a",
+        "attn_q_b",
+        "attn_kv_a",
+        "attn_kv_b",
+    }
     random, kind = np.random.default_rng(3), RowFormat(2)
     rows = [
         AdapterRow(i, layer, kind, (random.normal(size=m.row_elements(kind)) * 0.2).astype("f4"))

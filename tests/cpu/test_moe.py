@@ -38,6 +38,7 @@ from manylora.lora.tensors import AdapterRow, pack_rows
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
+from manylora.testing.parity import read_from
 from manylora.testing.tiny_configs import MOE_FAMILIES
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
@@ -335,19 +336,41 @@ def test_broken_adapters_are_refused_with_the_reason(workshop: Path) -> None:
             read_adapter_folder(path, modules=more)
 
 
-def test_what_granite_cannot_adapt_is_named(workshop: Path) -> None:
-    """Its fused shared expert, and experts as transformers 4 named them."""
+def test_adapters_on_what_granite_fuses(workshop: Path) -> None:
+    """Its shared expert, also with DoRA, and its experts as transformers 5 and 4 name them; in one batch."""
     model = make_model(workshop / "granite-shared", "granitemoe-shared", seed=12)
-    modules = lora_modules(read_model_config(model))
-    shared = make_adapter(workshop / "granite-s", model, 1, rank=4, modules=("q_proj", "input_linear"))
-    with pytest.raises(AdapterInvalidError, match=r"shared_mlp.input_linear.lora_A.weight: no such"):
-        read_adapter_folder(shared, modules=modules)
-    plain = make_adapter(workshop / "granite-q", model, 1, rank=4, modules=("q_proj",))
-    low = "base_model.model.model.layers.0.block_sparse_moe."
-    key = f"{low}input_linear.lora_A.weight"
-    old = broken(plain, workshop / "granite-old", lambda tensors: tensors.update({key: torch.ones(12, 64)}))
-    with pytest.raises(AdapterInvalidError, match=r"input_linear.lora_A.weight: no such LoRA module"):
-        read_adapter_folder(old, modules=modules)
+    config = read_model_config(model)
+    modules = ("q_proj", "input_linear", "output_linear")
+    shared = make_adapter(workshop / "granite-s", model, 1, rank=4, modules=modules)
+    dora = make_adapter(workshop / "granite-d", model, 2, rank=3, modules=modules, use_dora=True)
+    stacks = [f"block_sparse_moe.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    experts = make_adapter(workshop / "granite-e", model, 3, modules=("v_proj",), target_parameters=stacks)
+    older = broken(experts, workshop / "granite-4", _as_transformers_4_names_granite)
+    settings = json.loads((older / "adapter_config.json").read_text())
+    names = [f"block_sparse_moe.{name}.weight" for name in ("input_linear", "output_linear")]
+    (older / "adapter_config.json").write_text(json.dumps({**settings, "target_parameters": names}))
+    decoder = load_decoder(model, config, torch.float32, open_device("cpu"))
+    folders = [None, shared, dora, experts, older]
+    adapters = [folder and read_from("peft", folder, model) for folder in folders]
+    found = Driver(decoder, [tokens(20)] * 5, adapters).run()
+    for folder, one in zip([None, shared, dora, experts, experts], found, strict=True):
+        assert agree(one, reference_logits(model, folder, tokens(20)))
+    assert not any(agree(one, found[0]) for one in found[1:])
+    assert torch.equal(found[3], found[4])
+    short = broken(
+        shared, workshop / "granite-b", lambda t: t.pop(next(k for k in t if "t_linear.lora_B" in k))
+    )
+    with pytest.raises(AdapterInvalidError, match="put_linear is missing its lora_B matrix"):
+        read_adapter_folder(short, modules=lora_modules(config))
+
+
+def _as_transformers_4_names_granite(tensors: dict[str, torch.Tensor]) -> None:
+    for key in [key for key in tensors if ".experts." in key]:
+        tensor = tensors.pop(key)
+        rows = tensor.shape[0 if "lora_B" in key else 1]
+        inner = (2 * 96, 96)
+        name = "input_linear" if rows == (inner[0] if "lora_B" in key else 64) else "output_linear"
+        tensors[key.replace("experts.base_layer", "experts").replace("experts", name)] = tensor
 
 
 def test_tensors_that_do_not_fit_the_layer_are_refused(workshop: Path) -> None:

@@ -65,6 +65,7 @@ class LoraModuleId(IntEnum):
     ALTUP_CORRECTION_COEFS = 44
     ALTUP_PROJECTIONS = 45
     ALTUP_UNEMBED_PROJECTIONS = 46
+    SHARED_EXPERT_GATE_UP = 47
 
 
 MEANINGS = (
@@ -87,6 +88,7 @@ MEANINGS = (
     "altup.prediction_coefs", "altup.correction_coefs",
     "altup_projections.N, which are outside layers: N as of layer N",
     "altup_unembed_projections.N, which are outside layers: N as of layer N",
+    "shared expert: up_proj and gate_proj: B is [up; gate]",
 )  # fmt: skip
 """What Hugging Face models call the matrix of each module id. TensorRT-LLM's converters write 5 for
 the gate and 7 for the other one."""
@@ -104,6 +106,7 @@ FUSED = {
     "attn_qkv": ("attn_q", "attn_k", "attn_v"),
     "mlp_gate_up": ("mlp_gate", "mlp_h_to_4h"),
     "cross_attn_qkv": ("cross_attn_q", "cross_attn_k", "cross_attn_v"),
+    "shared_expert_gate_up": ("shared_expert_gate", "shared_expert_h_to_4h"),
     "linear_attn_qkvz": ("linear_attn_qkv", "linear_attn_z"),
     "linear_attn_ba": ("linear_attn_b", "linear_attn_a"),
 }
@@ -112,6 +115,7 @@ SHARED = {
     "mlp_h_to_4h": "shared_expert_h_to_4h",
     "mlp_4h_to_h": "shared_expert_4h_to_h",
     "mlp_gate": "shared_expert_gate",
+    "mlp_gate_up": "shared_expert_gate_up",
 }
 
 
@@ -426,6 +430,7 @@ def _moe_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
         "shared_expert_h_to_4h": (hidden, shared, Split.B_ROWS),
         "shared_expert_4h_to_h": (shared, hidden, Split.A_COLS),
         "shared_expert_gate": (hidden, shared, Split.B_ROWS),
+        "shared_expert_gate_up": (hidden, 2 * shared, Split.B_ROWS),
     }
 
 

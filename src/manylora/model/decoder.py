@@ -458,6 +458,7 @@ class Decoder(Transformer):
             return SharedExpert(mlp, None)
         gate = self._linear(layer, "shared_gate", LoraTarget(LoraModuleId.MLP_ROUTER, 0, 1))
         return SharedExpert(mlp, gate)
+            LoraTarget(LoraModuleId.SHARED_EXPERT_GATE_UP, 0, 2 * inner),
 
     def _experts(self, layer: int, moe: MoeConfig, name: str, *targets: LoraTarget) -> Experts:
         numbers = range(moe.num_experts)

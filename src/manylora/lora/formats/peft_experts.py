@@ -38,11 +38,14 @@ EXPERT_PATHS = {
     for name, module_id in EXPERT_NAMES.items()
 }
 """What a configuration may call the modules: their names, or their paths without the expert's number."""
+PARALLEL = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
+"""Granite's, each a module with the matrices of all experts in transformers 4."""
 EXPERT_KEY = re.compile(
     r"(?P<path>(?P<root>(?:(?:base_model|model|language_model)\.)*)"
     r"layers\.(?P<layer>\d{1,5})\.(?:(?:mlp|block_sparse_moe|feed_forward)\.)?"
-    rf"experts(?:\.(?P<expert>\d{{1,5}})\.(?P<name>{'|'.join(EXPERT_NAMES)})"
-    rf"|\.(?P<list>{'|'.join(LISTS)})\.(?P<number>\d{{1,5}})|(?P<stacked>(?:\.base_layer)?)))\."
+    rf"(?:experts\.(?P<expert>\d{{1,5}})\.(?P<name>{'|'.join(EXPERT_NAMES)})"
+    rf"|experts\.(?P<list>{'|'.join(LISTS)})\.(?P<number>\d{{1,5}})"
+    rf"|(?P<stacked>experts(?:\.base_layer)?|{'|'.join(PARALLEL)}))\."
     r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
 )
 """path, layer and side as in PEFT_KEY; expert and name, or number and list: of one expert; stacked: of all,
@@ -171,7 +174,8 @@ def _from_stacked(
     down = _of_one(modules, DOWN)
     for name, (path, (a, b)) in _named(pairs, config, modules).items():
         turned = down is not None and down.transposed and (a.shape[1], len(b)) in _turned_sizes(down)
-        parameter = f"{path.removesuffix('.base_layer')}.{name}"
+        own = "weight" if path.endswith(tuple(PARALLEL)) else name
+        parameter = f"{path.removesuffix('.base_layer')}.{own}"
         rank = config.rank(parameter)
         count, rest = divmod(len(a), rank)
         if rest or count == 0 or b.shape[1] != len(a):
@@ -210,7 +214,10 @@ def _named(
     down_proj from inner to hidden, and no sizes make the two look alike."""
     sizes = {path: (a.shape[1], len(b)) for path, (a, b) in pairs.items()}
     down = _of_one(modules, DOWN)
-    if down is not None:
+    by_path = {PARALLEL.get(path.rpartition(".")[2]): path for path in pairs}
+    if None not in by_path:
+        found: dict[str | None, str] = by_path
+    elif down is not None:
         inner, hidden = down.in_dim, down.out_dim
         wanted = {(hidden, 2 * inner): "gate_up_proj", (inner, hidden): "down_proj"}
         if down.transposed:

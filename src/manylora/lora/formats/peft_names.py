@@ -31,6 +31,9 @@ MLP_IDS = {
     "w2": Id.MLP_4H_TO_H, "router": Id.MOE_ROUTER, "router.layer": Id.MOE_ROUTER,
     "proj": Id.MOE_ROUTER,  # below `router`
 }  # fmt: skip
+# Granite's shared expert. Its routed experts have the same names in transformers 4.
+SHARED_IDS = {"input_linear": Id.SHARED_EXPERT_GATE_UP, "output_linear": Id.SHARED_EXPERT_4H_TO_H}
+GATE_UP_IDS = (Id.MLP_GATE_UP, Id.SHARED_EXPERT_GATE_UP)
 ENCODER_MLP_IDS = {"intermediate": Id.MLP_H_TO_4H, "output": Id.MLP_4H_TO_H}  # both are called dense
 LINEAR_IDS = {
     "in_proj_qkvz": Id.LINEAR_ATTN_QKVZ, "in_proj_ba": Id.LINEAR_ATTN_BA, "in_proj_qkv": Id.LINEAR_ATTN_QKV,
@@ -53,7 +56,7 @@ LAYER = r"(?:layers|h|encoder\.layer)\.(?P<layer>\d{1,5})\."
 MODULE = (
     rf"(?P<path>{ROOT}(?:{LAYER}(?:"
     r"(?:(?P<mlp>mlp|block_sparse_moe|feed_forward|intermediate|output|router)|(?P<linear>linear_attn)"
-    r"|(?P<conv>conv)"
+    r"|(?P<conv>conv)|(?P<shared>shared_mlp)"
     r"|self_attn|self_attention|attention|attn)"
     r"\.(?P<name>(?:(?:shared_experts?|self|output)\.)?\w+|router\.layer)"
     r"|(?P<own>per_layer_input_gate|per_layer_projection|(?:altup|laurel)\.\w+))"
@@ -62,8 +65,9 @@ MODULE = (
 PEFT_KEY = re.compile(
     MODULE + r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
 )
-"""path: the module's; mlp, linear, conv: of the MLP, of a recurrent layer, else of attention; own: of the
-layer itself; outside: of no layer; side: A or B, None for a DoRA magnitude as PEFT or NVlabs name it."""
+"""path: the module's; mlp, linear, conv, shared: of the MLP, of a recurrent layer, of Granite's shared expert,
+else of attention; own: of the layer itself; outside: of no layer; side: A or B, None for a DoRA magnitude as
+PEFT or NVlabs name it."""
 
 VISION = re.compile(
     r"(?:^|\.)(?:vision_\w+|visual|image_\w+|audio_\w+|embed_(?:vision|audio)|multi_modal_projector"
@@ -77,7 +81,7 @@ def module_id_of(match: re.Match[str], modules: Mapping[int, LoraModule] | None)
     if match["own"] or match["outside"]:
         return INPUT_IDS.get(match["own"] or match["outside"])
     ids = MLP_IDS if match["mlp"] else LINEAR_IDS if match["linear"] else ATTENTION_IDS
-    ids = CONV_IDS if match["conv"] else ids
+    ids = CONV_IDS if match["conv"] else SHARED_IDS if match["shared"] else ids
     found = ids.get(match["name"])
     if match["name"] == "dense" and match["mlp"]:
         found = ENCODER_MLP_IDS.get(match["mlp"])
@@ -97,7 +101,7 @@ def in_our_order(path: str, module_id: int, rows: np.ndarray, module: LoraModule
 
     Raises AdapterInvalidError.
     """
-    if module_id == Id.MLP_GATE_UP:
+    if module_id in GATE_UP_IDS:
         return _swap_halves(path, rows)
     return _ungroup(path, rows, module) if path.endswith(GROUPED) else rows
 
@@ -105,7 +109,7 @@ def in_our_order(path: str, module_id: int, rows: np.ndarray, module: LoraModule
 def in_peft_order(path: str, module_id: int, rows: np.ndarray, module: LoraModule | None) -> np.ndarray:
     """[out] or [out, n] as a file has it to PEFT's order, which is that of the base's matrix. They
     differ where the halves of a fused gate and up were swapped beforehand. Raises AdapterInvalidError."""
-    swapped = module_id == Id.MLP_GATE_UP and module is not None and not module.gate_first
+    swapped = module_id in GATE_UP_IDS and module is not None and not module.gate_first
     return _swap_halves(path, rows) if swapped else rows
 
 

@@ -60,6 +60,7 @@ ENGINE_FAMILIES += (
     "cohere2",
     "ministral3",
     "opt",
+    "opt-350m",
 )  # positions of some layers, or for queries alone; names
 
 
@@ -341,8 +342,7 @@ def test_the_text_of_a_multimodal_mistral(family: str, workshop: Path) -> None:
     ("family", "settings", "reason"),
     [
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 entries for num_hidden_layers 4"),
-        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before False is not supported"),
-        ("opt", {"word_embed_proj_dim": 32}, r"word_embed_proj_dim \(32\) other than hidden_size \(64\)"),
+        ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine False is not"),
         ("llama", {"architectures": ["ViTModel"]}, "ViTModel is not supported; supported are LlamaFor"),
         ("llama", {"hidden_act": "mish"}, "activation 'mish' is not supported; supported are silu"),
         ("llama", {"hidden_size": None, "num_attention_heads": 4}, "must be a whole number"),

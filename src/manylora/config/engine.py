@@ -271,6 +271,8 @@ class ModelConfig:
     makes_text: bool = True  # the checkpoint has a head for text
     bidirectional: bool = False  # an encoder alone: its tokens see each other
     token_types: int = 0  # rows of a table by which the tokens of two texts differ
+    post_norm: bool = False  # a block's norms are on the sums with its input, not on what its parts get
+    projected_size: int | None = None  # of the embedding and the head, which linear layers lead from and to
     transposed_weights: bool = False  # the checkpoint's matrices are [in, out]
     quant: CheckpointQuant | None = None  # how its weights are quantised; None: plain, or built here
 

@@ -150,7 +150,7 @@ def _check_ids(ids: Sequence[int], num_ids: int, limit: int, encoder: bool = Fal
 
 
 def _check_params(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> None:
-    params, hidden = request.params, model.hidden_size
+    params, hidden = request.params, model.projected_size or model.hidden_size
     if params.beam_width == 1 and params.num_return_sequences > config.max_batch_size:
         raise RequestError(
             f"num_return_sequences must be at most {config.max_batch_size} (max_batch_size, or "
@@ -221,7 +221,7 @@ class LogitsMemory:
             rows += num_output * params.num_return_sequences * params.return_generation_logits
         wanted = 4 * rows * self.model.vocab_size
         if request.pooling is not None and request.pooling.mode == "all":
-            wanted = 4 * len(request.prompt) * self.model.hidden_size
+            wanted = 4 * len(request.prompt) * (self.model.projected_size or self.model.hidden_size)
         if wanted > self.num_bytes:
             raise RequestError(
                 f"Logits of {rows} tokens take {wanted} bytes, at most {self.num_bytes} are given to them: "

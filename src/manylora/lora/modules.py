@@ -66,6 +66,9 @@ class LoraModuleId(IntEnum):
     ALTUP_PROJECTIONS = 45
     ALTUP_UNEMBED_PROJECTIONS = 46
     SHARED_EXPERT_GATE_UP = 47
+    # Around all layers; their rows are those of layer 0.
+    PROJECT_IN = 48
+    PROJECT_OUT = 49
 
 
 MEANINGS = (
@@ -89,6 +92,7 @@ MEANINGS = (
     "altup_projections.N, which are outside layers: N as of layer N",
     "altup_unembed_projections.N, which are outside layers: N as of layer N",
     "shared expert: up_proj and gate_proj: B is [up; gate]",
+    "project_in, between the embedding and layer 0", "project_out, before the head",
 )  # fmt: skip
 """What Hugging Face models call the matrix of each module id. TensorRT-LLM's converters write 5 for
 the gate and 7 for the other one."""
@@ -318,7 +322,10 @@ def _dense_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
     }
     if model.moe and len(model.moe.layers) == model.num_layers and not model.moe.beside_mlp:
         return attention
-    return {**attention, **mlp, **(gated if model.gated_mlp else {})}
+    around = {}
+    if size := model.projected_size:
+        around = {"project_in": (size, hidden, Split.NONE), "project_out": (hidden, size, Split.NONE)}
+    return {**attention, **mlp, **(gated if model.gated_mlp else {}), **around}
 
 
 def _attention_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
@@ -443,6 +450,8 @@ def _find_targets(name: str, dims: Mapping[str, object]) -> set[str]:
 
 
 def _layers(name: str, model: ModelConfig) -> frozenset[int] | None:
+    if name.startswith("project_"):
+        return frozenset({0})
     if model.encoder is not None and name.startswith("cross_"):
         return frozenset(range(model.encoder.num_layers, model.num_layers))
     own = model.recurrent_layers

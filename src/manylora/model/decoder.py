@@ -55,8 +55,15 @@ class Decoder(Transformer):
         super().__init__(config, weights, dtype, ops)
         self._names = FAMILIES[config.architecture].names(config)
         norm = self._norm("norm", "norm")
+        if config.post_norm:
+            norm = self._layer_norm(config.num_layers - 1, "mlp_norm")
         assert norm is not None
         self._final_norm = norm
+        self._project_in = self._project_out = None
+        if size := config.projected_size:
+            inner = LoraTarget(LoraModuleId.PROJECT_IN, 0, config.hidden_size)
+            self._project_in = self._linear(0, "project_in", inner)
+            self._project_out = self._linear(0, "project_out", LoraTarget(LoraModuleId.PROJECT_OUT, 0, size))
         self._recurrent = {layer: self._recurrent_layer(layer) for layer in sorted(config.recurrent_layers)}
         self._blocks = [self._block(layer) for layer in range(config.num_layers)]
         self._places = _cache_places(config)
@@ -139,8 +146,7 @@ class Decoder(Transformer):
         if self._streams is not None:
             x = self._streams.merge(x, lora)
         if wanted is not None:
-            final = self._final_norm(x) if delta is None else self._final_norm.add(x, delta)[1]
-            return self._apply_head(final, None)
+            return self._apply_head(self._hidden(x, delta, torch.arange(len(x)), wanted.lora), None)
         if batch.pooled is not None:
             batch.pooled.hidden = self._hidden(x, delta, batch.pooled.rows, lora)
         return self._logits(x, delta, batch)
@@ -159,7 +165,10 @@ class Decoder(Transformer):
         return Wanted(rows, few if few is not None and few.segments else None)
 
     def _hidden(self, x: Tensor, delta: Tensor | None, rows: Tensor, lora: LoraBatch | None) -> Tensor:
-        """Behind the final norm, [P, hidden] of rows [P]."""
+        """Behind the final norm and what may follow it, [P, hidden or projected_size] of rows [P]."""
+        if self._project_out is not None:  # its adapters are for all rows
+            assert delta is not None
+            return self._project_out(self._final_norm.add(x, delta, lora)[1], lora)[rows]
         if delta is None:
             adapted = lora is not None and bool(lora.extras)
             return self._final_norm(x, lora)[rows] if adapted else self._final_norm(x[rows])
@@ -206,6 +215,7 @@ class Decoder(Transformer):
         if batch.lora is not None and batch.lora.extras:
             scale = self._embedding_scale if self.config.scales_vectors else None
             adapt_prompt(x, batch.lora.extras, scale)
+        x = x if self._project_in is None else self._project_in(x, batch.lora)
         positions = self._weights.get("positions")
         return x if positions is None else x + F.embedding(batch.positions, positions)
 
@@ -223,10 +233,11 @@ class Decoder(Transformer):
         return (angles.cos() * rope.factor).to(self.dtype), (angles.sin() * rope.factor).to(self.dtype)
 
     def _block(self, layer: int) -> Block | AltUpBlock:
-        norms = {
-            name: self._norm(f"{layer}.{name}", f"layers.{layer}.{self._names.block_norms.get(name)}")
-            for name in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
-        }
+        names = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+        norms = {name: self._layer_norm(layer, name) for name in names}
+        if self.config.post_norm:  # each norm is computed with the sum that comes after it
+            before = self._layer_norm(layer - 1, "mlp_norm") if layer else None
+            norms |= {"attention_norm": before, "mlp_norm": norms["attention_norm"]}
         latent, attention = self.config.latent, None
         if layer not in self._recurrent:
             attention = self._attention(layer) if latent is None else self._latent_attention(layer, latent)
@@ -297,6 +308,9 @@ class Decoder(Transformer):
             norm,
             self.config.activation,
         )
+
+    def _layer_norm(self, layer: int, name: str) -> Norm | None:
+        return self._norm(f"{layer}.{name}", f"layers.{layer}.{self._names.block_norms.get(name)}")
 
     def _attention(self, layer: int) -> Attends:
         config = self.config.of_layer(layer)
@@ -444,6 +458,7 @@ class Decoder(Transformer):
         if not inner:
             return None
         up_gate = (
+            LoraTarget(LoraModuleId.SHARED_EXPERT_GATE_UP, 0, 2 * inner),
             LoraTarget(LoraModuleId.SHARED_EXPERT_GATE, 0, inner),
             LoraTarget(LoraModuleId.SHARED_EXPERT_H_TO_4H, inner, inner),
         )
@@ -458,7 +473,6 @@ class Decoder(Transformer):
             return SharedExpert(mlp, None)
         gate = self._linear(layer, "shared_gate", LoraTarget(LoraModuleId.MLP_ROUTER, 0, 1))
         return SharedExpert(mlp, gate)
-            LoraTarget(LoraModuleId.SHARED_EXPERT_GATE_UP, 0, 2 * inner),
 
     def _experts(self, layer: int, moe: MoeConfig, name: str, *targets: LoraTarget) -> Experts:
         numbers = range(moe.num_experts)

@@ -261,6 +261,9 @@ class Block:
         if wanted is not None:
             x, seen, mixed = (one[wanted.rows] for one in (x, seen, mixed))
             lora, own = wanted.lora, None if own is None else own[wanted.rows]
+        if self.config.post_norm:  # attention_norm is the last block's, on its sum
+            _, x = _add(self.mlp_norm, seen, mixed, lora)
+            return x, self.mlp(x, lora)
         mixed = _apply(self.attention_post_norm, mixed, lora)
         if self.config.parallel_blocks:
             seen = seen if self.config.shared_norm else _apply(self.mlp_norm, x, lora)

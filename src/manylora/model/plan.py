@@ -107,8 +107,11 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
     if encoder is not None:
         return _encoder_decoder(config, encoder(config), names, stored)
     root = _root(names, stored)
-    hidden = config.hidden_size
-    plan = {"embed": WeightSpec((_whole(f"{root}{names.embed}.weight", config.vocab_size),), hidden)}
+    hidden, width = config.hidden_size, config.projected_size or config.hidden_size
+    plan = {"embed": WeightSpec((_whole(f"{root}{names.embed}.weight", config.vocab_size),), width)}
+    if config.projected_size:
+        plan["0.project_in.weight"] = _matrix(f"{root}project_in.weight", hidden, width)
+        plan["0.project_out.weight"] = _matrix(f"{root}project_out.weight", width, hidden)
     if config.learned_positions:
         plan["positions"] = _positions(f"{root}{names.positions}.weight", config)
     if config.bidirectional:
@@ -116,7 +119,7 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
     if names.norm:
         plan |= _norm("norm", f"{root}{names.norm}", hidden, config)
     if not config.tie_word_embeddings:
-        plan["head.weight"] = _matrix(f"{head_name(config, stored)}.weight", config.vocab_size, hidden)
+        plan["head.weight"] = _matrix(f"{head_name(config, stored)}.weight", config.vocab_size, width)
     if config.num_labels:
         plan |= _classifier(config, stored)
     if config.head_bias:

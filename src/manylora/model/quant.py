@@ -18,7 +18,7 @@ from manylora.quant.layouts import halves_to_bytes
 # Not the gates of recurrent layers: they are small, and what they give is an exponent.
 LINEARS = (
     "qkv.weight", ".q.weight", "q_b.weight", "out.weight", "up_gate.weight", "down.weight", "cross_q.weight",
-    "cross_kv.weight", ".in.weight",
+    "cross_kv.weight", ".in.weight", "project_in.weight",
 )  # fmt: skip
 SMALLEST_GROUP = 32
 FP8_MAX = 448.0

@@ -129,6 +129,11 @@ FAMILIES: Table = {
     "gemma4-unified": ("gemma4_unified_text", {**GEMMA4, "num_kv_shared_layers": 0}),
     "gpt2": ("gpt2", {"n_inner": 96, "tie_word_embeddings": True}),
     "opt": ("opt", {"ffn_dim": 96, "init_std": 0.2, "tie_word_embeddings": True}),
+    "opt-350m": (
+        "opt",
+        {"ffn_dim": 96, "init_std": 0.2, "tie_word_embeddings": True, "word_embed_proj_dim": 40,
+         "do_layer_norm_before": False},
+    ),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "stablelm-parallel": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
     "nemotron": ("nemotron", {"head_dim": 24}),

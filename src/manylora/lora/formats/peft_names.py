@@ -65,9 +65,9 @@ MODULE = (
 PEFT_KEY = re.compile(
     MODULE + r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
 )
-"""path: the module's; mlp, linear, conv, shared: of the MLP, of a recurrent layer, of Granite's shared expert,
-else of attention; own: of the layer itself; outside: of no layer; side: A or B, None for a DoRA magnitude as
-PEFT or NVlabs name it."""
+"""path: the module's; mlp, linear, conv, shared: of the MLP, of a recurrent layer, of Granite's shared
+expert, else of attention; own: of the layer itself; outside: of no layer; side: A or B, None for a DoRA
+magnitude as PEFT or NVlabs name it."""
 
 VISION = re.compile(
     r"(?:^|\.)(?:vision_\w+|visual|image_\w+|audio_\w+|embed_(?:vision|audio)|multi_modal_projector"

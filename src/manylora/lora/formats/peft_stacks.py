@@ -22,14 +22,14 @@ MLP = {
 STACK = r"(?P<path>(?:(?:base_model|model)\.)*(?P<stack>encoder|decoder)\."
 LAYER = r"(?:layers|block)\.(?P<layer>\d{1,5})\."
 MODULE = (
-    rf"{STACK}{LAYER}(?:layer\.\d\.)?"
+    rf"{STACK}(?:(?P<project>project_in|project_out)|{LAYER}(?:layer\.\d\.)?"
     r"(?:(?P<attention>self_attn|SelfAttention)\.|(?P<cross>encoder_attn|EncDecAttention)\.|"
-    r"DenseReluDense\.)?(?P<name>\w+))\."
+    r"DenseReluDense\.)?(?P<name>\w+)))\."
 )
 STACK_KEY = re.compile(
     MODULE + r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
 )
-"""As the key of a decoder alone, with the name of the stack."""
+"""As the key of a decoder alone, with the name of the stack. project: of OPT's layers around all others."""
 STACK_BIAS = re.compile(MODULE + r"(?P<part>(?:base_layer|lora_B)\.bias|bias)")
 STACK_NORM = re.compile(
     rf"{STACK}(?:{LAYER}(?P<name>layer\.\d\.layer_norm|\w+_layer_norm)"
@@ -81,6 +81,8 @@ def is_named_decoder(modules: Mapping[int, LoraModule] | None) -> bool:
 
 def stack_module_id(match: re.Match[str]) -> Id | None:
     """Of a match of STACK_KEY or STACK_BIAS; None: no linear layer is called so."""
+    if match["project"]:
+        return Id[match["project"].upper()]
     module_id = (ATTENTION if match["attention"] or match["cross"] else MLP).get(match["name"])
     return Id[f"CROSS_{module_id.name}"] if module_id is not None and match["cross"] else module_id
 
@@ -93,7 +95,7 @@ def stack_layer(key: str, match: re.Match[str], modules: Mapping[int, LoraModule
             "the base model, which is not known here: name it, or convert the adapter with "
             "`manylora convert --base`"
         )
-    count, layer = encoder_layers(modules), int(match["layer"])
+    count, layer = encoder_layers(modules), int(match["layer"] or 0)
     if match["stack"] == "decoder" and is_named_decoder(modules):
         return layer
     if not count:

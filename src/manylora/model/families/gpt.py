@@ -213,21 +213,22 @@ def _starcoder2(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _opt(raw: Mapping[str, Any]) -> dict[str, Any]:
     refuse(raw, "_remove_final_layer_norm")
-    for name in ("do_layer_norm_before", "layer_norm_elementwise_affine"):
-        if not raw[name]:
-            raise ConfigError(f"config.json: {name} {raw[name]!r} is not supported")
-    if raw["word_embed_proj_dim"] not in (None, raw["hidden_size"]):
-        raise ConfigError(
-            f"config.json: word_embed_proj_dim ({raw['word_embed_proj_dim']}) other than hidden_size "
-            f"({raw['hidden_size']}) is not supported"
-        )
+    if not raw["layer_norm_elementwise_affine"]:
+        raise ConfigError("config.json: layer_norm_elementwise_affine False is not supported")
+    size = raw["word_embed_proj_dim"]
     return {
+        "post_norm": not raw["do_layer_norm_before"],
+        "projected_size": None if size == raw["hidden_size"] else size,
         **_one_key_per_head(raw),
         **_plain_layers({**raw, "eps": 1e-5}, "eps", "activation_function"),
         "learned_positions": True,
         "position_offset": 2,
         **_all_biased(bool(raw["enable_bias"])),
     }
+
+
+def _opt_names(config: ModelConfig) -> TensorNames:
+    return replace(OPT, norm="") if config.post_norm else OPT
 
 
 def _rename_opt(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,7 +284,7 @@ def _all_biased(biased: bool) -> dict[str, Any]:
 
 FAMILIES = {
     "GPT2LMHeadModel": ModelFamily(GPT2_DEFAULTS, _gpt2, lambda _: GPT2, _rename_gpt2, aliases=GPT2_ALIASES),
-    "OPTForCausalLM": ModelFamily(OPT_DEFAULTS, _opt, lambda _: OPT, _rename_opt),
+    "OPTForCausalLM": ModelFamily(OPT_DEFAULTS, _opt, _opt_names, _rename_opt),
     "StableLmForCausalLM": ModelFamily(STABLELM_DEFAULTS, _stablelm, _stablelm_names, rope=PHI_ROPE),
     "NemotronForCausalLM": ModelFamily(NEMOTRON_DEFAULTS, _nemotron, lambda _: NEMOTRON, rope=PHI_ROPE),
     "GPTNeoXForCausalLM": ModelFamily(NEOX_DEFAULTS, _neox, lambda _: NEOX, rope=NEOX_ROPE),

@@ -24,7 +24,12 @@ def read_prompt(files: PeftFiles) -> LoraForm:
     values = _values(files)
     modules = files.options.modules or {}
     hidden = next(
-        (modules[one].in_dim for one in (Id.ATTN_Q, Id.ATTN_QKV, Id.ATTN_KV_A) if one in modules), 0
+        (
+            modules[one].in_dim
+            for one in (Id.PROJECT_IN, Id.ATTN_Q, Id.ATTN_QKV, Id.ATTN_KV_A)
+            if one in modules
+        ),
+        0,
     )
     if modules and values.shape[1] != hidden:
         raise AdapterInvalidError(

@@ -55,16 +55,18 @@ def turned_back(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def make_gguf(path: Path, model: Path, kind: Kind, embedding: Kind = Kind.F32, **metadata: Any) -> Path:
+def make_gguf(
+    path: Path, model: Path, kind: Kind, embedding: Kind = Kind.F32, in_part: int = 0, **metadata: Any
+) -> Path:
     """Writes `path` from a Hugging Face directory, and returns a copy of that with the file's values.
 
-    kind: of all matrices; embedding: of the embedding.
+    kind: of all matrices; embedding: of the embedding. in_part: > 0: in parts of so many tensors.
     """
     config = json.loads((model / "config.json").read_text())
     arch = ARCHITECTURES.get(config["model_type"], config["model_type"])
     number = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[arch]
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=in_part)
     _write_sizes(writer, config, arch)
     write_tokenizer(writer, model, config["vocab_size"])
     for key, value in metadata.items():

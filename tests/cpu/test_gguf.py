@@ -4,6 +4,7 @@ model's directory, and what a stranger's file may say."""
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -19,12 +20,15 @@ from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, SamplingParams
 from manylora.cli import main
 from manylora.config.hub import local_model
 from manylora.errors import ConfigError
+from manylora.gguf import cache as gguf_cache
 from manylora.gguf.blocks import LAYOUTS, read_blocks
+from manylora.gguf.cache import SETTING
 from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.weights import load_decoder
 from manylora.testing.driver import Driver, agree
+from manylora.testing.parity import read_from
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 from manylora.text.tokenizer import Tokenizer
 
@@ -262,7 +266,76 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
             local_model(tmp_path / "cut.gguf")
 
 
-def test_other_architectures_and_parts_are_refused_by_name(tmp_path: Path) -> None:
+def in_parts(folder: Path) -> tuple[list[Path], Path]:
+    wide = make_gguf(folder / "m.gguf", make_model(folder / "model", "llama"), Kind.Q8_0, in_part=8)
+    return sorted(folder.glob("m-*.gguf")), wide
+
+
+def test_a_file_in_parts_answers_as_its_wide_values(tmp_path: Path) -> None:
+    """From the name of any part, with an adapter whose norms are of the base."""
+    parts, wide = in_parts(tmp_path)
+    assert len(parts) == 3 and parts[0].name == "m-00001-of-00003.gguf"
+    folders = {local_model(part) for part in parts}
+    assert len(folders) == 1
+    adapter = make_adapter(tmp_path / "a", wide, 1, modules=("q_proj", "down_proj"), use_dora=True)
+    read = read_from("peft", adapter, folders.pop())
+    found = Driver(decoder_of(parts[1]), [tokens(20)] * 2, [None, read]).run()
+    assert agree(found[0], reference_logits(wide, None, tokens(20)))
+    assert agree(found[1], reference_logits(wide, adapter, tokens(20)))
+
+
+def test_parts_that_do_not_belong_together_are_refused_by_name(tmp_path: Path) -> None:
+    parts, _ = in_parts(tmp_path)
+    last = parts[2].read_bytes()
+    parts[2].unlink()
+    with pytest.raises(ConfigError, match=r"m-00003-of-00003.gguf is missing \(1 of the 3 parts"):
+        local_model(parts[0])
+    parts[2].write_bytes(parts[1].read_bytes())
+    with pytest.raises(ConfigError, match=r"00003.gguf: its split.no and split.count are 1 and 3, and by"):
+        local_model(parts[0])
+    parts[2].write_bytes(last[:-40])
+    with pytest.raises(ConfigError, match=r"00003-of-00003.gguf .*does not lie in the file"):
+        local_model(parts[0])
+    parts[0].rename(tmp_path / "alone.gguf")
+    with pytest.raises(ConfigError, match=r"alone.gguf: its split.no and split.count are 0 and 3"):
+        local_model(tmp_path / "alone.gguf")
+    with pytest.raises(ConfigError, match="part 1 of 99999; read are 1 to 1000 parts"):
+        local_model(tmp_path / "x-00001-of-99999.gguf")
+    (tmp_path / "y-00001-of-00001.gguf").write_bytes(
+        header(text(b"split.count"), struct.pack("<I", 8), text(b"many"), keys=1)
+    )
+    with pytest.raises(ConfigError, match="are 0 and many, and by its name they are 0 and 1"):
+        local_model(tmp_path / "y-00001-of-00001.gguf")
+
+
+def test_folders_used_longest_ago_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not those that a process has."""
+    model = make_model(tmp_path / "model", "llama")
+    make_gguf(tmp_path / "m.gguf", model, Kind.F32)
+    monkeypatch.setenv(SETTING, "2")
+
+    def folder_of(number: int, keep: bool = False) -> Path:
+        path = tmp_path / f"m{number}.gguf"
+        if not path.exists():
+            path.write_bytes((tmp_path / "m.gguf").read_bytes())
+        folder = local_model(path)
+        os.utime(folder, (number, number))
+        if not keep:  # as if the process had ended
+            os.close(gguf_cache._held.pop(folder))
+        return folder
+
+    first, second = folder_of(1, keep=True), folder_of(2)
+    third = folder_of(3)
+    assert first.is_dir() and third.is_dir() and not second.exists()
+    assert folder_of(2) == second and first.is_dir() and not third.exists()
+    (second / "config.json").unlink()  # as of a removal that was cut short
+    assert folder_of(2) == second and (second / "config.json").is_file()
+    monkeypatch.setenv(SETTING, "none")
+    with pytest.raises(ConfigError, match="MANYLORA_GGUF_FOLDERS must be a whole number of at least 1"):
+        folder_of(4)
+
+
+def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
     for number, (arch, key, value, said) in enumerate((
         ("mamba", "general.name", "x", "GGUF architecture mamba is not read; read are llama"),
         ("llama", "llama.expert_count", "8", "llama with experts"),

@@ -13,7 +13,7 @@ from typing import Any
 
 from manylora.config.hub import is_hub_id
 from manylora.errors import ConfigError, printable
-from manylora.gguf.folder import LINK
+from manylora.gguf.folder import linked_files
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -39,7 +39,8 @@ def check_adapter_path(path: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of the checkpoint, which are all there, or the GGUF file. Raises ConfigError."""
+    """The safetensors files of the checkpoint, which are all there, or the parts of the GGUF file. Raises
+    ConfigError."""
     names = _weights_of(folder)
     if not names:
         raise ConfigError(_no_weights(folder))
@@ -70,7 +71,7 @@ def _weights_of(folder: Path) -> list[str]:
     """Names of the safetensors files that the checkpoint has, or should have. Raises ConfigError."""
     index = folder / INDEX
     if not index.is_file():
-        return next(([name] for name in (WEIGHTS, LINK) if (folder / name).is_file()), [])
+        return [WEIGHTS] if (folder / WEIGHTS).is_file() else [file.name for file in linked_files(folder)]
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         return [Path(name).name for name in names]

@@ -133,10 +133,6 @@ def family_of(header: Header) -> GgufFamily:
     if header.metadata.get("general.type", "model") != "model":
         found = printable(str(header.metadata["general.type"]))
         raise ConfigError(f"{header.path} holds no base model: its general.type is {found}")
-    if header.metadata.get("split.count", 1) not in (0, 1):
-        raise ConfigError(
-            f"{header.path} is one of several files: make one of them with llama-gguf-split --merge"
-        )
     if kind not in FAMILIES or header.metadata.get(f"{kind}.expert_count"):
         name = printable(str(kind)) + (" with experts" if kind in FAMILIES else "")
         raise ConfigError(

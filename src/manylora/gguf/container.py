@@ -57,12 +57,14 @@ NOT_READ = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """shape: as PyTorch has it, outputs first. kind: a name of TYPES. offset: bytes from the file's start."""
+    """shape: as PyTorch has it, outputs first. kind: a name of TYPES. offset: bytes from the file's start.
+    part: of a file in several parts, the number of the one that has it, from 0."""
 
     name: str
     shape: tuple[int, ...]
     kind: str
     offset: int
+    part: int = 0
 
     @property
     def row_bytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor
 from manylora.errors import ConfigError
 from manylora.gguf.blocks import FIELDS, PLAIN, read_blocks
 from manylora.gguf.config import FACTORS, family_of, tensor_name
-from manylora.gguf.container import TensorInfo, read_header
+from manylora.gguf.container import TensorInfo
+from manylora.gguf.parts import part_paths, read_parts
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.quant.checkpoint_weights import PARTS
 
@@ -25,12 +27,13 @@ WIDE_BYTES = 2**22  # of the file that are made wide at a time
 class GgufFile:
     """A context manager, which closes the file. Has the methods of SafetensorsFile. Safe from any thread.
 
-    on_read: called with the bytes of each reading. Raises ConfigError.
+    path: of a file in several parts, any of them. on_read: called with the bytes of each reading. Raises
+    ConfigError.
     """
 
     def __init__(self, path: Path, on_read: Callable[[int], None] = lambda count: None) -> None:
         self.path, self._on_read = path, on_read
-        header = read_header(path)
+        header = read_parts(path)
         family = family_of(header)
         metadata, kind = header.metadata, header.metadata["general.architecture"]
         heads = metadata.get(f"{kind}.attention.head_count")
@@ -52,14 +55,22 @@ class GgufFile:
             stem = named.removesuffix("weight")
             self._parts |= {stem + PARTS[field]: (tensor, field) for field in FIELDS[info.kind]}
         self._last: tuple[GgufTensor, QuantisedWeight] | None = None  # its parts are asked for one by one
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._open = ExitStack()
+        self._parts_open: list[int] = []
+        try:
+            for part in part_paths(path):
+                self._parts_open.append(os.open(part, os.O_RDONLY | os.O_CLOEXEC))
+                self._open.callback(os.close, self._parts_open[-1])
+        except OSError as error:
+            self._open.close()
+            raise ConfigError(f"{path}: {error.strerror}") from error
 
     def __enter__(self) -> GgufFile:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._last = None
-        os.close(self._descriptor)
+        self._open.close()
 
     def keys(self) -> list[str]:
         return [*self._tensors, *self._parts]
@@ -81,12 +92,12 @@ class GgufFile:
             last = self._last = tensor, tensor.quantised()
         return getattr(last[1], field)
 
-    def read(self, offset: int, count: int) -> Tensor:
-        """Bytes of the file, uint8 [count]."""
+    def read(self, part: int, offset: int, count: int) -> Tensor:
+        """Bytes of a part of the file, uint8 [count]."""
         made = torch.empty(count, dtype=torch.uint8)
         view, done = memoryview(made.numpy().data), 0
         while done < count:
-            got = os.preadv(self._descriptor, [view[done:]], offset + done)
+            got = os.preadv(self._parts_open[part], [view[done:]], offset + done)
             if got == 0:
                 raise ConfigError(f"{self.path} is not a readable GGUF file: it was cut short")
             done += got
@@ -155,7 +166,7 @@ class GgufTensor:
     def quantised(self) -> QuantisedWeight:
         """The whole weight."""
         info = self._info
-        data = self._file.read(info.offset, info.nbytes).view(info.shape[0], -1)
+        data = self._file.read(info.part, info.offset, info.nbytes).view(info.shape[0], -1)
         data = data if self._rows is None else data[self._rows]
         return read_blocks(info.kind, data, info.shape[-1])
 
@@ -166,7 +177,9 @@ class GgufTensor:
         wanted = None if self._rows is None else self._rows[start : start + count]
         low = start if wanted is None else int(wanted.min())
         high = start + count if wanted is None else int(wanted.max()) + 1
-        data = self._file.read(info.offset + low * size, (high - low) * size).view(high - low, size)
+        data = self._file.read(info.part, info.offset + low * size, (high - low) * size).view(
+            high - low, size
+        )
         data = data if wanted is None else data[wanted - low]
         if info.kind not in PLAIN:
             return read_blocks(info.kind, data, info.shape[-1]).wide()

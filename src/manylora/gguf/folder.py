@@ -1,11 +1,11 @@
-"""A folder that stands for a GGUF file wherever a model's folder is asked for: a link to the file, and what
-its metadata says as config.json, tokenizer.json and so on."""
+"""A folder that stands for a GGUF file wherever a model's folder is asked for: links to the file's parts, and
+what its metadata says as config.json, tokenizer.json and so on."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-import logging
 import os
 import shutil
 import tempfile
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from manylora.errors import ConfigError
+from manylora.gguf.cache import hold, remove, remove_old
 from manylora.gguf.config import config_json, generation_json
-from manylora.gguf.container import Header, read_header
+from manylora.gguf.container import Header
+from manylora.gguf.parts import NAMED, part_name, part_paths, read_parts
 from manylora.gguf.tokenizer import has_tokenizer, tokenizer_config, tokenizer_json
-
-logger = logging.getLogger("manylora")
 
 LINK = "model.gguf"
 VERSION = 1  # of what is written into a folder
@@ -25,39 +25,63 @@ MOST_FACTORS = 2**12
 
 
 def is_gguf(path: Path) -> bool:
-    return path.suffix.lower() == ".gguf" and path.is_file()
+    """Whether this is a GGUF file, or the name of a part of one."""
+    return path.suffix.lower() == ".gguf" and (path.is_file() or NAMED.fullmatch(path.stem) is not None)
+
+
+def linked_files(folder: Path) -> list[Path]:
+    """The links to the parts of a GGUF file in the folder that stands for it; none in any other folder."""
+    whole = folder / LINK
+    return [whole] if whole.is_file() else sorted(folder.glob("model-*-of-*.gguf"))
 
 
 def gguf_folder(path: Path) -> Path:
-    """The folder of a GGUF file, made if there is none, in `~/.cache/manylora/gguf`. It is another one when
-    the file has changed. Raises ConfigError."""
-    path = path.resolve()
-    stat = path.stat()
-    named = f"{VERSION} {path} {stat.st_size} {stat.st_mtime_ns}"
+    """The folder of a GGUF file, or of the one that `path` is a part of, made if there is none, in
+    `~/.cache/manylora/gguf`. It is another one when a file has changed; folders that nobody has used for
+    longest are removed. Raises ConfigError."""
+    parts = part_paths(path.absolute())
+    files = [part.resolve() for part in parts]
+    named = f"{VERSION}"
+    for file in files:
+        stat = file.stat()
+        named += f" {file} {stat.st_size} {stat.st_mtime_ns}"
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "manylora" / "gguf"
-    folder = base / f"{path.stem}-{hashlib.blake2b(named.encode(), digest_size=8).hexdigest()}"
-    if (folder / "config.json").is_file():
+    folder = base / f"{parts[0].stem}-{hashlib.blake2b(named.encode(), digest_size=8).hexdigest()}"
+    if hold(folder):
         return folder
-    texts = _texts(read_header(path))
+    texts = _texts(read_parts(parts[0]))
+    count = len(files)
+    links = [LINK] if count == 1 else [part_name("model", one, count) for one in range(1, count + 1)]
     try:
         base.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=".making-", dir=base))
-        try:
-            made.chmod(0o755)
-            for name, text in texts.items():
-                (made / name).write_text(text, encoding="utf-8")
-            (made / LINK).symlink_to(path)
-            made.rename(folder)
-        except OSError:
-            shutil.rmtree(made, ignore_errors=True)
-            if not (folder / "config.json").is_file():  # else another process was faster
-                raise
+        _make(base, folder, texts, dict(zip(links, files, strict=True)))
+        if not hold(folder):
+            raise OSError(errno.ENOENT, f"{folder} was removed")
     except OSError as error:
         raise ConfigError(
             f"{path}: a folder for its tokenizer cannot be made in {base}: {error.strerror}; XDG_CACHE_HOME "
             "names another place"
         ) from error
+    remove_old(base)
     return folder
+
+
+def _make(base: Path, folder: Path, texts: dict[str, str], links: dict[str, Path]) -> None:
+    """All of it, or nothing. Raises OSError."""
+    made = Path(tempfile.mkdtemp(prefix=".making-", dir=base))
+    try:
+        made.chmod(0o755)
+        for name, text in texts.items():
+            (made / name).write_text(text, encoding="utf-8")
+        for name, file in links.items():
+            (made / name).symlink_to(file)
+        if not (folder / "config.json").is_file():
+            remove(folder)  # what is left of one whose removal was cut short
+        made.rename(folder)
+    except OSError:
+        shutil.rmtree(made, ignore_errors=True)
+        if not (folder / "config.json").is_file():  # else another process was faster
+            raise
 
 
 def _texts(header: Header) -> dict[str, str]:
@@ -79,6 +103,6 @@ def _factors(header: Header, name: str) -> list[float]:
         raise ConfigError(
             f"{header.path}: {name} must be a vector of F32, got {info.kind} {list(info.shape)}"
         )
-    with header.path.open("rb") as file:
+    with part_paths(header.path)[info.part].open("rb") as file:
         file.seek(info.offset)
         return np.frombuffer(file.read(info.nbytes), dtype="<f4").tolist()

@@ -198,12 +198,12 @@ def open_checkpoint(
 ) -> Files:
     """Reads headers only. on_read: as of SafetensorsFile. Raises ConfigError."""
     found: Files = {}
-    for path in weight_files(model_dir):
-        file: SafetensorsFile | GgufFile
-        if path.suffix == ".gguf":
-            file = stack.enter_context(GgufFile(path, on_read))
-        else:
-            file = stack.enter_context(SafetensorsFile(path, on_read))
+    paths = weight_files(model_dir)
+    kind: type[SafetensorsFile | GgufFile] = SafetensorsFile
+    if paths[0].suffix == ".gguf":
+        kind, paths = GgufFile, paths[:1]  # which finds the other parts
+    for path in paths:
+        file = stack.enter_context(kind(path, on_read))
         found.update(dict.fromkeys(file.keys(), file))
     return found
 

@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import safe_open
 
 from manylora.errors import AdapterInvalidError, ConfigError
-from manylora.gguf.folder import LINK
+from manylora.gguf.folder import linked_files
 from manylora.lora.formats import one_line
 from manylora.lora.formats.tensor_files import TORCH_NAMES, RawTensor
 from manylora.quant.checkpoint import checkpoint_quant
@@ -207,10 +207,10 @@ class BaseReader:
         return self._files
 
     def _open(self) -> dict[str, Any]:
-        if (self._model_dir / LINK).is_file():
+        if linked := linked_files(self._model_dir):
             from manylora.gguf.file import GgufFile
 
-            gguf = self._stack.enter_context(GgufFile(self._model_dir / LINK))
+            gguf = self._stack.enter_context(GgufFile(linked[0]))
             return dict.fromkeys(gguf.keys(), gguf)
         index = self._model_dir / INDEX
         names = ["model.safetensors"]

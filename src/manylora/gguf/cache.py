@@ -1,0 +1,78 @@
+"""How many folders of GGUF files there may be: those used longest ago are removed, unless a process has
+them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from manylora.errors import ConfigError
+
+SETTING, MOST_FOLDERS = "MANYLORA_GGUF_FOLDERS", 32
+_held: dict[Path, int] = {}
+"""Folder -> its descriptor, with a shared lock until this process ends: a server reads its folder again."""
+
+
+def hold(folder: Path) -> bool:
+    """Keep a folder from being removed while this process lives. False: there is none, or not all of it."""
+    if folder in _held and (folder / "config.json").is_file():
+        return True
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    if not (folder / "config.json").is_file():  # removed before it was locked
+        os.close(descriptor)
+        return False
+    _held[folder] = descriptor
+    with suppress(OSError):  # another user's
+        os.utime(folder)
+    return True
+
+
+def most_folders() -> int:
+    """Raises ConfigError for a setting that is no number of at least 1."""
+    given = os.environ.get(SETTING, "").strip()
+    if not given:
+        return MOST_FOLDERS
+    if not given.isdecimal() or int(given) < 1:
+        raise ConfigError(f"{SETTING} must be a whole number of at least 1, got {given!r}")
+    return int(given)
+
+
+def remove_old(base: Path) -> None:
+    """Folders in `base` beyond the most there may be, the one used longest ago first. What cannot be removed
+    stays: another process has it, or it is another user's."""
+    found = [(_used(one), one) for one in base.iterdir() if one.is_dir() and not one.name.startswith(".")]
+    spare = len(found) - most_folders()
+    for _, folder in sorted(found):
+        if spare > 0:
+            spare -= remove(folder)
+
+
+def _used(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def remove(folder: Path) -> bool:
+    """Whether it was removed: not where a process has it."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (folder / "config.json").unlink(missing_ok=True)  # first: without it the folder counts as none
+        shutil.rmtree(folder, ignore_errors=True)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)

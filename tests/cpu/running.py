@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+import torch
+
 from manylora.engine.engine import Engine
+from manylora.engine.runner import Runner
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
-from manylora.request import Event, LoraInput, Request
+from manylora.request import Event, LoraInput, Request, SamplingConfig
+from manylora.testing.tiny_models import load_transformers
 
 
 def tokens(count: int, seed: int = 2) -> list[int]:
@@ -33,3 +39,26 @@ def run(engine: Engine, *requests: Request) -> list[list[Event]]:
             events[handle].append(event)
     engine.check()
     return [events[handle] for handle in handles]
+
+
+def check_beams(
+    engine: Engine, request: Request, model: Path, adapter: Path, patch: pytest.MonkeyPatch
+) -> None:
+    """Three beams are those of transformers, which computes each from its first token; and they are not
+    without the copies of blocks that beams part with, so that this would tell wrong ones."""
+    from peft import PeftModel
+
+    count, prompt = request.params.max_tokens, list(request.prompt)
+    reference = PeftModel.from_pretrained(load_transformers(model), str(adapter))
+    theirs = reference.generate(
+        input_ids=torch.tensor([prompt]), max_new_tokens=count, num_beams=3, num_return_sequences=3,
+        do_sample=False, eos_token_id=None, use_cache=False,
+    )  # fmt: skip
+    params = SamplingConfig(max_tokens=count, beam_width=3, num_return_sequences=3, return_log_probs=True)
+    asked = replace(request, params=params)
+    [events] = run(engine, asked)
+    assert [list(beam.token_ids) for beam in events[-1].beams] == theirs[:, len(prompt) :].tolist()
+    with patch.context() as wrong:
+        wrong.setattr(Runner, "copy_blocks", lambda self, pairs: None)
+        [others] = run(engine, asked)
+    assert others[-1].beams != events[-1].beams

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import read, run, tokens
+from running import check_beams, read, run, tokens
 from safetensors.torch import load_file, save_file
 from test_parity_adapters import mixed_logits
 
@@ -51,7 +51,7 @@ def test_a_step_is_cut_at_the_borders_of_chunks() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama4", "llama4-interleaved"])
-def test_greedy_tokens_of_the_engine(family: str, workshop: Path) -> None:
+def test_greedy_tokens_of_the_engine(family: str, workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of several chunks, computed in parts, adapters mixed; again with their blocks known; alone."""
     folder = workshop / family
     model = make_model(folder / "model", family, seed=5)
@@ -62,7 +62,7 @@ def test_greedy_tokens_of_the_engine(family: str, workshop: Path) -> None:
     adapters = [make_adapter(folder / f"{i}", model, i, rank=3 + i, **options) for i in (1, 2)]
     config = EngineConfig(
         model, device="cpu", max_seq_len=96, max_num_tokens=40, max_batch_size=8, tokens_per_block=12,
-        max_beam_width=2, lora=LoraCacheConfig(gpu_memory_bytes=2**24),
+        max_beam_width=3, lora=LoraCacheConfig(gpu_memory_bytes=2**24),
     )  # fmt: skip
     engine = Engine(config)
     given = [None, *(read(adapter, model, i) for i, adapter in enumerate(adapters, 1))]
@@ -82,8 +82,7 @@ def test_greedy_tokens_of_the_engine(family: str, workshop: Path) -> None:
     assert answer(*requests) == wanted
     assert answer(*requests) == wanted
     assert [answer(request)[0] for request in requests] == wanted
-    [beams] = run(engine, replace(requests[1], params=SamplingConfig(max_tokens=8, beam_width=2)))
-    assert beams[-1].error is None
+    check_beams(engine, requests[1], model, adapters[0], monkeypatch)
     engine.close()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from levels import NAMES, open_library
 from running import read, run, tokens
 from safetensors.torch import load_file, save_file
 from test_parity_adapters import agree, mixed_logits, open_store
@@ -18,6 +19,9 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import open_device
+from manylora.kernels.panels import PanelsLinear, to_panels
+from manylora.kernels.products import FORMS
+from manylora.kernels.quantised import QuantisedWeight
 from manylora.lora.library.reader import read_adapter_folder
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
@@ -120,6 +124,34 @@ def test_beams_are_those_of_transformers(model: Path) -> None:
     options = {"num_beams": 3, "num_return_sequences": 3, "eos_token_id": 300, "pad_token_id": 258}
     ids = loaded.generate(torch.tensor([tokens(20)]), max_new_tokens=6, do_sample=False, **options)
     assert [list(beam.token_ids) for beam in event.beams] == ids[:, 20:].tolist()
+
+
+@pytest.mark.parametrize("level", NAMES)
+def test_products_of_4_bits_have_the_bits_of_those_of_8(level: str) -> None:
+    """MXFP4 stays in 4 bits where the kernels are compiled, for few and many rows, and for each form of
+    products that the processor has."""
+    library = open_library(level)
+    generator = torch.Generator().manual_seed(1)
+    blocks = torch.randint(0, 256, (101, 34, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(120, 130, (101, 34), generator=generator, dtype=torch.uint8)
+    four = mxfp4(blocks, scales, 1088)
+    eight = four.without_codes()
+    assert isinstance(eight, QuantisedWeight) and eight.values.dtype == torch.int8
+    assert torch.equal(four.wide(), eight.wide())
+    multiply = PanelsLinear(library)
+    small, large = (to_panels(one, multiply.width, multiply.block) for one in (four, eight))
+    assert small is not None and large is not None
+    # 4 bits and 8, and a float32 for each 32 inputs.
+    assert four.nbytes - 64 == 101 * 1088 * 0.625 and eight.nbytes == 101 * 1088 * 1.125
+    assert small.nbytes / large.nbytes == 0.625 / 1.125
+    forms = [0, *(form for form in FORMS if library.bfloat16_forms() >> form & 1)]
+    for rows in (1, 2, 5, 19, 70):
+        x = torch.randn(rows, 1088, generator=generator)
+        for form in forms:
+            found = multiply(x, small.rounding(form), None)
+            assert torch.equal(found, multiply(x, large.rounding(form), None))
+            near = torch.nn.functional.linear(x.double(), four.wide().double()).float()
+            assert torch.allclose(found, near, rtol=0.05 if form else 1e-4, atol=1.0 if form else 1e-2)
 
 
 def test_mxfp4_values_are_those_of_transformers() -> None:

@@ -23,6 +23,7 @@ KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)  # by their num
 WORDS = {torch.bfloat16: torch.int32}  # dtypes laid out as pairs of inputs, and the dtype of a pair
 CHUNK_BYTES = 2**21  # rows read at a time, so that they are still in the cache when they are laid out
 THREADS = 4
+FLOAT4_KIND = len(KINDS)  # of 4 bits, too
 FORMS, INTEGERS = 8, 3  # of native/team.h
 BLOCK_ROOM = 18  # floats for 32 inputs of a row that is rounded to 8 bits
 ROUNDED_INPUTS = 128  # of a layer that rounds them, at least: its memory is too small for fewer
@@ -44,9 +45,9 @@ class WeightRows(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Panels:
-    """A weight [N, K] in float32, bfloat16, int8 or int4, laid out as native/panels.h says.
+    """A weight [N, K] in float32, bfloat16, int8, int4 or float4 (e2m1), laid out as native/panels.h says.
 
-    values:  [panels, K, width], zeros past the last row; of bfloat16 [panels, K / 2, width, 2]; of int4
+    values:  [panels, K, width], zeros past the last row; of bfloat16 [panels, K / 2, width, 2]; of 4 bits
              uint8 [panels, K / 2, width], an even input in the low half of a byte, the next in the high half.
     scales:  float32 [panels, groups, width], int8 and int4 only. offsets: likewise, or None for 0.
     rows: N. columns: K.
@@ -60,11 +61,13 @@ class Panels:
     rows: int
     columns: int
     form: int = 0
+    float4: bool = False
 
     @property
     def kind(self) -> int:
         """As the compiled kernels know it."""
-        return KINDS.index(self.values.dtype) + FORMS * self.form
+        kind = FLOAT4_KIND if self.float4 else KINDS.index(self.values.dtype)
+        return kind + FORMS * self.form
 
     def rounding(self, form: int) -> Panels:
         """The same weight, for another form of products where there are such."""
@@ -93,13 +96,14 @@ def to_panels(weight: Tensor | QuantisedWeight, width: int, block: int) -> Panel
     group = weight.group_size
     if weight.values.dtype not in KINDS or (block < group < columns and group % block):
         return None
-    if weight.order is not None or weight.codebook is not None:
+    if weight.order is not None or (weight.codebook is not None and not weight.is_float4):
         return None
     scales, offsets = weight.scales.float(), weight.offsets
     if weight.zeros is not None:
         offsets = (0 if offsets is None else offsets) - scales * weight.zeros
     turned = None if offsets is None else _to_width(offsets.float(), width)
-    return Panels(_to_width(weight.values, width), _to_width(scales, width), turned, rows, columns)
+    values = _to_width(weight.values, width)
+    return Panels(values, _to_width(scales, width), turned, rows, columns, float4=weight.is_float4)
 
 
 def read_panels(library: ctypes.CDLL, rows: WeightRows, width: int) -> Panels | None:

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 
 from manylora.kernels.panels import PanelsLinear, to_panels
-from manylora.kernels.quantised import QuantisedWeight
+from manylora.kernels.quantised import FLOAT4, QuantisedWeight
 
 logger = logging.getLogger("manylora")
 
@@ -59,7 +59,8 @@ def is_right(multiply: PanelsLinear, form: int) -> bool:
     eight = torch.randint(-128, 128, (101, 1100), generator=generator).to(torch.int8)
     four = torch.randint(0, 256, (101, 550), generator=generator).to(torch.uint8)
     x = torch.randn(19, 1100, generator=generator)
-    for weight in (plain, QuantisedWeight(eight, scales), QuantisedWeight(four, scales, scales)):
+    floats = QuantisedWeight(four, scales, codebook=torch.tensor(FLOAT4, dtype=torch.float32))
+    for weight in (plain, QuantisedWeight(eight, scales), QuantisedWeight(four, scales, scales), floats):
         packed = to_panels(weight, multiply.width, multiply.block)
         assert packed is not None
         wide = weight.to(torch.float64)

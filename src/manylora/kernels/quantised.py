@@ -20,6 +20,8 @@ INT8_ROWS = 64  # token rows up to which the 8-bit CPU kernel is faster
 INT4_ROWS = 16  # token rows for which the 4-bit CPU kernel is fastest
 INT4_GROUPS = (32, 64, 128, 256)  # group sizes of the 4-bit kernels
 BLOCK = 32  # inputs that share a scale where they are rounded to 8 bits
+FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the values of the 4-bit float e2m1, which are whole numbers, by their codes."""
 SMALLEST_INPUT = 1e-30  # of a block; what is below is 0
 
 
@@ -58,6 +60,18 @@ class QuantisedWeight:
     def is_plain(self) -> bool:
         """Whether it has neither zeros, nor another order of inputs, nor a codebook."""
         return self.zeros is None and self.order is None and self.codebook is None
+
+    @property
+    def is_float4(self) -> bool:
+        """Whether its 4 bits are codes of e2m1, with halved scales."""
+        return self.codebook is not None and self.codebook.tolist() == list(FLOAT4)
+
+    def without_codes(self) -> QuantisedWeight | Tensor:
+        """The same for kernels that look nothing up: in 8 bits where these are whole numbers, else plain."""
+        if not self.is_float4 or self.codebook is None:
+            return self if self.codebook is None else self.wide()
+        values = self.codebook.to(torch.int8)[self.halves().int()]
+        return replace(self, values=values, codebook=None)
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields that are not None."""

@@ -6,15 +6,13 @@ import torch
 from torch import Tensor
 
 from manylora.errors import ConfigError
-from manylora.kernels.quantised import QuantisedWeight
+from manylora.kernels.quantised import FLOAT4, QuantisedWeight
 
 BLOCK = 32
-HALVES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the value of each code, which is a whole number."""
 
 
 def mxfp4(blocks: Tensor, scales: Tensor, columns: int) -> QuantisedWeight:
-    """A weight [N, K], held as 8-bit integers: half of each scale times twice the values, without rounding.
+    """A weight [N, K] in 4 bits: half of each scale times twice the values, without rounding.
 
     blocks: uint8 [N, K / 32, 16], an even input in the low half of a byte. scales: uint8 [N, K / 32], the
     exponent plus 127. Raises ConfigError.
@@ -29,8 +27,6 @@ def mxfp4(blocks: Tensor, scales: Tensor, columns: int) -> QuantisedWeight:
                 f"{name} must be uint8 {wanted} by config.json, got {tuple(tensor.shape)} "
                 f"{str(tensor.dtype).removeprefix('torch.')}"
             )
-    table = torch.tensor(HALVES, dtype=torch.int8, device=blocks.device)
-    bytes_of = blocks.reshape(rows, -1)
-    values = torch.stack((table[(bytes_of & 15).int()], table[(bytes_of >> 4).int()]), dim=-1)
     halved = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 128)
-    return QuantisedWeight(values.flatten(1), halved)
+    codebook = torch.tensor(FLOAT4, dtype=torch.float32, device=blocks.device)
+    return QuantisedWeight(blocks.reshape(rows, -1), halved, codebook=codebook)

@@ -126,13 +126,15 @@ class CudaOps(ReferenceOps):
             return weight.map(self.pack)
         if isinstance(weight, Tensor):
             return weight
+        plain = weight.without_codes()  # no kernel here looks values up
+        if isinstance(plain, Tensor):
+            return plain
+        weight = plain
         if routed:  # the experts' kernel has neither zeros nor orders
             if not weight.is_plain:
                 return weight.wide()
             self._quantised.narrows_experts(weight)  # so that its trial is not in a step
             return weight
-        if weight.codebook is not None:  # which no kernel here looks values up in
-            return weight.wide()
         return self._quantised.pack(weight)
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:

@@ -186,7 +186,7 @@ static void round_row(const Linear *c, int64_t row) {
 /* Two inputs' weights side by side; `odd` may be past the last input. */
 INLINE words pair(const Kind kind, const char *row, int v, int odd) {
     const vector low = weights(kind, row, v, 0), none = all(0);
-    const vector high = kind == INT4 ? weights(kind, row, v, 1) : odd ? weights(kind, row + PANEL, v, 0) : none;
+    const vector high = is_four_bits(kind) ? weights(kind, row, v, 1) : odd ? weights(kind, row + PANEL, v, 0) : none;
     return (words)low >> 16 | ((words)high & 0xffff0000u);
 }
 
@@ -267,8 +267,10 @@ void bfloat16_team(int64_t kind, const Linear *c) {
         case BFLOAT16 + FORMS * DOTS: linear(BFLOAT16, DOTS, c); break;
         case INT8 + FORMS * DOTS: linear(INT8, DOTS, c); break;
         case INT4 + FORMS * DOTS: linear(INT4, DOTS, c); break;
+        case FLOAT4 + FORMS * DOTS: linear(FLOAT4, DOTS, c); break;
         case BFLOAT16 + FORMS * TILES: linear(BFLOAT16, TILES, c); break;
         case INT8 + FORMS * TILES: linear(INT8, TILES, c); break;
         case INT4 + FORMS * TILES: linear(INT4, TILES, c); break;
+        case FLOAT4 + FORMS * TILES: linear(FLOAT4, TILES, c); break;
     }
 }

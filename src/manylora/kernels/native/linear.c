@@ -82,7 +82,7 @@ INLINE void tile(const int rows, const int panels, const Kind kind, const Tile t
 #define HEIGHTS(DO, kind) DO(kind, 1) DO(kind, 2) DO(kind, 3) DO(kind, 4) DO(kind, 5) DO(kind, 6)
 #define FEW_HEIGHTS(DO, kind) DO(kind, 1) DO(kind, 2) DO(kind, 3)
 #endif
-#define KINDS(DO) DO(FLOAT32) DO(BFLOAT16) DO(INT8) DO(INT4)
+#define KINDS(DO) DO(FLOAT32) DO(BFLOAT16) DO(INT8) DO(INT4) DO(FLOAT4)
 #define DEFINE(kind) HEIGHTS(COLUMN, kind) FEW_HEIGHTS(STREAM, kind)
 KINDS(DEFINE)
 
@@ -236,6 +236,7 @@ void linear_team(int64_t kind, const Linear *c) {
         case BFLOAT16: linear(BFLOAT16, c); break;
         case INT8: linear(INT8, c); break;
         case INT4: linear(INT4, c); break;
+        case FLOAT4: linear(FLOAT4, c); break;
     }
 }
 

@@ -1,10 +1,10 @@
 /* The weights of linear layers, as linear.c and bfloat16.c read them.
  *
- * W is kept in float32, bfloat16, int8 or int4. The last two are integers v with
+ * W is kept in float32, bfloat16, int8, int4 or float4. The last three are whole numbers v with
  * W[n, k] = scale[n, g] v[n, k] + offset[n, g], g = k / group; offsets may be missing.
  *
  * W [out, in] is packed in panels of PANEL outputs: [panels, in, PANEL], the last one padded with zeros; of bfloat16
- * and int4 [panels, in / 2, PANEL] pairs of an even input, in the low half, and the next one: 4 bytes, which take one
+ * and of 4 bits [panels, in / 2, PANEL] pairs of an even input, in the low half, and the next one: 4 bytes, which take one
  * instruction each to widen, or 1, 8 being zero; scales and offsets [panels, groups, PANEL]. */
 
 #pragma once
@@ -19,11 +19,12 @@ enum { VECTORS = 2 };
 enum { PANEL = LANES * VECTORS, BLOCK = 1024 /* inputs that are summed before scale and offset enter, at most */ };
 
 /* Inputs whose weights lie in one row of a panel, and its bytes. */
-INLINE int inputs_of(Kind kind) { return kind == INT4 || kind == BFLOAT16 ? 2 : 1; }
-INLINE int64_t bytes_of(Kind kind) { return kind == INT4 ? PANEL : PANEL * size_of(kind) * inputs_of(kind); }
+INLINE int inputs_of(Kind kind) { return is_four_bits(kind) || kind == BFLOAT16 ? 2 : 1; }
+INLINE int64_t bytes_of(Kind kind) { return is_four_bits(kind) ? PANEL : PANEL * size_of(kind) * inputs_of(kind); }
 
 INLINE vector weights(Kind kind, const char *row, int v, int input) {
     if (kind == INT4) return widen_halves(row + v * LANES, input);
+    if (kind == FLOAT4) return widen_float4(row + v * LANES, input);
     if (kind == BFLOAT16) return widen_pairs(row + v * LANES * 4, input);
     return widen(kind, row + v * LANES * size_of(kind));
 }

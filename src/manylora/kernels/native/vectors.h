@@ -68,9 +68,12 @@ INLINE vector multiply_add(vector a, vector b, vector c) {
 }
 
 /* Elements in memory; all are float32 in registers. */
-typedef enum { FLOAT32, BFLOAT16, INT8, INT4, FLOAT8 } Kind; /* FLOAT8: e4m3, without infinities */
+typedef enum { FLOAT32, BFLOAT16, INT8, INT4, FLOAT4, FLOAT8 } Kind; /* FLOAT8: e4m3, without infinities */
 
-/* Not of INT4, two of which share a byte. */
+/* INT4 and FLOAT4 (twice e2m1, whole numbers), two of which share a byte. */
+INLINE int is_four_bits(Kind kind) { return kind == INT4 || kind == FLOAT4; }
+
+/* Not of these. */
 INLINE int64_t size_of(Kind kind) { return kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1; }
 
 /* LANES integers of 16 or 8 bits as 32. By name where there is one: what GCC makes of __builtin_convertvector is
@@ -138,6 +141,22 @@ INLINE vector widen_halves(const char *at, int high) {
     return (vector)_mm512_permutexvar_ps((__m512i)index, table);
 #else
     return __builtin_convertvector((integers)(index & 15) - 8, vector);
+#endif
+}
+
+/* FLOAT4: the same of these, as 0, 1, 2, 3, 4, 6, 8, 12 and what is below zero. */
+INLINE vector widen_float4(const char *at, int high) {
+    const words both = widen_uint8(at), index = high ? both >> 4 : both;
+#if defined(__AVX512F__)
+    const __m512 table = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    return (vector)_mm512_permutexvar_ps((__m512i)index, table);
+#elif defined(__AVX2__) /* three bits choose, the fourth is the sign */
+    const __m256 table = {0, 1, 2, 3, 4, 6, 8, 12};
+    return (vector)((words)_mm256_permutevar8x32_ps(table, (__m256i)index) ^ (index & 8) << 28);
+#else
+    const words size = index & 7, large = (words)(size > 1), below = (words)((index & 8) != 0);
+    const words number = ((size & 1) | (large & 2)) << ((size >> 1) + large);
+    return __builtin_convertvector((integers)((number ^ below) - below), vector);
 #endif
 }
 

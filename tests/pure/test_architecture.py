@@ -34,7 +34,7 @@ INSIDE = {
         "loading", "cpu", "compiled", "cuda", "device",
     ],
     "quant": ["config", "checkpoint", "layouts", "mxfp4", "bitsandbytes", "checkpoint_weights"],
-    "gguf": ["container", "config", "tokenizer", "folder", "blocks", "file"],
+    "gguf": ["container", "parts", "cache", "config", "tokenizer", "folder", "blocks", "file"],
     "config": ["blocks", "pooling", "values", "engine", "build_record", "hub", "model_folder", "resolve"],
     "wire": [
         "parameters", "tensor_table", "server_types", "word_lists", "client_errors", "client_disconnects",

@@ -199,11 +199,11 @@ def open_checkpoint(
     """Reads headers only. on_read: as of SafetensorsFile. Raises ConfigError."""
     found: Files = {}
     paths = weight_files(model_dir)
-    kind: type[SafetensorsFile | GgufFile] = SafetensorsFile
     if paths[0].suffix == ".gguf":
-        kind, paths = GgufFile, paths[:1]  # which finds the other parts
+        whole = stack.enter_context(GgufFile(paths[0], on_read))  # which finds the other parts
+        return dict.fromkeys(whole.keys(), whole)
     for path in paths:
-        file = stack.enter_context(kind(path, on_read))
+        file = stack.enter_context(SafetensorsFile(path, on_read))
         found.update(dict.fromkeys(file.keys(), file))
     return found
 

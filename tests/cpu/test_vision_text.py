@@ -161,6 +161,19 @@ def test_a_square_stack_of_experts_is_read_as_transformers_reads_it(tmp_path: Pa
     assert agree(found, reference_logits(model, None, tokens(12)))
 
 
+def test_adapters_on_experts_beside_a_vision_tower(tmp_path: Path) -> None:
+    """Whichever way the checkpoint has the experts."""
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    for original in (True, False):
+        path = tmp_path / str(original)
+        model = make(path, "qwen3_vl_moe", original)
+        options = {"target_modules": r".*language_model.*\.q_proj", "target_parameters": names}
+        adapter = make_adapter(path / "a", model, 1, rank=2, **options)
+        decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
+        [found] = Driver(decoder, [tokens(20)], [read_from("peft", adapter, model)]).run()
+        assert agree(found, reference_logits(model, adapter, tokens(20)))
+
+
 def test_keys_of_the_text_model_beside_those_of_the_vision_tower(tmp_path: Path) -> None:
     """As the first Qwen 2.5-VL were released."""
     model = make(tmp_path, "qwen2_5_vl")

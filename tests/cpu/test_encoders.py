@@ -47,8 +47,8 @@ def prompt(count: int, seed: int) -> list[int]:
     return [token + 5 for token in tokens(count, seed)]
 
 
-def engine_of(model: Path) -> Engine:
-    return Engine(EngineConfig(model, device="cpu", dtype="float32", max_num_tokens=128, max_batch_size=8))
+def engine_of(model: Path, dtype: str = "float32") -> Engine:
+    return Engine(EngineConfig(model, device="cpu", dtype=dtype, max_num_tokens=128, max_batch_size=8))
 
 
 def ask(
@@ -93,6 +93,20 @@ def test_heads_and_adapters(kind: str, tmp_path: Path) -> None:
     expected = [logits(plain, x), logits(own, x), logits(own, y), logits(each, y), logits(plain, y)]
     for ours, theirs in zip(found, expected, strict=True):
         assert near(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_is_no_farther_from_the_truth_than_transformers(kind: str, tmp_path: Path) -> None:
+    model, ids = make_encoder(tmp_path / "model", kind), prompt(60, 4)
+    [found] = answers(engine_of(model, "bfloat16"), ask(ids, "all"))
+    truth = hidden(model, ids)
+    import transformers
+
+    with torch.inference_mode():
+        narrow = transformers.AutoModel.from_pretrained(model, dtype=torch.bfloat16)
+        theirs = narrow(torch.tensor([ids])).last_hidden_state[0].float().numpy()
+    ours, theirs = (np.median(np.sqrt(np.square(one - truth).mean(-1))) for one in (found, theirs))
+    assert ours <= 1.3 * theirs
 
 
 def test_two_texts(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from running import check_beams, read, run, tokens
+from running import check_beams, check_bfloat16, read, run, tokens
 from safetensors.torch import load_file, save_file
 from test_parity_adapters import mixed_logits, open_store
 
@@ -271,13 +271,7 @@ def test_a_config_that_cannot_be_served_is_named(
 
 def test_bfloat16_is_no_farther_from_the_truth_than_transformers(workshop: Path) -> None:
     model = make_model(workshop / "bf16", "deepseek-v3", seed=6)
-    adapter = make_adapter(workshop / "bf16-a", model, 1, rank=4, modules=LATENT)
-    decoder = load_decoder(model, read_model_config(model), torch.bfloat16, open_device("cpu"))
-    ids = tokens(60)
-    [found] = Driver(decoder, [ids], [read(adapter, model)]).run()
-    truth = reference_logits(model, adapter, ids)
-    theirs = (reference_logits(model, adapter, ids, torch.bfloat16) - truth).square().mean().sqrt()
-    assert (found - truth).square().mean().sqrt() <= 1.3 * theirs
+    check_bfloat16(model, make_adapter(workshop / "bf16-a", model, 1, rank=4, modules=LATENT))
 
 
 def test_tensors_of_a_request(workshop: Path) -> None:

@@ -16,8 +16,9 @@ from collections.abc import Callable
 import torch
 
 from manylora.kernels.compiled import CompiledOps
-from manylora.kernels.delta_rule import DeltaWeights, RecurrentState, StateBatch
+from manylora.kernels.delta_rule import DeltaWeights
 from manylora.kernels.native import load
+from manylora.kernels.recurrent import RecurrentState, StateBatch
 
 
 def layer(heads: int, key_heads: int, dim: int) -> DeltaWeights:

@@ -8,7 +8,8 @@ import torch
 from levels import NAMES, open_library
 
 from manylora.kernels.compiled import CompiledOps
-from manylora.kernels.delta_rule import DeltaWeights, RecurrentState, StateBatch
+from manylora.kernels.delta_rule import DeltaWeights
+from manylora.kernels.recurrent import RecurrentState, StateBatch
 from manylora.kernels.reference import ReferenceOps
 
 SLOTS, TAPS = 9, 4

@@ -26,9 +26,9 @@ from manylora.testing.tiny_models import make_adapter, make_model, reference_gen
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-FAMILIES = ("qwen3-next-dense", "qwen3.5", "qwen3-next", "qwen3.5-moe", "lfm2")
+FAMILIES = ("qwen3-next-dense", "qwen3.5", "qwen3-next", "qwen3.5-moe", "lfm2", "granite4", "granite4-moe")
 COUNT = 10  # tokens of an answer
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,12 @@ class Served:
             experts: dict[str, Any] = {}
             if config.moe is not None:
                 plain = ("gate_proj", "up_proj", "down_proj")
-                shared = tuple(f"shared_expert.{name}" for name in plain)
-                linears = (*(name for name in linears if name not in plain), "shared_expert_gate", *shared)
-                experts = {"target_parameters": EXPERTS}
+                shared = (*(f"shared_expert.{name}" for name in plain), "shared_expert_gate")
+                if family.startswith("granite"):
+                    shared = "shared_mlp.input_linear", "shared_mlp.output_linear"
+                linears = (*(name for name in linears if name not in plain), *shared)
+                block = "block_sparse_moe" if family.startswith("granite") else "mlp"
+                experts = {"target_parameters": [f"{block}.{name}" for name in EXPERTS]}
             make_adapter(adapters[0], self.model, 1, rank=4, modules=linears, **experts)
             make_adapter(adapters[1], self.model, 2, rank=7, modules=linears, use_dora=config.moe is None)
         self.adapters: list[Path | None] = [None, *adapters]
@@ -91,9 +94,10 @@ def test_greedy_tokens_of_a_mixed_batch(family: str, served: Any) -> None:
     assert found == [model.expected(*one) for one in wanted]
 
 
-def test_one_after_another_and_together_are_alike(served: Any) -> None:
+@pytest.mark.parametrize("family", ["qwen3.5", "granite4"])
+def test_one_after_another_and_together_are_alike(family: str, served: Any) -> None:
     """Bit for bit, also where a step is as small as it can be."""
-    model = served("qwen3.5")
+    model = served(family)
     prompts = [tokens(length, length) for length in (30, 44, 17)]
     params = {"return_log_probs": True}
     runs = []
@@ -109,8 +113,9 @@ def test_one_after_another_and_together_are_alike(served: Any) -> None:
     assert [e[-1][0] for e in found[0]] == [e[-1][0] for e in found[2]]
 
 
-def test_prefixes_are_reused_up_to_a_snapshot(served: Any) -> None:
-    model = served("qwen3-next-dense")
+@pytest.mark.parametrize("family", ["qwen3-next-dense", "granite4"])
+def test_prefixes_are_reused_up_to_a_snapshot(family: str, served: Any) -> None:
+    model = served(family)
     engine = model.engine()
     prompt = tokens(43, 1)
     longer, other = [*prompt[:41], *tokens(20, 9)], [*prompt[:20], *tokens(20, 8)]
@@ -124,8 +129,9 @@ def test_prefixes_are_reused_up_to_a_snapshot(served: Any) -> None:
     engine.close()
 
 
-def test_preempted_sequences_go_on_as_before(served: Any) -> None:
-    model = served("qwen3.5")
+@pytest.mark.parametrize("family", ["qwen3.5", "granite4"])
+def test_preempted_sequences_go_on_as_before(family: str, served: Any) -> None:
+    model = served(family)
     settings = {"batch_scheduler_policy": "max_utilization", "max_tokens_in_paged_kv_cache": 96}
     engine = model.engine(**settings)
     wanted = [(tokens(26, seed), seed % 3) for seed in range(5)]
@@ -152,11 +158,12 @@ def test_few_slots_make_sequences_wait(served: Any, monkeypatch: pytest.MonkeyPa
     assert list(found.values()) == [model.expected(*one) for one in wanted]
 
 
-def test_beams_have_states_of_their_own(served: Any) -> None:
+@pytest.mark.parametrize("family", ["qwen3.5", "granite4"])
+def test_beams_have_states_of_their_own(family: str, served: Any) -> None:
     """The same beams as without a cache: transformers computes each of them from its first token."""
     from manylora.testing.tiny_models import load_transformers
 
-    model, prompt = served("qwen3.5"), tokens(19, 3)
+    model, prompt = served(family), tokens(19, 3)
     engine = model.engine(max_beam_width=3)
     params = {"beam_width": 3, "num_return_sequences": 3, "return_log_probs": True}
     [events], [alone] = run(engine, request(prompt, **params)), run(engine, request(prompt))
@@ -280,3 +287,26 @@ def test_a_released_checkpoint_and_names_of_its_adapters(workshop: Path) -> None
         module = {"conv1d": "conv1d", "q_proj": "attn_q", "in_proj_z": "linear_attn_z"}[part]
         with pytest.raises(AdapterInvalidError, match=module):
             rules.check(replace(read(adapter, model), task_id=1))
+
+
+def test_granite_as_released_and_names_of_its_adapters(workshop: Path) -> None:
+    """Layers by their old names in config.json; a norm inside a layer is refused by name."""
+    model = make_model(workshop / "granite", "granite4-moe", seed=6)
+    linears = ("in_proj", "out_proj", "q_proj", "o_proj", "input_linear", "output_linear")
+    adapter = make_adapter(workshop / "granite-a", model, 3, modules=linears)
+    expected = reference_generate(model, adapter, tokens(20), COUNT)
+    raw = json.loads((model / "config.json").read_text())
+    kinds = {"linear_attention": "mamba", "full_attention": "attention"}
+    raw["layer_types"] = [kinds[kind] for kind in raw["layer_types"]]
+    raw["time_step_limit"] = [0.0, float("inf")]
+    (model / "config.json").write_text(json.dumps(raw))
+    cache = LoraCacheConfig(gpu_memory_bytes=2**23)
+    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, max_num_tokens=64, lora=cache))
+    lora = replace(read(adapter, model, 1), task_id=1)
+    [found] = answers(engine, replace(request(tokens(20)), lora=lora))
+    engine.close()
+    assert found == expected
+    file = adapter / "adapter_model.safetensors"
+    save_file({"base_model.model.model.layers.0.mamba.norm.weight": torch.ones(128)}, file)
+    with pytest.raises(AdapterInvalidError, match="of a recurrent layer only the linear layers"):
+        read(adapter, model)

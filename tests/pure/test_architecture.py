@@ -30,8 +30,8 @@ INSIDE = {
     "system": ["lifeline", "threads", "allocator", "text_threads", "processor", "compiler", "progress"],
     "kernels": [
         "activations", "quantised", "huge_pages", "panels", "integer", "products", "extras", "row_format",
-        "delta_rule", "short_conv", "spec", "experts", "transfer", "decode_step", "reference", "native",
-        "loading", "cpu", "compiled", "cuda", "device",
+        "recurrent", "delta_rule", "short_conv", "mamba2", "spec", "experts", "transfer", "decode_step",
+        "reference", "native", "loading", "cpu", "compiled", "cuda", "device",
     ],
     "quant": ["config", "checkpoint", "layouts", "mxfp4", "bitsandbytes", "checkpoint_weights"],
     "gguf": ["container", "parts", "cache", "config", "tokenizer", "folder", "blocks", "file"],
@@ -56,8 +56,8 @@ INSIDE = {
     "model": [
         "families", "safetensors_file", "checkpoint", "plan", "batch", "chunks", "kv_tensors", "rope",
         "extras", "heads", "layers", "shared_kv", "layer_inputs", "altup", "latent", "routing", "moe",
-        "delta_rule", "short_conv", "decoder_parts", "transformer", "decoder", "attend", "encoder_decoder",
-        "encoder", "quant", "effective_weights", "weights", "builder",
+        "delta_rule", "short_conv", "mamba2", "decoder_parts", "transformer", "decoder", "attend",
+        "encoder_decoder", "encoder", "quant", "effective_weights", "weights", "builder",
     ],
     "parallel": [
         "mapping", "rank_model", "collectives", "weights", "adapters", "experts", "decoder",

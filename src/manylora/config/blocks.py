@@ -129,6 +129,40 @@ class DeltaConfig(RecurrentConfig):
 
 
 @dataclass(frozen=True)
+class Mamba2Config(RecurrentConfig):
+    """Mamba-2, behind a causal convolution."""
+
+    heads: int
+    groups: int  # heads of one group have the same b and c
+    head_dim: int
+    state_dim: int
+    taps: int  # inputs that the convolution sees, the newest among them
+    conv_bias: bool = True
+    biased: bool = False  # the matrices before and behind it
+    steps: tuple[float, float] = (0.0, math.inf)  # least and largest step
+    normed: bool = True  # the norm in the layer
+    gate_first: bool = True  # the gate is on what this norm gets, else on what it gives
+
+    @property
+    def value_size(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: values, b and c."""
+        return self.value_size + 2 * self.groups * self.state_dim
+
+    @property
+    def in_size(self) -> int:
+        """Rows of the matrix before it: [z; values; b; c; d]."""
+        return self.value_size + self.channels + self.heads
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (self.taps - 1, self.channels), (self.heads, self.head_dim, self.state_dim)
+
+
+@dataclass(frozen=True)
 class ConvConfig(RecurrentConfig):
     """Gated causal convolutions over the last inputs, without a memory beyond these."""
 

@@ -34,8 +34,8 @@ from manylora.group.channel import Message
 from manylora.group.collectives import interface_of, join_collectives, leave_group
 from manylora.group.leader import Leader
 from manylora.group.place import Place
-from manylora.kernels.delta_rule import RecurrentState
 from manylora.kernels.device import Device, device_of_rank, open_device
+from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.spec import BatchLimits
 from manylora.lora.expert_rules import targets_beside_quantised_experts
 from manylora.lora.formats.base_weights import BaseWeights

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from manylora.engine.decode_run import DecodeRun
 from manylora.engine.sequence import Sequence
-from manylora.kernels.delta_rule import StateBatch
 from manylora.kernels.extras import with_logits
+from manylora.kernels.recurrent import StateBatch
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, LoraBatch
 from manylora.model.batch import ForwardBatch, HiddenRows

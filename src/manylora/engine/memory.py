@@ -10,8 +10,8 @@ from torch import Tensor
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig, ModelConfig
 from manylora.errors import ConfigError
-from manylora.kernels.delta_rule import RecurrentState
 from manylora.kernels.device import Device, host_tensor
+from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.spec import BatchLimits
 from manylora.lora.geometry import usual_bytes
 from manylora.lora.modules import lora_modules

@@ -22,8 +22,8 @@ from manylora.engine.scheduler import Chunk, Step
 from manylora.engine.sequence import PENDING, BeamGroup, Sequence
 from manylora.engine.step_messages import ENCODE, FORWARD, copy_message, step_message
 from manylora.group.leader import Leader
-from manylora.kernels.delta_rule import RecurrentState
 from manylora.kernels.device import Arrival, Device
+from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.spec import BatchLimits
 from manylora.kernels.transfer import to_device, upload
 from manylora.lora.lease import Lease

@@ -19,11 +19,13 @@ from torch import Tensor
 
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.decode_step import SHORT, DecoderParts, DecodeStep
-from manylora.kernels.delta_rule import LARGEST_DIM, MOST_TAPS, DeltaWeights, RecurrentState, StateBatch
+from manylora.kernels.delta_rule import DeltaWeights
 from manylora.kernels.integer import to_integer_panels
+from manylora.kernels.mamba2 import Mamba2Weights
 from manylora.kernels.panels import Panels, PanelsLinear, WeightRows, address, read_panels, to_panels
 from manylora.kernels.products import NONE, choose_form
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
+from manylora.kernels.recurrent import LARGEST_DIM, MOST_TAPS, RecurrentState, StateBatch
 from manylora.kernels.row_format import TABLE_ROW
 from manylora.kernels.spec import (
     AttentionBatch,
@@ -260,6 +262,21 @@ class CompiledOps(CpuOps):
             weights.norm.data_ptr(), state.inputs.data_ptr(), state.memory.data_ptr(),
             *(table.data_ptr() for table in tables), len(batch.reads), len(weights.taps), weights.key_heads,
             heads, keys, dim, weights.eps,
+        )  # fmt: skip
+        return out
+
+    def mamba2(self, x: Tensor, weights: Mamba2Weights, state: RecurrentState, batch: StateBatch) -> Tensor:
+        if not _plain(x) or len(weights.taps) > MOST_TAPS:
+            return super().mamba2(x, weights, state, batch)
+        out, mixed = torch.empty(len(x), weights.value_size), torch.empty(len(x), weights.channels)
+        tables = (batch.starts, batch.reads, batch.writes, batch.cuts, batch.saves)
+        self._library.mamba2(
+            out.data_ptr(), x.data_ptr(), x.stride(0), mixed.data_ptr(), weights.taps.data_ptr(),
+            weights.bias.data_ptr(), weights.decay.data_ptr(), weights.shift.data_ptr(),
+            weights.skip.data_ptr(), address(weights.norm), state.inputs.data_ptr(), state.memory.data_ptr(),
+            *(table.data_ptr() for table in tables), len(batch.reads), len(weights.taps), weights.heads,
+            weights.groups, weights.head_dim, weights.state_dim, weights.norm_groups, weights.gate_first,
+            weights.least, weights.most, weights.eps,
         )  # fmt: skip
         return out
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.decode_step import DecoderParts, DecodeStep
-from manylora.kernels.delta_rule import DeltaWeights, RecurrentState, StateBatch, delta_rule
+from manylora.kernels.delta_rule import DeltaWeights, delta_rule
 from manylora.kernels.experts import HostPairs, group_segments, pair_up
+from manylora.kernels.mamba2 import Mamba2Weights, mamba2
 from manylora.kernels.panels import Panels, WeightRows
 from manylora.kernels.quantised import (
     QuantisedWeight,
@@ -24,6 +25,7 @@ from manylora.kernels.quantised import (
     quantised_linear,
     stacked_linear,
 )
+from manylora.kernels.recurrent import RecurrentState, StateBatch
 from manylora.kernels.row_format import Encoding
 from manylora.kernels.short_conv import short_conv
 from manylora.kernels.spec import (
@@ -240,6 +242,19 @@ class ReferenceOps:
         x [T, channels + values], gates [T, 2 * value heads] -> [T, values]; states of one layer.
         """
         return delta_rule(x, gates, weights, state, batch)
+
+    def mamba2(self, x: Tensor, weights: Mamba2Weights, state: RecurrentState, batch: StateBatch) -> Tensor:
+        """Each sequence's rows one after another, from its state to the next, which is stored.
+
+        Semantics, for a row with [z; u; d] = x, and the convolution's last inputs `seen`:
+            v, b, c = silu(bias + sum over i of taps[i] * [seen; u][i]); then for each head, and its group's
+            b and c, with step = clamp(softplus(d + shift), least, most)
+            M *= exp(decay * step);  M += step * v b^T;  y = M c + skip * v
+            result: norm * n(y * silu(z)), or norm * n(y) * silu(z), n(y) being y * rsqrt(mean(y ** 2) + eps)
+            over each of norm_groups parts; without a norm y * silu(z)
+        x [T, values + channels + heads] -> [T, values]; states of one layer.
+        """
+        return mamba2(x, weights, state, batch)
 
     def short_conv(self, x: Tensor, taps: Tensor, state: RecurrentState, batch: StateBatch) -> Tensor:
         """Each sequence's rows one after another, from its last inputs `seen` to the next, which are stored.

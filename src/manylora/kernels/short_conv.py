@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from manylora.kernels.delta_rule import RecurrentState, StateBatch, read_inputs
+from manylora.kernels.recurrent import RecurrentState, StateBatch, convolve, read_inputs
 
 
 def short_conv(x: Tensor, taps: Tensor, state: RecurrentState, batch: StateBatch) -> Tensor:
@@ -19,23 +19,13 @@ def short_conv(x: Tensor, taps: Tensor, state: RecurrentState, batch: StateBatch
     before = read_inputs(state, batch.reads)
     if starts[-1] == len(starts) - 1 and not any(cuts):
         seen = torch.cat((before, inputs[:, None]), dim=1)
-        out[:] = _convolve(seen, taps)[:, 0]
+        out[:] = convolve(seen, taps)[:, 0]
         state.inputs[batch.writes] = seen[:, 1:]
         return (c * out).to(x.dtype)
     for s, (start, stop) in enumerate(pairwise(starts)):
         seen = torch.cat((before[s], inputs[start:stop]))
-        out[start:stop] = _convolve(seen[None], taps)[0]
+        out[start:stop] = convolve(seen[None], taps)[0]
         state.inputs[batch.writes[s]] = seen[len(seen) - kept :]
         if cuts[s]:
             state.inputs[batch.saves[s]] = seen[cuts[s] : cuts[s] + kept]
     return (c * out).to(x.dtype)
-
-
-def _convolve(seen: Tensor, taps: Tensor) -> Tensor:
-    """seen [B, taps - 1 + n, channels] -> [B, n, channels]. Taps are added one by one: a row's bits do not
-    depend on the rows beside it."""
-    count = seen.shape[1] - len(taps) + 1
-    mixed = seen[:, :count] * taps[0]
-    for tap in range(1, len(taps)):
-        mixed = mixed + seen[:, tap : tap + count] * taps[tap]
-    return mixed

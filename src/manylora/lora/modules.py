@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 
-from manylora.config.blocks import ConvConfig, DeltaConfig, LatentConfig, LayerShape
+from manylora.config.blocks import ConvConfig, DeltaConfig, LatentConfig, LayerShape, Mamba2Config
 from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
 from manylora.kernels.row_format import RowFormat
@@ -81,7 +81,8 @@ MEANINGS = (
     "experts: the router", "shared expert: what it is weighed by",
     "up_proj and gate_proj: B is [up; gate]",
     "shared expert: gate_proj", "shared expert: down_proj", "shared expert: up_proj",
-    "in_proj of a convolution layer: B is [b; c; h]", "out_proj of a convolution layer", "not served",
+    "in_proj of Mamba: B is [z; x; B; C; dt], of a convolution layer: [b; c; h]",
+    "out_proj of Mamba or a convolution layer", "not served",
     "not served",
     "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
     "in_proj_qkvz: B is [q; k; v; z]", "in_proj_ba: B is [b; a]", "in_proj_qkv", "in_proj_z", "in_proj_b",
@@ -370,6 +371,11 @@ def _recurrent_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
         return {
             "mamba_in_proj": (hidden, 3 * own.channels, Split.NONE),
             "mamba_out_proj": (own.channels, hidden, Split.NONE),
+        }
+    if isinstance(own, Mamba2Config):
+        return {
+            "mamba_in_proj": (hidden, own.in_size, Split.NONE),
+            "mamba_out_proj": (own.value_size, hidden, Split.NONE),
         }
     if not isinstance(own, DeltaConfig):
         return {}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from manylora.kernels.delta_rule import StateBatch
+from manylora.kernels.recurrent import StateBatch
 from manylora.kernels.spec import AttentionBatch, LoraBatch
 
 

@@ -11,9 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora.config.blocks import AltUpConfig, ConvConfig, DeltaConfig, LatentConfig, LayerInputsConfig
+from manylora.config.blocks import (
+    AltUpConfig,
+    ConvConfig,
+    DeltaConfig,
+    LatentConfig,
+    LayerInputsConfig,
+    Mamba2Config,
+)
 from manylora.config.engine import ModelConfig, MoeConfig
-from manylora.kernels.delta_rule import DeltaWeights, RecurrentState
+from manylora.kernels.delta_rule import DeltaWeights
+from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionParams, LoraBatch, LoraTarget
 from manylora.lora.modules import LoraModuleId
@@ -38,6 +46,7 @@ from manylora.model.layers import (
     Turns,
     Wanted,
 )
+from manylora.model.mamba2 import Mamba2, mamba2_weights
 from manylora.model.moe import Experts, ExpertsBesideMlp, Moe, SharedExpert
 from manylora.model.rope import Rope, make_rope
 from manylora.model.routing import Router, WideRouter
@@ -377,8 +386,10 @@ class Decoder(Transformer):
         sinks = self._weights.get(f"{layer}.sinks")
         return None if sinks is None else sinks.float()
 
-    def _recurrent_layer(self, layer: int) -> DeltaRule | ShortConv:
+    def _recurrent_layer(self, layer: int) -> DeltaRule | ShortConv | Mamba2:
         own = self.config.recurrent
+        if isinstance(own, Mamba2Config):
+            return self._mamba2(layer, own)
         if isinstance(own, ConvConfig):
             return self._short_conv(layer, own)
         assert isinstance(own, DeltaConfig)
@@ -389,6 +400,18 @@ class Decoder(Transformer):
         out = LoraTarget(LoraModuleId.MAMBA_OUT_PROJ, 0, self.config.hidden_size)
         taps = self._weights[f"{layer}.taps"].T.contiguous()
         return ShortConv(self._ops, self._linear(layer, "in", project), self._linear(layer, "out", out), taps)
+
+    def _mamba2(self, layer: int, own: Mamba2Config) -> Mamba2:
+        project = LoraTarget(LoraModuleId.MAMBA_IN_PROJ, 0, own.in_size)
+        out = LoraTarget(LoraModuleId.MAMBA_OUT_PROJ, 0, self.config.hidden_size)
+        prefix = f"{layer}."
+        mine = {name.removeprefix(prefix): w for name, w in self._weights.items() if name.startswith(prefix)}
+        return Mamba2(
+            self._ops,
+            self._linear(layer, "in", project),
+            self._linear(layer, "out", out),
+            mamba2_weights(own, mine, self.config.norm_eps),
+        )
 
     def _delta_rule(self, layer: int, own: DeltaConfig) -> DeltaRule:
         weights = self._weights

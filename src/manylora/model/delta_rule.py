@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from manylora.config.blocks import RecurrentConfig
-from manylora.kernels.delta_rule import DeltaWeights, RecurrentState, StateBatch
+from manylora.kernels.delta_rule import DeltaWeights
+from manylora.kernels.recurrent import RecurrentState, StateBatch
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import LoraBatch
 from manylora.model.layers import LoraLinear

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from manylora.config.blocks import AltUpConfig, ConvConfig, DeltaConfig, LatentConfig, LayerInputsConfig
+from manylora.config.blocks import (
+    AltUpConfig,
+    ConvConfig,
+    DeltaConfig,
+    LatentConfig,
+    LayerInputsConfig,
+    Mamba2Config,
+)
 from manylora.config.engine import ModelConfig, MoeConfig
 from manylora.model.families import FAMILIES
 from manylora.model.families.family import TensorNames
@@ -352,6 +359,8 @@ def _recurrent(config: ModelConfig, names: TensorNames, source: str) -> Plan:
     block = f"{source}{names.recurrent}."
     if isinstance(own, ConvConfig):
         return _short_conv(own, names, block, config)
+    if isinstance(own, Mamba2Config):
+        return _mamba2(own, names, block, config)
     assert isinstance(own, DeltaConfig)
     matrices = [block + name for name in names.recurrent_in]
     qkvz, ba = (own.key_size, own.key_size, own.value_size, own.value_size), (own.value_heads,) * 2
@@ -374,6 +383,22 @@ def _recurrent(config: ModelConfig, names: TensorNames, source: str) -> Plan:
             name: WeightSpec((_whole(block + theirs, own.value_heads),), wide=True)
             for name, theirs in vectors.items()
         },
+    }
+
+
+def _mamba2(own: Mamba2Config, names: TensorNames, block: str, config: ModelConfig) -> Plan:
+    inside, out = (_whole(block + names.recurrent_in[0], own.in_size),), block + names.recurrent_out
+    vectors = {name: WeightSpec((_whole(block + theirs, own.heads),), wide=True)
+               for name, theirs in (("decay", "A_log"), ("shift", "dt_bias"), ("skip", "D"))}  # fmt: skip
+    if own.conv_bias:
+        vectors["taps_bias"] = WeightSpec((_whole(f"{block}conv1d.bias", own.channels),), wide=True)
+    if own.normed:
+        vectors["inner_norm.weight"] = WeightSpec((_whole(f"{block}norm.weight", own.value_size),), wide=True)
+    return {
+        **_linear("in", inside, config.hidden_size, own.biased, config),
+        **_linear("out", (_whole(out, config.hidden_size),), own.value_size, own.biased, config),
+        "taps": _taps(f"{block}conv1d.weight", own.channels, own.taps),
+        **vectors,
     }
 
 

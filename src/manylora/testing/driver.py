@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from manylora.config.blocks import RecurrentConfig
-from manylora.kernels.delta_rule import RecurrentState, StateBatch
 from manylora.kernels.extras import Extra, ExtraSegment
+from manylora.kernels.recurrent import RecurrentState, StateBatch
 from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraSegment
 from manylora.lora.modules import LoraModule, lora_modules

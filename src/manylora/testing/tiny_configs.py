@@ -299,6 +299,32 @@ FAMILIES |= {
          "attention_bias": True, "final_logit_softcapping": 2.0},
     ),
 }  # fmt: skip
+# Head sizes that are no multiple of a vector, two heads for each group.
+MAMBA = {
+    "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_d_head": 32, "mamba_d_conv": 3,
+}  # fmt: skip
+GRANITE_HYBRID = {
+    **GRANITE, **MAMBA, "num_hidden_layers": 3, "shared_intermediate_size": 72, "intermediate_size": 40,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+FAMILIES |= {
+    "granite4": ("granitemoehybrid", {**GRANITE_HYBRID, "num_local_experts": 0}),
+    "granite4-rope": (
+        "granitemoehybrid",
+        {**GRANITE_HYBRID, "num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True,
+         "attention_bias": True, "mamba_conv_bias": False, "tie_word_embeddings": True},
+    ),
+    "granite4-attention": (
+        "granitemoehybrid",
+        {**GRANITE_HYBRID, "num_local_experts": 0, "position_embedding_type": "rope",
+         "layer_types": ["full_attention"] * 3},
+    ),
+}  # fmt: skip
+MOE_FAMILIES |= {
+    "granite4-moe": (
+        "granitemoehybrid", {**GRANITE_HYBRID, "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
+}  # fmt: skip
 T5 = {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
 BART = {
     "d_model": 64,

@@ -44,6 +44,7 @@ FUNCTIONS = {
     "add_rms_norm": "pppipipiif",
     "gated": "ppiiii",
     "delta_rule": "ppipipppppppppppp" + "iiiiiif",
+    "mamba2": "ppipppppppppppppp" + "iiiiiiiifff",
     "rotate_and_store": "ppipipipppppiiiii",
     "widen_float32": "ppif>i",
     "widen_bfloat16": "ppif>i",

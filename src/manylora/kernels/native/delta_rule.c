@@ -1,74 +1,20 @@
 /* Gated delta rules behind a causal convolution: the rows of each sequence one after another, each head on its own. A row
  * is computed alike whatever is beside it, so neither the parts of a prompt nor other sequences change a bit. */
 
-#include "team.h"
-
-enum { LARGEST = 256, MOST_TAPS = 16 }; /* as in delta_rule.py: dimensions of a head, inputs of the convolution */
+#include "recurrent.h"
 
 typedef struct {
-    float *out;              /* [rows, values] */
-    const float *x, *gates;  /* [q; k; v; z] and [b; a] */
-    float *mixed;            /* room for [rows, channels] */
+    Convolution convolution;
+    States states;
+    float *out;         /* [rows, values] */
+    const float *z;     /* the gates of values, in x */
+    const float *gates; /* [b; a] */
     int64_t x_stride, gates_stride;
-    const float *taps, *decay, *shift, *norm;
-    float *inputs, *memory;
-    const int64_t *starts, *reads, *writes, *cuts, *saves;
-    int64_t sequences, taps_count, key_heads, heads, key_dim, value_dim;
+    const float *decay, *shift, *norm;
+    float *memory;
+    int64_t key_heads, heads, key_dim, value_dim;
     float eps;
 } DeltaRule;
-
-INLINE float one_exponential(float x) { return exponential(all(x))[0]; }
-
-/* log(1 + exp(x)), without losing small values: log1p(u) = u * log(1 + u) / ((1 + u) - 1). */
-INLINE float softplus(float x) {
-    if (x > 20) return x;
-    return log1pf(one_exponential(x));
-}
-
-INLINE vector silu(vector x) { return x / (1 + exponential(-x)); }
-
-INLINE int64_t channels_of(const DeltaRule *c) { return (2 * c->key_heads * c->key_dim) + c->heads * c->value_dim; }
-
-/* The input of the convolution at `position`, counted from the sequence's first row; before that, what its state has.
- * NULL: zeros. */
-INLINE const float *input_at(const DeltaRule *c, int64_t s, int64_t position, int64_t channels) {
-    if (position >= 0) return c->x + (c->starts[s] + position) * c->x_stride;
-    if (c->reads[s] < 0) return NULL;
-    return c->inputs + ((c->reads[s] + 1) * (c->taps_count - 1) + position) * channels;
-}
-
-static void ONCE convolve(const DeltaRule *c, int64_t s, int64_t position, float *to) {
-    const int64_t channels = channels_of(c), count = c->taps_count;
-    const float *rows[MOST_TAPS];
-    for (int64_t tap = 0; tap < count; tap++) rows[tap] = input_at(c, s, position - count + 1 + tap, channels);
-    for (int64_t i = 0; i < channels; i += LANES) {
-        const int64_t left = channels - i;
-        vector sum = all(0);
-        for (int64_t tap = 0; tap < count; tap++)
-            if (rows[tap]) sum = multiply_add(load_some(rows[tap] + i, left), load_some(c->taps + tap * channels + i, left), sum);
-        store_some(to + i, silu(sum), left);
-    }
-}
-
-/* The last inputs after the first `rows` rows of a sequence, to a slot, which may be the one that is read. */
-static void keep_inputs(const DeltaRule *c, int64_t s, int64_t rows, int64_t slot) {
-    const int64_t channels = channels_of(c), count = c->taps_count - 1;
-    float *const to = c->inputs + slot * count * channels;
-    for (int64_t i = 0; i < count; i++) {
-        const float *const from = input_at(c, s, rows - count + i, channels);
-        if (from) memmove(to + i * channels, from, channels * sizeof *to);
-        else memset(to + i * channels, 0, channels * sizeof *to);
-    }
-}
-
-INLINE float squares(const float *x, int64_t dim) {
-    vector sum = all(0);
-    for (int64_t i = 0; i < dim; i += LANES) {
-        const vector some = load_some(x + i, dim - i);
-        sum = multiply_add(some, some, sum);
-    }
-    return total(sum);
-}
 
 INLINE void scaled(float *to, const float *x, int64_t dim, float scale) {
     for (int64_t i = 0; i < dim; i += LANES) store_some(to + i, load_some(x + i, dim - i) * scale, dim - i);
@@ -125,13 +71,14 @@ static void ONCE finish(const DeltaRule *c, const float *y, const float *z, floa
 }
 
 static void ONCE run_head(const DeltaRule *c, int64_t s, int64_t head) {
+    const States *const at = &c->states;
     const int64_t dim = c->key_dim, keys = c->key_heads * dim, values = c->heads * c->value_dim, channels = 2 * keys + values;
     const int64_t size = dim * c->value_dim, group = head / (c->heads / c->key_heads);
-    float *const own = c->memory + (c->writes[s] * c->heads + head) * size;
-    const float *from = c->reads[s] < 0 ? NULL : c->memory + (c->reads[s] * c->heads + head) * size;
+    float *const own = c->memory + (at->writes[s] * c->heads + head) * size;
+    const float *from = at->reads[s] < 0 ? NULL : c->memory + (at->reads[s] * c->heads + head) * size;
     float q[LARGEST], k[LARGEST], y[LARGEST];
-    for (int64_t row = c->starts[s]; row < c->starts[s + 1]; row++, from = own) {
-        const float *const mixed = c->mixed + row * channels, *const gates = c->gates + row * c->gates_stride;
+    for (int64_t row = at->starts[s]; row < at->starts[s + 1]; row++, from = own) {
+        const float *const mixed = c->convolution.mixed + row * channels, *const gates = c->gates + row * c->gates_stride;
         scaled(q, mixed + group * dim, dim, 1 / (sqrtf(squares(mixed + group * dim, dim) + 1e-6f) * sqrtf(dim)));
         scaled(k, mixed + keys + group * dim, dim, 1 / sqrtf(squares(mixed + keys + group * dim, dim) + 1e-6f));
         const float beta = 1 / (1 + one_exponential(-gates[head]));
@@ -139,27 +86,16 @@ static void ONCE run_head(const DeltaRule *c, int64_t s, int64_t head) {
         const float *const v = mixed + 2 * keys + head * c->value_dim;
         if (dim == 128) remember_128(c, from, own, q, k, v, beta, keep, y);
         else remember_any(c, from, own, q, k, v, beta, keep, y);
-        finish(c, y, c->x + row * c->x_stride + channels + head * c->value_dim, c->out + row * values + head * c->value_dim);
-        if (c->cuts[s] && row + 1 == c->starts[s] + c->cuts[s])
-            memcpy(c->memory + (c->saves[s] * c->heads + head) * size, own, size * sizeof *own);
+        finish(c, y, c->z + row * c->x_stride + head * c->value_dim, c->out + row * values + head * c->value_dim);
+        if (at->cuts[s] && row + 1 == at->starts[s] + at->cuts[s])
+            memcpy(c->memory + (at->saves[s] * c->heads + head) * size, own, size * sizeof *own);
     }
 }
 
 static void delta_team(const DeltaRule *c) {
-    const int64_t channels = channels_of(c), rows = c->starts[c->sequences];
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < rows; row++) {
-        int64_t s = 0;
-        while (row >= c->starts[s + 1]) s++;
-        convolve(c, s, row - c->starts[s], c->mixed + row * channels);
-    }
-#pragma omp for schedule(static) nowait
-    for (int64_t s = 0; s < c->sequences; s++) {
-        if (c->cuts[s]) keep_inputs(c, s, c->cuts[s], c->saves[s]);
-        keep_inputs(c, s, c->starts[s + 1] - c->starts[s], c->writes[s]);
-    }
+    convolve_team(&c->convolution, &c->states);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < c->sequences * c->heads; i++) run_head(c, i / c->heads, i % c->heads);
+    for (int64_t i = 0; i < c->states.sequences * c->heads; i++) run_head(c, i / c->heads, i % c->heads);
 }
 
 /* As `ReferenceOps.delta_rule`. */
@@ -168,8 +104,11 @@ void delta_rule(float *out, const float *x, int64_t x_stride, const float *gates
                 const int64_t *starts, const int64_t *reads, const int64_t *writes, const int64_t *cuts, const int64_t *saves,
                 int64_t sequences, int64_t taps_count, int64_t key_heads, int64_t heads, int64_t key_dim, int64_t value_dim,
                 float eps) {
-    const DeltaRule c = {out, x, gates, mixed, x_stride, gates_stride, taps, decay, shift, norm, inputs, memory, starts, reads,
-                         writes, cuts, saves, sequences, taps_count, key_heads, heads, key_dim, value_dim, eps};
+    const int64_t channels = 2 * key_heads * key_dim + heads * value_dim;
+    const Convolution convolution = {x, taps, NULL, inputs, mixed, x_stride, taps_count, channels};
+    const States states = {starts, reads, writes, cuts, saves, sequences};
+    const DeltaRule c = {convolution, states, out, x + channels, gates, x_stride, gates_stride, decay, shift, norm, memory,
+                         key_heads, heads, key_dim, value_dim, eps};
 #pragma omp parallel if (starts[sequences] * heads * key_dim * value_dim > 16384)
     delta_team(&c);
 }

@@ -33,6 +33,7 @@ MLP_IDS = {
 }  # fmt: skip
 # Granite's shared expert. Its routed experts have the same names in transformers 4.
 SHARED_IDS = {"input_linear": Id.SHARED_EXPERT_GATE_UP, "output_linear": Id.SHARED_EXPERT_4H_TO_H}
+PLAIN_IDS = {"input_linear": Id.MLP_GATE_UP, "output_linear": Id.MLP_4H_TO_H}
 GATE_UP_IDS = (Id.MLP_GATE_UP, Id.SHARED_EXPERT_GATE_UP)
 ENCODER_MLP_IDS = {"intermediate": Id.MLP_H_TO_4H, "output": Id.MLP_4H_TO_H}  # both are called dense
 LINEAR_IDS = {
@@ -56,7 +57,7 @@ LAYER = r"(?:layers|h|encoder\.layer)\.(?P<layer>\d{1,5})\."
 MODULE = (
     rf"(?P<path>{ROOT}(?:{LAYER}(?:"
     r"(?:(?P<mlp>mlp|block_sparse_moe|feed_forward|intermediate|output|router)|(?P<linear>linear_attn)"
-    r"|(?P<conv>conv)|(?P<shared>shared_mlp)"
+    r"|(?P<conv>conv|mamba)|(?P<shared>shared_mlp)"
     r"|self_attn|self_attention|attention|attn)"
     r"\.(?P<name>(?:(?:shared_experts?|self|output)\.)?\w+|router\.layer)"
     r"|(?P<own>per_layer_input_gate|per_layer_projection|(?:altup|laurel)\.\w+))"
@@ -85,6 +86,8 @@ def module_id_of(match: re.Match[str], modules: Mapping[int, LoraModule] | None)
     found = ids.get(match["name"])
     if match["name"] == "dense" and match["mlp"]:
         found = ENCODER_MLP_IDS.get(match["mlp"])
+    if match["shared"] and modules is not None and Id.SHARED_EXPERT_4H_TO_H not in modules:
+        return PLAIN_IDS.get(match["name"])  # Granite 4 without experts: a plain MLP of this name
     plain = (modules or {}).get(Id.MLP_H_TO_4H)
     if found == Id.MLP_GATE and plain is not None and not plain.gated:
         return Id.MLP_H_TO_4H  # up_proj is the only matrix into the MLP

@@ -86,12 +86,15 @@ def _olmoe(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _granite_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Experts are weighted by the softmax of the chosen ones' scores."""
+    return {**read_granite(raw), **read_biases(raw), "moe": granite_experts(raw)}
+
+
+def granite_experts(raw: Mapping[str, Any]) -> MoeConfig:
+    """They are weighted by the softmax of the chosen ones' scores."""
     layers, inner = frozenset(range(raw["num_hidden_layers"])), raw["intermediate_size"]
     count, top_k = raw["num_local_experts"], raw["num_experts_per_tok"]
     shared = raw.get("shared_intermediate_size") or 0
-    moe = MoeConfig(count, top_k, inner, True, layers, shared, shared_gated=False)
-    return {**read_granite(raw), **read_biases(raw), "moe": checked_moe(moe)}
+    return checked_moe(MoeConfig(count, top_k, inner, True, layers, shared, shared_gated=False))
 
 
 def _ernie(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,115 @@
+"""Granite 4 and Bamba: Mamba-2 in most layers, attention in the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from manylora.config.blocks import Mamba2Config
+from manylora.config.engine import ModelConfig
+from manylora.errors import ConfigError
+from manylora.model.families.common import read_activation, read_biases
+from manylora.model.families.family import ModelFamily, TensorNames
+from manylora.model.families.llama import read_granite
+from manylora.model.families.moe import GRANITE_MOE_SHARED, GRANITE_NAMES, granite_experts
+
+KINDS = {"mamba": "linear_attention", "attention": "full_attention"}  # as released files call them
+GRANITE = {
+    **GRANITE_MOE_SHARED, "shared_intermediate_size": 1024, "position_embedding_type": None,
+    "layer_types": None, "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256,
+    "mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True,
+    "mamba_proj_bias": False, "time_step_limit": (0.0, float("inf")),
+}  # fmt: skip
+MAMBA = TensorNames(recurrent="mamba", recurrent_in=("in_proj",))
+SPARSE = replace(GRANITE_NAMES, recurrent="mamba", recurrent_in=("in_proj",))
+DENSE = replace(MAMBA, up_gate=GRANITE_NAMES.shared[:1], down=GRANITE_NAMES.shared[1])
+
+
+def _granite(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Without experts, the shared one is a plain MLP."""
+    count, kind = raw["num_hidden_layers"], raw["position_embedding_type"]
+    if kind not in (None, "rope", "nope"):
+        raise ConfigError(
+            f"config.json: position_embedding_type {kind!r} is not supported; rope and null are"
+        )
+    sparse = bool(raw["num_local_experts"])
+    return {
+        **read_granite(raw),
+        **read_biases(raw),
+        "moe": granite_experts(raw) if sparse else None,
+        "intermediate_size": raw["intermediate_size" if sparse else "shared_intermediate_size"],
+        "unrotated_layers": frozenset() if kind == "rope" else frozenset(range(count)),
+        "recurrent": read_mamba(raw, layers_of(raw, raw["layer_types"])),
+    }
+
+
+def layers_of(raw: Mapping[str, Any], kinds: list[str] | None) -> frozenset[int]:
+    """Those with Mamba, which all are unless `kinds` says which. Raises ConfigError."""
+    count = raw["num_hidden_layers"]
+    kinds = ["linear_attention"] * count if kinds is None else [KINDS.get(kind, kind) for kind in kinds]
+    if len(kinds) != count:
+        raise ConfigError(f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers {count}")
+    unknown = set(kinds) - set(KINDS.values())
+    if unknown:
+        raise ConfigError(f"config.json: layer_types has {min(unknown)!r}, which is not supported here")
+    if "full_attention" not in kinds:
+        raise ConfigError("config.json: layer_types must have attention in one layer at least")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+
+
+def read_mamba(
+    raw: Mapping[str, Any], layers: frozenset[int], size: int | None = None
+) -> Mamba2Config | None:
+    """None without such layers. size: of all heads together, None: the hidden size, expanded. Raises
+    ConfigError."""
+    if not layers:
+        return None
+    size = int(raw["mamba_expand"] * raw["hidden_size"]) if size is None else size
+    heads, dim = raw["mamba_n_heads"], raw["mamba_d_head"]
+    dim = size // heads if dim == "auto" else dim
+    mamba = Mamba2Config(
+        layers,
+        heads,
+        raw["mamba_n_groups"],
+        dim,
+        raw["mamba_d_state"],
+        raw["mamba_d_conv"],
+        conv_bias=bool(raw["mamba_conv_bias"]),
+        biased=bool(raw["mamba_proj_bias"]),
+        steps=read_steps(raw["time_step_limit"]),
+    )
+    if heads * dim != size:
+        raise ConfigError(f"config.json: mamba_n_heads {heads} times mamba_d_head {dim} must be {size}")
+    return checked_mamba(mamba, raw["hidden_act"])
+
+
+def read_steps(limits: Any) -> tuple[float, float]:
+    """JSON has no infinity: transformers writes it as {"__float__": "Infinity"}."""
+    given = (0.0, float("inf")) if limits is None else limits
+    least, most = (float(one["__float__"] if isinstance(one, Mapping) else one) for one in given)
+    return least, most
+
+
+def checked_mamba(mamba: Mamba2Config, activation: str) -> Mamba2Config:
+    """activation: of the convolution. Raises ConfigError."""
+    if read_activation(activation) != "silu":
+        raise ConfigError(f"config.json: Mamba with {activation!r} is not supported; with silu it is")
+    sizes = (mamba.heads, mamba.groups, mamba.head_dim, mamba.state_dim)
+    if min(sizes) < 1 or mamba.taps < 2 or mamba.heads % mamba.groups:
+        raise ConfigError(
+            "config.json: the number of Mamba's heads must be a multiple of its groups, and its convolution "
+            f"must see 2 inputs at least, got {mamba.heads}, {mamba.groups} and {mamba.taps}"
+        )
+    return mamba
+
+
+def _names(config: ModelConfig) -> TensorNames:
+    return DENSE if config.moe is None else SPARSE
+
+
+FAMILIES = {
+    "GraniteMoeHybridForCausalLM": ModelFamily(
+        GRANITE, _granite, _names, aliases={"layers_block_type": "layer_types"}
+    ),
+}

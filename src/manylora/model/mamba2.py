@@ -1,0 +1,52 @@
+"""Mamba2: a recurrent layer with Mamba-2 in attention's place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manylora.config.blocks import Mamba2Config
+from manylora.kernels.mamba2 import Mamba2Weights
+from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.spec import LoraBatch
+from manylora.model.delta_rule import LayerState
+from manylora.model.layers import LoraLinear
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """project: to [z; values; b; c; d]."""
+
+    ops: ReferenceOps
+    project: LoraLinear
+    out: LoraLinear
+    weights: Mamba2Weights
+
+    def __call__(self, x: Tensor, cache: LayerState, lora: LoraBatch | None) -> Tensor:
+        mixed = self.ops.mamba2(self.project(x, lora), self.weights, cache.state, cache.batch)
+        return self.out(mixed, lora)
+
+
+def mamba2_weights(own: Mamba2Config, weights: Mapping[str, Tensor], eps: float) -> Mamba2Weights:
+    """weights: of the layer, by our names."""
+    taps = weights["taps"].T.contiguous()
+    bias = weights["taps_bias"] if own.conv_bias else torch.zeros_like(taps[0])
+    return Mamba2Weights(
+        taps=taps,
+        bias=bias,
+        decay=-weights["decay"].exp(),
+        shift=weights["shift"],
+        skip=weights["skip"],
+        norm=weights["inner_norm.weight"] if own.normed else None,
+        eps=eps,
+        groups=own.groups,
+        head_dim=own.head_dim,
+        state_dim=own.state_dim,
+        norm_groups=own.groups,
+        gate_first=own.gate_first,
+        least=own.steps[0],
+        most=own.steps[1],
+    )

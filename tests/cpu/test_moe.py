@@ -110,14 +110,16 @@ def by_number(adapter: Path, path: Path, mixtral: bool) -> Path:
 
 def in_block(options: dict[str, Any], family: str) -> dict[str, Any]:
     """Granite, Llama 4 and Gemma 4 have their experts and their router elsewhere, gpt-oss only the latter,
-    LFM2 only the former."""
-    if not family.startswith(("granite", "llama4", "gpt-oss", "lfm2", "gemma4")):
+    LFM2 only the former; Nemotron-H's have no gate."""
+    if not family.startswith(("granite", "llama4", "gpt-oss", "lfm2", "gemma4", "nemotron")):
         return options
     block = "feed_forward." if family.startswith(("llama4", "lfm2")) else "block_sparse_moe."
 
     def named(name: str) -> str:
         if family.startswith("gemma4"):
             return name.replace("mlp.experts", "experts").replace("mlp.", "").replace("gate.", "router.proj.")
+        if family.startswith("nemotron"):
+            return name.replace("mlp.", "mixer.").replace("gate_up_proj", "up_proj")
         name = name if family.startswith("lfm2") else name.replace("gate.weight", "router.weight")
         return name if family.startswith("gpt-oss") else name.replace("mlp.", block)
 

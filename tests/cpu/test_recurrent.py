@@ -26,7 +26,17 @@ from manylora.testing.tiny_models import make_adapter, make_model, reference_gen
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-FAMILIES = ("qwen3-next-dense", "qwen3.5", "qwen3-next", "qwen3.5-moe", "lfm2", "granite4", "granite4-moe")
+FAMILIES = (
+    "qwen3-next-dense",
+    "qwen3.5",
+    "qwen3-next",
+    "qwen3.5-moe",
+    "lfm2",
+    "granite4",
+    "granite4-moe",
+    "nemotron-h",
+    "nemotron-h-moe",
+)
 COUNT = 10  # tokens of an answer
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
@@ -50,11 +60,17 @@ class Served:
             if config.moe is not None:
                 plain = ("gate_proj", "up_proj", "down_proj")
                 shared = (*(f"shared_expert.{name}" for name in plain), "shared_expert_gate")
+                names, block = EXPERTS, "mlp"
                 if family.startswith("granite"):
-                    shared = "shared_mlp.input_linear", "shared_mlp.output_linear"
+                    shared, block = (
+                        ("shared_mlp.input_linear", "shared_mlp.output_linear"),
+                        "block_sparse_moe",
+                    )
+                elif family.startswith("nemotron"):
+                    shared, block = ("shared_experts.up_proj", "shared_experts.down_proj"), "mixer"
+                    names = ["experts.up_proj", "experts.down_proj"]
                 linears = (*(name for name in linears if name not in plain), *shared)
-                block = "block_sparse_moe" if family.startswith("granite") else "mlp"
-                experts = {"target_parameters": [f"{block}.{name}" for name in EXPERTS]}
+                experts = {"target_parameters": [f"{block}.{name}" for name in names]}
             make_adapter(adapters[0], self.model, 1, rank=4, modules=linears, **experts)
             make_adapter(adapters[1], self.model, 2, rank=7, modules=linears, use_dora=config.moe is None)
         self.adapters: list[Path | None] = [None, *adapters]

@@ -174,6 +174,7 @@ class MoeConfig:
     transposed: bool = False  # a checkpoint's matrices of all experts are [in, out]
     either_way: bool = False  # but some checkpoints have them [out, in]: the shape says which
     biased: bool = False  # the router and the experts' matrices have biases
+    gated: bool = True  # up is multiplied with the activation of a gate; else the activation is on up
     # The experts' matrices are kept [in, out], columns of gate and up in turn; PEFT's rows are in that order.
     interleaved: bool = False
     beside_mlp: bool = (
@@ -255,6 +256,8 @@ class ModelConfig:
     mlp_bias: bool = False
     moe: MoeConfig | None = None
     recurrent: RecurrentConfig | None = None  # None: every layer has attention
+    unmixed_layers: frozenset[int] = frozenset()  # that have neither, but an MLP or experts alone
+    mlpless_layers: frozenset[int] = frozenset()  # that have attention or a recurrent layer alone
     encoder: EncoderConfig | None = None  # None: a decoder alone
     layer_inputs: LayerInputsConfig | None = None  # None: layers get the residual stream alone
     altup: AltUpConfig | None = None  # None: there is one residual stream
@@ -310,12 +313,23 @@ class ModelConfig:
         return frozenset(layer for layer, source in enumerate(self.kv_sources) if source != layer)
 
     @property
+    def attention_layers(self) -> frozenset[int]:
+        return frozenset(range(self.num_layers)) - self.recurrent_layers - self.unmixed_layers
+
+    @property
+    def mlp_layers(self) -> frozenset[int]:
+        """That have a plain MLP."""
+        sparse = frozenset() if self.moe is None or self.moe.beside_mlp else self.moe.layers
+        return frozenset(range(self.num_layers)) - self.mlpless_layers - sparse
+
+    @property
     def kv_layers(self) -> int:
         """Layers whose keys and values are in the cache: those of the decoder that have some."""
         if self.bidirectional:
             return 1  # which nothing is written to
-        others = self.encoder.num_layers if self.encoder else len(self.recurrent_layers | self.kv_readers)
-        return self.num_layers - others
+        if self.encoder:
+            return self.num_layers - self.encoder.num_layers
+        return len(self.attention_layers - self.kv_readers)
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int, int], ...]:

@@ -53,7 +53,8 @@ def delta_rule(
     """As `ReferenceOps.delta_rule`."""
 
     def run(rows: Sequence[Tensor], inputs: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _run(*rows, weights, inputs, memory)
+        x, gates = rows
+        return _run(x, gates, weights, inputs, memory)
 
     return run_rows((x.float(), gates.float()), state, batch, run).to(x.dtype)
 

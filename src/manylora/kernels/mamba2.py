@@ -56,7 +56,7 @@ def mamba2(x: Tensor, weights: Mamba2Weights, state: RecurrentState, batch: Stat
     """As `ReferenceOps.mamba2`."""
 
     def run(rows: Sequence[Tensor], inputs: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _run(*rows, weights, inputs, memory)
+        return _run(rows[0], weights, inputs, memory)
 
     return run_rows((x.float(),), state, batch, run).to(x.dtype)
 
@@ -79,8 +79,9 @@ def _run(x: Tensor, weights: Mamba2Weights, inputs: Tensor, memory: Tensor) -> t
         y = (memory * c[:, 0, :, None]).sum(-1)[:, None]
     else:
         parts = []
-        for chunk in zip(*(one.split(CHUNK, dim=1) for one in (fade, added, b, c)), strict=True):
-            part, memory = _chunk(*chunk, memory)
+        for first in range(0, count, CHUNK):
+            rows = slice(first, first + CHUNK)
+            part, memory = _chunk(fade[:, rows], added[:, rows], b[:, rows], c[:, rows], memory)
             parts.append(part)
         y = torch.cat(parts, dim=1)
     y = (y + weights.skip[:, None] * v).flatten(2)

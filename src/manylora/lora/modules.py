@@ -321,7 +321,7 @@ def _dense_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
         "mlp_gate": (hidden, inner, Split.B_ROWS),
         "mlp_gate_up": (hidden, 2 * inner, Split.B_ROWS),
     }
-    if model.moe and len(model.moe.layers) == model.num_layers and not model.moe.beside_mlp:
+    if not model.mlp_layers:
         return attention
     around = {}
     if size := model.projected_size:
@@ -435,15 +435,20 @@ def _moe_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
         "moe_gate": (hidden, inner, Split.B_ROWS),
         "moe_router": (hidden, model.moe.num_experts, Split.NONE),
     }
+    if not model.moe.gated:
+        del routed["moe_gate"]
     if not shared:
         return routed
+    gated = {
+        "shared_expert_gate": (hidden, shared, Split.B_ROWS),
+        "shared_expert_gate_up": (hidden, 2 * shared, Split.B_ROWS),
+    }
     return {
         **routed,
         **({"mlp_router": (hidden, 1, Split.NONE)} if model.moe.shared_gated else {}),
         "shared_expert_h_to_4h": (hidden, shared, Split.B_ROWS),
         "shared_expert_4h_to_h": (shared, hidden, Split.A_COLS),
-        "shared_expert_gate": (hidden, shared, Split.B_ROWS),
-        "shared_expert_gate_up": (hidden, 2 * shared, Split.B_ROWS),
+        **(gated if model.moe.gated else {}),
     }
 
 
@@ -460,21 +465,18 @@ def _layers(name: str, model: ModelConfig) -> frozenset[int] | None:
         return frozenset({0})
     if model.encoder is not None and name.startswith("cross_"):
         return frozenset(range(model.encoder.num_layers, model.num_layers))
-    own = model.recurrent_layers
-    if own and name.startswith(("attn_", *RECURRENT)):
-        return own if name.startswith(RECURRENT) else frozenset(range(model.num_layers)) - own
     if name == "per_layer_model_projection":
         return frozenset((0,))
     if model.altup is not None and name in ("altup_projections", "altup_unembed_projections"):
         return frozenset(range(model.altup.streams - 1))
     if name.startswith(("per_layer_", "altup_", "laurel_")):
         return None
-    if model.kv_readers and name in KV:
-        return frozenset(range(model.num_layers)) - model.kv_readers
-    if model.moe is None or name.startswith("attn_"):
-        return None
-    sparse = model.moe.layers
-    if model.moe.beside_mlp and name.startswith("mlp_"):
-        return None
-    plain = name.startswith("mlp_") and name != "mlp_router"
-    return frozenset(range(model.num_layers)) - sparse if plain else sparse
+    if name.startswith(RECURRENT):
+        return model.recurrent_layers
+    if name.startswith("attn_"):
+        found = model.attention_layers - (model.kv_readers if name in KV else frozenset())
+    elif name.startswith("mlp_") and name != "mlp_router":
+        found = model.mlp_layers
+    else:
+        found = model.moe.layers if model.moe else frozenset()
+    return None if len(found) == model.num_layers else found

@@ -107,13 +107,13 @@ class AltUpBlock:
         self,
         x: Tensor,
         delta: Tensor | None,
-        mix: Callable[[Tensor], Tensor],
+        mix: Callable[[Tensor], Tensor] | None,
         lora: LoraBatch | None,
         own: Tensor | None = None,
         wanted: Wanted | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x [T, streams, hidden]; delta and wanted: None."""
-        assert own is not None and delta is None and wanted is None
+        assert own is not None and mix is not None and delta is None and wanted is None
         streams = self.altup.predicted(x, lora)
         active = streams[:, self.altup.active].contiguous()
         seen = self.attention_norm(active, lora)

@@ -75,7 +75,8 @@ class Decoder(Transformer):
             self._project_out = self._linear(0, "project_out", LoraTarget(LoraModuleId.PROJECT_OUT, 0, size))
         self._recurrent = {layer: self._recurrent_layer(layer) for layer in sorted(config.recurrent_layers)}
         self._blocks = [self._block(layer) for layer in range(config.num_layers)]
-        self._places = _cache_places(config)
+        self._places = _kv_places(config)
+        self._state_places = {layer: place for place, layer in enumerate(self._recurrent)}
         self._layer_inputs = self._make_layer_inputs(config.layer_inputs)
         self._streams = None if config.altup is None else make_streams(config.altup, self._outer_linear)
         self._ropes: list[Rope] = []
@@ -141,15 +142,16 @@ class Decoder(Transformer):
             states, rows = passing_states(own, whole.query_starts, self._device)
         wanted = self._wanted(batch)
         for layer, block in enumerate(self._blocks):
-            place, attention = self._places[layer], block.attention
-            mix: Callable[[Tensor], Tensor]
+            attention, recurrent = block.attention, self._recurrent.get(layer)
+            mix: Callable[[Tensor], Tensor] | None = None
             if attention is not None:
-                rotary = attention.rotary
+                rotary, place = attention.rotary, self._places[layer]
                 seen, cache = (within, kv_within) if rotary >= 0 else (whole, kv)
                 mix = partial(attention, turns=turns[rotary + 1], batch=seen, lora=lora, kv=cache[place])
-            else:
+            elif recurrent is not None:
                 assert states is not None and rows is not None
-                mix = partial(self._recurrent[layer], cache=LayerState(states.layer(place), rows), lora=lora)
+                state = LayerState(states.layer(self._state_places[layer]), rows)
+                mix = partial(recurrent, cache=state, lora=lora)
             vectors = None if inputs is None else inputs[layer]
             x, delta = block(x, delta, mix, lora, vectors, wanted if block is self._blocks[-1] else None)
         if self._streams is not None:
@@ -248,13 +250,15 @@ class Decoder(Transformer):
             before = self._layer_norm(layer - 1, "mlp_norm") if layer else None
             norms |= {"attention_norm": before, "mlp_norm": norms["attention_norm"]}
         latent, attention = self.config.latent, None
-        if layer not in self._recurrent:
+        if layer in self.config.attention_layers:
             attention = self._attention(layer) if latent is None else self._latent_attention(layer, latent)
         add_input = None if self.config.layer_inputs is None else self._layer_input(layer)
         if self.config.altup is not None:
             return self._altup_block(layer, self.config.altup, attention, norms, add_input)
         beside, scalar = self._beside(layer), self._weights.get(f"{layer}.scalar")
-        mlp = self._feed_forward(layer) if beside is None else self._mlp(layer)
+        mlp: FeedForward | None = None
+        if layer not in self.config.mlpless_layers:
+            mlp = self._feed_forward(layer) if beside is None else self._mlp(layer)
         return Block(self.config, attention, mlp, **norms, beside=beside, add_input=add_input, scalar=scalar)
 
     def _make_layer_inputs(self, own: LayerInputsConfig | None) -> LayerInputs | None:
@@ -460,10 +464,12 @@ class Decoder(Transformer):
 
     def _moe(self, layer: int, moe: MoeConfig) -> Moe:
         inner = moe.intermediate_size
-        up_gate = (
+        up_gate: tuple[LoraTarget, ...] = (
             LoraTarget(LoraModuleId.MOE_GATE, 0, inner),
             LoraTarget(LoraModuleId.MOE_H_TO_4H, inner, inner),
         )
+        if not moe.gated:
+            up_gate = (LoraTarget(LoraModuleId.MOE_H_TO_4H, 0, inner),)
         down = LoraTarget(LoraModuleId.MOE_4H_TO_H, 0, self.config.hidden_size)
         return Moe(
             moe,
@@ -480,17 +486,19 @@ class Decoder(Transformer):
         inner = moe.shared_intermediate_size
         if not inner:
             return None
-        up_gate = (
+        up_gate: tuple[LoraTarget, ...] = (
             LoraTarget(LoraModuleId.SHARED_EXPERT_GATE_UP, 0, 2 * inner),
             LoraTarget(LoraModuleId.SHARED_EXPERT_GATE, 0, inner),
             LoraTarget(LoraModuleId.SHARED_EXPERT_H_TO_4H, inner, inner),
         )
+        if not moe.gated:
+            up_gate = (LoraTarget(LoraModuleId.SHARED_EXPERT_H_TO_4H, 0, inner),)
         down = LoraTarget(LoraModuleId.SHARED_EXPERT_4H_TO_H, 0, self.config.hidden_size)
         mlp = Mlp(
             up_gate=self._linear(layer, "shared.up_gate", *up_gate),
             down=self._linear(layer, "shared.down", down),
             activation=self.config.activation,
-            gated=True,
+            gated=moe.gated,
         )
         if not moe.shared_gated:
             return SharedExpert(mlp, None)
@@ -506,18 +514,11 @@ class Decoder(Transformer):
         return Experts(self._ops, layer, weights, targets, biases)
 
 
-def _cache_places(config: ModelConfig) -> list[int]:
-    """Of each layer, where its keys and values, or its recurrent states, are among those of all layers."""
-    places: list[int] = []
-    counts = {True: 0, False: 0}  # of layers before, by whether they are recurrent
-    for layer in range(config.num_layers):
-        if layer in config.kv_readers:
-            places.append(places[config.kv_sources[layer]])
-            continue
-        kind = layer in config.recurrent_layers
-        places.append(counts[kind])
-        counts[kind] += 1
-    return places
+def _kv_places(config: ModelConfig) -> dict[int, int]:
+    """Of each layer with attention, where its keys and values are among those of all layers."""
+    own = sorted(config.attention_layers - config.kv_readers)
+    places = {layer: place for place, layer in enumerate(own)}
+    return places | {layer: places[config.kv_sources[layer]] for layer in config.kv_readers}
 
 
 def _ids(batch: ForwardBatch) -> Tensor:

@@ -225,20 +225,21 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder layer. attention: None where a recurrent layer has its place. Norms that the family does
-    not have are None; post norms are of the branch outputs. beside: makes the MLP's output and x, which is
-    not normalised, into what is added. scalar [1]: of the whole output; None: 1.
+    """One decoder layer. attention: None where a recurrent layer has its place, or nothing. mlp: None where
+    there is attention or a recurrent layer alone. Norms that the family does not have are None; post norms
+    are of the branch outputs. beside: makes the MLP's output and x, which is not normalised, into what is
+    added. scalar [1]: of the whole output; None: 1.
 
     Takes the residual stream x and a delta that is not added to it yet (None: zero), and returns such a pair,
     so that one kernel adds and normalises, between blocks too. mix: attention, or what the layer has in its
-    place, with the rows' tables and caches. own: the layer's own vectors of the tokens, [T, dim], where
-    `add_input` makes something of them that is added too. wanted: what comes after `mix` is for these rows
-    alone, and so are both results.
+    place, with the rows' tables and caches; None where it has an MLP alone. own: the layer's own vectors of
+    the tokens, [T, dim], where `add_input` makes something of them that is added too. wanted: what comes
+    after `mix` is for these rows alone, and so are both results.
     """
 
     config: ModelConfig
     attention: Attends | None
-    mlp: FeedForward
+    mlp: FeedForward | None
     attention_norm: Norm | None
     attention_post_norm: Norm | None
     mlp_norm: Norm | None
@@ -251,16 +252,18 @@ class Block:
         self,
         x: Tensor,
         delta: Tensor | None,
-        mix: Callable[[Tensor], Tensor],
+        mix: Callable[[Tensor], Tensor] | None,
         lora: LoraBatch | None,
         own: Tensor | None = None,
         wanted: Wanted | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        x, seen = _add(self.attention_norm, x, delta, lora)
-        mixed = mix(seen)
+        x, seen = _add(self.attention_norm if mix is not None else self.mlp_norm, x, delta, lora)
+        mixed = seen if mix is None else mix(seen)
         if wanted is not None:
             x, seen, mixed = (one[wanted.rows] for one in (x, seen, mixed))
             lora, own = wanted.lora, None if own is None else own[wanted.rows]
+        if mix is None or self.mlp is None:
+            return x, self._scaled(mixed if self.mlp is None else self.mlp(seen, lora))
         if self.config.post_norm:  # attention_norm is the last block's, on its sum
             _, x = _add(self.mlp_norm, seen, mixed, lora)
             return x, self.mlp(x, lora)

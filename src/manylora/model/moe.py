@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from manylora.config.engine import MoeConfig
+from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import ExpertPairs, LoraBatch, LoraTarget, Weight
 from manylora.model.layers import LoraLinear, Mlp, Norm
@@ -52,7 +53,8 @@ class SharedExpert:
 class Moe:
     """Each token's experts, weighted by its router, and the shared expert if there is one.
 
-    The rows of up_gate are [up; gate], as in a plain MLP. correction [experts] float32: as `route` takes it.
+    The rows of up_gate are [up; gate], or [up] without a gate, as in a plain MLP. correction [experts]
+    float32: as `route` takes it.
     scales [experts] float32: of the weights of each; None: 1.
     """
 
@@ -101,6 +103,8 @@ class Moe:
         if weights is not None:
             seen = seen * weights.to(x.dtype).unsqueeze(1)
         wide, ops, swiglu = self.up_gate(seen, pairs, experts, lora), self.up_gate.ops, self.config.swiglu
+        if not self.config.gated:
+            return self.down(ACTIVATIONS[self.activation](wide), pairs, experts, lora)
         inner = ops.gated(wide, self.activation) if swiglu is None else ops.clamped_swiglu(wide, *swiglu)
         return self.down(inner, pairs, experts, lora)
 

@@ -99,7 +99,11 @@ class WeightSpec:
 
 
 # Names of the tensors of all experts of a layer: as transformers has them, and as Granite was released.
-STACKS = (("experts.gate_up_proj", "experts.down_proj"), ("input_linear.weight", "output_linear.weight"))
+STACKS = (
+    ("experts.gate_up_proj", "experts.down_proj"),
+    ("experts.up_proj", "experts.down_proj"),
+    ("input_linear.weight", "output_linear.weight"),
+)
 
 CLASSIFIERS = ("score", "classifier")
 
@@ -141,11 +145,10 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
     for layer in range(config.num_layers):
         source = f"{root}{names.layers}.{layer}."
         own = config.of_layer(layer)
-        specs = _layer(own, names, source, layer in config.recurrent_layers, layer in config.kv_readers)
-        sparse = config.moe is not None and layer in config.moe.layers
-        if sparse:
+        specs = _mixer(own, names, source, layer)
+        if config.moe is not None and layer in config.moe.layers:
             specs |= _sparse(own, names, source, stored)
-        if config.moe is None or not sparse or config.moe.beside_mlp:
+        if layer in config.mlp_layers:
             specs |= _mlp(own, names, source)
         plan |= {f"{layer}.{name}": spec for name, spec in specs.items()}
     return plan
@@ -322,6 +325,15 @@ def _layer_input(config: ModelConfig, own: LayerInputsConfig, source: str) -> Pl
     }
 
 
+def _mixer(config: ModelConfig, names: TensorNames, source: str, layer: int) -> Plan:
+    """Of a decoder's layer all but its MLP."""
+    if layer in config.unmixed_layers:
+        return _norm("mlp_norm", source + names.block_norms["mlp_norm"], config.hidden_size, config)
+    if layer in config.mlpless_layers:
+        names = replace(names, block_norms={"attention_norm": names.block_norms["attention_norm"]})
+    return _layer(config, names, source, layer in config.recurrent_layers, layer in config.kv_readers)
+
+
 def _attention(config: ModelConfig, names: TensorNames, source: str) -> Plan:
     hidden, latent = config.hidden_size, config.latent
     out = (_whole(source + names.out, hidden),)
@@ -469,10 +481,13 @@ def _sparse(config: ModelConfig, names: TensorNames, source: str, stored: Collec
         if stacks is not None:
             fused, lower = stacks
             up_gate = tuple(RowSlice(fused, start, inner, 2 * inner, e, count) for start in (inner, 0))
+            if not moe.gated:
+                up_gate = (RowSlice(fused, 0, inner, inner, e, count),)
             down = RowSlice(lower, 0, hidden, hidden, e, count)
         else:
             expert = f"{block}.experts.{e}."
-            up_gate = tuple(_whole(f"{expert}{name}.weight", inner) for name in names.expert_up_gate)
+            parts = names.expert_up_gate if moe.gated else names.expert_up_gate[:1]
+            up_gate = tuple(_whole(f"{expert}{name}.weight", inner) for name in parts)
             down = _whole(f"{expert}{names.expert_down}.weight", hidden)
         turned = moe.transposed and stacks is not None
         specs[f"expert.{e}.up_gate.weight"] = WeightSpec(up_gate, hidden, True, turned)
@@ -517,7 +532,8 @@ def _shared(moe: MoeConfig, hidden: int, names: TensorNames, source: str, block:
         ups = tuple(RowSlice(fused, start, size, 2 * size) for start in (size, 0))
     else:
         shared = f"{block}.{names.shared_block}."
-        ups = tuple(_whole(f"{shared}{name}.weight", size) for name in names.expert_up_gate)
+        parts = names.expert_up_gate if moe.gated else names.expert_up_gate[:1]
+        ups = tuple(_whole(f"{shared}{name}.weight", size) for name in parts)
         down = f"{shared}{names.expert_down}.weight"
     specs = {"shared.up_gate.weight": WeightSpec(ups, hidden, True)}
     specs["shared.down.weight"] = _matrix(down, hidden, size)

@@ -118,7 +118,7 @@ class RankDecoder(Decoder):
     def _summed(self, block: Block) -> Block:
         add_up = self._collectives.sum
         attention = block.attention
-        assert attention is not None, "ranks share no recurrent layers"
+        assert attention is not None and block.mlp is not None, "ranks share no recurrent layers"
         if self.config.qk_norm == "all" and isinstance(attention, Attention):
             attention = replace(
                 attention,

@@ -85,6 +85,7 @@ LAYER_INPUTS = ("per_layer_model_projection", "per_layer_input_gate", "per_layer
 ALTUP = ("modality_router", "prediction_coefs", "correction_coefs", "linear_left", "linear_right")
 ALTUP_ENDS = ("altup_projections", "altup_unembed_projections")
 REFUSED = "refused: "
+WITHOUT_OUT = ("NemotronHForCausalLM", "FalconH1ForCausalLM")  # PEFT refuses out_proj there
 SOURCES = ("peft", "npy", "llgtrt")
 # Models quantised at load time. Their reference is a model with the rounded values.
 QUANTISED = {f"llama {algo}": ("llama", QuantConfig(algo)) for algo in SERVED}
@@ -112,7 +113,9 @@ def linear_names(model: ModelConfig) -> LayerNames:
     if model.moe is not None:  # PEFT takes the names of an MLP for those of experts, which tests compare
         linears = linears[: -len(names.up_gate) - 1]
     if model.recurrent is not None:
-        linears += (*names.recurrent_in, names.recurrent_out)
+        linears += names.recurrent_in
+        if model.architecture not in WITHOUT_OUT:
+            linears += (names.recurrent_out,)
     if model.layer_inputs is not None:
         norms += ["post_per_layer_input_norm", "per_layer_projection_norm"]
         linears = (linears[0], *LAYER_INPUTS, *linears[1:])

@@ -320,7 +320,24 @@ FAMILIES |= {
          "layer_types": ["full_attention"] * 3},
     ),
 }  # fmt: skip
+# The least step is one that some rows would fall below.
+NEMOTRON_H = {
+    "ssm_state_size": 12, "mamba_num_heads": 4, "mamba_head_dim": 20, "n_groups": 2, "conv_kernel": 3,
+    "head_dim": 24, "time_step_min": 0.04, "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+}  # fmt: skip
+FAMILIES |= {
+    "nemotron-h": ("nemotron_h", NEMOTRON_H),
+    "nemotron-h-biases": (
+        "nemotron_h", {**NEMOTRON_H, "mlp_bias": True, "use_bias": True, "use_conv_bias": False},
+    ),
+}  # fmt: skip
 MOE_FAMILIES |= {
+    "nemotron-h-moe": (
+        "nemotron_h",
+        {**NEMOTRON_H, "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp"],
+         "n_routed_experts": 6, "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 72,
+         "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.3},
+    ),
     "granite4-moe": (
         "granitemoehybrid", {**GRANITE_HYBRID, "num_local_experts": 5, "num_experts_per_tok": 2},
     ),

@@ -89,7 +89,7 @@ REFUSED = (
         "adapters on the table of per-layer embeddings are not supported: train without it",
     ),
     (
-        re.compile(r"\.(?:linear_attn|conv|mamba)\.(?!.*\.lora_)"),
+        re.compile(r"\.(?:linear_attn|conv|mamba|mixer(?=\.(?:conv1d|norm|A_log|D|dt_bias)))\.(?!.*\.lora_)"),
         "of a recurrent layer only the linear layers can be adapted: train without this",
     ),
     (DORA, "this DoRA magnitude belongs to no known LoRA module"),

@@ -34,15 +34,15 @@ LISTS = {"gate_up_projs": H_TO_4H, "down_projs": DOWN}
 """Unsloth's names of gpt-oss's linear layers, whose number comes last; gate and up in turn in one of them."""
 EXPERT_PATHS = {
     prefix + name: module_id
-    for prefix in ("", "mlp.experts.", "block_sparse_moe.experts.", "feed_forward.experts.")
+    for prefix in ("", "mlp.experts.", "block_sparse_moe.experts.", "feed_forward.experts.", "mixer.experts.")
     for name, module_id in EXPERT_NAMES.items()
 }
 """What a configuration may call the modules: their names, or their paths without the expert's number."""
 PARALLEL = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
 """Granite's, each a module with the matrices of all experts in transformers 4."""
 EXPERT_KEY = re.compile(
-    r"(?P<path>(?P<root>(?:(?:base_model|model|language_model)\.)*)"
-    r"layers\.(?P<layer>\d{1,5})\.(?:(?:mlp|block_sparse_moe|feed_forward)\.)?"
+    r"(?P<path>(?P<root>(?:(?:base_model|model|language_model|backbone)\.)*)"
+    r"layers\.(?P<layer>\d{1,5})\.(?:(?:mlp|block_sparse_moe|feed_forward|mixer)\.)?"
     rf"(?:experts\.(?P<expert>\d{{1,5}})\.(?P<name>{'|'.join(EXPERT_NAMES)})"
     rf"|experts\.(?P<list>{'|'.join(LISTS)})\.(?P<number>\d{{1,5}})"
     rf"|(?P<stacked>experts(?:\.base_layer)?|{'|'.join(PARALLEL)}))\."
@@ -106,7 +106,9 @@ def expert_rows(
             experts = single[layer, LISTS[match["list"]]]
             matrices = experts.setdefault(int(match["number"]), (path, {}))[1]
         else:
-            experts = single[layer, EXPERT_NAMES[match["name"]]]
+            module_id = EXPERT_NAMES[match["name"]]
+            module_id = H_TO_4H if module_id == GATE and _is_ungated(modules) else module_id
+            experts = single[layer, module_id]
             matrices = experts.setdefault(int(match["expert"]), (path, {}))[1]
         if match["side"] in matrices:
             raise AdapterInvalidError(f"{key} names an expert's matrix a second time")
@@ -191,8 +193,8 @@ def _from_stacked(
         if turned:
             a, b = b.transpose(0, 2, 1), a.transpose(0, 2, 1)
         b = _scaled(path, b, scale)
-        if name == "down_proj":
-            parts = {DOWN: b}
+        if name != "gate_up_proj":
+            parts = {target: b}
         else:
             half, odd = divmod(b.shape[1], 2)
             if odd:
@@ -220,6 +222,8 @@ def _named(
     elif down is not None:
         inner, hidden = down.in_dim, down.out_dim
         wanted = {(hidden, 2 * inner): "gate_up_proj", (inner, hidden): "down_proj"}
+        if _is_ungated(modules):
+            wanted = {(hidden, inner): "up_proj", (inner, hidden): "down_proj"}
         if down.transposed:
             wanted |= _turned_sizes(down)
         found = {wanted.get(size): path for path, size in sizes.items()}
@@ -242,6 +246,12 @@ def _named(
             f"down_proj of {'this' if modules else 'any'} model's experts"
         )
     return {name: (path, pairs[path]) for name, path in found.items() if name}
+
+
+def _is_ungated(modules: Modules) -> bool:
+    """Whether up_proj is the only matrix into an expert."""
+    up = modules.get(H_TO_4H) if modules else None
+    return up is not None and not up.gated
 
 
 def _turned_sizes(down: LoraModule) -> dict[tuple[int, int], str]:

@@ -50,9 +50,9 @@ from manylora.request import LoraExtra
 
 BIAS = re.compile(MODULE + r"(?P<part>(?:base_layer|lora_B)\.bias|bias)")
 NORM = re.compile(
-    rf"(?P<path>{ROOT}(?:{LAYER}(?P<name>self_attn\.(?:[qk]_norm|q_a_layernorm|kv_a_layernorm)|\w*layernorm(?:_[12])?|ln_\w+|attention_norm|ffn_norm"
+    rf"(?P<path>{ROOT}(?:{LAYER}(?P<name>self_attn\.(?:[qk]_norm|q_a_layernorm|kv_a_layernorm)|\w*layernorm(?:_[12])?|ln_\w+|attention_norm|ffn_norm|norm"
     r"|post_per_layer_input_norm|laurel\.post_laurel_norm|altup\.router_norm)"
-    r"|(?P<inputs>per_layer_projection_norm)|(?P<final>norm|ln_f|final_layer_?norm)))\.(?P<part>weight|bias)"
+    r"|(?P<inputs>per_layer_projection_norm)|(?P<final>norm|norm_f|ln_f|final_layer_?norm)))\.(?P<part>weight|bias)"
 )
 Tensors = Mapping[str, RawTensor]
 Modules = Mapping[int, LoraModule] | None

@@ -33,6 +33,8 @@ MLP_IDS = {
 }  # fmt: skip
 # Granite's shared expert. Its routed experts have the same names in transformers 4.
 SHARED_IDS = {"input_linear": Id.SHARED_EXPERT_GATE_UP, "output_linear": Id.SHARED_EXPERT_4H_TO_H}
+# up_proj, where it is the only matrix into an MLP.
+UNGATED = {Id.MLP_GATE: Id.MLP_H_TO_4H, Id.SHARED_EXPERT_GATE: Id.SHARED_EXPERT_H_TO_4H}
 PLAIN_IDS = {"input_linear": Id.MLP_GATE_UP, "output_linear": Id.MLP_4H_TO_H}
 GATE_UP_IDS = (Id.MLP_GATE_UP, Id.SHARED_EXPERT_GATE_UP)
 ENCODER_MLP_IDS = {"intermediate": Id.MLP_H_TO_4H, "output": Id.MLP_4H_TO_H}  # both are called dense
@@ -50,14 +52,15 @@ INPUT_IDS = {
     "altup_unembed_projections": Id.ALTUP_UNEMBED_PROJECTIONS,
 }  # fmt: skip
 CONV_IDS = {"in_proj": Id.MAMBA_IN_PROJ, "out_proj": Id.MAMBA_OUT_PROJ}
+MIXER_IDS = {**ATTENTION_IDS, **MLP_IDS, **CONV_IDS}  # whatever a layer of Nemotron-H is
 # Names under which some families stack [q; k; v], or such parts, once for each group of heads, others once.
 GROUPED = ("query_key_value", "wqkv", "in_proj_qkvz", "in_proj_ba")
-ROOT = r"(?P<root>(?:(?:base_model|model|language_model|transformer|gpt_neox|bert|roberta)\.)*)"
+ROOT = r"(?P<root>(?:(?:base_model|model|language_model|backbone|transformer|gpt_neox|bert|roberta)\.)*)"
 LAYER = r"(?:layers|h|encoder\.layer)\.(?P<layer>\d{1,5})\."
 MODULE = (
     rf"(?P<path>{ROOT}(?:{LAYER}(?:"
     r"(?:(?P<mlp>mlp|block_sparse_moe|feed_forward|intermediate|output|router)|(?P<linear>linear_attn)"
-    r"|(?P<conv>conv|mamba)|(?P<shared>shared_mlp)"
+    r"|(?P<conv>conv|mamba)|(?P<shared>shared_mlp)|(?P<mixer>mixer)"
     r"|self_attn|self_attention|attention|attn)"
     r"\.(?P<name>(?:(?:shared_experts?|self|output)\.)?\w+|router\.layer)"
     r"|(?P<own>per_layer_input_gate|per_layer_projection|(?:altup|laurel)\.\w+))"
@@ -66,9 +69,9 @@ MODULE = (
 PEFT_KEY = re.compile(
     MODULE + r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
 )
-"""path: the module's; mlp, linear, conv, shared: of the MLP, of a recurrent layer, of Granite's shared
-expert, else of attention; own: of the layer itself; outside: of no layer; side: A or B, None for a DoRA
-magnitude as PEFT or NVlabs name it."""
+"""path: the module's; mlp, linear, conv, shared, mixer: of the MLP, of a recurrent layer, of Granite's
+shared expert, of a layer of Nemotron-H, else of attention; own: of the layer itself; outside: of no layer;
+side: A or B, None for a DoRA magnitude as PEFT or NVlabs name it."""
 
 VISION = re.compile(
     r"(?:^|\.)(?:vision_\w+|visual|image_\w+|audio_\w+|embed_(?:vision|audio)|multi_modal_projector"
@@ -83,14 +86,14 @@ def module_id_of(match: re.Match[str], modules: Mapping[int, LoraModule] | None)
         return INPUT_IDS.get(match["own"] or match["outside"])
     ids = MLP_IDS if match["mlp"] else LINEAR_IDS if match["linear"] else ATTENTION_IDS
     ids = CONV_IDS if match["conv"] else SHARED_IDS if match["shared"] else ids
+    ids = MIXER_IDS if match["mixer"] else ids
     found = ids.get(match["name"])
     if match["name"] == "dense" and match["mlp"]:
         found = ENCODER_MLP_IDS.get(match["mlp"])
     if match["shared"] and modules is not None and Id.SHARED_EXPERT_4H_TO_H not in modules:
         return PLAIN_IDS.get(match["name"])  # Granite 4 without experts: a plain MLP of this name
-    plain = (modules or {}).get(Id.MLP_H_TO_4H)
-    if found == Id.MLP_GATE and plain is not None and not plain.gated:
-        return Id.MLP_H_TO_4H  # up_proj is the only matrix into the MLP
+    if modules and not any(module.gated for module in modules.values()):
+        return UNGATED.get(found, found) if found is not None else None
     return found
 
 

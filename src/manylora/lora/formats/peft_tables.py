@@ -18,7 +18,7 @@ from manylora.lora.modules import LoraModule
 from manylora.lora.tensors import check_dims
 from manylora.request import LoraExtra
 
-EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings")
+EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings", "embeddings")
 HEADS = ("lm_head", "embed_out", "output")
 SHARED = "shared"
 TABLE = re.compile(

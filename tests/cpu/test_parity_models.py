@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from manylora.commands.convert import main as convert
 from manylora.commands.inspect import main as inspect
-from manylora.config.blocks import AltUpConfig
+from manylora.config.blocks import AltUpConfig, BesideConfig
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
@@ -138,6 +138,7 @@ def test_a_nemo_archive_is_its_fused_matrices(family: str, workshop: Path) -> No
         assert agree(found, expected)
 
 
+BESIDE = BesideConfig(1.2, 0.8, 1.3, 0.6)  # as tiny_configs.FALCON_H1 has them
 SETTINGS = {
     "gemma2": (
         {"attention_softcap": None}, {"logits_softcap": None}, {"attention_scale": None}, {"norm": "rms"},
@@ -155,6 +156,11 @@ SETTINGS = {
     "ministral3": ({"rope_scaling": {**tiny_configs.MINISTRAL3, "llama_4_scaling_beta": None}},),
     "olmo3": ({"rope_local_theta": None},),
     "smollm3": ({"unrotated_layers": frozenset()},),
+    "granite4": ({"unrotated_layers": frozenset()},),
+    "falcon-h1": (
+        {"attention_scale": None}, {"mlp_scales": (1.0, 0.7)}, {"mlp_scales": (1.4, 1.0)},
+        *({"beside": replace(BESIDE, **{name: 1.0})} for name in vars(BESIDE)),
+    ),
     "glm": ({"rope_interleaved": False},),
     "cohere2": ({"unrotated_layers": frozenset()},),
     "exaone4": ({"unrotated_layers": frozenset()},),

@@ -4,6 +4,7 @@ however prompts are cut, and wherever a sequence starts from; slots of state are
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +15,20 @@ import torch
 from running import read, run, tokens
 from safetensors.torch import load_file, save_file
 
+from manylora.config.blocks import Mamba2Config
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError, RequestError
+from manylora.kernels.device import open_device
 from manylora.lora.modules import lora_modules
 from manylora.lora.rules import AdapterRules
 from manylora.model.checkpoint import read_model_config
+from manylora.model.decoder import Decoder
+from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
+from manylora.testing.driver import Driver, agree
 from manylora.testing.parity import linear_names
-from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,6 +42,7 @@ FAMILIES = (
     "granite4-moe",
     "nemotron-h",
     "nemotron-h-moe",
+    "falcon-h1",
 )
 COUNT = 10  # tokens of an answer
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -110,7 +117,7 @@ def test_greedy_tokens_of_a_mixed_batch(family: str, served: Any) -> None:
     assert found == [model.expected(*one) for one in wanted]
 
 
-@pytest.mark.parametrize("family", ["qwen3.5", "granite4"])
+@pytest.mark.parametrize("family", ["qwen3.5", "granite4", "falcon-h1"])
 def test_one_after_another_and_together_are_alike(family: str, served: Any) -> None:
     """Bit for bit, also where a step is as small as it can be."""
     model = served(family)
@@ -129,7 +136,7 @@ def test_one_after_another_and_together_are_alike(family: str, served: Any) -> N
     assert [e[-1][0] for e in found[0]] == [e[-1][0] for e in found[2]]
 
 
-@pytest.mark.parametrize("family", ["qwen3-next-dense", "granite4"])
+@pytest.mark.parametrize("family", ["qwen3-next-dense", "granite4", "falcon-h1"])
 def test_prefixes_are_reused_up_to_a_snapshot(family: str, served: Any) -> None:
     model = served(family)
     engine = model.engine()
@@ -326,3 +333,24 @@ def test_granite_as_released_and_names_of_its_adapters(workshop: Path) -> None:
     save_file({"base_model.model.model.layers.0.mamba.norm.weight": torch.ones(128)}, file)
     with pytest.raises(AdapterInvalidError, match="of a recurrent layer only the linear layers"):
         read(adapter, model)
+
+
+MAMBA_SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
+    "nemotron-h": ({"steps": (0.0, math.inf)}, {"steps": (0.04, 0.05)}),
+    "falcon-h1": tuple({"scales": tuple(0.7 if n == i else 1.0 for n in range(5))} for i in range(5)),
+    "falcon-h1-normed": ({"gate_first": True},),
+}
+
+
+@pytest.mark.parametrize("family", sorted(MAMBA_SETTINGS))
+def test_each_setting_of_mamba_changes_the_logits(family: str, workshop: Path) -> None:
+    """Else the comparison with transformers would say nothing about it."""
+    model = make_model(workshop / f"settings-{family}", family, seed=3)
+    config, expected = read_model_config(model), reference_logits(model, None, tokens(40))
+    assert isinstance(config.recurrent, Mamba2Config)
+    for setting in ({}, *MAMBA_SETTINGS[family]):
+        changed = replace(config, recurrent=replace(config.recurrent, **setting))
+        decoder = load_decoder(model, changed, torch.float32, open_device("cpu"))
+        assert isinstance(decoder, Decoder)
+        [found] = Driver(decoder, [tokens(40)], [None]).run()
+        assert agree(found, expected) == (not setting), setting

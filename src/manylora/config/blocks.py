@@ -138,7 +138,9 @@ class Mamba2Config(RecurrentConfig):
     state_dim: int
     taps: int  # inputs that the convolution sees, the newest among them
     conv_bias: bool = True
-    biased: bool = False  # the matrices before and behind it
+    biased: bool = False  # the matrix before it
+    out_biased: bool = False  # the one behind it
+    scales: tuple[float, ...] = ()  # on what becomes z, values, b, c and d; empty: there are none
     steps: tuple[float, float] = (0.0, math.inf)  # least and largest step
     normed: bool = True  # the norm in the layer
     gate_first: bool = True  # the gate is on what this norm gets, else on what it gives
@@ -160,6 +162,17 @@ class Mamba2Config(RecurrentConfig):
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (self.taps - 1, self.channels), (self.heads, self.head_dim, self.state_dim)
+
+
+@dataclass(frozen=True)
+class BesideConfig:
+    """Layers that have attention and a recurrent layer, which read the same input and whose outputs are
+    added. What their inputs and outputs are multiplied by."""
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    recurrent_in: float = 1.0
+    recurrent_out: float = 1.0
 
 
 @dataclass(frozen=True)

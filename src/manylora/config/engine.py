@@ -9,6 +9,7 @@ from typing import Any
 
 from manylora.config.blocks import (
     AltUpConfig,
+    BesideConfig,
     LatentConfig,
     LayerInputsConfig,
     LayerShape,
@@ -254,8 +255,10 @@ class ModelConfig:
     gated_mlp: bool = True
     sparsity: tuple[float, ...] = ()  # per layer, the share of the gate that is cut to 0; empty: none
     mlp_bias: bool = False
+    mlp_scales: tuple[float, float] = (1.0, 1.0)  # on what the activation of the gate gets, and on the output
     moe: MoeConfig | None = None
     recurrent: RecurrentConfig | None = None  # None: every layer has attention
+    beside: BesideConfig | None = None  # recurrent layers have attention too
     unmixed_layers: frozenset[int] = frozenset()  # that have neither, but an MLP or experts alone
     mlpless_layers: frozenset[int] = frozenset()  # that have attention or a recurrent layer alone
     encoder: EncoderConfig | None = None  # None: a decoder alone
@@ -314,7 +317,8 @@ class ModelConfig:
 
     @property
     def attention_layers(self) -> frozenset[int]:
-        return frozenset(range(self.num_layers)) - self.recurrent_layers - self.unmixed_layers
+        others = frozenset() if self.beside else self.recurrent_layers
+        return frozenset(range(self.num_layers)) - others - self.unmixed_layers
 
     @property
     def mlp_layers(self) -> frozenset[int]:

@@ -45,8 +45,9 @@ from manylora.model.layers import (
     Norm,
     Turns,
     Wanted,
+    side_by_side,
 )
-from manylora.model.mamba2 import Mamba2, mamba2_weights
+from manylora.model.mamba2 import Mamba2, mamba2_factors, mamba2_weights
 from manylora.model.moe import Experts, ExpertsBesideMlp, Moe, SharedExpert
 from manylora.model.rope import Rope, make_rope
 from manylora.model.routing import Router, WideRouter
@@ -148,10 +149,11 @@ class Decoder(Transformer):
                 rotary, place = attention.rotary, self._places[layer]
                 seen, cache = (within, kv_within) if rotary >= 0 else (whole, kv)
                 mix = partial(attention, turns=turns[rotary + 1], batch=seen, lora=lora, kv=cache[place])
-            elif recurrent is not None:
+            if recurrent is not None:
                 assert states is not None and rows is not None
                 state = LayerState(states.layer(self._state_places[layer]), rows)
-                mix = partial(recurrent, cache=state, lora=lora)
+                own_mix = partial(recurrent, cache=state, lora=lora)
+                mix = own_mix if mix is None else side_by_side(self.config.beside, mix, own_mix)
             vectors = None if inputs is None else inputs[layer]
             x, delta = block(x, delta, mix, lora, vectors, wanted if block is self._blocks[-1] else None)
         if self._streams is not None:
@@ -413,8 +415,9 @@ class Decoder(Transformer):
         return Mamba2(
             self._ops,
             self._linear(layer, "in", project),
-            self._linear(layer, "out", out),
+            self._linear(layer, "out" if self.config.beside is None else "recurrent_out", out),
             mamba2_weights(own, mine, self.config.norm_eps),
+            mamba2_factors(own, self._weights["embed"], self.dtype),
         )
 
     def _delta_rule(self, layer: int, own: DeltaConfig) -> DeltaRule:

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from manylora.config.blocks import BesideConfig
 from manylora.config.engine import ModelConfig
 from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.reference import ReferenceOps
@@ -203,13 +204,15 @@ AddInput = Callable[[Tensor, Tensor, LoraBatch | None], Tensor]
 
 @dataclass(frozen=True)
 class Mlp:
-    """down(f(gate x) * up x), the fused weight's rows being [up; gate]; without a gate down(f(up x))."""
+    """down(f(gate x) * up x), the fused weight's rows being [up; gate]; without a gate down(f(up x)). scales:
+    on what f gets of a gate, and on the output."""
 
     up_gate: LoraLinear
     down: LoraLinear
     activation: str
     gated: bool
     cutoff: float | None = None  # standard deviations above a token's mean gate; what is less becomes 0
+    scales: tuple[float, float] = (1.0, 1.0)
 
     def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
         y = self.up_gate(x, lora)
@@ -218,6 +221,9 @@ class Mlp:
             wide = gate.float()
             least = wide.mean(-1, keepdim=True) + self.cutoff * wide.std(-1, keepdim=True, unbiased=False)
             gate.copy_((wide - least).relu())
+        if self.scales != (1.0, 1.0):
+            y[:, y.shape[1] // 2 :] *= self.scales[0]
+            return self.down(self.up_gate.ops.gated(y, self.activation), lora) * self.scales[1]
         if self.gated:
             return self.down(self.up_gate.ops.gated(y, self.activation), lora)
         return self.down(ACTIVATIONS[self.activation](y), lora)
@@ -283,6 +289,19 @@ class Block:
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.config.residual_scale == 1 else x * self.config.residual_scale
+
+
+def side_by_side(
+    scales: BesideConfig | None, attention: Callable[[Tensor], Tensor], recurrent: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    """Both of the same input, added."""
+    assert scales is not None, "only then a layer has both"
+
+    def mix(x: Tensor) -> Tensor:
+        attended = attention(x * scales.attention_in) * scales.attention_out
+        return recurrent(x * scales.recurrent_in) * scales.recurrent_out + attended
+
+    return mix
 
 
 def _apply(norm: Norm | None, x: Tensor, lora: LoraBatch | None) -> Tensor:

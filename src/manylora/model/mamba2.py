@@ -18,16 +18,28 @@ from manylora.model.layers import LoraLinear
 
 @dataclass(frozen=True)
 class Mamba2:
-    """project: to [z; values; b; c; d]."""
+    """project: to [z; values; b; c; d]. factors: on these, in the compute dtype; None: there are none."""
 
     ops: ReferenceOps
     project: LoraLinear
     out: LoraLinear
     weights: Mamba2Weights
+    factors: Tensor | None = None
 
     def __call__(self, x: Tensor, cache: LayerState, lora: LoraBatch | None) -> Tensor:
-        mixed = self.ops.mamba2(self.project(x, lora), self.weights, cache.state, cache.batch)
+        rows = self.project(x, lora)
+        rows = rows if self.factors is None else rows * self.factors
+        mixed = self.ops.mamba2(rows, self.weights, cache.state, cache.batch)
         return self.out(mixed, lora)
+
+
+def mamba2_factors(own: Mamba2Config, like: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """like: on the device where they are to be."""
+    if set(own.scales) <= {1.0}:
+        return None
+    keys = own.groups * own.state_dim
+    sizes = torch.tensor((own.value_size, own.value_size, keys, keys, own.heads))
+    return torch.tensor(own.scales).repeat_interleave(sizes).to(like.device, dtype)
 
 
 def mamba2_weights(own: Mamba2Config, weights: Mapping[str, Tensor], eps: float) -> Mamba2Weights:

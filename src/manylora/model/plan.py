@@ -107,6 +107,9 @@ STACKS = (
 
 CLASSIFIERS = ("score", "classifier")
 
+# Of layers with attention and a recurrent layer, the latter's matrices whose names both have.
+RECURRENT, BOTH = "recurrent_", ("out.weight", "out.bias")
+
 Plan = dict[str, WeightSpec]
 """Our names of the model's weights, and where they come from."""
 
@@ -331,7 +334,11 @@ def _mixer(config: ModelConfig, names: TensorNames, source: str, layer: int) -> 
         return _norm("mlp_norm", source + names.block_norms["mlp_norm"], config.hidden_size, config)
     if layer in config.mlpless_layers:
         names = replace(names, block_norms={"attention_norm": names.block_norms["attention_norm"]})
-    return _layer(config, names, source, layer in config.recurrent_layers, layer in config.kv_readers)
+    specs = _layer(config, names, source, layer in config.recurrent_layers, layer in config.kv_readers)
+    if config.beside is None:
+        return specs
+    both = {f"{RECURRENT}{name}" if name in BOTH else name: spec for name, spec in specs.items()}
+    return both | _attention(config, names, source)
 
 
 def _attention(config: ModelConfig, names: TensorNames, source: str) -> Plan:
@@ -408,7 +415,7 @@ def _mamba2(own: Mamba2Config, names: TensorNames, block: str, config: ModelConf
         vectors["inner_norm.weight"] = WeightSpec((_whole(f"{block}norm.weight", own.value_size),), wide=True)
     return {
         **_linear("in", inside, config.hidden_size, own.biased, config),
-        **_linear("out", (_whole(out, config.hidden_size),), own.value_size, own.biased, config),
+        **_linear("out", (_whole(out, config.hidden_size),), own.value_size, own.out_biased, config),
         "taps": _taps(f"{block}conv1d.weight", own.channels, own.taps),
         **vectors,
     }

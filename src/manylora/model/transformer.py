@@ -88,6 +88,7 @@ class Transformer:
             activation=config.activation,
             gated=config.gated_mlp,
             cutoff=_cutoff(config.sparsity[layer]) if config.sparsity else None,
+            scales=config.mlp_scales,
         )
 
     def _linear(self, layer: int, name: str, *targets: LoraTarget) -> LoraLinear:

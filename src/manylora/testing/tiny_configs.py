@@ -331,6 +331,20 @@ FAMILIES |= {
         "nemotron_h", {**NEMOTRON_H, "mlp_bias": True, "use_bias": True, "use_conv_bias": False},
     ),
 }  # fmt: skip
+FALCON_H1 = {
+    **MAMBA, "mamba_d_ssm": 80, "mamba_d_head": 20, "head_dim": 24, "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.6, "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.9], "mlp_multipliers": [1.4, 0.7],
+    "embedding_multiplier": 3.0, "lm_head_multiplier": 0.4,
+}  # fmt: skip
+FAMILIES |= {
+    "falcon-h1": ("falcon_h1", FALCON_H1),
+    "falcon-h1-normed": (
+        "falcon_h1",
+        {**FALCON_H1, "mamba_rms_norm": True, "mamba_proj_bias": True, "projectors_bias": True,
+         "attention_bias": True, "mlp_bias": True, "ssm_multipliers": None, "mlp_multipliers": None},
+    ),
+}  # fmt: skip
 MOE_FAMILIES |= {
     "nemotron-h-moe": (
         "nemotron_h",

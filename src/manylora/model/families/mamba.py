@@ -77,6 +77,7 @@ def read_mamba(
         raw["mamba_d_conv"],
         conv_bias=bool(raw["mamba_conv_bias"]),
         biased=bool(raw["mamba_proj_bias"]),
+        out_biased=bool(raw["mamba_proj_bias"]),
         steps=read_steps(raw["time_step_limit"]),
     )
     if heads * dim != size:

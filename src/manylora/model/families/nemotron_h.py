@@ -99,6 +99,7 @@ def _mamba(raw: Mapping[str, Any], layers: frozenset[int]) -> Mamba2Config | Non
         raw["conv_kernel"],
         conv_bias=bool(raw["use_conv_bias"]),
         biased=bool(raw["use_bias"]),
+        out_biased=bool(raw["use_bias"]),
         steps=(float(raw["time_step_min"]), float("inf")),
     )
     return checked_mamba(mamba, raw["mamba_hidden_act"])

@@ -1,6 +1,7 @@
-"""Decode speed of a gated delta-rule layer's state on a CPU, beside what its memory reads and writes.
+"""Decode speed of a recurrent layer's state on a CPU, beside what its memory reads and writes.
 
     python benchmarks/delta_rule.py
+    python benchmarks/delta_rule.py --mamba2
 
 Each row of the table is a step of so many sequences, one token each, over layers whose states together are
 larger than the caches. `share`: bytes of state, read and written, in a second, of what a loop that reads and
@@ -14,17 +15,41 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.delta_rule import DeltaWeights
+from manylora.kernels.mamba2 import Mamba2Weights
 from manylora.kernels.native import load
 from manylora.kernels.recurrent import RecurrentState, StateBatch
 
+Layer = Callable[[CompiledOps, int], Callable[[RecurrentState, StateBatch], Tensor]]
+"""For so many sequences, a step of a layer."""
 
-def layer(heads: int, key_heads: int, dim: int) -> DeltaWeights:
-    channels = (2 * key_heads + heads) * dim
-    ones = torch.ones(heads)
-    return DeltaWeights(torch.randn(4, channels), -ones, ones, torch.ones(dim), 1e-6, key_heads, dim)
+
+def delta_rule(heads: int, key_heads: int, dim: int) -> tuple[int, Layer]:
+    """The channels of its convolution, and the layer."""
+    channels, ones = (2 * key_heads + heads) * dim, torch.ones(heads)
+    weights = DeltaWeights(torch.randn(4, channels), -ones, ones, torch.ones(dim), 1e-6, key_heads, dim)
+
+    def layer(ops: CompiledOps, sequences: int) -> Callable[[RecurrentState, StateBatch], Tensor]:
+        x, gates = torch.randn(sequences, channels + heads * dim), torch.randn(sequences, 2 * heads)
+        return lambda state, batch: ops.delta_rule(x, gates, weights, state, batch)
+
+    return channels, layer
+
+
+def mamba2(heads: int, dim: int, size: int) -> tuple[int, Layer]:
+    """The channels of its convolution, and the layer."""
+    channels, ones = heads * dim + 2 * size, torch.ones(heads)
+    vectors = (torch.zeros(channels), -ones, ones, ones, torch.ones(heads * dim))
+    weights = Mamba2Weights(torch.randn(4, channels), *vectors, 1e-6, 1, dim, size)
+
+    def layer(ops: CompiledOps, sequences: int) -> Callable[[RecurrentState, StateBatch], Tensor]:
+        x = torch.randn(sequences, heads * dim + channels + heads)
+        return lambda state, batch: ops.mamba2(x, weights, state, batch)
+
+    return channels, layer
 
 
 def measure(run: Callable[[], object]) -> float:
@@ -33,21 +58,23 @@ def measure(run: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def compare(sequences: int, heads: int, key_heads: int, dim: int, num_bytes: int, rounds: int) -> None:
+def compare(
+    sequences: int, shape: tuple[int, ...], channels: int, layer: Layer, num_bytes: int, rounds: int
+) -> None:
+    """shape: of the memory of one sequence."""
     library = load()
     assert library is not None, "needs the compiled kernels"
-    ops, weights = CompiledOps(library), layer(heads, key_heads, dim)
-    layers = max(1, num_bytes // (4 * sequences * heads * dim * dim))
-    memory = torch.zeros(layers, sequences, heads, dim, dim)
-    state = RecurrentState(torch.zeros(layers, sequences, 3, weights.channels), memory)
+    one = torch.zeros(shape).nbytes
+    layers = max(1, num_bytes // (sequences * one))
+    memory = torch.zeros(layers, sequences, *shape)
+    state = RecurrentState(torch.zeros(layers, sequences, 3, channels), memory)
     slots, none = torch.arange(sequences), torch.zeros(sequences, dtype=torch.long)
     batch = StateBatch(torch.arange(sequences + 1), slots, slots, none, none)
-    x = torch.randn(sequences, weights.channels + heads * dim)
-    gates = torch.randn(sequences, 2 * heads)
+    run = layer(CompiledOps(library), sequences)
 
     def step() -> None:
         for number in range(layers):
-            ops.delta_rule(x, gates, weights, state.layer(number), batch)
+            run(state.layer(number), batch)
 
     flat = memory.view(-1)
     pairs = [(measure(step), measure(lambda: flat.mul_(0.5))) for _ in range(rounds)]
@@ -62,17 +89,27 @@ def compare(sequences: int, heads: int, key_heads: int, dim: int, num_bytes: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--heads", type=int, default=32, help="of values")
-    parser.add_argument("--key-heads", type=int, default=16)
-    parser.add_argument("--dim", type=int, default=128, help="of keys and values")
+    parser.add_argument("--mamba2", action="store_true", help="in place of a gated delta rule")
+    parser.add_argument("--heads", type=int, help="of values; 32, with --mamba2 48")
+    parser.add_argument("--key-heads", type=int, default=16, help="without --mamba2")
+    parser.add_argument("--dim", type=int, help="of keys and values, 128; with --mamba2 of values, 64")
+    parser.add_argument("--state", type=int, default=128, help="with --mamba2: of b and c")
     parser.add_argument("--mib", type=int, default=192, help="of state in all")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
+    heads, dim = (
+        options.heads or (48 if options.mamba2 else 32),
+        options.dim or (64 if options.mamba2 else 128),
+    )
+    if options.mamba2:
+        shape, made = (heads, dim, options.state), mamba2(heads, dim, options.state)
+    else:
+        shape, made = (heads, dim, dim), delta_rule(heads, options.key_heads, dim)
     print(f"{torch.get_num_threads()} threads")
     print("| sequences | layers | state | a layer | read and written | memory | share |")
     print("|---|---|---|---|---|---|---|")
     for sequences in (1, 4, 16):
-        compare(sequences, options.heads, options.key_heads, options.dim, options.mib * 2**20, options.rounds)
+        compare(sequences, shape, *made, options.mib * 2**20, options.rounds)
 
 
 if __name__ == "__main__":

@@ -338,6 +338,7 @@ FALCON_H1 = {
     "embedding_multiplier": 3.0, "lm_head_multiplier": 0.4,
 }  # fmt: skip
 FAMILIES |= {
+    "bamba": ("bamba", {**MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]}),
     "falcon-h1": ("falcon_h1", FALCON_H1),
     "falcon-h1-normed": (
         "falcon_h1",

@@ -9,8 +9,8 @@ from typing import Any
 from manylora.config.blocks import BesideConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import read_biases
-from manylora.model.families.family import ModelFamily, TensorNames
-from manylora.model.families.mamba import read_mamba
+from manylora.model.families.family import ModelFamily
+from manylora.model.families.mamba import BAMBA_NAMES, read_mamba
 
 FALCON_H1 = {
     "vocab_size": 128000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -25,14 +25,6 @@ FALCON_H1 = {
     "attention_in_multiplier": 1.0, "ssm_multipliers": None, "ssm_in_multiplier": 1.0,
     "ssm_out_multiplier": 1.0,
 }  # fmt: skip
-NAMES = TensorNames(
-    norm="final_layernorm",
-    recurrent="mamba",
-    recurrent_in=("in_proj",),
-    up_gate=("feed_forward.up_proj", "feed_forward.gate_proj"),
-    down="feed_forward.down_proj",
-    block_norms={"attention_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"},
-)
 
 
 def _falcon_h1(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,4 +64,4 @@ def _numbers(raw: Mapping[str, Any], name: str, count: int) -> tuple[float, ...]
     return numbers
 
 
-FAMILIES = {"FalconH1ForCausalLM": ModelFamily(FALCON_H1, _falcon_h1, lambda _: NAMES)}
+FAMILIES = {"FalconH1ForCausalLM": ModelFamily(FALCON_H1, _falcon_h1, lambda _: BAMBA_NAMES)}

@@ -21,7 +21,23 @@ GRANITE = {
     "mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True,
     "mamba_proj_bias": False, "time_step_limit": (0.0, float("inf")),
 }  # fmt: skip
+BAMBA = {
+    "vocab_size": 128000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": None, "hidden_act": "silu",
+    "max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "rope_theta": 10000.0, "attn_layer_indices": None, "attention_bias": False, "mlp_bias": False,
+    "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto",
+    "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False,
+    "time_step_limit": (0.0, float("inf")),
+}  # fmt: skip
 MAMBA = TensorNames(recurrent="mamba", recurrent_in=("in_proj",))
+BAMBA_NAMES = replace(
+    MAMBA,
+    norm="final_layernorm",
+    up_gate=("feed_forward.up_proj", "feed_forward.gate_proj"),
+    down="feed_forward.down_proj",
+    block_norms={"attention_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"},
+)
 SPARSE = replace(GRANITE_NAMES, recurrent="mamba", recurrent_in=("in_proj",))
 DENSE = replace(MAMBA, up_gate=GRANITE_NAMES.shared[:1], down=GRANITE_NAMES.shared[1])
 
@@ -42,6 +58,26 @@ def _granite(raw: Mapping[str, Any]) -> dict[str, Any]:
         "unrotated_layers": frozenset() if kind == "rope" else frozenset(range(count)),
         "recurrent": read_mamba(raw, layers_of(raw, raw["layer_types"])),
     }
+
+
+def _bamba(raw: Mapping[str, Any]) -> dict[str, Any]:
+    attended = raw["attn_layer_indices"] or ()
+    kinds = [
+        "full_attention" if layer in attended else "linear_attention"
+        for layer in range(raw["num_hidden_layers"])
+    ]
+    return {
+        **read_biases(raw),
+        "mlp_bias": bool(raw["mlp_bias"]),
+        "recurrent": read_mamba(raw, layers_of(raw, kinds)),
+    }
+
+
+def _half_rotated(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Half of each head, whatever config.json says."""
+    parameters = raw.get("rope_parameters")
+    turned = {**parameters, "partial_rotary_factor": 0.5} if parameters else parameters
+    return {**raw, "rope_parameters": turned, "partial_rotary_factor": 0.5}
 
 
 def layers_of(raw: Mapping[str, Any], kinds: list[str] | None) -> frozenset[int]:
@@ -112,5 +148,8 @@ def _names(config: ModelConfig) -> TensorNames:
 FAMILIES = {
     "GraniteMoeHybridForCausalLM": ModelFamily(
         GRANITE, _granite, _names, aliases={"layers_block_type": "layer_types"}
+    ),
+    "BambaForCausalLM": ModelFamily(
+        BAMBA, _bamba, lambda _: BAMBA_NAMES, _half_rotated, rope={"partial": "partial_rotary_factor"}
     ),
 }

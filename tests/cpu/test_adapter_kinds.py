@@ -24,7 +24,7 @@ from manylora.kernels.device import open_device
 from manylora.lora.bounds import Bounds
 from manylora.lora.effect import has_effect
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.kinds.table import check_kind
+from manylora.lora.formats.kinds.table import READERS, REASONS, check_kind
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora, read_whole
 from manylora.lora.library.reader import AdapterReader
@@ -45,7 +45,18 @@ CASES: dict[str, tuple[Callable[[], Any], float]] = {
         lambda: peft.AdaLoraConfig(init_r=6, target_r=3, total_step=10, lora_alpha=9, target_modules=ALL),
         0.5,
     ),
+    "deft": (lambda: peft.DeftConfig(r=4, target_modules=ALL), 0.3),
+    "deft, orthogonal": (
+        lambda: peft.DeftConfig(r=4, alpha=6, decomposition_method="qr", target_modules=ALL),
+        0.3,
+    ),
+    "deft, para": (lambda: peft.DeftConfig(r=3, para=True, target_modules=ALL), 0.2),
     "delora": (lambda: peft.DeloraConfig(r=5, target_modules=ALL, **PATTERN), 0.4),
+    "gralora": (lambda: peft.GraloraConfig(r=4, gralora_k=2, alpha=6, target_modules=ALL), 0.3),
+    "gralora, hybrid": (
+        lambda: peft.GraloraConfig(r=8, gralora_k=4, hybrid_r=3, alpha=6, target_modules=ALL),
+        0.3,
+    ),
     "loha": (lambda: peft.LoHaConfig(r=3, alpha=5, target_modules=ALL), 0.4),
     "loha of full rank": (lambda: peft.LoHaConfig(r=12, alpha=5, target_modules=ATTENTION, **PATTERN), 0.3),
     "lokr": (lambda: peft.LoKrConfig(r=2, alpha=3, target_modules=ALL), 0.5),
@@ -64,6 +75,11 @@ CASES: dict[str, tuple[Callable[[], Any], float]] = {
     "miss, mini": (
         lambda: peft.MissConfig(r=8, mini_r=4, init_weights="mini", target_modules=ATTENTION),
         0.3,
+    ),
+    "peanut": (lambda: peft.PeanutConfig(r=4, target_modules=ALL), 0.3),
+    "peanut, deep": (
+        lambda: peft.PeanutConfig(r=4, depth=2, act_fn="silu", scaling=0.5, target_modules=ALL),
+        0.5,
     ),
     "vblora": (
         lambda: peft.VBLoRAConfig(r=4, num_vectors=9, vector_length=16, topk=3, target_modules=ALL),
@@ -146,11 +162,13 @@ def logits(model: Path, adapters: dict[str, Path], options: ReadOptions) -> dict
 
 
 def test_every_kind_of_peft_is_served_or_refused_by_its_name() -> None:
+    assert not READERS.keys() & REASONS.keys()
     for kind in peft.PeftType:
+        assert kind.value in READERS or kind.value in REASONS, "a kind without a reason"
         try:
             assert check_kind({"peft_type": kind.value.lower()}) == kind.value
         except AdapterInvalidError as error:
-            assert f"sets peft_type {kind.value}: " in str(error)
+            assert f"sets peft_type {kind.value}: {REASONS[kind.value]}; served are" in str(error)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -167,6 +185,10 @@ def test_each_kind_answers_as_peft_does(
 OTHER_FAMILIES: dict[str, dict[str, tuple[Any, float]]] = {
     "gpt2": {
         "vera": (peft.VeraConfig(r=5, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True), 1.5),
+        "gralora": (
+            peft.GraloraConfig(r=4, target_modules=["c_attn", "mlp.c_proj"], fan_in_fan_out=True),
+            0.3,
+        ),
         "pissa": (
             peft.LoraConfig(
                 r=3, init_lora_weights="pissa", target_modules=["c_attn", "mlp.c_proj"], fan_in_fan_out=True
@@ -175,6 +197,9 @@ OTHER_FAMILIES: dict[str, dict[str, tuple[Any, float]]] = {
         ),
     },
     "phi3": {
+        "deft": (peft.DeftConfig(r=4, target_modules=["qkv_proj", "gate_up_proj", "o_proj"]), 0.3),
+        "gralora": (peft.GraloraConfig(r=4, target_modules=["qkv_proj", "gate_up_proj", "o_proj"]), 0.3),
+        "peanut": (peft.PeanutConfig(r=4, target_modules=["qkv_proj", "gate_up_proj", "o_proj"]), 0.3),
         "miss": (peft.MissConfig(r=6, target_modules=["qkv_proj", "gate_up_proj", "o_proj"]), 0.3),
         "loha": (peft.LoHaConfig(r=2, alpha=4, target_modules=["qkv_proj", "gate_up_proj"]), 0.4),
         "tinylora": (

@@ -55,6 +55,7 @@ def diagonal_settings(model: Path) -> list[peft.PeftConfig]:
         peft.IA3Config(target_modules=linears, feedforward_modules=[down], **fan),
         peft.IA3Config(target_modules=linears, feedforward_modules=linears, **fan),
         peft.LNTuningConfig(target_modules=list(names.norms)),
+        peft.TrainableTokensConfig(token_indices=tokens(20, 1)[:6]),
     ]
     if not fan["fan_in_fan_out"]:  # PEFT has these for nn.Linear only
         found += [
@@ -181,13 +182,18 @@ def prompt_settings(path: Path, model: Path) -> list[Path]:
         peft.PromptTuningConfig(**count),
         peft.PromptEncoderConfig(**count, encoder_hidden_size=32),
         peft.PromptEncoderConfig(**count, encoder_hidden_size=32, encoder_reparameterization_type="LSTM"),
+        peft.CPTConfig(
+            task_type="CAUSAL_LM",
+            cpt_token_ids=tokens(11, 3),
+            cpt_tokens_type_mask=[1, 2, 3, 4, 2, 3] + [2] * 5,
+        ),
         peft.PrefixTuningConfig(**count),
         peft.PrefixTuningConfig(**count, prefix_projection=True, encoder_hidden_size=24),
         peft.CartridgeConfig(**count, num_frozen_tokens=2),
     ]
     config = read_model_config(model)
     if (config.head_dim, config.num_kv_heads) != (16, 2):  # PEFT would make keys and values of other sizes
-        kinds = kinds[:3]
+        kinds = kinds[:4]
     return [make_tuned(path / str(n), model, settings, n) for n, settings in enumerate(kinds)]
 
 

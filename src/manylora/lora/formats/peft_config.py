@@ -30,8 +30,13 @@ NORMALIZED = "dora_normalized"
 UNSUPPORTED = ("arrow_config", "layer_replication")
 # Settings under which the matrices of the file are not yet those of a plain LoRA, or there are others.
 WRITTEN_OUT = ("use_qalora", "use_bdlora", "monteclora_config", "velora_config", "kasa_config")
-# Initialisations that change the base's weights by what nobody can compute from these alone.
-CHANGED_BASE = ("pissa_niter", "corda", "lora_ga", "loftq")
+# Initialisations that change the base's weights by what nobody can compute from these alone, and what to do.
+CONVERT = "convert it to a plain LoRA with PEFT's path_initial_model_for_weight_conversion"
+CHANGED_BASE = {
+    "pissa_niter": CONVERT,
+    "corda": CONVERT,
+    "loftq": "serve that one, and say so by init_lora_weights true, as LoftQ's own scripts do",
+}
 ALORA = "alora_invocation_tokens"
 ALONE = ("use_dora", "target_parameters", *WRITTEN_OUT)  # are not beside ALORA
 
@@ -102,7 +107,7 @@ class PeftConfig:
         pattern = self._ranks.first(path)
         rank = self.default_rank if pattern is None else self.rank_pattern[pattern]
         if type(rank) is not int or not 0 < rank < 2**31:
-            raise AdapterInvalidError(f"{CONFIG}: r of {path} must be a positive number, got {_shown(rank)}")
+            raise AdapterInvalidError(f"{CONFIG}: r of {path} must be a positive number, got {shown(rank)}")
         return rank
 
 
@@ -127,13 +132,13 @@ def read_settings(folder: Path, bounds: Bounds = ANY_MODEL) -> dict[str, Any]:
 
 def peft_type(settings: Mapping[str, Any]) -> str:
     """What kind of adapter this is, in capitals; LORA where nothing is said."""
-    return _shown(settings.get("peft_type", "LORA")).upper()
+    return shown(settings.get("peft_type", "LORA")).upper()
 
 
 def initial_kind(settings: Mapping[str, Any]) -> str:
     """What an adapter's training started with, in small letters: pissa, olora, kasa and the like change the
     base's weights."""
-    return "kasa" if settings.get("kasa_config") else _shown(settings.get("init_lora_weights")).lower()
+    return "kasa" if settings.get("kasa_config") else shown(settings.get("init_lora_weights")).lower()
 
 
 def form_of(settings: Mapping[str, Any]) -> str:
@@ -158,11 +163,12 @@ def config_of(config: Mapping[str, Any]) -> PeftConfig:
         if config.get(name):
             raise AdapterInvalidError(f"{CONFIG} sets {name}: this kind of LoRA is not supported")
     start = initial_kind(config)
-    if start.startswith(CHANGED_BASE):
-        raise AdapterInvalidError(
-            f"{CONFIG} sets init_lora_weights to {start[:40]}: the adapter needs a changed base model; "
-            "convert it to a plain LoRA with PEFT's path_initial_model_for_weight_conversion"
-        )
+    for name, advice in CHANGED_BASE.items():
+        if start.startswith(name):
+            raise AdapterInvalidError(
+                f"{CONFIG} sets init_lora_weights to {start[:40]}: the adapter needs a changed base model; "
+                f"{advice}"
+            )
     alphas, ranks = (config.get(name) or {} for name in ("alpha_pattern", "rank_pattern"))
     for name, pattern in (("alpha_pattern", alphas), ("rank_pattern", ranks)):
         if not isinstance(pattern, dict):
@@ -231,10 +237,10 @@ def _invocation(config: Mapping[str, Any]) -> tuple[int, ...]:
     if not given:
         return ()
     if not isinstance(given, list):
-        raise AdapterInvalidError(f"{CONFIG}: {ALORA} must be a list of token ids, got {_shown(given)}")
+        raise AdapterInvalidError(f"{CONFIG}: {ALORA} must be a list of token ids, got {shown(given)}")
     task = config.get("task_type") or "CAUSAL_LM"
     others = [name for name in ALONE if config.get(name)]
-    others += [f"task_type {_shown(task)}"] * (task != "CAUSAL_LM")
+    others += [f"task_type {shown(task)}"] * (task != "CAUSAL_LM")
     if others:
         raise AdapterInvalidError(f"{CONFIG} sets {ALORA} and {others[0]}: PEFT has no such activated LoRA")
     return check_invocation(given, f"{CONFIG}: {ALORA}")
@@ -259,10 +265,10 @@ def _finite(value: Any, name: str) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number) or isinstance(value, str | bool):
-        raise AdapterInvalidError(f"{CONFIG}: {name} must be a number, got {_shown(value)}")
+        raise AdapterInvalidError(f"{CONFIG}: {name} must be a number, got {shown(value)}")
     return number
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """What stands there, in a few characters; a list may be nested too deeply to be written."""
     return type(value).__name__ if isinstance(value, list | dict) else str(value)[:40]

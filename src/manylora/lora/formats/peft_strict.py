@@ -11,38 +11,23 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from manylora.errors import AdapterInvalidError
-from manylora.lora.formats.peft_config import CONFIG
+from manylora.lora.formats.peft_config import CONFIG, initial_kind
 from manylora.lora.formats.peft_names import ATTENTION_IDS, LINEAR_IDS, MLP_IDS
+from manylora.lora.formats.peft_settings import KNOWN, check_types
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.modules import LoraModule
 
-# Of every kind: what the reader of that kind reads, and what matters in training or to nobody.
-NAMES = """
-adapter_layers adapter_len alora_invocation_tokens alpha alpha_pattern apply_GS arrow_config auto_mapping
-base_model_name_or_path beta1 beta2 bias block_share block_size block_size_pattern boft_block_num
-boft_block_size boft_dropout boft_n_butterfly_factor coft corda_config d_initial decompose_both
-decompose_factor delora_lambda deltaT dora_normalized enable_lora encoder_dropout encoder_hidden_size
-encoder_num_layers encoder_reparameterization_type ensure_weight_tying eps eva_config exclude_modules
-fan_in_fan_out feedforward_modules group_size inference_mode init_ia3_weights init_logits_std
-init_lora_weights init_r init_theta_d_bound init_v_bound init_vector_bank_bound init_weights kasa_config
-lambda_pattern layer_replication layers_pattern layers_to_transform loftq_config lora_alpha lora_bias
-lora_dropout lora_dtype lora_ga_config megatron_config megatron_core merge_weights mini_r miss_dropout
-modules_to_save module_dropout monteclora_config num_attention_heads num_cayley_neumann_terms
-num_frozen_tokens num_layers num_transformer_submodules num_vectors num_virtual_tokens oft_block_size
-orth_reg_weight peft_type peft_version prefix_projection proj_seed projection_prng_key projection_seed
-prompt_tuning_init prompt_tuning_init_text qalora_group_size r rank_dropout rank_dropout_scale
-rank_pattern revision runtime_config save_indices save_only_topk_weights save_projection target_modules
-target_parameters target_r task_type tfinal theta_d_length tinit tinylora_dropout token_dim
-tokenizer_kwargs tokenizer_name_or_path topk total_step trainable_token_indices u unilora_dropout
-use_bdlora use_cayley_neumann use_dora use_effective_conv2d use_qalora use_rslora variant vblora_dropout
-vector_length velora_config vera_dropout weight_tying pvera_dropout sample_at_inference generator_seed
-"""
-KNOWN = frozenset(NAMES.split())
 MAX_SHOWN = 5  # names in one line
 
 
 def check_keys(settings: Mapping[str, Any], options: ReadOptions) -> None:
-    """Raises AdapterInvalidError for a key of another kind of adapter."""
+    """Raises AdapterInvalidError for a value of another type, and for a key of another kind of adapter."""
+    check_types(settings)
+    if initial_kind(settings).startswith("lora_ga"):
+        options.tell(
+            "its training began with a base that LoRA-GA had changed; here, as in PEFT, it is added to the "
+            "base as it is, which is right if that is the changed one"
+        )
     unknown = sorted(name[:40] for name, value in settings.items() if name not in KNOWN and value)
     for name in unknown:
         if name.startswith("use_") or name.endswith("_config"):

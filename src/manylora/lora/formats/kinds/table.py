@@ -10,13 +10,16 @@ from manylora.lora.formats.kinds.adalora import read_adalora
 from manylora.lora.formats.kinds.delora import read_delora
 from manylora.lora.formats.kinds.diagonal import read_diagonal, read_norms
 from manylora.lora.formats.kinds.form import LoraForm, PeftFiles
+from manylora.lora.formats.kinds.gralora import read_gralora
 from manylora.lora.formats.kinds.hra import read_hra
 from manylora.lora.formats.kinds.loha import read_loha
 from manylora.lora.formats.kinds.lokr import read_lokr
 from manylora.lora.formats.kinds.lora import read_lora_kind
 from manylora.lora.formats.kinds.miss import read_miss
 from manylora.lora.formats.kinds.prompts import read_prefix, read_prompt
+from manylora.lora.formats.kinds.relative import read_deft, read_peanut
 from manylora.lora.formats.kinds.tinylora import read_tinylora
+from manylora.lora.formats.kinds.tokens import read_tokens
 from manylora.lora.formats.kinds.unilora import read_unilora
 from manylora.lora.formats.kinds.vblora import read_vblora
 from manylora.lora.formats.kinds.vera import read_pvera, read_vera
@@ -27,7 +30,10 @@ READERS: dict[str, Callable[[PeftFiles], LoraForm]] = {
     "ADALORA": read_adalora,
     "BEFT": read_diagonal,
     "CARTRIDGE": read_prefix,
+    "CPT": read_prompt,
+    "DEFT": read_deft,
     "DELORA": read_delora,
+    "GRALORA": read_gralora,
     "HRA": read_hra,
     "IA3": read_diagonal,
     "LN_TUNING": read_norms,
@@ -36,19 +42,41 @@ READERS: dict[str, Callable[[PeftFiles], LoraForm]] = {
     "LORA": read_lora_kind,
     "MISS": read_miss,
     "OFT": read_diagonal,
+    "PEANUT": read_peanut,
     "PREFIX_TUNING": read_prefix,
     "PROMPT_TUNING": read_prompt,
     "P_TUNING": read_prompt,
     "ROAD": read_diagonal,
     "PVERA": read_pvera,
     "TINYLORA": read_tinylora,
+    "TRAINABLE_TOKENS": read_tokens,
     "UNILORA": read_unilora,
     "VBLORA": read_vblora,
     "VERA": read_vera,
 }
-# Why a kind is not read, where there is more to say than that.
+WHOLE = "its change of a weight has full rank: each adapter would take what a copy of the base's layers takes"
+TASKS = "it asks for a task's number with each request, which no way in here carries"
+# Why a kind is not read.
 REASONS: dict[str, str] = {
+    "ADAMSS": "its file does not say which rows it changes, a clustering of the base's weights does",
+    "ADAPTION_PROMPT": "it adds an attention of its own to layers, with a gate",
     "BOFT": "its rotations pair inputs all over a layer, in products one after another",
+    "C3A": WHOLE,
+    "FOURIERFT": WHOLE,
+    "FROD": "it takes the place of whole weights",
+    "GLORA": WHOLE,
+    "HIRA": WHOLE,
+    "LILY": "which of its matrices act is decided by a router for every token",
+    "MULTITASK_PROMPT_TUNING": TASKS,
+    "OSF": "it takes the place of whole weights",
+    "POLY": TASKS,
+    "PSOFT": "it rotates singular vectors of the base, whose signs are as the trainer's library chose them",
+    "RANDLORA": WHOLE,
+    "SHADOW": "it is a second model beside the base",
+    "SHIRA": WHOLE,
+    "SUPERTUNING": WHOLE,
+    "WAVEFT": WHOLE,
+    "XLORA": "it weighs other adapters for every token in a run of its own; ask for a mix of these instead",
 }
 
 

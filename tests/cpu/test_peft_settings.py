@@ -1,0 +1,287 @@
+"""Protects that adapter_config.json is taken at its word or refused: values of another type, numbers that are
+none, what is too large or too deep, and how training began."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from manylora.errors import AdapterInvalidError
+from manylora.kernels.device import open_device
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.peft_settings import KNOWN, TYPES
+from manylora.lora.formats.read_options import ReadOptions
+from manylora.lora.formats.sources import find_source, read_lora, read_whole
+from manylora.lora.modules import lora_modules
+from manylora.model.checkpoint import read_model_config
+from manylora.model.weights import load_decoder
+from manylora.testing.driver import Driver, agree
+from manylora.testing.tiny_models import (
+    load_transformers,
+    make_adapter,
+    make_kind,
+    make_model,
+    reference_logits,
+)
+
+CONFIG = "adapter_config.json"
+IDS = [random.Random(5).randrange(3, 250) for _ in range(20)]
+NAMES = ("q_proj", "v_proj", "down_proj")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("settings") / "model", "llama", seed=4)
+
+
+@pytest.fixture(scope="module")
+def adapter(model: Path) -> Path:
+    return make_adapter(model.parent / "plain", model, 1, 4, NAMES)
+
+
+@pytest.fixture(scope="module")
+def options(model: Path) -> ReadOptions:
+    return ReadOptions(lora_modules(read_model_config(model)), BaseWeights(model), num_layers=2)
+
+
+def changed(adapter: Path, to: Path, **settings: Any) -> Path:
+    shutil.copytree(adapter, to)
+    config = json.loads((to / CONFIG).read_text())
+    (to / CONFIG).write_text(json.dumps(config | settings))
+    return to
+
+
+def refused(adapter: Path, options: ReadOptions) -> str:
+    """The reason. It comes within two seconds of this thread's time."""
+    began = time.thread_time()
+    with pytest.raises(AdapterInvalidError) as error:
+        read_whole(find_source(adapter), options)
+    assert time.thread_time() - began < 2
+    assert len(str(error.value)) < 500
+    return str(error.value)
+
+
+DEEP: Any = json.loads("[" * 400 + "]" * 400)
+NAN, INF = float("nan"), float("inf")
+# Values of another type than the one that the key's row in TYPES names.
+WRONG: dict[str, list[Any]] = {
+    "true or false": ["no", "false", 1, 0, [], {}, NAN],
+    "a count": ["many", "8", -1, 8.0, True, NAN, INF, 2**31, 10**40, [8], {}, DEEP],
+    "a number": ["8", NAN, INF, -INF, 10**400, True, [1], {}, DEEP],
+    "a name,": [3, True, {}, {"q_proj": 1}, [1], ["q_proj", None], [["q_proj"]], DEEP, NAN],
+    "the number of a layer": ["1", -1, 1.0, [0, "1"], {}, {"1": 2}, [[1]], DEEP, NAN],
+    "a text": [3, True, ["x"], {}, DEEP, NAN],
+    "an object": [3, True, ["x"], "x", DEEP, NAN],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "_", "names"), TYPES)
+def test_a_value_of_another_type_is_refused_by_its_key(
+    what: str, _: object, names: str, adapter: Path, options: ReadOptions, tmp_path: Path
+) -> None:
+    wrong = max((start for start in WRONG if what.startswith(start)), key=len)
+    settings = json.loads((adapter / CONFIG).read_text())
+    folder = changed(adapter, tmp_path / "a")
+    for name in names.split():
+        for value in WRONG[wrong]:
+            if name == "peft_type":
+                continue  # which is judged first, as a kind
+            (folder / CONFIG).write_text(json.dumps(settings | {name: value}))
+            assert f"{CONFIG}: {name} must be {what}, got " in refused(folder, options), (name, value)
+        (folder / CONFIG).write_text(json.dumps(settings | {name: None}))
+        if name not in ("lora_alpha", "r", "peft_type"):
+            read_whole(find_source(folder), options)
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "values"),
+    [
+        (
+            "rank_pattern",
+            "an integer from 1 to",
+            ["many", 0, -4, 4.0, NAN, 2**31, 10**40, None, [4], True, DEEP],
+        ),
+        ("alpha_pattern", "a number", ["8", NAN, -INF, 10**400, True, None, {"a": {}}, DEEP]),
+    ],
+)
+def test_what_a_pattern_gives_its_modules_is_judged_also_where_it_means_none(
+    name: str, what: str, values: list[Any], adapter: Path, options: ReadOptions, tmp_path: Path
+) -> None:
+    folder = changed(adapter, tmp_path / "a")
+    settings = json.loads((folder / CONFIG).read_text())
+    for value in values:
+        for module in ("q_proj", "nowhere"):
+            (folder / CONFIG).write_text(json.dumps(settings | {name: {module: value}}))
+            assert f"{CONFIG}: {name} of {module} must be {what}" in refused(folder, options), value
+
+
+def test_a_list_of_very_many_names_takes_no_time(adapter: Path, options: ReadOptions, tmp_path: Path) -> None:
+    many = changed(adapter, tmp_path / "many", target_modules=["x" * (1 + n % 5) for n in range(200_000)])
+    began = time.thread_time()
+    read_whole(find_source(many), options)
+    assert time.thread_time() - began < 2
+    most = changed(adapter, tmp_path / "most", target_modules=["q_proj"] * 10**6)
+    assert "too large" in refused(most, options) or "at most" in refused(most, options)
+
+
+@pytest.mark.parametrize("text", ['{"r": ' + "[" * 10**5, '{"a":' * 10**5, "[" * 10**5 + "]" * 10**5])
+def test_what_is_nested_very_deeply_is_no_configuration(
+    text: str, adapter: Path, options: ReadOptions, tmp_path: Path
+) -> None:
+    folder = changed(adapter, tmp_path / "a")
+    (folder / CONFIG).write_text(text)
+    assert "is not readable JSON" in refused(folder, options)
+
+
+@pytest.mark.parametrize("name", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize(
+    "pattern", ["(a+)+$", "(.*a){25}", "(.*)*.*(.*)*x", "(q|q_|q_p)*!", ".*.*.*.*.*.*x", "(", "a{9999999999}"]
+)
+def test_expressions_that_never_end_are_refused(
+    name: str, pattern: str, adapter: Path, options: ReadOptions, tmp_path: Path
+) -> None:
+    reason = refused(changed(adapter, tmp_path / "a", **{name: {pattern: 4}}), options)
+    assert name in reason and ("is too involved" in reason or "is not a pattern" in reason)
+
+
+def test_an_expression_that_selects_modules_is_never_run(
+    adapter: Path, options: ReadOptions, tmp_path: Path
+) -> None:
+    """The file's matrices say which they are."""
+    for n, name in enumerate(("target_modules", "exclude_modules")):
+        folder = changed(adapter, tmp_path / str(n), **{name: "(.*.*.*.*)*!" * 9})
+        began = time.thread_time()
+        read_whole(find_source(folder), options)
+        assert time.thread_time() - began < 2
+
+
+@pytest.mark.parametrize("rank", [5, 2**30])
+def test_a_rank_that_the_matrices_do_not_have_is_refused(
+    rank: int, adapter: Path, options: ReadOptions, tmp_path: Path
+) -> None:
+    reason = refused(changed(adapter, tmp_path / "a", r=rank), options)
+    assert f"has rank 4, and {CONFIG} says {rank}" in reason
+
+
+def test_every_setting_of_a_kind_that_is_served_is_known() -> None:
+    from manylora.lora.formats.kinds.table import READERS
+
+    for kind in READERS:
+        config = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)]
+        # What only other kinds of modules have, or training alone.
+        unknown = {name for name in config.__dataclass_fields__ if name not in KNOWN}
+        assert not {name for name in unknown if name.startswith("use_") or name.endswith("_config")}, kind
+
+
+def logits(model: Path, adapter: Path, options: ReadOptions) -> torch.Tensor:
+    decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
+    [found] = Driver(decoder, [IDS], [read_lora(find_source(adapter), 0, options)]).run()
+    return found
+
+
+STARTS = [True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga"]
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_beginnings_that_leave_the_base_as_it_is(
+    start: object, model: Path, adapter: Path, options: ReadOptions, tmp_path: Path
+) -> None:
+    """To PEFT, that of LoRA-GA is such a one once training is over."""
+    folder = changed(adapter, tmp_path / "a", init_lora_weights=start)
+    assert agree(logits(model, folder, options), reference_logits(model, folder, IDS))
+
+
+def test_an_unconverted_lora_ga_is_told(adapter: Path, options: ReadOptions, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    told: list[str] = []
+    folder = changed(adapter, tmp_path / "a", init_lora_weights="lora_ga")
+    read_whole(find_source(folder), replace(options, tell=told.append))
+    assert [line for line in told if "a base that LoRA-GA had changed" in line]
+
+
+@pytest.mark.parametrize(
+    ("start", "advice"),
+    [
+        ("corda", "path_initial_model_for_weight_conversion"),
+        ("pissa_niter_4", "path_initial_model_for_weight_conversion"),
+        ("loftq", "say so by init_lora_weights true"),
+    ],
+)
+def test_beginnings_that_need_another_base_say_what_to_do(
+    start: str, advice: str, adapter: Path, options: ReadOptions, tmp_path: Path
+) -> None:
+    reason = refused(changed(adapter, tmp_path / "a", init_lora_weights=start), options)
+    assert "needs a changed base model" in reason and advice in reason
+
+
+def test_corda_unconverted_is_nothing_to_peft_either(model: Path, adapter: Path, tmp_path: Path) -> None:
+    folder = changed(adapter, tmp_path / "a", init_lora_weights="corda")
+    with pytest.raises(ValueError, match="preprocess_corda"):
+        peft.PeftModel.from_pretrained(load_transformers(model), str(folder))
+
+
+def train(model: Any) -> None:
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
+def corda(model: Any, config: peft.LoraConfig) -> None:
+    from peft.tuners.lora.corda import preprocess_corda
+
+    preprocess_corda(model, config, run_model=lambda: model(torch.tensor([IDS])))
+
+
+def lora_ga(model: Any, config: peft.LoraConfig) -> None:
+    from peft.tuners.lora.loraga import preprocess_loraga
+
+    ids = torch.tensor([IDS])
+    preprocess_loraga(model, config, lambda: model(ids, labels=ids).loss.backward())
+
+
+BASES: dict[str, tuple[dict[str, Any], Callable[[Any, peft.LoraConfig], None]]] = {
+    "corda": ({"corda_config": peft.tuners.lora.config.CordaConfig(corda_method="kpm")}, corda),
+    "lora_ga": ({"lora_ga_config": peft.tuners.lora.config.LoraGAConfig()}, lora_ga),
+    "pissa_niter_2": ({}, lambda model, config: None),
+}
+
+
+@pytest.mark.parametrize("start", BASES)
+def test_an_adapter_of_a_changed_base_is_served_once_converted(
+    start: str, model: Path, options: ReadOptions, tmp_path: Path
+) -> None:
+    """As it answered in training, on the base as it came."""
+    more, prepare = BASES[start]
+    config = peft.LoraConfig(r=4, lora_alpha=6, init_lora_weights=start, target_modules=list(NAMES), **more)
+    base = load_transformers(model)
+    prepare(base, config)
+    made = peft.get_peft_model(base, config)
+    made.peft_config["default"].init_lora_weights = True
+    made.save_pretrained(str(tmp_path / "start"))
+    made.peft_config["default"].init_lora_weights = start
+    train(made)
+    with torch.inference_mode():
+        expected = made.eval()(torch.tensor([IDS])).logits[0]
+    conversion = {"path_initial_model_for_weight_conversion": str(tmp_path / "start")}
+    made.save_pretrained(str(tmp_path / "whole"), **conversion)
+    assert agree(logits(model, tmp_path / "whole", options), expected)
+
+
+def test_trainable_tokens_of_embedding_and_head(model: Path, options: ReadOptions, tmp_path: Path) -> None:
+    tables = ["embed_tokens", "lm_head"]
+    config = peft.TrainableTokensConfig(token_indices=sorted(set(IDS))[:5], target_modules=tables)
+    folder = make_kind(tmp_path / "a", model, config, 1, 0.5)
+    assert agree(logits(model, folder, options), reference_logits(model, folder, IDS))
+    assert not agree(reference_logits(model, folder, IDS), reference_logits(model, None, IDS))

@@ -92,7 +92,11 @@ def check_mixable(name: str, layout: Layout) -> None:
     dora = any(place.format.dora for place in layout.placements)
     if not dora and not extras:
         return
-    what = "is a DoRA adapter, whose magnitudes belong to its own weights" if dora else f"trains {extras[0]}"
+    what = (
+        "is a DoRA adapter, whose magnitudes are relative to the norms of the base with it alone"
+        if dora
+        else f"trains {extras[0]}"
+    )
     if layout.invocation:
         what = "is an activated LoRA, which acts from a place of its own on"
     raise AdapterInvalidError(

@@ -12,19 +12,40 @@ import pytest
 import torch
 from pooled_adapters import hidden, logits, make_classifier, near
 from running import read, run, tokens
+from safetensors.torch import load_file, save_file
 
 from manylora.config.engine import EngineConfig
+from manylora.config.pooling import read_pooling_settings
 from manylora.engine.engine import Engine
 from manylora.errors import RequestError
 from manylora.request import LoraInput, Pooling, Request, SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-KINDS = ("bert", "roberta", "xlm-roberta")
-LINEARS = ["query", "key", "value", "attention.output.dense", "intermediate.dense", "output.dense"]
+KINDS = ("bert", "roberta", "xlm-roberta", "modernbert", "gemma3_text")
+BERT_LINEARS = ["query", "key", "value", "attention.output.dense", "intermediate.dense", "output.dense"]
 SIZES: dict[str, Any] = {
     "vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": 130,
+}  # fmt: skip
+LINEARS = {
+    "modernbert": ["Wqkv", "Wo", "Wi"],
+    "gemma3_text": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}
+# Windows that are shorter than the prompts, and than what is attended in one operation.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bert": {"type_vocab_size": 2},
+    "roberta": {"type_vocab_size": 1},
+    "xlm-roberta": {"type_vocab_size": 1},
+    "modernbert": {
+        "num_hidden_layers": 4, "local_attention": 14, "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2,
+    },
+    "gemma3_text": {
+        "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 24, "query_pre_attn_scalar": 20,
+        "sliding_window": 14, "use_bidirectional_attention": True, "pad_token_id": 0,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
 }  # fmt: skip
 
 
@@ -32,7 +53,7 @@ def make_encoder(path: Path, kind: str, auto: str = "AutoModel", **settings: Any
     import transformers
 
     torch.manual_seed(7)
-    settings = {**SIZES, "type_vocab_size": 1 if "roberta" in kind else 2, **settings}
+    settings = {**SIZES, **VARIANTS[kind], **settings}
     config = transformers.AutoConfig.for_model(kind, **settings)
     model = getattr(transformers, auto).from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -82,14 +103,19 @@ def test_hidden_states(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_and_adapters(kind: str, tmp_path: Path) -> None:
     base = make_encoder(tmp_path / "base", kind, "AutoModelForSequenceClassification", num_labels=4)
-    own = make_classifier(tmp_path / "own", base, 3, 1, target_modules=LINEARS)
-    each = make_classifier(tmp_path / "each", base, 5, 2, "TOKEN_CLS", target_modules=LINEARS)
+    linears, mode = LINEARS.get(kind, BERT_LINEARS), "last" if kind == "gemma3_text" else "cls"
+    own = make_classifier(tmp_path / "own", base, 3, 1, target_modules=linears)
+    labels_each = "TOKEN_CLS" if kind != "gemma3_text" else "SEQ_CLS"  # which transformers lacks
+    each = make_classifier(tmp_path / "each", base, 5, 2, labels_each, target_modules=linears)
     plain = _load(base)
     engine = engine_of(base)
+    assert read_pooling_settings(base).head_mode == mode
     a, b = read(tmp_path / "own", base, 1), read(tmp_path / "each", base, 2)
     x, y = prompt(40, 1), prompt(17, 2)
-    requests = [ask(x, head=True), ask(x, head=True, lora=a), ask(y, head=True, lora=a)]
-    found = answers(engine, *requests, ask(y, "all", head=True, lora=b), ask(y, head=True))
+    requests = [ask(x, mode, True), ask(x, mode, True, a), ask(y, mode, True, a)]
+    found = answers(
+        engine, *requests, ask(y, "all" if labels_each == "TOKEN_CLS" else mode, True, b), ask(y, mode, True)
+    )
     expected = [logits(plain, x), logits(own, x), logits(own, y), logits(each, y), logits(plain, y)]
     for ours, theirs in zip(found, expected, strict=True):
         assert near(ours, theirs)
@@ -107,6 +133,42 @@ def test_bfloat16_is_no_farther_from_the_truth_than_transformers(kind: str, tmp_
         theirs = narrow(torch.tensor([ids])).last_hidden_state[0].float().numpy()
     ours, theirs = (np.median(np.sqrt(np.square(one - truth).mean(-1))) for one in (found, theirs))
     assert ours <= 1.3 * theirs
+
+
+@pytest.mark.parametrize("kind", ["roberta", "xlm-roberta"])
+def test_tokens_of_padding_have_a_position_of_their_own(kind: str, tmp_path: Path) -> None:
+    model = make_encoder(tmp_path / "model", kind)
+    [ids, *others] = [[0, 1, 9, 8, 1, 1, 7, 2, 1], prompt(20, 1), [1], [3, 1, 5]]
+    found = answers(engine_of(model), *(ask(one, "all") for one in (ids, *others)))
+    for one, values in zip((ids, *others), found, strict=True):
+        assert near(values, hidden(model, one))
+
+
+def test_modernbert_pools_labels_as_its_config_says(tmp_path: Path) -> None:
+    settings = {"num_labels": 4, "classifier_pooling": "mean", "classifier_bias": True, "norm_bias": True}
+    base = make_encoder(
+        tmp_path / "base", "modernbert", "AutoModelForSequenceClassification", **settings,
+        attention_bias=True, mlp_bias=True, classifier_activation="silu", local_attention=160,
+    )  # fmt: skip
+    assert read_pooling_settings(base).head_mode == "mean"
+    ids = prompt(100, 1)
+    [found] = answers(engine_of(base), ask(ids, "mean", head=True))
+    assert near(found, logits(_load(base), ids))
+
+
+@pytest.mark.parametrize(("kind", "missing"), [("bert", "pooler.dense"), ("modernbert", "head.dense")])
+def test_a_base_without_what_its_heads_need(kind: str, missing: str, tmp_path: Path) -> None:
+    base = make_encoder(tmp_path / "base", kind)
+    weights = load_file(base / "model.safetensors")
+    save_file(
+        {name: one for name, one in weights.items() if "pooler" not in name}, base / "model.safetensors"
+    )
+    make_classifier(tmp_path / "own", base, 3, 1, target_modules=LINEARS.get(kind, BERT_LINEARS))
+    engine = engine_of(base)
+    request = ask([5, 6], head=True, lora=read(tmp_path / "own", base, 1))
+    with pytest.raises(RequestError, match=f"lacks {missing}"):
+        engine.submit(engine.prepare(request))
+    assert near(answers(engine, ask([5, 6]))[0], hidden(base, [5, 6])[0])
 
 
 def test_two_texts(tmp_path: Path) -> None:

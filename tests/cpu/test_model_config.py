@@ -33,6 +33,8 @@ BESIDE_CAUSAL = {
     "BertModel": "bert",
     "RobertaModel": "roberta",
     "XLMRobertaModel": "xlm-roberta",
+    "ModernBertModel": "modernbert",
+    "Gemma3TextModel": "gemma3_text",
     MULTIMODAL: "gemma3",
     "Mistral3ForConditionalGeneration": "mistral3",
     "InternLM3ForCausalLM": "internlm3",

@@ -59,6 +59,20 @@ class AltUpConfig:
 
 
 @dataclass(frozen=True)
+class HeadLayerConfig:
+    """The layer that an encoder's hidden states go through before a classification head of one layer.
+
+    activation: of `kernels.activations`, or tanh. norm: a norm follows it. each: it comes before the labels
+    of each token too, not only before those of a prompt.
+    """
+
+    activation: str
+    biased: bool = True
+    norm: bool = False
+    each: bool = False
+
+
+@dataclass(frozen=True)
 class RoutingConfig:
     """How a router's scores become experts and their weights.
 

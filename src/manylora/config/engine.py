@@ -10,6 +10,7 @@ from typing import Any
 from manylora.config.blocks import (
     AltUpConfig,
     BesideConfig,
+    HeadLayerConfig,
     LatentConfig,
     LayerInputsConfig,
     LayerShape,
@@ -228,6 +229,7 @@ class ModelConfig:
     # rms, layer; with _plus_one, its weight is 1 + the stored one; with _wide, it is multiplied in float32
     norm: str = "rms"
     norm_bias: bool = True  # of LayerNorm
+    first_norm: bool = True  # before the attention of the first layer
     # of q and k before rotary: head (over head_dim), each (so, with weights for each head and no biases), all
     # (over all heads at once), plain (over head_dim, without weights, where they are rotated), or none
     qk_norm: str = ""
@@ -276,6 +278,8 @@ class ModelConfig:
     num_labels: int = 0  # of the checkpoint's classification head; 0: it has none
     makes_text: bool = True  # the checkpoint has a head for text
     bidirectional: bool = False  # an encoder alone: its tokens see each other
+    head_layer: HeadLayerConfig | None = None  # of an encoder
+    padding_id: int | None = None  # such tokens share the position before the first, and are not counted
     token_types: int = 0  # rows of a table by which the tokens of two texts differ
     post_norm: bool = False  # a block's norms are on the sums with its input, not on what its parts get
     projected_size: int | None = None  # of the embedding and the head, which linear layers lead from and to

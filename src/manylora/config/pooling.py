@@ -17,7 +17,7 @@ POOLINGS = {
     "pooling_mode_cls_token": "cls",
 }
 POOLING_NAMES = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
-ENCODERS = ("bert", "roberta", "xlm-roberta")
+ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
 MODULES = ("Transformer", "Pooling", "Normalize")
 
 
@@ -51,12 +51,22 @@ def num_labels(raw: Mapping[str, Any]) -> int:
     return len(names) if names else int(raw.get("num_labels") or DEFAULT_LABELS)
 
 
+def attends_both_ways(raw: Mapping[str, Any]) -> bool:
+    """Whether each token of a text sees all others. Under `vision` those of an image do, text is causal."""
+    return raw.get("use_bidirectional_attention") not in (None, False, "vision")
+
+
 def read_pooling_settings(folder: Path) -> PoolingSettings:
     """Raises ConfigError for a way of pooling that is not supported."""
     raw = _read(folder / "config.json")
     modules = _modules(folder)
-    head_mode = "cls" if raw.get("model_type") in ENCODERS else "last"
+    kind = raw.get("model_type")
+    head_mode = "cls" if kind in ENCODERS else "last"
     mode, normalise = head_mode, True  # of a folder that says nothing
+    if kind == "modernbert":
+        head_mode = "mean" if raw.get("classifier_pooling") == "mean" else "cls"
+    if attends_both_ways(raw):
+        mode = "mean"
     if modules:
         mode = _mode(folder, modules)
         normalise = "Normalize" in modules

@@ -14,13 +14,16 @@ from manylora.lora.extras import HEAD
 from manylora.lora.lease import Lease
 from manylora.request import Pooling, Request
 
+HEAD_LAYERS = {True: "pooler.dense", False: "head.dense and head.norm"}
 LOGITS_SHARE = 4  # open requests may keep logits in one part in so many of the machine's memory
 
 
-def check_head(request: Request, model: ModelConfig, lease: Lease | None) -> None:
-    """Raises RequestError where there is no head for what is wanted."""
+def check_head(request: Request, model: ModelConfig, lease: Lease | None, has_head_layer: bool) -> None:
+    """Raises RequestError where there is no head for what is wanted. has_head_layer: the checkpoint has what
+    `ModelConfig.head_layer` says."""
     members = () if lease is None else lease.members
-    own = any(extra.name == f"{HEAD}.weight" for one, _ in members for extra in one.layout.extras)
+    names = {extra.name for one, _ in members for extra in one.layout.extras}
+    own = f"{HEAD}.weight" in names
     if request.pooling is None:
         if own:
             raise RequestError(
@@ -37,6 +40,19 @@ def check_head(request: Request, model: ModelConfig, lease: Lease | None) -> Non
     if request.pooling.head and not (own or model.num_labels):
         which = "neither this adapter nor its base model has" if lease else "this model does not have"
         raise RequestError(f"{which} a classification head: train one with PEFT (task_type SEQ_CLS)")
+    layer = None if has_head_layer else model.head_layer
+    single = f"{HEAD}.dense.weight" not in names
+    if (
+        request.pooling.head
+        and layer is not None
+        and single
+        and (layer.each or request.pooling.mode != "all")
+    ):
+        raise RequestError(
+            f"the checkpoint of this {model.architecture} lacks {HEAD_LAYERS[layer.activation == 'tanh']}, "
+            "which comes before its classification heads of one layer: serve the checkpoint that the adapter "
+            "was trained on"
+        )
 
 
 def check_request(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> Request:

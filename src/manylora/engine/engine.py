@@ -277,7 +277,7 @@ class Engine:
         virtual = lease.num_virtual if lease is not None else 0
         request = _without_tensors(prepared.request)
         try:
-            check_head(request, model, lease)
+            check_head(request, model, lease, self._parts.decoder.head_layer is not None)
             request = with_virtual_tokens(request, virtual, self.config, model, self.max_seq_len)
         except BaseException:
             if lease is not None:

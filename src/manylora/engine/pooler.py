@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.engine.scheduler import Chunk
 from manylora.engine.sequence import Sequence
 from manylora.kernels.extras import Extra
-from manylora.model.heads import ClassificationHead
+from manylora.model.heads import ClassificationHead, HeadLayer
 
 
 def pooled_positions(chunk: Chunk) -> range:
@@ -40,12 +38,9 @@ def token_types(chunks: list[Chunk]) -> list[int] | None:
 
 
 class Pooler:
-    """classifier: the model's own head, if it has one. layer: weight and bias of what goes, with tanh, before
-    a head of a single layer."""
+    """classifier: the model's own head, if it has one. layer: what comes before a head of a single layer."""
 
-    def __init__(
-        self, classifier: ClassificationHead | None, layer: tuple[Tensor, Tensor] | None = None
-    ) -> None:
+    def __init__(self, classifier: ClassificationHead | None, layer: HeadLayer | None = None) -> None:
         self._classifier, self._layer = classifier, layer
         self._sums: WeakKeyDictionary[Sequence, Tensor] = WeakKeyDictionary()  # of prompts in several chunks
 
@@ -67,7 +62,8 @@ class Pooler:
         if pooling.head:
             head = ClassificationHead.of_extras(extras) or self._classifier
             assert head is not None, "checked when the request was taken"
-            if self._layer is not None and head.dense is None and pooling.mode != "all":
-                x = torch.tanh(F.linear(x, *self._layer))
+            layer = self._layer
+            if layer is not None and head.dense is None and (layer.config.each or pooling.mode != "all"):
+                x = layer(x)
             x = head(x)
         return x.float() if pooling.mode == "all" else x[0].float()

@@ -73,7 +73,7 @@ class Runner:
         self._sampler: Sampler | None = None  # as this
         self._ops.reserve(limits, device.torch)
         self._vocab_size = decoder.config.vocab_size
-        self._pooler = Pooler(decoder.classifier, decoder.pooler if isinstance(decoder, Encoder) else None)
+        self._pooler = Pooler(decoder.classifier, decoder.head_layer)
 
     def graph_stats(self) -> GraphStats:
         graphs = self._graphs
@@ -102,7 +102,7 @@ class Runner:
 
     def try_variants(self) -> None:
         """Let operations that have several variants measure and choose one now, rather than in a step."""
-        if isinstance(self._decoder, Decoder):
+        if isinstance(self._decoder, Decoder) and not self._decoder.config.bidirectional:
             self._device.activate()
             modules = self._adapters.modules.values()
             try_variants(self._decoder, self._kv, self._ops, modules, self._limits, self._device.torch)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from manylora.kernels.spec import AttentionBatch
 
+SOME_QUERIES = 64  # at least so many are attended in one operation
+
 
 class RelativeBias:
     """T5's bias of attention scores: a learned one for each head and bucket of distances.
@@ -48,20 +50,41 @@ class PagedGroup:
 
 
 def attend_spans(
-    q: Tensor, k: Tensor, v: Tensor, starts: Sequence[int], scale: float, bias: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Sequence[int],
+    scale: float,
+    bias: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
-    """Full attention within each sequence.
+    """Full attention within each sequence, or with a window that of tokens less than so many apart.
 
     Semantics, for rows r = starts[s]:starts[s+1]: softmax(scale * q[r] k[r].T + bias[:, :n, :n]) v[r]
-    q, k, v [T, H, D]; bias [H, longest, longest] or None -> [T, H, D].
+    q [T, Hq, D], k, v [T, H, D]; bias [H, longest, longest] or None, and none with a window -> [T, Hq, D].
     """
-    out = torch.empty_like(q)
+    out, shared = torch.empty_like(q), q.shape[1] != k.shape[1]
     for start, stop in pairwise(starts):
         count = stop - start
         queries, keys, values = (x[start:stop].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        mask = None if bias is None else bias[:, :count, :count].unsqueeze(0)
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
-        out[start:stop] = mixed[0].transpose(0, 1)
+        # With a window, some queries at a time with the keys that they see; else all at once.
+        step = count if window is None else max(window, SOME_QUERIES)
+        for first in range(0, count, step):
+            last = min(count, first + step)
+            low, high = (0, count) if window is None else (max(0, first - window + 1), last + window - 1)
+            mask = None if bias is None else bias[:, :count, :count].unsqueeze(0)
+            if window is not None:
+                places = torch.arange(count, device=q.device)
+                mask = (places[low:high] - places[first:last, None]).abs() < window
+            mixed = F.scaled_dot_product_attention(
+                queries[:, :, first:last],
+                keys[:, :, low:high],
+                values[:, :, low:high],
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=shared,
+            )
+            out[start + first : start + last] = mixed[0].transpose(0, 1)
     return out
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from manylora.config.engine import ModelConfig
 from manylora.config.model_folder import check_model_folder, weight_files
-from manylora.config.pooling import num_labels
+from manylora.config.pooling import attends_both_ways, num_labels
 from manylora.errors import ConfigError
 from manylora.model.families import FAMILIES
 from manylora.model.families.common import read_common, read_dtype
@@ -36,11 +36,6 @@ def read_model_config(model_dir: Path) -> ModelConfig:
             f"{model_dir}/config.json: architecture {architecture} is not supported; supported are "
             + ", ".join(FAMILIES)
         )
-    both_ways = raw.get("use_bidirectional_attention") not in (None, False, "vision")  # text is causal there
-    if both_ways or raw.get("is_causal") is False:
-        raise ConfigError(
-            f"{model_dir}/config.json: this {architecture} attends in both directions, which is not supported"
-        )
     quant = checkpoint_quant(raw, model_dir)
     generation = _read_json(model_dir / "generation_config.json")
     if family.encoder is not None and generation:  # its first token ids override those of config.json
@@ -57,6 +52,11 @@ def read_model_config(model_dir: Path) -> ModelConfig:
         raise ConfigError(f"{model_dir}/config.json lacks {error}") from error
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{model_dir}/config.json has a value of the wrong type: {error}") from error
+    both_ways = attends_both_ways(raw) or raw.get("is_causal") is False
+    if both_ways and not fields.get("bidirectional"):
+        raise ConfigError(
+            f"{model_dir}/config.json: this {architecture} attends in both directions, which is not supported"
+        )
     inner = (raw.get("text_config") or {}).get("eos_token_id")
     eos = generation.get("eos_token_id", inner if raw.get("eos_token_id") is None else raw["eos_token_id"])
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)

@@ -74,6 +74,7 @@ class Decoder(Transformer):
             inner = LoraTarget(LoraModuleId.PROJECT_IN, 0, config.hidden_size)
             self._project_in = self._linear(0, "project_in", inner)
             self._project_out = self._linear(0, "project_out", LoraTarget(LoraModuleId.PROJECT_OUT, 0, size))
+        self._embedding_norm = self._norm("embedding_norm", "embedding_norm")
         self._recurrent = {layer: self._recurrent_layer(layer) for layer in sorted(config.recurrent_layers)}
         self._blocks = [self._block(layer) for layer in range(config.num_layers)]
         self._places = _kv_places(config)
@@ -88,7 +89,7 @@ class Decoder(Transformer):
 
         self._decode_step = None
         parts = decoder_parts(config, self._blocks, norm, self._head, self._head_bias)
-        if parts is not None and dtype == torch.float32:
+        if parts is not None and dtype == torch.float32 and not config.bidirectional:
             self._decode_step = ops.decode_step(parts)
 
     @torch.inference_mode()
@@ -230,7 +231,8 @@ class Decoder(Transformer):
             adapt_prompt(x, batch.lora.extras, scale)
         x = x if self._project_in is None else self._project_in(x, batch.lora)
         positions = self._weights.get("positions")
-        return x if positions is None else x + F.embedding(batch.positions, positions)
+        x = x if positions is None else x + F.embedding(batch.positions, positions)
+        return x if self._embedding_norm is None else self._embedding_norm(x, batch.lora)
 
     def _rotated(self, rotary: int) -> ModelConfig:
         """Of a layer that uses this rotation."""
@@ -519,6 +521,8 @@ class Decoder(Transformer):
 
 def _kv_places(config: ModelConfig) -> dict[int, int]:
     """Of each layer with attention, where its keys and values are among those of all layers."""
+    if config.bidirectional:  # nothing is cached
+        return dict.fromkeys(config.attention_layers, 0)
     own = sorted(config.attention_layers - config.kv_readers)
     places = {layer: place for place, layer in enumerate(own)}
     return places | {layer: places[config.kv_sources[layer]] for layer in config.kv_readers}

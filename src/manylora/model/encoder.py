@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from manylora.model.transformer import Transformer
 
 
 class Encoder(Transformer):
-    """The arguments are Transformer's. pooler: weight and bias of BERT's layer before a head; or None."""
+    """The arguments are Transformer's."""
 
     def __init__(
         self, config: ModelConfig, weights: dict[str, Any], dtype: torch.dtype, ops: ReferenceOps
@@ -28,8 +29,6 @@ class Encoder(Transformer):
         names = FAMILIES[config.architecture].names(config)
         self._embedding_norm = self._norm("embedding_norm", "embedding_norm")
         self._layers = [self._layer(number, names.block_norms) for number in range(config.num_layers)]
-        pooler = weights.get("pooler.weight")
-        self.pooler = None if pooler is None else (pooler, weights["pooler.bias"])
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KvTensors) -> Tensor:
@@ -38,7 +37,7 @@ class Encoder(Transformer):
         starts, lora = batch.attention.query_starts, batch.lora
 
         def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend_spans(q, k, v, starts, self._attention_scale, None)
+            return attend_spans(q, k, v, starts, self._attention_scale)
 
         x = self._embed(batch)
         for layer in self._layers:
@@ -52,8 +51,17 @@ class Encoder(Transformer):
         types = batch.token_types
         types = torch.zeros_like(batch.input_ids) if types is None else types
         x = x + F.embedding(types.clamp(max=self.config.token_types - 1), self._weights["token_types"])
-        x = x + F.embedding(batch.positions, self._weights["positions"])
+        x = x + F.embedding(self._places(batch), self._weights["positions"])
         return x if self._embedding_norm is None else self._embedding_norm(x, batch.lora)
+
+    def _places(self, batch: ForwardBatch) -> Tensor:
+        """Rows of the table of positions, [T]. Where there is a token of padding, its row is the first."""
+        padding = self.config.padding_id
+        if padding is None:
+            return batch.positions
+        counted = batch.input_ids != padding
+        spans = [counted[start:stop].cumsum(0) for start, stop in pairwise(batch.attention.query_starts)]
+        return torch.cat(spans) * counted
 
     def _layer(self, number: int, names: Any) -> Layer:
         attention_norm, mlp_norm = (

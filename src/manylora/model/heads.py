@@ -9,10 +9,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from manylora.config.blocks import HeadLayerConfig
+from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.extras import Extra
 from manylora.lora.extras import HEAD
 
 # A head's weights have the same names in the model's weights as in extras.
+
+
+@dataclass(frozen=True)
+class HeadLayer:
+    """What comes before a head of one layer, as `HeadLayerConfig` says. norm: weight, bias and eps."""
+
+    config: HeadLayerConfig
+    weight: Tensor
+    bias: Tensor | None = None
+    norm: tuple[Tensor, Tensor | None, float] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [P, hidden] -> [P, hidden]."""
+        name = self.config.activation
+        x = F.linear(x, self.weight, self.bias)
+        x = torch.tanh(x) if name == "tanh" else ACTIVATIONS[name](x)
+        return x if self.norm is None else F.layer_norm(x, x.shape[-1:], *self.norm)
 
 
 @dataclass(frozen=True)

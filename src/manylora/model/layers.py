@@ -13,8 +13,9 @@ from torch import Tensor
 from manylora.config.blocks import BesideConfig
 from manylora.config.engine import ModelConfig
 from manylora.kernels.activations import ACTIVATIONS
-from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.reference import ReferenceOps, rotate
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Rotary, Weight
+from manylora.model.attend import attend_spans
 from manylora.model.extras import adapt_inputs, adapt_linear, adapt_norm, changed_inputs, prefixes
 
 
@@ -108,7 +109,7 @@ class Attends(Protocol):
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention over paged keys and values.
+    """Grouped-query attention over paged keys and values; of an encoder within whole prompts, without them.
 
     config: as of this layer. q_norm, k_norm: over head_dim, or over all heads at once when config.qk_norm is
     `all`; or None. rotary: which of a step's rotations the layer uses; -1: none. v_norm: over head_dim, or
@@ -156,10 +157,15 @@ class Attention:
             q, k = (halves_first(part, config.rotary_dim) for part in (q, k))
         if turns.growth is not None:
             q = q * turns.growth
-        q = ops.rotate_and_store(q, k, v, turns.rotary, kv[0], kv[1], batch)
-        if lora is not None and lora.extras:
-            self._store_prefixes(lora, batch, kv, turns, v.dtype)
-        mixed = ops.attention(q, kv[0], kv[1], batch, self.params)
+        if config.bidirectional:
+            if turns.rotary is not None:
+                q, k = rotate(q, *turns.rotary), rotate(k, *turns.rotary)
+            mixed = attend_spans(q, k, v, batch.query_starts, self.params.scale, window=self.params.window)
+        else:
+            q = ops.rotate_and_store(q, k, v, turns.rotary, kv[0], kv[1], batch)
+            if lora is not None and lora.extras:
+                self._store_prefixes(lora, batch, kv, turns, v.dtype)
+            mixed = ops.attention(q, kv[0], kv[1], batch, self.params)
         if config.attention_gated:
             mixed = mixed.view(gate.shape) * torch.sigmoid(gate)
         return self.out(mixed.reshape(rows, config.q_size), lora)

@@ -149,6 +149,8 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
         source = f"{root}{names.layers}.{layer}."
         own = config.of_layer(layer)
         specs = _mixer(own, names, source, layer)
+        if layer == 0 and not config.first_norm:
+            specs = {name: spec for name, spec in specs.items() if not name.startswith("attention_norm.")}
         if config.moe is not None and layer in config.moe.layers:
             specs |= _sparse(own, names, source, stored)
         if layer in config.mlp_layers:
@@ -159,18 +161,25 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
 
 def _around_encoder(config: ModelConfig, names: TensorNames, root: str, stored: Collection[str]) -> Plan:
     hidden, table = config.hidden_size, f"{root}embeddings.token_type_embeddings.weight"
-    plan = _norm("embedding_norm", root + names.embedding_norm, hidden, config)
+    plan: Plan = {}
+    if names.embedding_norm:
+        plan |= _norm("embedding_norm", root + names.embedding_norm, hidden, config)
     if config.token_types:
         plan["token_types"] = WeightSpec((_whole(table, config.token_types),), hidden)
-    if f"{root}pooler.dense.weight" in stored:
-        plan |= _plain("pooler", f"{root}pooler.dense", hidden, hidden)
+    layer = next(
+        (r + names.head_layer for r in (root, "") if f"{r}{names.head_layer}.weight" in stored), None
+    )
+    if config.head_layer is not None and layer is not None:
+        plan |= _plain("head_layer", layer, hidden, hidden, config.head_layer.biased)
+        if config.head_layer.norm:
+            plan |= _norm("head_layer.norm", names.head_norm, hidden, config)
     return plan
 
 
-def _plain(name: str, source: str, rows: int, columns: int) -> Plan:
-    """A layer with a bias that is not packed."""
-    weight = WeightSpec((_whole(f"{source}.weight", rows),), columns)
-    return {f"{name}.weight": weight, f"{name}.bias": WeightSpec((_whole(f"{source}.bias", rows),))}
+def _plain(name: str, source: str, rows: int, columns: int, biased: bool = True) -> Plan:
+    """A layer that is not packed."""
+    plan = {f"{name}.weight": WeightSpec((_whole(f"{source}.weight", rows),), columns)}
+    return plan | ({f"{name}.bias": WeightSpec((_whole(f"{source}.bias", rows),))} if biased else {})
 
 
 def _classifier(config: ModelConfig, stored: Collection[str]) -> Plan:
@@ -251,7 +260,8 @@ def _around_layers(config: ModelConfig, names: TensorNames, root: str) -> Plan:
 
 
 def _positions(source: str, config: ModelConfig) -> WeightSpec:
-    first, count = config.position_offset, config.max_position_embeddings
+    first = config.position_offset
+    count = config.max_position_embeddings + (config.padding_id is not None)
     return WeightSpec((RowSlice(source, first, count, first + count),), config.hidden_size)
 
 

@@ -17,7 +17,7 @@ from manylora.kernels.spec import LoraTarget, Weight
 from manylora.lora.modules import LoraModuleId
 from manylora.model.batch import ForwardBatch
 from manylora.model.extras import adapt_embedding
-from manylora.model.heads import ClassificationHead
+from manylora.model.heads import ClassificationHead, HeadLayer
 from manylora.model.layers import LoraLinear, Mlp, Norm
 
 
@@ -35,6 +35,7 @@ class Transformer:
         self._device = weights["embed"].device
         self._head, self._head_bias = weights["head.weight"], weights.get("head.bias")
         self.classifier = ClassificationHead.of_weights(weights)
+        self.head_layer = self._head_layer()
         scale = config.attention_scale
         self._attention_scale = config.head_dim**-0.5 if scale is None else scale
         # Rounded to the compute dtype before it is used, as in training.
@@ -95,6 +96,20 @@ class Transformer:
         name = f"{layer}.{name}"
         weight, bias = self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias")
         return LoraLinear(self._ops, layer, weight, bias, targets)
+
+    def _head_layer(self) -> HeadLayer | None:
+        """None: the checkpoint has none."""
+        weights, own = self._weights, self.config.head_layer
+        if own is None or "head_layer.weight" not in weights:
+            return None
+        norm = None
+        if own.norm:
+            norm = (
+                weights["head_layer.norm.weight"],
+                weights.get("head_layer.norm.bias"),
+                self.config.norm_eps,
+            )
+        return HeadLayer(own, weights["head_layer.weight"], weights.get("head_layer.bias"), norm)
 
     def _norm(self, name: str, extra: str) -> Norm | None:
         """name: of our weights. extra: in an adapter's extras. None: the family has no such norm."""

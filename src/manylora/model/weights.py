@@ -99,7 +99,9 @@ def load_decoder(
     """
     config, weights = load_weights(model_dir, config, dtype, device, quant)
     if config.bidirectional:
-        return Encoder(config, {**weights, "head.weight": weights["embed"]}, dtype, device.ops)
+        weights["head.weight"] = weights["embed"]  # which nobody asks for
+        kind = Encoder if config.learned_positions else Decoder
+        return kind(config, weights, dtype, device.ops)
     if "head.weight" not in weights:  # tied to the embedding
         weights["head.weight"] = device.ops.pack(weights["embed"])
     if config.encoder is None:

@@ -45,7 +45,7 @@ EXPERT_KEY = re.compile(
     r"layers\.(?P<layer>\d{1,5})\.(?:(?:mlp|block_sparse_moe|feed_forward|mixer)\.)?"
     rf"(?:experts\.(?P<expert>\d{{1,5}})\.(?P<name>{'|'.join(EXPERT_NAMES)})"
     rf"|experts\.(?P<list>{'|'.join(LISTS)})\.(?P<number>\d{{1,5}})"
-    rf"|(?P<stacked>experts(?:\.base_layer)?|{'|'.join(PARALLEL)}))\."
+    rf"|(?P<stacked>experts(?:\.base_layer)?|{'|'.join(PARALLEL)})))\."
     r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
 )
 """path, layer and side as in PEFT_KEY; expert and name, or number and list: of one expert; stacked: of all,

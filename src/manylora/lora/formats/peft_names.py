@@ -17,7 +17,7 @@ ATTENTION_IDS = {
     "c_proj": Id.ATTN_DENSE, "wqkv": Id.ATTN_QKV, "wo": Id.ATTN_DENSE, "q_a_proj": Id.ATTN_Q_A,
     "self.query": Id.ATTN_Q, "self.key": Id.ATTN_K, "self.value": Id.ATTN_V, "output.dense": Id.ATTN_DENSE,
     "out_proj": Id.ATTN_DENSE, "q_b_proj": Id.ATTN_Q_B, "kv_a_proj_with_mqa": Id.ATTN_KV_A,
-    "kv_b_proj": Id.ATTN_KV_B,
+    "kv_b_proj": Id.ATTN_KV_B, "Wqkv": Id.ATTN_QKV, "Wo": Id.ATTN_DENSE,
 }  # fmt: skip
 MLP_IDS = {
     "gate_proj": Id.MLP_H_TO_4H, "c_fc": Id.MLP_H_TO_4H, "fc1": Id.MLP_H_TO_4H,
@@ -30,6 +30,7 @@ MLP_IDS = {
     "shared_experts.down_proj": Id.SHARED_EXPERT_4H_TO_H,
     "w2": Id.MLP_4H_TO_H, "router": Id.MOE_ROUTER, "router.layer": Id.MOE_ROUTER,
     "proj": Id.MOE_ROUTER,  # below `router`
+    "Wi": Id.MLP_GATE_UP, "Wo": Id.MLP_4H_TO_H,
 }  # fmt: skip
 # Granite's shared expert. Its routed experts have the same names in transformers 4.
 SHARED_IDS = {"input_linear": Id.SHARED_EXPERT_GATE_UP, "output_linear": Id.SHARED_EXPERT_4H_TO_H}

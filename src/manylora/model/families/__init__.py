@@ -17,6 +17,7 @@ from manylora.model.families import (
     llama,
     llama4,
     mamba,
+    modernbert,
     moe,
     nemotron_h,
     qwen3_next,
@@ -45,6 +46,7 @@ MODULES = (
     t5,
     bart,
     bert,
+    modernbert,
 )
 FAMILIES: dict[str, ModelFamily] = {
     name: family for module in MODULES for name, family in module.FAMILIES.items()

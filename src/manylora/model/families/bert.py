@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from manylora.config.blocks import HeadLayerConfig
 from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import refuse
@@ -34,14 +35,20 @@ def _bert(raw: Mapping[str, Any]) -> dict[str, Any]:
         "token_types": int(raw["type_vocab_size"]),
         "tie_word_embeddings": True,
         "makes_text": False,
+        "head_layer": HeadLayerConfig("tanh"),
     }
 
 
 def _roberta(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The first position is behind that of padding."""
-    offset = int(raw["pad_token_id"]) + 1
-    longest = raw["max_position_embeddings"] - offset
-    return {**_bert(raw), "position_offset": offset, "max_position_embeddings": longest}
+    """The first position is behind that of padding. Its own head has two layers."""
+    padding = int(raw["pad_token_id"])
+    return {
+        **_bert(raw),
+        "position_offset": padding,
+        "padding_id": padding,
+        "max_position_embeddings": raw["max_position_embeddings"] - padding - 1,
+        "head_layer": None,
+    }
 
 
 def _names(_: ModelConfig) -> TensorNames:
@@ -49,6 +56,7 @@ def _names(_: ModelConfig) -> TensorNames:
         roots=("bert.", "roberta."),
         unused=UNUSED,
         embed="embeddings.word_embeddings",
+        head_layer="pooler.dense",
         positions="embeddings.position_embeddings",
         embedding_norm="embeddings.LayerNorm",
         norm="",

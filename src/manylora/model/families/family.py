@@ -20,6 +20,7 @@ class TensorNames:
 
     roots: prefixes; the first one that occurs in the checkpoint counts.
     unused: prefixes of tensors that are not loaded, as those of a vision tower.
+    head_layer: of `ModelConfig.head_layer`: with a root or without. head_norm: its norm.
     embed: of an encoder-decoder model, the stack's own table where it does not share one.
     positions: the learned positions. relative: T5's table of relative positions.
     embedding_norm: on the input of the first layer. norm: on the output of the last; empty: there is none.
@@ -46,6 +47,8 @@ class TensorNames:
     roots: tuple[str, ...] = ("model.",)
     unused: tuple[str, ...] = ()
     head: str = "lm_head"
+    head_layer: str = ""
+    head_norm: str = ""
     embed: str = "embed_tokens"
     positions: str = ""
     relative: str = ""

@@ -10,7 +10,6 @@ from manylora.model.families.common import (
     read_activation,
     read_biases,
     read_windows,
-    refuse,
     text_settings,
 )
 from manylora.model.families.family import ModelFamily, TensorNames, text_tower
@@ -40,6 +39,8 @@ GEMMA3 = {
     "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6, "final_logit_softcapping": None,
     "attn_logit_softcapping": None,
 }  # fmt: skip
+WITHOUT_HEAD = {"makes_text": False, "tie_word_embeddings": True}
+ENCODER = {**WITHOUT_HEAD, "bidirectional": True}
 MULTIMODAL = {"text_config": None, "tie_word_embeddings": True}
 
 
@@ -50,7 +51,6 @@ def _gemma(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shared(raw: Mapping[str, Any]) -> dict[str, Any]:
-    refuse(raw, "use_bidirectional_attention")
     return {
         "norm": "rms_plus_one",
         "embedding_scale": float(raw["hidden_size"]) ** 0.5,
@@ -64,15 +64,24 @@ def _gemma2(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers with a window have a separate rotary base, and no scaling."""
+    """Layers with a window have a separate rotary base, and no scaling. Where tokens see each other, half of
+    the window is on each side."""
     pattern = raw["sliding_window_pattern"]
     sliding = [(layer + 1) % pattern != 0 for layer in range(raw["num_hidden_layers"])]
+    if raw.get("use_bidirectional_attention"):
+        raw = {**raw, "sliding_window": raw["sliding_window"] // 2 + 1}
     return {
         **_capped(raw),
+        **(ENCODER if raw.get("use_bidirectional_attention") else {}),
         "rope_local_theta": float(raw["rope_local_base_freq"]),
         "qk_norm": "head",
         "sliding_windows": read_windows(raw, sliding),
     }
+
+
+def _gemma3_model(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Without a head for text, as EmbeddingGemma is saved."""
+    return {**_gemma3(raw), **WITHOUT_HEAD}
 
 
 def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,6 +102,7 @@ FAMILIES = {
     "GemmaForCausalLM": ModelFamily(GEMMA, _gemma),
     "Gemma2ForCausalLM": ModelFamily(GEMMA2_DEFAULTS, _gemma2, lambda _: GEMMA2),
     "Gemma3ForCausalLM": ModelFamily(GEMMA3, _gemma3, lambda _: GEMMA2, flat_rope),
+    "Gemma3TextModel": ModelFamily(GEMMA3, _gemma3_model, lambda _: GEMMA2, flat_rope),
     "Gemma3ForConditionalGeneration": ModelFamily(
         MULTIMODAL, _gemma3, lambda _: text_tower(GEMMA2), _text_config
     ),

@@ -62,8 +62,8 @@ class AltUpConfig:
 class HeadLayerConfig:
     """The layer that an encoder's hidden states go through before a classification head of one layer.
 
-    activation: of `kernels.activations`, or tanh. norm: a norm follows it. each: it comes before the labels
-    of each token too, not only before those of a prompt.
+    activation: of `kernels.activations`, tanh, or none if empty. norm: a norm follows it. each: it comes
+    before the labels of each token too, not only before those of a prompt.
     """
 
     activation: str

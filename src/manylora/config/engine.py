@@ -276,6 +276,8 @@ class ModelConfig:
     logits_softcap: float | None = None
     head_bias: bool = False
     num_labels: int = 0  # of the checkpoint's classification head; 0: it has none
+    # Of a model for text that gives a score: the tokens against and for, whose logits' difference it is.
+    score_tokens: tuple[int, int] | None = None
     makes_text: bool = True  # the checkpoint has a head for text
     bidirectional: bool = False  # an encoder alone: its tokens see each other
     head_layer: HeadLayerConfig | None = None  # of an encoder

@@ -18,7 +18,20 @@ POOLINGS = {
 }
 POOLING_NAMES = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
-MODULES = ("Transformer", "Pooling", "Normalize")
+MODULES = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")
+DENSE_ACTIVATIONS = {"Identity": "", "Tanh": "tanh", "GELU": "gelu", "ReLU": "relu", "SiLU": "silu"}
+
+
+@dataclass(frozen=True)
+class DenseModule:
+    """A layer that sentence-transformers has behind pooling. folder: of its weights. activation: as of
+    `HeadLayerConfig`; empty: none."""
+
+    folder: Path
+    inputs: int
+    outputs: int
+    biased: bool
+    activation: str
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,7 @@ def attends_both_ways(raw: Mapping[str, Any]) -> bool:
 def read_pooling_settings(folder: Path) -> PoolingSettings:
     """Raises ConfigError for a way of pooling that is not supported."""
     raw = _read(folder / "config.json")
-    modules = _modules(folder)
+    modules = dict(_modules(folder))
     kind = raw.get("model_type")
     head_mode = "cls" if kind in ENCODERS else "last"
     mode, normalise = head_mode, True  # of a folder that says nothing
@@ -67,7 +80,7 @@ def read_pooling_settings(folder: Path) -> PoolingSettings:
         head_mode = "mean" if raw.get("classifier_pooling") == "mean" else "cls"
     if attends_both_ways(raw):
         mode = "mean"
-    if modules:
+    if "Pooling" in modules or "Normalize" in modules:
         mode = _mode(folder, modules)
         normalise = "Normalize" in modules
     named = raw.get("id2label") or {}
@@ -77,13 +90,54 @@ def read_pooling_settings(folder: Path) -> PoolingSettings:
     return PoolingSettings(mode, head_mode, normalise, _dimensions(raw), labels, problem, prompts)
 
 
-def _modules(folder: Path) -> dict[str, str]:
+def read_dense_modules(folder: Path) -> list[DenseModule]:
+    """In their order. Raises ConfigError."""
+    found = []
+    for kind, name in _modules(folder):
+        if kind != "Dense":
+            continue
+        path = folder / name / "config.json"
+        raw = _read(path)
+        try:
+            sizes = int(raw["in_features"]), int(raw["out_features"])
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"{path} must have in_features and out_features") from None
+        activation = str(raw.get("activation_function") or "Tanh").rpartition(".")[2]
+        if activation not in DENSE_ACTIVATIONS:
+            known = ", ".join(DENSE_ACTIVATIONS)
+            raise ConfigError(f"{path}: activation_function {activation} is not supported, only {known}")
+        biased = bool(raw.get("bias", True))
+        found.append(DenseModule(folder / name, *sizes, biased, DENSE_ACTIVATIONS[activation]))
+    return found
+
+
+def read_score_tokens(folder: Path) -> tuple[str | int, str | int] | None:
+    """The tokens, or their ids, whose logits make a score of a model for text: that against, and that for.
+    None: it gives no scores. Raises ConfigError."""
+    named = _read(folder / "config.json").get("classifier_from_token")
+    if named is None:
+        path = next((path for kind, path in _modules(folder) if kind == "LogitScore"), None)
+        if path is None:
+            return None
+        raw = _read(folder / path / "config.json")
+        named = [raw.get("false_token_id"), raw.get("true_token_id")]
+    pair = isinstance(named, list) and len(named) == 2
+    if not pair or not all(isinstance(one, str) or type(one) is int for one in named):
+        raise ConfigError(
+            f"{folder}: classifier_from_token must be two tokens, that against and that for (no and yes); "
+            "LogitScore must have false_token_id and true_token_id"
+        )
+    return named[0], named[1]
+
+
+def _modules(folder: Path) -> list[tuple[str, str]]:
     """Kind and folder of each module of sentence-transformers; none: it has not saved this model."""
     path = folder / "modules.json"
     if not path.is_file():
-        return {}
-    found = {str(one.get("type", "")).rpartition(".")[2]: one.get("path", "") for one in _read(path, list)}
-    strange = next((kind for kind in found if kind not in MODULES), None)
+        return []
+    listed = [one for one in _read(path, list) if isinstance(one, dict)]
+    found = [(str(one.get("type", "")).rpartition(".")[2], str(one.get("path", ""))) for one in listed]
+    strange = next((kind for kind, _ in found if kind not in MODULES), None)
     if strange is not None:
         raise ConfigError(f"{path}: module {strange} is not supported; supported are {', '.join(MODULES)}")
     return found

@@ -44,6 +44,7 @@ from manylora.lora.store import AdapterStore
 from manylora.lora.store_parts import build_parts as store_parts
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
+from manylora.model.dense import load_dense
 from manylora.model.effective_weights import EffectiveWeights
 from manylora.model.encoder import Encoder
 from manylora.model.encoder_decoder import EncoderDecoder
@@ -140,6 +141,7 @@ def build_rank(config: EngineConfig, place: Place, comm: TorchCollectives | None
     before = device.free_bytes()
     held = _load(config, device, place.rank, comm)
     decoder, local, dtype = held.decoder, held.local, held.dtype
+    decoder.dense = load_dense(config.model_dir, held.model.hidden_size, device.torch)
     kv_dtype = kv_cache_dtype(config, dtype)
     lora = _lora_config(config, held.model, decoder)
     pages_dtype = adapter_dtype(config, held.model, dtype, device)

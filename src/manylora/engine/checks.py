@@ -40,6 +40,10 @@ def check_head(request: Request, model: ModelConfig, lease: Lease | None, has_he
     if request.pooling.head and not (own or model.num_labels):
         which = "neither this adapter nor its base model has" if lease else "this model does not have"
         raise RequestError(f"{which} a classification head: train one with PEFT (task_type SEQ_CLS)")
+    if request.pooling.head and model.score_tokens and any(name.startswith("head.") for name in names):
+        raise RequestError(
+            "this adapter changes the head for text, which scores are made of here: merge it into the model"
+        )
     layer = None if has_head_layer else model.head_layer
     single = f"{HEAD}.dense.weight" not in names
     if (

@@ -38,9 +38,16 @@ def token_types(chunks: list[Chunk]) -> list[int] | None:
 
 
 class Pooler:
-    """classifier: the model's own head, if it has one. layer: what comes before a head of a single layer."""
+    """classifier: the model's own head, if it has one. layer: what comes before a head of a single layer.
+    dense: what embeddings go through, one after the other."""
 
-    def __init__(self, classifier: ClassificationHead | None, layer: HeadLayer | None = None) -> None:
+    def __init__(
+        self,
+        classifier: ClassificationHead | None,
+        layer: HeadLayer | None = None,
+        dense: tuple[HeadLayer, ...] = (),
+    ) -> None:
+        self._dense = dense
         self._classifier, self._layer = classifier, layer
         self._sums: WeakKeyDictionary[Sequence, Tensor] = WeakKeyDictionary()  # of prompts in several chunks
 
@@ -66,4 +73,7 @@ class Pooler:
             if layer is not None and head.dense is None and (layer.config.each or pooling.mode != "all"):
                 x = layer(x)
             x = head(x)
+        elif pooling.mode != "all":
+            for one in self._dense:
+                x = one(x.float())
         return x.float() if pooling.mode == "all" else x[0].float()

@@ -73,7 +73,7 @@ class Runner:
         self._sampler: Sampler | None = None  # as this
         self._ops.reserve(limits, device.torch)
         self._vocab_size = decoder.config.vocab_size
-        self._pooler = Pooler(decoder.classifier, decoder.head_layer)
+        self._pooler = Pooler(decoder.classifier, decoder.head_layer, decoder.dense)
 
     def graph_stats(self) -> GraphStats:
         graphs = self._graphs

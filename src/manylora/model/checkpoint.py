@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from manylora.config.engine import ModelConfig
 from manylora.config.model_folder import check_model_folder, weight_files
-from manylora.config.pooling import attends_both_ways, num_labels
+from manylora.config.pooling import attends_both_ways, num_labels, read_score_tokens
 from manylora.errors import ConfigError
 from manylora.model.families import FAMILIES
 from manylora.model.families.common import read_common, read_dtype
 from manylora.quant.checkpoint import checkpoint_quant
+from manylora.text.tokenizer import Tokenizer
 
 HEADED = re.compile(r"(\w+?)(ForSequenceClassification|ForTokenClassification|ForMaskedLM|Model)")
 START = "decoder_start_token_id"
@@ -47,6 +49,9 @@ def read_model_config(model_dir: Path) -> ModelConfig:
         if headed is not None:  # the head for text would be the embedding, and is not used
             labels = num_labels(raw) if headed else 0
             fields |= {"makes_text": False, "tie_word_embeddings": True, "num_labels": labels}
+        tokens = _score_tokens(model_dir, fields) if fields.get("makes_text", True) else None
+        if tokens is not None:
+            fields |= {"score_tokens": tokens, "num_labels": 1}
         dtype = read_dtype(settings) or _stored_dtype(model_dir)
     except KeyError as error:
         raise ConfigError(f"{model_dir}/config.json lacks {error}") from error
@@ -68,6 +73,20 @@ def read_model_config(model_dir: Path) -> ModelConfig:
                 f"{heads} key heads equally"
             )
     return config
+
+
+def _score_tokens(model_dir: Path, fields: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Their ids. Raises ConfigError."""
+    named = read_score_tokens(model_dir)
+    if named is None:
+        return None
+    ids = []
+    for one in named:
+        found = [one] if isinstance(one, int) else Tokenizer(model_dir).encode(one, add_special_tokens=False)
+        if len(found) != 1 or not 0 <= found[0] < fields["vocab_size"]:
+            raise ConfigError(f"{model_dir}: {one!r:.40} of classifier_from_token is not one of its tokens")
+        ids += found
+    return ids[0], ids[1]
 
 
 def _causal(architecture: str) -> tuple[str, bool | None]:

@@ -30,7 +30,8 @@ class HeadLayer:
         """x [P, hidden] -> [P, hidden]."""
         name = self.config.activation
         x = F.linear(x, self.weight, self.bias)
-        x = torch.tanh(x) if name == "tanh" else ACTIVATIONS[name](x)
+        if name:
+            x = torch.tanh(x) if name == "tanh" else ACTIVATIONS[name](x)
         return x if self.norm is None else F.layer_norm(x, x.shape[-1:], *self.norm)
 
 

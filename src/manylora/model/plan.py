@@ -134,7 +134,11 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
         plan |= _norm("norm", f"{root}{names.norm}", hidden, config)
     if not config.tie_word_embeddings:
         plan["head.weight"] = _matrix(f"{head_name(config, stored)}.weight", config.vocab_size, width)
-    if config.num_labels:
+    if config.score_tokens is not None:
+        table = plan.get("head.weight", plan["embed"]).slices[0]
+        for name, token in zip(("score.against", "score.for"), config.score_tokens, strict=True):
+            plan[name] = WeightSpec((replace(table, start=token, rows=1),), hidden)
+    elif config.num_labels:
         plan |= _classifier(config, stored)
     if config.head_bias:
         plan["head.bias"] = WeightSpec((_whole(f"{names.head}.bias", config.vocab_size),))

@@ -36,6 +36,7 @@ class Transformer:
         self._head, self._head_bias = weights["head.weight"], weights.get("head.bias")
         self.classifier = ClassificationHead.of_weights(weights)
         self.head_layer = self._head_layer()
+        self.dense: tuple[HeadLayer, ...] = ()  # behind pooling, for embeddings
         scale = config.attention_scale
         self._attention_scale = config.head_dim**-0.5 if scale is None else scale
         # Rounded to the compute dtype before it is used, as in training.

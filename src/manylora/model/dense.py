@@ -1,0 +1,42 @@
+"""The layers that sentence-transformers has behind pooling, in folders of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from manylora.config.blocks import HeadLayerConfig
+from manylora.config.pooling import read_dense_modules
+from manylora.errors import ConfigError
+from manylora.model.heads import HeadLayer
+from manylora.model.safetensors_file import SafetensorsFile
+
+FILE = "model.safetensors"
+
+
+def load_dense(folder: Path, hidden_size: int, device: torch.device) -> tuple[HeadLayer, ...]:
+    """In float32. Raises ConfigError for a file that is missing or of another shape."""
+    layers, size = [], hidden_size
+    for one in read_dense_modules(folder):
+        path = one.folder / FILE
+        if not path.is_file():
+            raise ConfigError(f"{path} is missing: save the model as safetensors, as others are not read")
+        shapes = {"linear.weight": (one.outputs, one.inputs)}
+        if one.biased:
+            shapes["linear.bias"] = (one.outputs,)
+        if one.inputs != size:
+            raise ConfigError(f"{one.folder / 'config.json'}: in_features {one.inputs} must be {size}")
+        found = []
+        with SafetensorsFile(path) as file:
+            names = set(file.keys())
+            for name, shape in shapes.items():
+                if name not in names:
+                    raise ConfigError(f"{path} lacks {name}")
+                tensor = file.get_tensor(name).to(device, torch.float32)
+                if tuple(tensor.shape) != shape:
+                    raise ConfigError(f"{path}: {name} is {tuple(tensor.shape)}, not {shape}")
+                found.append(tensor)
+        size = one.outputs
+        layers.append(HeadLayer(HeadLayerConfig(one.activation, one.biased), *found))
+    return tuple(layers)

@@ -90,6 +90,7 @@ class SamplingConfig:
     beam_search_diversity_rate: float = 0.0  # a beam's n-th best token counts n * rate less when ranked
     logit_bias: np.ndarray | None = field(default=None, compare=False)  # [vocab] float32, added to the logits
     guide: Guide | None = None
+    use_drafts: bool = True  # where the engine drafts by n-grams
     return_log_probs: bool = False
     return_context_logits: bool = False
     return_generation_logits: bool = False

@@ -106,6 +106,17 @@ def answers(events: list[Event]) -> list[Any]:
     return [found[index] for index in sorted(found)]
 
 
+def test_one_request_goes_without(model: Path, no_price: None) -> None:
+    engine = open_engine(model, max_draft_len=4)
+    tokens = []
+    for wish in (False, True):
+        params = SamplingConfig(max_tokens=40, logit_bias=BIAS, use_drafts=wish)
+        [events] = run(engine, Request((7, 8, 9, 10, 11), params))
+        tokens.append([token for event in events for token in event.token_ids])
+        assert bool(engine.stats().draft_tokens) == wish
+    assert tokens[0] == tokens[1]
+
+
 @pytest.mark.parametrize(
     "options",
     [

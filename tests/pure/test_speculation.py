@@ -12,9 +12,12 @@ from manylora.engine import ngram
 from manylora.engine.ngram import FEW, MOST_PLACES, NgramIndex
 from manylora.engine.speculation import (
     FIRST_PAUSE,
+    FIRST_PLAIN,
     LONGEST_PAUSE,
+    LONGEST_REST,
     PLAIN_EVERY,
     RETRY_EVERY,
+    TRIAL,
     Drafter,
     Speculation,
     StepTimes,
@@ -105,28 +108,81 @@ def test_a_sequence_drafts_only_where_more_is_accepted_than_a_draft_costs() -> N
 
 def test_the_price_is_what_a_draft_token_adds_over_what_a_token_takes() -> None:
     times = StepTimes()
-    assert times.price(2) == 0, "nothing is known"
-    times.add(2, 0, seconds=0.010)
-    assert times.price(2) == 0
+    assert times.price(2) == math.inf, "steps without drafts come first"
+    for _ in range(FIRST_PLAIN):
+        times.add(2, 0, seconds=0.010)
+    assert times.price(2) == 0, "the price is not known"
     times.add(2, 8, seconds=0.014)
     assert times.price(2) == pytest.approx(0.0005 / 0.005)
-    assert times.price(3) == 0, "other numbers of sequences cost otherwise"
+    assert times.price(3) == math.inf, "other numbers of sequences cost otherwise"
     times.add(2, 8, seconds=0.004)
     assert times.price(2) >= 0
 
 
 def test_times_are_measured_again() -> None:
     times = StepTimes()
-    times.add(1, 0, 0.01)
+    for _ in range(FIRST_PLAIN):
+        times.add(1, 0, 0.01)
     for _ in range(PLAIN_EVERY):
         assert times.price(1) < math.inf
-        times.add(1, 4, 0.03)
+        times.add(1, 4, 0.03, num_accepted=4)
     assert times.price(1) == math.inf, "time for a step without drafts"
     times.add(1, 0, 0.01)
     assert times.price(1) == pytest.approx(0.5)
     for _ in range(RETRY_EVERY):
         times.add(1, 0, 0.01)
     assert times.price(1) == 0, "time for a step with drafts"
+
+
+def test_drafts_that_make_no_step_faster_rest_longer_each_time() -> None:
+    times, trials, gaps = StepTimes(), 0, []
+    since = 0
+    for _ in range(4 * LONGEST_REST):
+        if times.price(16) == math.inf:
+            times.add(16, 0, 0.016)
+            since += 1
+            continue
+        gaps += [since] if since else []
+        trials, since = trials + 1, 0
+        times.add(16, 16, 0.032, num_accepted=15)  # nearly all are right, and each costs a token's time
+    assert trials <= 7 * TRIAL
+    assert gaps[:5] == [FIRST_PLAIN, 512, 1024, 2048, LONGEST_REST]
+    assert gaps[-1] == LONGEST_REST
+
+
+def simulated(fixed: float, by_row: float, count: int, share: float, most: int) -> float:
+    """Seconds of `count` requests of 256 tokens on a machine where a step takes so long, and a row of it.
+    share: of drafts that are right. most: tokens of a draft; 0: none."""
+    picks, times, clock = random.Random(count), StepTimes(), 0.0
+    running = [(Drafter(NgramIndex(1, 1, True), most), [7] * 20) for _ in range(count)]
+    while running:
+        price = times.price(len(running))
+        drafts = [drafter.propose(tokens, most, price) for drafter, tokens in running]
+        took = fixed + by_row * (len(running) + sum(map(len, drafts)))
+        took *= picks.uniform(0.95, 1.05)
+        accepted = 0
+        for (drafter, tokens), draft in zip(running, drafts, strict=True):
+            right = next((n for n in range(len(draft)) if picks.random() > share), len(draft))
+            if draft:
+                drafter.saw(len(draft), right, len(tokens))
+            accepted += right
+            tokens += [7] * (1 + right)
+        times.add(len(running), sum(map(len, drafts)), took, accepted)
+        clock += took
+        running = [one for one in running if len(one[1]) < 276]
+    return clock
+
+
+@pytest.mark.parametrize("count", [1, 4, 16, 40])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.95, 1.0])
+def test_drafts_never_cost_much_and_help_where_rows_are_cheap(count: int, share: float) -> None:
+    """Rows cost from nearly nothing to all that a step does."""
+    for fixed, by_row in ((0.010, 0.0001), (0.010, 0.002), (0.001, 0.002), (0.0, 0.003)):
+        plain = simulated(fixed, by_row, count, share, 0)
+        drafted = simulated(fixed, by_row, count, share, 5)
+        assert drafted < 1.06 * plain, (fixed, by_row)
+        if by_row * count < 0.1 * fixed and share >= 0.95:
+            assert drafted < 0.5 * plain, (fixed, by_row)
 
 
 def speculation(**settings: int) -> Speculation:

@@ -145,6 +145,7 @@ class Engine:
     def step(self) -> Events:
         """Run one step. Returns the events of the results that it processed."""
         started, self._processed = time.perf_counter(), None
+        accepted = self._counters.accepted_draft_tokens
         events: Events = []
         if self._swaps.is_due:  # leases change only while no step reads them
             previous, self._in_flight = self._in_flight, None
@@ -153,7 +154,9 @@ class Engine:
         events += self._overlapped_step() if self._parts.overlap else self._plain_step()
         if self._processed is not None and not self._processed.num_context_tokens:
             rows = (chunk.count for chunk in self._processed.chunks)
-            self._scheduler.speculation.took(rows, time.perf_counter() - started)
+            self._scheduler.speculation.took(
+                rows, time.perf_counter() - started, self._counters.accepted_draft_tokens - accepted
+            )
         return events
 
     def _plain_step(self) -> Events:

@@ -18,6 +18,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # tokens that a sequence decodes without d
 PLAIN_EVERY = 64  # steps with drafts, after which one without is measured
 RETRY_EVERY = 256  # steps without, after which drafts that cost too much are measured again
 FORGETS = 16  # steps that the averages of times go back
+FIRST_PLAIN = 2  # steps without drafts before the first with some
+TRIAL = 6  # steps with drafts that show whether they pay
+MARGIN = 1.05  # tokens a second with drafts over those without, below which drafts stop
+LONGEST_REST = 4096  # steps after which drafts that did not pay are tried again, at the latest
 
 
 class Drafter:
@@ -63,57 +67,76 @@ class Drafter:
 
 @dataclass
 class _Average:
-    """Of seconds, over the last steps; of tokens that were drafted in one."""
+    """Of seconds, over the last steps; of tokens that were drafted in one, and of those it gave."""
 
     seconds: float = 0.0
     tokens: float = 0.0
+    given: float = 0.0
     count: int = 0
 
-    def add(self, seconds: float, tokens: int) -> None:
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.given / self.seconds if self.seconds else 0.0
+
+    def add(self, seconds: float, tokens: int, given: int) -> None:
         self.count += 1
         weight = 1 / min(self.count, FORGETS)
         if self.count > 4:
             seconds = min(seconds, 2 * self.seconds)  # something else has taken the processor
         self.seconds += weight * (seconds - self.seconds)
         self.tokens += weight * (tokens - self.tokens)
+        self.given += weight * (given - self.given)
 
 
 @dataclass
 class _Kind:
-    """Steps that decode about as many sequences. since: steps since the last one of the other kind."""
+    """Steps that decode about as many sequences. since: steps since the last one of the other kind. rest:
+    steps without drafts before they are tried again."""
 
     plain: _Average = field(default_factory=_Average)
     drafted: _Average = field(default_factory=_Average)
     since_plain: int = 0
     since_drafted: int = 0
+    rest: int = RETRY_EVERY
+
+    @property
+    def loses(self) -> bool:
+        """Whether drafts, with all that they cost and give, make steps no faster."""
+        return self.drafted.count >= TRIAL and self.drafted.speed < MARGIN * self.plain.speed
 
 
 class StepTimes:
     """How long decode steps take, with drafts and without, by the number of sequences.
 
     The price of a draft token is the time that it adds to a step, divided by the time that a token takes in a
-    step without drafts: a draft pays where the share of its tokens that is accepted is larger.
+    step without drafts: a draft pays where the share of its tokens that is accepted is larger. Whether drafts
+    pay as a whole is measured too: tokens a second, with them and without.
     """
 
     def __init__(self) -> None:
         self._kinds: dict[int, _Kind] = {}
 
-    def add(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
+    def add(self, num_sequences: int, num_drafted: int, seconds: float, num_accepted: int = 0) -> None:
         kind = self._kind(num_sequences)
         if num_drafted:
-            kind.drafted.add(seconds, num_drafted)
+            kind.drafted.add(seconds, num_drafted, num_sequences + num_accepted)
             kind.since_plain, kind.since_drafted = kind.since_plain + 1, 0
+            if kind.drafted.count == TRIAL:
+                kind.rest = min(2 * kind.rest, LONGEST_REST) if kind.loses else RETRY_EVERY
         else:
-            kind.plain.add(seconds, 0)
+            kind.plain.add(seconds, 0, num_sequences)
             kind.since_plain, kind.since_drafted = 0, kind.since_drafted + 1
+            if kind.loses and kind.since_drafted >= kind.rest:
+                kind.drafted = _Average()
 
     def price(self, num_sequences: int) -> float:
         """0: not known yet, or to be measured again; infinite: the next step is to have no drafts."""
         kind = self._kind(num_sequences)
-        if kind.since_plain >= PLAIN_EVERY:
-            return math.inf
         plain, drafted = kind.plain, kind.drafted
-        if not (plain.count and drafted.count) or kind.since_drafted >= RETRY_EVERY:
+        if plain.count < FIRST_PLAIN or kind.since_plain >= PLAIN_EVERY or kind.loses:
+            return math.inf
+        if not drafted.count or kind.since_drafted >= RETRY_EVERY:
             return 0.0
         added = max(0.0, drafted.seconds - plain.seconds) / drafted.tokens
         return added * num_sequences / plain.seconds if plain.seconds else 0.0
@@ -138,7 +161,7 @@ class Speculation:
         config, params = self._config, request.params
         decays = bool(params.top_p) and params.top_p_decay != 1
         others = params.beam_width > 1 or params.guide is not None or request.prompt_table is not None
-        if not self.is_on or others or decays or request.draft:
+        if not (self.is_on and params.use_drafts) or others or decays or request.draft:
             return None
         largest = config.max_matching_ngram_size
         smallest = min(config.min_matching_ngram_size, largest)
@@ -153,7 +176,7 @@ class Speculation:
         others = config.max_batch_size + config.chunk_tokens - 1 if prompts else num_running
         return max(0, min(config.max_decode_rows - num_running, config.max_num_tokens - others))
 
-    def took(self, counts: Iterable[int], seconds: float) -> None:
-        """A step that decoded. counts: rows of each sequence."""
+    def took(self, counts: Iterable[int], seconds: float, num_accepted: int = 0) -> None:
+        """A step that decoded. counts: rows of each sequence. num_accepted: of its draft tokens."""
         rows = list(counts)
-        self.times.add(len(rows), sum(rows) - len(rows), seconds)
+        self.times.add(len(rows), sum(rows) - len(rows), seconds, num_accepted)

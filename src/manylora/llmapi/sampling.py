@@ -48,6 +48,7 @@ class SamplingParams:
     logprobs:     0: log probability of each output token. 1: the same, for greedy decoding only, where the
                   output token is the most probable one.
     truncate_prompt_tokens: use only this many tokens, from the end of the prompt.
+    use_drafts:   False: decode without drafts by n-grams, where the engine makes any.
     seed:         None is 0, so a repeated request gives the same output.
     """
 
@@ -81,6 +82,7 @@ class SamplingParams:
     early_stopping: int | None = None
     no_repeat_ngram_size: int | None = None
     min_p: float | None = None
+    use_drafts: bool | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     return_context_logits: bool = False

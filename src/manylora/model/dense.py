@@ -22,7 +22,7 @@ def load_dense(folder: Path, hidden_size: int, device: torch.device) -> tuple[He
         path = one.folder / FILE
         if not path.is_file():
             raise ConfigError(f"{path} is missing: save the model as safetensors, as others are not read")
-        shapes = {"linear.weight": (one.outputs, one.inputs)}
+        shapes: dict[str, tuple[int, ...]] = {"linear.weight": (one.outputs, one.inputs)}
         if one.biased:
             shapes["linear.bias"] = (one.outputs,)
         if one.inputs != size:
@@ -37,6 +37,6 @@ def load_dense(folder: Path, hidden_size: int, device: torch.device) -> tuple[He
                 if tuple(tensor.shape) != shape:
                     raise ConfigError(f"{path}: {name} is {tuple(tensor.shape)}, not {shape}")
                 found.append(tensor)
-        size = one.outputs
-        layers.append(HeadLayer(HeadLayerConfig(one.activation, one.biased), *found))
+        size, config = one.outputs, HeadLayerConfig(one.activation, one.biased)
+        layers.append(HeadLayer(config, found[0], found[1] if one.biased else None))
     return tuple(layers)

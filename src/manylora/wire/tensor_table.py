@@ -103,6 +103,7 @@ TENSORRT_LLM = Model(
         *_many("FP32", "runtime_top_p runtime_top_p_min runtime_top_p_decay", scalar=True),
         Tensor("runtime_top_p_reset_ids", "INT32", scalar=True),
         Tensor("min_p", "FP32", scalar=True),  # ours
+        Tensor("use_drafts", "BOOL", scalar=True),  # ours
         Tensor("len_penalty", "FP32", scalar=True),
         Tensor("early_stopping", "BOOL", scalar=True),
         Tensor("repetition_penalty", "FP32", scalar=True),
@@ -302,7 +303,7 @@ SAMPLING_SCALARS = {
 } | {
     name: name
     for name in (
-        "temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+        "temperature", "min_p", "use_drafts", "repetition_penalty", "presence_penalty", "frequency_penalty",
         "prompt_ignore_length", "early_stopping", "num_return_sequences", "beam_width",
         "beam_search_diversity_rate", "return_log_probs", "return_context_logits", "return_generation_logits",
     )

@@ -110,6 +110,7 @@ class GenerationRequest(AdapterFields, GuideFields, NeutralFields):
     top_p: float = Field(1.0, ge=0, le=1)
     top_k: int = Field(-1, ge=-1, le=MAX_TOKENS)
     min_p: float = Field(0.0, ge=0, le=1)
+    use_drafts: bool = True  # of n-grams, where the engine makes any
     n: int = Field(1, ge=1, le=128)
     stop: WordText | Annotated[Items[WordText], Field(max_length=16)] = Field([])
     stop_token_ids: Items[TokenId] = Field([], max_length=64)

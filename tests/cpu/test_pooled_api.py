@@ -170,8 +170,25 @@ def test_pooling_over_http(server: Running, shop: Shop) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [("/v1/embeddings", {}, "normalize"), ("/v1/classify", {"model": "three"}, "activation")],
+)
+def test_other_names_of_use_activation(server: Running, path: str, body: dict[str, Any], name: str) -> None:
+    made = [
+        server.post(path, input="no", **body, **{key: value}).json()["data"]
+        for key in ("use_activation", name)
+        for value in (True, False)
+    ]
+    assert made[0] == made[2] != made[1] == made[3]
+
+
+@pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [
+        ("/v1/embeddings", {"input": "a", "use_activation": True, "normalize": False}, 400, "mean the same"),
+        ("/v1/embeddings", {"input": "a", "truncation_side": "right"}, 400, "truncation_side"),
+        ("/v1/embeddings", {"input": "a", "embed_dtype": "fp8"}, 400, "embed_dtype"),
+        ("/v1/embeddings", {"input": "a", "prompt_name": "query"}, 400, "prompt_name"),
         ("/v1/embeddings", {"input": []}, 400, "input"),
         ("/v1/embeddings", {"input": ["a"] * 2049}, 400, "input"),
         ("/v1/embeddings", {"input": "a", "dimensions": 8}, 400, "matryoshka"),

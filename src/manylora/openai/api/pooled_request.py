@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from manylora.openai.api.fields import Body, Items, RequestId, Text
 from manylora.openai.api.schema import MAX_TOKENS, AdapterFields, TokenId
@@ -15,15 +15,32 @@ Texts = Annotated[Items[str], Field(min_length=1, max_length=MAX_INPUTS)]
 
 
 class PooledRequest(AdapterFields):
-    """Fields of all of them. truncate_prompt_tokens: the last so many are used; -1: as many as fit."""
+    """Fields of all of them. truncate_prompt_tokens: the last so many are used; -1: as many as fit.
+    normalize, activation, softmax: other names of use_activation, vLLM's older ones."""
 
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS)
     add_special_tokens: bool = True
+    truncation_side: Literal["left"] = "left"
     use_activation: bool = True
+    normalize: bool | None = None
+    activation: bool | None = None
+    softmax: bool | None = None
     request_id: RequestId | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
     priority: int = Field(0, ge=0, le=0)
     user: Text | None = None
+
+    @model_validator(mode="after")
+    def _one_name(self) -> PooledRequest:
+        names = ("normalize", "activation", "softmax")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if "use_activation" in self.model_fields_set:
+            given["use_activation"] = self.use_activation
+        if len(set(given.values())) > 1:
+            raise ValueError(f"{' and '.join(given)} mean the same: give one of them")
+        for value in given.values():
+            self.use_activation = value
+        return self
 
 
 class EmbeddingRequest(PooledRequest):
@@ -31,6 +48,8 @@ class EmbeddingRequest(PooledRequest):
 
     input: str | Ids | Texts | Annotated[Items[Ids], Field(min_length=1, max_length=MAX_INPUTS)]
     encoding_format: Literal["float", "base64"] = "float"
+    embed_dtype: Literal["float32"] = "float32"
+    endianness: Literal["native", "little"] = "little"
     dimensions: int | None = Field(None, ge=1, le=MAX_TOKENS)
 
 

@@ -3,6 +3,7 @@ of any rank and encoding, for tokens, prompts and experts, and a row has the sam
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -75,6 +76,37 @@ def test_a_cpu_adds_what_each_member_adds(
                 made.lora_add(alone, x, replace(mixed, segments=(segment,)), 2, TARGETS)
                 rows = slice(segment.start, segment.stop)
                 assert torch.equal(alone[rows], got[rows])
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [[1, 2, 3, 1], [9, 5, 8, 4]])
+def test_a_row_has_the_same_bits_with_any_number_of_threads(
+    ops: CpuOps, lengths: list[int], pool: torch.dtype, threads: Callable[[int], None]
+) -> None:
+    """Few tasks are shared by all threads, coefficient by coefficient and column by column."""
+    if type(ops) is CpuOps:
+        pytest.skip("torch promises no order of sums")
+    torch.manual_seed(0)
+    batch, _ = mixed_batch(lengths, [8, 80, 17, 40], pool, TARGETS, 2)
+    mixed = mixes(replace(batch, pool=batch.pool.cpu()))[0]
+    total = sum(lengths) + len(lengths) + 1
+    x, y = torch.randn(total, 2 * IN)[:, IN:], torch.randn(total, sum(WIDTHS))
+    made: list[torch.Tensor] = []
+    for count in (1, 2, 5):
+        threads(count)
+        made.append(y.clone())
+        for segment in mixed.segments:  # alone it is few tasks
+            ops.lora_add(made[-1], x, replace(mixed, segments=(segment,)), 2, TARGETS)
+    together = y.clone()
+    ops.lora_add(together, x, mixed, 2, TARGETS)
+    assert all(torch.equal(together, alone) for alone in made)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

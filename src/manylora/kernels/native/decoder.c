@@ -50,6 +50,7 @@ typedef struct {
 
 typedef struct {
     float *x, *seen, *wide, *q, *mixed, *gated, *delta, *post, *room, *scores;
+    int64_t widest; /* room: 2 * rows * widest */
 } Memory;
 
 INLINE float *take(float **from, int64_t size) {
@@ -62,7 +63,7 @@ static Memory divide(const Decoder *d, const Step *s, float *at, float **end) {
     const int64_t q = s->rows * d->heads * d->dim, hidden = s->rows * d->hidden;
     const Memory m = {s->x, take(&at, hidden), take(&at, s->rows * d->widest), take(&at, q), take(&at, 2 * q),
                       take(&at, s->rows * d->inner), take(&at, hidden), take(&at, hidden),
-                      take(&at, 2 * s->rows * d->widest), take(&at, s->rows * d->heads * s->longest)};
+                      take(&at, 2 * s->rows * d->widest), take(&at, s->rows * d->heads * s->longest), d->widest};
     *end = at;
     return m;
 }
@@ -73,7 +74,9 @@ static void apply(const Weight *w, const Adapters *adapters, const Step *s, cons
     const Linear c = {y, x, w->out, w->in, s->rows, w->w, w->in, w->out, w->scale, w->offset, w->group, w->bias, m->room};
     linear_team(w->kind, &c);
     for (int i = 0; adapters && i < CALLS; i++)
-        if (adapters[i].count) lora_team(s->pool_kind, s->pool, y, w->out, x, w->in, w->in, w->bias, adapters + i);
+        if (adapters[i].count)
+            lora_team(s->pool_kind, s->pool, y, w->out, x, w->in, w->in, w->bias, adapters + i, m->room,
+                      2 * s->rows * m->widest);
 }
 
 /* x += delta, where there is one; returns their norm. */

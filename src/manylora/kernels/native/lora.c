@@ -11,6 +11,16 @@
 
 #include "team.h"
 
+#ifdef _OPENMP /* omp.h comes with few compilers */
+int omp_get_num_threads(void);
+int omp_get_thread_num(void);
+INLINE int64_t number_of_threads(void) { return omp_get_num_threads(); }
+INLINE int64_t thread_number(void) { return omp_get_thread_num(); }
+#else
+INLINE int64_t number_of_threads(void) { return 1; }
+INLINE int64_t thread_number(void) { return 0; }
+#endif
+
 enum {
 #ifdef __AVX512F__
     ROWS = 8,  /* that share each reading of A and B, at most */
@@ -25,7 +35,10 @@ enum {
     TALL = 64,        /* rows of a task; */
     DEPTH = 256,      /* inputs, a multiple of 2 * LANES, */
     RANKS = 8 * WIDE, /* and coefficients, whose part of A stays in the cache; */
-    LOW = 32768       /* room for all coefficients of these rows */
+    LOW = 32768,      /* room for all coefficients of these rows */
+    ROOM = 16384,     /* room for those of few rows that threads share; */
+    LONELY = 4,       /* which they do where there are fewer tasks for a thread. */
+    LARGE = 65536     /* numbers of A and B that are worth a start of threads */
 };
 _Static_assert(SUMS >= 2 * ROWS, "`expand` goes on by pairs of vectors for each row");
 
@@ -164,19 +177,74 @@ INLINE void expand(const int rows, const int pairs, const Kind kind, const Work 
         }
 }
 
-INLINE void both(const int rows, const Kind kind, const Work w) {
-    const int pairs = SUMS / rows / 2, ranks = SUMS / rows < 4 ? SUMS / rows : 4;
-    const int64_t size = size_of(kind), most = pairs * 2 * LANES;
-    float h[ROWS * w.rank];
-    int64_t c = 0, r = 0;
-    for (int64_t k = 0; k < w.rank; k++)
-        fetch(w.b + k * w.width * size, least(most, w.width) * size); /* where `expand` begins */
-    for (; r + ranks <= w.rank; r += ranks) shrink(rows, ranks, kind, w, r, h);
-    for (; r < w.rank; r++) shrink(rows, 1, kind, w, r, h);
-    fetch(w.next, AHEAD);
-    for (; c + most <= w.width; c += most) expand(rows, pairs, kind, w, c, h);
-    for (; c + 2 * LANES <= w.width; c += 2 * LANES) expand(rows, 1, kind, w, c, h);
-    if (c < w.width) last_columns(kind, &w, rows, c, h);
+/* h[row, from:to] of so many rows, and below y[row, from:to]. A sum has the same bits in every such share. */
+INLINE void shrink_share(const int rows, const Kind kind, const Work w, int64_t from, int64_t to, float *h) {
+    const int ranks = SUMS / rows < 4 ? SUMS / rows : 4;
+    int64_t r = from;
+    for (; r + ranks <= to; r += ranks) shrink(rows, ranks, kind, w, r, h);
+    for (; r < to; r++) shrink(rows, 1, kind, w, r, h);
+}
+
+INLINE void expand_share(const int rows, const Kind kind, const Work w, int64_t from, int64_t to, const float *h) {
+    const int pairs = SUMS / rows / 2;
+    int64_t c = from;
+    for (; c + pairs * 2 * LANES <= to; c += pairs * 2 * LANES) expand(rows, pairs, kind, w, c, h);
+    for (; c + 2 * LANES <= to; c += 2 * LANES) expand(rows, 1, kind, w, c, h);
+    if (c < to) last_columns(kind, &w, rows, c, h);
+}
+
+/* Does `share` for all rows of w, in which `height` is known, as many as it takes. */
+#define HEIGHTS(rows, share)                                                       \
+    for (int64_t left = rows; left > 0;) {                                         \
+        const int64_t height = left >= ROWS ? ROWS : left >= 4 ? 4 : left;         \
+        if (height == ROWS) share(ROWS);                                           \
+        else if (height == 4) share(4);                                            \
+        else if (height == 3) share(3);                                            \
+        else if (height == 2) share(2);                                            \
+        else share(1);                                                             \
+        w.x += height * w.x_stride, w.y += height * w.y_stride, h += height * w.rank; \
+        left -= height;                                                            \
+    }
+
+INLINE void shrink_heights(const Kind kind, int64_t rows, Work w, int64_t from, int64_t to, float *h) {
+#define SHARE(height) shrink_share(height, kind, w, from, to, h)
+    HEIGHTS(rows, SHARE)
+#undef SHARE
+}
+
+INLINE void expand_heights(const Kind kind, int64_t rows, Work w, int64_t from, int64_t to, const float *h) {
+#define SHARE(height) expand_share(height, kind, w, from, to, h)
+    HEIGHTS(rows, SHARE)
+#undef SHARE
+}
+
+/* These are called, rather than made part of their callers, so that whoever has a share rounds alike. */
+static void ONCE shrink_few(Kind kind, int64_t rows, const Work *w, int64_t from, int64_t to, float *h) {
+    switch (kind) {
+        case FLOAT32: shrink_heights(FLOAT32, rows, *w, from, to, h); break;
+        case BFLOAT16: shrink_heights(BFLOAT16, rows, *w, from, to, h); break;
+        case FLOAT8: shrink_heights(FLOAT8, rows, *w, from, to, h); break;
+        default: break; /* no pool is of integers */
+    }
+}
+
+static void ONCE expand_few(Kind kind, int64_t rows, const Work *w, int64_t from, int64_t to, const float *h) {
+    switch (kind) {
+        case FLOAT32: expand_heights(FLOAT32, rows, *w, from, to, h); break;
+        case BFLOAT16: expand_heights(BFLOAT16, rows, *w, from, to, h); break;
+        case FLOAT8: expand_heights(FLOAT8, rows, *w, from, to, h); break;
+        default: break;
+    }
+}
+
+static void few(Kind kind, int64_t rows, const Work *w) {
+    const int64_t size = size_of(kind), most = SUMS / least(rows, ROWS) / 2 * 2 * LANES;
+    float h[rows * w->rank];
+    for (int64_t k = 0; k < w->rank; k++)
+        fetch(w->b + k * w->width * size, least(most, w->width) * size); /* where `expand` begins */
+    shrink_few(kind, rows, w, 0, w->rank, h);
+    fetch(w->next, AHEAD);
+    expand_few(kind, rows, w, 0, w->width, h);
 }
 
 /* Loaded once, rather than by each instruction that has it as an operand. */
@@ -300,7 +368,7 @@ INLINE void expand_many(int64_t rows, const Kind kind, const Work *w, const floa
     if (whole < w->width) last_columns(kind, w, rows, whole, h);
 }
 
-INLINE void many(int64_t rows, const Kind kind, Work w) {
+INLINE void many_rows(int64_t rows, const Kind kind, Work w) {
     const int64_t block = least(TALL, LOW / w.rank);
     float h[block * w.rank];
     for (; rows > 0; rows -= block, w.x += block * w.x_stride, w.y += block * w.y_stride) {
@@ -310,65 +378,179 @@ INLINE void many(int64_t rows, const Kind kind, Work w) {
     }
 }
 
-/* Rows of x and y of one adapter. */
-INLINE void some(int64_t rows, const Kind kind, Work w) {
-    if (rows > FEW) {
-        many(rows, kind, w);
-        return;
+static void many(Kind kind, int64_t rows, const Work *w) {
+    switch (kind) {
+        case FLOAT32: many_rows(rows, FLOAT32, *w); break;
+        case BFLOAT16: many_rows(rows, BFLOAT16, *w); break;
+        case FLOAT8: many_rows(rows, FLOAT8, *w); break;
+        default: break;
     }
-    for (; rows >= ROWS; rows -= ROWS, w.x += ROWS * w.x_stride, w.y += ROWS * w.y_stride) both(ROWS, kind, w);
-    for (; rows >= 4; rows -= 4, w.x += 4 * w.x_stride, w.y += 4 * w.y_stride) both(4, kind, w);
-    if (rows == 3) both(3, kind, w);
-    if (rows == 2) both(2, kind, w);
-    if (rows == 1) both(1, kind, w);
 }
 
-INLINE const char *begin(const char *pool, const Part *part, const Kind kind) {
-    return pool + part->row.offset * size_of(kind_of(&part->row, kind));
+typedef struct {
+    Kind stored;
+    const char *pool;
+    float *y;
+    const float *x, *bias;
+    int64_t y_stride, x_stride, in, parts;
+    const Segment *segments;
+    int64_t block, blocks, tasks; /* rows of a task, tasks of a part, and of all */
+} Call;
+
+typedef struct { /* a part for some rows; height 0: there is nothing to do */
+    const Part *part;
+    int64_t start, height;
+} Task;
+
+INLINE Task task_at(const Call *c, int64_t n) {
+    const Segment *const segment = c->segments + n / (c->blocks * c->parts);
+    const int64_t p = n / c->blocks % c->parts, start = segment->start + n % c->blocks * c->block;
+    const int64_t height = p < segment->count ? least(segment->stop - start, c->block) : 0;
+    return (Task){segment->parts + p, start, height > 0 ? height : 0};
+}
+
+INLINE const char *begin(const Call *c, const Part *part) {
+    return c->pool + part->row.offset * size_of(kind_of(&part->row, c->stored));
+}
+
+/* part: the task's, or one that is mixed with it. next: what is read after it. */
+INLINE Work work_of(const Call *c, const Task *task, const Part *part, const Part *next) {
+    const int64_t size = size_of(kind_of(&part->row, c->stored)), rank = part->row.rank;
+    const char *const a = begin(c, part), *const b = a + rank * c->in * size;
+    return (Work){c->y + task->start * c->y_stride + part->column, c->x + task->start * c->x_stride, c->y_stride,
+                  c->x_stride, c->in, part->width, rank, a, b,
+                  part->row.dora ? b + rank * part->width * size : NULL, c->bias ? c->bias + part->column : NULL,
+                  begin(c, next), part->row.scale};
+}
+
+/* Goes through the adapters that are mixed, in the one order in which they are added. */
+#define EACH_MEMBER(part, first) \
+    for (const Part *part = first, *last = NULL; part != last; last = part, part += part->row.next)
+
+static void whole_tasks(const Call *c) {
+    const int64_t run = c->tasks < 32 ? 1 : 4; /* in a row, so that the next one is this thread's, too */
+#pragma omp for schedule(dynamic, run)
+    for (int64_t n = 0; n < c->tasks; n++) {
+        const Task task = task_at(c, n);
+        if (!task.height) continue;
+        const int64_t after = n + 1 < c->tasks ? n + 1 : n;
+        const Segment *const soon = c->segments + after / (c->blocks * c->parts);
+        const Part *const following = soon->parts + least(after / c->blocks % c->parts, soon->count - 1);
+        EACH_MEMBER(part, task.part) {
+            const Work w = work_of(c, &task, part, part->row.next ? part + part->row.next : following);
+            const Kind kind = kind_of(&part->row, c->stored);
+            if (task.height > FEW) many(kind, task.height, &w);
+            else few(kind, task.height, &w);
+        }
+    }
+}
+
+/* What tasks add up to: coefficients, floats of them for all rows, and vectors of B that are read. */
+typedef struct {
+    int64_t ranks, floats, pairs, vectors;
+} Sizes;
+
+INLINE Sizes sizes_of(const Task *task) {
+    Sizes sizes = {.pairs = (task->part->width + 2 * LANES - 1) / (2 * LANES)};
+    EACH_MEMBER(part, task->part) sizes.ranks += part->row.rank;
+    sizes.floats = sizes.ranks * task->height;
+    sizes.vectors = sizes.ranks * sizes.pairs;
+    return sizes;
+}
+
+static Sizes sizes_of_all(const Call *c) {
+    Sizes all = {0};
+    for (int64_t n = 0; n < c->tasks; n++) {
+        const Task task = task_at(c, n);
+        if (!task.height) continue;
+        const Sizes one = sizes_of(&task);
+        all.ranks += one.ranks, all.floats += one.floats, all.pairs += one.pairs, all.vectors += one.vectors;
+    }
+    return all;
+}
+
+/* Where the share of a thread begins: a multiple of so many, unless some threads would then have none. */
+INLINE int64_t border(int64_t whole, int64_t thread, int64_t unit) {
+    const int64_t threads = number_of_threads();
+    if (whole < unit * threads) unit = 1;
+    return least(whole, (whole * thread / threads + unit - 1) / unit * unit);
+}
+
+/* Fewer tasks than would keep all threads busy: each has a share of all coefficients, then of all columns. */
+static void shared_tasks(const Call *c, const Sizes *all, float *room) {
+    const int64_t thread = thread_number(), threads = number_of_threads();
+    int64_t from = border(all->ranks, thread, 4), to = border(all->ranks, thread + 1, 4);
+    float *h = room;
+    for (int64_t n = 0; n < c->tasks; n++) {
+        const Task task = task_at(c, n);
+        if (!task.height) continue;
+        EACH_MEMBER(part, task.part) {
+            const int64_t rank = part->row.rank;
+            if (to > 0 && from < rank) {
+                const Work w = work_of(c, &task, part, part);
+                shrink_few(kind_of(&part->row, c->stored), task.height, &w, from > 0 ? from : 0, least(to, rank), h);
+            }
+            from -= rank, to -= rank, h += rank * task.height;
+        }
+    }
+#pragma omp barrier
+    const int64_t unit = all->pairs < SUMS / 2 * threads ? 1 : SUMS / 2; /* pairs of vectors of columns */
+    int64_t first = all->vectors * thread / threads, end = all->vectors * (thread + 1) / threads;
+    h = room;
+    for (int64_t n = 0; n < c->tasks; n++) {
+        const Task task = task_at(c, n);
+        if (!task.height) continue;
+        const Sizes one = sizes_of(&task);
+        if (one.ranks && end > 0 && first < one.vectors) {
+            const int64_t width = task.part->width, step = unit * one.ranks;
+            from = first > 0 ? (first + step - 1) / step * unit * 2 * LANES : 0;
+            to = end < one.vectors ? (end + step - 1) / step * unit * 2 * LANES : width;
+            const float *low = h;
+            EACH_MEMBER(part, task.part) {
+                const Work w = work_of(c, &task, part, part);
+                if (from < least(to, width))
+                    expand_few(kind_of(&part->row, c->stored), task.height, &w, from, least(to, width), low);
+                low += part->row.rank * task.height;
+            }
+        }
+        first -= one.vectors, end -= one.vectors, h += one.floats;
+    }
+#pragma omp barrier
 }
 
 void lora_team(Kind stored, const char *pool, float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t in,
-               const float *bias, const Adapters *adapters) {
-    const Segment *const segments = adapters->segments;
-    const int64_t rows = adapters->rows, parts = adapters->parts, count = adapters->count;
+               const float *bias, const Adapters *adapters, float *room, int64_t floats) {
+    const int64_t rows = adapters->rows, pieces = adapters->count * adapters->parts;
     int64_t block = TALL; /* rows of a task, fewer where threads would be idle */
-    while (block > ROWS && count * parts * ((rows + block - 1) / block) < (block > 2 * FEW ? 8 : 4)) block /= 2;
-    const int64_t blocks = (rows + block - 1) / block, total = count * parts * blocks;
-    const int64_t run = total < 32 ? 1 : 4; /* in a row, so that the next one is this thread's, too */
-#pragma omp for schedule(dynamic, run)
-    for (int64_t n = 0; n < total; n++) {
-        const int64_t p = n / blocks % parts, after = n + 1 < total ? n + 1 : n;
-        const Segment *segment = segments + n / (blocks * parts), *next = segments + after / (blocks * parts);
-        const int64_t start = segment->start + n % blocks * block;
-        if (p >= segment->count || start >= segment->stop) continue;
-        const Part *part = segment->parts + p, *soon = next->parts + least(after / blocks % parts, next->count - 1);
-        const int64_t height = least(segment->stop - start, block);
-        for (int64_t more = 1; more; part += more) { /* adapters that are mixed, in one order */
-            more = part->row.next;
-            const Kind kind = kind_of(&part->row, stored);
-            const int64_t size = size_of(kind);
-            const char *const a = begin(pool, part, stored), *const b = a + part->row.rank * in * size;
-            const Work w = {y + start * y_stride + part->column, x + start * x_stride, y_stride, x_stride, in,
-                            part->width, part->row.rank, a, b,
-                            part->row.dora ? b + part->row.rank * part->width * size : NULL,
-                            bias ? bias + part->column : NULL, begin(pool, more ? part + more : soon, stored),
-                            part->row.scale};
-            switch (kind) { /* in here: the body of a parallel loop is a function that its kind is an argument of */
-                case FLOAT32: some(height, FLOAT32, w); break;
-                case BFLOAT16: some(height, BFLOAT16, w); break;
-                case FLOAT8: some(height, FLOAT8, w); break;
-                default: break; /* no pool is of integers */
-            }
+    while (block > ROWS && pieces * ((rows + block - 1) / block) < (block > 2 * FEW ? 8 : 4)) block /= 2;
+    const int64_t blocks = (rows + block - 1) / block;
+    const Call c = {stored, pool, y, x, bias, y_stride, x_stride, in, adapters->parts, adapters->segments,
+                    block, blocks, pieces * blocks};
+    const int64_t threads = number_of_threads();
+    if (threads > 1 && least(rows, block) <= FEW && c.tasks < LONELY * threads) {
+        const Sizes all = sizes_of_all(&c);
+        if (all.floats <= floats) {
+            shared_tasks(&c, &all, room);
+            return;
         }
     }
+    whole_tasks(&c);
+}
+
+/* Whether the sums are worth a team of threads. */
+static int is_large(const Segment *segments, int64_t count, int64_t parts, int64_t rows, int64_t in) {
+    if (count * parts * rows != 1 || !segments->count) return count * parts * rows > 1;
+    const Task task = {segments->parts, segments->start, 1};
+    return sizes_of(&task).ranks * (in + task.part->width) >= LARGE;
 }
 
 #define LORA_ADD(name, kind)                                                                              \
     void name(float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t in, const char *pool, \
               const float *bias, const Segment *segments, int64_t count, int64_t parts, int64_t rows) {   \
         const Adapters adapters = {segments, count, parts, rows};                                         \
-        _Pragma("omp parallel if (count * parts * rows > 1)")                                             \
-            lora_team(kind, pool, y, y_stride, x, x_stride, in, bias, &adapters);                         \
+        float room[ROOM];                                                                                 \
+        _Pragma("omp parallel if (is_large(segments, count, parts, rows, in))")                           \
+            lora_team(kind, pool, y, y_stride, x, x_stride, in, bias, &adapters, room, ROOM);             \
     }
 
 LORA_ADD(lora_add_float32, FLOAT32)

@@ -5,8 +5,8 @@
 A plain LoRA has other keys and values than the base model, so its prompt is computed again, whoever has read
 it; an activated one computes its invocation sequence and what follows. The same tensors are served as both,
 with an invocation of 4 tokens and a question of 12 behind a prompt that no adapter has seen. The two take
-turns, which of them is first changes from pair to pair. Then 10 adapters read one prompt, and the KV blocks
-they hold are counted. The last line is JSON.
+turns, which of them is first changes from pair to pair. Then 10 adapters read one prompt at once, which the
+base model has read, and one that is new, and the KV blocks they hold are counted. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -72,6 +72,16 @@ def blocks_of_all(engine: Engine, prompt: list[int], inputs: dict[int, LoraInput
     return held, engine.stats().kv_tokens_reused - before.kv_tokens_reused
 
 
+def arrival(engine: Engine, prompt: list[int], inputs: dict[int, LoraInput]) -> dict[str, object]:
+    """Of all adapters at once, behind a prompt that nobody has read."""
+    start, used = time.perf_counter(), time.process_time()
+    held, reused = blocks_of_all(engine, prompt, inputs)
+    seconds = time.perf_counter() - start, time.process_time() - used
+    total = ADAPTERS * (len(prompt) + len(INVOKE) + len(QUESTION))
+    names = "blocks_held", "tokens_reused", "prompt_tokens_computed", "wall_s", "processor_s"
+    return dict(zip(names, (held, reused, total - reused, *(round(one, 2) for one in seconds)), strict=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--prompt", type=int, default=2000, help="tokens that are shared")
@@ -80,18 +90,19 @@ def main() -> None:
     found: dict[str, list[tuple[float, float]]] = {"base": [], "activated": [], "plain": []}
     with tempfile.TemporaryDirectory() as folder:
         engine, inputs = open_engine(Path(folder), options.prompt)
-        texts = [[token % 8000 for token in one] for one in prompts(options.pairs + 2, options.prompt)]
+        texts = [[token % 8000 for token in one] for one in prompts(options.pairs + 3, options.prompt)]
         for number in inputs:  # into the cache
             first_token_ms(engine, [1, 2, *INVOKE], inputs[number])
-        for pair, text in enumerate(texts[:-1]):
+        for pair, text in enumerate(texts[:-2]):
             base = first_token_ms(engine, text, None)
             order = (("activated", 1), ("plain", PLAIN))[:: 1 if pair % 2 else -1]
             asked = [*text, *INVOKE, *QUESTION]
             taken = {kind: first_token_ms(engine, asked, inputs[number]) for kind, number in order}
             for kind, value in {"base": base, **taken}.items():
                 found[kind] += [value] * (pair > 0)  # the first one warms up
-        first_token_ms(engine, texts[-1], None)
-        held, reused = blocks_of_all(engine, texts[-1], inputs)
+        first_token_ms(engine, texts[-2], None)
+        held, reused = blocks_of_all(engine, texts[-2], inputs)
+        at_once = arrival(engine, texts[-1], inputs)
         size = engine.stats().tokens_per_block
         engine.close()
     result: dict[str, object] = {"prompt": options.prompt}
@@ -107,6 +118,7 @@ def main() -> None:
         "blocks_of_the_prompt": options.prompt // size,
         "blocks_held_by_10_adapters": held,
         "tokens_reused_by_10_adapters": reused,
+        "10_adapters_behind_a_prompt_that_is_new": at_once,
     }
     print(see_machine())
     print(json.dumps(result), flush=True)

@@ -23,6 +23,7 @@ from manylora.lora.report import BaseModel, inspect_adapter
 from manylora.lora.tensors import Adapter
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, Request, SamplingConfig
+from manylora.testing.parity import linear_names
 from manylora.testing.tiny_models import load_transformers, make_adapter, make_model
 from manylora.wire.decode import decode_requests
 from manylora.wire.engine_client import request_tensors
@@ -156,6 +157,49 @@ def test_one_prompt_of_ten_adapters_is_computed_and_held_once(world: World) -> N
     cases = [(i % 3 + 1, (*shared, 7, 8, 9, 11, i)) for i in range(10)]
     world.check(engine, *cases)
     assert engine.stats().kv_tokens_reused - before.kv_tokens_reused >= 10 * 80
+
+
+def test_ten_that_arrive_at_once_compute_their_prompt_once(world: World) -> None:
+    """On an empty engine, and beside one that is cancelled while the others wait for it."""
+    shared = tuple(tokens(160, 8))
+    cases = [(i % 3 + 1, (*shared, 7, 8, 9, 11, i)) for i in range(10)]
+    engine = open_engine(world)
+    world.check(engine, *cases)
+    assert engine.stats().kv_tokens_reused >= 9 * 160
+    engine = open_engine(world, max_num_tokens=128)
+    first, *handles = [engine.submit(engine.prepare(world.request(*case))) for case in cases]
+    engine.step()
+    assert engine.stats().scheduled == 1
+    engine.cancel(first)
+    answers: dict[int, list[int]] = {handle: [] for handle in handles}
+    while engine.has_work:
+        for handle, event in engine.step():
+            if handle in answers:
+                answers[handle] += event.token_ids
+    assert [answers[handle] for handle in handles] == [world.answer(*case) for case in cases[1:]]
+    assert engine.stats().kv_tokens_reused >= 9 * 128
+    engine.check()
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "lfm2"])
+def test_a_recurrent_state_before_an_invocation_is_the_base_models(tmp_path: Path, family: str) -> None:
+    """What acts later leaves it as it is, and all may begin from it."""
+    made = World.__new__(World)
+    made.model, made._answers = make_model(tmp_path / "model", family, seed=5), {}
+    linears = linear_names(read_model_config(made.model)).linears
+    made.adapters = {
+        number: make_activated(tmp_path / str(number), made.model, number, invoke, modules=linears)
+        for number, invoke in INVOKE.items()
+        if invoke
+    }
+    made.inputs = {n: read(p, made.model, n) for n, p in made.adapters.items()}
+    engine, shared = open_engine(made), tuple(tokens(141, 8))
+    made.check(engine, *[(n, (*shared, *(INVOKE[n] or ()), 5, 6, 12)) for n in made.inputs])
+    assert engine.stats().kv_tokens_reused >= 2 * 128, "the others began from the first one's state"
+    before = engine.stats().kv_tokens_reused
+    made.check(engine, (None, (*shared, 4, 5)), (1, (*shared, 7, 8, 9)))
+    assert engine.stats().kv_tokens_reused - before >= 2 * 140
+    engine.check()
 
 
 def test_beams_drafts_and_bfloat16_pages(world: World) -> None:

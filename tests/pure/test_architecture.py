@@ -66,7 +66,8 @@ INSIDE = {
     "group": ["channel", "place", "agreement", "rendezvous", "watch", "leader", "collectives"],
     "engine": [
         "ngram", "speculation",
-        "token_counts", "top_p", "sequence", "penalties", "state_pool", "kv_cache", "decode_run", "scheduler",
+        "token_counts", "top_p", "sequence", "penalties", "state_pool", "kv_cache", "decode_run",
+        "shared_prompts", "scheduler",
         "version_swaps",
         "memory", "guide_trial", "guide", "beam",
         "sampler", "launched", "inputs", "pooler", "step_messages", "peak", "graphs", "kernel_trials",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -364,3 +364,70 @@ def test_a_guess_up_to_the_end_is_computed() -> None:
         bench.scheduler.advance(step)
         counts += [chunk.count for chunk in step.chunks]
     assert counts == [1, 4], "a guess is verified in one step"
+
+
+PREFIX = list(range(100, 100 + 600))
+
+
+def beginners(bench: Bench, count: int) -> list[Sequence]:
+    """Activated adapters behind one prompt."""
+    return [bench.add([*PREFIX, 3, 4, number], 2, f"a{number}", (3, 4)) for number in range(count)]
+
+
+def test_one_computes_a_beginning_and_the_others_wait_for_it() -> None:
+    bench = Bench(blocks=800, adapters=12, max_batch_size=16, max_num_tokens=4096)
+    first, *others = beginners(bench, 10)
+    other = bench.add([*PREFIX[:64], *range(600)], 2)
+    assert [(s, n) for s, _, n in bench.step()] == [(first, 603), (other, 664)], "an unlike prompt waited"
+    assert [(s, start) for s, start, _ in bench.step()][2:] == [(s, 600) for s in others]
+    assert bench.kv.num_blocks - bench.kv.num_available < 150 + 10 * 2 + 170
+
+
+def test_those_whose_adapters_arrive_later_wait_as_well() -> None:
+    bench = Bench(blocks=2000, adapters=12, max_batch_size=16, max_num_tokens=4096)
+    bench.adapters.loading = {"a0", "a1", "a2", "a3"}
+    all_of_them = beginners(bench, 4)
+    assert [(s, n) for s, _, n in bench.step()] == [(all_of_them[0], 603)], "the step waits for its adapter"
+    bench.adapters.loading = set()
+    assert [(s, start) for s, start, _ in bench.step()][1:] == [(s, 600) for s in all_of_them[1:]]
+    assert bench.scheduler.num_tokens_reused == 3 * 600
+    while bench.live:
+        bench.step()
+
+
+def test_nobody_waits_for_one_that_does_not_move() -> None:
+    for reason in ("removed", "loading", "preempted"):
+        bench = Bench(blocks=800, adapters=12, max_batch_size=16, max_num_tokens=512)
+        first, second, third = beginners(bench, 3)
+        assert [s for s, *_ in bench.step()] == [first]
+        if reason == "removed":
+            bench.scheduler.remove([first])
+            bench.live.remove(first)
+        elif reason == "loading":
+            bench.adapters.loading.add("a0")
+        else:
+            bench.scheduler.running.remove(first)
+            bench.kv.free(first)
+            bench.live.remove(first)
+        found = bench.step()
+        # What the first one left in the cache is used; what remains is less than a wait is for.
+        assert {s for s, *_ in found} == {second, third} and all(start == 512 for _, start, _ in found), (
+            reason
+        )
+
+
+def test_a_beginning_is_waited_for_chunk_by_chunk_and_only_by_those_that_can_use_it() -> None:
+    bench = Bench(blocks=2000, adapters=12, max_batch_size=16, max_num_tokens=256)
+    base = bench.add(PREFIX, 2)
+    late = bench.add([*PREFIX, 9], 2)
+    assert [(s, n) for s, _, n in bench.step()] == [(base, 256)]
+    assert [(s, n) for s, _, n in bench.step()] == [(base, 256)]
+    found = bench.step()  # 88 tokens are left: less than a wait is for
+    assert [(s, start) for s, start, _ in found] == [(base, 512), (late, 512)]
+    bench = Bench(blocks=2000, adapters=12, max_batch_size=16, max_num_tokens=4096)
+    base, plain = bench.add(PREFIX, 2), bench.add(PREFIX, 2, "p")
+    again, whole = bench.add(PREFIX, 2, "p"), bench.add(PREFIX, 2)
+    params = replace(whole.request.params, return_context_logits=True)
+    whole.request = replace(whole.request, params=params)
+    assert [s for s, *_ in bench.step()] == [base, plain, whole]
+    assert again in [s for s, *_ in bench.step()]

@@ -149,6 +149,18 @@ class KvCache:
         self._count_claimed(kv, num_cross, num_known)
         return True
 
+    def begin_again(self, sequence: Sequence) -> None:
+        """Let a sequence that has computed nothing yet use what was registered since it began."""
+        kv = sequence.kv
+        nodes = [] if kv.is_mixed else self._match(sequence)
+        if self.states is not None:
+            nodes = self.states.known(nodes)
+        if len(nodes) > len(kv.nodes):
+            room = len(kv.blocks) * self.tokens_per_block
+            self.free(sequence)
+            begun = self.begin(sequence, room)
+            assert begun
+
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give a sequence blocks for `num_tokens` in all. False, and nothing changed: too few are left."""
         kv = sequence.kv
@@ -246,6 +258,25 @@ class KvCache:
                     self._idle.discard(block)
                     self._forget(block)
 
+    def shared(self, sequence: Sequence, other: Sequence, start: int, count: int) -> int:
+        """How many of these tokens of another sequence, which the next step computes, one that has no blocks
+        can use afterwards. 0 where the two do not begin alike."""
+        size, known = self.tokens_per_block, len(other.kv.nodes) * self.tokens_per_block
+        limit = min(sequence.agrees_until(other), len(sequence.tokens) - sequence.num_draft - 1)
+        stop = min(limit, start + count) // size * size
+        if stop <= known or other.kv.is_mixed or not self._can_match(sequence):
+            return 0
+        stop = sequence.queue.alike.until(sequence.tokens, other, known, stop) // size * size
+        if stop <= known:
+            return 0
+        parent = other.kv.nodes[-1] if known else sequence.root
+        if _key(sequence, parent, known, size) in self._node_of:  # someone else has computed it since
+            return 0
+        if self.states is not None:
+            border = self.states.border(other, start, count)
+            stop = border if border <= stop else start
+        return max(0, stop - start)
+
     def check(self, sequences: list[Sequence]) -> None:
         """Assert that every block is free, idle, or used by exactly these sequences and their reserves."""
         self._pages.check()
@@ -262,9 +293,7 @@ class KvCache:
 
     def _match(self, sequence: Sequence) -> list[int]:
         nodes: list[int] = []
-        request = sequence.request
-        every = request.pooling is not None and request.pooling.mode != "last"
-        if not self._reuse or every or request.params.return_context_logits:
+        if not self._can_match(sequence):
             return nodes
         parent: object = sequence.root
         size = self.tokens_per_block
@@ -275,6 +304,12 @@ class KvCache:
             nodes.append(node)
             parent = node
         return nodes
+
+    def _can_match(self, sequence: Sequence) -> bool:
+        """Whether nothing but the last token's outputs is asked of a prompt."""
+        request = sequence.request
+        every = request.pooling is not None and request.pooling.mode != "last"
+        return self._reuse and not every and not request.params.return_context_logits
 
     def _count_claimed(self, kv: KvBlocks, num_claimed: int, num_known: int) -> None:
         """num_known: registered blocks before these were claimed. Those that are gone were evicted."""

@@ -13,6 +13,7 @@ from manylora.config.engine import EngineConfig
 from manylora.engine.decode_run import DecodeRun
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.sequence import Sequence
+from manylora.engine.shared_prompts import long_chunks, waits
 from manylora.engine.speculation import Speculation
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ class Scheduler:
         self._prefetch()
         if not this.chunks:  # nobody is ready: wait for an adapter or a guide within the step
             for sequence in self.running:
-                if sequence.kv.blocks and not sequence.is_full:
+                if sequence.kv.blocks and not sequence.is_full and not self._lets_pass(sequence, this):
                     this.add(sequence)
         elif self._run is None and len(this.chunks) == len(self.running):
             self._begin_run(this)
@@ -189,8 +190,23 @@ class Scheduler:
         for sequence in sorted(unfinished, key=lambda s: s.in_prefill):
             if sequence.is_waiting:
                 continue
-            if sequence.kv.blocks and self._ensure_blocks(sequence, this) and self._is_loaded(sequence):
+            if not sequence.kv.blocks or not self._ensure_blocks(sequence, this):
+                continue
+            if self._is_loaded(sequence) and not self._lets_pass(sequence, this):
                 this.add(sequence)
+
+    def _lets_pass(self, sequence: Sequence, this: _Round) -> bool:
+        """Of a sequence that was admitted before its adapter had arrived, and has computed nothing: whether
+        it waits for one that computes its beginning. If not, it takes what the cache has by now."""
+        begun = sequence.num_computed > sequence.kv.num_reused * self._kv.tokens_per_block
+        if begun or sequence.beams is not None or not this.budget:
+            return False
+        if waits(sequence, long_chunks(this.chunks), self._kv):
+            return True
+        before = sequence.num_computed
+        self._kv.begin_again(sequence)
+        self.num_tokens_reused += sequence.num_computed - before
+        return False
 
     def _draft(self, sequences: list[Sequence]) -> None:
         """Let those that decode propose their next tokens, where rows and blocks are left."""
@@ -286,16 +302,21 @@ class Scheduler:
         return self._in_flight is not None and any(c.sequence is sequence for c in self._in_flight.chunks)
 
     def _admit(self, this: _Round) -> None:
-        """Admit the oldest first, passing over those whose adapters find no space, within MAX_OVERTAKES."""
+        """Admit the oldest first, passing over those whose adapters find no space, within MAX_OVERTAKES, and
+        those whose beginning another is computing."""
         passed: list[Sequence] = []
         no_space: set[str] = set()  # digests of adapters
         blocked = False  # whether no other adapter may overtake
+        computing = long_chunks(this.chunks)
         while self.waiting and this.budget > 0:
             if self.num_slots + self.waiting[0].num_slots > self._config.max_batch_size:
                 break
             if self.waiting[0] in self._still_pinned:
                 break
             sequence = self.waiting.popleft()
+            if waits(sequence, computing, self._kv):
+                passed.append(sequence)
+                continue
             if sequence.lease and (blocked or not self._try_adapter(sequence.lease, no_space)):
                 passed.append(sequence)
                 blocked = blocked or sequence.queue.num_overtaken >= MAX_OVERTAKES
@@ -306,6 +327,7 @@ class Scheduler:
                 self.waiting.appendleft(sequence)
                 break
             self._start(sequence, this)
+            computing = long_chunks(this.chunks)
             if sequence.lease:
                 for earlier in passed:
                     earlier.queue.num_overtaken += 1

@@ -61,11 +61,38 @@ class StateSlots:
 
 
 @dataclass
+class Alike:
+    """How much of its tokens a sequence in the queue is known to share with another, so that those are not
+    compared again in each step."""
+
+    other: Sequence | None = None
+    count: int = 0
+
+    def until(self, tokens: list[int], other: Sequence, known: int, stop: int) -> int:
+        """Up to which token, `stop` at most, both are the same; 0: not even up to `known`."""
+        same, start = other.tokens, self.count if self.other is other else 0
+        if start < known and tokens[known] != same[known]:  # nearly all that differ do so here
+            return 0
+        if start < known and tokens[start:known] != same[start:known]:
+            return 0
+        low, high = max(start, known), stop
+        while low < high:
+            middle = (low + high + 1) // 2
+            if tokens[low:middle] == same[low:middle]:
+                low = middle
+            else:
+                high = middle - 1
+        self.other, self.count = other, low
+        return low
+
+
+@dataclass
 class QueueState:
     """Written by the scheduler."""
 
     num_overtaken: int = 0  # sequences admitted before this one though they came later
     is_prefetched: bool = False  # whether its adapter was copied to the device while it waited
+    alike: Alike = field(default_factory=Alike)
 
 
 @dataclass
@@ -195,6 +222,19 @@ class Sequence:
         if self.lease is None or not start <= self.acts_from < stop or not self.acts_from:
             return ""
         return f"{self.acts_from - start}:{self.lease.digest}"
+
+    def agrees_until(self, other: Sequence) -> int:
+        """Up to which token the same tokens have the same keys and values in another sequence."""
+        if self.root != other.root:
+            return 0
+        mine, theirs = self._begin_of_adapter, other._begin_of_adapter
+        return NEVER if mine == theirs else min(mine[0], theirs[0])
+
+    @property
+    def _begin_of_adapter(self) -> tuple[int, str]:
+        """Where an adapter begins to act that is not in `root`, and which."""
+        later = self.lease is not None and self.acts_from
+        return (self.acts_from, self.lease.digest) if later and self.lease else (NEVER, "")
 
     def place(self, start: int, stop: int) -> tuple[str, bool]:
         """Where the rows of tokens [start, stop) belong in a batch: with those of their adapter, behind those

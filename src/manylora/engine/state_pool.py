@@ -72,12 +72,18 @@ class StatePool:
         copies, self._copies = self._copies, []
         return copies
 
+    def border(self, sequence: Sequence, start: int, count: int) -> int:
+        """Of a step over these tokens the last full block that a like prompt could start after. Where an
+        adapter begins to act among them, that of the base model, which is of use to all."""
+        stop = min(start + count, len(sequence.tokens) - 1)
+        base = sequence.acts_from // self._size * self._size
+        return base if start < base <= stop else stop // self._size * self._size
+
     def before_step(self, sequence: Sequence, start: int, count: int) -> None:
         """Decide what a step over these tokens stores beside the sequence's state: of a part of a prompt, the
         snapshot at its last full block that a like prompt could start after."""
-        state = sequence.state
+        state, border = sequence.state, self.border(sequence, start, count)
         self._drop_save(sequence)
-        border = min(start + count, len(sequence.tokens) - 1) // self._size * self._size
         alone = sequence.beams is None or not sequence.beams.forked
         if self._reuse and alone and count > 1 and border > start:
             slot = self._claim()

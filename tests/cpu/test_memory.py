@@ -22,6 +22,7 @@ from manylora.lora.geometry import plan_cache
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
+from manylora.request import MAX_MIXED
 from manylora.testing.tiny_models import make_model
 
 GIB = 2**30
@@ -58,7 +59,7 @@ def test_common_adapters_of_a_large_model_fit_every_card(card: int, tmp_path: Pa
 def test_the_largest_step_is_measured_before_the_kv_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, taken = list[int](), [0]
+    rows, ranks, taken = list[int](), set[int](), [0]
     forward = Decoder.forward
 
     class Measured(Device):
@@ -71,6 +72,11 @@ def test_the_largest_step_is_measured_before_the_kv_cache(
 
     def watched(self: Decoder, batch: Any, kv: Any) -> torch.Tensor:
         rows.append(len(batch.input_ids))
+        ranks.update(
+            sum(one.format.rank for one in row.members)
+            for s in batch.lora.segments
+            for row in s.rows.values()
+        )
         return forward(self, batch, kv)
 
     device = Measured(torch.device("cpu"), ReferenceOps(), "measured")
@@ -88,6 +94,7 @@ def test_the_largest_step_is_measured_before_the_kv_cache(
         blocks.append(engine.stats().kv_blocks)
         engine.close()
     assert rows == [300, 300]
+    assert ranks == {MAX_MIXED * lora.rank_limit}, "what rows keep grows with the sum of their ranks"
     assert abs(blocks[1] - blocks[0] / 2) <= 1
 
 

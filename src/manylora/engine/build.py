@@ -39,6 +39,7 @@ from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.spec import BatchLimits
 from manylora.lora.expert_rules import targets_beside_quantised_experts
 from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.modules import lora_modules
 from manylora.lora.pool import AdapterPool
 from manylora.lora.store import AdapterStore
 from manylora.lora.store_parts import build_parts as store_parts
@@ -149,7 +150,8 @@ def build_rank(config: EngineConfig, place: Place, comm: TorchCollectives | None
     free_bytes = usable_bytes(config, device, before) // share
     if isinstance(decoder, Decoder):
         limits = batch_limits(config, local, dtype, config.max_seq_len or local.max_seq_len)
-        free_bytes = max(0, free_bytes - peak_bytes(decoder, device, limits, config))
+        modules = lora_modules(local, lora.target_modules).values()
+        free_bytes = max(0, free_bytes - peak_bytes(decoder, device, limits, config, modules))
     room = 0 if on_cpu else adapter_room(config, lora, local, pages_dtype, free_bytes)
     slots = plan_states(config, local, free_bytes - room)
     state_bytes = slots * local.recurrent.state_bytes if local.recurrent else 0

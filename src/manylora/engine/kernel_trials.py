@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from manylora.engine.inputs import StepInputs
+from manylora.engine.peak import ALIGNMENT
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.kernels.spec import BatchLimits, LoraBatch, LoraRow, LoraSegment
@@ -28,7 +29,6 @@ CONTEXT = 1024  # tokens of a sequence that decodes
 ADAPTED = RowFormat(16)
 # Adapters whose kernels are other variants, which are compiled but not measured.
 OTHERS = (RowFormat(64), RowFormat(16, encoding=Encoding.FLOAT8), RowFormat(64, encoding=Encoding.FLOAT8))
-ALIGNMENT = 16  # elements; as real pools have it
 
 
 def try_variants(

@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 
 from manylora.config.engine import EngineConfig
 from manylora.engine.inputs import StepInputs
 from manylora.engine.sampler import sample
-from manylora.engine.sequence import Sequence
+from manylora.engine.sequence import Sequence as Running
 from manylora.errors import ConfigError
 from manylora.kernels.device import Device
-from manylora.kernels.spec import BatchLimits
+from manylora.kernels.row_format import RowFormat
+from manylora.kernels.spec import BatchLimits, LoraBatch, LoraRow, LoraSegment
 from manylora.kernels.transfer import to_device
+from manylora.lora.modules import LoraModule
 from manylora.model.decoder import Decoder
 from manylora.model.kv_tensors import make_kv
-from manylora.request import Request, SamplingConfig
+from manylora.request import MAX_MIXED, Request, SamplingConfig
 
 logger = logging.getLogger("manylora")
 
+ALIGNMENT = 16  # elements; as real pools have it
 
-def peak_bytes(decoder: Decoder, device: Device, limits: BatchLimits, config: EngineConfig) -> int:
+
+def peak_bytes(
+    decoder: Decoder, device: Device, limits: BatchLimits, config: EngineConfig, modules: Iterable[LoraModule]
+) -> int:
     """Of a prefill of `max_num_tokens` and of drawing the tokens of a full batch; 0 on a CPU. Raises
-    ConfigError when they do not fit."""
+    ConfigError when they do not fit. modules: those that adapters may have."""
+    mix = MAX_MIXED, config.lora.rank_limit
 
     def run() -> None:
-        _prefill(decoder, device, limits, config.max_num_tokens)
+        _prefill(decoder, device, limits, config.max_num_tokens, list(modules), *mix)
         _draw(device.torch, config.max_decode_rows, decoder.config.vocab_size)
 
     try:
@@ -42,8 +52,17 @@ def peak_bytes(decoder: Decoder, device: Device, limits: BatchLimits, config: En
     return peak
 
 
-def _prefill(decoder: Decoder, device: Device, limits: BatchLimits, num_tokens: int) -> None:
-    """Prompts of so many tokens in all, whose keys and values all lie in one block."""
+def _prefill(
+    decoder: Decoder,
+    device: Device,
+    limits: BatchLimits,
+    num_tokens: int,
+    modules: Sequence[LoraModule],
+    members: int,
+    rank: int,
+) -> None:
+    """Prompts of so many tokens in all, whose keys and values all lie in one block, under a mix of so many
+    adapters of a rank: what operations keep of a row grows with the sum of its ranks."""
     size, ops = limits.tokens_per_block, device.ops
     lengths = [min(limits.max_seq_len, num_tokens)]
     while sum(lengths) < num_tokens and len(lengths) < limits.max_sequences:
@@ -57,6 +76,7 @@ def _prefill(decoder: Decoder, device: Device, limits: BatchLimits, num_tokens: 
         blocks=[[0] * -(-length // size) for length in lengths],
         slots=[0] * starts[-1],
         logits_rows=[stop - 1 for stop in starts[1:]],
+        lora=_mix_of_zeros(starts, modules, members, rank, limits, device.torch),
     )
     made = partial(torch.zeros, dtype=limits.kv_dtype or limits.dtype, device=device.torch)
     kv = make_kv(decoder.config, 1, size, made)
@@ -64,8 +84,29 @@ def _prefill(decoder: Decoder, device: Device, limits: BatchLimits, num_tokens: 
     decoder.forward(to_device(inputs.plan(ops), device.torch), kv)
 
 
+def _mix_of_zeros(
+    starts: Sequence[int],
+    modules: Sequence[LoraModule],
+    members: int,
+    rank: int,
+    limits: BatchLimits,
+    device: torch.device,
+) -> LoraBatch | None:
+    """All rows and members lie in one place: it is their number that takes memory."""
+    one = RowFormat(rank)
+    sizes = {module.module_id: module.row_elements(one) for module in modules if module.counted}
+    if not sizes:
+        return None
+    row = LoraRow(0, one)
+    row = replace(row, more=(row,) * (members - 1))
+    rows = {(layer, module): row for layer in range(limits.num_layers) for module in sizes}
+    pool = torch.zeros(max(sizes.values()), dtype=limits.dtype, device=device)
+    segments = tuple(LoraSegment(start, stop, rows) for start, stop in pairwise(starts))
+    return LoraBatch(pool, segments, ALIGNMENT)
+
+
 def _draw(device: torch.device, num_rows: int, vocab: int) -> None:
     params = SamplingConfig(temperature=0.8, top_p=0.9, min_p=0.01, return_log_probs=True)
     request = Request((0,), params)
-    rows = [(Sequence(0, request, 0, 2), 1) for _ in range(num_rows)]
+    rows = [(Running(0, request, 0, 2), 1) for _ in range(num_rows)]
     sample(torch.zeros((num_rows, vocab), device=device), rows)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from running import run
+from running import read, run
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -20,7 +20,7 @@ from manylora.engine.loop import EngineLoop
 from manylora.engine.step_messages import Others
 from manylora.errors import EngineDeadError
 from manylora.lora.convert import convert_peft
-from manylora.request import Event, Guide, LoraInput, Request, SamplingConfig
+from manylora.request import Event, Guide, LoraInput, Request, SamplingConfig, mix
 from manylora.testing.tiny_models import make_adapter, make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -91,6 +91,32 @@ def engine(world: World, request: pytest.FixtureRequest) -> Iterator[Engine]:
     yield made
     made.close()
     assert not followers()
+
+
+def test_mixes_and_activated_adapters_answer_as_in_one_process(
+    world: World, engine: Engine, tmp_path: Path
+) -> None:
+    invoke = {"alora_invocation_tokens": [7, 8], "task_type": "CAUSAL_LM"}
+    folder = make_adapter(tmp_path / "a", world.model, seed=9, rank=4, modules=MODULES, **invoke)
+    activated, members = read(folder, world.model, 9), world.lora
+    prompt, params = tuple(range(30, 170)), SamplingConfig(max_tokens=NEW)
+    loras = [
+        mix([(members[1], 0.5), (members[2], -1.25), (members[4], 2.0)]),  # type: ignore[list-item]
+        mix([(members[3], 0.7)]),  # type: ignore[list-item]
+        activated,
+        None,
+    ]
+    requests = [Request((*prompt[: 40 + 10 * i], 7, 8, i), params, one) for i, one in enumerate(loras)]
+    alone = world.engine()
+    want, got = run(alone, *requests), run(engine, *requests)
+    alone.close()
+    assert [tokens_of(events) for events in got] == [tokens_of(events) for events in want]
+    assert len({tuple(tokens_of(events)) for events in want}) == len(loras)
+
+
+def tokens_of(events: list[Event]) -> list[int]:
+    assert events[-1].error is None
+    return [token for event in events for token in event.token_ids]
 
 
 def followers() -> list[int]:

@@ -99,7 +99,8 @@ def _mix_of_zeros(
         return None
     row = LoraRow(0, one)
     row = replace(row, more=(row,) * (members - 1))
-    rows = {(layer, module): row for layer in range(limits.num_layers) for module in sizes}
+    layers = range(limits.num_layers)
+    rows: dict[tuple[int, int], LoraRow] = {(layer, module): row for layer in layers for module in sizes}
     pool = torch.zeros(max(sizes.values()), dtype=limits.dtype, device=device)
     segments = tuple(LoraSegment(start, stop, rows) for start, stop in pairwise(starts))
     return LoraBatch(pool, segments, ALIGNMENT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -45,6 +45,12 @@ class AdapterLease:
         return self.layout.invocation
 
 
+def digest_of_mix(members: Iterable[tuple[str, float]]) -> str:
+    """Of the digests of adapters that act together and their scales, whatever their order."""
+    text = "+".join(f"{digest}*{scale!r}" for digest, scale in sorted(members))
+    return blake2b(f"mix {text}".encode(), digest_size=20).hexdigest()
+
+
 @dataclass(frozen=True, eq=False)
 class MixLease:
     """One sequence's claims on adapters that act together, each with its scale: all of them are admitted, or
@@ -56,8 +62,7 @@ class MixLease:
     @classmethod
     def of(cls, members: Sequence[tuple[AdapterLease, float]]) -> MixLease:
         ordered = sorted(members, key=lambda member: (member[0].digest, member[1]))
-        text = "+".join(f"{lease.digest}*{scale!r}" for lease, scale in ordered)
-        return cls(blake2b(f"mix {text}".encode(), digest_size=20).hexdigest(), tuple(ordered))
+        return cls(digest_of_mix((lease.digest, scale) for lease, scale in ordered), tuple(ordered))
 
     @property
     def num_virtual(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from manylora.errors import AdapterChangedError, AdapterNotCachedError, EngineDeadError, RequestError
 from manylora.lora.file_adapter import FileAdapter
+from manylora.lora.lease import digest_of_mix
 from manylora.lora.library.library import task_id_of
 from manylora.lora.tensors import Adapter
 from manylora.openai.api.errors import ApiError, as_api_error, unsupported_field
@@ -111,8 +112,8 @@ JobT = TypeVar("JobT", bound=Job)
 class Call(Generic[JobT]):
     """One generation with its adapter. policy: load_lora_weights. source: "hf" or "nemo", if given.
 
-    adapters: names and scales; `adapter` is what their request calls them. version: of the first.
-    follow: lora_version.
+    adapters: names and scales; `adapter` is what their request calls them. version: of the first. content:
+    digest of what acts, of adapters together with their scales; empty: the base model. follow: lora_version.
     """
 
     generation: JobT
@@ -122,6 +123,7 @@ class Call(Generic[JobT]):
     adapters: tuple[tuple[str, float], ...] = ()
     follow: bool = False
     version: Version | None = None
+    content: str = ""
     lora: LoraInput | LoraMix | None = None
     ticket: int | None = None
     answered: asyncio.Future[None] | None = None  # set when the engine sends no more events
@@ -308,6 +310,7 @@ class Backend:
                 lora = LoraInput(version.task_id, name=version.name, checked=adapter)
                 members.append((replace(lora, version=version.number, follow=call.follow), scale))
             call.version = versions[0][0]
+            call.content = _content(versions)
             try:
                 await self._through_engine(call, mix(members))
                 return
@@ -386,3 +389,12 @@ def _carried(lora: LoraInput | LoraMix | None) -> list[int]:
     """Task ids of those that have tensors."""
     members = lora.members if lora is not None else ()
     return [number for one, _ in members if one.has_tensors for number in one.task_ids]
+
+
+def _content(versions: list[tuple[Version, float]]) -> str:
+    """As of `Call`. An adapter that is named twice has the sum of its scales, as in `mix`."""
+    scales: dict[str, float] = {}
+    for version, scale in versions:
+        scales[version.digest] = scales.get(version.digest, 0.0) + scale
+    acting = [(digest, scale) for digest, scale in scales.items() if scale]
+    return acting[0][0] if len(acting) == 1 and acting[0][1] == 1 else digest_of_mix(acting)

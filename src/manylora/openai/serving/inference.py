@@ -275,10 +275,7 @@ class Inference:
         build: BuildResponse | None,
     ) -> ResponseBuilder:
         model = body.model or asked.choice.name or self.bases[0]
-        version = calls[0].version
-        fingerprint = self._fingerprint
-        if version is not None:
-            fingerprint += f"-{version.digest[:12]}"
+        fingerprint = "-".join(filter(None, (self._fingerprint, calls[0].content[:12])))
         generations = [call.generation for call in calls]
         arguments = (generations, body.n, model, fingerprint, asked.tokenizer)
         running_usage = (body.stream_options or StreamOptions()).continuous_usage_stats

@@ -21,7 +21,7 @@ from manylora.config.engine import ModelConfig
 from manylora.errors import ManyloraError
 from manylora.kernels.device import open_device
 from manylora.kernels.row_format import RowFormat
-from manylora.lora.modules import lora_modules
+from manylora.lora.modules import FUSED, lora_modules
 from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_rows, lora_input
 from manylora.model.batch import ForwardBatch
 from manylora.model.checkpoint import read_model_config
@@ -31,12 +31,14 @@ from manylora.parallel.adapters import AdapterSlicer
 from manylora.parallel.build import load_rank
 from manylora.parallel.collectives import TorchCollectives
 from manylora.parallel.decoder import RankDecoder
+from manylora.parallel.encoders import RankEncoder, RankEncoderDecoder
 from manylora.parallel.mapping import Mapping
 from manylora.quant.config import QuantConfig
 from manylora.request import LoraExtra
 from manylora.testing.driver import Driver
 
 LIMIT = timedelta(seconds=60)
+FUSED_PARTS = {part for parts in FUSED.values() for part in parts}
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ class Case:
     def quant_config(self) -> QuantConfig | None:
         return None if self.quant is None else QuantConfig(self.quant)
 
+    def texts(self, model: ModelConfig) -> list[list[int]]:
+        """Prompts of the encoder, where there is one."""
+        count = len(self.kinds) if model.encoder is not None else 0
+        return [[(11 * s + 5 * i + i * i) % 250 for i in range(15 + s)] for s in range(count)]
+
     def sequences(self) -> list[list[int]]:
         count = len(self.kinds)
         return [[(7 * s + 13 * i + i * i) % 250 for i in range(24 + s)] for s in range(count)]
@@ -70,9 +77,8 @@ def random_adapter(model: ModelConfig, kind: str, seed: int) -> Adapter | None:
     rank = {"base": 0, "lora": 5, "dora": 3, "fused": 40, "extras": 2}[kind]
     rows = []
     for module_id, module in lora_modules(model).items() if rank else ():
-        fused = bool(module.parts) and module.experts == 1
-        has_parts = module.name.startswith(("attn_q", "attn_k", "attn_v", "mlp_gate", "mlp_h"))
-        if fused != (kind == "fused" and has_parts):
+        fused, has_parts = not module.counted, module.name in FUSED_PARTS
+        if module.name == "cross_attn_qkv" or fused != (kind == "fused" and (fused or has_parts)):
             continue
         row = RowFormat(rank, dora=kind == "dora" and module.experts == 1)
         sizes = module.row_sizes(row)
@@ -81,6 +87,10 @@ def random_adapter(model: ModelConfig, kind: str, seed: int) -> Adapter | None:
             payload = np.concatenate((pair, values.normal(1, 0.2, sizes[2]))).astype(np.float32)
             rows.append(AdapterRow(module_id, layer, row, payload))
     extras = _random_extras(model, values) if kind == "extras" else ()
+    if model.encoder is not None:  # each stack's names begin with its own
+        extras = [
+            extra for extra in extras if extra.name.startswith(("layers.", "head.bias", "embed.tokens"))
+        ]
     return adapter_from_rows(rows, extras=extras) if rank else None
 
 
@@ -105,15 +115,16 @@ def adapters_of(case: Case, model: ModelConfig) -> list[Adapter | None]:
     return [random_adapter(model, kind, seed) for seed, kind in enumerate(case.kinds)]
 
 
-class FullRows:
-    """A decoder whose logits have all rows on every rank, as the driver wants them."""
+def with_full_rows(decoder: RankDecoder | RankEncoderDecoder) -> RankDecoder | RankEncoderDecoder:
+    """Its logits have all rows on every rank, as the driver wants them."""
+    forward = decoder.forward
 
-    def __init__(self, decoder: RankDecoder) -> None:
-        self._decoder, self.config, self.dtype = decoder, decoder.config, decoder.dtype
+    def full(batch: ForwardBatch, *caches: Any) -> Tensor:
+        logits = forward(batch, *caches)
+        return logits if len(logits) else torch.zeros(len(batch.logits_rows), decoder.config.vocab_size)
 
-    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
-        logits = self._decoder.forward(batch, kv)
-        return logits if len(logits) else torch.zeros(len(batch.logits_rows), self.config.vocab_size)
+    decoder.forward = full  # type: ignore[method-assign]
+    return decoder
 
 
 def run(case: Case, rank: int, world: int) -> dict[str, Any]:
@@ -136,7 +147,9 @@ def run(case: Case, rank: int, world: int) -> dict[str, Any]:
     inputs = [
         None if p is None or not (p.rows or p.extras) else lora_input(1, p.rows, p.extras) for p in parts
     ]
-    driver = Driver(FullRows(decoder), case.sequences(), inputs, modules=slicer.modules)  # type: ignore
+    assert not isinstance(decoder, RankEncoder)
+    given = case.sequences(), inputs, case.texts(model)
+    driver = Driver(with_full_rows(decoder), *given, modules=slicer.modules)
     return {"logits": driver.run(), "held": decoder.weight_bytes, "read": read}
 
 

@@ -132,7 +132,7 @@ def test_an_adapter_of_values_that_are_keys_is_refused(model: Path, adapter: Pat
 
 
 def test_what_is_not_served_is_told(tmp_path: Path, model: Path) -> None:
-    with pytest.raises(ConfigError, match="differ in their sizes: such models run on one rank"):
+    with pytest.raises(ConfigError, match="layers that differ in their sizes: such models run on one rank"):
         check_mapping(read_model_config(model), Mapping(2, 0, 2))
     raw = json.loads((model / "config.json").read_text())
     for changed, reason in (

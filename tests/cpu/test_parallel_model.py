@@ -46,9 +46,35 @@ CASES: dict[str, tuple[str, dict[str, int], tuple[str, ...], str | None]] = {
     "mixtral tp4 ep2": ("mixtral", TP4_EP2, ALL[:3], None),
     "qwen2-moe tp2": ("qwen2-moe", TP2, ALL[:3], None),
     "qwen2-moe-sparse both": ("qwen2-moe-sparse", BOTH, ALL[:3], None),
+    "gpt-oss tp2": ("gpt-oss", TP2, ALL[:3], None),
+    "gpt-oss both": ("gpt-oss-5", BOTH, ALL[:1], None),
+    "gpt-oss ep2": ("gpt-oss-4", EP2, ALL[:3], None),
+    "deepseek-v2-lite tp2": ("deepseek-v2-lite", TP2, ALL[:3], None),
+    "deepseek-v3 tp2": ("deepseek-v3", TP2, ALL[:3], None),
+    "deepseek-v3 both": ("deepseek-v3", BOTH, ALL[:2], None),
+    "deepseek-v2 ep2": ("deepseek-v2", EP2, ALL[:3], None),
+    "glm4-moe tp2": ("glm4-moe", TP2, ALL[:3], None),
+    "llama4 ep2": ("llama4", EP2, ALL[:3], None),
+    "ernie4.5-moe tp4 ep2": ("ernie4.5-moe", TP4_EP2, ALL[:3], None),
+    "qwen3-next-dense tp2": ("qwen3-next-dense", TP2, ALL, None),
+    "qwen3-next tp2": ("qwen3-next", TP2, ALL[:4], None),
+    "qwen3.5 both": ("qwen3.5-4", BOTH, ALL, None),
+    "lfm2 tp2": ("lfm2", TP2, ALL, None),
+    "lfm2 tp4": ("lfm2-plain", TP4, ALL, None),
+    "t5 tp2": ("t5", TP2, ALL, None),
+    "t5 tp4": ("t5-v1.1", TP4, ALL, None),
+    "bart tp2": ("bart", TP2, ALL, None),
+    "bart untied tp2": ("bart-scaled-untied", TP2, ALL, None),
     "mixtral W8A16": ("mixtral", EP2, ("lora",), "W8A16"),
     **{f"llama-128 {algo}": ("llama-128", TP2, ("lora", "dora"), algo) for algo in SERVED},
 }  # fmt: skip
+
+MIXED = ["linear_attention", "full_attention"] * 2
+CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt-oss-4": ("gpt-oss", {"num_local_experts": 4}),
+    "gpt-oss-5": ("gpt-oss", {"num_experts_per_tok": 5}),
+    "qwen3.5-4": ("qwen3.5", {"num_hidden_layers": 4, "layer_types": MIXED}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +84,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def model_of(folder: Path, family: str) -> Path:
+    if family in CHANGED:
+        of, settings = CHANGED[family]
+        return make_model(folder / family, of, seed=3, **settings)
     if family == "llama-128":  # whose MLP can be shared in groups of 64 inputs
         return make_model(folder / family, "llama", seed=3, intermediate_size=128, hidden_size=128)
     return make_model(folder / family, family, seed=3)
@@ -103,7 +132,8 @@ def one_process(case: Case) -> tuple[list[torch.Tensor], int]:
     cpu = open_device("cpu")
     decoder = load_decoder(Path(case.model), model, torch.float32, cpu, quant=case.quant_config)
     adapters = [a and lora_input(1, a.rows, a.extras) for a in adapters_of(case, model)]
-    return Driver(decoder, case.sequences(), adapters).run(), decoder.weight_bytes
+    driver = Driver(decoder, case.sequences(), adapters, case.texts(model))  # type: ignore[arg-type]
+    return driver.run(), decoder.weight_bytes
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -60,8 +60,8 @@ INSIDE = {
         "encoder_decoder", "encoder", "quant", "effective_weights", "weights", "builder",
     ],
     "parallel": [
-        "mapping", "rank_model", "collectives", "weights", "adapters", "experts", "decoder",
-        "build",
+        "mapping", "rank_model", "collectives", "weights", "adapters", "experts", "layers", "decoder",
+        "encoders", "build",
     ],
     "group": ["channel", "place", "agreement", "rendezvous", "watch", "leader", "collectives"],
     "engine": [

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from manylora.config.blocks import DeltaConfig
+from manylora.config.blocks import ConvConfig, DeltaConfig
 from manylora.config.engine import EncoderConfig, ModelConfig, MoeConfig
 from manylora.errors import ConfigError
 from manylora.parallel.mapping import Mapping, check_mapping
@@ -15,7 +15,8 @@ from manylora.parallel.rank_model import rank_config
 
 LLAMA = ModelConfig("LlamaForCausalLM", 130, 64, 96, 5, 8, 2, 8, 64, 1e-6, 1e4, "float32")
 MOE = MoeConfig(8, 2, 48, True, frozenset({1, 2, 3, 4}), shared_intermediate_size=32)
-RECURRENT = DeltaConfig(frozenset({0, 1, 2}), 2, 4, 8, 8, 4)
+RECURRENT = DeltaConfig(frozenset({0, 1, 2}), 3, 6, 8, 8, 4)
+CONV = ConvConfig(frozenset({0, 1}), 66, 3)
 
 
 def test_the_order_of_ranks() -> None:
@@ -65,9 +66,11 @@ def test_sizes_that_do_not_agree(sizes: tuple[int, ...], message: str) -> None:
         (LLAMA, Mapping(2, 0, 2, 1, 2), "moe_ep_size must be 1: LlamaForCausalLM has no experts"),
         (replace(LLAMA, moe=replace(MOE, num_experts=7)), Mapping(2, 0, 2, 1, 2), "number of experts, 7"),
         (replace(LLAMA, moe=replace(MOE, intermediate_size=49)), Mapping(2, 0, 2), "an expert's width, 49"),
-        (replace(LLAMA, encoder=EncoderConfig(2, 0)), Mapping(2, 0, 2), "has an encoder"),
-        (replace(LLAMA, recurrent=RECURRENT), Mapping(2, 0, 1, 2), "has recurrent layers"),
-        (replace(LLAMA, attention_gated=True), Mapping(2, 0, 2), "gated attention"),
+        (replace(LLAMA, encoder=EncoderConfig(2, 0)), Mapping(2, 0, 1, 2), "has an encoder, whose layers"),
+        (replace(LLAMA, bidirectional=True), Mapping(2, 0, 1, 2), "pp_size must be 1, got 2"),
+        (replace(LLAMA, recurrent=RECURRENT), Mapping(2, 0, 2), "key heads of the recurrent layers, "),
+        (replace(LLAMA, recurrent=CONV), Mapping(4, 0, 4), "channels of the recurrent layers, 66"),
+        (replace(LLAMA, recurrent=CONV), Mapping(2, 0, 1, 2), "layers 3 to 4 are all of one kind"),
         (replace(LLAMA, norm="layer", qk_norm="all"), Mapping(2, 0, 2), "norms all heads at once"),
     ],
 )

@@ -154,6 +154,8 @@ def build_rank(config: EngineConfig, place: Place, comm: TorchCollectives | None
         free_bytes = max(0, free_bytes - peak_bytes(decoder, device, limits, config, modules))
     room = 0 if on_cpu else adapter_room(config, lora, local, pages_dtype, free_bytes)
     slots = plan_states(config, local, free_bytes - room)
+    if comm is not None:
+        slots = comm.least(slots)
     state_bytes = slots * local.recurrent.state_bytes if local.recurrent else 0
     plan = plan_kv(config, local, kv_dtype, device.torch, free_bytes - room - state_bytes)
     if comm is not None:

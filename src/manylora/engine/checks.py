@@ -116,8 +116,6 @@ def _check_pooling(pooling: Pooling, config: EngineConfig, model: ModelConfig) -
         raise RequestError("pooling must be last, mean or all: the first token of a decoder sees no other")
     if model.encoder is not None:
         raise RequestError("pooled outputs of encoder-decoder models are not supported")
-    if config.pipeline_parallel_size > 1:
-        raise RequestError("pooled outputs need pipeline_parallel_size 1")
 
 
 def _for_encoder(request: Request, encoder: EncoderConfig | None) -> Request:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from manylora.config.engine import EngineConfig
@@ -34,6 +35,7 @@ from manylora.kernels.transfer import to_device, upload
 from manylora.lora.geometry import Layout
 from manylora.lora.loaded import LoadedAdapter, Mixes, lora_batch, with_virtual
 from manylora.lora.tensors import Adapter
+from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.kv_tensors import copy_blocks
 
@@ -65,6 +67,7 @@ class Follower:
             step_messages.FORWARD: self._forward,
             step_messages.ENCODE: self._encode,
             step_messages.COPY_BLOCKS: self._copy_blocks,
+            step_messages.COPY_STATES: self._copy_states,
             step_messages.LOAD: self._load,
         }
         self._beside = {
@@ -129,7 +132,11 @@ class Follower:
             rows, vectors = inputs.embeddings
             device = parts.device.torch
             batch = replace(batch, embeddings=(rows.to(device), vectors.to(parts.decoder.dtype).to(device)))
-        parts.decoder.forward(to_device(batch, parts.device.torch), parts.kv)
+        moved = to_device(batch, parts.device.torch)
+        if isinstance(parts.decoder, Decoder):
+            parts.decoder.forward(moved, parts.kv, parts.states)
+        else:
+            parts.decoder.forward(moved, parts.kv)
 
     def _encode(self, message: Message) -> None:
         inputs, parts = step_messages.step_inputs(message), self._parts
@@ -138,11 +145,18 @@ class Follower:
         parts.decoder.encode(to_device(batch, parts.device.torch), parts.kv)
 
     def _copy_blocks(self, message: Message) -> None:
+        copy_blocks(self._parts.kv, *self._sides(message))
+
+    def _copy_states(self, message: Message) -> None:
+        states = self._parts.states
+        assert states is not None, "rank 0 has states, so all ranks do"
+        states.copy(*self._sides(message))
+
+    def _sides(self, message: Message) -> tuple[Tensor, Tensor]:
+        """Where a copy reads, and where it writes."""
+        sources, targets = zip(*message.values["pairs"], strict=True)
         device = self._parts.device.torch
-        source, target = (
-            upload(list(side), torch.long, device) for side in zip(*message.values["pairs"], strict=True)
-        )
-        copy_blocks(self._parts.kv, source, target)
+        return upload(list(sources), torch.long, device), upload(list(targets), torch.long, device)
 
     def _lora(self, inputs: StepInputs) -> LoraBatch | None:
         segments = []

@@ -20,7 +20,14 @@ from manylora.engine.pooler import Pooler, pooled_positions, token_types
 from manylora.engine.sampler import Row, Sampler, adjust
 from manylora.engine.scheduler import Chunk, Step
 from manylora.engine.sequence import PENDING, BeamGroup, Sequence
-from manylora.engine.step_messages import ENCODE, FORWARD, copy_message, step_message
+from manylora.engine.step_messages import (
+    COPY_BLOCKS,
+    COPY_STATES,
+    ENCODE,
+    FORWARD,
+    copy_message,
+    step_message,
+)
 from manylora.group.leader import Leader
 from manylora.kernels.device import Arrival, Device
 from manylora.kernels.recurrent import RecurrentState
@@ -183,13 +190,15 @@ class Runner:
         """Copy keys and values of whole blocks. pairs: (from, to); no block is in both columns."""
         if pairs:
             if self._leader is not None:
-                self._leader.tell(copy_message(pairs))
+                self._leader.tell(copy_message(COPY_BLOCKS, pairs))
             source, target = (self._tensor(list(side)) for side in zip(*pairs, strict=True))
             copy_blocks(self._kv, source, target)
 
     def copy_states(self, pairs: list[tuple[int, int]]) -> None:
         """Copy recurrent states. pairs: (from, to) slots; no slot is in both columns."""
         if pairs and self._states is not None:
+            if self._leader is not None:
+                self._leader.tell(copy_message(COPY_STATES, pairs))
             source, target = (self._tensor(list(side)) for side in zip(*pairs, strict=True))
             self._states.copy(source, target)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from manylora.engine.inputs import StepInputs, block_table
+from manylora.engine.inputs import StateRows, StepInputs, block_table
 from manylora.group.channel import Message
 from manylora.group.leader import Leader
 from manylora.kernels.row_format import Encoding, RowFormat
@@ -18,9 +18,11 @@ from manylora.lora.slicing import AdapterPart
 from manylora.lora.tensors import Adapter, AdapterRow
 from manylora.request import LoraExtra
 
-INTS = ("input_ids", "positions", "starts", "lengths", "slots", "logits_rows")
+INTS = ("input_ids", "positions", "starts", "lengths", "slots", "logits_rows", "pooled_rows")
+SOMETIMES = ("rope_lengths", "token_types")  # None where every row has the usual one
 LISTS = ("starts", "lengths", "cross_lengths")  # that operations read as lists
-FORWARD, ENCODE, COPY_BLOCKS, LOAD, END = "forward", "encode", "copy_blocks", "load", "end"
+FORWARD, ENCODE, LOAD, END = "forward", "encode", "load", "end"
+COPY_BLOCKS, COPY_STATES = "copy_blocks", "copy_states"
 WRITE, KEEP, RESTORE, DROP = "write", "keep", "restore", "drop"  # beside the steps
 
 
@@ -29,8 +31,12 @@ def step_message(what: str, inputs: StepInputs) -> Message:
     inputs = inputs.known()
     arrays = {name: np.asarray(getattr(inputs, name), np.int64) for name in INTS}
     arrays["blocks"] = block_table(inputs.blocks).numpy()
-    if inputs.rope_lengths is not None:
-        arrays["rope_lengths"] = np.asarray(inputs.rope_lengths, np.int64)
+    for name in SOMETIMES:
+        if getattr(inputs, name) is not None:
+            arrays[name] = np.asarray(getattr(inputs, name), np.int64)
+    if inputs.state is not None:
+        state = inputs.state
+        arrays["state"] = np.asarray((state.reads, state.writes, state.cuts, state.saves), np.int64)
     if len(inputs.cross_blocks):
         arrays["cross_blocks"] = block_table(inputs.cross_blocks).numpy()
         arrays["cross_lengths"] = np.asarray(inputs.cross_lengths, np.int64)
@@ -49,13 +55,16 @@ def step_inputs(message: Message) -> StepInputs:
     rows, vectors = found.pop("rows", None), found.pop("vectors", None)
     if rows is not None:
         found["embeddings"] = torch.from_numpy(rows), torch.from_numpy(vectors)
+    if "state" in found:
+        found["state"] = StateRows(*found["state"].tolist())
     adapters = [(start, stop, members) for start, stop, members in message.values["adapters"]]
     virtual = [(row, number) for row, number in message.values["virtual"]]
     return StepInputs(**found, adapters=adapters, virtual=virtual)
 
 
-def copy_message(pairs: Sequence[tuple[int, int]]) -> Message:
-    return Message(COPY_BLOCKS, {"pairs": list(pairs)})
+def copy_message(what: str, pairs: Sequence[tuple[int, int]]) -> Message:
+    """what: COPY_BLOCKS or COPY_STATES."""
+    return Message(what, {"pairs": list(pairs)})
 
 
 def load_message(digest: str, host_pages: Sequence[int], device_pages: Sequence[int]) -> Message:

@@ -141,7 +141,8 @@ class LoraModule:
 
     counted: whether it takes part in the page geometry. Fused modules beside their parts do not: they would
              double the size of a page without ever being used together with them.
-    parts:   of a fused module, the sizes whose sum out_dim is; of a routed-expert module, each expert's.
+    parts:   of a module of several parts, as a fused one, the sizes whose sum out_dim is; ranks cut each of
+             them. Of a routed-expert module, each expert's.
     groups, transposed: how a checkpoint keeps the base's matrix: as so many stacks of the parts one after
              another, and [in, out].
     experts: > 1: the dimensions are of all experts together; A is [experts, rank, in_dim / experts] and B
@@ -369,8 +370,8 @@ def _recurrent_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
     hidden, own = model.hidden_size, model.recurrent
     if isinstance(own, ConvConfig):
         return {
-            "mamba_in_proj": (hidden, 3 * own.channels, Split.NONE),
-            "mamba_out_proj": (own.channels, hidden, Split.NONE),
+            "mamba_in_proj": (hidden, 3 * own.channels, Split.B_ROWS),
+            "mamba_out_proj": (own.channels, hidden, Split.A_COLS),
         }
     if isinstance(own, Mamba2Config):
         return {
@@ -381,8 +382,8 @@ def _recurrent_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
         return {}
     outs = {"qkv": own.channels, "z": own.value_size, "b": own.value_heads, "a": own.value_heads}
     outs |= {"qkvz": own.channels + own.value_size, "ba": 2 * own.value_heads}
-    dims = {f"linear_attn_{name}": (hidden, size, Split.NONE) for name, size in outs.items()}
-    return {**dims, "linear_attn_out": (own.value_size, hidden, Split.NONE)}
+    dims = {f"linear_attn_{name}": (hidden, size, Split.B_ROWS) for name, size in outs.items()}
+    return {**dims, "linear_attn_out": (own.value_size, hidden, Split.A_COLS)}
 
 
 def _altup_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
@@ -413,7 +414,8 @@ def _layer_input_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
 
 
 def _grouped_parts(model: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Of fused modules whose parts a checkpoint may have in groups: how many groups, and the parts."""
+    """Of modules whose rows are of several parts, which a checkpoint may have in groups: how many groups, and
+    the parts."""
     found: dict[str, tuple[int, tuple[int, ...]]] = {}
     found["attn_qkv"] = (model.qkv_groups, (model.q_rows, model.kv_size, model.kv_size))
     own = model.recurrent
@@ -421,6 +423,9 @@ def _grouped_parts(model: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]
         qkvz = (own.key_size, own.key_size, own.value_size, own.value_size)
         found["linear_attn_qkvz"] = own.key_heads, qkvz
         found["linear_attn_ba"] = own.key_heads, (own.value_heads,) * 2
+        found["linear_attn_qkv"] = 1, qkvz[:3]
+    if isinstance(own, ConvConfig):
+        found["mamba_in_proj"] = 1, (own.channels,) * 3
     return found
 
 

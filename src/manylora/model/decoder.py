@@ -26,7 +26,7 @@ from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionParams, LoraBatch, LoraTarget
 from manylora.lora.modules import LoraModuleId
 from manylora.model.altup import AltUp, AltUpBlock, Laurel, make_streams
-from manylora.model.batch import ForwardBatch
+from manylora.model.batch import ForwardBatch, HiddenRows
 from manylora.model.chunks import in_chunks
 from manylora.model.decoder_parts import decoder_parts
 from manylora.model.delta_rule import DeltaRule, LayerState, passing_states
@@ -162,7 +162,7 @@ class Decoder(Transformer):
         if wanted is not None:
             return self._apply_head(self._hidden(x, delta, torch.arange(len(x)), wanted.lora), None)
         if batch.pooled is not None:
-            batch.pooled.hidden = self._hidden(x, delta, batch.pooled.rows, lora)
+            self._pool(x, delta, batch.pooled, lora)
         return self._logits(x, delta, batch)
 
     def _wanted(self, batch: ForwardBatch) -> Wanted | None:
@@ -177,6 +177,9 @@ class Decoder(Transformer):
             return None
         few = None if lora is None else lora.among(rows.tolist())
         return Wanted(rows, few if few is not None and few.segments else None)
+
+    def _pool(self, x: Tensor, delta: Tensor | None, pooled: HiddenRows, lora: LoraBatch | None) -> None:
+        pooled.hidden = self._hidden(x, delta, pooled.rows, lora)
 
     def _hidden(self, x: Tensor, delta: Tensor | None, rows: Tensor, lora: LoraBatch | None) -> Tensor:
         """Behind the final norm and what may follow it, [P, hidden or projected_size] of rows [P]."""
@@ -215,7 +218,9 @@ class Decoder(Transformer):
 
     def _apply_head(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
         """Of rows behind the final norm. x [L, hidden] -> [L, vocab] float32."""
-        logits = self._ops.linear(x, self._head, self._head_bias).float()
+        logits = self._head_rows(x, self._head_bias)
+        if logits is None:
+            return torch.empty((0, self.config.vocab_size), device=self._device)
         if lora is not None and lora.extras:
             adapt_head(logits, x, lora.extras, self._head_bias, self.config.tie_word_embeddings)
         return logits

@@ -179,19 +179,21 @@ class EncoderDecoder(Transformer):
         for layer, pages in zip(stack.layers, kv, strict=True):
             x = self._decode(layer, x, batch, pages, groups, cross_groups)
         x = x if stack.norm is None else stack.norm(x, batch.lora)
-        return self._force(self._logits(x, batch), batch)
+        return self._logits(x, batch)
 
     def _logits(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         rows, lora = batch.logits_rows, batch.lora
         x = x[rows]
         if self.config.logits_scale != 1:  # before the head: a bias that an adapter gives it is not scaled
             x = x * self.config.logits_scale
-        logits = self._ops.linear(x, self._head, None).float()
+        logits = self._head_rows(x, None)
+        if logits is None:
+            return torch.empty((0, self.config.vocab_size), device=self._device)
         if self._head_bias is not None:
             logits += self._head_bias.float()
         if lora is not None and lora.extras:
             adapt_head(logits, x, lora.extras, self._head_bias, tied=True)
-        return logits
+        return self._force(logits, batch)
 
     def _decode(
         self,

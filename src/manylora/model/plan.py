@@ -83,7 +83,7 @@ class WeightSpec:
             for piece in self.slices:
                 start, stop = max(run.start, first), min(run.stop, first + piece.rows)
                 if start < stop:
-                    at = piece.start + start - first
+                    at = piece.start + (start - first) * piece.step
                     pieces.append(replace(piece, start=at, rows=stop - start))
                 first += piece.rows
         return replace(self, slices=tuple(pieces))

@@ -62,6 +62,10 @@ class Transformer:
     def _look_up(self, ids: Tensor, table: Tensor) -> Tensor:
         return F.embedding(ids, table).to(self.dtype)
 
+    def _head_rows(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Logits [L, vocab] float32 of hidden states [L, hidden]. None where another rank has them."""
+        return self._ops.linear(x, self._head, bias).float()
+
     def _qkv(self, layer: int) -> LoraLinear:
         config = self.config.of_layer(layer)
         q, kv = config.q_rows, config.kv_size

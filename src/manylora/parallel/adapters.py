@@ -104,6 +104,8 @@ class AdapterSlicer:
         if extra.name == INVOCATION:
             return extra
         if found is None:
+            if mapping.pp_size == 1:
+                return extra
             begin = extra.name.partition(".")[0]
             last = begin in ("norm", "head", HEAD)
             last = last or (extra.name == "embed.tokens" and self._model.tie_word_embeddings)

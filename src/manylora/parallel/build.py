@@ -11,15 +11,17 @@ import torch
 from manylora.config.engine import EngineConfig, ModelConfig
 from manylora.kernels.device import Device
 from manylora.model.checkpoint import read_model_config
-from manylora.model.decoder import Decoder
 from manylora.model.weights import compute_dtype, load_weights
 from manylora.parallel.adapters import AdapterSlicer
 from manylora.parallel.collectives import Collectives
 from manylora.parallel.decoder import RankDecoder
+from manylora.parallel.encoders import RankEncoder, RankEncoderDecoder
 from manylora.parallel.mapping import Mapping
 from manylora.parallel.rank_model import rank_config
 from manylora.parallel.weights import rank_plan
 from manylora.quant.config import QuantConfig
+
+AnyRank = RankDecoder | RankEncoder | RankEncoderDecoder
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class RankModel:
     model: ModelConfig
     local: ModelConfig
     dtype: torch.dtype
-    decoder: Decoder
+    decoder: AnyRank
     slicer: AdapterSlicer
 
 
@@ -38,7 +40,8 @@ def build_rank(config: EngineConfig, mapping: Mapping, collectives: Collectives,
     """Reads this rank's weights. Raises ConfigError."""
     model = read_model_config(config.model_dir)
     dtype = compute_dtype(config.dtype, model, device)
-    decoder = load_rank(config.model_dir, model, dtype, device, mapping, collectives, config.quant)
+    sizes = config.quant, config.max_seq_len
+    decoder = load_rank(config.model_dir, model, dtype, device, mapping, collectives, *sizes)
     slicer = AdapterSlicer(model, mapping, config.lora.target_modules, collectives.least)
     return RankModel(model, decoder.config, dtype, decoder, slicer)
 
@@ -51,7 +54,8 @@ def load_rank(
     mapping: Mapping,
     collectives: Collectives,
     quant: QuantConfig | None = None,
-) -> RankDecoder:
+    max_seq_len: int | None = None,
+) -> AnyRank:
     """As `load_decoder`, of one rank."""
     local = rank_config(model, mapping)
     found, weights = load_weights(
@@ -59,7 +63,11 @@ def load_rank(
     )
     local = replace(local, tie_word_embeddings=found.tie_word_embeddings)
     _fill_ends(weights, local, dtype, device, mapping)
-    return RankDecoder(local, model, weights, dtype, device.ops, mapping, collectives)
+    _fill_biases(weights, local, dtype, device)
+    common = local, model, weights, dtype, device.ops, mapping, collectives
+    if model.bidirectional:
+        return RankEncoder(*common)
+    return RankDecoder(*common) if model.encoder is None else RankEncoderDecoder(*common, max_seq_len)
 
 
 def _fill_ends(
@@ -67,7 +75,16 @@ def _fill_ends(
 ) -> None:
     """A head that is tied to the embedding, and empty tensors for what this stage does not have."""
     empty = torch.empty((0, local.hidden_size), dtype=dtype, device=device.torch)
-    if "head.weight" not in weights and mapping.is_last_stage:
+    if "head.weight" not in weights and mapping.is_last_stage and not local.bidirectional:
         weights["head.weight"] = device.ops.pack(weights["embed"])
     weights.setdefault("head.weight", empty)
     weights.setdefault("embed", empty)
+
+
+def _fill_biases(weights: dict[str, Any], local: ModelConfig, dtype: torch.dtype, device: Device) -> None:
+    """Of experts whose outputs are added up, one rank has the bias; the others add nothing."""
+    moe = local.moe
+    for layer in moe.layers if moe is not None and moe.biased else ():
+        for expert in range(moe.num_experts if moe is not None else 0):
+            nothing = torch.zeros(local.hidden_size, dtype=dtype, device=device.torch)
+            weights.setdefault(f"{layer}.expert.{expert}.down.bias", nothing)

@@ -26,11 +26,11 @@ class Collectives(Protocol):
     def receive_hidden(self, x: Tensor) -> Tensor:
         """Into x, of the rank with the same part of the stage before. Returns x."""
 
-    def send_logits(self, logits: Tensor) -> None:
-        """To rank 0, from the first rank of the last stage."""
+    def send_back(self, x: Tensor) -> None:
+        """Logits or hidden states, to rank 0 from the first rank of the last stage."""
 
-    def receive_logits(self, logits: Tensor) -> Tensor:
-        """Into a tensor, on rank 0. Returns it."""
+    def receive_back(self, x: Tensor) -> Tensor:
+        """Into x, on rank 0. Returns x."""
 
     def least(self, number: int) -> int:
         """The smallest number that any rank gives."""
@@ -77,13 +77,13 @@ class TorchCollectives:
         dist.recv(x, self._mapping.rank - self._size)
         return x
 
-    def send_logits(self, logits: Tensor) -> None:
-        dist.send(logits.contiguous(), 0)
+    def send_back(self, x: Tensor) -> None:
+        dist.send(x.contiguous(), 0)
 
-    def receive_logits(self, logits: Tensor) -> Tensor:
+    def receive_back(self, x: Tensor) -> Tensor:
         mapping = self._mapping
-        dist.recv(logits, (mapping.pp_size - 1) * mapping.tp_size)
-        return logits
+        dist.recv(x, (mapping.pp_size - 1) * mapping.tp_size)
+        return x
 
     def least(self, number: int) -> int:
         given = torch.tensor([number], device=self._device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from manylora.config.blocks import ConvConfig, DeltaConfig, Mamba2Config
 from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
 from manylora.lora.slicing import pipeline_layers
@@ -96,26 +97,28 @@ def check_mapping(model: ModelConfig, mapping: Mapping) -> None:
     if mapping.world_size == 1:
         return
     tp, pp = mapping.tp_size, mapping.pp_size
-    if model.encoder is not None:
+    if pp > 1 and (model.encoder is not None or model.bidirectional):
         raise ConfigError(
-            f"{model.architecture} has an encoder: such models run on one rank, tp_size and pp_size must be 1"
+            f"{model.architecture} has an encoder, whose layers are not divided into stages: pp_size must be "
+            f"1, got {pp}; tp_size shares each layer"
         )
-    if model.recurrent is not None or model.attention_gated:
-        raise ConfigError(
-            f"{model.architecture} has recurrent layers or gated attention: such models run on one rank, "
-            "tp_size and pp_size must be 1"
-        )
-    if model.layer_shapes:
-        raise ConfigError(
-            f"the layers of {model.architecture} differ in their sizes: such models run on one rank, tp_size "
-            "and pp_size must be 1"
-        )
+    for what, there in _not_shared(model).items():
+        if there:
+            raise ConfigError(
+                f"{model.architecture} has {what}: such models run on one rank, tp_size and pp_size must be 1"
+            )
     if pp > model.num_layers:
         raise ConfigError(f"pp_size must be at most the model's {model.num_layers} layers, got {pp}")
     if mapping.moe_ep_size > 1 and model.moe is None:
         raise ConfigError(f"moe_ep_size must be 1: {model.architecture} has no experts")
     if model.num_heads % tp:
         raise ConfigError(f"tp_size must divide the model's {model.num_heads} attention heads, got {tp}")
+    if isinstance(model.recurrent, DeltaConfig):
+        _check_share("the key heads of the recurrent layers", model.recurrent.key_heads, "tp_size", tp)
+    if isinstance(model.recurrent, ConvConfig):
+        _check_share("the channels of the recurrent layers", model.recurrent.channels, "tp_size", tp)
+    if model.recurrent is not None:
+        _check_stages(model, mapping)
     kv = model.num_kv_heads
     if kv % tp and tp % kv:
         raise ConfigError(f"tp_size must divide the model's {kv} key-value heads, or they it; got {tp}")
@@ -130,6 +133,30 @@ def check_mapping(model: ModelConfig, mapping: Mapping) -> None:
         _check_share("the number of experts", moe.num_experts, "moe_ep_size", mapping.moe_ep_size)
         _check_share("an expert's width", moe.intermediate_size, "tp_size / moe_ep_size", mapping.moe_tp_size)
         _check_share("the shared expert's width", moe.shared_intermediate_size, "tp_size", tp)
+
+
+def _not_shared(model: ModelConfig) -> dict[str, bool]:
+    """What ranks do not divide, and whether the model has it."""
+    return {
+        "layers that differ in their sizes": bool(model.layer_shapes),
+        "several residual streams": model.altup is not None,
+        "per-layer embeddings": model.layer_inputs is not None,
+        "layers that share keys and values": bool(model.kv_readers),
+        "norms after the residual sums": model.post_norm,
+        "Mamba-2 layers": isinstance(model.recurrent, Mamba2Config),
+    }
+
+
+def _check_stages(model: ModelConfig, mapping: Mapping) -> None:
+    """All ranks have the same caches, so each stage must have layers of either kind."""
+    for stage in range(mapping.pp_size):
+        layers = mapping.at(stage * mapping.tp_size).stage_layers(model.num_layers)
+        recurrent = model.recurrent_layers.intersection(layers)
+        if not 0 < len(recurrent) < len(layers):
+            raise ConfigError(
+                f"each stage must have a recurrent layer and one with attention: with pp_size "
+                f"{mapping.pp_size}, layers {layers.start} to {layers.stop - 1} are all of one kind"
+            )
 
 
 def _check_share(what: str, size: int, name: str, count: int) -> None:

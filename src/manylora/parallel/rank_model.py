@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from manylora.config.blocks import ConvConfig, DeltaConfig, RecurrentConfig
 from manylora.config.engine import ModelConfig
 from manylora.parallel.mapping import Mapping, check_mapping
 
@@ -35,7 +36,17 @@ def rank_config(model: ModelConfig, mapping: Mapping) -> ModelConfig:
         unrotated_layers=_of_stage(model.unrotated_layers, layers),
         attention_scale=model.head_dim**-0.5 if model.attention_scale is None else model.attention_scale,
         moe=moe,
+        recurrent=None if model.recurrent is None else _recurrent(model.recurrent, tp, layers),
     )
+
+
+def _recurrent(own: RecurrentConfig, tp: int, layers: range) -> RecurrentConfig:
+    """A share of the heads or channels, so that each rank has that share of every state."""
+    mine = _of_stage(own.layers, layers)
+    if isinstance(own, ConvConfig):
+        return replace(own, layers=mine, channels=own.channels // tp)
+    assert isinstance(own, DeltaConfig)
+    return replace(own, layers=mine, key_heads=own.key_heads // tp, value_heads=own.value_heads // tp)
 
 
 def _of_stage(numbers: frozenset[int], layers: range) -> frozenset[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from manylora.config.blocks import ConvConfig, DeltaConfig, RecurrentConfig
 from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
 from manylora.model.plan import Plan, WeightSpec
@@ -17,9 +18,12 @@ from manylora.parallel.mapping import Mapping
 
 LAYER = re.compile(r"(\d+)\.(.+)")
 EXPERT = re.compile(r"expert\.(\d+)\.(.+)")
-# Of a layer, the same on every rank of a stage.
-WHOLE = ("router.weight", "shared_gate.weight")
-NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+STACK = re.compile(r"(?:encoder|decoder)\.(.+)")
+# Of a layer, the same on every rank of a stage: also the norm that all heads of a recurrent layer share.
+WHOLE = ("router.weight", "router.bias", "router.correction", "shared_gate.weight", "norm.weight")
+NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "cross_norm")
+# Outside of the layers, whole on the ranks of the first stage.
+BEFORE = ("positions", "token_types", "embedding_norm.weight", "embedding_norm.bias")
 
 
 def rank_plan(plan: Plan, model: ModelConfig, mapping: Mapping) -> Plan:
@@ -28,53 +32,107 @@ def rank_plan(plan: Plan, model: ModelConfig, mapping: Mapping) -> Plan:
     head.bias is whole, as adapters on the head need it so. Raises ConfigError for a weight that nobody knows
     how to share.
     """
-    tokens, layers = mapping.vocabulary(model.vocab_size), mapping.stage_layers(model.num_layers)
+    layers = mapping.stage_layers(model.num_layers)
     found: Plan = {}
     for name, spec in plan.items():
         layer = LAYER.fullmatch(name)
         if layer is not None:
             number = int(layer[1])
             if number in layers:
-                part = _of_layer(layer[2], spec, model, mapping)
+                part = _of_layer(layer[2], spec, model, mapping, number)
                 found |= {f"{number - layers.start}.{own}": one for own, one in part.items()}
-        elif name in ("norm.weight", "norm.bias") or name.startswith("score."):
-            found[name] = spec
-        elif name in ("embed", "positions"):
-            if mapping.is_first_stage:
-                found[name] = spec.take_rows(tokens) if name == "embed" else spec
-        elif name in ("head.weight", "head.bias"):
-            if mapping.is_last_stage:
-                found[name] = spec.take_rows(tokens) if name == "head.weight" else spec
-        else:
-            raise _unknown(name, model)
+            continue
+        one = _around_layers(name, spec, model, mapping)
+        if one is not None:
+            found[name] = one
     if "head.weight" not in plan and mapping.is_last_stage and not mapping.is_first_stage:
-        found["head.weight"] = _as_matrix(plan["embed"].take_rows(tokens))
+        found["head.weight"] = _as_matrix(plan["embed"].take_rows(mapping.vocabulary(model.vocab_size)))
     return found
 
 
-def _of_layer(name: str, spec: WeightSpec, model: ModelConfig, mapping: Mapping) -> Plan:
-    """One of a layer's weights, or nothing where this rank has no part of it."""
+def _around_layers(name: str, spec: WeightSpec, model: ModelConfig, mapping: Mapping) -> WeightSpec | None:
+    """None: this stage does not have it."""
+    stack = STACK.fullmatch(name)
+    own = name if stack is None else stack[1]
+    tokens = mapping.vocabulary(model.vocab_size)
+    if own in ("norm.weight", "norm.bias") or name.startswith(("score.", "pooler.")):
+        return spec
+    if own == "relative":  # a bias of each head
+        return spec.take_columns(query_heads(model, mapping))
+    if own == "embed" or own in BEFORE:
+        if not mapping.is_first_stage:
+            return None
+        return spec.take_rows(tokens) if own == "embed" else spec
+    if name in ("head.weight", "head.bias"):
+        if not mapping.is_last_stage:
+            return None
+        return spec.take_rows(tokens) if name == "head.weight" else spec
+    raise _unknown(name, model)
+
+
+def _of_layer(name: str, spec: WeightSpec, model: ModelConfig, mapping: Mapping, number: int) -> Plan:
+    """One of a layer's weights, or nothing where this rank has no part of it. number: of the layer."""
     tp, rank = mapping.tp_size, mapping.tp_rank
     expert = EXPERT.fullmatch(name)
     if expert is not None:
         experts = mapping.experts(model.moe.num_experts if model.moe else 0)
         if int(expert[1]) not in experts:
             return {}
-        number = experts.index(int(expert[1]))
+        index = experts.index(int(expert[1]))
         part = _of_mlp(expert[2], spec, mapping.moe_tp_size, mapping.moe_tp_rank)
-        return {f"expert.{number}.{own}": one for own, one in part.items()}
+        return {f"expert.{index}.{own}": one for own, one in part.items()}
     block, _, kind = name.rpartition(".")
     if name in WHOLE or block in NORMS:
         return {name: spec}
     if block in ("q_norm", "k_norm"):
         return {name: _of_qk_norm(block, spec, model, mapping)}
-    if block == "qkv":
-        return {name: spec.take_rows(*_qkv_rows(model, mapping))}
-    if block == "out":
+    if block in ("out", "cross_out"):
         return _of_sum(name, kind, spec, tp, rank)
     if block in ("up_gate", "down", "shared.up_gate", "shared.down"):
         return _of_mlp(name, spec, tp, rank)
-    raise _unknown(name, model)
+    runs = _runs_of_heads(block or name, model, mapping, number)
+    if runs is None:
+        raise _unknown(name, model)
+    return {name: spec.take_rows(*runs)}
+
+
+def _runs_of_heads(block: str, model: ModelConfig, mapping: Mapping, number: int) -> list[range] | None:
+    """The rows of what each head, or each channel of a recurrent layer, has some of. None: nobody knows."""
+    tp, rank, latent = mapping.tp_size, mapping.tp_rank, model.latent
+    if number in model.recurrent_layers and model.recurrent is not None:
+        sizes = _recurrent_parts(model.recurrent).get(block)
+    elif latent is not None:
+        heads, cached = model.num_heads, latent.cached_dim
+        queries = heads * latent.query_dim
+        if block == "qkv":  # what all heads share is whole
+            first = range(latent.q_rank) if latent.q_rank else _share(queries, tp, rank)
+            size = latent.q_rank or queries
+            return [first, range(size, size + cached)]
+        values = heads * (latent.plain_dim + latent.value_dim)
+        sizes = {"q_b": (queries,), "kv_b": (values,)}.get(block)
+    elif block in ("qkv", "cross_q", "cross_kv"):
+        q, k, v = _qkv_rows(model, mapping)
+        keys = [_shift(k, -model.q_rows), _shift(v, -model.q_rows)]
+        return {"qkv": [q, k, v], "cross_q": [q], "cross_kv": keys}[block]
+    else:
+        sizes = (model.num_heads,) if block == "sinks" else None
+    return None if sizes is None else _shares_of_parts(sizes, tp, rank)
+
+
+def _recurrent_parts(own: RecurrentConfig) -> dict[str, tuple[int, ...]]:
+    """Of a recurrent layer's weights, the parts that are divided by heads or channels."""
+    if isinstance(own, ConvConfig):
+        return {"in": (own.channels,) * 3, "taps": (own.channels,)}
+    assert isinstance(own, DeltaConfig)
+    qkv, heads = (own.key_size, own.key_size, own.value_size), own.value_heads
+    inside = {"in": (*qkv, own.value_size), "taps": qkv}
+    return {**inside, "gates": (heads, heads), "decay": (heads,), "shift": (heads,)}
+
+
+def _shares_of_parts(sizes: Sequence[int], count: int, number: int) -> list[range]:
+    """An equal share of each of the parts, which lie one behind the other."""
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [_shift(_share(size, count, number), at) for size, at in zip(sizes, firsts, strict=True)]
 
 
 def _of_mlp(name: str, spec: WeightSpec, count: int, number: int) -> Plan:
@@ -82,18 +140,8 @@ def _of_mlp(name: str, spec: WeightSpec, count: int, number: int) -> Plan:
     block, _, kind = name.rpartition(".")
     if block.endswith("down"):
         return _of_sum(name, kind, spec, count, number)
-    sizes = _runs_of_sources(spec)
-    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return {
-        name: spec.take_rows(
-            *(_shift(_share(size, count, number), at) for size, at in zip(sizes, firsts, strict=True))
-        )
-    }
-
-
-def _runs_of_sources(spec: WeightSpec) -> Sequence[int]:
-    """Rows of up and of gate: one slice each."""
-    return [piece.rows for piece in spec.slices]
+    sizes = [piece.rows for piece in spec.slices]  # of up and of gate
+    return {name: spec.take_rows(*_shares_of_parts(sizes, count, number))}
 
 
 def _of_sum(name: str, kind: str, spec: WeightSpec, count: int, number: int) -> Plan:
@@ -103,8 +151,8 @@ def _of_sum(name: str, kind: str, spec: WeightSpec, count: int, number: int) -> 
 
 
 def _of_qk_norm(block: str, spec: WeightSpec, model: ModelConfig, mapping: Mapping) -> WeightSpec:
-    """One weight for all heads, or one for each."""
-    if model.qk_norm == "head":
+    """One weight for all heads, or one for each; of latent attention, of what all heads share."""
+    if model.qk_norm == "head" or model.latent is not None:
         return spec
     queries = block == "q_norm"
     heads = query_heads(model, mapping) if queries else key_heads(model, mapping)
@@ -114,9 +162,14 @@ def _of_qk_norm(block: str, spec: WeightSpec, model: ModelConfig, mapping: Mappi
 
 
 def _qkv_rows(model: ModelConfig, mapping: Mapping) -> list[range]:
-    queries, keys, dim = query_heads(model, mapping), key_heads(model, mapping), model.head_dim
+    queries, keys = query_heads(model, mapping), key_heads(model, mapping)
     runs, first = [], 0
-    for heads, size in ((queries, model.q_size), (keys, model.kv_size), (keys, model.kv_size)):
+    for heads, size, count in (
+        (queries, model.q_rows, model.num_heads),
+        (keys, model.kv_size, model.num_kv_heads),
+        (keys, model.kv_size, model.num_kv_heads),
+    ):
+        dim = size // count  # a query's gate is beside it
         runs.append(range(first + heads.start * dim, first + heads.stop * dim))
         first += size
     return runs

@@ -1,0 +1,101 @@
+"""SharedLayers: what every kind of model does differently where ranks share its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from manylora.config.engine import ModelConfig
+from manylora.kernels.spec import LoraBatch, LoraTarget
+from manylora.model.layers import LoraLinear, Norm
+from manylora.model.transformer import Transformer
+from manylora.parallel.collectives import Collectives
+from manylora.parallel.mapping import Mapping
+
+# Row-parallel, so what a rank makes of one is a part of a sum. Experts' and shared experts' are added up
+# together, once for a layer.
+SUMMED = ("out", "cross_out", "down")
+
+
+@dataclass(frozen=True)
+class SummedLinear(LoraLinear):
+    """A layer that has a part of its inputs here."""
+
+    add_up: Callable[[Tensor], Tensor] = lambda x: x
+
+    def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
+        return self.add_up(super().__call__(x, lora))
+
+
+@dataclass(frozen=True)
+class SummedMlp:
+    """A mixture of experts with a part of their width, or of the experts."""
+
+    mlp: Callable[[Tensor, LoraBatch | None], Tensor]
+    add_up: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
+        return self.add_up(self.mlp(x, lora))
+
+
+@dataclass(frozen=True)
+class SharedNorm(Norm):
+    """RMSNorm over all heads at once, of which this rank has some.
+
+    share: of the heads that the ranks have together, those that count: less than 1 where several ranks have
+    the same ones. total: elements of the whole.
+    """
+
+    add_up: Callable[[Tensor], Tensor] = lambda x: x
+    share: float = 1.0
+    total: int = 0
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        squares = self.add_up(wide.square().sum(-1, keepdim=True)) * self.share
+        normed = wide * torch.rsqrt(squares / self.total + self.eps)
+        return (weight * normed.to(weight.dtype)).to(x.dtype)
+
+
+class SharedLayers(Transformer):
+    """Comes before the kind of model among a class's bases. `_share` is called before the model is made."""
+
+    def _share(self, model: ModelConfig, mapping: Mapping, collectives: Collectives) -> None:
+        """model: the whole one."""
+        self._model, self._mapping, self._collectives = model, mapping, collectives
+        self._tokens = mapping.vocabulary(model.vocab_size)
+
+    def _linear(self, layer: int, name: str, *targets: LoraTarget) -> LoraLinear:
+        found = super()._linear(layer, name, *targets)
+        if self._mapping.tp_size == 1 or name not in SUMMED:
+            return found
+        fields = {field: getattr(found, field) for field in LoraLinear.__dataclass_fields__}
+        return SummedLinear(**fields, add_up=self._collectives.sum)
+
+    def _look_up(self, ids: Tensor, table: Tensor) -> Tensor:
+        """Each token's row is with one rank; the others add zeros."""
+        if self._mapping.tp_size == 1:
+            return super()._look_up(ids, table)
+        own = ids - self._tokens.start
+        mine = (own >= 0) & (own < len(self._tokens))
+        x = F.embedding(own.where(mine, 0), table).to(self.dtype)
+        return self._collectives.sum(x.where(mine.unsqueeze(1), 0))
+
+    def _head_rows(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """On the first rank of a stage; each has the logits of some tokens. bias: of all tokens."""
+        mapping, tokens = self._mapping, self._tokens
+        part = bias if bias is None else bias[tokens.start : tokens.stop]
+        logits = super()._head_rows(x, part)
+        if mapping.tp_size == 1 or not len(x):
+            return logits
+        assert logits is not None
+        sizes = [len(mapping.at(rank).vocabulary(self._model.vocab_size)) for rank in range(mapping.tp_size)]
+        # Every part as wide as the first, which is the widest.
+        parts = self._collectives.gather(F.pad(logits, (0, sizes[0] - logits.shape[1])))
+        if parts is None:
+            return None
+        return torch.cat([one[:, :size] for one, size in zip(parts, sizes, strict=True)], dim=1)

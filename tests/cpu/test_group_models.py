@@ -1,0 +1,129 @@
+"""Protects engines of several processes for every kind of model: what they answer, with adapters mixed and
+prefixes reused, is what one process answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pooled_adapters import make_classifier
+from running import read, run, tokens
+from test_encoders import make_encoder, prompt
+
+from manylora.config.engine import EngineConfig
+from manylora.engine.engine import Engine
+from manylora.request import Event, LoraInput, Pooling, Request, SamplingConfig
+from manylora.testing.tiny_models import make_adapter, make_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NEW = 8
+TENSOR, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+BOTH = {**TENSOR, **STAGES}
+LINEARS = ["query", "key", "value", "attention.output.dense", "intermediate.dense", "output.dense"]
+MIXED = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+# A family, settings of its model, the modules of adapters, and the ranks.
+CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], dict[str, int]]] = {
+    "linear attention": (
+        "qwen3-next", MIXED, ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"), BOTH,
+    ),
+    "convolutions": ("lfm2", {}, ("in_proj", "out_proj", "q_proj", "v_proj", "w1", "w2"), TENSOR),
+    "latent attention": ("deepseek-v3", {}, ("q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"), TENSOR),
+    "sinks and biased experts": ("gpt-oss", {}, ("q_proj", "v_proj", "o_proj"), TENSOR),
+    "t5": ("t5", {}, ("q", "v", "o", "wi", "wo"), TENSOR),
+    "bart": ("bart", {}, ("q_proj", "v_proj", "out_proj", "fc1", "fc2"), TENSOR),
+}  # fmt: skip
+
+
+def engine_of(model: Path, **settings: Any) -> Engine:
+    limits = {"max_seq_len": 96, "tokens_per_block": 4, "max_batch_size": 4, "max_num_tokens": 48}
+    return Engine(EngineConfig(model, device="cpu", dtype="float32", **limits, **settings))
+
+
+def told(events: list[list[Event]]) -> list[list[int]]:
+    for one in events:
+        assert one[-1].error is None
+    return [[token for event in one for token in event.token_ids] for one in events]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_are_those_of_one_process(name: str, tmp_path: Path) -> None:
+    family, settings, modules, ranks = CASES[name]
+    model = make_model(tmp_path / "model", family, seed=4, **settings)
+    folders = [
+        make_adapter(tmp_path / str(task), model, seed=task, rank=4 * task, modules=modules)
+        for task in (1, 2)
+    ]
+    loras = [None, *(read(folder, model, task) for task, folder in enumerate(folders, 1))]
+    long, params = tokens(60), SamplingConfig(max_tokens=NEW)
+    encodes = family in ("t5", "bart")
+    requests = [
+        Request((0,), params, lora, encoder_prompt=tuple(tokens(20 + 4 * i, i)))
+        if encodes
+        else Request(tuple(long[: 60 - 11 * (i % 3)]), params, lora)
+        for i, lora in enumerate(loras * 2)
+    ]
+    plain = engine_of(model)
+    expected = [told(run(plain, *requests)) for _ in range(2)]
+    engine = engine_of(model, **ranks)
+    try:
+        assert [told(run(engine, *requests)) for _ in range(2)] == expected
+        assert engine.stats().max_adapters_in_step > 1
+        assert encodes or engine.stats().kv_tokens_reused
+    finally:
+        engine.close()
+
+
+def pooled(engine: Engine, requests: list[Request]) -> list[np.ndarray]:
+    found = []
+    for [event] in run(engine, *requests):
+        assert event.error is None
+        assert event.pooled is not None
+        found.append(event.pooled)
+    return found
+
+
+def check_pooled(model: Path, requests: list[Request], **ranks: int) -> None:
+    expected = pooled(engine_of(model), requests)
+    engine = engine_of(model, **ranks)
+    try:
+        for ours, theirs in zip(pooled(engine, requests), expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
+    finally:
+        engine.close()
+
+
+def test_encoders_and_their_heads(tmp_path: Path) -> None:
+    kind = "AutoModelForSequenceClassification"
+    model = make_encoder(tmp_path / "model", "bert", kind, num_labels=4)
+    make_classifier(tmp_path / "own", model, 3, 1, target_modules=LINEARS)
+    lora: LoraInput = read(tmp_path / "own", model, 1)
+    x, y = tuple(prompt(40, 1)), tuple(prompt(17, 2))
+    requests = [
+        Request(ids, lora=own, pooling=Pooling(mode, head, first))
+        for ids, own, mode, head, first in (
+            (x, None, "cls", True, 0), (x, lora, "cls", True, 0), (y, None, "mean", False, 0),
+            (y, None, "all", False, 9),
+        )
+    ]  # fmt: skip
+    check_pooled(model, requests, **TENSOR)
+
+
+def test_hidden_states_of_a_decoder_come_from_its_last_stage(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama", seed=2)
+    lora = read(make_adapter(tmp_path / "1", model, seed=1, rank=8), model, 1)
+    ids = tuple(tokens(60))
+    both = [Request(ids, SamplingConfig(max_tokens=NEW)), Request(ids[:20], SamplingConfig(max_tokens=2))]
+    asked = [
+        Request(ids[: 50 - n], lora=own, pooling=Pooling(mode))
+        for n, (own, mode) in enumerate([(None, "last"), (lora, "mean"), (lora, "all"), (None, "mean")])
+    ]
+    check_pooled(model, asked, **BOTH)
+    engine = engine_of(model, **STAGES)
+    try:  # beside prompts that are answered with tokens
+        events = run(engine, both[0], *asked, both[1])
+        assert told([events[0], events[-1]]) == told(run(engine_of(model), *both))
+    finally:
+        engine.close()

@@ -1,0 +1,77 @@
+"""Protects quantised checkpoints on several ranks: the logits of one process, or an error that names the
+layer whose groups would be cut."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf_files import Kind, make_gguf
+from quantised_checkpoints import KINDS, make_pair
+from rank_worker import Case
+from test_bitsandbytes import quantised as made_by_bitsandbytes
+from test_parallel_model import one_process, run_group
+
+from manylora.config.hub import local_model
+from manylora.testing.driver import agree
+from manylora.testing.tiny_models import make_model
+
+PACKED = (
+    "awq", "gptq 8", "packed 4 zero points", "packed 8", "int8", "fp8 by tensor", "fbgemm", "awq experts",
+)  # fmt: skip
+GGUF = {"Q8_0": Kind.Q8_0, "Q4_K": Kind.Q4_K}
+REFUSED = {
+    "gptq in order": "layers.0.self_attn.o_proj: the inputs of a weight that is stored in another order",
+    "fp8 by block": "layers.0.mlp.down_proj: .* in groups of 32 inputs cannot be shared by 48 of its 96",
+}
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}  # halves are whole blocks of K types
+
+
+def make_all(folder: Path) -> dict[str, Path]:
+    found = {name: make_pair(folder / name.replace(" ", "-"), KINDS[name])[0] for name in (*PACKED, *REFUSED)}
+    for four in (True, False):
+        own = folder / f"bitsandbytes-{four}"
+        own.mkdir()
+        model = make_model(own / "model", seed=2, intermediate_size=128)
+        found[f"bitsandbytes {four}"] = made_by_bitsandbytes(model, own, four)[0]
+    for name, kind in GGUF.items():
+        file = folder / f"{name}.gguf"
+        make_gguf(file, make_model(folder / name, "llama", **WIDE), kind, Kind.Q8_0)
+        found[f"gguf {name}"] = local_model(file)
+    return found
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, list[dict[str, Any]]]]:
+    """By name of the checkpoint, the case and what each rank found."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        models = make_all(folder)
+        made = {
+            name: Case(name.replace(" ", "-"), str(model), tp=2, kinds=("base", "lora", "dora"))
+            for name, model in models.items()
+        }
+        found = run_group(folder, 2, list(made.values()))
+    return {name: (case, found[case.name]) for name, case in made.items()}
+
+
+NAMES = (*PACKED, "bitsandbytes True", "bitsandbytes False", *(f"gguf {name}" for name in GGUF))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_compute_what_one_process_does(name: str, cases: dict[str, Any]) -> None:
+    case, ranks = cases[name]
+    assert "error" not in ranks[0], ranks[0]["error"]
+    expected, held = one_process(case)
+    for kind, found, wanted in zip(case.kinds, ranks[0]["logits"], expected, strict=True):
+        assert agree(found, wanted), kind
+    assert all(rank["held"] < 0.6 * held for rank in ranks)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_cut_is_named(name: str, cases: dict[str, Any]) -> None:
+    for rank in cases[name][1]:
+        assert re.search(REFUSED[name], rank["error"])

@@ -191,8 +191,9 @@ def test_dora_is_the_same_on_a_built_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--tp_size", "2"], "--tp_size must be 1, got 2"),
-        (["--pp_size", "4"], "--pp_size must be 1, got 4"),
+        (["--tp_size", "3"], "--tp_size must divide the model's "),
+        (["--pp_size", "40"], "--pp_size must be at most the model's "),
+        (["--pp_size", "0"], "--pp_size must be at least 1, got 0"),
         (["--quant_algo", "NVFP4"], "build: --quant_algo NVFP4 is not supported"),
         (["--kv_cache_quant_algo", "INT8"], "no attention kernel here"),
         (["--max_seq_len", "2049"], "more than the model's 2048 positions"),

@@ -16,11 +16,12 @@ from manylora.bench.datasets import BenchRequest, write_dataset
 from manylora.cli import main
 from manylora.commands.bench import ENGINE_FLAGS
 from manylora.config.engine import EngineConfig, LoraCacheConfig
-from manylora.config.resolve import QUANT_KEYS
+from manylora.config.resolve import QUANT_KEYS, resolve
 from manylora.errors import ConfigError
 from manylora.llmapi import llm as llm_module
 from manylora.llmapi.options import NAMES as LLM_NAMES
 from manylora.llmapi.options import llm_arguments
+from manylora.openai import other_flags
 from manylora.openai.arguments import parse_options
 from manylora.openai.options import LLM_ARGUMENTS
 from manylora.system.lifeline import WORLD_SIZE
@@ -331,3 +332,40 @@ def test_world_size_fills_what_the_parameters_leave_open(monkeypatch: pytest.Mon
         assert config.world_size == 6
     with pytest.raises(ConfigError, match=r"pipeline_parallel_size \(4 \* 1\), got 6"):
         engine_config(given | {tensor: "4"})
+
+
+def test_recorded_ranks_serve_unless_others_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(WORLD_SIZE, raising=False)
+    built = tmp_path / "built"
+    flags = ["--model_dir", str(BASE), "--output_dir", str(built), "--tp_size", "2", "--pp_size", "2"]
+    assert main(["build", *flags]) == 0
+    mapping = json.loads((built / "config.json").read_text(encoding="utf-8"))["pretrained_config"]["mapping"]
+    assert mapping == {"world_size": 4, "tp_size": 2, "pp_size": 2}
+    given = {"gpt_model_type": "v1", "gpt_model_path": str(built)}
+    tensor, pipeline = "tensor_parallel_size", "pipeline_parallel_size"
+    for world, said, sizes in (
+        (None, {}, (2, 2)), ("4", {}, (2, 2)), ("6", {}, (6, 1)),
+        (None, {tensor: "1", pipeline: "1"}, (1, 1)),
+        ("4", {pipeline: "1"}, (4, 1)), (None, {tensor: "4"}, (4, 2)),
+    ):  # fmt: skip
+        if world is not None:
+            monkeypatch.setenv(WORLD_SIZE, world)
+        config = engine_config(given | said)
+        assert (config.tensor_parallel_size, config.pipeline_parallel_size) == sizes
+        monkeypatch.delenv(WORLD_SIZE, raising=False)
+    assert resolve(built, {}).world_size == 4
+
+
+def test_vllms_flag_divides_experts_among_all_ranks_of_a_layer() -> None:
+    asked = {"enable_expert_parallel": True, "tensor_parallel_size": 4}
+    found = {"tensor_parallel_size": 4, "moe_expert_parallel_size": 4}
+    assert other_flags.take(asked) == ({}, found)
+    assert other_flags.take({**asked, "enable_expert_parallel": False}) == ({}, {"tensor_parallel_size": 4})
+    for wrong, reason in (
+        ({"ep_size": 2}, "means --ep-size 4, got 2"),
+        ({"tensor_parallel_size": None}, "both"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            other_flags.take(asked | wrong)

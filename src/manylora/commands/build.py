@@ -31,8 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         check_flags(theirs, options.trtllm_flags)
         options.lora_plugin, options.max_input_len = enables_lora(theirs), max_input_len(theirs)
-        _check_world(options)
         options.model_dir = local_model(options.model_dir)
+        _check_ranks(options)
         quant = QuantConfig(
             quant_algo=options.quant_algo,
             kv_cache_quant_algo=options.kv_cache_quant_algo,
@@ -67,6 +67,8 @@ def _build(options: argparse.Namespace, quant: QuantConfig) -> str:
             quant=quant,
             limits=limits,
             lora=_lora(options),
+            tp_size=options.tp_size,
+            pp_size=options.pp_size,
         )
     )
     megabytes = f"{built.bytes_before / 1e6:.1f} -> {built.bytes_after / 1e6:.1f} MB"
@@ -97,8 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv_cache_quant_algo", help="FP8; default: the compute dtype")
     add("--group_size", type=int, default=128, help="inputs that share a scale with W4A16")
     add("--exclude_modules", nargs="+", metavar="PATTERN", help="linear layers to leave as they are")
-    add("--tp_size", type=int, default=1, help="only 1")
-    add("--pp_size", type=int, default=1, help="only 1")
+    add("--tp_size", type=int, default=1, help="ranks that share each layer; recorded for serving")
+    add("--pp_size", type=int, default=1, help="stages of such ranks; recorded for serving")
     add(
         "--trtllm-flags",
         action="store_true",
@@ -107,10 +109,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check_world(options: argparse.Namespace) -> None:
-    for name in ("tp_size", "pp_size"):
-        if getattr(options, name) != 1:
-            raise ConfigError(f"--{name} must be 1, got {getattr(options, name)}: one device serves a model")
+def _check_ranks(options: argparse.Namespace) -> None:
+    """Raises ConfigError unless so many ranks can share the model."""
+    if options.tp_size == options.pp_size == 1:
+        return
+    from manylora.model.checkpoint import read_model_config
+    from manylora.parallel.mapping import Mapping, check_mapping
+
+    mapping = Mapping(options.tp_size * options.pp_size, 0, options.tp_size, options.pp_size)
+    check_mapping(read_model_config(options.model_dir), mapping)
 
 
 def _lora(options: argparse.Namespace) -> dict[str, Any] | None:

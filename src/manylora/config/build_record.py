@@ -12,6 +12,7 @@ from manylora.errors import ConfigError
 from manylora.quant.config import QuantConfig
 
 KEY = "build_config"
+RANKS = {"tp_size": "tensor_parallel_size", "pp_size": "pipeline_parallel_size"}
 LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens", "max_beam_width")
 
 
@@ -20,7 +21,7 @@ class BuildRecord:
     """None: not recorded. max_seq_len and max_num_tokens in tokens; target modules as attn_q, empty: all.
 
     quant_algo: of the weights; None: plain. kv_cache_quant_algo: of keys and values. lora: the recorded
-    fields of a LoraConfig.
+    fields of a LoraConfig. tp_size, pp_size: the ranks that share each layer, and stages of such ranks.
     """
 
     max_batch_size: int | None = None
@@ -32,11 +33,15 @@ class BuildRecord:
     quant_algo: str | None = None
     kv_cache_quant_algo: str | None = None
     lora: Mapping[str, Any] = field(default_factory=dict)
+    tp_size: int = 1
+    pp_size: int = 1
 
     def settings(self) -> dict[str, Any]:
         """What was recorded, as settings of `resolve`; without quant_algo, which the weights imply."""
         found = {name: getattr(self, name) for name in (*LIMITS, "max_lora_rank", "kv_cache_quant_algo")}
         found["target_modules"] = self.lora_target_modules or None
+        if self.tp_size * self.pp_size > 1:
+            found |= {setting: getattr(self, name) for name, setting in RANKS.items()}
         return {name: value for name, value in found.items() if value is not None}
 
 
@@ -61,6 +66,7 @@ def read_build_record(model_dir: Path) -> BuildRecord:
     try:
         lora = record.get("lora_config") or {}
         quantization = raw["pretrained_config"]["quantization"]
+        mapping = raw["pretrained_config"].get("mapping", {})
         limits = {name: record.get(name) for name in LIMITS} | {"max_lora_rank": lora.get("max_lora_rank")}
         return BuildRecord(
             **{name: None if limit is None else int(limit) for name, limit in limits.items()},
@@ -68,6 +74,8 @@ def read_build_record(model_dir: Path) -> BuildRecord:
             quant_algo=quantization["quant_algo"],
             kv_cache_quant_algo=quantization["kv_cache_quant_algo"],
             lora=lora,
+            tp_size=int(mapping.get("tp_size", 1)),
+            pp_size=int(mapping.get("pp_size", 1)),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(

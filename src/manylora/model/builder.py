@@ -41,7 +41,8 @@ class BuildPlan:
     """model_dir: a Hugging Face directory. dtype: of the weights; auto: the checkpoint's.
 
     limits: by name, as in the build record; None: not recorded. max_input_len may be among them, which is
-    recorded only. lora: fields of LoraConfig.
+    recorded only. lora: fields of LoraConfig. tp_size, pp_size: ranks that serve it, which are recorded only:
+    each reads its part of the one checkpoint.
     """
 
     model_dir: Path
@@ -50,6 +51,8 @@ class BuildPlan:
     quant: QuantConfig = field(default_factory=QuantConfig)
     limits: dict[str, int | None] = field(default_factory=dict)
     lora: dict[str, Any] | None = None
+    tp_size: int = 1
+    pp_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -269,7 +272,11 @@ def _config(plan: BuildPlan, model: ModelConfig) -> dict[str, Any]:
             "architecture": model.architecture,
             "dtype": dtype,
             "quantization": quantization,
-            "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
+            "mapping": {
+                "world_size": plan.tp_size * plan.pp_size,
+                "tp_size": plan.tp_size,
+                "pp_size": plan.pp_size,
+            },
         },
         "build_config": {**plan.limits, "lora_config": plan.lora or {}},
     }

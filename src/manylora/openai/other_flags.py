@@ -40,6 +40,7 @@ FIELDS: dict[str, tuple[Callable[[str], Any], str]] = {
     "pipeline_parallel_size": (int, "pipeline_parallel_size"),
     "pp_size": (int, "pipeline_parallel_size"),
     "ep_size": (int, "moe_expert_parallel_size"),
+    "enable_expert_parallel": (bool, "moe_expert_parallel_size"),
     "kv_cache_free_gpu_memory_fraction": (float, "kv_cache_config.free_gpu_memory_fraction"),
     "speculative_config": (json_object, "speculative_config"),
 }
@@ -149,7 +150,6 @@ REFUSED: dict[str, str] = {
     "ssl_ca_certs": "clients are known by --api-keys",
     "ssl_cert_reqs": "clients are known by --api-keys",
     "middleware": "put a proxy in front",
-    "enable_expert_parallel": ONE_DEVICE,
     "nnodes": ONE_DEVICE,
     "enable_sleep_mode": "stop the server, and start it again",
     "lora_target_modules": "lora_config.lora_target_modules in --config, with names such as attn_q",
@@ -173,8 +173,8 @@ SHORT = {
 def take(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """given: values by name, with underscores. Returns what is left of them, and fields of the arguments of
     `LLM` by PART.FIELD. Raises ConfigError for what cannot be had here, saying what can."""
-    left, found = dict(given), {}
-    for name in given:
+    left, found = _divide_experts(given), dict[str, Any]()
+    for name in list(left):
         if name in REFUSED:
             raise ConfigError(f"--{name.replace('_', '-')} is not taken here: {REFUSED[name]}")
         if name in NEUTRAL or name in NEUTRAL_VALUES:
@@ -187,6 +187,23 @@ def take(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     if left.get("dtype") in DTYPES:
         left["dtype"] = DTYPES[left["dtype"]]
     return left, found
+
+
+def _divide_experts(given: Mapping[str, Any]) -> dict[str, Any]:
+    """given, with vLLM's flag in the terms of the other one: as many groups of experts as ranks share a
+    layer. Raises ConfigError."""
+    given = dict(given)
+    if not given.pop("enable_expert_parallel", False):
+        return given
+    ranks = given.get("tensor_parallel_size") or given.get("tp_size")
+    if ranks is None:
+        raise ConfigError(
+            "--enable-expert-parallel divides experts among the ranks of --tensor-parallel-size: give both"
+        )
+    asked = given.setdefault("ep_size", ranks)
+    if asked != ranks:
+        raise ConfigError(f"--enable-expert-parallel means --ep-size {ranks}, got {asked}: give one of them")
+    return given
 
 
 def _check_neutral(name: str, value: Any) -> None:

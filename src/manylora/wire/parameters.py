@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from manylora.config import resolve
+from manylora.config.build_record import read_build_record
 from manylora.config.engine import EngineConfig, stretched
 from manylora.config.hub import model_folder
 from manylora.config.values import boolean, whole_number
@@ -133,7 +134,7 @@ def engine_config(parameters: Mapping[str, str], folder: Path | None = None) -> 
         if value_of(parameters, name) is not None:
             logger.warning("parameter %s has no effect here", name)
     settings = _settings(parameters)
-    _divide_world(settings, os.environ.get(WORLD_SIZE))
+    _divide_world(settings, os.environ.get(WORLD_SIZE), model_folder(Path(path)))
     if folder is not None:
         settings["names_file"] = names_file(parameters, folder)
     settings.pop("tokenizer_dir", None)  # is for guided decoding alone
@@ -145,11 +146,15 @@ def engine_config(parameters: Mapping[str, str], folder: Path | None = None) -> 
     return config
 
 
-def _divide_world(settings: dict[str, Any], world: str | None) -> None:
-    """Parallel sizes of --world_size, where the parameters leave one open. Raises ConfigError."""
+def _divide_world(settings: dict[str, Any], world: str | None, model: Path) -> None:
+    """Parallel sizes of --world_size, where the parameters leave one open; where they leave both, those that
+    the model was built for if they make so many. Raises ConfigError."""
     if world is None:
         return
     tensor, pipeline, size = "tensor_parallel_size", "pipeline_parallel_size", int(world)
+    built = read_build_record(model)
+    if not {tensor, pipeline} & settings.keys() and built.tp_size * built.pp_size == size:
+        return
     if tensor in settings:
         settings.setdefault(pipeline, max(1, size // settings[tensor]))
     stages = settings.setdefault(pipeline, 1)

@@ -20,6 +20,7 @@ from manylora.engine.loop import EngineLoop
 from manylora.engine.step_messages import Others
 from manylora.errors import EngineDeadError
 from manylora.lora.convert import convert_peft
+from manylora.model.checkpoint import read_model_config
 from manylora.request import Event, Guide, LoraInput, Request, SamplingConfig, mix
 from manylora.testing.tiny_models import make_adapter, make_model
 
@@ -37,14 +38,16 @@ SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required
 class World:
     """A tiny model, adapters of several ranks, and what one process answers."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, family: str = "llama", modules: tuple[str, ...] = MODULES, **settings: int
+    ) -> None:
         picks = random.Random(1)
-        self.model = make_model(folder / "model", "llama", seed=1)
+        self.model = make_model(folder / "model", family, seed=1, **settings)
         self.lora: list[LoraInput | None] = [None]
         for task in range(1, 7):
-            modules = tuple(picks.sample(MODULES, 3))
+            own = tuple(picks.sample(modules, 3))
             rank = picks.choice([4, 8, 16])
-            made = make_adapter(folder / str(task), self.model, seed=task, rank=rank, modules=modules)
+            made = make_adapter(folder / str(task), self.model, seed=task, rank=rank, modules=own)
             self.lora.append(LoraInput(task, *convert_peft(made, "float32")))
         self.requests = [*self._greedy(picks), *self._others(picks)]
         engine = self.engine()
@@ -65,7 +68,7 @@ class World:
     def _others(self, picks: random.Random) -> list[Request]:
         prompt = tuple(picks.randrange(250) for _ in range(20))
         table = np.random.default_rng(1).standard_normal((3, 64)).astype(np.float32)
-        vocab = 256
+        vocab = read_model_config(self.model).vocab_size
         return [
             Request(prompt, SamplingConfig(max_tokens=NEW, beam_width=3), self.lora[1]),
             Request(prompt, SamplingConfig(max_tokens=NEW, temperature=0.8, top_p=0.9, seed=5), self.lora[2]),

@@ -40,37 +40,80 @@ def stream(url: str) -> Iterator[Iterator[str]]:
         yield lines
 
 
-def test_serve_comes_back_after_a_kill_and_drains_at_a_signal(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "tiny", "llama", seed=11)
+@contextmanager
+def served(model: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """`manylora serve --restart`, which is ready; and its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-
-    def is_up() -> bool:
-        try:
-            return httpx2.get(f"{url}/health", timeout=1).status_code == 200
-        except httpx2.HTTPError:
-            return False
-
     command = [sys.executable, "-m", "manylora.commands.serve", str(model), "--port", str(port), "--restart"]
-    with subprocess.Popen(command) as keeper:
+    with subprocess.Popen([*command, *flags]) as keeper:
         try:
-            wait_for("the server", is_up)
-            [server] = [pid for pid in children(keeper.pid) if "--no-restart" in command_line(pid)]
-            with stream(url) as lines:
-                os.kill(server, signal.SIGKILL)
-                with pytest.raises(httpx2.TransportError):
-                    list(lines)
-            wait_for("the server again", is_up)
-            with stream(url) as lines:
-                everyone = children(keeper.pid)
-                keeper.send_signal(signal.SIGTERM)
-                assert [line for line in lines if line][-1] == "data: [DONE]"
-            assert keeper.wait(30) == 0
+            wait_for("the server", lambda: is_up(url))
+            yield keeper, url
         finally:
             keeper.terminate()
-    assert not [pid for pid in everyone if Path(f"/proc/{pid}").exists()]
+
+
+def is_up(url: str) -> bool:
+    try:
+        return httpx2.get(f"{url}/health", timeout=1).status_code == 200
+    except httpx2.HTTPError:
+        return False
+
+
+def server_of(keeper: int) -> int:
+    [server] = [pid for pid in children(keeper) if "--no-restart" in command_line(pid)]
+    return server
+
+
+def followers_of(server: int) -> set[int]:
+    """The processes of other ranks, which threads of the server have started."""
+    found = set[int]()
+    for task in Path(f"/proc/{server}/task").iterdir():
+        found |= set(map(int, (task / "children").read_text().split()))
+    return {pid for pid in found if "manylora.engine.follower" in command_line(pid)}
+
+
+def gone(pids: set[int]) -> bool:
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_serve_comes_back_after_a_kill_and_drains_at_a_signal(tmp_path: Path) -> None:
+    with served(make_model(tmp_path / "tiny", "llama", seed=11)) as (keeper, url):
+        with stream(url) as lines:
+            os.kill(server_of(keeper.pid), signal.SIGKILL)
+            with pytest.raises(httpx2.TransportError):
+                list(lines)
+        wait_for("the server again", lambda: is_up(url))
+        with stream(url) as lines:
+            everyone = children(keeper.pid)
+            keeper.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert keeper.wait(30) == 0
+    assert gone(everyone)
+
+
+def test_a_killed_rank_0_leaves_no_rank_and_all_come_back(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "tiny", "llama", seed=11)
+    with served(model, "--tp-size", "2", "--pp-size", "2") as (keeper, url):
+        server = server_of(keeper.pid)
+        others = followers_of(server)
+        assert len(others) == 3
+        with stream(url) as lines, stream(url):
+            os.kill(server, signal.SIGKILL)
+            with pytest.raises(httpx2.TransportError):
+                list(lines)
+        wait_for("the other ranks' end", lambda: gone(others), 10)
+        wait_for("the server again", lambda: is_up(url))
+        with stream(url) as lines:
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        again = followers_of(server_of(keeper.pid))
+        assert len(again) == 3 and not again & others
+        keeper.send_signal(signal.SIGTERM)
+        assert keeper.wait(30) == 0
+        wait_for("everyone's end", lambda: gone(again), 10)
 
 
 def command_line(pid: int) -> str:

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from ray import serve
@@ -34,6 +35,7 @@ logger = logging.getLogger("manylora")
 APPLICATION, DEPLOYMENT = "manylora", "Replicas"
 ALL_S = 10.0  # for all replicas to answer
 STATES_AGE_S = 1.0
+LONGEST_NUMBER = 18  # digits
 BODIES_AT_ONCE = 16
 LATEST = ":latest"  # which Ollama's clients add to a name
 # Requests that a key's limits count.
@@ -149,16 +151,25 @@ class _Front:
         return PlainTextResponse(joined + "\n".join(lines) + "\n", media_type=CONTENT_TYPE)
 
     async def cache(self, request: Request) -> Response:
-        answers, reports = await self._all(request)
+        # A replica numbers its points in its own way, so it is asked for all of them.
+        answers, reports = await self._all(request, with_query=False)
         refused = next((one for one in answers if one.status != 200), None)
         if refused is not None:
             return _as_response(refused)
-        status = fleet_status(answers, reports, await self._replica_states())
+        after = request.query_params.get("points_after", "0")
+        if not after.isdecimal() or len(after) > LONGEST_NUMBER:
+            raise ApiError(400, "invalid_value", "points_after must be the number of a point")
+        states = await self._replica_states()
+        status = fleet_status(answers, reports, states, time.time(), int(after))
         return JSONResponse(status, headers={"Cache-Control": "no-store"})
 
-    async def _all(self, request: Request) -> tuple[list[Answer], dict[str, dict[str, Any]]]:
+    async def _all(
+        self, request: Request, with_query: bool = True
+    ) -> tuple[list[Answer], dict[str, dict[str, Any]]]:
         """The answers of all replicas that give one in time, and their reports by replica."""
-        response = self._replicas.broadcast("whole_answer", Call.of(request, b""))
+        call = Call.of(request, b"")
+        call = call if with_query else replace(call, scope={**call.scope, "query_string": b""})
+        response = self._replicas.broadcast("whole_answer", call)
         try:
             found = await response.results_async(timeout_s=ALL_S, return_exceptions=True)
         except TimeoutError as error:

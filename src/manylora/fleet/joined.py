@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manylora.fleet.calls import Answer
+from manylora.openai.serving.history import POINT_S
 
+SUMS = ("tokens_per_s", "requests_per_s", "running", "waiting")
 PER_SECOND = ("tokens_per_s", "requests_per_s")
 TIMES = ("ttft_p50_ms", "ttft_p95_ms", "latency_p50_ms", "latency_p95_ms")
 
@@ -42,12 +44,17 @@ def _labelled(line: str, replica: str) -> str:
 
 
 def fleet_status(
-    answers: Sequence[Answer], reports: Mapping[str, dict[str, Any]], states: Mapping[str, int]
+    answers: Sequence[Answer],
+    reports: Mapping[str, dict[str, Any]],
+    states: Mapping[str, int],
+    now: float,
+    points_after: int = 0,
 ) -> dict[str, Any]:
     """The body of GET /v1/cache in a fleet: there is no one map; `replicas` says what each holds.
 
     answers: of GET /v1/cache by each replica, so with the names that the request's key may see.
-    states: number of replicas by Ray's name of their state.
+    states: number of replicas by Ray's name of their state. now: seconds since 1970, by which points are
+    numbered, so that every endpoint of a fleet gives them the same numbers.
     """
     bodies = {one.replica: json.loads(one.body) for one in answers}
     counts: Counter[str] = Counter()
@@ -57,8 +64,7 @@ def fleet_status(
     last_minute: dict[str, float | None] = {
         name: round(sum(one[name] for one in recent), 2) for name in PER_SECOND
     }
-    for name in TIMES:  # of several, only the slowest is known
-        last_minute[name] = max((one[name] for one in recent if one[name] is not None), default=None)
+    last_minute |= {name: _slowest(recent, name) for name in TIMES}
     return {
         "object": "cache",
         "feed": "fleet",
@@ -69,12 +75,29 @@ def fleet_status(
         "changes": [],
         "last_change": 0,
         "counts": dict(counts),
-        "point_seconds": 0,
-        "points": [],
+        "point_seconds": POINT_S,
+        "points": _points([body["points"] for body in bodies.values()], int(now // POINT_S), points_after),
         "last_minute": last_minute,
         "states": dict(states),
         "replicas": [_replica(name, body, reports[name]) for name, body in sorted(bodies.items())],
     }
+
+
+def _points(lists: Sequence[Sequence[Mapping[str, Any]]], last: int, after: int) -> list[dict[str, Any]]:
+    """The replicas' points as one list, oldest first. Each list ends now, whenever its replica began."""
+    found = []
+    for age in range(min(max(map(len, lists), default=0), max(0, last - after)) - 1, -1, -1):
+        same = [points[-1 - age] for points in lists if age < len(points)]
+        point: dict[str, Any] = {"number": last - age}
+        point |= {name: round(sum(one[name] for one in same), 2) for name in SUMS}
+        point |= {name: _slowest(same, name) for name in TIMES}
+        found.append(point)
+    return found
+
+
+def _slowest(points: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """Of several, only the slowest is known; None: of none."""
+    return max((one[name] for one in points if one[name] is not None), default=None)
 
 
 def _replica(name: str, body: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """Protects --world_size=2 under the real server: answers are those of one rank, and a rank that is killed
-ends its streams with an error, comes back with the service, and leaves nothing."""
+ends its streams with an error, comes back with the service, and leaves nothing; so does rank 0."""
 
 from __future__ import annotations
 
@@ -57,4 +57,19 @@ def test_a_killed_rank_ends_its_streams_and_comes_back_with_the_service(ranks: R
     wait_for("the service is back", lambda: is_back(ranks, before["server"]), BACK_S)
     check_answers(ranks, world)
     assert is_gone(rank)
+    assert follower(processes(ranks)["tensorrt_llm"]) != rank
+
+
+def test_a_killed_rank_0_leaves_nothing_and_comes_back_with_the_service(ranks: Running, world: World) -> None:
+    """Its streams cannot be told by it: the server that is ended with it closes them."""
+    before = processes(ranks)
+    rank = follower(before["tensorrt_llm"])
+    with streams(ranks, 10) as open_streams:
+        os.kill(before["tensorrt_llm"], signal.SIGKILL)
+        ends = open_streams.wait_for_ends(30)
+    assert len(ends) == 10
+    wait_for("the service is back", lambda: is_back(ranks, before["server"]), BACK_S)
+    ended = {pid for name, pid in before.items() if name != "supervisor" and not name.startswith("deputy")}
+    assert all(map(is_gone, {rank, *ended}))
+    check_answers(ranks, world)
     assert follower(processes(ranks)["tensorrt_llm"]) != rank

@@ -135,6 +135,17 @@ def test_metrics_of_all_replicas_are_at_one_port(fleet: Fleet) -> None:
     assert f'manylora_fleet_replicas{{state="running"}} {REPLICAS}' in lines
 
 
+def test_the_curves_of_the_page_are_of_all_replicas_and_go_on(fleet: Fleet) -> None:
+    wait_for(lambda: len(fleet.cache()["points"]) > 1)
+    last = fleet.cache()["points"][-1]["number"]
+    url = f"{fleet.url}/v1/cache?points_after={last}"
+    for _ in range(8):
+        fleet.complete("a0", 40)
+    wait_for(lambda: any(one["tokens_per_s"] for one in httpx.get(url, timeout=30).json()["points"]))
+    assert all(one["number"] > last for one in httpx.get(url, timeout=30).json()["points"])
+    assert httpx.get(f"{fleet.url}/v1/cache?points_after=x", timeout=30).status_code == 400
+
+
 def test_errors_are_those_of_the_server(fleet: Fleet) -> None:
     missing = fleet.complete("nobody")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "adapter_not_found")

@@ -54,8 +54,6 @@ PARTS = ("audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder.")
 
 
 def _gemma4(raw: Mapping[str, Any]) -> dict[str, Any]:
-    if raw["use_bidirectional_attention"] == "all":
-        raise ConfigError("config.json: use_bidirectional_attention 'all' is not supported")
     count, dim = raw["num_hidden_layers"], raw["hidden_size_per_layer_input"]
     windows = read_windows(raw, [(layer + 1) % 6 != 0 for layer in range(count)]) or (None,) * count
     windows = (*windows[:-1], None)  # whatever config.json says of the last layer

@@ -91,6 +91,14 @@ def test_only_parameters_that_would_change_the_answer_are_refused() -> None:
     for kind in ("context_only", "generation_only", "", 1, None):
         with pytest.raises(RequestError, match="request_type"):
             check_parameters(json.dumps({"request_type": kind}))
+    for name, words in (
+        ("pooling", "ask tensorrt_llm with it"),
+        ("lora_mix_names", "ask tensorrt_llm or ensemble or tensorrt_llm_bls with it"),
+        ("lora_scale", "no model has it"),
+    ):
+        with pytest.raises(RequestError, match=f"^{name} is no input of this model, .*{words}$"):
+            check_parameters(json.dumps({name: 1}))
+    check_parameters('{"note": "pooling"}')
 
 
 def test_the_log_has_the_trace_and_the_client_the_sentence(caplog: pytest.LogCaptureFixture) -> None:

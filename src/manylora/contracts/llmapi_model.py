@@ -19,6 +19,7 @@ from manylora.llmapi.sampling import SamplingParams
 from manylora.request import LoraInput
 from manylora.wire.bls_generator import ClientRequest, Values
 from manylora.wire.bls_worker import LastOutputs
+from manylora.wire.client_errors import check_parameters
 from manylora.wire.server_types import Arrays, ServerRequest
 from manylora.wire.shape_guard import read_inputs
 
@@ -72,6 +73,7 @@ class LlmapiModel:
         self._open: dict[str, set[ClientRequest]] = {}  # by the client's own id
 
     def answer(self, client: ClientRequest, request: ServerRequest[Any]) -> Iterator[Values]:
+        check_parameters(request.parameters())
         arrays, name = read_inputs(request.inputs()), request.request_id()
         if scalar(arrays, "stop", False):
             self._stop_all(name)

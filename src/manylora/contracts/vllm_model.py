@@ -20,6 +20,7 @@ from manylora.openai.api.logprobs import TokenLogprob
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.bls_generator import ClientRequest, Values
 from manylora.wire.bls_worker import LastOutputs
+from manylora.wire.client_errors import check_parameters, check_phase
 from manylora.wire.encode import WINDOW
 from manylora.wire.server_types import Arrays, ServerRequest
 from manylora.wire.shape_guard import read_inputs
@@ -78,6 +79,10 @@ class VllmModel:
         if streaming and not exclude:
             raise RequestError("When streaming, `exclude_input_in_output` = False is not allowed.")
         sent = scalar(arrays, "sampling_parameters")
+        if sent is None:
+            check_phase(own)
+        else:
+            check_parameters(own)
         given = read_parameters(own if sent is None else sent, own=sent is None)
         if "lora_name" in given and not self._enabled:
             raise RequestError(NOT_ENABLED)

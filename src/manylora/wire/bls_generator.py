@@ -13,6 +13,7 @@ import numpy as np
 
 from manylora.errors import RequestError
 from manylora.wire import bls
+from manylora.wire.client_errors import check_parameters
 from manylora.wire.server_types import Arrays, ServerRequest, ServerTensor
 from manylora.wire.shape_guard import read_inputs
 
@@ -84,6 +85,7 @@ class TextGenerator:
 
     def answer(self, client: ClientRequest, request: ServerRequest[Any]) -> Iterator[Values]:
         """`responses` to one of the server's requests."""
+        check_parameters(request.parameters())
         tensors = {tensor.name(): tensor for tensor in request.inputs()}
         lora_weights = tensors.pop("lora_weights", None)
         return self.responses(client, read_inputs(tensors.values()), lora_weights)

@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol
 
 from manylora.system.lifeline import Lifeline
 from manylora.wire.bls_generator import ClientRequest, Values
-from manylora.wire.client_errors import check_parameters, client_error, client_message
+from manylora.wire.client_errors import client_error, client_message
 from manylora.wire.server_types import FINAL, Response, ResponseSender, ServerRequest
 
 THREADS = 64
@@ -102,7 +102,6 @@ class BlsWorker(Generic[Response]):
         with self._lifeline.busy():
             last: Response | None = None
             try:
-                check_parameters(request.parameters())
                 answers = self._generator.answer(client, request)
                 if not self._decoupled:
                     [first, *_] = list(answers)

@@ -108,7 +108,7 @@ INSIDE = {
     "openai.page": ["page", "docs", "cache_status"],
     "fleet": ["routing", "options", "calls", "router", "joined", "relay", "front", "application", "local"],
     "contracts": [
-        "tensors", "prompts", "vllm_sampling", "vllm_metrics", "vllm_model", "llmapi_model",
+        "tensors", "prompts", "vllm_sampling", "vllm_embedding", "vllm_metrics", "vllm_model", "llmapi_model",
     ],
 }  # fmt: skip
 NO_TORCH = [

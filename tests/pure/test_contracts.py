@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from manylora.config.pooling import PoolingSettings
 from manylora.contracts.llmapi_model import AdapterFolders, LlmapiModel
 from manylora.contracts.prompts import EngineSetup, PromptRunner
 from manylora.contracts.vllm_metrics import families, samples
@@ -59,6 +60,14 @@ class Engine:
         self.asked.append(arrays)
         if self._error:
             raise self._error
+        if "pooling" in arrays:
+            ending = {
+                "output_ids": np.zeros((1, 1, 0), np.int32),
+                "finish_reason": np.array([[b"stop"]], np.object_),
+            }
+            found = ending | {"pooled_output": np.array([[[3, 4, 5]]], np.float32)}
+            yield {name: Tensor(name, array) for name, array in found.items()}
+            return
         streaming, most = bool(arrays["streaming"].item()), int(arrays["request_output_len"].item())
         for at in range(min(most, len(SPOKEN)) if streaming else 1):
             yield self._response(SPOKEN[at : at + 1] if streaming else SPOKEN[:most], at, most, streaming)
@@ -97,8 +106,11 @@ def _array(value: Any) -> np.ndarray:
     return np.array([str(one).encode() for one in made], np.object_) if made.dtype.kind == "U" else made
 
 
-def runner(engine: Engine) -> PromptRunner:
-    return PromptRunner(engine, EngineSetup("tensorrt_llm", TOKENIZER, read_model_config(BASE), 512, True))
+def runner(engine: Engine, settings: PoolingSettings | None = None) -> PromptRunner:
+    found = settings or PoolingSettings()
+    return PromptRunner(
+        engine, EngineSetup("tensorrt_llm", TOKENIZER, read_model_config(BASE), 512, True, found)
+    )
 
 
 def vllm(engine: Engine, *, own: str = "{}", **inputs: Any) -> list[Values]:
@@ -110,7 +122,7 @@ def vllm(engine: Engine, *, own: str = "{}", **inputs: Any) -> list[Values]:
 def llmapi(engine: Engine, folders: AdapterFolders | None = None, **inputs: Any) -> list[Values]:
     decoupled = inputs.pop("decoupled", True)
     model = LlmapiModel(runner(engine), folders or AdapterFolders(), decoupled)
-    request = Request(request_id=inputs.pop("request_id", ""), **inputs)
+    request = Request(inputs.pop("own", "{}"), inputs.pop("request_id", ""), **inputs)
     return list(model.answer(ClientRequest(lambda: False), request))  # type: ignore[arg-type]
 
 
@@ -239,7 +251,6 @@ def test_errors_of_vllms_model() -> None:
             "When streaming, `exclude_input_in_output` = False",
         ),
         ({"image": "aGk="}, "input image is not supported by this server: leave it out"),
-        ({"embedding_request": "{}"}, "input embedding_request is not supported"),
     ):
         with pytest.raises(RequestError, match=words):
             vllm(Engine(), text_input="Hi", **inputs)
@@ -251,6 +262,62 @@ def test_errors_of_vllms_model() -> None:
     named = Request(text_input="Hi", sampling_parameters='{"lora_name": "doll"}')
     with pytest.raises(RequestError, match=r"LoRA feature is not enabled\."):
         list(model.answer(ClientRequest(lambda: False), named))  # type: ignore[arg-type]
+
+
+def test_an_embedding_of_vllms_model() -> None:
+    """As Triton's OpenAI frontend asks for one: without text_input."""
+    settings = PoolingSettings("mean", dimensions=(1, 2, 3))
+    for sent, ids in (("Hi", TOKENIZER.encode("Hi")), ([5, 6, 7], [5, 6, 7])):
+        engine = Engine()
+        model = VllmModel(runner(engine, settings), TOKENIZER, [])
+        body = json.dumps({"input": sent, "pooling_params": {"dimensions": [2]}})
+        counts = {"return_num_input_tokens": True, "return_num_output_tokens": True}
+        request = Request('{"lora_name": "doll"}', embedding_request=body, **counts)
+        [one] = model.answer(ClientRequest(lambda: False), request)  # type: ignore[arg-type]
+        np.testing.assert_allclose(json.loads(one["text_output"][0]), [0.6, 0.8], rtol=1e-6)  # type: ignore[index]
+        assert (one["num_input_tokens"], one["num_output_tokens"]) == (len(ids), 0)
+        [asked_for] = engine.asked
+        assert asked_for["input_ids"].tolist() == [ids]
+        assert (asked_for["pooling"].item(), asked_for["lora_name"].item()) == (b"mean", b"doll")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "embedding_request must be valid JSON, got '{'"),
+        ("[1]", "embedding_request must be a JSON object, got [1]"),
+        ('{"inputs": "a"}', "embedding_request has the unknown key 'inputs': leave it out"),
+        ("{}", "input must be one text, or token ids, got None"),
+        ('{"input": []}', "input must be one text, or token ids, got []"),
+        ('{"input": ["a"]}', "input must be one text, or token ids, got ['a']"),
+        ('{"input": [true]}', "input must be one text, or token ids, got [True]"),
+        ('{"input": "a", "pooling_params": {"task": "classify"}}', "has the unknown key 'task'"),
+        ('{"input": "a", "pooling_params": {"dimensions": 1.5}}', "must be a whole number, got 1.5"),
+        ('{"input": "a", "pooling_params": {"dimensions": 2}}', "config.json names no matryoshka_dimensions"),
+        (" " * (2**22 + 1), "must have at most 4194304 bytes"),
+    ],
+)  # fmt: skip
+def test_bad_embedding_requests_are_told_in_one_line(text: str, words: str) -> None:
+    with pytest.raises(RequestError) as error:
+        vllm(Engine(), embedding_request=text)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_embedding_takes_no_sampling() -> None:
+    with pytest.raises(RequestError, match="temperature means nothing to an embedding: leave it out"):
+        vllm(Engine(), embedding_request='{"input": "a"}', sampling={"temperature": 0})
+    with pytest.raises(RequestError, match="text_input is required"):
+        vllm(Engine())
+
+
+def test_adapters_among_the_parameters_are_not_ignored() -> None:
+    for own in ('{"lora_name": "doll"}', '{"lora_mix_names": "doll"}', '{"pooling": "last"}'):
+        with pytest.raises(RequestError, match="is no input of this model"):
+            vllm(Engine(), text_input="Hi", sampling={}, own=own)
+        with pytest.raises(RequestError, match="is no input of this model"):
+            llmapi(Engine(), text_input="Hi", own=own)
+    with pytest.raises(RequestError, match="unknown key 'lora_mix_names'"):
+        vllm(Engine(), text_input="Hi", own='{"lora_mix_names": "doll"}')
 
 
 def test_an_adapter_goes_to_the_engine_by_its_name() -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from manylora.config.engine import ModelConfig
-from manylora.errors import ConfigError, RequestError
+from manylora.config.pooling import PoolingSettings, read_pooling_settings
+from manylora.errors import ConfigError, RequestCancelledError, RequestError
 from manylora.llmapi.decoding import decoding_of
 from manylora.llmapi.outputs import CompletionOutput
 from manylora.llmapi.sampling import SamplingParams
@@ -18,7 +19,7 @@ from manylora.model.checkpoint import read_model_config
 from manylora.openai.api.logprobs import TokenLogprob
 from manylora.openai.api.params import Plan
 from manylora.openai.serving.generation import GenerationState
-from manylora.request import LoraInput
+from manylora.request import LoraInput, Pooling, Request
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.bls_generator import CallModel, ClientRequest, stop_request
 from manylora.wire.engine_client import AnswerReader, request_tensors
@@ -30,6 +31,7 @@ OUTPUTS = [
     "output_ids", "sequence_length", "output_log_probs", "generation_logits", "sequence_index",
     "finish_reason", "lora_cache_tier", *STATISTICS_NAMES,
 ]  # fmt: skip
+POOLED_OUTPUTS = ["output_ids", "sequence_index", "finish_reason", "pooled_output"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class EngineSetup:
     """The engine's model as its folder in the repository describes it.
 
     context: tokens of prompt and output; None: not known. streams: whether it may give several responses.
+    pooling: how embeddings are made.
     """
 
     name: str
@@ -77,6 +80,7 @@ class EngineSetup:
     model: ModelConfig
     context: int | None
     streams: bool
+    pooling: PoolingSettings = field(default_factory=PoolingSettings)
 
     @classmethod
     def open(cls, folder: Path, parameters: Mapping[str, str]) -> EngineSetup:
@@ -92,13 +96,17 @@ class EngineSetup:
         tokenizer = value_of(parameters, "tokenizer_dir") or beside or model_dir
         text = (folder.parent / name / "config.pbtxt").read_text(encoding="utf-8")
         streams = re.search(r"decoupled:\s*true", text, re.IGNORECASE) is not None
-        config = read_model_config(Path(model_dir))
-        return cls(name, Tokenizer(Path(tokenizer)), config, engine_context(folder, name), streams)
+        config, pooling = read_model_config(Path(model_dir)), read_pooling_settings(Path(model_dir))
+        return cls(name, Tokenizer(Path(tokenizer)), config, engine_context(folder, name), streams, pooling)
 
 
 class PromptRunner:
     def __init__(self, call: CallModel, engine: EngineSetup) -> None:
         self._call, self._engine = call, engine
+
+    @property
+    def pooling(self) -> PoolingSettings:
+        return self._engine.pooling
 
     def answers(self, client: ClientRequest, asked: Asked) -> Iterator[Answer]:
         """One for each piece of a stream, else the finished one alone. Raises RequestError."""
@@ -125,6 +133,26 @@ class PromptRunner:
         for event in reader.read({}, final=True):
             state.take(event)
         yield from self._answer(state, asked, statistics)
+
+    def pooled(
+        self, client: ClientRequest, prompt: str | Sequence[int], pooling: Pooling, lora: LoraInput | None
+    ) -> tuple[tuple[int, ...], np.ndarray]:
+        """The prompt's ids, and what the engine gives for them: [n], or [tokens, n] of all tokens, float32.
+
+        Raises RequestError.
+        """
+        engine = self._engine
+        ids = engine.tokenizer.encode(prompt, context=engine.context) if isinstance(prompt, str) else prompt
+        request = Request(tuple(ids), lora=lora, pooling=pooling)
+        reader, found = AnswerReader(request), None
+        with client.engine_request(engine.name) as request_id:
+            for response in self._call(engine.name, request_tensors(request), POOLED_OUTPUTS, request_id):
+                arrays = {name: tensor.as_numpy() for name, tensor in response.items()}
+                for event in reader.read(arrays, final=False):
+                    found = event.pooled if event.pooled is not None else found
+        if found is None:
+            raise RequestCancelledError("The request was cancelled")
+        return request.prompt, found
 
     def stop(self, model: str, request_id: str) -> None:
         stop_request(self._call, model, request_id)

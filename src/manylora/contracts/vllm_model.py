@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,13 @@ import numpy as np
 
 from manylora.contracts.prompts import Answer, Asked, PromptRunner
 from manylora.contracts.tensors import refuse, scalar, text_tensor
-from manylora.contracts.vllm_sampling import asked, read_parameters
+from manylora.contracts.vllm_embedding import read_embedding_request
+from manylora.contracts.vllm_sampling import NAME, asked, read_parameters
 from manylora.errors import AdapterNotFoundError, ConfigError, RequestError
 from manylora.llmapi.outputs import CompletionOutput
+from manylora.llmapi.pooled_outputs import embedding
 from manylora.openai.api.logprobs import TokenLogprob
+from manylora.request import LoraInput, Pooling
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.bls_generator import ClientRequest, Values
 from manylora.wire.bls_worker import LastOutputs
@@ -57,8 +60,12 @@ class VllmModel:
         try:
             arrays = read_inputs(request.inputs())
             extras = {name for name in EXTRAS if scalar(arrays, name, False)}
-            what, prompt = self._asked(arrays, request.parameters(), extras)
-            name = what.lora.name or "" if what.lora else ""
+            given = self._given(arrays, request.parameters())
+            name = given.get("lora_name", "")
+            if "embedding_request" in arrays:
+                yield self._embedding(client, arrays, given, extras)
+                return
+            what, prompt = self._asked(arrays, given, extras)
             for answer in self._runner.answers(client, what):
                 if answer.finished and self._observe is not None:
                     self._observe(what, answer)
@@ -71,14 +78,9 @@ class VllmModel:
     def stop(self, model: str, request_id: str) -> None:
         self._runner.stop(model, request_id)
 
-    def _asked(self, arrays: Arrays, own: str, extras: set[str]) -> tuple[Asked, str]:
-        """And the text to put before the output. own: the request's parameters, where there is no input."""
-        refuse(arrays, "image", "embedding_request")
-        text, streaming = scalar(arrays, "text_input"), bool(scalar(arrays, "stream", False))
-        exclude = scalar(arrays, "exclude_input_in_output", streaming)
-        if streaming and not exclude:
-            raise RequestError("When streaming, `exclude_input_in_output` = False is not allowed.")
-        sent = scalar(arrays, "sampling_parameters")
+    def _given(self, arrays: Arrays, own: str) -> dict[str, Any]:
+        """Of `read_parameters`. own: the request's own parameters, which are read where there is no input."""
+        sent = scalar(arrays, NAME)
         if sent is None:
             check_phase(own)
         else:
@@ -86,6 +88,33 @@ class VllmModel:
         given = read_parameters(own if sent is None else sent, own=sent is None)
         if "lora_name" in given and not self._enabled:
             raise RequestError(NOT_ENABLED)
+        return given
+
+    def _embedding(
+        self, client: ClientRequest, arrays: Arrays, given: Mapping[str, Any], extras: set[str]
+    ) -> LastOutputs:
+        others = sorted(given.keys() - {"lora_name"})
+        if others:
+            raise RequestError(f"{NAME}: {others[0]} means nothing to an embedding: leave it out")
+        settings = self._runner.pooling
+        prompt, params = read_embedding_request(scalar(arrays, "embedding_request"), settings)
+        lora = LoraInput(None, name=given["lora_name"]) if "lora_name" in given else None
+        ids, values = self._runner.pooled(client, prompt, Pooling(settings.mode), lora)
+        found = {"text_output": text_tensor([json.dumps(embedding(values, settings, params).tolist())])}
+        for name, count in (("num_input_tokens", len(ids)), ("num_output_tokens", 0)):
+            if f"return_{name}" in extras:
+                found[name] = np.array([count], np.uint32)
+        return LastOutputs(found)
+
+    def _asked(self, arrays: Arrays, given: Mapping[str, Any], extras: set[str]) -> tuple[Asked, str]:
+        """And the text to put before the output. given: of `_given`."""
+        refuse(arrays, "image")
+        if "text_input" not in arrays:
+            raise RequestError("text_input is required")
+        text, streaming = scalar(arrays, "text_input"), bool(scalar(arrays, "stream", False))
+        exclude = scalar(arrays, "exclude_input_in_output", streaming)
+        if streaming and not exclude:
+            raise RequestError("When streaming, `exclude_input_in_output` = False is not allowed.")
         made = asked(text, given, streaming, "return_cumulative_logprob" in extras)
         made = replace(made, statistics=self._observe is not None)
         return made, "" if exclude else text

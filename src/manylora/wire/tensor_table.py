@@ -224,7 +224,7 @@ TENSORRT_LLM_BLS = Model(
 
 VLLM_MODEL = Model(
     inputs=(
-        Tensor("text_input", "STRING", optional=False),
+        Tensor("text_input", "STRING"),
         Tensor("image", "STRING", (-1,)),
         Tensor("stream", "BOOL"),
         Tensor("sampling_parameters", "STRING"),

@@ -1,0 +1,211 @@
+"""Protects pooled outputs, mixes and activated LoRA through every model of one real server: each acts as
+transformers + PEFT do, beside generation, or refuses in one sentence that names what it does not take."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Running, World, fill_repo, new_server
+from test_other_models import expected, post, stream, vllm
+from test_server import ask, inputs, new_ids
+from tritonclient.utils import InferenceServerException
+
+from manylora.testing.tiny_models import make_adapter, reference_generate
+from manylora.text.tokenizer import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
+
+from pooled_adapters import hidden, logits, make_classifier, near
+
+NEW = 6
+INVOKE = "zq"  # the tokenizer has a token for each byte
+TEXT = {"text_input": "Hello", "max_tokens": NEW, "end_id": -1, "exclude_input_in_output": True}
+LLMAPI = {"text_input": "Hello", "sampling_param_max_tokens": NEW,
+          "sampling_param_exclude_input_from_output": True}  # fmt: skip
+
+
+@dataclass
+class Catalog:
+    labels: Any  # PEFT's models
+    score: Any
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def catalog(world: World, tmp_path_factory: pytest.TempPathFactory) -> Catalog:
+    folder = tmp_path_factory.mktemp("pooled") / "catalog"
+    labels = make_classifier(folder / "labels", world.model, 3, 1)
+    score = make_classifier(folder / "score", world.model, 1, 2, r=8)
+    for seed, name in enumerate(("one", "two"), 3):
+        make_adapter(folder / name, world.model, seed)
+    invoke = Tokenizer(world.model).encode(INVOKE, add_special_tokens=False)
+    activated = {"alora_invocation_tokens": invoke, "task_type": "CAUSAL_LM"}
+    make_adapter(folder / "activated", world.model, 5, **activated)
+    return Catalog(labels, score, folder)
+
+
+@pytest.fixture(scope="module")
+def server(world: World, catalog: Catalog, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    repo = fill_repo(
+        tmp_path_factory.mktemp("repo") / "models",
+        world.model,
+        contracts=True,
+        lora_catalog_dir=str(catalog.folder),
+    )
+    running = new_server(repo)
+    started = running.launch()
+    assert started.returncode == 0, started.stderr
+    yield running
+    assert running.launch("--stop").returncode == 0
+
+
+def named(name: str | None) -> dict[str, np.ndarray]:
+    return {} if name is None else {"lora_name": np.array([[name.encode()]], np.object_)}
+
+
+def pooled(
+    server: Running, prompt: list[int], name: str | None = None, mode: str = "last", head: bool = False
+) -> np.ndarray:
+    """Over gRPC."""
+    wanted = {"pooling": np.array([[mode.encode()]], np.object_), "classification_head": np.array([[head]])}
+    [found] = ask(server, inputs(prompt, 1, **wanted, **named(name)))
+    return found.as_numpy("pooled_output")[0]
+
+
+def test_embeddings_labels_scores_and_text_at_once(server: Running, world: World, catalog: Catalog) -> None:
+    prompts = [[(7 * i + j) % 250 for j in range(3 + 5 * i)] for i in range(12)]
+
+    def one(number: int) -> np.ndarray | str:
+        kinds = (
+            lambda ids: pooled(server, ids)[0],
+            lambda ids: pooled(server, ids, "labels", head=True)[0],
+            lambda ids: pooled(server, ids, "score", head=True)[0],
+            lambda ids: vllm(server, name="one")["text_output"],
+        )
+        return kinds[number % 4](prompts[number])  # type: ignore[no-any-return,no-untyped-call]
+
+    with ThreadPoolExecutor(12) as pool:
+        found = list(pool.map(one, range(12)))
+    text = expected(world, catalog.folder / "one")
+    for number, (ids, answer) in enumerate(zip(prompts, found, strict=True)):
+        if number % 4 == 3:
+            assert answer == text
+            continue
+        right = (
+            hidden(world.model, ids)[-1], logits(catalog.labels, ids), logits(catalog.score, ids)
+        )[number % 4]  # fmt: skip
+        assert near(answer, right), number
+
+
+def test_pooled_outputs_over_http(server: Running, world: World, catalog: Catalog) -> None:
+    prompt = [72, 101, 108, 108, 111]
+    body = {"input_ids": prompt, "input_lengths": len(prompt), "request_output_len": 1, "pooling": "last"}
+    status, told = post(server, "tensorrt_llm/generate", **body, classification_head=True, lora_name="labels")
+    assert status == 200, told
+    assert near(np.array(json.loads(told)["pooled_output"], np.float32), logits(catalog.labels, prompt))
+    assert near(pooled(server, prompt, mode="all"), hidden(world.model, prompt))
+
+
+def test_what_tensorrt_llm_refuses_of_pooled_requests(server: Running) -> None:
+    for call, words in (
+        (lambda: pooled(server, [5], mode="max"), "pooling must be one of last, mean, cls, all, got max"),
+        (lambda: pooled(server, [5], head=True), "head"),
+        (lambda: pooled(server, [5], "one", head=True), "head"),
+        (lambda: pooled(server, [5], "nobody"), "nobody"),
+    ):
+        with pytest.raises(InferenceServerException, match=words) as caught:
+            call()
+        assert "Traceback" not in str(caught.value)
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls", "vllm_model", "llmapi"])
+@pytest.mark.parametrize("more", [{"pooling": "last"}, {"classification_head": True}])
+def test_models_for_text_refuse_pooled_requests_by_name(
+    model: str, more: dict[str, Any], server: Running
+) -> None:
+    [name] = more
+    body: dict[str, Any] = {"vllm_model": {"text_input": "Hello"}, "llmapi": LLMAPI}.get(model, TEXT)
+    status, told = post(server, f"{model}/generate", **body, **more)
+    assert status != 200
+    assert name in json.loads(told)["error"]
+    values = {"pooling": np.array([[b"last"]], np.object_), "classification_head": np.array([[True]])}
+    with pytest.raises(InferenceServerException, match=name):
+        stream(server, model, {"text_input": np.array([[b"Hello"]], np.object_), name: values[name]})
+
+
+def test_embeddings_of_vllms_model(server: Running, world: World) -> None:
+    """Over HTTP and gRPC, of the base model and an adapter: of length 1."""
+    ids = Tokenizer(world.model).encode("Hello")
+
+    def right(name: str | None) -> np.ndarray:
+        values = pooled(server, ids, name)[0]
+        return values / np.linalg.norm(values)  # type: ignore[no-any-return]
+
+    states = hidden(world.model, ids)[-1]
+    assert near(right(None), states / np.linalg.norm(states))
+    request = json.dumps({"input": "Hello", "pooling_params": {}})
+    for name in (None, "one", "two"):
+        more = {} if name is None else {"lora_name": name}
+        status, told = post(server, "vllm_model/generate", embedding_request=request, **more)
+        assert status == 200, told
+        found = np.array(json.loads(json.loads(told)["text_output"]), np.float32)
+        assert near(found, right(name))
+    assert not near(right("one"), right("two"))
+    sent = {"embedding_request": np.array([json.dumps({"input": ids}).encode()], np.object_)}
+    answers = stream(server, "vllm_model", sent | {"return_num_input_tokens": np.array([True])})
+    assert near(np.array(json.loads(answers[0].as_numpy("text_output")[0]), np.float32), right(None))
+    assert answers[0].as_numpy("num_input_tokens").tolist() == [len(ids)]
+    status, told = post(server, "vllm_model/generate", embedding_request=request, lora_name="nobody")
+    assert status != 200 and "nobody" in told
+
+
+def test_mixes_act_through_the_chain_and_are_refused_by_the_others(
+    server: Running, world: World, catalog: Catalog
+) -> None:
+    """One adapter of scale 1 is that adapter; two are what `tensorrt_llm` computes, which is compared with
+    PEFT elsewhere."""
+    ids, tokenizer = Tokenizer(world.model).encode("Hello"), Tokenizer(world.model)
+    mix = {"lora_mix_names": ["one", "two"], "lora_mix_scales": [0.5, -1.25]}
+    names, scales = np.array([[b"one", b"two"]], np.object_), np.array([[0.5, -1.25]], np.float32)
+    asked = ask(server, inputs(ids, NEW, lora_mix_names=names, lora_mix_scales=scales))
+    both = tokenizer.decode(new_ids(asked)[len(ids) :])
+    alone = expected(world, catalog.folder / "one")
+    assert len({both, alone, expected(world, None)}) == 3
+    for model in ("tensorrt_llm_bls", "ensemble"):
+        for more, right in ((mix, both), ({"lora_mix_names": ["one"], "lora_mix_scales": [1.0]}, alone)):
+            status, told = post(server, f"{model}/generate", **TEXT, **more)
+            assert status == 200, told
+            assert json.loads(told)["text_output"] == right, model
+        status, told = post(server, f"{model}/generate", **TEXT, **mix, lora_name="one")
+        assert status != 200 and "stands alone" in told
+    for model, body in (("vllm_model", {"text_input": "Hello"}), ("llmapi", LLMAPI)):
+        status, told = post(server, f"{model}/generate", **body, lora_mix_names="one")
+        assert status != 200 and "lora_mix_names" in json.loads(told)["error"]
+
+
+def test_activated_lora_by_its_name_through_every_model(
+    server: Running, world: World, catalog: Catalog
+) -> None:
+    """Its invocation tokens are in the text, or it does not act."""
+    tokenizer = Tokenizer(world.model)
+    for text, folder in (("Hello " + INVOKE + "!", catalog.folder / "activated"), ("Hello!", None)):
+        right = tokenizer.decode(reference_generate(world.model, folder, tokenizer.encode(text), NEW))
+        for model in ("tensorrt_llm_bls", "ensemble"):
+            status, told = post(
+                server, f"{model}/generate", **TEXT | {"text_input": text}, lora_name="activated"
+            )
+            assert status == 200, told
+            assert json.loads(told)["text_output"] == right, (model, text)
+        assert vllm(server, name="activated", text_input=text)["text_output"] == right
+        status, told = post(server, "llmapi/generate", **LLMAPI | {"text_input": text}, lora_name="activated")
+        assert status == 200, told
+        found = json.loads(told)["text_output"]  # it ends at the end token
+        assert found and right.startswith(found)

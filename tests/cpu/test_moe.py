@@ -205,7 +205,7 @@ def merged(model: Path, path: Path, weights: np.ndarray, config: np.ndarray) -> 
              5: "mlp.gate_proj", 6: "mlp.down_proj", 7: "mlp.up_proj", 16: "mlp.gate",
              17: "mlp.shared_expert_gate", 19: "mlp.shared_expert.gate_proj",
              20: "mlp.shared_expert.down_proj", 21: "mlp.shared_expert.up_proj"}  # fmt: skip
-    fused = {0: (1, 2, 3), 18: (7, 5)}
+    fused = {0: (1, 2, 3), 18: (7, 5), 47: (21, 19)}
     experts = {13: "gate_proj", 14: "down_proj", 15: "up_proj"}
     for row, (module_id, layer, rank, _) in zip(weights[0], config[0].tolist(), strict=True):
         module, base = modules[module_id], f"model.layers.{layer}."

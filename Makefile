@@ -23,7 +23,7 @@ test: $(STAMP) ## every test, also against a real tritonserver
 	$(BIN)/python -m pytest
 
 test-gpu: $(STAMP) ## the tests of the GPU and its kernels; needs a CUDA GPU
-	$(BIN)/python -m pytest tests/gpu $(addprefix tests/cpu/test_,$(addprefix cuda_,kernels.py blocks.py experts.py backends.py quantised.py) \
+	$(BIN)/python -m pytest tests/gpu $(addprefix tests/cpu/test_,$(addprefix cuda_,kernels.py blocks.py experts.py backends.py quantised.py recurrent.py) \
 		float8_kernels.py)
 
 bench-gpu: ## the GPU benchmark (BENCH_ARGS=...), with any Python that has torch, triton and numpy

@@ -56,7 +56,10 @@ from manylora.kernels.cuda.fp8 import FP8, quantise_rows
 from manylora.kernels.cuda.grouped import quantised_rows, weight_table
 from manylora.kernels.cuda.lora import expand_add, shrink
 from manylora.kernels.cuda.ops import CudaOps
+from manylora.kernels.delta_rule import DeltaWeights
+from manylora.kernels.mamba2 import Mamba2Weights
 from manylora.kernels.quantised import QuantisedWeight
+from manylora.kernels.recurrent import RecurrentState, StateBatch
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.kernels.spec import AttentionBatch, AttentionParams, BatchLimits
 from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment, LoraTarget
@@ -124,6 +127,19 @@ ops.rms_norm(x, x[0], 1e-5)
 ops.add_rms_norm(x, x, x[0].float(), 1e-5)
 for activation in ("silu", "gelu", "gelu_tanh", "relu", "relu2"):
     ops.gated(y, activation)
+# Recurrent layers: a Granite 4, a Falcon-H1 without a norm, a Qwen 3.5, an LFM2; decoding and a prompt.
+for starts in ([0, 1, 2], [0, 9, 12]):
+    places = StateBatch(*(torch.zeros(n, dtype=torch.int64) for n in (3, 2, 2, 2, 2)))
+    x = torch.zeros(starts[-1], 24576, dtype=dtype)
+    taps, state = torch.zeros(4, 3328), RecurrentState(torch.zeros(2, 3, 3328), torch.zeros(2, 48, 64, 128))
+    heads, norm = torch.zeros(48), torch.zeros(3072)
+    mamba = Mamba2Weights(taps, taps[0], heads, heads, heads, norm, 1e-5, 1, 64, 128)
+    for one in (mamba, replace(mamba, norm=None), replace(mamba, gate_first=False)):
+        ops.mamba2(x, one, state, places)
+    taps, state = torch.zeros(4, 8192), RecurrentState(torch.zeros(2, 3, 8192), torch.zeros(2, 32, 128, 128))
+    delta = DeltaWeights(taps, torch.zeros(32), torch.zeros(32), torch.zeros(128), 1e-6, 16, 128)
+    ops.delta_rule(x[:, :12288], x[:, 12288:12352], delta, state, places)
+    ops.short_conv(x[:, :6144], torch.zeros(3, 2048), RecurrentState(torch.zeros(2, 2, 2048), heads), places)
 """
 
 

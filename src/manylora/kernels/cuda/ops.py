@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from manylora.kernels.cuda import kv, launch, lora, routing, rows
+from manylora.kernels.cuda import kv, launch, lora, recurrent, routing, rows
 from manylora.kernels.cuda.backends import AttentionBackend, choose
 from manylora.kernels.cuda.blocks import IN_TURN, ORDERS, BlockChooser, Order
 from manylora.kernels.cuda.capture import SecondStream, is_recording
@@ -17,7 +17,10 @@ from manylora.kernels.cuda.grouped import ALIGNMENTS, WeightTable, grouped_linea
 from manylora.kernels.cuda.plan import MODULES, PLACE, Places, plan_lora
 from manylora.kernels.cuda.products import QuantisedLinears
 from manylora.kernels.cuda.tables import PART_KEYS, PagedBatch, PlannedLora, plan_attention
+from manylora.kernels.delta_rule import DeltaWeights
+from manylora.kernels.mamba2 import Mamba2Weights
 from manylora.kernels.quantised import PackedInt4, QuantisedWeight, StackedWeight
+from manylora.kernels.recurrent import RecurrentState, StateBatch
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import (
     AttentionBatch,
@@ -224,6 +227,17 @@ class CudaOps(ReferenceOps):
         if q.shape[-1] > LARGEST_HEAD or not isinstance(batch, PagedBatch):
             return super().attention(q, k_cache, v_cache, batch, params)
         return self._attention(q, k_cache, v_cache, batch, params)
+
+    def delta_rule(
+        self, x: Tensor, gates: Tensor, weights: DeltaWeights, state: RecurrentState, batch: StateBatch
+    ) -> Tensor:
+        return recurrent.delta_rule(x, gates, weights, state, batch)
+
+    def mamba2(self, x: Tensor, weights: Mamba2Weights, state: RecurrentState, batch: StateBatch) -> Tensor:
+        return recurrent.mamba2(x, weights, state, batch)
+
+    def short_conv(self, x: Tensor, taps: Tensor, state: RecurrentState, batch: StateBatch) -> Tensor:
+        return recurrent.short_conv(x, taps, state, batch)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rows.rms_norm(x, weight, eps)

@@ -64,7 +64,7 @@ def _clamped_swiglu(y, out, y_stride, alpha, limit, WIDTH: tl.constexpr, BLOCK: 
     tl.store(out + row * WIDTH + column, mixed.to(out.dtype.element_ty), mask=inside)
 
 
-def _warps(block: int) -> int:
+def warps_of(block: int) -> int:
     """A program processes a row, whose elements should fit into registers."""
     return 4 if block <= 2048 else 8 if block <= 8192 else 16
 
@@ -84,7 +84,7 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
         launch(
             _rms_norm, (x.numel() // width,), x, x if delta is None else delta.contiguous(), weight, total,
             out, eps,
-            ADDED=delta is not None, WIDTH=width, BLOCK=block, num_warps=_warps(block),
+            ADDED=delta is not None, WIDTH=width, BLOCK=block, num_warps=warps_of(block),
         )  # fmt: skip
     return total, out
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from running import read
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,8 +25,11 @@ from manylora.kernels.cuda.capture import CudaCapture
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device
 from manylora.lora.convert import convert_peft
+from manylora.model.batch import ForwardBatch
+from manylora.model.checkpoint import read_model_config
 from manylora.quant.config import QuantConfig
 from manylora.request import LoraInput, Request, SamplingConfig
+from manylora.testing.parity import linear_names
 from manylora.testing.tiny_models import make_adapter, make_model
 from manylora.wire.metrics import engine_samples
 from manylora.wire.parameters import engine_config
@@ -180,6 +184,31 @@ def test_soft_caps_windows_and_experts_are_recorded(
     monkeypatch.setattr(graphed._parts.decoder, "forward", watched)
     for loras in ([None, None], adapters):
         assert answers(graphed, loras) == answers(plain, loras)
+    assert recorder.replayed > 0
+
+
+@pytest.mark.parametrize("family", ["granite4", "qwen3.5"])
+def test_recurrent_layers_are_recorded(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded steps wait for nothing, and give the plain loop's tokens; neither a padded row nor the
+    recording itself changes a state."""
+    model = make_model(tmp_path / "model", family, seed=1)
+    modules = linear_names(read_model_config(model)).linears
+    folder = make_adapter(tmp_path / "adapter", model, seed=1, rank=4, modules=modules)
+    adapter = replace(read(folder, model, 1), task_id=1)
+    plain = open_engine(model, monkeypatch, None, max_batch_size=4)
+    ops, recorder = CudaOps(part_keys=32), Recorder()
+    options = {"max_batch_size": 4, "cuda_graph_cache_size": 1}
+    graphed = open_engine(model, monkeypatch, Device(CPU, ops, "interpreted", recorder), **options)
+    forward = graphed._parts.decoder.forward
+
+    def watched(batch: ForwardBatch, *others: Any) -> Tensor:
+        assert batch.state is not None
+        with NothingWaits() if len(batch.state.reads) == len(batch.input_ids) else nullcontext():
+            return forward(batch, *others)
+
+    monkeypatch.setattr(graphed._parts.decoder, "forward", watched)
+    loras = [None, adapter, None]  # of four rows: one is padded
+    assert answers(graphed, loras) == answers(plain, loras)
     assert recorder.replayed > 0
 
 

@@ -277,8 +277,6 @@ def _record_decoding(runner: Runner, config: EngineConfig, model: ModelConfig, d
         logger.info("steps are not recorded: models with latent attention are not")
     elif model.attention_chunk is not None:
         logger.info("steps are not recorded: models whose layers attend in chunks are not")
-    elif model.recurrent is not None:
-        logger.info("steps are not recorded: models with recurrent layers are not")
     elif wanted is None or wanted:
         runner.record_decoding(config.cuda_graph_cache_size or DEFAULT_NUM_GRAPHS)
 

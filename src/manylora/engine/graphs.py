@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from manylora.engine.inputs import StepInputs
+from manylora.engine.inputs import StateRows, StepInputs
 from manylora.kernels.device import Capture
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import BatchLimits
@@ -102,10 +102,11 @@ class DecodeGraphs:
             graph = self._try_to_record(key, batch, inputs)
         return graph.replay()[:count] if graph is not None else None
 
-    def warm(self) -> None:
+    def warm(self, recurrent: bool = False) -> None:
         """Record the base model's graphs for common lengths, so that requests do not wait for it, and for
         longer ones while there is time and half of the graphs are left for batches with adapters. Others are
-        recorded when their shape has come up before."""
+        recorded when their shape has come up before. recurrent: the model has recurrent layers."""
+        state = StateRows([-1], [-1], [0], [-1]) if recurrent else None
         started, known = time.perf_counter(), self.num_recorded
         common = {width_class(columns, self._columns) for columns in WARM_COLUMNS}
         # The largest first: others share its memory.
@@ -116,7 +117,8 @@ class DecodeGraphs:
             if number >= self._max_graphs or (is_late and width not in common):
                 break
             blocks = [[0] * width]
-            if self._try_to_run(StepInputs([0], [0], [0, 1], [1], blocks, [-1], [0]).pad(rows)) is None:
+            inputs = StepInputs([0], [0], [0, 1], [1], blocks, [-1], [0], state=state)
+            if self._try_to_run(inputs.pad(rows)) is None:
                 break
             self._graphs.move_to_end(next(reversed(self._graphs)), last=False)  # the longest is dropped first
         self._plain_uses = plain_uses
@@ -161,12 +163,17 @@ class DecodeGraphs:
 
     def _record(self, key: Key, batch: ForwardBatch, inputs: StepInputs) -> _Graph:
         began = time.perf_counter()
-        buffers = to_device(batch, self._device)
+        state = batch.state
+        quiet = batch if state is None else replace(batch, state=state.storing_nothing())
+        buffers = to_device(quiet, self._device)
         if buffers.lora is not None:  # kernels read the tables; adapters that leave are not to be held here
             buffers = replace(buffers, lora=replace(buffers.lora, segments=()))
         inputs.fill(buffers.input_ids)
         replay = self._capture(lambda: self._run_into_one(buffers))
         graph = _Graph(buffers, TableCopy(buffers), replay)
+        if state is not None:  # recording runs the step too, which may move its states on only once
+            graph.load(batch)
+            inputs.fill(buffers.input_ids)
         # Only now: recording has waited for the previous step, whose graph may be the one to drop.
         while len(self._graphs) >= self._max_graphs:
             self._graphs.popitem(last=False)

@@ -52,6 +52,11 @@ class StateRows:
         none = [0] * len(self.writes)
         return StateRows(self.writes, self.writes, none, none)
 
+    def pad(self, count: int) -> StateRows:
+        """With so many sequences more, which start from zeros and store nothing."""
+        none, zeros = [-1] * count, [0] * count
+        return StateRows(self.reads + none, self.writes + none, self.cuts + zeros, self.saves + none)
+
     def plan(self, starts: list[int]) -> StateBatch:
         return StateBatch(*map(_int, (starts, self.reads, self.writes, self.cuts, self.saves)))
 
@@ -119,6 +124,7 @@ class StepInputs:
             blocks=self._padded_blocks(count),
             slots=_pad(self.slots, count, -1),
             logits_rows=np.concatenate((self.logits_rows, np.arange(known, rows))),
+            state=None if self.state is None else self.state.pad(count),
         )
 
     def _padded_blocks(self, count: int) -> Blocks:

@@ -96,7 +96,7 @@ class Runner:
         capture = self._device.capture
         assert capture is not None, "this device records nothing"
         self._graphs = DecodeGraphs(
-            lambda batch: self._decoder.forward(batch, self._kv),
+            self._forward,
             self._ops,
             capture,
             self._device.torch,
@@ -105,7 +105,7 @@ class Runner:
             PLAIN_USES,
         )
         if warm:
-            self._graphs.warm()
+            self._graphs.warm(recurrent=self._states is not None)
 
     def try_variants(self) -> None:
         """Let operations that have several variants measure and choose one now, rather than in a step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -51,6 +51,10 @@ class StateBatch:
     writes: Tensor
     cuts: Tensor
     saves: Tensor
+
+    def storing_nothing(self) -> StateBatch:
+        """The same for kernels that know -1 in `writes`: no state is stored."""
+        return replace(self, writes=torch.full_like(self.writes, -1), cuts=torch.zeros_like(self.cuts))
 
 
 Run = Callable[[Sequence[Tensor], Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]

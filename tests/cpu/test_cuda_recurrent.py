@@ -30,7 +30,7 @@ CASES = [
 ]
 SMALL = [("mamba2", (3, 3, 1, 7), {}), ("delta rule", (1, 2, 7, 5), {}), ("convolution", (7,), {})]
 LARGE = 128  # elements of a head's row: few rows of these, which the interpreter takes seconds for
-# Rows of each sequence; reads, writes, cuts, saves: from zeros, a slot of its own or another; with and without
+# Rows of each sequence; reads, writes, cuts, saves: from zeros, its own slot or another; with and without
 # a copy.
 PROMPTS = [5, 1, 7, 1, 2], [0, -1, 2, 5, -1], [0, 1, 3, 5, 4], [2, 0, 7, 0, 1], [7, -1, 8, -1, 6]
 DECODING = [1, 1, 1], [4, -1, 0], [4, 2, 1], [0, 1, 0], [-1, 6, -1]

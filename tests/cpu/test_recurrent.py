@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -333,6 +334,29 @@ def test_granite_as_released_and_names_of_its_adapters(workshop: Path) -> None:
     save_file({"base_model.model.model.layers.0.mamba.norm.weight": torch.ones(128)}, file)
     with pytest.raises(AdapterInvalidError, match="of a recurrent layer only the linear layers"):
         read(adapter, model)
+
+
+@pytest.mark.parametrize("family", ["granite4", "nemotron-h", "falcon-h1"])
+def test_unsloth_names_of_mamba_adapters(family: str, workshop: Path) -> None:
+    """Its modules are a pattern, and its keys those of a wrapped model, or of the code that Nemotron-H was
+    released with; they are the same adapter."""
+    model = make_model(workshop / f"unsloth-{family}", family, seed=6)
+    linears = linear_names(read_model_config(model)).linears
+    adapter = make_adapter(workshop / f"unsloth-{family}-a", model, 3, modules=linears)
+    expected, file = read(adapter, model, 1), adapter / "adapter_model.safetensors"
+    keys, settings = load_file(file), json.loads((adapter / "adapter_config.json").read_text())
+    assert any("in_proj" in key for key in keys) and any("q_proj" in key for key in keys)
+    settings["base_model_name_or_path"] = f"unsloth/{family}"
+    names = "|".join(settings["target_modules"])
+    settings["target_modules"] = rf"(?:.*?)\.layers\.\d+\.(?:.*?)(?:{names})"
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    roots = ["model.model.", "model.base_model.model.model.", "model.model.language_model."]
+    for root in (*roots, "model.backbone."):
+        renamed = {re.sub(r"model\.(?:model|backbone)\.", root, key, count=1): v for key, v in keys.items()}
+        save_file(renamed, file)
+        found = read(adapter, model, 1)
+        assert (found.weights == expected.weights).all(), root
+        assert (found.config == expected.config).all(), root
 
 
 MAMBA_SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {

@@ -76,8 +76,9 @@ class LoraBatch:
     alignment: int = 1
     extras: tuple[ExtraSegment, ...] = ()
 
-    def among(self, rows: Sequence[int]) -> LoraBatch:
-        """For these rows, ascending, alone: they are counted among themselves. Without extras."""
+    def among(self, rows: Sequence[int]) -> LoraBatch | None:
+        """For these rows, ascending, alone: they are counted among themselves. Without extras. None: what was
+        planned is of all rows."""
         few = [
             LoraSegment(start, stop, one.rows)
             for one in self.segments

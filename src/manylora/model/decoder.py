@@ -167,7 +167,7 @@ class Decoder(Transformer):
 
     def _wanted(self, batch: ForwardBatch) -> Wanted | None:
         """The rows that the last layer is computed for behind its attention; None: all of them, as where
-        arrays that adapters bring count on that, or tables are on another device."""
+        arrays that adapters bring count on that, or tables are on another device or of all rows."""
         rows, lora = batch.logits_rows, batch.lora
         if self._device.type != "cpu" or batch.pooled is not None or self._streams is not None:
             return None
@@ -175,8 +175,10 @@ class Decoder(Transformer):
             return None
         if lora is not None and lora.extras:
             return None
-        few = None if lora is None else lora.among(rows.tolist())
-        return Wanted(rows, few if few is not None and few.segments else None)
+        if lora is None:
+            return Wanted(rows, None)
+        few = lora.among(rows.tolist())
+        return None if few is None else Wanted(rows, few if few.segments else None)
 
     def _pool(self, x: Tensor, delta: Tensor | None, pooled: HiddenRows, lora: LoraBatch | None) -> None:
         pooled.hidden = self._hidden(x, delta, pooled.rows, lora)

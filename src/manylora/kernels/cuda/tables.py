@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,6 +35,9 @@ class PlannedLora(LoraBatch):
     mixed: bool = False
     row_slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     most_adapters: int = 1
+
+    def among(self, rows: Sequence[int]) -> None:
+        """Tiles are of all rows."""
 
     @property
     def shape(self) -> Hashable:

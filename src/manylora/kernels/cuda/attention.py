@@ -23,14 +23,16 @@ from manylora.kernels.spec import AttentionParams
 # Keys that a program reads at a time. The first is the default, where nothing was measured.
 DECODE = (Blocks(32), Blocks(64), Blocks(64, stages=2), Blocks(128, stages=2))
 ONE_WARP = Blocks(16, warps=1)  # without barriers; a larger tile's registers would spill
-# Of tiles of queries over 4 and 8 KiB, which are in registers: more keys at a time would spill.
+# Of tiles of queries over 4, 8 and 16 KiB, which are in registers: more keys at a time would spill.
 LARGE_DECODE = (Blocks(32), Blocks(32, warps=8))
-LARGEST_DECODE = (Blocks(16, warps=8, stages=2), Blocks(32, warps=8, stages=2))
+LARGER_DECODE = (Blocks(16, warps=8, stages=2), Blocks(32, warps=8, stages=2))
+LARGEST_DECODE = (Blocks(16, warps=16, stages=2),)
 PROMPTS = (Blocks(32), Blocks(64, stages=2))
 WIDE_PROMPTS = (Blocks(32, warps=8), Blocks(64, warps=8, stages=2))  # of heads over 128 elements
+WIDEST_PROMPTS = (Blocks(32, warps=8),)  # and over 256: more keys at a time are too much for shared memory
 FLOAT32_PROMPTS = (Blocks(32, warps=8, stages=2), Blocks(16, warps=8, stages=2))
 WIDE_FLOAT32_PROMPTS = (Blocks(16, warps=8, stages=2),)  # others spill registers
-IN_PIECES = (WIDE_FLOAT32_PROMPTS, LARGEST_DECODE)
+IN_PIECES = (WIDE_FLOAT32_PROMPTS, LARGER_DECODE, LARGEST_DECODE)
 PIECE = 32  # elements of a wide head in float32 whose products are made at a time
 PROGRAMS = 256  # that one decoding sequence should give a GPU: about two for each of its units
 FEWEST_PARTS, MOST_PARTS = 16, 64
@@ -224,7 +226,7 @@ class PagedAttention:
         part_top, part_sum = (torch.empty(size, dtype=torch.float32, device=q.device) for _ in "ab")
         part_out = torch.empty((*size, dim), dtype=torch.float32, device=q.device)
         block_d = max(16, triton.next_power_of_2(dim))
-        candidates = _candidates(block_m * block_d, q.dtype, batch.part_keys, split)
+        candidates = _candidates(block_m, block_d, q.dtype, batch.part_keys, split)
         shared = {
             "PART_KEYS": batch.part_keys, "MOST_PARTS": most_parts(kv_heads), "WINDOWED": window is not None,
             "DIM": dim, "BLOCK_D": block_d,
@@ -254,13 +256,14 @@ class PagedAttention:
             )  # fmt: skip
 
 
-def _candidates(elements: int, dtype: torch.dtype, part_keys: int, split: bool) -> tuple[Blocks, ...]:
-    """elements: of a tile of queries."""
+def _candidates(rows: int, dim: int, dtype: torch.dtype, part_keys: int, split: bool) -> tuple[Blocks, ...]:
+    """rows, dim: of a tile of queries."""
+    size = rows * dim * dtype.itemsize
     if split:
-        size = elements * dtype.itemsize
-        offered = (*DECODE, ONE_WARP) if size <= 2**12 else LARGE_DECODE if size <= 2**13 else LARGEST_DECODE
+        offered = (*DECODE, ONE_WARP)
+        if size > 2**12:
+            offered = LARGE_DECODE if size <= 2**13 else LARGER_DECODE if size <= 2**14 else LARGEST_DECODE
         return tuple(blocks for blocks in offered if part_keys % blocks.size == 0)  # each lies in one part
-    wide = elements * dtype.itemsize > 2**14
     if dtype == torch.float32:
-        return WIDE_FLOAT32_PROMPTS if wide else FLOAT32_PROMPTS
-    return WIDE_PROMPTS if wide else PROMPTS
+        return WIDE_FLOAT32_PROMPTS if size > 2**14 else FLOAT32_PROMPTS
+    return WIDEST_PROMPTS if dim > 256 else WIDE_PROMPTS if size > 2**14 else PROMPTS

@@ -37,7 +37,7 @@ from manylora.kernels.transfer import upload
 
 EARLY_FROM = 9, 0  # the first capability with programmatic dependent launch
 SPARE_SLOTS = 64  # places of adapters that no running sequence has, kept for when they come back
-LARGEST_HEAD = 256  # elements; wider ones are attended by PyTorch
+LARGEST_HEAD = 512  # elements; wider ones are attended by PyTorch
 
 
 class CudaOps(ReferenceOps):

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,17 +74,18 @@ def processes_of(session: int) -> list[str]:
     return [line for line in found.stdout.splitlines() if line and not line.startswith("Z")]
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    folder = tmp_path_factory.mktemp("fleet")
+@contextmanager
+def started(folder: Path, replicas: int, *more: str) -> Iterator[Fleet]:
+    """`manylora fleet` with the adapters a0, a1, and so on; nothing of it is left behind."""
     model = make_model(folder / "model", "llama", seed=11, max_position_embeddings=4096)
     root = folder / "adapters"
     for number in range(ADAPTERS):
         make_adapter(root / f"a{number}", model, seed=number)
     (port,) = free_ports(1)
-    flags = ["--replicas", str(REPLICAS), "--port", str(port), "--device", "cpu", "--report-seconds", "0.2"]
-    flags += ["--lora-refresh-seconds", "1", "--served-model-name", "base", "--lora-root", str(root)]
+    flags = ["--replicas", str(replicas), "--port", str(port), "--device", "cpu", "--report-seconds", "0.2"]
+    flags += ["--served-model-name", "base", "--lora-root", str(root), *more]
     log = folder / "fleet.log"
+    folders = temporary()
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-c", MAIN, "fleet", str(model), *flags],
@@ -91,16 +93,23 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             stderr=output,
             start_new_session=True,
         )
-    url = f"http://127.0.0.1:{port}"
-    folders = temporary()
-    wait_for(lambda: process.poll() is not None or is_ready(url), 300)
-    assert process.poll() is None, log.read_text(encoding="utf-8")
-    wait_for(lambda: len(Fleet(url, process, model, root).replicas()) == REPLICAS)
-    yield Fleet(url, process, model, root)
-    process.terminate()
-    process.wait(60)
+    fleet = Fleet(f"http://127.0.0.1:{port}", process, model, root)
+    try:
+        wait_for(lambda: process.poll() is not None or is_ready(fleet.url), 300)
+        assert process.poll() is None, log.read_text(encoding="utf-8")
+        wait_for(lambda: len(fleet.replicas()) == replicas)
+        yield fleet
+    finally:
+        process.terminate()
+        process.wait(60)
     wait_for(lambda: not processes_of(process.pid), 30)
     assert temporary() <= folders
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with started(tmp_path_factory.mktemp("fleet"), REPLICAS, "--lora-refresh-seconds", "1") as running:
+        yield running
 
 
 def temporary() -> set[Path]:
@@ -219,3 +228,35 @@ def test_of_a_killed_replica_only_begun_streams_end_and_they_say_so(fleet: Fleet
     assert {one["error"]["code"] for one in cut} == {"replica_lost"}
     wait_for(lambda: len(fleet.replicas()) == REPLICAS, 120)
     assert fleet.complete("a0").status_code == 200
+
+
+def test_replicas_come_with_the_queue_and_go_with_it(tmp_path: Path) -> None:
+    flags = ["--max-replicas", "2", "--target-requests", "2"]
+    flags += ["--upscale-delay", "1", "--downscale-delay", "2"]
+
+    async def run(fleet: Fleet) -> list[str]:
+        """As many requests at one time as two replicas are for, until there are two and each has answered."""
+        texts: list[str] = []
+        enough = asyncio.Event()
+
+        async def ask(client: httpx.AsyncClient, adapter: str) -> None:
+            while not enough.is_set():
+                texts.append(await stream(client, fleet.url, adapter, 200))
+
+        async with httpx.AsyncClient() as client:
+            askers = [asyncio.create_task(ask(client, f"a{number % ADAPTERS}")) for number in range(8)]
+            both = lambda: [one["running"] > 0 for one in fleet.replicas()] == [True, True]  # noqa: E731
+            try:
+                await asyncio.to_thread(wait_for, both, 120)
+            finally:
+                enough.set()
+                await asyncio.gather(*askers)
+        return texts
+
+    with started(tmp_path, 1, *flags) as fleet:
+        texts = asyncio.run(run(fleet))
+        assert all(text.endswith("data: [DONE]\n\n") and '"error"' not in text for text in texts)
+        # One goes while requests still come, and none of them is lost with it. What asks every replica is
+        # a request too, so not after each.
+        shrunk = lambda: len(fleet.replicas()) == 1  # noqa: E731
+        wait_for(lambda: [fleet.complete("a0").raise_for_status() for _ in range(8)] and shrunk(), 120)

@@ -103,13 +103,15 @@ class _Passed(Response):
 
 def replicas(options: FleetOptions, gpus: float) -> Application:
     scaling: dict[str, Any] = {"num_replicas": options.replicas}
+    target = None
     if options.max_replicas is not None:
+        target = options.target_requests or TARGET_REQUESTS
         scaling = {
             "autoscaling_config": {
                 "min_replicas": options.least_replicas,
                 "initial_replicas": options.replicas,
                 "max_replicas": options.max_replicas,
-                "target_ongoing_requests": options.target_requests or TARGET_REQUESTS,
+                "target_ongoing_requests": target,
                 "upscale_delay_s": options.upscale_delay,
                 "downscale_delay_s": options.downscale_delay,
             }
@@ -127,7 +129,11 @@ def replicas(options: FleetOptions, gpus: float) -> Application:
         logging_config={"log_level": "WARNING", "enable_access_log": False},
         request_router_config={
             "request_router_class": FleetRouter,
-            "request_router_kwargs": {"routing": options.routing, "pinned": dict(options.pin)},
+            "request_router_kwargs": {
+                "routing": options.routing,
+                "pinned": dict(options.pin),
+                "target": target,
+            },
             "request_routing_stats_period_s": options.report_seconds,
         },
         **scaling,

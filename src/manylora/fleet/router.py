@@ -25,8 +25,12 @@ class RandomRouting:
 class FleetRouter(RequestRouter):
     """One in each process that sends requests, on that process's routing thread."""
 
-    def initialize_state(self, routing: str = "affinity", pinned: Mapping[str, int] | None = None) -> None:
-        """Called by Ray with `request_router_kwargs`."""
+    def initialize_state(
+        self, routing: str = "affinity", pinned: Mapping[str, int] | None = None, target: float | None = None
+    ) -> None:
+        """Called by Ray with `request_router_kwargs`. target: requests in each replica that autoscaling aims
+        at. A replica with more is full, or one that was added would get no adapter of the others."""
+        self._target = target
         self._routing: AffinityRouting | RandomRouting = (
             RandomRouting() if routing == "random" else AffinityRouting(pinned=dict(pinned or {}))
         )
@@ -51,6 +55,8 @@ class FleetRouter(RequestRouter):
         if requests is None:
             requests = report.get("running", 0) + report.get("waiting", 0)
         capacity = report.get("capacity") or one.max_ongoing_requests
+        if self._target is not None:
+            capacity = max(1, min(capacity, int(self._target)))
         return Replica(
             name,
             capacity,

@@ -31,6 +31,7 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,13 +58,20 @@ class Asked:
 
 
 class Fleet:
-    """A running `manylora fleet`."""
+    """A running `manylora fleet`, or what `entry` runs in its place."""
 
-    def __init__(self, model: Path, root: Path, routing: str, options: argparse.Namespace) -> None:
+    def __init__(
+        self,
+        model: Path,
+        root: Path,
+        routing: str,
+        options: argparse.Namespace,
+        entry: Sequence[str] = ("-m", "manylora.cli"),
+    ) -> None:
         with socket.socket() as one:
             one.bind(("127.0.0.1", 0))
             self.port = one.getsockname()[1]
-        command = [sys.executable, "-m", "manylora.cli", "fleet", model, "--port", str(self.port)]
+        command = [sys.executable, *entry, "fleet", model, "--port", str(self.port)]
         command += ["--lora-root", root, "--replicas", str(options.replicas), "--routing", routing]
         command += ["--max-lora-rank", str(options.rank), "--max-loras", str(options.room)]
         command += ["--max-cpu-loras", str(options.room), "--device", "cpu", "--served-model-name", "model"]
@@ -112,9 +120,9 @@ class Fleet:
         self._process.wait()
 
 
-async def ask(port: int, adapter: str, tokens: int) -> Asked:
+async def ask(port: int, adapter: str, tokens: int, prompt: str | list[int] = TEXT) -> Asked:
     body = json.dumps(
-        {"model": adapter, "prompt": TEXT, "max_tokens": tokens, "temperature": 0, "stream": True,
+        {"model": adapter, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True,
          "ignore_eos": True, "logprobs": 0}
     ).encode()  # fmt: skip
     head = (

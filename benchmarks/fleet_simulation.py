@@ -108,13 +108,11 @@ class Found:
     router_s: float
 
 
-def simulate(
-    fleet: Fleet, costs: Costs, policy: Policy, name: str, trace: list[Arrival] | None = None
-) -> tuple[Found, list[Arrival]]:
-    """Run the arrivals through one fleet, until the last request has ended."""
-    clock = Clock()
-    servers = {f"r{i}": SimulatedServer(f"r{i}", costs, fleet.shape, clock) for i in range(fleet.replicas)}
-    requests = list(arrivals(fleet)) if trace is None else trace
+def replay(
+    requests: list[Arrival], servers: dict[str, SimulatedServer], policy: Policy, clock: Clock
+) -> float:
+    """Give each request to the server that the policy chooses, until the last has ended. Returns the real
+    seconds of processor that a choice took."""
     spent = 0.0
 
     def take(place: int) -> None:
@@ -131,7 +129,18 @@ def simulate(
 
     clock.at(requests[0].at, take, 0)
     clock.run()
-    return summary(fleet, name, requests, list(servers.values()), spent / len(requests)), requests
+    return spent / len(requests)
+
+
+def simulate(
+    fleet: Fleet, costs: Costs, policy: Policy, name: str, trace: list[Arrival] | None = None
+) -> tuple[Found, list[Arrival]]:
+    """Run the arrivals through one fleet, until the last request has ended."""
+    clock = Clock()
+    servers = {f"r{i}": SimulatedServer(f"r{i}", costs, fleet.shape, clock) for i in range(fleet.replicas)}
+    requests = list(arrivals(fleet)) if trace is None else trace
+    router_s = replay(requests, servers, policy, clock)
+    return summary(fleet, name, requests, list(servers.values()), router_s), requests
 
 
 def summary(

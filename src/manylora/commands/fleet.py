@@ -9,6 +9,13 @@ import sys
 from manylora.errors import ConfigError
 
 
+def close_ray() -> None:
+    """Nobody without our token reaches the Ray that this process starts. Before ray is imported, which reads
+    this then; a token that Ray makes would stay in the home folder."""
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     try:
@@ -18,9 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         options = parse_options(given)
         log_to_stderr(options.log_level)
-        # Ray reads these when it is imported. A token of its own would stay in the home folder.
-        os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        close_ray()
         from manylora.fleet.local import run
 
         run(options)

@@ -260,7 +260,7 @@ def _candidates(rows: int, dim: int, dtype: torch.dtype, part_keys: int, split: 
     """rows, dim: of a tile of queries."""
     size = rows * dim * dtype.itemsize
     if split:
-        offered = (*DECODE, ONE_WARP)
+        offered: tuple[Blocks, ...] = (*DECODE, ONE_WARP)
         if size > 2**12:
             offered = LARGE_DECODE if size <= 2**13 else LARGER_DECODE if size <= 2**14 else LARGEST_DECODE
         return tuple(blocks for blocks in offered if part_keys % blocks.size == 0)  # each lies in one part

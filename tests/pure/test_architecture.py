@@ -54,7 +54,8 @@ INSIDE = {
     ],
     "lora.library": ["names", "fingerprint", "reader", "memory", "disk", "versions", "library"],
     "model": [
-        "families", "safetensors_file", "checkpoint", "plan", "batch", "chunks", "kv_tensors", "rope",
+        "families", "safetensors_file", "checkpoint", "plan_parts", "plan_layers", "plan", "batch",
+        "chunks", "kv_tensors", "rope",
         "extras", "heads", "dense", "attend", "layers", "shared_kv", "layer_inputs", "altup", "latent",
         "routing", "moe", "delta_rule", "short_conv", "mamba2", "decoder_parts", "transformer", "decoder",
         "encoder_decoder", "encoder", "quant", "effective_weights", "weights", "builder",

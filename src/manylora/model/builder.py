@@ -20,7 +20,8 @@ from manylora.kernels.quantised import QuantisedWeight
 from manylora.model.checkpoint import read_model_config
 from manylora.model.families import FAMILIES
 from manylora.model.families.family import TensorNames
-from manylora.model.plan import STACKS, WeightSpec
+from manylora.model.plan_layers import STACKS
+from manylora.model.plan_parts import WeightSpec
 from manylora.model.quant import is_linear, quantise, should_quantise
 from manylora.model.weights import DTYPES, check_names, open_checkpoint, plan_of_files, read_quantised
 from manylora.quant.checkpoint_weights import PARTS

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from manylora.config.blocks import ConvConfig, DeltaConfig, RecurrentConfig
 from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
-from manylora.model.plan import Plan, WeightSpec
+from manylora.model.plan_parts import Plan, WeightSpec
 from manylora.parallel.mapping import Mapping
 
 LAYER = re.compile(r"(\d+)\.(.+)")

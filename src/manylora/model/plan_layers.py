@@ -1,0 +1,323 @@
+"""Which rows of a checkpoint's tensors make up the weights of one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from manylora.config.blocks import (
+    AltUpConfig,
+    ConvConfig,
+    DeltaConfig,
+    LatentConfig,
+    LayerInputsConfig,
+    Mamba2Config,
+)
+from manylora.config.engine import ModelConfig, MoeConfig
+from manylora.model.families.family import TensorNames
+from manylora.model.plan_parts import Plan, RowSlice, WeightSpec, linear, matrix, norm, whole
+
+# Names of the tensors of all experts of a layer: as transformers has them, and as Granite was released.
+STACKS = (
+    ("experts.gate_up_proj", "experts.down_proj"),
+    ("experts.up_proj", "experts.down_proj"),
+    ("input_linear.weight", "output_linear.weight"),
+)
+
+# Of layers with attention and a recurrent layer, the latter's matrices whose names both have.
+RECURRENT, BOTH = "recurrent_", ("out.weight", "out.bias")
+
+
+def layer_plan(
+    config: ModelConfig, names: TensorNames, source: str, recurrent: bool = False, reads_kv: bool = False
+) -> Plan:
+    if recurrent:
+        specs = _recurrent(config, names, source)
+    else:
+        specs = _attention(config, names, source)
+        if reads_kv:  # it has queries alone
+            specs = {name: spec for name, spec in specs.items() if not name.startswith(("qkv", "k_norm"))}
+            q = (whole(source + names.qkv[0], config.q_size),)
+            specs |= linear("q", q, config.hidden_size, config.attention_bias, config)
+    for ours, theirs in names.block_norms.items():
+        specs |= norm(ours, source + theirs, config.hidden_size, config)
+    if config.altup is not None:
+        specs |= _altup(config, config.altup, source)
+    if names.scalar:
+        specs["scalar"] = WeightSpec((whole(source + names.scalar, 1),))
+    return specs if config.layer_inputs is None else specs | _layer_input(config, config.layer_inputs, source)
+
+
+def _altup(config: ModelConfig, own: AltUpConfig, source: str) -> Plan:
+    hidden, count = config.hidden_size, own.streams
+    altup, laurel = f"{source}altup.", f"{source}laurel."
+    return {
+        "altup_router.weight": matrix(f"{altup}modality_router.weight", count, hidden),
+        "altup_predict.weight": matrix(f"{altup}prediction_coefs.weight", count**2, count),
+        "altup_correct.weight": matrix(f"{altup}correction_coefs.weight", count, count),
+        "laurel_left.weight": matrix(f"{laurel}linear_left.weight", own.laurel_rank, hidden),
+        "laurel_right.weight": matrix(f"{laurel}linear_right.weight", hidden, own.laurel_rank),
+        **norm("altup_norm", f"{altup}router_norm", hidden, config),
+        **norm("laurel_norm", f"{laurel}post_laurel_norm", hidden, config),
+        "altup_scale": WeightSpec((whole(f"{altup}correct_output_scale", hidden),)),
+    }
+
+
+def _layer_input(config: ModelConfig, own: LayerInputsConfig, source: str) -> Plan:
+    hidden = config.hidden_size
+    return {
+        "input_gate.weight": matrix(f"{source}per_layer_input_gate.weight", own.dim, hidden),
+        "input_project.weight": matrix(f"{source}per_layer_projection.weight", hidden, own.dim),
+        **norm("input_norm", f"{source}post_per_layer_input_norm", hidden, config),
+    }
+
+
+def mixer_plan(config: ModelConfig, names: TensorNames, source: str, layer: int) -> Plan:
+    """Of a decoder's layer all but its MLP."""
+    if layer in config.unmixed_layers:
+        return norm("mlp_norm", source + names.block_norms["mlp_norm"], config.hidden_size, config)
+    if layer in config.mlpless_layers:
+        names = replace(names, block_norms={"attention_norm": names.block_norms["attention_norm"]})
+    specs = layer_plan(config, names, source, layer in config.recurrent_layers, layer in config.kv_readers)
+    if config.beside is None:
+        return specs
+    both = {f"{RECURRENT}{name}" if name in BOTH else name: spec for name, spec in specs.items()}
+    return both | _attention(config, names, source)
+
+
+def _attention(config: ModelConfig, names: TensorNames, source: str) -> Plan:
+    hidden, latent = config.hidden_size, config.latent
+    out = (whole(source + names.out, hidden),)
+    if latent is None:
+        specs = linear("qkv", _qkv(config, names, source), hidden, config.attention_bias, config)
+    else:
+        specs = _latent(config, latent, names, source)
+    attended = config.q_size if latent is None else config.num_heads * latent.value_dim
+    specs |= linear("out", out, attended, config.attention_out_bias, config)
+    if config.attention_sinks:
+        specs["sinks"] = WeightSpec((whole(source + names.sinks, config.num_heads),))
+    if config.qk_norm not in ("", "plain"):
+        specs |= _qk_norm("q_norm", source + names.q_norm, config.num_heads, config)
+        specs |= _qk_norm("k_norm", source + names.k_norm, config.num_kv_heads, config)
+    return specs
+
+
+def _latent(config: ModelConfig, latent: LatentConfig, names: TensorNames, source: str) -> Plan:
+    q_up, kv_up = (source + name for name in names.latent)
+    hidden, q_size = config.hidden_size, config.num_heads * latent.query_dim
+    first = latent.q_rank or q_size
+    rows = zip(names.qkv, (first, latent.kv_rank + latent.rope_dim), strict=True)
+    pieces = tuple(whole(source + name, size) for name, size in rows)
+    specs = linear("qkv", pieces, hidden, config.attention_bias, config)
+    specs |= norm("k_norm", source + names.k_norm, latent.kv_rank, config)
+    if latent.q_rank:
+        specs |= norm("q_norm", source + names.q_norm, latent.q_rank, config)
+        specs["q_b.weight"] = matrix(f"{q_up}.weight", q_size, latent.q_rank)
+    values = config.num_heads * (latent.plain_dim + latent.value_dim)
+    return specs | {"kv_b.weight": WeightSpec((whole(f"{kv_up}.weight", values),), latent.kv_rank)}
+
+
+def _recurrent(config: ModelConfig, names: TensorNames, source: str) -> Plan:
+    own, hidden = config.recurrent, config.hidden_size
+    block = f"{source}{names.recurrent}."
+    if isinstance(own, ConvConfig):
+        return _short_conv(own, names, block, config)
+    if isinstance(own, Mamba2Config):
+        return _mamba2(own, names, block, config)
+    assert isinstance(own, DeltaConfig)
+    matrices = [block + name for name in names.recurrent_in]
+    qkvz, ba = (own.key_size, own.key_size, own.value_size, own.value_size), (own.value_heads,) * 2
+    if len(matrices) == 2:
+        wide, narrow = _grouped(matrices[0], qkvz, own.key_heads), _grouped(matrices[1], ba, own.key_heads)
+    else:
+        qkv, z, b, a = matrices
+        wide = (whole(qkv, own.channels), whole(z, own.value_size))
+        narrow = (whole(b, own.value_heads), whole(a, own.value_heads))
+    out = (whole(block + names.recurrent_out, hidden),)
+    taps = _taps(f"{block}conv1d.weight", own.channels, own.taps)
+    vectors = {"decay": "A_log", "shift": "dt_bias"}
+    return {
+        **linear("in", wide, hidden, False, config),
+        **linear("gates", narrow, hidden, False, config),
+        **linear("out", out, own.value_size, False, config),
+        "taps": taps,
+        "norm.weight": WeightSpec((whole(f"{block}norm.weight", own.value_dim),), wide=True),
+        **{
+            name: WeightSpec((whole(block + theirs, own.value_heads),), wide=True)
+            for name, theirs in vectors.items()
+        },
+    }
+
+
+def _mamba2(own: Mamba2Config, names: TensorNames, block: str, config: ModelConfig) -> Plan:
+    inside, out = (whole(block + names.recurrent_in[0], own.in_size),), block + names.recurrent_out
+    vectors = {name: WeightSpec((whole(block + theirs, own.heads),), wide=True)
+               for name, theirs in (("decay", "A_log"), ("shift", "dt_bias"), ("skip", "D"))}  # fmt: skip
+    if own.conv_bias:
+        vectors["taps_bias"] = WeightSpec((whole(f"{block}conv1d.bias", own.channels),), wide=True)
+    if own.normed:
+        vectors["inner_norm.weight"] = WeightSpec((whole(f"{block}norm.weight", own.value_size),), wide=True)
+    return {
+        **linear("in", inside, config.hidden_size, own.biased, config),
+        **linear("out", (whole(out, config.hidden_size),), own.value_size, own.out_biased, config),
+        "taps": _taps(f"{block}conv1d.weight", own.channels, own.taps),
+        **vectors,
+    }
+
+
+def _short_conv(own: ConvConfig, names: TensorNames, block: str, config: ModelConfig) -> Plan:
+    inside, out = (whole(block + names.recurrent_in[0], 3 * own.channels),), block + names.recurrent_out
+    return {
+        **linear("in", inside, config.hidden_size, False, config),
+        **linear("out", (whole(out, config.hidden_size),), own.channels, False, config),
+        "taps": _taps(f"{block}conv.weight", own.channels, own.taps),
+    }
+
+
+def _taps(source: str, channels: int, taps: int) -> WeightSpec:
+    return WeightSpec((whole(source, channels),), taps, wide=True, depthwise=True)
+
+
+def _qk_norm(name: str, source: str, heads: int, config: ModelConfig) -> Plan:
+    dim = config.head_dim
+    if config.qk_norm != "each":
+        return norm(name, source, heads * dim if config.qk_norm == "all" else dim, config)
+    if "{}" not in source:
+        return {f"{name}.weight": WeightSpec((whole(f"{source}.weight", heads),), dim)}
+    weights = tuple(whole(f"{source.format(head)}.weight", dim) for head in range(heads))
+    return {f"{name}.weight": WeightSpec(weights)}
+
+
+def mlp_plan(config: ModelConfig, names: TensorNames, source: str) -> Plan:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    if not config.gated_mlp:
+        up: tuple[RowSlice, ...] = (whole(source + names.up_gate[0], inner),)
+    elif len(names.up_gate) == 1:  # the checkpoint's [gate; up] becomes our [up; gate]
+        fused = source + names.up_gate[0]
+        up = (RowSlice(fused, inner, inner, 2 * inner), RowSlice(fused, 0, inner, 2 * inner))
+    else:
+        up = tuple(whole(source + name, inner) for name in names.up_gate)
+    down = (whole(source + names.down, hidden),)
+    specs = linear("up_gate", up, hidden, config.mlp_bias, config)
+    return specs | linear("down", down, inner, config.mlp_bias, config)
+
+
+def sparse_plan(config: ModelConfig, names: TensorNames, source: str, stored: Collection[str]) -> Plan:
+    """Experts one by one, as in released checkpoints, or stacked in two tensors, as transformers has them."""
+    assert config.moe is not None
+    moe, hidden = config.moe, config.hidden_size
+    inner, count = moe.intermediate_size, moe.num_experts
+    block, stacks = _stacked(names, source, stored)
+    routers = [f"{block}.{name}.weight" for name in names.routers]
+    router = next((name for name in routers if name in stored), routers[0])
+    specs = {"router.weight": matrix(router, count, hidden)}
+    if moe.routing.wide:
+        specs = {"router.weight": WeightSpec((whole(router, count),), hidden, wide=True)}
+    if moe.routing.corrected:
+        known = [f"{block}.{name}" for name in names.corrections]
+        found = next((name for name in known if name in stored), known[0])
+        one = "moe_statics." in found  # a matrix of one row
+        rows = WeightSpec((whole(found, 1),), count, wide=True)
+        specs["router.correction"] = rows if one else WeightSpec((whole(found, count),), wide=True)
+    if moe.beside_mlp:
+        scales = f"{block}.router.scale", f"{block}.router.per_expert_scale"
+        specs["router.norm.weight"] = WeightSpec((whole(scales[0], hidden),), wide=True)
+        specs["router.scales"] = WeightSpec((whole(scales[1], count),), wide=True)
+    if moe.biased:
+        specs["router.bias"] = WeightSpec((whole(router.removesuffix("weight") + "bias", count),))
+    if moe.interleaved:
+        return specs | _interleaved(moe, hidden, f"{block}.experts.")
+    for e in range(count):
+        up_gate: tuple[RowSlice, ...]
+        if stacks is not None:
+            fused, lower = stacks
+            up_gate = tuple(RowSlice(fused, start, inner, 2 * inner, e, count) for start in (inner, 0))
+            if not moe.gated:
+                up_gate = (RowSlice(fused, 0, inner, inner, e, count),)
+            down = RowSlice(lower, 0, hidden, hidden, e, count)
+        else:
+            expert = f"{block}.experts.{e}."
+            parts = names.expert_up_gate if moe.gated else names.expert_up_gate[:1]
+            up_gate = tuple(whole(f"{expert}{name}.weight", inner) for name in parts)
+            down = whole(f"{expert}{names.expert_down}.weight", hidden)
+        turned = moe.transposed and stacks is not None
+        specs[f"expert.{e}.up_gate.weight"] = WeightSpec(up_gate, hidden, True, turned)
+        specs[f"expert.{e}.down.weight"] = WeightSpec((down,), inner, True, turned)
+    if moe.shared_intermediate_size:
+        specs |= _shared(moe, hidden, names, source, block)
+    return specs
+
+
+def _interleaved(moe: MoeConfig, hidden: int, block: str) -> Plan:
+    """Of all experts in one tensor, [in, out], gate and up in turn."""
+    inner, specs = moe.intermediate_size, {}
+    for e in range(moe.num_experts):
+        fused = RowSlice(f"{block}gate_up_proj", 1, inner, 2 * inner, e, moe.num_experts, 2)
+        pieces = {
+            "up_gate": ((fused, replace(fused, start=0)), hidden),
+            "down": ((RowSlice(f"{block}down_proj", 0, hidden, hidden, e, moe.num_experts),), inner),
+        }
+        for name, (slices, columns) in pieces.items():
+            biases = tuple(replace(piece, source=f"{piece.source}_bias") for piece in slices)
+            specs[f"expert.{e}.{name}.weight"] = WeightSpec(slices, columns, True, transposed=True)
+            specs[f"expert.{e}.{name}.bias"] = WeightSpec(biases)
+    return specs
+
+
+def _stacked(names: TensorNames, source: str, stored: Collection[str]) -> tuple[str, tuple[str, str] | None]:
+    """The block of a layer's experts, and its tensors of all experts: gate and up, and down. None: each
+    expert has its own."""
+    own = source + names.sparse if names.sparse else source.removesuffix(".")
+    for block in (f"{source}mlp", own):
+        for first, second in STACKS:
+            if f"{block}.{first}" in stored:
+                return block, (f"{block}.{first}", f"{block}.{second}")
+    return own, None
+
+
+def _shared(moe: MoeConfig, hidden: int, names: TensorNames, source: str, block: str) -> Plan:
+    """The expert that every token uses, and its gate if it has one."""
+    size = moe.shared_intermediate_size
+    if names.shared:
+        fused, down = (f"{source}{name}.weight" for name in names.shared)
+        ups = tuple(RowSlice(fused, start, size, 2 * size) for start in (size, 0))
+    else:
+        shared = f"{block}.{names.shared_block}."
+        parts = names.expert_up_gate if moe.gated else names.expert_up_gate[:1]
+        ups = tuple(whole(f"{shared}{name}.weight", size) for name in parts)
+        down = f"{shared}{names.expert_down}.weight"
+    specs = {"shared.up_gate.weight": WeightSpec(ups, hidden, True)}
+    specs["shared.down.weight"] = matrix(down, hidden, size)
+    if moe.shared_gated:
+        specs["shared_gate.weight"] = matrix(f"{block}.shared_expert_gate.weight", 1, hidden)
+    return specs
+
+
+def _qkv(config: ModelConfig, names: TensorNames, source: str) -> tuple[RowSlice, ...]:
+    sizes = (config.q_rows, config.kv_size, config.kv_size)
+    if len(names.qkv) == 3:
+        pieces = tuple(whole(source + name, size) for name, size in zip(names.qkv, sizes, strict=True))
+        return pieces[:2] if config.keys_are_values else pieces
+    return _grouped(source + names.qkv[0], sizes, config.qkv_groups)
+
+
+def _grouped(fused: str, sizes: tuple[int, ...], groups: int) -> tuple[RowSlice, ...]:
+    """Parts of these sizes, which the checkpoint has in groups, one after another."""
+    total = sum(sizes)
+    pieces, first = [], 0
+    for size in sizes:
+        rows = size // groups
+        pieces += [RowSlice(fused, g * (total // groups) + first, rows, total) for g in range(groups)]
+        first += rows
+    return tuple(pieces)
+
+
+def cross_plan(config: ModelConfig, names: TensorNames, source: str) -> Plan:
+    q, k, v, out = (source + name for name in names.cross)
+    hidden, biased = config.hidden_size, config.attention_bias
+    kv = (whole(k, config.kv_size), whole(v, config.kv_size))
+    return {
+        **linear("cross_q", (whole(q, config.q_size),), hidden, biased, config),
+        **linear("cross_kv", kv, hidden, biased, config),
+        **linear("cross_out", (whole(out, hidden),), config.q_size, config.attention_out_bias, config),
+    }

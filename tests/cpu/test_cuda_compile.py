@@ -166,6 +166,6 @@ def test_every_kernel_and_choice_compiles_and_reads_matrices_in_wide_words(tmp_p
         assert shared <= SHARED_MEMORY, line
         assert spilled <= SPILLED, f"{line}: registers are spilled"
     others = {"_join", "_rotate_store", "_rms_norm", "_gated", "_clamped_swiglu", "_pair", "_tile"}
-    others |= {"_quantise", "_add_parts"}
+    others |= {"_quantise", "_add_parts", "_convolve", "_keep_inputs", "_mamba2", "_delta_rule", "_finish"}
     assert set(wide) == READS_MATRICES | others
     assert all(wide[name] for name in (*READS_MATRICES, "_gated"))

@@ -111,6 +111,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check_ranks(options: argparse.Namespace) -> None:
     """Raises ConfigError unless so many ranks can share the model."""
+    for name in ("tp_size", "pp_size"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} must be at least 1, got {getattr(options, name)}")
     if options.tp_size == options.pp_size == 1:
         return
     from manylora.model.checkpoint import read_model_config

@@ -13,7 +13,8 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -32,21 +33,25 @@ from manylora.kernels.cuda.blocks import BlockChooser, Blocks
 from manylora.kernels.cuda.fp8 import FP8, quantise_rows
 from manylora.kernels.cuda.grouped import quantised_rows, weight_table
 from manylora.kernels.cuda.ops import CudaOps
+from manylora.kernels.delta_rule import DeltaWeights
+from manylora.kernels.mamba2 import Mamba2Weights
 from manylora.kernels.quantised import QuantisedWeight
+from manylora.kernels.recurrent import RecurrentState, StateBatch
 from manylora.kernels.row_format import Encoding, RowFormat
 
 SPILLED = 16  # bytes of a thread that are tolerated
 HIDDEN, WIDTHS = 4096, (4096, 1024, 1024)
 TARGETS = [spec.LoraTarget(i, sum(WIDTHS[:i]), width) for i, width in enumerate(WIDTHS)]
 LENGTHS = {1: (1,) * 32, 16: (8,) * 4, 64: (128, 128)}  # rows of each adapter, by the size of a tile
-GROUPS = ("adapters", "attention", "weights", "rows")
+GROUPS = ("adapters", "attention", "weights", "rows", "recurrent")
 HEAD = "| case | block | registers | spilled | shared | blocks | loads | tensor cores | loop | barriers |"
 INTRODUCTION = """# Machine code of the GPU kernels
 
 `make gpu-static` compiles every kernel in the Triton language, with every choice of block sizes that a start
 may measure, for {targets}, and reads what NVIDIA's assembler made of it. Nothing runs, so it
 needs no GPU and shows no time. It was made with triton {version}. Shapes are those of a Llama 3 8B;
-heads of 256 are those of a Gemma.
+heads of 256 and 512 are those of a Gemma 4, and of 64 those of a gpt-oss. Recurrent layers
+are those of a Granite 4, a Qwen 3.5 and an LFM2.
 
 A row is a case with one choice. Where the kinds of GPU differ, a cell has the value of each, in that order.
 
@@ -161,7 +166,10 @@ def _compile(task: tuple[int, str, str]) -> list[Compiled]:
 
 
 def _cases(groups: Sequence[str], capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    made = {"adapters": _adapters, "attention": _attention, "weights": _weights, "rows": _rows}
+    made = {
+        "adapters": _adapters, "attention": _attention, "weights": _weights, "rows": _rows,
+        "recurrent": _recurrent,
+    }  # fmt: skip
     for group in groups:
         yield from made[group](capability)
 
@@ -182,44 +190,54 @@ def _batch(lengths: Sequence[int], keys: int = 1024) -> spec.AttentionBatch:
 
 
 def _adapters(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    for dtype, size, rank, encoding in _kinds_of_adapters():
+    for dtype, size, rank, encoding, mixed in _kinds_of_adapters():
         attention = _batch(LENGTHS[size])
-        row = spec.LoraRow(0, RowFormat(rank, encoding=encoding))
+        row = spec.LoraRow(0, RowFormat(rank // 2 if mixed else rank, encoding=encoding))
+        row = replace(row, more=(row,) * mixed)
         spans = zip(attention.query_starts, attention.query_starts[1:], strict=False)
         segments = tuple(spec.LoraSegment(*span, {(0, t.module_id): row for t in TARGETS}) for span in spans)
         ops = _ops(dtype)
         _, lora = ops.plan(attention, spec.LoraBatch(torch.zeros(64, dtype=dtype), segments, 16))
         x = torch.zeros(sum(LENGTHS[size]), HIDDEN, dtype=dtype)
         y = torch.zeros(sum(LENGTHS[size]), sum(WIDTHS), dtype=dtype)
-        name = f"{_name(dtype)}, tile {size}, rank {rank}{', 8-bit' * encoding}"
+        name = f"{_name(dtype)}, tile {size}, rank {rank}{', 8-bit' * encoding}{', mix' * mixed}"
         yield name, lambda o=ops, y=y, x=x, b=lora: o.lora_add(y, x, b, 0, TARGETS)  # type: ignore[misc]
 
 
-def _kinds_of_adapters() -> Iterator[tuple[torch.dtype, int, int, Encoding]]:
-    """Type, rows of a tile, rank, encoding. Of single rows no rank has a kernel of its own; higher ranks than
-    16 have larger blocks."""
-    for dtype in (torch.bfloat16, torch.float32):
+def _kinds_of_adapters() -> Iterator[tuple[torch.dtype, int, int, Encoding, bool]]:
+    """Type, rows of a tile, rank, encoding, whether it is the sum of two that are mixed. Of single rows no
+    rank has a kernel of its own; higher ranks than 16 have larger blocks."""
+    for dtype, mixed in product((torch.bfloat16, torch.float32), (False, True)):
         for encoding in (Encoding.PLAIN, Encoding.FLOAT8):
-            yield dtype, 1, 16, encoding
+            yield dtype, 1, 32 if mixed else 16, encoding, mixed
             for size in (16, 64):
-                yield dtype, size, 64, encoding
-                if dtype == torch.bfloat16 and encoding == Encoding.PLAIN:
-                    yield dtype, size, 16, encoding
+                yield dtype, size, 64, encoding, mixed
+                if dtype == torch.bfloat16 and encoding == Encoding.PLAIN and not mixed:
+                    yield dtype, size, 16, encoding, mixed
 
 
 def _attention(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    heads_of = {torch.bfloat16: ((32, 8, 128), (16, 8, 256)), torch.float32: ((32, 8, 128), (16, 8, 256))}
-    for dtype, shapes in heads_of.items():
-        for heads, kv_heads, dim in shapes:
-            for label, lengths in (("decoding", (1,) * 32), ("prompts", (512,))):
-                for narrow in (False, True):
-                    ops = _ops(dtype, heads, kv_heads, dim)
-                    planned, _ = ops.plan(_batch(lengths), None)
-                    q = torch.zeros(sum(lengths), heads, dim, dtype=dtype)
-                    cache = torch.zeros(4, 32, kv_heads, dim, dtype=FP8 if narrow else dtype)
-                    params = spec.AttentionParams(0.1, 512, 30.0) if narrow else spec.AttentionParams(0.1)
-                    name = f"{_name(dtype)}, {label}, heads of {dim}{', 8-bit cache, window, cap' * narrow}"
-                    yield name, lambda o=ops, q=q, c=cache, b=planned, p=params: o.attention(q, c, c, b, p)  # type: ignore[misc]
+    for dtype, (heads, kv_heads, dim), special in _kinds_of_heads():
+        for label, lengths in (("decoding", (1,) * 32), ("prompts", (512,))):
+            ops = _ops(dtype, heads, kv_heads, dim)
+            planned, _ = ops.plan(_batch(lengths), None)
+            q = torch.zeros(sum(lengths), heads, dim, dtype=dtype)
+            narrow = special.startswith("8-bit cache")
+            cache = torch.zeros(4, 32, kv_heads, dim, dtype=FP8 if narrow else dtype)
+            params = spec.AttentionParams(0.1, 512, 30.0) if narrow else spec.AttentionParams(0.1)
+            if special == "sinks":
+                params = replace(params, sinks=torch.zeros(heads))
+            name = ", ".join(filter(None, (_name(dtype), label, f"heads of {dim}", special)))
+            yield name, lambda o=ops, q=q, c=cache, b=planned, p=params: o.attention(q, c, c, b, p)  # type: ignore[misc]
+
+
+def _kinds_of_heads() -> Iterator[tuple[torch.dtype, tuple[int, int, int], str]]:
+    """Type; heads, key heads and their size; what is special."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for shape in ((32, 8, 128), (16, 8, 256), (16, 2, 512)):
+            yield dtype, shape, ""
+            yield dtype, shape, "8-bit cache, window, cap"
+    yield torch.bfloat16, (64, 8, 64), "sinks"
 
 
 def _weights(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -252,9 +270,26 @@ def _rows(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     cache, angle = torch.zeros(4, 32, 8, 128, dtype=dtype), torch.zeros(32, 128, dtype=dtype)
     yield "bf16", lambda: ops.add_rms_norm(x, x, x[0], 1e-5)
     yield "bf16, silu", lambda: ops.gated(x, "silu")
+    yield "bf16", lambda: ops.clamped_swiglu(x, 1.7, 7.0)
+    yield "8 experts", lambda: ops.pair_up(torch.zeros(32, 2, dtype=torch.int64), 8, None)
     yield "bf16", lambda: ops.rotate_and_store(q, k, k, (angle, angle), cache, cache, attention)
     yield "8-bit cache", lambda: ops.rotate_and_store(q, k, k, None, cache.to(FP8), cache.to(FP8), attention)
     yield "bf16", lambda: quantise_rows(x)
+
+
+def _recurrent(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The layers of a Granite 4, a Qwen 3.5 and an LFM2. Prompts take the kernels of decoding."""
+    ops, dtype = _ops(torch.bfloat16), torch.bfloat16
+    places = StateBatch(*(torch.zeros(n, dtype=torch.int64) for n in (3, 2, 2, 2, 2)))
+    x, heads = torch.zeros(2, 24576, dtype=dtype), torch.zeros(48)
+    taps, state = torch.zeros(4, 3328), RecurrentState(torch.zeros(2, 3, 3328), torch.zeros(2, 48, 64, 128))
+    mamba = Mamba2Weights(taps, taps[0], heads, heads, heads, torch.zeros(3072), 1e-5, 1, 64, 128)
+    yield "Mamba-2", lambda: ops.mamba2(x, mamba, state, places)
+    wide, large = torch.zeros(4, 8192), RecurrentState(torch.zeros(2, 3, 8192), torch.zeros(2, 32, 128, 128))
+    delta = DeltaWeights(wide, heads[:32], heads[:32], torch.zeros(128), 1e-6, 16, 128)
+    yield "delta rule", lambda: ops.delta_rule(x[:, :12288], x[:, 12288:12352], delta, large, places)
+    short = RecurrentState(torch.zeros(2, 2, 2048), heads)
+    yield "short convolution", lambda: ops.short_conv(x[:, :6144], torch.zeros(3, 2048), short, places)
 
 
 def _name(dtype: torch.dtype) -> str:

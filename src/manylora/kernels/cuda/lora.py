@@ -32,7 +32,13 @@ from manylora.kernels.row_format import Encoding
 SHRINK_ROWS = (Blocks(256), Blocks(512), Blocks(512, warps=8), Blocks(128, warps=2))
 SHRINK_TILES = (Blocks(64), Blocks(64, stages=4), Blocks(128))
 EXPAND_ROWS = (Blocks(128), Blocks(256), Blocks(64, warps=2))
-EXPAND_TILES = {16: (Blocks(64), Blocks(128), Blocks(128, warps=8)), 64: (Blocks(64, warps=8),)}
+EXPAND_TILES = {
+    16: (Blocks(64), Blocks(128), Blocks(128, warps=8)),
+    64: (Blocks(64, warps=8, stages=4), Blocks(32, warps=8)),
+}
+# Of float32, which is multiplied three times.
+SHRINK_FLOAT32 = (Blocks(64), Blocks(64, stages=4))
+EXPAND_FLOAT32 = {16: (Blocks(64, warps=8), Blocks(32)), 64: (Blocks(32, warps=8, stages=2),)}
 # Integers that differ between batches of one model. Triton would compile a variant for each kind of value.
 CHANGING = ["layer", "num_rows", "num_targets", "rank_blocks", "num_splits"]
 
@@ -355,7 +361,9 @@ def shrink(x: Tensor, tables: LoraTables, early: bool = False) -> Tensor:
             tiled = {"BLOCK_M": tables.tile_size, "WIDEN": widens(x.dtype)}
             launch(_shrink_tiles, grid, *arguments, **constants, **options, **tiled)
 
-    candidates = SHRINK_ROWS if tables.tile_size == 1 else _in_registers(SHRINK_TILES, x.dtype)
+    candidates: tuple[Blocks, ...] = SHRINK_ROWS
+    if tables.tile_size > 1:
+        candidates = SHRINK_FLOAT32 if x.dtype == torch.float32 else SHRINK_TILES
     shape = f"shrink {x.dtype} tile {tables.tile_size} in {in_dim}"
     run(tables.chooser.choose(shape, candidates, run))
     return partial
@@ -385,14 +393,9 @@ def expand_add(
 
     candidates: tuple[Blocks, ...] = EXPAND_ROWS
     if tables.tile_size > 1:
-        candidates = _in_registers(EXPAND_TILES[tables.tile_size], y.dtype)
+        candidates = (EXPAND_FLOAT32 if y.dtype == torch.float32 else EXPAND_TILES)[tables.tile_size]
     shape = f"expand {y.dtype} tile {tables.tile_size} out {num_columns}"
     run(tables.chooser.choose(shape, candidates, run))
-
-
-def _in_registers(candidates: tuple[Blocks, ...], dtype: torch.dtype) -> tuple[Blocks, ...]:
-    """Those that do not spill: a tile in float32 is multiplied three times."""
-    return tuple(blocks for blocks in candidates if dtype != torch.float32 or blocks.size <= 64)
 
 
 def _splits(in_dim: int, tile_size: int) -> int:

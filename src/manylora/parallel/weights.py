@@ -55,7 +55,7 @@ def _around_layers(name: str, spec: WeightSpec, model: ModelConfig, mapping: Map
     stack = STACK.fullmatch(name)
     own = name if stack is None else stack[1]
     tokens = mapping.vocabulary(model.vocab_size)
-    if own in ("norm.weight", "norm.bias") or name.startswith(("score.", "pooler.")):
+    if own in ("norm.weight", "norm.bias") or name.startswith(("score.", "head_layer.")):
         return spec
     if own == "relative":  # a bias of each head
         return spec.take_columns(query_heads(model, mapping))

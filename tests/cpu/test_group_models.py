@@ -14,6 +14,9 @@ from test_encoders import make_encoder, prompt
 
 from manylora.config.engine import EngineConfig
 from manylora.engine.engine import Engine
+from manylora.errors import ConfigError
+from manylora.model.checkpoint import read_model_config
+from manylora.parallel.mapping import Mapping, check_mapping
 from manylora.request import Event, LoraInput, Pooling, Request, SamplingConfig
 from manylora.testing.tiny_models import make_adapter, make_model
 
@@ -109,6 +112,18 @@ def test_encoders_and_their_heads(tmp_path: Path) -> None:
         )
     ]  # fmt: skip
     check_pooled(model, requests, **TENSOR)
+
+
+def test_what_ranks_do_not_divide_is_told(tmp_path: Path) -> None:
+    refused = {
+        "an encoder with rotary positions": make_encoder(tmp_path / "1", "modernbert"),
+        "several residual streams": make_model(tmp_path / "2", "gemma3n"),
+        "Mamba-2 layers": make_model(tmp_path / "3", "granite4"),
+        "norms after the residual sums": make_model(tmp_path / "4", "opt-350m"),
+    }
+    for what, model in refused.items():
+        with pytest.raises(ConfigError, match=f"has {what}: such models run on one rank"):
+            check_mapping(read_model_config(model), Mapping(2, 0, 2))
 
 
 def test_hidden_states_of_a_decoder_come_from_its_last_stage(tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ def _not_shared(model: ModelConfig) -> dict[str, bool]:
         "layers that share keys and values": bool(model.kv_readers),
         "norms after the residual sums": model.post_norm,
         "Mamba-2 layers": isinstance(model.recurrent, Mamba2Config),
+        "an encoder with rotary positions": model.bidirectional and not model.learned_positions,
     }
 
 

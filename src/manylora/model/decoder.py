@@ -216,6 +216,8 @@ class Decoder(Transformer):
 
     def _logits(self, x: Tensor, delta: Tensor | None, batch: ForwardBatch) -> Tensor:
         lora = batch.lora
+        if not len(batch.logits_rows):  # as of an encoder, whose head for text is none
+            return torch.empty((0, self.config.vocab_size), device=self._device)
         return self._apply_head(self._hidden(x, delta, batch.logits_rows, lora), lora)
 
     def _apply_head(self, x: Tensor, lora: LoraBatch | None) -> Tensor:

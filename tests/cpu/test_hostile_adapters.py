@@ -29,9 +29,9 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft_patterns import Patterns
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.library.reader import AdapterReader
+from manylora.lora.library.roots import find_adapters
 from manylora.lora.store import AdapterStore
 from manylora.model.checkpoint import read_model_config
-from manylora.openai.serving.roots import find_adapters
 from manylora.request import LoraInput
 from manylora.testing.tiny_models import make_model
 

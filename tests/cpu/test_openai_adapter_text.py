@@ -12,7 +12,7 @@ import pytest
 from serving import DEMO, Running, wait_for
 
 from manylora.errors import ConfigError
-from manylora.openai.api.generation_defaults import GenerationDefaults
+from manylora.lora.text.generation_defaults import GenerationDefaults
 from manylora.openai.arguments import parse_options
 from manylora.openai.options import NamedAdapter
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from serving import DEMO, Running
 
-from manylora.openai.serving.adapter_text import TrustedFolder
+from manylora.lora.text.adapter_text import TrustedFolder
 
 LAST = 1535  # the only id that the shortened base tokenizer leaves free
 PROMPT = "What is the capital of France?\nAnswer:"

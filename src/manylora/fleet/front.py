@@ -22,10 +22,10 @@ from manylora.fleet.calls import Answer, Call
 from manylora.fleet.joined import fleet_status, joined_metrics
 from manylora.fleet.options import FleetOptions
 from manylora.fleet.relay import Relay
+from manylora.lora.library.aliases import Aliases
 from manylora.openai.api.errors import ApiError, as_api_error
 from manylora.openai.api.schema import read_object
 from manylora.openai.other_routes import error_at
-from manylora.openai.serving.aliases import Aliases
 from manylora.openai.serving.keys import Keyring
 from manylora.openai.serving.metrics import CONTENT_TYPE
 from manylora.openai.serving.transport import BodyMemory, read_body, request_id, watch

@@ -18,9 +18,9 @@ from manylora.config.values import at_least, one_of
 from manylora.errors import ConfigError
 from manylora.llmapi import options as llm
 from manylora.llmapi.engine_config import engine_config
-from manylora.openai.api.names import is_name
-from manylora.openai.serving.adapter_text import PARTS, TextSource, TrustedFolder
-from manylora.openai.serving.aliases import Aliases
+from manylora.lora.library.aliases import Aliases
+from manylora.lora.library.names import is_name
+from manylora.lora.text.adapter_text import PARTS, TextSource, TrustedFolder
 from manylora.openai.serving.connections import HttpLimits
 
 # Arguments of `LLM` that the file may have beside the options. max_queue_size is the server's own queue here,

@@ -23,16 +23,17 @@ from manylora.lora.bounds import Bounds
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.library.disk import DiskLevel
+from manylora.lora.library.names import is_name
 from manylora.lora.library.reader import AdapterReader
+from manylora.lora.library.roots import folders_of
 from manylora.lora.library.versions import Versions
 from manylora.lora.modules import lora_modules
 from manylora.lora.rules import AdapterRules
+from manylora.lora.text.adapter_text import AdapterTexts
 from manylora.model.checkpoint import read_model_config
-from manylora.openai.api.names import is_name
 from manylora.openai.api.params import Limits
 from manylora.openai.app import AppContext, make_app
 from manylora.openai.options import ServeOptions
-from manylora.openai.serving.adapter_text import AdapterTexts
 from manylora.openai.serving.backend import Backend, EngineClient
 from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.openai.serving.connections import AT_ONCE, Clients, check_certificate, listen, raise_open_files
@@ -43,7 +44,6 @@ from manylora.openai.serving.keys import Keyring
 from manylora.openai.serving.metrics import Metrics
 from manylora.openai.serving.pinning import Pinning
 from manylora.openai.serving.protocol import BoundedHttp
-from manylora.openai.serving.roots import folders_of
 from manylora.openai.serving.uploads import Uploads
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.parameters import quant_config

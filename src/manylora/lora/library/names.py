@@ -1,14 +1,23 @@
-"""Names of adapters and their folders, from a JSON file: vllm_backend's multi_lora.json."""
+"""Which names adapters may have; and names with their folders, from vllm_backend's multi_lora.json."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from manylora.errors import ConfigError
 
+NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 MAX_BYTES = 2**24
 MAX_LENGTH = 128  # of a name
+
+
+def is_name(name: str) -> bool:
+    """Whether a catalog may have it. Names appear in URLs, in paths, in labels of metrics. As a path it has
+    no empty, "." or ".." part: it cannot lead out of a root."""
+    parts = name.split("/")
+    return bool(NAME.fullmatch(name)) and ".." not in name and "" not in parts and "." not in parts
 
 
 def read_names(file: Path) -> dict[str, Path]:

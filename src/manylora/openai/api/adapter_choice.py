@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from manylora.lora.library.names import is_name
 from manylora.openai.api.errors import ApiError, invalid_value
-from manylora.openai.api.names import check_name, is_name
+from manylora.openai.api.names import check_name
 from manylora.openai.api.schema import AdapterFields
 from manylora.request import MAX_MIXED, MAX_SCALE
 

@@ -10,8 +10,8 @@ import numpy as np
 from manylora.config.engine import ModelConfig
 from manylora.llmapi.decoding import Decoding, decoding_of
 from manylora.llmapi.sampling import SamplingParams
+from manylora.lora.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.openai.api.errors import ApiError, context_length, invalid_value, unsupported_field
-from manylora.openai.api.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.openai.api.guides import guide_of
 from manylora.openai.api.schema import ChatRequest, CompletionRequest, GenerationRequest
 from manylora.request import Guide
@@ -86,7 +86,8 @@ def plan(
     """num_prompt: its tokens. shared: None computes it. defaults: for what the body leaves out. Raises
     ApiError, and what `decoding_of` raises."""
     own_minimum = "min_tokens" in body.model_fields_set
-    body = defaults.apply_to(body)
+    more = {name: value for name, value in defaults.fields.items() if name not in body.model_fields_set}
+    body = body.model_copy(update=more)
     shared = shared or shared_of(body, limits)
     top, prompt_top = _num_alternatives(body), body.prompt_logprobs
     echo = isinstance(body, CompletionRequest) and body.echo

@@ -15,8 +15,8 @@ from manylora.errors import AdapterError
 from manylora.lora.library.fingerprint import Fingerprint, age_s, fingerprint, is_passing
 from manylora.lora.library.library import task_id_of
 from manylora.lora.library.reader import AdapterFacts, AdapterReader, ReadAdapter
+from manylora.lora.text.adapter_text import AdapterText, AdapterTexts
 from manylora.openai.api.errors import ApiError, adapter_problem
-from manylora.openai.serving.adapter_text import AdapterText, AdapterTexts
 
 logger = logging.getLogger("manylora")
 

@@ -16,20 +16,20 @@ from typing import Any, TypeVar
 
 from manylora.errors import AdapterError, printable
 from manylora.lora.file_adapter import FileAdapter
+from manylora.lora.library.aliases import MAX_ALIASES, Aliases
 from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.fingerprint import Fingerprint, fingerprint
 from manylora.lora.library.memory import MemoryLevel
+from manylora.lora.library.names import is_name
 from manylora.lora.library.reader import AdapterReader, ReadAdapter
+from manylora.lora.library.roots import Found, find_adapters, folders_of, path_below
 from manylora.lora.library.versions import Versions
 from manylora.lora.tensors import Adapter
+from manylora.lora.text.adapter_text import AdapterTexts
+from manylora.lora.text.generation_defaults import GenerationDefaults
 from manylora.openai.api.errors import ApiError, adapter_problem
-from manylora.openai.api.generation_defaults import GenerationDefaults
-from manylora.openai.api.names import is_name
 from manylora.openai.serving.adapter_entry import AdapterEntry, EntryReader, Terms, Version
-from manylora.openai.serving.adapter_text import AdapterTexts
-from manylora.openai.serving.aliases import Aliases
 from manylora.openai.serving.copies import Copies
-from manylora.openai.serving.roots import Found, find_adapters, folders_of, path_below
 from manylora.system.threads import lower_priority
 from manylora.text.tokenizer import Tokenizer
 
@@ -149,7 +149,7 @@ class AdapterCatalog:
 
         Raises ApiError, the same one for a path outside and for one where nothing is.
         """
-        path, root = path_below(self._allowed, given)
+        path, root = self._path_below(given)
         for entry in self._entries.values():
             if entry.path == path:
                 return entry.name
@@ -162,6 +162,13 @@ class AdapterCatalog:
             raise ApiError(400, "invalid_adapter_name", printable(text), "lora_path")
         self._entries[name] = AdapterEntry(name, path, scanned=False, found=fingerprint(path))
         return name
+
+    def _path_below(self, given: str) -> tuple[Path, Path]:
+        found = path_below(self._allowed, given)
+        if found is None:
+            reason = "lora_path: there is no adapter there that may be read"
+            raise ApiError(404, "adapter_not_found", reason, "lora_path")
+        return found
 
     def _unusable(self, name: str) -> str:
         """Why a new adapter cannot have this name; "": it can."""
@@ -266,7 +273,7 @@ class AdapterCatalog:
 
         move: called with its path once the adapter was read without an error; returns its final path.
         """
-        path, _ = path_below(self._allowed, given)
+        path, _ = self._path_below(given)
         self.check_new(name, replace=replace)
         old = self._entries.get(name)
         found = await self._on_thread(fingerprint, path)
@@ -302,6 +309,10 @@ class AdapterCatalog:
         meant = self.aliases.resolve(target)
         if meant not in self._entries and meant not in self._reserved:
             raise ApiError(404, "adapter_not_found", f"adapter {target!r} does not exist", "alias_of")
+        if self.aliases.leads_to(target, name):
+            raise ApiError(400, "alias_circle", f"{target!r} stands for {name!r} already", "alias_of")
+        if not self.aliases.has_room_for(name):
+            raise ApiError(400, "invalid_value", f"There are {MAX_ALIASES} aliases already", "alias_of")
         self.aliases.set(name, target)
 
     async def unload(self, name: str, timeout_s: float) -> int:

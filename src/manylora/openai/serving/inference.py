@@ -11,9 +11,9 @@ from starlette.responses import JSONResponse, Response
 
 from manylora.config.engine import ModelConfig
 from manylora.errors import RequestError
+from manylora.lora.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.openai.api.adapter_choice import AdapterChoice, choose_adapter
 from manylora.openai.api.errors import ApiError, as_api_error, invalid_value, unsupported_field
-from manylora.openai.api.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.openai.api.params import Limits, Shared, plan, shared_of
 from manylora.openai.api.schema import (
     AdapterFields,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from math import isfinite
+from typing import Any
 
-from manylora.openai.api.errors import ApiError
-from manylora.openai.api.schema import CompletionRequest, GenerationRequest, validate
-
-BodyT = TypeVar("BodyT", bound=GenerationRequest)
-MAX_END_IDS = 64
+MAX_END_IDS, MAX_STOP_IDS = 64, 64
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
+MAX_COUNT = 2**31 - 1
 # Fields of a request, by transformers' names and by their own.
 FIELDS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
@@ -40,8 +39,9 @@ OFF_AT_ONE = {
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """fields: of a request's body. max_tokens: new ones; None: the API's. end_ids: tokens that end an output,
-    in place of the model's; None: the model's."""
+    """fields: temperature, top_p, top_k (-1: all), min_p, repetition_penalty, presence_penalty,
+    frequency_penalty, min_tokens, stop (texts), stop_token_ids; those that are set. max_tokens: new ones;
+    None: the usual. end_ids: tokens that end an output, in place of the model's; None: the model's."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
@@ -58,10 +58,7 @@ class GenerationDefaults:
                 raise ValueError(f"{name[:60]} is not supported")
         if given.get("do_sample") is False:
             found["temperature"] = 0.0
-        try:
-            validate({"prompt": "", **found}, CompletionRequest)
-        except ApiError as error:
-            raise ValueError(error.message) from error
+        found = {name: RULES[name].read(name, value) for name, value in found.items()}
         ids = [*found.get("stop_token_ids", ()), *(end_ids := _end_ids(given.get("eos_token_id")))]
         if max(ids, default=0) >= vocab_size:
             raise ValueError(f"{max(ids)} is no token of the model, which has {vocab_size}")
@@ -70,13 +67,64 @@ class GenerationDefaults:
             raise ValueError("max_new_tokens must be at least 1")
         return cls(found, max_tokens, end_ids or None)
 
-    def apply_to(self, body: BodyT) -> BodyT:
-        """The same body, with these in place of what it does not say."""
-        more = {name: value for name, value in self.fields.items() if name not in body.model_fields_set}
-        return body.model_copy(update=more) if more else body
-
 
 NO_DEFAULTS = GenerationDefaults()
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """is_right: whether a value is one. must: what it must be."""
+
+    is_right: Callable[[Any], bool]
+    must: str
+
+    def read(self, name: str, value: Any) -> Any:
+        """The value; a stop text as a list. Raises ValueError."""
+        value = [value] if name == "stop" and isinstance(value, str) else value
+        if not self.is_right(value):
+            raise ValueError(f"{name} must be {self.must}, got {str(value)[:40]!r}")
+        return value
+
+
+def _number(least: float, most: float) -> _Rule:
+    return _Rule(
+        lambda v: type(v) in (int, float) and isfinite(v) and least <= v <= most,
+        f"a number from {least:g} to {most:g}",
+    )
+
+
+def _count(least: int) -> _Rule:
+    return _Rule(lambda v: type(v) is int and least <= v <= MAX_COUNT, f"a whole number of at least {least}")
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int and 0 <= one <= MAX_COUNT for one in value)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, str) and 0 < len(one) <= MAX_STOP_CHARACTERS for one in value
+    )
+
+
+RULES = {
+    "temperature": _number(0, 100),
+    "top_p": _number(0, 1),
+    "top_k": _count(-1),
+    "min_p": _number(0, 1),
+    "repetition_penalty": _number(0.001, 100),
+    "presence_penalty": _number(-2, 2),
+    "frequency_penalty": _number(-2, 2),
+    "min_tokens": _count(0),
+    "max_tokens": _count(0),
+    "stop": _Rule(
+        lambda v: _are_texts(v) and len(v) <= MAX_STOPS,
+        f"a text, or at most {MAX_STOPS}, of 1 to {MAX_STOP_CHARACTERS} characters",
+    ),
+    "stop_token_ids": _Rule(
+        lambda v: _are_ids(v) and len(v) <= MAX_STOP_IDS, f"a list of at most {MAX_STOP_IDS} token ids"
+    ),
+}
 
 
 def _is_neutral(name: str, value: Any) -> bool:

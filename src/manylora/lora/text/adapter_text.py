@@ -11,8 +11,8 @@ from typing import Any
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.lora.bounds import Bounds
 from manylora.lora.formats.opened import is_plain, read_small
-from manylora.openai.api.generation_defaults import NO_DEFAULTS, GenerationDefaults
-from manylora.openai.serving.tokenizers import TokenizerFile, Tokenizers
+from manylora.lora.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from manylora.lora.text.tokenizers import TokenizerFile, Tokenizers
 from manylora.text.chat_template import FILE as TEMPLATE_FILE
 from manylora.text.chat_template import ChatTemplate, sources_in
 from manylora.text.tokenizer import Tokenizer

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from manylora.errors import ConfigError
-from manylora.openai.api.errors import ApiError
 
 MAX_ALIASES = 65536
 
@@ -16,7 +15,7 @@ class Aliases:
     def __init__(self, given: Mapping[str, str]) -> None:
         self._targets: dict[str, str] = {}
         for name, target in given.items():
-            if self._leads_to(target, name):
+            if self.leads_to(target, name):
                 raise ConfigError(f"lora_alias: {name}={target} leads back to itself")
             self._targets[name] = target
 
@@ -33,18 +32,19 @@ class Aliases:
             name = self._targets[name]
         return name
 
+    def has_room_for(self, name: str) -> bool:
+        return name in self._targets or len(self._targets) < MAX_ALIASES
+
     def set(self, name: str, target: str) -> None:
-        """Raises ApiError for a circle, or too many."""
-        if self._leads_to(target, name):
-            raise ApiError(400, "alias_circle", f"{target!r} stands for {name!r} already", "alias_of")
-        if name not in self._targets and len(self._targets) >= MAX_ALIASES:
-            raise ApiError(400, "invalid_value", f"There are {MAX_ALIASES} aliases already", "alias_of")
+        """Neither where the target leads to the name, nor without room for it."""
+        assert self.has_room_for(name) and not self.leads_to(target, name)
         self._targets[name] = target
 
     def remove(self, name: str) -> None:
         del self._targets[name]
 
-    def _leads_to(self, name: str, end: str) -> bool:
+    def leads_to(self, name: str, end: str) -> bool:
+        """Whether a name stands for another, or is it."""
         while name != end and name in self._targets:
             name = self._targets[name]
         return name == end

@@ -13,8 +13,7 @@ from manylora.lora.formats.llgtrt import is_llgtrt
 from manylora.lora.formats.peft_config import is_one_file
 from manylora.lora.formats.sources import find_source
 from manylora.lora.library.fingerprint import Fingerprint, entry_is, fingerprint, is_passing
-from manylora.openai.api.errors import ApiError
-from manylora.openai.api.names import is_name
+from manylora.lora.library.names import is_name
 
 logger = logging.getLogger("manylora")
 
@@ -45,14 +44,11 @@ def folders_of(adapters: Iterable[Path]) -> Iterator[Path]:
         yield from {file.resolve().parent for file in files}
 
 
-def path_below(folders: Sequence[Path], given: str) -> tuple[Path, Path]:
-    """A path that a client named, resolved, and the first folder that it is in. Raises ApiError, the same one
-    for a path outside and for one where nothing is."""
-    refused = ApiError(
-        404, "adapter_not_found", "lora_path: there is no adapter there that may be read", "lora_path"
-    )
+def path_below(folders: Sequence[Path], given: str) -> tuple[Path, Path] | None:
+    """A path that a client named, resolved, and the first folder that it is in; None: it is in none, or
+    nothing is there. folders: resolved."""
     if "\0" in given:
-        raise refused
+        return None
     for folder in folders:
         try:
             path = (folder / given).resolve()  # an absolute path stays as it is
@@ -61,7 +57,7 @@ def path_below(folders: Sequence[Path], given: str) -> tuple[Path, Path]:
             continue
         if exists and path != folder and path.is_relative_to(folder):
             return path, folder
-    raise refused
+    return None
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,9 @@ ORDER = [
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
 # The same inside a package, one list each.
 INSIDE = {
-    "system": ["lifeline", "threads", "allocator", "text_threads", "processor", "compiler", "progress"],
+    "system": [
+        "lifeline", "threads", "allocator", "text_threads", "processor", "folders", "compiler", "progress",
+    ],
     "kernels": [
         "activations", "quantised", "huge_pages", "panels", "integer", "products", "extras", "row_format",
         "recurrent", "delta_rule", "short_conv", "mamba2", "spec", "experts", "transfer", "decode_step",
@@ -117,8 +119,8 @@ INSIDE = {
 }  # fmt: skip
 NO_TORCH = [
     "errors", "request", "stats", "system.lifeline", "system.threads", "system.text_threads",
-    "system.processor", "system.compiler", "system.progress", "quant.config", "quant.checkpoint",
-    "gguf.container",
+    "system.processor", "system.folders", "system.compiler", "system.progress", "quant.config",
+    "quant.checkpoint", "gguf.container",
     "gguf.config", "gguf.tokenizer", "gguf.folder", "config",
     "wire", "text", "launcher", "lora.pages", "lora.modules", "lora.geometry", "lora.bounds",
     "lora.number_types", "lora.tensors", "lora.staging", "lora.extras", "lora.rules", "lora.slicing",

@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import ray
 from ray import serve
@@ -21,6 +19,7 @@ from manylora.fleet.front import APPLICATION, make_front
 from manylora.fleet.options import FleetOptions
 from manylora.openai.server import http_server
 from manylora.openai.serving.connections import Clients, check_certificate, listen, raise_open_files
+from manylora.system.folders import temporary_folder
 
 logger = logging.getLogger("manylora")
 
@@ -39,10 +38,10 @@ def run(given: FleetOptions) -> None:
     clients = Clients(options.http_limits(raise_open_files(options.max_connections)))
     sockets = listen(options.host, options.port, clients)
     try:
-        with tempfile.TemporaryDirectory(prefix="manylora-fleet-", ignore_cleanup_errors=True) as folder:
+        with temporary_folder("fleet") as folder:
             # A replica that is killed cannot remove a folder of its own.
-            shared = replace(options, lora_disk_dir=options.lora_disk_dir or Path(folder) / "adapters")
-            with _ray(shared, folder):
+            shared = replace(options, lora_disk_dir=options.lora_disk_dir or folder / "adapters")
+            with _ray(shared, str(folder)):
                 front = make_front(shared, _start(shared))
                 http_server(options, front, clients).run(list(sockets))
     finally:

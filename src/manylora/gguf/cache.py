@@ -3,13 +3,12 @@ them."""
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
 from contextlib import suppress
 from pathlib import Path
 
 from manylora.errors import ConfigError
+from manylora.system import folders
 
 SETTING, MOST_FOLDERS = "MANYLORA_GGUF_FOLDERS", 32
 _held: dict[Path, int] = {}
@@ -21,10 +20,9 @@ def hold(folder: Path) -> bool:
     if folder in _held and (folder / "config.json").is_file():
         return True
     try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = folders.hold(folder)
     except FileNotFoundError:
         return False
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
     if not (folder / "config.json").is_file():  # removed before it was locked
         os.close(descriptor)
         return False
@@ -63,16 +61,4 @@ def _used(folder: Path) -> float:
 
 def remove(folder: Path) -> bool:
     """Whether it was removed: not where a process has it."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        (folder / "config.json").unlink(missing_ok=True)  # first: without it the folder counts as none
-        shutil.rmtree(folder, ignore_errors=True)
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
+    return folders.remove_unless_held(folder, "config.json")

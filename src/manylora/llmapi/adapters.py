@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from manylora.lora.formats.sources import find_source
 from manylora.lora.library.library import AdapterLibrary
 from manylora.lora.library.reader import AdapterReader
 from manylora.lora.tensors import Adapter
+from manylora.system.folders import temporary_folder
 
 
 @dataclass
@@ -76,8 +76,8 @@ class AdapterRegistry:
 
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         settings = json.dumps(dict(config), default=_as_json)
-        with tempfile.TemporaryDirectory(prefix="manylora-") as folder:
-            path = Path(folder) / "adapter.safetensors"
+        with temporary_folder("tensors") as folder:
+            path = folder / "adapter.safetensors"
             save_file(plain, path, {EMBEDDED: settings})
             adapter = self._reader.read(path).adapter
         task_id = request.lora_int_id

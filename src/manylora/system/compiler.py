@@ -13,6 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from manylora.system.folders import make_temporary
 from manylora.system.processor import Level
 
 TIMEOUT_S = 300  # half a minute on an idle machine
@@ -110,7 +111,7 @@ def find_cache() -> Path:
             return folder
     except (OSError, RuntimeError):  # the latter: this user has no home
         pass
-    return Path(tempfile.mkdtemp(prefix="manylora-"))
+    return make_temporary("kernels")
 
 
 def compile_library(compiler: Compiler, source: Source, level: Level, path: Path) -> None:

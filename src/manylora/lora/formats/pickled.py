@@ -11,7 +11,6 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
 from functools import lru_cache
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from manylora.lora.formats.tensor_files import (
     read_torch,
     write_safetensors,
 )
+from manylora.system.folders import temporary_folder
 
 MEMORY = 2**28  # bytes beside torch's, and beside the file and a copy of its tensors
 CPU_S, BYTES_PER_S = 10, 2**25  # seconds of processor time for any file, and more for a large one
@@ -46,8 +46,8 @@ def _read(path: Path, _changed: int, bounds: Bounds) -> dict[str, RawTensor]:
         raise AdapterInvalidError(
             f"{path.name} has {file.size} bytes, at most {bounds.checkpoint_bytes} are read"
         )
-    with tempfile.TemporaryDirectory(prefix="manylora-") as folder:
-        read = Path(folder) / path.with_suffix(".safetensors").name
+    with temporary_folder("pickled") as folder:
+        read = folder / path.with_suffix(".safetensors").name
         command = [sys.executable, "-m", __name__, str(read), path.name, str(bounds.tensors)]
         done = subprocess.run(command, stdin=file.descriptor, capture_output=True, check=False)
         if done.returncode == 0:

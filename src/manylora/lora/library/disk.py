@@ -7,8 +7,6 @@ import json
 import logging
 import os
 import re
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +22,7 @@ from manylora.lora.formats.tensor_files import NUMPY_TYPES, RawTensor, read_safe
 from manylora.lora.library.fingerprint import is_passing
 from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_rows
 from manylora.request import LoraExtra
+from manylora.system.folders import make_temporary, remove_temporary
 from manylora.system.threads import lower_priority
 
 logger = logging.getLogger("manylora")
@@ -107,7 +106,7 @@ class DiskLevel:
         """Write what is pending, and end the thread. Idempotent."""
         self._writer.shutdown(wait=True)
         if self._temporary and self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_temporary(self._folder)
 
     def _put_pending(self, adapter: Adapter) -> None:
         try:
@@ -138,7 +137,7 @@ class DiskLevel:
         """Raises OSError."""
         with self._lock:
             if self._folder is None:
-                self._folder = Path(tempfile.mkdtemp(prefix="manylora-adapters-"))
+                self._folder = make_temporary("adapters")
             self._folder.mkdir(parents=True, exist_ok=True)
             files = sorted(self._files())
             surplus = sum(size for _, size, _ in files) + num_bytes - self._max_bytes

@@ -8,7 +8,6 @@ import json
 import logging
 import secrets
 import shutil
-import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from manylora.lora.formats.peft_config import EMBEDDED
 from manylora.lora.formats.tensor_files import with_metadata
 from manylora.openai.api.errors import ApiError
 from manylora.openai.serving.adapter_entry import Terms
+from manylora.system.folders import make_temporary, remove_temporary
 
 logger = logging.getLogger("manylora")
 
@@ -43,7 +43,7 @@ class Uploads:
                 logger.warning("lora_upload_dir: no adapters in requests: %s", error.strerror)
 
     def _open(self, given: Path | None) -> Path:
-        folder = given or Path(tempfile.mkdtemp(prefix="manylora-uploads-"))
+        folder = given or make_temporary("uploads")
         shutil.rmtree(folder / INCOMING, ignore_errors=True)
         (folder / INCOMING).mkdir(parents=True, exist_ok=True)
         self._terms = _read_terms(folder / TERMS)
@@ -144,7 +144,7 @@ class Uploads:
 
     def close(self) -> None:
         if self._temporary and self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove_temporary(self.folder)
 
     def _set_terms(self, name: str, terms: Terms) -> None:
         """Raises OSError."""

@@ -1,0 +1,118 @@
+"""Folders that a process holds while it lives, and temporary ones that go with it.
+
+A lock on the folder says that somebody has it. The kernel gives the lock back however its process ends, and
+unlike a process number it holds across containers that share a disk. What a killed process left is removed
+when the same user's next one makes a temporary folder.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW  # others may write to /tmp, links too
+
+_temporary: dict[Path, tuple[int, int]] = {}
+"""Folder -> the descriptor that holds it, and the process that made it: a fork has the same table."""
+
+
+def hold(folder: Path) -> int:
+    """A descriptor: while it is open, here or in a fork, nobody removes the folder.
+
+    Raises FileNotFoundError if there is none any more, OSError where its disk has no locks.
+    """
+    descriptor = os.open(folder, FLAGS)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        if not os.path.samestat(os.fstat(descriptor), folder.lstat()):
+            raise FileNotFoundError(folder)  # removed before it was locked, and made again
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def remove_unless_held(folder: Path, first: str = "") -> bool:
+    """Whether it was removed: not if a process holds it. first: the file without which it counts as none."""
+    try:
+        descriptor = os.open(folder, FLAGS)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if first:
+            (folder / first).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def make_temporary(kind: str) -> Path:
+    """A new folder of this process, `manylora-USER-KIND-…` in the folder of `tempfile`. It goes with
+    `remove_temporary`, when the interpreter ends, or after the process.
+
+    kind: small letters. Raises OSError.
+    """
+    _remove_abandoned(Path(tempfile.gettempdir()))
+    if not _temporary:
+        atexit.unregister(_remove_all)
+        atexit.register(_remove_all)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=f"manylora-{os.getuid()}-{kind}-"))
+        try:
+            descriptor = hold(folder)
+        except FileNotFoundError:  # between these two lines it looked abandoned
+            continue
+        except OSError:  # no locks: then nobody else removes it either
+            descriptor = -1
+        _temporary[folder] = descriptor, os.getpid()
+        return folder
+
+
+def remove_temporary(folder: Path) -> None:
+    """Remove what `make_temporary` made. What cannot be removed stays. Idempotent."""
+    descriptor, _ = _temporary.pop(folder, (-1, 0))
+    shutil.rmtree(folder, ignore_errors=True)
+    if descriptor >= 0:
+        os.close(descriptor)
+
+
+@contextmanager
+def temporary_folder(kind: str) -> Iterator[Path]:
+    """`make_temporary` for as long as the block lasts."""
+    folder = make_temporary(kind)
+    try:
+        yield folder
+    finally:
+        remove_temporary(folder)
+
+
+def _remove_all() -> None:
+    for folder, (_, maker) in list(_temporary.items()):
+        if maker == os.getpid():
+            remove_temporary(folder)
+
+
+def _remove_abandoned(base: Path) -> None:
+    """What processes of this user that were killed have left."""
+    ours = re.compile(rf"manylora-{os.getuid()}-[a-z]+-[a-z0-9_]{{8}}")
+    with suppress(OSError):
+        for entry in os.scandir(base):
+            if ours.fullmatch(entry.name) and _is_own(entry):
+                remove_unless_held(Path(entry.path))
+
+
+def _is_own(entry: os.DirEntry[str]) -> bool:
+    with suppress(OSError):
+        return entry.stat(follow_symlinks=False).st_uid == os.getuid()
+    return False

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from own_text import adapter
 from serving import DEMO, Running, wait_for
 
 from manylora.errors import ConfigError
@@ -19,16 +19,6 @@ from manylora.openai.options import NamedAdapter
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\nAnswer:{% endfor %}"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 DEFAULTS = {"do_sample": False, "max_new_tokens": 3, "transformers_version": "5.0"}
-
-
-def adapter(folder: Path, **files: Any) -> Path:
-    """A copy of the Chinese adapter, with more files: texts, or objects as JSON."""
-    shutil.copytree(DEMO / "adapters" / "chinese", folder)
-    for name, content in files.items():
-        suffix = "jinja" if name == "chat_template" else "json"
-        text = content if isinstance(content, str) else json.dumps(content)
-        (folder / f"{name}.{suffix}").write_text(text)
-    return folder
 
 
 @pytest.fixture(scope="module")

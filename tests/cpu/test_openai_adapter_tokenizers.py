@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from collections.abc import Iterator
@@ -10,30 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from own_text import LAST, shortened, with_token
 from serving import DEMO, Running
 
 from manylora.lora.text.adapter_text import TrustedFolder
 
-LAST = 1535  # the only id that the shortened base tokenizer leaves free
 PROMPT = "What is the capital of France?\nAnswer:"
-
-
-def shortened() -> dict[str, Any]:
-    """The demo's tokenizer without its last token."""
-    spec = json.loads((DEMO / "base" / "tokenizer.json").read_text())
-    vocab = spec["model"]["vocab"]
-    last = next(token for token, number in vocab.items() if number == LAST)
-    del vocab[last]
-    pieces = [one if isinstance(one, list) else one.split(" ") for one in spec["model"]["merges"]]
-    spec["model"]["merges"] = [one for one in pieces if "".join(one) != last]
-    return spec
-
-
-def with_token(spec: dict[str, Any], content: str, number: int = LAST) -> dict[str, Any]:
-    made = copy.deepcopy(spec)
-    token = {"id": number, "content": content, "special": True, "normalized": False}
-    made["added_tokens"].append({**token, "single_word": False, "lstrip": False, "rstrip": False})
-    return made
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ INSIDE = {
     "lora.library": [
         "names", "aliases", "fingerprint", "roots", "reader", "memory", "disk", "versions", "library",
     ],
-    "lora.text": ["generation_defaults", "tokenizers", "adapter_text"],
+    "lora.text": ["generation_defaults", "tokenizers", "adapter_text", "current"],
     "model": [
         "families", "safetensors_file", "checkpoint", "plan_parts", "plan_layers", "plan", "batch",
         "chunks", "kv_tensors", "rope",
@@ -88,7 +88,8 @@ INSIDE = {
     "testing": ["tiny_configs", "tiny_models", "driver", "parity"],
     "llmapi": [
         "lora", "llm_args", "guided", "sampling", "outputs", "result", "decoding", "continuation",
-        "adapters", "generation", "options", "engine_config", "service", "pooled_outputs", "pooled", "llm",
+        "adapters", "prompts", "generation", "named_adapters", "options", "engine_config", "service",
+        "pooled_outputs", "pooled", "chat", "llm",
     ],
     "bench": [
         "datasets", "load", "options", "report", "memory_traffic",

@@ -90,6 +90,31 @@ class AdapterRegistry:
             self._library.register(task_id, entry.path, lambda: adapter)
         return adapter
 
+    def replace(self, request: LoRARequest) -> Adapter | FileAdapter | None:
+        """Let the request's id mean what its path holds now; None: the id is not in use. Raises
+        AdapterInvalidError; then nothing has changed."""
+        assert request.lora_path is not None
+        task_id, path, source = request.lora_int_id, _place(request.lora_path), request.lora_ckpt_source
+        with self._lock:
+            if task_id not in self._entries:
+                return None
+        adapter = self._read(path, source)
+        with self._lock:
+            entry = self._entries.setdefault(task_id, _Registered(path, source))
+            entry.path, entry.ckpt_source, entry.accepted = path, source, True
+            self._library.register(task_id, path, partial(self._read, path, source))
+        return adapter
+
+    def path_of(self, request: LoRARequest) -> Path | None:
+        """Where its adapter's files are; None: it came as tensors, or is not known, or of the hub."""
+        if request.lora_path is not None:
+            path = _place(request.lora_path)
+        else:
+            with self._lock:
+                entry = self._entries.get(request.lora_int_id)
+            path = Path() if entry is None else entry.path
+        return path if path.is_absolute() else None
+
     def claim_all(self, requests: Sequence[LoRARequest]) -> None:
         """`claim` all of them, or none."""
         claimed: list[int] = []

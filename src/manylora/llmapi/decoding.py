@@ -10,12 +10,14 @@ import numpy as np
 
 from manylora import request as engine
 from manylora.llmapi.sampling import SamplingParams
+from manylora.lora.text.generation_defaults import GenerationDefaults
 from manylora.text.tokenizer import Tokenizer
 
 # Fields with one name and meaning in both classes are copied; None leaves the engine's default.
 CONVERTED_FIELDS = {"end_id", "top_k", "top_p", "early_stopping"}
 COPIED_FIELDS = {f.name for f in fields(SamplingParams)} & {f.name for f in fields(engine.SamplingConfig)}
 COPIED_FIELDS -= CONVERTED_FIELDS
+OF_DRAWING = ("temperature", "top_k", "top_p", "min_p")
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,30 @@ class Decoding:
         """Whether stop rules must be checked after every step: the engine cannot apply them itself."""
         rules = self.rules
         return bool(rules.texts or (rules.min_tokens and (rules.ids or rules.end_ids)))
+
+
+def with_defaults(
+    params: SamplingParams, defaults: GenerationDefaults, *, own_length: bool
+) -> SamplingParams:
+    """The same with an adapter's defaults for what is None. own_length: `max_tokens` was chosen. Beams take
+    no notice of how tokens would be drawn. Raises ValueError where they do not fit the rest."""
+    found = {**defaults.fields, **({} if own_length else {"max_tokens": defaults.max_tokens})}
+    if "top_k" in found:
+        found["top_k"] = max(0, found["top_k"])
+    skipped = OF_DRAWING if params.use_beam_search else ()
+    more = {
+        name: value
+        for name, value in found.items()
+        if value is not None
+        and name not in skipped
+        and (name == "max_tokens" or getattr(params, name) is None)
+    }
+    if not more:
+        return params
+    made = replace(params, **more)
+    if "min_tokens" in more and more["min_tokens"] > made.max_tokens:
+        made.min_tokens = made.max_tokens
+    return made
 
 
 def decoding_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,26 +13,10 @@ from manylora.llmapi.continuation import Continuation
 from manylora.llmapi.decoding import Decoding
 from manylora.llmapi.lora import LoRAChoice, members_of
 from manylora.llmapi.outputs import RequestOutput, RequestTimings
+from manylora.llmapi.prompts import Prompt
 from manylora.llmapi.result import GenerationResult
 from manylora.request import Event, FinishReason, LoraInput, Request, RequestMetrics, mix
 from manylora.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """text: None for a prompt that came as token ids. token_ids: as they are used.
-
-    decoder_ids: of an encoder-decoder model, what its decoder goes on from; None: a decoder alone.
-    """
-
-    text: str | None
-    token_ids: tuple[int, ...]
-    decoder_ids: tuple[int, ...] | None = None
-
-    @property
-    def length(self) -> int:
-        """Tokens before the first new one."""
-        return len(self.token_ids if self.decoder_ids is None else self.decoder_ids)
 
 
 class Generation:

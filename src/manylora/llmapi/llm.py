@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from manylora.config.build_record import read_build_record
@@ -20,17 +21,22 @@ from manylora.engine.engine import Engine
 from manylora.engine.loop import EngineLoop
 from manylora.errors import AdapterNotCachedError, ConfigError, RequestError
 from manylora.llmapi.adapters import AdapterRegistry
-from manylora.llmapi.decoding import decoding_of
+from manylora.llmapi.chat import ChatRequests
+from manylora.llmapi.decoding import decoding_of, with_defaults
 from manylora.llmapi.engine_config import NO_ADAPTERS, engine_config, modules_to_read, parameter_names
-from manylora.llmapi.generation import Generation, Prompt
+from manylora.llmapi.generation import Generation
 from manylora.llmapi.lora import LoRAChoice, LoraConfig, LoRARequest, is_choice, members_of
+from manylora.llmapi.named_adapters import NamedAdapters, with_requests
 from manylora.llmapi.options import LlmArguments, check_known
 from manylora.llmapi.outputs import RequestOutput
 from manylora.llmapi.pooled import PooledRequests
+from manylora.llmapi.prompts import ChatText, Input, Prompt, PromptReader
 from manylora.llmapi.result import GenerationResult
 from manylora.llmapi.sampling import SamplingParams
 from manylora.llmapi.service import Service
 from manylora.lora.modules import lora_modules
+from manylora.lora.text.adapter_text import TOKENIZER_BYTES
+from manylora.lora.text.current import OwnText, trusted_texts
 from manylora.model.checkpoint import read_model_config
 from manylora.request import AdapterVersion, LoraInput
 from manylora.stats import EngineStats
@@ -42,15 +48,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("manylora")
 
 PIN_ATTEMPTS = 3
-
-Input = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or a mapping with `prompt` or `prompt_token_ids`, and of an encoder-decoder model maybe
-`decoder_input_token_ids`, which its decoder goes on from; the prompt is its encoder's."""
-
-DECODER_IDS = "decoder_input_token_ids"
+NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 
 
-class LLM(PooledRequests):
+class LLM(ChatRequests, PooledRequests):
     """One base model and any number of its adapters, in this process. A context manager; thread-safe.
 
     model:     a Hugging Face directory, or an id of the hub, org/name or org/name@revision: it is downloaded.
@@ -58,6 +59,10 @@ class LLM(PooledRequests):
     revision, tokenizer_revision: branch, tag or commit of an id.
     skip_tokenizer_init: prompts and outputs are token ids.
     lora_config: without it requests with an adapter are refused. peft_cache_config: the adapter cache's size.
+    lora_root: folder or folders whose adapters have names: their paths below it. lora_alias: more names.
+    lora_trust: FOLDER, or FOLDER=PART,PART, or several: adapters in it are used with their own parts
+               chat_template, generation_config and tokenizer, where they have them.
+    lora_tokenizer_bytes: of their tokenizers in memory, each counted as eight times its file.
     quant_config: weights in fewer bits; None: as the directory has them.
     guided_decoding_backend: llguidance, or xgrammar, which means the same here; None: no guided decoding.
     moe_backend: CUTLASS, the name of the only implementation of experts there is here, or None.
@@ -89,6 +94,10 @@ class LLM(PooledRequests):
         skip_tokenizer_init: bool = False,
         revision: str | None = None,
         tokenizer_revision: str | None = None,
+        lora_root: str | Path | Sequence[str | Path] = (),
+        lora_trust: str | Sequence[str] = (),
+        lora_alias: Mapping[str, str] = NO_ALIASES,
+        lora_tokenizer_bytes: int = TOKENIZER_BYTES,
         **arguments: Unpack[LlmArguments],
     ) -> None:
         check_known(arguments)
@@ -114,12 +123,19 @@ class LLM(PooledRequests):
                         "guided_decoding_backend needs a tokenizer: leave skip_tokenizer_init out"
                     )
                 settings["tokenizer_dir"] = self._tokenizer.directory
+            roots = [Path(one) for one in _listed(lora_root)]
+            if roots and not self._serves_lora:
+                raise ConfigError("lora_root needs a lora_config: without one no adapter is served")
+            self._adapters = NamedAdapters(roots, lora_alias)
+            trusted, known = _listed(lora_trust), (self._tokenizer, self._model.vocab_size)
+            self._texts = trusted_texts(trusted, roots, *known, lora_tokenizer_bytes)
             config = engine_config(folder, arguments, **settings)
             engine = Engine(config)
         except ConfigError as error:
             raise ConfigError(parameter_names(str(error))) from error
         self._config = config
         self._max_seq_len = engine.max_seq_len
+        self._prompts = PromptReader(self._model, engine.max_seq_len)
         adapters = engine.adapters
         self._loop = EngineLoop(engine)
         modules = modules_to_read(lora_modules(self._model, config.lora.target_modules), lora_config)
@@ -137,25 +153,30 @@ class LLM(PooledRequests):
     def tokenizer(self) -> Tokenizer | None:
         return self._tokenizer
 
+    def lora_names(self) -> list[str]:
+        """The names that adapters have now, by `lora_root` and `lora_alias`."""
+        return self._adapters.names()
+
     def generate(
         self,
-        inputs: Input | Sequence[Input],
+        inputs: Input | Sequence[Input] | Sequence[ChatText],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        lora_request: LoRAChoice | Sequence[LoRAChoice | None] | None = None,
+        lora_request: str | LoRAChoice | Sequence[str | LoRAChoice | None] | None = None,
         use_tqdm: bool = True,
     ) -> RequestOutput | list[RequestOutput]:
         """Continue one prompt, or several at once, and wait. A list for several.
 
         sampling_params, lora_request: one for all prompts, or a list with one for each; None in the list is
         the base model. Prompts of a batch may mix adapters freely. (LoRARequest, scale) is an adapter with a
-        scale, and a list of these pairs, up to 8, are adapters that act together. use_tqdm: a progress bar on
-        a terminal, where tqdm is installed.
+        scale, and a list of these pairs, up to 8, are adapters that act together. A name below `lora_root`
+        may stand for a LoRARequest. use_tqdm: a progress bar on a terminal, where tqdm is installed.
 
         Raises RequestError or ValueError for the first prompt that cannot be served; the others are ended.
         """
         single = isinstance(inputs, str | Mapping) or (bool(inputs) and isinstance(inputs[0], int))
         prompts: list[Any] = [inputs] if single else list(inputs)
         params = _for_each(prompts, "sampling_params", sampling_params)
+        lora_request = self._named(lora_request)
         adapters = _for_each(prompts, "lora_request", lora_request, is_choice(lora_request))
         made: list[Generation] = []
         try:
@@ -178,7 +199,7 @@ class LLM(PooledRequests):
         self,
         inputs: Input,
         sampling_params: SamplingParams | None = None,
-        lora_request: LoRAChoice | None = None,
+        lora_request: str | LoRAChoice | None = None,
         streaming: bool = False,
     ) -> GenerationResult:
         """Begin to continue one prompt. Returns at once.
@@ -186,14 +207,16 @@ class LLM(PooledRequests):
         Raises RequestError or ValueError for a request that cannot be served; what only the engine can know
         is raised by the result.
         """
-        return self._service.submit(self._make(inputs, sampling_params, lora_request, streaming))
+        made = self._make(inputs, sampling_params, self._named(lora_request), streaming)
+        return self._service.submit(made)
 
-    def pin_lora(self, lora_request: LoRARequest) -> None:
+    def pin_lora(self, lora_request: LoRARequest | str) -> None:
         """Keep an adapter on both levels of the cache until `unpin_lora`. Reads it, if need be.
 
         Raises RequestError, also when too little would be left for other adapters.
         """
         problem: RequestError | None = None
+        lora_request = self._named(lora_request)
         for _ in range(PIN_ATTEMPTS):
             self.generate([0], SamplingParams(max_tokens=1), lora_request, use_tqdm=False)
             problem = self._service.pin(lora_request.lora_int_id)
@@ -202,9 +225,9 @@ class LLM(PooledRequests):
         if problem is not None:
             raise problem
 
-    def unpin_lora(self, lora_request: LoRARequest) -> None:
+    def unpin_lora(self, lora_request: LoRARequest | str) -> None:
         """It may be evicted again. No effect for one that is not pinned."""
-        self._loop.unpin(lora_request.lora_int_id)
+        self._loop.unpin(self._named(lora_request).lora_int_id)
 
     def load_adapter(
         self, lora_request: LoRARequest, tensors: Mapping[str, Any], config: Mapping[str, Any]
@@ -245,8 +268,12 @@ class LLM(PooledRequests):
         lora_request: LoRAChoice | None,
         streaming: bool,
     ) -> Generation:
-        params = replace(sampling_params) if sampling_params else SamplingParams()
-        decoding = decoding_of(params, self._tokenizer, self._model.eos_token_ids)
+        params, end_ids = replace(sampling_params) if sampling_params else SamplingParams(), None
+        tokenizer, own = self._tokenizer, self._text_of(lora_request)
+        if own is not None:
+            params = with_defaults(params, own.defaults, own_length=sampling_params is not None)
+            tokenizer, end_ids = own.tokenizer, own.defaults.end_ids
+        decoding = decoding_of(params, tokenizer, self._model.eos_token_ids if end_ids is None else end_ids)
         if streaming and decoding.n < params.num_samples:
             raise ValueError(f"best_of ({params.best_of}) must equal n ({params.n}) when streaming")
         if streaming and decoding.params.beam_width > 1:
@@ -259,11 +286,9 @@ class LLM(PooledRequests):
             name, most = "max_beam_width", self._config.max_beam_width
         if decoding.num_results > most:
             raise ValueError(f"n and best_of must be at most {name} ({most}), got {decoding.num_results}")
-        prompt = self._encode(inputs, params)
+        prompt = self._prompts.read(inputs, params, tokenizer)
         decoding = decoding.within(self._max_seq_len - prompt.length)
-        made = Generation(
-            next(self._ids), prompt, decoding, lora_request, streaming, self._tokenizer, self._abort
-        )
+        made = Generation(next(self._ids), prompt, decoding, lora_request, streaming, tokenizer, self._abort)
         made.request()  # so that what is wrong with it is said here
         self._claim(lora_request)
         return made
@@ -273,46 +298,35 @@ class LLM(PooledRequests):
             raise RequestError("lora_request needs an LLM with a lora_config: this one serves no adapters")
         self._service.registry.claim_all([one for one, _ in members_of(lora_request)])
 
+    def _named(self, lora_request: Any) -> Any:
+        """The same with requests in place of names."""
+        return with_requests(lora_request, lambda name: self._adapters.find(name, self._replace))
+
+    def _text_of(self, lora_request: LoRAChoice | None) -> OwnText | None:
+        """Of the one adapter that acts; None: the model's own is used. Raises AdapterInvalidError."""
+        acting = {one: scale for one, scale in members_of(lora_request) if scale}
+        if self._texts is None or len(acting) != 1:
+            return None
+        [request] = acting
+        path = self._service.registry.path_of(request)
+        return None if path is None else self._texts.find(request.lora_name, path)
+
+    def _replace(self, lora_request: LoRARequest) -> None:
+        """Serve what the files of an adapter hold by now. Raises AdapterError."""
+        adapter = self._service.registry.replace(lora_request)
+        if adapter is not None:
+            self._service.publish(LoraInput(lora_request.lora_int_id, checked=adapter))
+
+    def _encode(self, inputs: Input, params: SamplingParams, lora_request: LoRARequest | None) -> Prompt:
+        own = self._text_of(lora_request)
+        return self._prompts.read(inputs, params, self._tokenizer if own is None else own.tokenizer)
+
     @property
     def _is_cross_encoder(self) -> bool:
         return self._model.num_labels == 1
 
     def _abort(self, generation: Generation) -> None:
         self._service.abort(generation)
-
-    def _encode(self, inputs: Input, params: SamplingParams) -> Prompt:
-        if isinstance(inputs, Mapping):
-            known = [name for name in ("prompt", "prompt_token_ids") if inputs.get(name) is not None]
-            if len(known) != 1 or inputs.keys() - {"prompt", "prompt_token_ids", DECODER_IDS}:
-                raise ValueError(
-                    "a prompt must be a text, token ids, or a dict with one of these as "
-                    "'prompt' or 'prompt_token_ids'"
-                )
-            prompt = self._encode(inputs[known[0]], params)
-            decoder_ids = inputs.get(DECODER_IDS)
-            return prompt if decoder_ids is None else self._continue(prompt, decoder_ids)
-        text = inputs if isinstance(inputs, str) else None
-        if text is None:
-            ids = [token for token in inputs if isinstance(token, int)]
-            if len(ids) < len(inputs):
-                raise ValueError(f"a prompt must be a text or a list of token ids, got {inputs!r:.80}")
-        elif self._tokenizer is None:
-            raise ValueError("this LLM has no tokenizer (skip_tokenizer_init): prompts must be token ids")
-        else:
-            context = None if params.truncate_prompt_tokens else self._max_seq_len
-            ids = self._tokenizer.encode(text, params.add_special_tokens, context)
-        if params.truncate_prompt_tokens is not None:
-            ids = ids[-params.truncate_prompt_tokens :]
-        encoder = self._model.encoder
-        return Prompt(text, tuple(ids), (encoder.decoder_start_id,) if encoder else None)
-
-    def _continue(self, prompt: Prompt, decoder_ids: Any) -> Prompt:
-        if self._model.encoder is None:
-            raise ValueError(f"{DECODER_IDS} is for encoder-decoder models: leave it out")
-        ids = [token for token in decoder_ids if isinstance(token, int)]
-        if not ids or len(ids) < len(decoder_ids):
-            raise ValueError(f"{DECODER_IDS} must be a list of token ids, got {decoder_ids!r:.80}")
-        return replace(prompt, decoder_ids=tuple(ids))
 
 
 def _dispose(service: Service) -> None:
@@ -321,6 +335,10 @@ def _dispose(service: Service) -> None:
         threading.Thread(target=service.close, daemon=True).start()
     else:
         service.close()
+
+
+def _listed(given: Any) -> list[Any]:
+    return [given] if isinstance(given, str | Path) else list(given)
 
 
 def _open_tokenizer(tokenizer: str | Path | Tokenizer, revision: str | None) -> Tokenizer:

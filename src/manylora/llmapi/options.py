@@ -97,7 +97,11 @@ READING = {
 }  # fmt: skip
 GUIDE_BACKENDS = ("llguidance", "xgrammar")
 KNOWN = tuple(LlmArguments.__annotations__)
-OF_FILES = ("tokenizer", "skip_tokenizer_init", "revision", "tokenizer_revision")  # arguments of `LLM`, too
+# Arguments of `LLM`, too.
+OF_FILES = (
+    "tokenizer", "skip_tokenizer_init", "revision", "tokenizer_revision", "lora_root", "lora_trust",
+    "lora_alias", "lora_tokenizer_bytes",
+)  # fmt: skip
 # Arguments of TensorRT-LLM that mean nothing here, and the values that ask for nothing. None always does.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "backend": ("pytorch",),

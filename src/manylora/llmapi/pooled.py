@@ -14,7 +14,6 @@ import numpy as np
 from manylora.config.model_folder import read_json
 from manylora.config.pooling import PoolingSettings
 from manylora.errors import RequestCancelledError
-from manylora.llmapi.generation import Prompt
 from manylora.llmapi.lora import LoRARequest
 from manylora.llmapi.pooled_outputs import (
     ClassificationOutput,
@@ -27,13 +26,15 @@ from manylora.llmapi.pooled_outputs import (
     probabilities,
     similarity,
 )
+from manylora.llmapi.prompts import Prompt
 from manylora.llmapi.sampling import SamplingParams
 from manylora.llmapi.service import Service
+from manylora.lora.text.current import OwnText
 from manylora.request import Event, LoraInput, Pooling, Request
 from manylora.text.tokenizer import Tokenizer
 
 TASKS = ("embed", "classify", "token_embed", "token_classify")
-Loras = LoRARequest | Sequence[LoRARequest | None] | None
+Loras = str | LoRARequest | Sequence[str | LoRARequest | None] | None
 
 
 class PooledResult(Future[np.ndarray]):
@@ -90,7 +91,11 @@ class _Owner(Protocol):
     _ids: itertools.count[int]
     _tokenizer: Tokenizer | None
 
-    def _encode(self, inputs: Any, params: SamplingParams) -> Prompt: ...
+    def _named(self, lora_request: Any) -> Any: ...
+
+    def _text_of(self, lora_request: LoRARequest | None) -> OwnText | None: ...
+
+    def _encode(self, inputs: Any, params: SamplingParams, lora_request: LoRARequest | None) -> Prompt: ...
 
     def _claim(self, lora_request: LoRARequest | None) -> None: ...
 
@@ -164,22 +169,24 @@ class PooledRequests:
         text_2: str | Sequence[str],
         *,
         pooling_params: PoolingParams | None = None,
-        lora_request: LoRARequest | None = None,
+        lora_request: str | LoRARequest | None = None,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """Of each pair; one text_1 goes with every text_2. With a head (the adapter's, or the model's of one
         label) it reads both texts together, and gives the sigmoid of its first value; else the cosine of
         both embeddings."""
         params = pooling_params or PoolingParams()
-        pairs = pair_up(text_1, text_2)
+        pairs, lora_request = pair_up(text_1, text_2), self._named(lora_request)
         if self._is_cross_encoder or has_own_head(lora_request):
-            if self._tokenizer is None:
+            own = self._text_of(lora_request)
+            tokenizer = self._tokenizer if own is None else own.tokenizer
+            if tokenizer is None:
                 raise ValueError("score needs a tokenizer: leave skip_tokenizer_init out")
-            joined = [self._tokenizer.encode_pair(*pair) for pair in pairs]
+            joined = [tokenizer.encode_pair(*pair) for pair in pairs]
             prompts = [
                 (tuple(ids), Pooling(self._pooling.head_mode, head=True, first=first))
                 for ids, first in joined
             ]
-            made = _submit(self, prompts, lora_request)
+            made = _submit(self, prompts, _for_each(prompts, lora_request))
             return [
                 _output(one, ScoringOutput(pair_score(one.result.result(), self._pooling, params)))
                 for one in made
@@ -240,22 +247,28 @@ def _run(
     sampling = SamplingParams(
         truncate_prompt_tokens=params.truncate_prompt_tokens, add_special_tokens=params.add_special_tokens
     )
-    ids = [owner._encode(one, sampling).token_ids for one in given]
+    loras = _for_each(given, owner._named(lora_request))
+    pairs = zip(given, loras, strict=True)
+    ids = [owner._encode(one, sampling, lora).token_ids for one, lora in pairs]
     pooling = pooling_of(task, owner._pooling)
-    return _submit(owner, [(one, pooling) for one in ids], lora_request)
+    return _submit(owner, [(one, pooling) for one in ids], loras)
+
+
+def _for_each(prompts: Sequence[Any], lora_request: Any) -> list[LoRARequest | None]:
+    if not isinstance(lora_request, list | tuple):
+        return [lora_request] * len(prompts)
+    if len(lora_request) != len(prompts):
+        raise ValueError(
+            f"lora_request must be one, or one for each prompt: got {len(lora_request)} for {len(prompts)}"
+        )
+    return list(lora_request)
 
 
 def _submit(
-    owner: _Owner, prompts: Sequence[tuple[tuple[int, ...], Pooling]], lora_request: Loras
+    owner: _Owner,
+    prompts: Sequence[tuple[tuple[int, ...], Pooling]],
+    loras: Sequence[LoRARequest | None],
 ) -> list[PooledGeneration]:
-    if isinstance(lora_request, list | tuple):
-        loras = list(lora_request)
-        if len(loras) != len(prompts):
-            raise ValueError(
-                f"lora_request must be one, or one for each prompt: got {len(loras)} for {len(prompts)}"
-            )
-    else:
-        loras = [lora_request] * len(prompts)
     made: list[PooledGeneration] = []
     try:
         for (ids, pooling), lora in zip(prompts, loras, strict=True):

@@ -20,7 +20,7 @@ from manylora.llmapi import options as llm
 from manylora.llmapi.engine_config import engine_config
 from manylora.lora.library.aliases import Aliases
 from manylora.lora.library.names import is_name
-from manylora.lora.text.adapter_text import PARTS, TextSource, TrustedFolder
+from manylora.lora.text.adapter_text import PARTS, TOKENIZER_BYTES, TextSource, TrustedFolder
 from manylora.openai.serving.connections import HttpLimits
 
 # Arguments of `LLM` that the file may have beside the options. max_queue_size is the server's own queue here,
@@ -88,14 +88,11 @@ def _text_source(given: Mapping[str, Any]) -> TextSource:
 
 
 def _trusted_folder(given: str) -> TrustedFolder:
-    """FOLDER, or FOLDER=PART,PART. Raises ArgumentTypeError."""
-    folder, equals, parts = given.rpartition("=")
-    chosen = tuple(parts.split(",")) if equals else PARTS
-    if set(chosen) - set(PARTS):
-        raise argparse.ArgumentTypeError(
-            f"must be FOLDER or FOLDER=PART,PART with parts of {', '.join(PARTS)}, got {given[:200]!r}"
-        )
-    return TrustedFolder(Path(folder if equals else parts), chosen)
+    """Raises ArgumentTypeError."""
+    try:
+        return TrustedFolder.parse(given)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -147,7 +144,7 @@ class ServeOptions:
         _trusted_folder,
     )
     lora_tokenizer_bytes: int = _option(
-        2**30, "of adapters' own tokenizers in memory, each counted as eight times its file", int
+        TOKENIZER_BYTES, "of adapters' own tokenizers in memory, each counted as eight times its file", int
     )
     lora_text_only: bool = _option(
         False, "of adapters of a vision model, serve the text part; without it they are refused", bool

@@ -17,6 +17,7 @@ from manylora.errors import ConfigError, RequestError, TextTooLongError
 
 Messages = Sequence[Mapping[str, Any]]
 FILE = "chat_template.jinja"
+ROLES = {"developer": "system"}  # templates know the older name only
 # Characters of a prompt, and of one JSON text in it: nested lists with indents grow with their square.
 MOST = 2**22
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})

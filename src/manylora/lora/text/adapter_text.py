@@ -20,6 +20,7 @@ from manylora.text.tokenizer import Tokenizer
 MAX_FILE_BYTES = 2**20  # of a template, and of settings
 SETTINGS_FILE, GENERATION_FILE = "tokenizer_config.json", "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_BYTES = 2**30  # of adapters' tokenizers in memory, unless told otherwise
 PARTS = ("chat_template", "generation_config", "tokenizer")
 """What may come with an adapter."""
 
@@ -48,6 +49,17 @@ class TrustedFolder:
 
     path: Path
     parts: tuple[str, ...] = PARTS
+
+    @classmethod
+    def parse(cls, given: str) -> TrustedFolder:
+        """FOLDER, or FOLDER=PART,PART. Raises ValueError."""
+        folder, equals, parts = given.rpartition("=")
+        chosen = tuple(parts.split(",")) if equals else PARTS
+        if set(chosen) - set(PARTS):
+            raise ValueError(
+                f"must be FOLDER or FOLDER=PART,PART with parts of {', '.join(PARTS)}, got {given[:200]!r}"
+            )
+        return cls(Path(folder if equals else parts), chosen)
 
     def source(self) -> TextSource:
         return TextSource(**{name: name in self.parts for name in PARTS}, required=False)

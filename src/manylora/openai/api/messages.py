@@ -8,8 +8,7 @@ from typing import Any
 
 from manylora.openai.api.errors import invalid_value
 from manylora.openai.api.schema import Message, ToolCall
-
-ROLES = {"developer": "system"}  # templates know the older name only
+from manylora.text.chat_template import ROLES
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

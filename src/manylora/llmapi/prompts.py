@@ -1,0 +1,86 @@
+"""PromptReader: what callers of an LLM give as a prompt, to token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from manylora.config.engine import ModelConfig
+from manylora.llmapi.sampling import SamplingParams
+from manylora.text.tokenizer import Tokenizer
+
+Input = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or a mapping with `prompt` or `prompt_token_ids`, and of an encoder-decoder model maybe
+`decoder_input_token_ids`, which its decoder goes on from; the prompt is its encoder's."""
+
+DECODER_IDS = "decoder_input_token_ids"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """text: None for a prompt that came as token ids. token_ids: as they are used.
+
+    decoder_ids: of an encoder-decoder model, what its decoder goes on from; None: a decoder alone.
+    """
+
+    text: str | None
+    token_ids: tuple[int, ...]
+    decoder_ids: tuple[int, ...] | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens before the first new one."""
+        return len(self.token_ids if self.decoder_ids is None else self.decoder_ids)
+
+
+@dataclass(frozen=True)
+class ChatText:
+    """What a chat template made of messages: a prompt whose special tokens are in it already."""
+
+    text: str
+
+
+class PromptReader:
+    """max_seq_len: prompt and output, in tokens."""
+
+    def __init__(self, model: ModelConfig, max_seq_len: int) -> None:
+        self._model, self._max_seq_len = model, max_seq_len
+
+    def read(self, inputs: Input | ChatText, params: SamplingParams, tokenizer: Tokenizer | None) -> Prompt:
+        """tokenizer: None where prompts are token ids. Raises ValueError, RequestError."""
+        if isinstance(inputs, Mapping):
+            known = [name for name in ("prompt", "prompt_token_ids") if inputs.get(name) is not None]
+            if len(known) != 1 or inputs.keys() - {"prompt", "prompt_token_ids", DECODER_IDS}:
+                raise ValueError(
+                    "a prompt must be a text, token ids, or a dict with one of these as "
+                    "'prompt' or 'prompt_token_ids'"
+                )
+            prompt = self.read(inputs[known[0]], params, tokenizer)
+            decoder_ids = inputs.get(DECODER_IDS)
+            return prompt if decoder_ids is None else self._continue(prompt, decoder_ids)
+        special = params.add_special_tokens
+        if isinstance(inputs, ChatText):
+            inputs, special = inputs.text, False
+        text = inputs if isinstance(inputs, str) else None
+        if text is None:
+            ids = [token for token in inputs if isinstance(token, int)]
+            if len(ids) < len(inputs):
+                raise ValueError(f"a prompt must be a text or a list of token ids, got {inputs!r:.80}")
+        elif tokenizer is None:
+            raise ValueError("this LLM has no tokenizer (skip_tokenizer_init): prompts must be token ids")
+        else:
+            context = None if params.truncate_prompt_tokens else self._max_seq_len
+            ids = tokenizer.encode(text, special, context)
+        if params.truncate_prompt_tokens is not None:
+            ids = ids[-params.truncate_prompt_tokens :]
+        encoder = self._model.encoder
+        return Prompt(text, tuple(ids), (encoder.decoder_start_id,) if encoder else None)
+
+    def _continue(self, prompt: Prompt, decoder_ids: Any) -> Prompt:
+        if self._model.encoder is None:
+            raise ValueError(f"{DECODER_IDS} is for encoder-decoder models: leave it out")
+        ids = [token for token in decoder_ids if isinstance(token, int)]
+        if not ids or len(ids) < len(decoder_ids):
+            raise ValueError(f"{DECODER_IDS} must be a list of token ids, got {decoder_ids!r:.80}")
+        return replace(prompt, decoder_ids=tuple(ids))

@@ -54,6 +54,19 @@ def test_the_tiny_example(tmp_path: Path) -> None:
     assert convert_peft(tmp_path, "float32")[0][0, 0, 8] == pytest.approx(4 / 2**0.5)
 
 
+def test_the_adapters_own_name_in_names_of_tensors(tmp_path: Path) -> None:
+    """As scripts write them that save the state of PEFT's model as it is."""
+    tensors = pair("q_proj") | pair("down_proj", layer=1)
+    expected = convert_peft(write(tmp_path / "plain", tensors), "float32")
+    named = {key.replace(".weight", ".default.weight"): value for key, value in tensors.items()}
+    for found, wanted in zip(
+        convert_peft(write(tmp_path / "named", named), "float32"), expected, strict=True
+    ):
+        np.testing.assert_array_equal(found, wanted)
+    with pytest.raises(AdapterInvalidError, match=r"default\.weight and .* mean the same tensor"):
+        convert_peft(write(tmp_path / "both", tensors | named), "float32")
+
+
 @pytest.mark.parametrize(
     ("pattern", "scale"),
     [
@@ -116,6 +129,10 @@ def change(**replaced: np.ndarray | None) -> dict[str, np.ndarray]:
     ("tensors", "reason"),
     [
         (change(B=None), "missing"),
+        (
+            change(B=None) | {f"{PREFIX}.77.self_attn.q_proj.lora_B.weight": np.ones((4, 2), np.float32)},
+            "layers.0.self_attn.q_proj is missing its lora_B matrix, and .*77.self_attn.q_proj is missing",
+        ),
         (change(B=np.ones((4, 3), np.float32)), "mismatches"),
         (change(A=np.full((2, 4), np.nan, np.float32)), "NaN or an infinity"),
         (change(A=np.ones((2, 4), np.int32)), "must be float32, float16, bfloat16 or float8"),

@@ -240,6 +240,18 @@ def _gather(
     return found
 
 
+def _check_pairs(found: Iterable[Parts]) -> None:
+    """Raises AdapterInvalidError for modules without A or B. It names two of them: where a tensor has a wrong
+    name, one is the module that lacks it, the other the one that is not there."""
+    lines = [
+        f"{next(iter(parts.values()))[0]} is missing its lora_{side} matrix"
+        for parts in found
+        for side in sorted({"A", "B"} - parts.keys())[:1]
+    ]
+    if lines:
+        raise AdapterInvalidError(", and ".join(lines[:2]))
+
+
 def _leave_out(key: str, partial: list[str] | None) -> None:
     reason = next((text for pattern, text in REFUSED if pattern.search(key)), "no such LoRA module is known")
     # A module without its magnitude would be another adapter, so this may not be left out.
@@ -271,6 +283,7 @@ class _Reading:
         plain = {key: tensor for key, tensor in tensors.items() if key not in experts and key not in stacks}
         check_stacks((key for key in plain if PEFT_KEY.fullmatch(key)), modules)
         found = _gather(plain, partial, modules) | stack_parts(stacks, modules)
+        _check_pairs(found.values())
         elements = check_expert_shapes(experts, modules, bounds)
         for place, parts in found.items():
             elements += self._check_shapes(*place, parts)
@@ -316,10 +329,6 @@ class _Reading:
 
     def _check_shapes(self, layer: int, module_id: int, parts: Parts) -> int:
         """The numbers of a row. Raises AdapterInvalidError for one that is not to be read."""
-        missing = sorted({"A", "B"} - parts.keys())
-        if missing:
-            present = next(iter(parts.values()))[0]
-            raise AdapterInvalidError(f"{present} is missing its lora_{missing[0]} matrix")
         (path, _, a), (_, _, b) = parts["A"], parts["B"]
         if self.options.modules and module_id in self.options.modules:
             check_layer(path, self.options.modules[module_id], layer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from manylora.errors import AdapterInvalidError
@@ -15,6 +17,8 @@ from manylora.lora.formats.tensor_files import RawTensor, read_safetensors
 
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
+# PEFT's own name of an adapter, which is in the names of a model's tensors and not in those of its files.
+OWN_NAME = re.compile(r"(?:\.modules_to_save)?\.default(?=(?:\.weight|\.bias)?$)")
 
 
 def has_peft(folder: Path) -> bool:
@@ -28,8 +32,19 @@ def weights_file(place: Path) -> Path:
 
 def peft_tensors(folder: Path, options: ReadOptions = DEFAULT) -> dict[str, RawTensor]:
     """Key to tensor, as stored; those that `options` leaves out are not there. Raises AdapterInvalidError."""
-    tensors = _all_tensors(folder, options)
+    tensors = _without_own_name(_all_tensors(folder, options))
     return {key: t for key, t in tensors.items() if not (options.text_only and VISION.search(key))}
+
+
+def _without_own_name(tensors: Mapping[str, RawTensor]) -> dict[str, RawTensor]:
+    """As PEFT would have saved them, of a file that was written from the model's tensors as they were."""
+    found: dict[str, RawTensor] = {}
+    for key, tensor in tensors.items():
+        name = OWN_NAME.sub("", key)
+        if name in found or (name != key and name in tensors):
+            raise AdapterInvalidError(f"{key} and {name} mean the same tensor")
+        found[name] = tensor
+    return found
 
 
 def _all_tensors(folder: Path, options: ReadOptions) -> dict[str, RawTensor]:

@@ -293,6 +293,7 @@ def test_broken_adapters_are_refused_with_the_reason(workshop: Path) -> None:
     stacked = make_adapter(workshop / "stacked", model, 1, rank=4, target_parameters=EXPERTS, modules=())
     old = by_number(stacked, workshop / "old", mixtral=False)
     low, high = "base_model.model.model.layers.0.mlp.experts.", ".lora_A.weight"
+    key = f"{low[:-1]}{high}"
     more = lora_modules(read_model_config(wide))
 
     def move(tensors: dict[str, torch.Tensor]) -> None:
@@ -301,7 +302,7 @@ def test_broken_adapters_are_refused_with_the_reason(workshop: Path) -> None:
     cases: list[tuple[Path, str]] = [
         (
             broken(old, workshop / "b1", lambda t: t.pop(f"{low}3.up_proj{high}")),
-            "expert 3: .* missing its lora_A",
+            r"experts\.3\.up_proj is missing its lora_A",
         ),
         (
             broken(old, workshop / "b2", lambda t: t.update({f"{low}2.up_proj{high}": torch.ones(5, 64)})),
@@ -309,6 +310,10 @@ def test_broken_adapters_are_refused_with_the_reason(workshop: Path) -> None:
         ),
         (broken(old, workshop / "b3", move), "DoRA with MoE is not supported"),
         (broken(stacked, workshop / "b4", lambda t: t.pop(f"{low}base_layer{high}")), "missing its lora_A"),
+        (
+            broken(stacked, workshop / "b8", lambda t: t.update({key.replace("s.0", "s.9"): t.pop(key)})),
+            "layers.0.mlp.experts is missing its lora_A .* and .*layers.9.mlp.experts is missing its lora_B",
+        ),
         (
             broken(stacked, workshop / "b5", lambda t: t.update({f"{low[:-1]}{high}": torch.ones(24, 41)})),
             "goes from 41 to 64 dimensions: neither gate_up_proj nor down_proj of this",

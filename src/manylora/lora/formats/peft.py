@@ -49,7 +49,7 @@ from manylora.lora.formats.peft_names import (
     module_id_of,
 )
 from manylora.lora.formats.peft_stacks import STACK_KEY, Parts, check_stacks, stack_parts
-from manylora.lora.formats.peft_strict import check_keys, tell_missing
+from manylora.lora.formats.peft_strict import check_keys, check_pairs, tell_missing
 from manylora.lora.formats.peft_tables import is_whole_table
 from manylora.lora.formats.peft_unused import without_unused
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
@@ -240,18 +240,6 @@ def _gather(
     return found
 
 
-def _check_pairs(found: Iterable[Parts]) -> None:
-    """Raises AdapterInvalidError for modules without A or B. It names two of them: where a tensor has a wrong
-    name, one is the module that lacks it, the other the one that is not there."""
-    lines = [
-        f"{next(iter(parts.values()))[0]} is missing its lora_{side} matrix"
-        for parts in found
-        for side in sorted({"A", "B"} - parts.keys())[:1]
-    ]
-    if lines:
-        raise AdapterInvalidError(", and ".join(lines[:2]))
-
-
 def _leave_out(key: str, partial: list[str] | None) -> None:
     reason = next((text for pattern, text in REFUSED if pattern.search(key)), "no such LoRA module is known")
     # A module without its magnitude would be another adapter, so this may not be left out.
@@ -283,7 +271,7 @@ class _Reading:
         plain = {key: tensor for key, tensor in tensors.items() if key not in experts and key not in stacks}
         check_stacks((key for key in plain if PEFT_KEY.fullmatch(key)), modules)
         found = _gather(plain, partial, modules) | stack_parts(stacks, modules)
-        _check_pairs(found.values())
+        check_pairs(tensors)
         elements = check_expert_shapes(experts, modules, bounds)
         for place, parts in found.items():
             elements += self._check_shapes(*place, parts)

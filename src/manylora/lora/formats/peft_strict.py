@@ -2,11 +2,13 @@
 that are not in the file.
 
 PEFT takes such adapters with a warning, so they are served, and it is told; a key that looks like another
-kind of adapter is refused.
+kind of adapter, and a matrix without its other one, are refused.
 """
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +20,7 @@ from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.modules import LoraModule
 
 MAX_SHOWN = 5  # names in one line
+SIDE = re.compile(r"(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
 
 
 def check_keys(settings: Mapping[str, Any], options: ReadOptions) -> None:
@@ -36,6 +39,21 @@ def check_keys(settings: Mapping[str, Any], options: ReadOptions) -> None:
             )
     if unknown:
         options.tell(f"{CONFIG} sets {_some(unknown)}, which nobody here knows: without effect, as in PEFT")
+
+
+def check_pairs(keys: Iterable[str]) -> None:
+    """Raises AdapterInvalidError for modules without A or B. It names two of them: where a tensor has a wrong
+    name, one is the module that lacks it, the other the one that is not there."""
+    sides: dict[str, set[str]] = defaultdict(set)
+    for match in filter(None, map(SIDE.fullmatch, sorted(keys))):
+        sides[match["path"]].add(match["side"])
+    lines = [
+        f"{path} is missing its lora_{'B' if 'A' in found else 'A'} matrix"
+        for path, found in sides.items()
+        if len(found) == 1
+    ]
+    if lines:
+        raise AdapterInvalidError(", and ".join(lines[:2]))
 
 
 def tell_missing(

@@ -180,18 +180,22 @@ def test_the_text_tower_of_a_model_that_sees_and_hears(served: Served, tmp_path:
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     config, ids = read_model_config(model), tokens(30)
     adapter = tmp_path / "adapter"
-    assert served.adapters[1] is not None
-    shutil.copytree(served.adapters[1], adapter)
     path = adapter / "adapter_model.safetensors"
-    matrices = {
-        name.replace("model.model.", "model.model.language_model."): value
-        for name, value in load_file(path).items()
-    }
-    save_file(matrices, path, {"format": "pt"})
     decoder = load_decoder(model, config, torch.float32, open_device("cpu"))
-    found = Driver(decoder, [ids] * 2, [None, read_from("peft", adapter, model)]).run()
-    assert agree(found[0], reference_logits(served.model, None, ids))
-    assert agree(found[1], reference_logits(served.model, served.adapters[1], ids))
+    for given in (served.adapters[2], served.adapters[1]):  # the first has magnitudes, relative to the base
+        assert given is not None
+        shutil.copytree(given, adapter, dirs_exist_ok=True)
+        matrices = {
+            name.replace("model.model.", "model.model.language_model."): value
+            for name, value in load_file(path).items()
+        }
+        save_file(matrices, path, {"format": "pt"})
+        # Beside a base of the text alone, too, whose names have no language_model.
+        tensors = [read_from("peft", adapter, base) for base in (model, served.model)]
+        found = Driver(decoder, [ids] * 3, [None, *tensors]).run()
+        assert agree(found[0], reference_logits(served.model, None, ids))
+        for one in found[1:]:
+            assert agree(one, reference_logits(served.model, given, ids))
     key = "base_model.model.model.audio_tower.conformer.0.attention.attn.q_proj.lora_A.weight"
     save_file({**matrices, key: torch.ones(3, 3)}, path, {"format": "pt"})
     with pytest.raises(AdapterInvalidError, match=r"audio_tower.* set lora_text_only"):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # torch only when something is read
 INDEX = "model.safetensors.index.json"
 # Where the name of a layer starts, or of a stack of layers where there are two.
 LAYER = re.compile(r"(?=(?:^|(?<=\.))(?:(?:encoder|decoder)\.|(?:layers|block|h)\.\d))")
+OUTSIDE = re.compile(r"(?:^|.*\.)([^.\d][^.]*(?:\.\d+)?\.[^.]+)")  # module, its number, tensor
 CHUNK = 2**22  # elements of a base weight in memory at one time
 PACKED = re.compile(r"(?<=\.)(?:qweight|weight_packed)$")  # a tensor that only quantised weights have
 
@@ -112,7 +113,7 @@ class BaseReader:
 
     def find(self, key: str) -> str | None:
         """The checkpoint's name of the tensor that PEFT calls `key`, or of the only one with the same layer
-        and name, or, outside layers, the same last two parts. None: there is none. A quantised weight has the
+        and name, or, outside layers, of the same module. None: there is none. A quantised weight has the
         name that it would have as a plain one.
 
         Raises AdapterInvalidError."""
@@ -121,7 +122,8 @@ class BaseReader:
         if name in self._names:
             return name
         parts = LAYER.split(name, maxsplit=1)
-        tail = parts[1] if len(parts) > 1 else ".".join(name.rsplit(".", 2)[-2:])
+        outside = OUTSIDE.fullmatch(name)
+        tail = parts[1] if len(parts) > 1 else outside[1] if outside else name
         # A multimodal checkpoint has layers of these names in its vision tower too.
         text = [other for other in self._names if "vision" not in other]
         same = [

@@ -20,7 +20,7 @@ from manylora.model.weights import load_decoder
 from manylora.request import Request, SamplingConfig
 from manylora.testing.driver import Driver, agree
 from manylora.testing.tiny_configs import LLAMA3, LONGROPE, YARN
-from manylora.testing.tiny_models import load_transformers, make_model
+from manylora.testing.tiny_models import load_transformers, make_model, reference_logits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,6 +43,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 # Lengths of prompts: to the original length and over it while tokens are generated, and beyond it.
 PROMPTS, NEW = (5, 18, ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, 40), 12
+
+
+def test_truncate_of_a_kind_of_layer_has_no_effect(tmp_path: Path) -> None:
+    """transformers looks for it beside the kinds of layers only."""
+    yarn = {"rope_type": "yarn", "rope_theta": 37000.0, "factor": 4.0, "truncate": False}
+    yarn["original_max_position_embeddings"] = ORIGINAL
+    kinds = {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}, "full_attention": yarn}
+    model = make_model(tmp_path / "model", "gemma3", seed=8, rope_parameters=kinds)
+    decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
+    [found] = Driver(decoder, [tokens(40)], [None]).run()
+    assert agree(found, reference_logits(model, None, tokens(40)))
 
 
 def reference(model: Path, prompt: list[int], count: int) -> list[int]:

@@ -74,9 +74,11 @@ def read_rope(
 
 def flat_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The keys from before each kind of layer had rotary parameters of its own: `rope_local_base_freq` is the
-    base of layers with a window, which have no scaling."""
+    base of layers with a window, which have no scaling. `truncate` of Yarn has no effect there, as in
+    transformers."""
     parameters = raw.get("rope_parameters") or {}
     own = parameters.get("sliding_attention") or {}
+    full = {name: one for name, one in (parameters.get("full_attention") or {}).items() if name != "truncate"}
     if own.get("rope_type", "default") != "default":
         raise ConfigError(
             f"config.json: rope scaling {own['rope_type']!r} of sliding_attention is not supported"
@@ -84,7 +86,7 @@ def flat_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **raw,
         "rope_local_base_freq": own.get("rope_theta", raw["rope_local_base_freq"]),
-        "rope_parameters": {**(parameters.get("full_attention") or {}), **(raw.get("rope_scaling") or {})},
+        "rope_parameters": {**full, **(raw.get("rope_scaling") or {})},
         "rope_scaling": None,
     }
 

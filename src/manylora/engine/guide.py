@@ -32,7 +32,7 @@ MAX_VERDICTS = 1024  # of guides, remembered
 MASK_THREADS = 2
 TOO_COMPLEX = ("ParserTooComplex", "LexerTooComplex", "InternalError")  # stop reasons of llguidance
 MASK_S = 5.0  # at most for the mask of one token
-TRIAL_S = 3.0 * WALL_S  # at most until a verdict: other guides may be tried first
+TRIAL_S = 2.0 * WALL_S  # at most until a verdict: other guides may be tried first
 
 
 class Guides:

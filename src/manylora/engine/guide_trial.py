@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 CPU_S = 1
-WALL_S = 10  # more than CPU_S, because the machine may be busy
+WALL_S = 30  # more than CPU_S, because the machine may be busy
 MEMORY = 2**27  # bytes beside those of the tokenizer
 MAX_PARALLEL = 8
 BUSY = "it could not be tried in time, please send the request again"

@@ -6,15 +6,19 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+
+import manylora  # noqa: F401 before torch, whose threads then spin as briefly as those of a server
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell script
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the commands that tests start inherit it
+
+import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -55,6 +59,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long generation of this process does not end by itself before a test has done what ends it."""
+    from manylora.engine.engine import Engine
+
+    step = Engine.step
+
+    def slow(engine: Engine) -> Any:
+        time.sleep(0.01)
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", slow)
 
 
 @pytest.fixture(scope="module")

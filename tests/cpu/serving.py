@@ -50,11 +50,11 @@ class Running:
     def close(self) -> None:
         self.http.close()
         self._server.should_exit = True
-        self._thread.join(30)
+        self._thread.join(60)
         assert not self._thread.is_alive(), "the server does not stop"
 
 
-def wait_for(done: Callable[[], bool], seconds: float = 20) -> None:
+def wait_for(done: Callable[[], bool], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end, "it did not come about"

@@ -157,7 +157,7 @@ def test_who_waits_for_its_guide_holds_up_nobody_and_gives_the_same(
     compute, go = guides.GuideState._compute, threading.Event()
 
     def late(state: guides.GuideState) -> np.ndarray:
-        assert go.wait(10)
+        assert go.wait(60)
         return compute(state)
 
     monkeypatch.setattr(guides.GuideState, "_compute", late)

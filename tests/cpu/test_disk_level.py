@@ -121,7 +121,7 @@ def test_a_disk_that_hangs_costs_copies_and_holds_up_nobody(
     adapters = [adapter(seed) for seed in range(8)]
     putting = threading.Thread(target=lambda: [level.put_soon(one) for one in adapters], daemon=True)
     putting.start()
-    putting.join(20)
+    putting.join(60)
     assert not putting.is_alive()
     answers.set()
     level.close()

@@ -251,6 +251,7 @@ def write_nemo(folder: Path, adapter: Path) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_tensors_are_let_go_while_their_request_runs(tiny: Path) -> None:
     config = LoraConfig(lora_target_modules=QKV[:3], max_lora_rank=4, max_loras=2, max_cpu_loras=2)
     params = SamplingParams(max_tokens=240, ignore_eos=True)
@@ -260,11 +261,11 @@ def test_tensors_are_let_go_while_their_request_runs(tiny: Path) -> None:
             result = llm.generate_async(PROMPT, params, plain(tiny), streaming=True)
             next(iter(result))
             loaded = llm._loop._engine.adapters.loader._in_memory
-            deadline = time.monotonic() + 5
-            while loaded and time.monotonic() < deadline:
+            deadline = time.monotonic() + 60
+            while loaded and not result.finished and time.monotonic() < deadline:
                 time.sleep(0.001)
             assert not result.finished and not loaded
         finally:
             gc.enable()
         result.abort()
-        assert result.result(10).finished
+        assert result.result(60).finished

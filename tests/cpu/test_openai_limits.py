@@ -139,6 +139,7 @@ def test_what_comes_behind_a_chunked_body_is_no_header(server: Running) -> None:
         assert b"200 OK" in all_of(client)
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_idle_connections_give_way_and_busy_ones_do_not(server: Running) -> None:
     with contextlib.ExitStack() as stack:
         idle = [stack.enter_context(connect(server)) for _ in range(5 * MOST)]
@@ -170,12 +171,22 @@ def test_who_never_reads_is_let_go_with_the_work_for_it(server: Running) -> None
         wait_for(lambda: server.metric("vllm:num_requests_running") == 0)
 
 
+def ended(server: Running) -> dict[str, float]:
+    """How many requests of the base model have ended how."""
+    name = 'manylora_adapter_requests_total{adapter="base",finish_reason="%s"}'
+    return {how: server.metric(name % how) for how in ("length", "cancelled")}
+
+
+@pytest.mark.usefixtures("slow_steps")
 def test_requests_that_were_sent_ahead_end_with_their_client(server: Running) -> None:
     ahead = completion(max_tokens=450, ignore_eos=True, stream=True)
+    before = ended(server)
     with connect(server) as client:
         send(client, ahead + ahead)
         assert client.recv(1000).startswith(b"HTTP/1.1 200")
-    wait_for(lambda: server.metric("vllm:num_requests_running") == 0, 3)
+    wait_for(lambda: server.metric("vllm:num_requests_running") == 0)
+    after = ended(server)
+    assert after["length"] == before["length"] and after["cancelled"] > before["cancelled"]
     with connect(server) as client:
         send(client, (b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n") * 3)
         assert all_of(client).count(b'{"status":"live"}') == 3

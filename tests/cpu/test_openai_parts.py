@@ -202,7 +202,7 @@ def test_an_event_queue_loses_nothing_and_wakes_once_for_a_step() -> None:
         threads = [threading.Thread(target=work) for _ in range(4)]
         for thread in threads:
             thread.start()
-        await asyncio.wait_for(done.wait(), 20)
+        await asyncio.wait_for(done.wait(), 60)
         for thread in threads:
             thread.join()
         mailbox.wake()  # with nothing in it
@@ -217,13 +217,13 @@ def test_a_signal_that_comes_first_is_not_lost() -> None:
     async def run() -> None:
         signal = Signal()
         signal.set()
-        await asyncio.wait_for(signal.wait(), 1)
+        await asyncio.wait_for(signal.wait(), 60)
         waiting = asyncio.create_task(signal.wait())
         await asyncio.sleep(0)
         assert not waiting.done()
         signal.set()
         signal.set()
-        await asyncio.wait_for(waiting, 1)
+        await asyncio.wait_for(waiting, 60)
 
     asyncio.run(run())
 

@@ -488,6 +488,7 @@ def test_unloading_waits_for_the_requests_under_way(server: Running, root: Path)
         assert unloading.result(30).status_code == 200
 
 
+@pytest.mark.usefixtures("slow_steps")
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_its_request(server: Running, stream: bool) -> None:
     def open_requests() -> float:
@@ -570,6 +571,7 @@ def test_keys_limit_what_is_used_and_seen(root: Path, tmp_path: Path) -> None:
         server.close()
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_a_client_that_leaves_its_stream_is_counted(server: Running) -> None:
     before = server.metric("manylora_clients_left_total")
     body = {"model": "chinese", "prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -622,6 +624,6 @@ def test_a_server_whose_engine_dies_tells_its_clients_and_ends() -> None:
             wait_for(is_ready, 60)
             answer = http.post("/v1/completions", json={"prompt": "a", "n": 3, "max_tokens": 50})
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
-        assert process.wait(30) == 1
+        assert process.wait(60) == 1
     finally:
         process.kill()

@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -242,11 +241,12 @@ def test_uploads_and_copies_on_a_disk_that_is_full(small_disk: Path) -> None:
 
 def test_what_passes_is_tried_again_and_withdraws_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without descriptors, adapters were broken for good, or gone with a folder that could not be listed."""
-    short = False
+    short, failed = False, list[Any]()
     real_find, real_read = catalog.find_adapters, catalog.AdapterReader.read
 
     def find_adapters(*arguments: Any) -> Any:
         if short:
+            failed.append(arguments)
             raise OSError(errno.EMFILE, "Too many open files")
         return real_find(*arguments)
 
@@ -261,7 +261,7 @@ def test_what_passes_is_tried_again_and_withdraws_nobody(monkeypatch: pytest.Mon
     try:
         wait_for(lambda: server.http.get("/v1/models/chinese").status_code == 200)
         short = True
-        time.sleep(0.5)
+        wait_for(lambda: len(failed) >= 3)
         assert server.post(model="chinese", prompt="a", max_tokens=2).status_code == 200
         entry = server.app.state.routes._catalog._entries["japanese"]
         entry.version, entry.tried = None, ()

@@ -100,6 +100,7 @@ def test_what_cannot_be_served_changes_nothing(server: Running) -> None:
     assert server.post(model="policy", prompt="a", lora_version="newest").status_code == 400
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_running_requests_keep_or_follow(server: Running) -> None:
     assert put(server, "policy", "chinese").status_code == 200
     spans: dict[str, list[dict]] = {}

@@ -171,7 +171,7 @@ class Started:
         """What Ctrl-C does. Returns the lines since then."""
         before = len(self.lines)
         self.process.send_signal(signal.SIGINT)
-        assert self.process.wait(30) == 130
+        assert self.process.wait(60) == 130
         return self.lines[before:]
 
     def __enter__(self) -> Started:

@@ -263,7 +263,7 @@ def test_an_adapter_is_written_beside_the_steps_of_the_others(
     real = store._pool.write_host
 
     def slow(*what: object) -> None:
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         real(*what)  # type: ignore[arg-type]
 
     monkeypatch.setattr(store._pool, "write_host", slow)

@@ -100,11 +100,11 @@ def test_a_response_that_cannot_be_sent_ends_its_request_alone(caplog: pytest.Lo
     engine, worker = started(bad, good)
     for token in (3, 4):
         engine.sinks[0](Event((token,), sequence_index=token))
-    assert bad.done.wait(20)
+    assert bad.done.wait(60)
     assert bad.sent == [[3], "tensorrt_llm failed on this request: RuntimeError"]
     assert engine.cancelled == [0]
     engine.sinks[1](Event((5,), finish_reason=FinishReason.LENGTH, last=True))
-    assert good.done.wait(20) and good.sent == [[5]]
+    assert good.done.wait(60) and good.sent == [[5]]
     worker.close()
     assert "no shared memory is left" in caplog.text
 
@@ -113,10 +113,10 @@ def test_a_response_that_cannot_be_made_ends_its_request_with_an_error() -> None
     bad, good = Client(), Client()
     engine, worker = started(bad, good)
     engine.sinks[0](Event(("no id",)))  # type: ignore[arg-type]
-    assert bad.done.wait(20)
+    assert bad.done.wait(60)
     assert bad.sent == ["tensorrt_llm failed on this request: ValueError"] and engine.cancelled == [0]
     engine.sinks[1](Event((5,), finish_reason=FinishReason.LENGTH, last=True))
-    assert good.done.wait(20)
+    assert good.done.wait(60)
     worker.close()
 
 
@@ -125,9 +125,9 @@ def test_a_client_that_has_left_ends_its_generation(cancelled: bool | Exception)
     left, good = Client(), Client()
     engine, worker = started(left, good)
     left.cancelled = cancelled
-    assert left.done.wait(20) and engine.cancelled == [0]
+    assert left.done.wait(60) and engine.cancelled == [0]
     engine.sinks[1](Event((5,), finish_reason=FinishReason.LENGTH, last=True))
-    assert good.done.wait(20)
+    assert good.done.wait(60)
     worker.close()
 
 
@@ -136,7 +136,7 @@ def test_a_stop_request_ends_all_of_its_id_and_a_wrong_one_is_refused() -> None:
     stop = Client(stop=[True])
     engine, worker = started(first, second, wrong, stop)
     for client in (first, second, wrong, stop):
-        assert client.done.wait(20)
+        assert client.done.wait(60)
     assert sorted(engine.cancelled) == [0, 1] and stop.sent == [[]]
     [text] = wrong.sent
     assert text.startswith("Invalid input_ids length")

@@ -42,7 +42,7 @@ class FakeEngine:
 
     def prepare(self, request: Request, matcher=None):
         if request.lora and request.lora.has_tensors:
-            self.gate.wait(5)
+            self.gate.wait(60)
         return SimpleNamespace(request=request, adapter=None)
 
     def compile(self, request: Request):
@@ -100,7 +100,7 @@ class Sink:
             self.done.set()
 
     def wait(self) -> Event:
-        assert self.done.wait(10)
+        assert self.done.wait(60)
         return self.events[-1]
 
 
@@ -211,7 +211,7 @@ class Stuck(FakeEngine):
 
     def step(self):
         self.inside.set()
-        assert self.go.wait(10)
+        assert self.go.wait(60)
         return super().step()
 
 
@@ -220,7 +220,7 @@ def test_a_stuck_engine_can_be_given_up_and_says_nothing_afterwards() -> None:
     loop = EngineLoop(engine)  # type: ignore[arg-type]
     for sink in sinks:
         loop.submit(request(), sink)
-    assert engine.inside.wait(10)
+    assert engine.inside.wait(60)
     assert loop.stalled_s >= 0
     loop.fail("it has not moved")
     for sink in sinks:
@@ -327,10 +327,10 @@ def test_a_server_whose_engine_is_stuck_is_not_ready_and_then_gives_it_up(monkey
     server = in_process.InProcessEngine(engine, 0.3, reasons.put)  # type: ignore[arg-type]
     assert server.alive
     server.submit(request(), sink)
-    assert engine.inside.wait(10)
+    assert engine.inside.wait(60)
     while server.alive:
         threading.Event().wait(0.01)
-    assert "has not moved" in reasons.get(timeout=10)
+    assert "has not moved" in reasons.get(timeout=60)
     assert isinstance(sink.wait().error, EngineDeadError)
     engine.go.set()
     asyncio.run(server.close())
@@ -342,6 +342,6 @@ def test_a_server_hears_of_its_engine_s_death(engine: FakeEngine) -> None:
     reasons: queue.SimpleQueue = queue.SimpleQueue()
     server = in_process.InProcessEngine(engine, 0.0, reasons.put)  # type: ignore[arg-type]
     server.submit(request(prompt=(13,)), Sink())
-    assert "MemoryError" in reasons.get(timeout=10)
+    assert "MemoryError" in reasons.get(timeout=60)
     assert not server.alive
     asyncio.run(server.close())

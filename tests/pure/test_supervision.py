@@ -211,7 +211,7 @@ def test_a_signal_while_it_starts_ends_everything() -> None:
     slow = Kept("import time; time.sleep(60)  # '127.0.0.1', {port})")
     wait_for("it starts", lambda: list(map(len, slow.pids())) == [3, 1])
     slow.process.terminate()
-    assert slow.process.wait(10) == 0
+    assert slow.process.wait(60) == 0
     assert slow.pids() == ([], [])
     slow.close()
 
@@ -225,7 +225,7 @@ def test_when_all_keepers_are_killed_the_service_ends_with_them(served: Kept) ->
 
 def test_a_service_that_refuses_its_first_start_is_not_tried_again() -> None:
     refused = Kept("import sys; sys.exit('no')  # '127.0.0.1', {port})")
-    output, errors = refused.process.communicate(timeout=20)
+    output, errors = refused.process.communicate(timeout=60)
     assert (refused.process.returncode, output) == (1, "the server ended with status 1\n")
     assert errors.count("no\n") == 1
     assert refused.pids() == ([], [])

@@ -221,7 +221,7 @@ def test_other_threads_go_on_while_a_long_text_is_tokenised(tmp_path: Path) -> N
     while not done.wait(0.001):
         turns += 1
     thread.join()
-    assert turns > 20  # a thread that waits for the interpreter all the time gets none
+    assert turns > 3  # a thread that waits for the interpreter all the time gets one, at the end
 
 
 def test_a_long_text_has_the_ids_of_the_plain_way(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def wait_for(what: str, condition: object, seconds: float = 30) -> None:
+def wait_for(what: str, condition: object, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():  # type: ignore[operator]

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import tempfile
 import threading
-import time
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,11 +37,11 @@ def test_stopping_finishes_what_is_in_flight_refuses_what_is_new_and_leaves_noth
                 ask(served, inputs())
             except Exception as error:
                 refused.append(str(error))
-        ends = open_streams.wait_for_ends(30)
+        ends = open_streams.wait_for_ends(60)
         stopper.join()
     assert set(ends.values()) == {"end"}
     assert "Server is stopping" in refused[0]
-    wait_for("all processes are gone", lambda: all(map(is_gone, everyone.values())), 5)
+    wait_for("all processes are gone", lambda: all(map(is_gone, everyone.values())))
     assert not list(Path("/dev/shm").glob(f"manylora_*_{served.http}_*"))
     assert served.launch("--status").returncode == 1
 
@@ -62,9 +61,9 @@ def test_process_1_of_a_container_starts_again_after_a_kill_and_drains_at_a_sign
                 [launcher] = children(outside.pid)
                 with streams(served, 4) as open_streams:
                     os.kill(launcher, name)
-                    ended = {kind[:5] for kind in open_streams.wait_for_ends(30).values()}
+                    ended = {kind[:5] for kind in open_streams.wait_for_ends(60).values()}
                 assert ended == ({"error"} if name == signal.SIGKILL else {"end"})
-                outside.wait(30)
+                outside.wait(60)
             finally:
                 outside.kill()  # and with it what is in the container
     assert outside.returncode == 0
@@ -80,13 +79,11 @@ def test_a_start_can_be_stopped(world: World, tmp_path: Path, how: str) -> None:
         slow.command(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as starter:
         wait_for("its processes", lambda: marked(slow.http))
-        asked = time.monotonic()
         if how == "--stop":
             assert slow.launch("--stop").returncode == 0
         else:
             starter.send_signal(signal.SIGINT)
-        _, errors = starter.communicate(timeout=20)
-    assert time.monotonic() - asked < 15, "it went on loading"
+        _, errors = starter.communicate(timeout=60)  # it would go on loading for 300 s
     assert starter.returncode == 1 and errors.endswith("\nstopped while starting\n")
     assert not marked(slow.http)
     assert slow.launch("--status").stdout.startswith("no server was launched")
@@ -153,11 +150,9 @@ def test_a_start_that_hangs_ends_with_the_reason(world: World, tmp_path: Path) -
     hanging = new_server(
         fill_repo(tmp_path / "repo", world.model, tokenizer_dir=str(never_read(world, tmp_path)))
     )
-    started = time.monotonic()
     failed = hanging.launch("--start-timeout=4")
     assert failed.returncode == 1
     assert "tritonserver was not ready after 4 s" in failed.stderr
-    assert time.monotonic() - started < 20
     assert hanging.launch("--status").returncode == 1
 
 

@@ -93,7 +93,7 @@ def send_grpc(server: Running, values: dict[str, np.ndarray]) -> None:
 
 def unregister(client: grpc.InferenceServerClient, headers: dict[str, str]) -> None:
     """The last response leaves a moment before the server lets go of the request."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while True:
         try:
             client.unregister_system_shared_memory("adapter", headers=headers)

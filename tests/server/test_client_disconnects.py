@@ -41,7 +41,7 @@ def leave_grpc(server: Running) -> None:
 
 
 def leave_http(server: Running) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.http, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.http, timeout=120)
     body = {"text_input": "a", "max_tokens": TOKENS, "end_id": -1, "stream": True}
     connection.request("POST", "/v2/models/ensemble/generate_stream", json.dumps(body))
     assert connection.getresponse().readline().startswith(b"data: ")

@@ -38,6 +38,7 @@ from manylora.engine.engine import Engine
 from manylora.engine.loop import EngineLoop
 from manylora.request import Event, LoraInput, Request, SamplingConfig
 
+# write_s is measured: it cannot be stretched, since the engine does not wait for it.
 STRETCHED = Costs(step_s=0.1, token_s=0.002, row_s=0.004, adapter_s=0.005, read_s=0.4, write_s=0.0)
 STOPPED_S = 0.5
 Row = tuple[float, int, int, int]  # seconds, prompt rows, decode rows, adapters
@@ -190,7 +191,7 @@ def one_round(loop: EngineLoop, engine: Watched, fleet: Fleet, seed: int) -> dic
     real = figures(answer(loop, second, 8192), engine.num_loads - before)
     same = Costs(*fit(engine.rows), statistics.fmean(engine.reads), write_s)
     if engine.least is not None:
-        costs = engine.least
+        costs = replace(engine.least, write_s=write_s)
     found: dict[str, Any] = {"costs": asdict(costs), "real": real}
     for name, prices in (("simulated", costs), ("same", same)):
         found[name] = predict(first, second, prices, fleet)

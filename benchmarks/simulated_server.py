@@ -29,7 +29,8 @@ from manylora.request import Request, SamplingConfig
 class Costs:
     """Seconds. A step takes step_s and token_s for each row of a prompt, row_s for each row that decodes,
     adapter_s for each distinct adapter in it. read_s: from an adapter's files to checked tensors; write_s:
-    from there to the pages."""
+    from there to the pages. Not 0 if there is any writing: a step that starts meanwhile goes without the
+    adapter's requests. front_s: from a client to the engine; back_s: from there to the client."""
 
     step_s: float
     token_s: float
@@ -37,6 +38,8 @@ class Costs:
     adapter_s: float
     read_s: float
     write_s: float
+    front_s: float = 0.0
+    back_s: float = 0.0
 
     def of(self, step: Step) -> float:
         prompt = sum(chunk.num_rows for chunk in step.chunks if chunk.in_context)
@@ -185,7 +188,7 @@ class SimulatedServer:
         self.scheduler = Scheduler(self.kv, self.store, config)
         self.num_open, self.num_sent, self.busy_s = 0, 0, 0.0
         self._of: dict[Sequence, Arrival] = {}
-        self._inbox: deque[Arrival] = deque()
+        self._inbox: deque[tuple[Arrival, bool]] = deque()  # and whether its adapter has been read for it
         self._to_read: deque[Arrival] = deque()
         self._preparing: Counter[str] = Counter()
         self._reading = self._stepping = False
@@ -209,15 +212,24 @@ class SimulatedServer:
     def arrive(self, arrival: Arrival) -> None:
         self._count(1)
         self.num_sent += 1
+        self.clock.at(self.clock.now + self.costs.front_s, self._take, arrival)
+
+    def _take(self, arrival: Arrival) -> None:
+        """As `EngineLoop.submit`."""
+        if not self._enter_preparation(arrival):
+            self._inbox.append((arrival, False))
+            self._step()
+
+    def _enter_preparation(self, arrival: Arrival) -> bool:
+        """Whether its adapter must be read first, or is being read for an earlier request."""
         adapter = arrival.adapter
         if adapter is None or (self.store.cache.on_host(adapter) and not self._preparing[adapter]):
-            self._inbox.append(arrival)
-            self._step()
-            return
+            return False
         arrival.cold = True
         self._preparing[adapter] += 1
         self._to_read.append(arrival)
         self._read()
+        return True
 
     def _count(self, change: int) -> None:
         self.num_open += change
@@ -234,7 +246,7 @@ class SimulatedServer:
     def _was_read(self, arrival: Arrival) -> None:
         self._reading = False
         self._preparing[arrival.adapter or ""] -= 1
-        self._inbox.append(arrival)
+        self._inbox.append((arrival, True))
         self._step()
         self._read()
 
@@ -243,7 +255,9 @@ class SimulatedServer:
         if self._stepping:
             return
         while self._inbox:
-            self._submit(self._inbox.popleft())
+            arrival, read = self._inbox.popleft()
+            if read or not self._enter_preparation(arrival):  # its adapter may have been evicted meanwhile
+                self._submit(arrival)
         if not self.scheduler.has_work:
             return
         step = self.scheduler.schedule()
@@ -272,7 +286,7 @@ class SimulatedServer:
             sequence = chunk.sequence
             sequence.append(6, None)
             if sequence.num_output == 1:
-                self._of[sequence].first_token = self.clock.now
+                self._of[sequence].first_token = self.clock.now + self.costs.back_s
             if sequence.finished:
                 ended.append(sequence)
         self.scheduler.advance(step)
@@ -280,6 +294,6 @@ class SimulatedServer:
         for sequence in ended:
             if sequence.lease is not None:
                 self.store.release(sequence.lease)
-            self._of.pop(sequence).end = self.clock.now
+            self._of.pop(sequence).end = self.clock.now + self.costs.back_s
             self._count(-1)
         self._step()

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -228,6 +228,20 @@ def test_of_a_killed_replica_only_begun_streams_end_and_they_say_so(fleet: Fleet
     assert {one["error"]["code"] for one in cut} == {"replica_lost"}
     wait_for(lambda: len(fleet.replicas()) == REPLICAS, 120)
     assert fleet.complete("a0").status_code == 200
+
+
+def test_a_replica_that_is_stopped_holds_no_request_for_long(fleet: Fleet) -> None:
+    """It still accepts connections, so only its silence shows it."""
+    owner = fleet.complete("a0", 1).headers["x-manylora-replica"]
+    victim = next(one["pid"] for one in fleet.replicas() if one["replica"] == owner)
+    os.kill(victim, signal.SIGSTOP)
+    try:
+        assert fleet.complete("a0").status_code == 200  # held until the replica is killed, or sent elsewhere
+        pids = lambda: {one["pid"] for one in fleet.cache().get("replicas", ())}  # noqa: E731
+        wait_for(lambda: len(pids() - {victim}) == REPLICAS, 120)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
 
 
 def test_replicas_come_with_the_queue_and_go_with_it(tmp_path: Path) -> None:

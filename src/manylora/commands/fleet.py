@@ -11,8 +11,12 @@ from manylora.errors import ConfigError
 
 def close_ray() -> None:
     """Nobody without our token reaches the Ray that this process starts. Before ray is imported, which reads
-    this then; a token that Ray makes would stay in the home folder."""
+    this then; a token that Ray makes would stay in the home folder.
+
+    A replica that does not answer is killed at once: its requests would wait for it as long as it may drain.
+    """
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
+    os.environ["RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"] = "1"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator
+from itertools import count
 from typing import Any
 
 from ray import serve
@@ -28,6 +29,9 @@ GONE_S = 0.5  # for the errors of open requests to be sent, before the process o
 TARGET_REQUESTS = 16.0
 START_TRIES = 2  # of one replica; what is wrong with the options will be wrong again
 FRONT_REQUESTS = 10_000  # at one time; each is a stream that mostly waits
+# Ray replaces a replica that has not answered so long three times in a row.
+HEALTH_S = 7.0
+SILENT_S, SILENT_REPORTS = 3.0, 3  # without a report, then a replica is asked last
 
 
 class ServerReplica:
@@ -43,6 +47,7 @@ class ServerReplica:
         self._running = contextlib.AsyncExitStack()
         await self._running.enter_async_context(self._app.router.lifespan_context(self._app))
         self._backend = self._app.state.routes.context.backend
+        self._numbers = count()
 
     async def answer(self, call: Call, *, adapter: str | None = None) -> AsyncIterator[list[Message]]:
         """adapter: for the router, which chose this replica by it."""
@@ -61,6 +66,7 @@ class ServerReplica:
         stats = self._backend.stats()
         residents = stats.adapters.residents
         return {
+            "number": next(self._numbers),
             "capacity": stats.max_batch_size,
             "running": stats.running,
             "waiting": stats.waiting,
@@ -122,7 +128,7 @@ def replicas(options: FleetOptions, gpus: float) -> Application:
         max_queued_requests=options.max_queue_size or -1,
         ray_actor_options={"num_cpus": options.cpus, "num_gpus": gpus},
         health_check_period_s=2.0,
-        health_check_timeout_s=20.0,
+        health_check_timeout_s=HEALTH_S,
         graceful_shutdown_timeout_s=options.drain_seconds,
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=START_TRIES,
@@ -133,6 +139,7 @@ def replicas(options: FleetOptions, gpus: float) -> Application:
                 "routing": options.routing,
                 "pinned": dict(options.pin),
                 "target": target,
+                "silent_s": max(SILENT_S, SILENT_REPORTS * options.report_seconds),
             },
             "request_routing_stats_period_s": options.report_seconds,
         },

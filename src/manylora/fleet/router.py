@@ -9,6 +9,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from manylora.fleet.reports import Reports
 from manylora.fleet.routing import AffinityRouting, Replica
 
 
@@ -26,23 +27,36 @@ class FleetRouter(RequestRouter):
     """One in each process that sends requests, on that process's routing thread."""
 
     def initialize_state(
-        self, routing: str = "affinity", pinned: Mapping[str, int] | None = None, target: float | None = None
+        self,
+        routing: str = "affinity",
+        pinned: Mapping[str, int] | None = None,
+        target: float | None = None,
+        silent_s: float = 5.0,
     ) -> None:
         """Called by Ray with `request_router_kwargs`. target: requests in each replica that autoscaling aims
-        at. A replica with more is full, or one that was added would get no adapter of the others."""
+        at. A replica with more is full, or one that was added would get no adapter of the others. silent_s:
+        of `Reports`."""
         self._target = target
+        self._reports = Reports(silent_s)
         self._routing: AffinityRouting | RandomRouting = (
             RandomRouting() if routing == "random" else AffinityRouting(pinned=dict(pinned or {}))
         )
 
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Called by Ray with every report."""
+        super().update_replicas(replicas)
+        numbers = {one.replica_id.unique_id: one.routing_stats.get("number", -1) for one in replicas}
+        self._reports.note(numbers, time.monotonic())
+
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """In order of preference. Ray takes the first that has room."""
+        """In order of preference, those that are silent last. Ray takes the first that has room."""
         by_name = {one.replica_id.unique_id: one for one in candidate_replicas}
         states = [self._state(name, one) for name, one in by_name.items()]
         order = self._routing.choose(_adapter(pending_request), states, time.monotonic())
-        return [[by_name[one.name]] for one in order]
+        silent = self._reports.silent
+        return [[by_name[one.name]] for one in sorted(order, key=lambda one: one.name in silent)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """The replica has taken it."""

@@ -44,7 +44,8 @@ INSIDE = {
         "decode", "encode", "engine_worker", "engine_client",
     ],
     "text": [
-        "json_schema", "chat_template", "stream", "limits", "tokenizer", "preprocessing", "postprocessing",
+        "json_schema", "chat_template", "stream", "limits", "tokenizer", "item_text", "preprocessing",
+        "postprocessing",
     ],
     "lora": [
         "pages", "modules", "expert_rules", "geometry", "bounds", "number_types", "tensors",
@@ -57,7 +58,7 @@ INSIDE = {
     "lora.library": [
         "names", "aliases", "fingerprint", "roots", "reader", "memory", "disk", "versions", "library",
     ],
-    "lora.text": ["generation_defaults", "tokenizers", "adapter_text", "current"],
+    "lora.text": ["generation_defaults", "tokenizers", "adapter_text", "current", "repository"],
     "model": [
         "families", "safetensors_file", "checkpoint", "plan_parts", "plan_layers", "plan", "batch",
         "chunks", "kv_tensors", "rope",

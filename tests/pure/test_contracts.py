@@ -13,10 +13,10 @@ import pytest
 
 from manylora.config.pooling import PoolingSettings
 from manylora.contracts.llmapi_model import AdapterFolders, LlmapiModel
-from manylora.contracts.prompts import EngineSetup, PromptRunner
+from manylora.contracts.prompts import Asked, EngineSetup, PromptRunner
 from manylora.contracts.vllm_metrics import families, samples
 from manylora.contracts.vllm_model import VllmModel, takes_adapters
-from manylora.contracts.vllm_sampling import NO_EFFECT, REFUSED, TAKEN, asked, read_parameters
+from manylora.contracts.vllm_sampling import NO_EFFECT, REFUSED, TAKEN, adapters, asked, read_parameters
 from manylora.errors import AdapterNotFoundError, ConfigError, RequestCancelledError, RequestError
 from manylora.lora.library.names import read_names
 from manylora.model.checkpoint import read_model_config
@@ -27,6 +27,7 @@ BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
 TOKENIZER = Tokenizer(BASE)
 SPOKEN = TOKENIZER.encode("Tokyo is the capital of Japan.", add_special_tokens=False)
 VALUES: dict[str, Any] = {
+    "lora_mix_names": ["doll"], "lora_mix_scales": [1, 2],
     "n": 2, "best_of": 3, "top_k": 4, "seed": 5, "max_tokens": 6, "min_tokens": 1, "logprobs": 2,
     "truncate_prompt_tokens": 9, "presence_penalty": 0.1, "frequency_penalty": 0.2,
     "repetition_penalty": 1.1, "temperature": 0.7, "top_p": 0.8, "min_p": 0.1, "ignore_eos": True,
@@ -114,7 +115,7 @@ def runner(engine: Engine, settings: PoolingSettings | None = None) -> PromptRun
 
 
 def vllm(engine: Engine, *, own: str = "{}", **inputs: Any) -> list[Values]:
-    model = VllmModel(runner(engine), TOKENIZER, ["doll", "sheep"])
+    model = VllmModel(runner(engine), ["doll", "sheep"])
     given = {"sampling_parameters": json.dumps(inputs.pop("sampling"))} if "sampling" in inputs else {}
     return list(model.answer(ClientRequest(lambda: False), Request(own, **inputs, **given)))  # type: ignore[arg-type]
 
@@ -129,13 +130,15 @@ def llmapi(engine: Engine, folders: AdapterFolders | None = None, **inputs: Any)
 @pytest.mark.parametrize("key", sorted(TAKEN))
 def test_every_key_that_is_taken_acts(key: str) -> None:
     usual = {"max_tokens": 20, "temperature": 0.5, "seed": 1}
-    changed = usual | {key: VALUES[key]}
-    before, after = (
-        asked("a", read_parameters(json.dumps(one), False), False, False) for one in (usual, changed)
-    )
-    if key == "detokenize":
-        after = asked("a", read_parameters('{"detokenize": "false", "seed": 1}', False), False, False)
-    assert before != after
+    usual |= {"lora_mix_names": ["doll", "bear"]} if key == "lora_mix_scales" else {}
+    changed = {"detokenize": "false", "seed": 1} if key == "detokenize" else usual | {key: VALUES[key]}
+    before, after = (read_parameters(json.dumps(one), False) for one in (usual, changed))
+    assert made_of(before) != made_of(after)
+
+
+def made_of(given: dict[str, Any]) -> tuple[Asked, Any]:
+    lora = adapters(given)
+    return asked("a", given, False, False), lora and [(one.name, scale) for one, scale in lora.members]
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))
@@ -258,7 +261,7 @@ def test_errors_of_vllms_model() -> None:
     with pytest.raises(RequestError) as error:
         vllm(unknown, text_input="Hi", sampling={"lora_name": "bactrian"})
     assert str(error.value) == "LoRA bactrian is not supported, we currently support ['doll', 'sheep']"
-    model = VllmModel(runner(Engine()), TOKENIZER, [], enabled=False)
+    model = VllmModel(runner(Engine()), [], enabled=False)
     named = Request(text_input="Hi", sampling_parameters='{"lora_name": "doll"}')
     with pytest.raises(RequestError, match=r"LoRA feature is not enabled\."):
         list(model.answer(ClientRequest(lambda: False), named))  # type: ignore[arg-type]
@@ -269,7 +272,7 @@ def test_an_embedding_of_vllms_model() -> None:
     settings = PoolingSettings("mean", dimensions=(1, 2, 3))
     for sent, ids in (("Hi", TOKENIZER.encode("Hi")), ([5, 6, 7], [5, 6, 7])):
         engine = Engine()
-        model = VllmModel(runner(engine, settings), TOKENIZER, [])
+        model = VllmModel(runner(engine, settings), [])
         body = json.dumps({"input": sent, "pooling_params": {"dimensions": [2]}})
         counts = {"return_num_input_tokens": True, "return_num_output_tokens": True}
         request = Request('{"lora_name": "doll"}', embedding_request=body, **counts)
@@ -316,8 +319,29 @@ def test_adapters_among_the_parameters_are_not_ignored() -> None:
             vllm(Engine(), text_input="Hi", sampling={}, own=own)
         with pytest.raises(RequestError, match="is no input of this model"):
             llmapi(Engine(), text_input="Hi", own=own)
-    with pytest.raises(RequestError, match="unknown key 'lora_mix_names'"):
-        vllm(Engine(), text_input="Hi", own='{"lora_mix_names": "doll"}')
+    with pytest.raises(RequestError, match="lora_mix_scales need lora_mix_names"):
+        vllm(Engine(), text_input="Hi", own='{"lora_mix_scales": [1]}')
+
+
+def test_several_adapters_go_to_the_engine_by_their_names() -> None:
+    engine, names = Engine(), ["doll", "bear"]
+    vllm(engine, text_input="Hi", sampling={"lora_mix_names": names, "lora_mix_scales": [0.5, "-1.25"]})
+    tensors = {"lora_mix_names": np.array(names, np.object_), "lora_mix_scales": np.array([0.5, -1.25])}
+    llmapi(engine, text_input="Hi", **tensors)
+    for sent in engine.asked:
+        assert sent["lora_mix_names"].tolist() == [[b"doll", b"bear"]]
+        assert sent["lora_mix_scales"].tolist() == [[0.5, -1.25]]
+        assert "lora_mix_task_ids" not in sent
+    for given, reason in (
+        ({"lora_mix_names": names, "lora_name": "doll"}, "stand alone"),
+        ({"lora_mix_names": names, "lora_mix_scales": [1]}, "one of lora_mix_scales for each: 2"),
+        ({"lora_mix_names": names, "lora_mix_scales": "1"}, "lora_mix_scales must be a list of numbers"),
+        ({"lora_mix_names": names * 5}, "at most 8 adapters"),
+    ):
+        with pytest.raises(RequestError, match=reason):
+            vllm(engine, text_input="Hi", sampling=given)
+    with pytest.raises(RequestError, match="leave lora_id out"):
+        llmapi(engine, text_input="Hi", **tensors, lora_id=np.uint64(7))
 
 
 def test_an_adapter_goes_to_the_engine_by_its_name() -> None:
@@ -413,7 +437,7 @@ def test_a_stop_reaches_the_open_request_of_that_id_alone() -> None:
 
 def test_metrics_of_a_finished_answer() -> None:
     told: list[tuple[Any, Any]] = []
-    model = VllmModel(runner(Engine()), TOKENIZER, [], observe=lambda *one: told.append(one))
+    model = VllmModel(runner(Engine()), [], observe=lambda *one: told.append(one))
     list(model.answer(ClientRequest(lambda: False), Request('{"max_tokens": 99}', text_input="Hi")))  # type: ignore[arg-type]
     [one] = told
     found = samples(*one)

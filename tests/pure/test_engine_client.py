@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from manylora.errors import RequestError
 from manylora.request import Event, FinishReason, Guide, LoraInput, Request, RequestMetrics, SamplingConfig
 from manylora.wire.decode import decode_requests
 from manylora.wire.encode import ResponseEncoder
@@ -82,3 +83,28 @@ def test_a_server_that_tells_no_reason_ends_with_its_final_response() -> None:
         (0, FinishReason.LENGTH, False),
         (1, FinishReason.STOP, True),
     ]
+
+
+def test_defaults_act_for_inputs_that_are_left_out() -> None:
+    def found(text: str, **params: object) -> SamplingConfig:
+        tensors = request_tensors(Request((1, 2), params=SamplingConfig(max_tokens=4, **params)))  # type: ignore[arg-type]
+        tensors["sampling_defaults"] = np.array([[text.encode()]], np.object_)
+        [decoded] = decode_requests(tensors, "", decoupled=True)
+        return decoded.request.params
+
+    given = '{"temperature": 0.25, "top_k": 7, "min_tokens": 9}'
+    assert (found(given).temperature, found(given).top_k, found(given).min_tokens) == (0.25, 7, 4)
+    assert (found(given, temperature=0.5, top_k=3).temperature, found(given, top_k=3).top_k) == (0.5, 3)
+    assert found("") == SamplingConfig(max_tokens=4)
+    for text, reason in {
+        "[1]": "must be a JSON object of numbers",
+        '{"temperature": "hot"}': "must be a JSON object of numbers",
+        '{"temperature": true}': "must be a JSON object of numbers",
+        '{"random_seed": 1}': "must have none but temperature",
+        '{"top_k": 1.5}': "top_k must be a whole number",
+        '{"temperature": -1}': "temperature must be >= 0",
+        '{"temperature": NaN}': "temperature must be >= 0",
+        "{": "must be a JSON object",
+    }.items():
+        with pytest.raises(RequestError, match=reason):
+            found(text)

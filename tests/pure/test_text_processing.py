@@ -11,10 +11,13 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
-from manylora.errors import RequestError
+from manylora.errors import AdapterInvalidError, RequestError
+from manylora.system.text_threads import LONG
+from manylora.text.item_text import ItemText
 from manylora.text.postprocessing import MAX_TOKENS, Postprocessor
 from manylora.text.preprocessing import MAX_WORDS, WORD_COST, Preprocessor
 from manylora.text.tokenizer import Tokenizer
+from manylora.wire.encode import adapter_told
 from manylora.wire.word_lists import decode_word_list, encode_word_lists
 
 
@@ -123,3 +126,70 @@ def test_ids_become_the_texts_of_all_beams_or_what_new_ids_add(tmp_path: Path) -
             postprocessor.length(whole | change)
     with pytest.raises(RequestError, match="must hold token ids"):
         postprocessor.run(whole | {"TOKENS_BATCH": -rows})
+
+
+class Own:
+    """The adapter `shift` has a tokenizer whose ids are one higher, and ends of its own."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        sampling = {"temperature": 0.5, "min_tokens": 9}
+        self.text = ItemText(tokenizer, (3,), (4,), ("ab",), sampling)
+
+    def find(self, name: str | None, task_id: int | None) -> ItemText | None:
+        if name == "bad":
+            raise AdapterInvalidError("adapter bad: its tokenizer.json is no tokenizer")
+        return self.text if name == "shift" or task_id == 7 else None
+
+    def is_at_hand(self, name: str | None, task_id: int | None) -> bool:
+        return name != "shift"
+
+
+def shifted(folder: Path) -> Tokenizer:
+    alphabet = ["extra", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    made = Library(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "!"}))
+    return Tokenizer(folder)
+
+
+def test_each_text_is_in_the_tokens_of_its_adapter(tmp_path: Path) -> None:
+    base = tokenizer(tmp_path)
+    other = shifted(tmp_path / "other")
+    made = Preprocessor(base, True, None, Own(other))
+    names = np.array([[b"shift"], [b"else"]], np.object_)
+    outputs = made.run(inputs(QUERY=texts(["abc"], ["abc"]), LORA_NAME=names))
+    assert outputs["INPUT_ID"].tolist() == [other.encode("abc"), base.encode("abc")]
+    assert outputs["OUT_END_ID"].tolist() == [[3], [base.eos_id]]
+    first, second = map(decode_word_list, outputs["STOP_WORDS_IDS"])
+    assert first == (tuple(other.encode("ab")), (4,), (other.eos_id,))
+    assert second == ()
+    told = [json.loads(one[0] or "{}") for one in outputs["OUT_SAMPLING_DEFAULTS"]]
+    assert told == [{"temperature": 0.5, "min_tokens": 9}, {}]
+    own = inputs(LORA_NAME=names, STOP_WORDS_DICT=texts(["c"], ["c"]), END_ID=np.array([[1], [2]]))
+    outputs = made.run(own)
+    assert [decode_word_list(one) for one in outputs["STOP_WORDS_IDS"]] == [
+        (tuple(other.encode("c")), (4,)), (tuple(base.encode("c")),)
+    ]  # fmt: skip
+    assert outputs["OUT_END_ID"].tolist() == [[1], [2]]
+    by_id = made.run(inputs(LORA_TASK_ID=np.array([[7], [8]], np.uint64)))
+    assert by_id["INPUT_ID"][0].tolist() == other.encode("abc")
+    assert made.length(inputs(LORA_NAME=names)) >= LONG > made.length(inputs())  # it is read on a thread
+    with pytest.raises(AdapterInvalidError, match="bad"):
+        made.run(inputs(LORA_NAME=np.array([[b"bad"], [b"else"]], np.object_)))
+
+
+def test_each_output_is_of_the_tokens_of_its_adapter(tmp_path: Path) -> None:
+    base = tokenizer(tmp_path)
+    other = shifted(tmp_path / "other")
+    made = Postprocessor(base, True, Own(other))
+    ids = np.array([[other.encode("abc")], [base.encode("abc")], [other.encode("abc")]], np.int32)
+    lora = [adapter_told("shift", None), adapter_told(None, 8), adapter_told(None, 7)]
+    given = {"TOKENS_BATCH": ids, "SEQUENCE_LENGTH": np.full((3, 1), 3)}
+    told = {"LORA_TEXT": np.array(lora, np.object_).reshape(3, 1)}
+    assert made.run(given | told) == (b"abc",) * 3
+    assert made.run(given)[0] != b"abc"
+    broken = {"LORA_TEXT": np.array([[adapter_told("bad", None)]] * 3, np.object_)}
+    assert made.run(given | broken) == made.run(given)

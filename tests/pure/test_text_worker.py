@@ -93,7 +93,7 @@ def test_only_parameters_that_would_change_the_answer_are_refused() -> None:
             check_parameters(json.dumps({"request_type": kind}))
     for name, words in (
         ("pooling", "ask tensorrt_llm with it"),
-        ("lora_mix_names", "ask tensorrt_llm or ensemble or tensorrt_llm_bls with it"),
+        ("lora_mix_names", "ask tensorrt_llm or ensemble or tensorrt_llm_bls or llmapi with it"),
         ("lora_scale", "no model has it"),
     ):
         with pytest.raises(RequestError, match=f"^{name} is no input of this model, .*{words}$"):

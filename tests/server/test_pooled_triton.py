@@ -167,9 +167,7 @@ def test_embeddings_of_vllms_model(server: Running, world: World) -> None:
     assert status != 200 and "nobody" in told
 
 
-def test_mixes_act_through_the_chain_and_are_refused_by_the_others(
-    server: Running, world: World, catalog: Catalog
-) -> None:
+def test_mixes_act_through_every_text_model(server: Running, world: World, catalog: Catalog) -> None:
     """One adapter of scale 1 is that adapter; two are what `tensorrt_llm` computes, which is compared with
     PEFT elsewhere."""
     ids, tokenizer = Tokenizer(world.model).encode("Hello"), Tokenizer(world.model)
@@ -186,9 +184,13 @@ def test_mixes_act_through_the_chain_and_are_refused_by_the_others(
             assert json.loads(told)["text_output"] == right, model
         status, told = post(server, f"{model}/generate", **TEXT, **mix, lora_name="one")
         assert status != 200 and "stands alone" in told
-    for model, body in (("vllm_model", {"text_input": "Hello"}), ("llmapi", LLMAPI)):
-        status, told = post(server, f"{model}/generate", **body, lora_mix_names="one")
-        assert status != 200 and "lora_mix_names" in json.loads(told)["error"]
+    sampling = json.dumps({**mix, "temperature": 0, "max_tokens": NEW})
+    status, told = post(server, "vllm_model/generate", text_input="Hello", sampling_parameters=sampling)
+    assert status == 200 and json.loads(told)["text_output"] == "Hello" + both, told
+    status, told = post(server, "llmapi/generate", **LLMAPI, **mix)
+    assert status == 200 and json.loads(told)["text_output"] == "Hello" + both, told
+    status, told = post(server, "vllm_model/generate", text_input="Hello", lora_mix_names="one")
+    assert status != 200 and "lora_mix_names" in json.loads(told)["error"]
 
 
 def test_activated_lora_by_its_name_through_every_model(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from manylora.errors import ConfigError
+from manylora.lora.text.repository import RepositoryTexts
 from manylora.system.lifeline import Lifeline
 from manylora.text.postprocessing import Postprocessor
 from manylora.text.tokenizer import open_tokenizer
@@ -28,7 +30,9 @@ class TritonPythonModel:
         parameters = parameters_of(args["model_config"])
         try:
             skip = flag(parameters, "skip_special_tokens", True)
-            self._postprocessor = Postprocessor(open_tokenizer(parameters), skip)
+            tokenizer = open_tokenizer(parameters)
+            own = RepositoryTexts.open(Path(args["model_repository"]), tokenizer)
+            self._postprocessor = Postprocessor(tokenizer, skip, own)
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self._disconnects = DisconnectReporter()

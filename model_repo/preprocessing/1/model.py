@@ -8,6 +8,7 @@ from pathlib import Path
 import triton_python_backend_utils as pb_utils
 
 from manylora.errors import ConfigError
+from manylora.lora.text.repository import RepositoryTexts
 from manylora.system.lifeline import Lifeline
 from manylora.text.preprocessing import Preprocessor
 from manylora.text.tokenizer import open_tokenizer
@@ -25,7 +26,9 @@ class TritonPythonModel:
         try:
             special = flag(parameters, "add_special_tokens", True)
             context = engine_context(Path(args["model_repository"]))
-            self._preprocessor = Preprocessor(open_tokenizer(parameters), special, context)
+            tokenizer = open_tokenizer(parameters)
+            own = RepositoryTexts.open(Path(args["model_repository"]), tokenizer)
+            self._preprocessor = Preprocessor(tokenizer, special, context, own)
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self._worker = TextWorker("preprocessing", lifeline, self._preprocessor.length, self._respond, _fail)

@@ -37,7 +37,7 @@ class TritonPythonModel:
                 observe, write, self._end = metrics.observe, metrics.write, metrics.close
             runner = PromptRunner(server.call, engine)
             enabled = takes_adapters(folder / args["model_version"] / "model.json")
-            model = VllmModel(runner, engine.tokenizer, names, enabled, observe)
+            model = VllmModel(runner, names, enabled, observe)
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         if not pb_utils.using_decoupled_model_transaction_policy(json.loads(args["model_config"])):

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from manylora.contracts.prompts import Answer, Asked, PromptRunner
-from manylora.contracts.tensors import refuse, scalar, text_tensor, texts
+from manylora.contracts.tensors import named_mix, refuse, scalar, text_tensor, texts
 from manylora.errors import RequestCancelledError, RequestError
+from manylora.llmapi.decoding import with_defaults
 from manylora.llmapi.sampling import SamplingParams
-from manylora.request import LoraInput
+from manylora.request import LoraInput, LoraMix
 from manylora.wire.bls_generator import ClientRequest, Values
 from manylora.wire.bls_worker import LastOutputs
 from manylora.wire.client_errors import check_parameters
@@ -27,6 +28,7 @@ PREFIX = "sampling_param_"
 FIELDS = (
     "best_of", "temperature", "top_k", "top_p", "frequency_penalty", "presence_penalty", "max_tokens", "seed",
 )  # fmt: skip
+ALONE = ("lora_id", "lora_name", "lora_path", "lora_ckpt_source")  # inputs that name one adapter
 MAX_SAMPLES = 128
 EXTRAS = ("return_finish_reason", "return_stop_reason", "return_cumulative_logprob")
 STATISTICS = {  # output -> the engine's
@@ -121,20 +123,28 @@ class LlmapiModel:
         samples = given.get("best_of", 1)
         if samples > MAX_SAMPLES:
             raise RequestError(f"{PREFIX}best_of must be at most {MAX_SAMPLES}, got {samples}")
-        cumulative = bool(scalar(arrays, "return_cumulative_logprob", False))
+        cumulative, lora = bool(scalar(arrays, "return_cumulative_logprob", False)), self._lora(arrays)
         try:
             params = SamplingParams(
                 **given, stop=texts(arrays, f"{PREFIX}stop") or None, logprobs=0 if cumulative else None
             )
+            params = with_defaults(params, self._runner.defaults(lora), own_length="max_tokens" in given)
         except (ValueError, TypeError) as error:
             raise RequestError(str(error)) from None
         statistics = bool(scalar(arrays, f"{PREFIX}return_perf_metrics", False))
-        made = Asked(text, params, self._lora(arrays), streaming, statistics=statistics)
+        made = Asked(text, params, lora, streaming, statistics=statistics)
         exclude = streaming or scalar(arrays, f"{PREFIX}exclude_input_from_output", False)
         return made, "" if exclude else text
 
-    def _lora(self, arrays: Arrays) -> LoraInput | None:
-        """By its path, else its name, else the id under which the engine has it."""
+    def _lora(self, arrays: Arrays) -> LoraInput | LoraMix | None:
+        """By its path, else its name, else the id under which the engine has it; or several together."""
+        if "lora_mix_names" in arrays or "lora_mix_scales" in arrays:
+            others = [name for name in ALONE if name in arrays]
+            if others:
+                raise RequestError(f"lora_mix_names stand alone: leave {', '.join(others)} out")
+            names = texts(arrays, "lora_mix_names") or None
+            scales = arrays["lora_mix_scales"].reshape(-1).tolist() if "lora_mix_scales" in arrays else None
+            return named_mix(names, scales, "lora_mix_names")
         task_id, name, path = (scalar(arrays, f"lora_{part}") for part in ("id", "name", "path"))
         source = scalar(arrays, "lora_ckpt_source")
         if source not in (None, "hf", "nemo"):

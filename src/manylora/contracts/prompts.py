@@ -15,11 +15,14 @@ from manylora.errors import ConfigError, RequestCancelledError, RequestError
 from manylora.llmapi.decoding import decoding_of
 from manylora.llmapi.outputs import CompletionOutput
 from manylora.llmapi.sampling import SamplingParams
+from manylora.lora.text.current import OwnText
+from manylora.lora.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from manylora.lora.text.repository import RepositoryTexts
 from manylora.model.checkpoint import read_model_config
 from manylora.openai.api.logprobs import TokenLogprob
 from manylora.openai.api.params import Plan
 from manylora.openai.serving.generation import GenerationState
-from manylora.request import LoraInput, Pooling, Request
+from manylora.request import LoraInput, LoraMix, Pooling, Request
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.bls_generator import CallModel, ClientRequest, stop_request
 from manylora.wire.engine_client import AnswerReader, request_tensors
@@ -46,7 +49,7 @@ class Asked:
 
     text: str
     params: SamplingParams
-    lora: LoraInput | None = None
+    lora: LoraInput | LoraMix | None = None
     streaming: bool = False
     top: int | None = None
     allowed: tuple[int, ...] = ()
@@ -58,13 +61,14 @@ class Asked:
 @dataclass(frozen=True)
 class Answer:
     """The outputs so far. alternatives: of each output, for its tokens that are new. prompt: its ids.
-    statistics: of the engine, by the names of its outputs; empty unless asked for."""
+    statistics: of the engine, by the names of its outputs; empty unless asked for. tokenizer: of its text."""
 
     outputs: list[CompletionOutput]
     alternatives: list[list[TokenLogprob]]
     prompt: tuple[int, ...]
     finished: bool
     statistics: Mapping[str, float]
+    tokenizer: Tokenizer
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class EngineSetup:
     """The engine's model as its folder in the repository describes it.
 
     context: tokens of prompt and output; None: not known. streams: whether it may give several responses.
-    pooling: how embeddings are made.
+    pooling: how embeddings are made. texts: what comes with adapters; None: nothing is trusted.
     """
 
     name: str
@@ -81,6 +85,7 @@ class EngineSetup:
     context: int | None
     streams: bool
     pooling: PoolingSettings = field(default_factory=PoolingSettings)
+    texts: RepositoryTexts | None = None
 
     @classmethod
     def open(cls, folder: Path, parameters: Mapping[str, str]) -> EngineSetup:
@@ -93,11 +98,12 @@ class EngineSetup:
                 f"{folder.name} needs the model {name} beside it, with its engine_dir filled in"
             )
         beside = value_of(parameters_beside(folder, "preprocessing"), "tokenizer_dir")
-        tokenizer = value_of(parameters, "tokenizer_dir") or beside or model_dir
+        tokenizer = Tokenizer(Path(value_of(parameters, "tokenizer_dir") or beside or model_dir))
         text = (folder.parent / name / "config.pbtxt").read_text(encoding="utf-8")
         streams = re.search(r"decoupled:\s*true", text, re.IGNORECASE) is not None
         config, pooling = read_model_config(Path(model_dir)), read_pooling_settings(Path(model_dir))
-        return cls(name, Tokenizer(Path(tokenizer)), config, engine_context(folder, name), streams, pooling)
+        texts = RepositoryTexts.open(folder, tokenizer, name)
+        return cls(name, tokenizer, config, engine_context(folder, name), streams, pooling, texts)
 
 
 class PromptRunner:
@@ -108,10 +114,21 @@ class PromptRunner:
     def pooling(self) -> PoolingSettings:
         return self._engine.pooling
 
+    def defaults(self, lora: LoraInput | LoraMix | None) -> GenerationDefaults:
+        """Of the adapter that acts, for what a request leaves out. Raises AdapterInvalidError."""
+        own = self._own(lora)
+        return NO_DEFAULTS if own is None else own.defaults
+
     def answers(self, client: ClientRequest, asked: Asked) -> Iterator[Answer]:
         """One for each piece of a stream, else the finished one alone. Raises RequestError."""
-        ids, plan = self._plan(asked)
-        state = GenerationState(ids, plan, asked.streaming, self._engine.tokenizer, "")
+        own = self._own(asked.lora)
+        tokenizer, end_ids = self._engine.tokenizer, None
+        if own is not None:
+            tokenizer, end_ids = own.tokenizer, own.defaults.end_ids
+        ids, plan = self._plan(
+            asked, tokenizer, self._engine.model.eos_token_ids if end_ids is None else end_ids
+        )
+        state = GenerationState(ids, plan, asked.streaming, tokenizer, "")
         request = state.request(asked.lora)
         request = request if self._engine.streams else replace(request, streaming=False)
         reader, statistics = AnswerReader(request), dict[str, float]()
@@ -135,14 +152,19 @@ class PromptRunner:
         yield from self._answer(state, asked, statistics)
 
     def pooled(
-        self, client: ClientRequest, prompt: str | Sequence[int], pooling: Pooling, lora: LoraInput | None
+        self,
+        client: ClientRequest,
+        prompt: str | Sequence[int],
+        pooling: Pooling,
+        lora: LoraInput | LoraMix | None,
     ) -> tuple[tuple[int, ...], np.ndarray]:
         """The prompt's ids, and what the engine gives for them: [n], or [tokens, n] of all tokens, float32.
 
         Raises RequestError.
         """
-        engine = self._engine
-        ids = engine.tokenizer.encode(prompt, context=engine.context) if isinstance(prompt, str) else prompt
+        engine, own = self._engine, self._own(lora)
+        tokenizer = engine.tokenizer if own is None else own.tokenizer
+        ids = tokenizer.encode(prompt, context=engine.context) if isinstance(prompt, str) else prompt
         request = Request(tuple(ids), lora=lora, pooling=pooling)
         reader, found = AnswerReader(request), None
         with client.engine_request(engine.name) as request_id:
@@ -157,12 +179,17 @@ class PromptRunner:
     def stop(self, model: str, request_id: str) -> None:
         stop_request(self._call, model, request_id)
 
-    def _plan(self, asked: Asked) -> tuple[tuple[int, ...], Plan]:
+    def _own(self, lora: LoraInput | LoraMix | None) -> OwnText | None:
+        return self._engine.texts.of(lora) if self._engine.texts is not None else None
+
+    def _plan(
+        self, asked: Asked, tokenizer: Tokenizer, end_ids: Sequence[int]
+    ) -> tuple[tuple[int, ...], Plan]:
         engine, params = self._engine, asked.params
-        ids = engine.tokenizer.encode(asked.text, params.add_special_tokens, engine.context)
+        ids = tokenizer.encode(asked.text, params.add_special_tokens, engine.context)
         ids = ids[-params.truncate_prompt_tokens :] if params.truncate_prompt_tokens else ids
         try:
-            decoding = decoding_of(params, engine.tokenizer, engine.model.eos_token_ids)
+            decoding = decoding_of(params, tokenizer, end_ids)
         except ValueError as error:
             raise RequestError(str(error)) from None
         prompt = 1 if engine.model.encoder else len(ids)  # the encoder reads the prompt
@@ -200,7 +227,7 @@ class PromptRunner:
         for index, one in enumerate(outputs):
             known = state.alternatives(index) if asked.top is not None else []
             found.append(known[len(one.token_ids) - len(one.token_ids_diff) : len(one.token_ids)])
-        yield Answer(outputs, found, state.prompt, state.finished, statistics)
+        yield Answer(outputs, found, state.prompt, state.finished, statistics, state.tokenizer)
 
 
 NEVER = -1e30  # added to a logit

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from manylora.errors import RequestError
+from manylora.request import LoraInput, LoraMix, mix
 from manylora.wire.server_types import Arrays
 
 
@@ -36,6 +37,18 @@ def refuse(arrays: Mapping[str, Any], *names: str) -> None:
     for name in names:
         if name in arrays:
             raise RequestError(f"input {name} is not supported by this server: leave it out")
+
+
+def named_mix(
+    names: Sequence[str] | None, scales: Sequence[float] | None, field: str
+) -> LoraInput | LoraMix | None:
+    """Adapters that act together. scales: None: 1 each. field: that names them. Raises RequestError."""
+    if names is None:
+        raise RequestError(f"{field.replace('names', 'scales')} need lora_mix_names")
+    if scales is not None and len(scales) != len(names):
+        raise RequestError(f"{field} must have one of lora_mix_scales for each: {len(names)}")
+    members = [LoraInput(None, name=name) for name in names]
+    return mix(list(zip(members, scales or [1.0] * len(names), strict=True)), field)
 
 
 def _text(value: bytes | str, name: str) -> str:

@@ -14,13 +14,12 @@ import numpy as np
 from manylora.contracts.prompts import Answer, Asked, PromptRunner
 from manylora.contracts.tensors import refuse, scalar, text_tensor
 from manylora.contracts.vllm_embedding import read_embedding_request
-from manylora.contracts.vllm_sampling import NAME, asked, read_parameters
+from manylora.contracts.vllm_sampling import LORA_KEYS, NAME, adapters, asked, read_parameters
 from manylora.errors import AdapterNotFoundError, ConfigError, RequestError
 from manylora.llmapi.outputs import CompletionOutput
 from manylora.llmapi.pooled_outputs import embedding
 from manylora.openai.api.logprobs import TokenLogprob
-from manylora.request import LoraInput, Pooling
-from manylora.text.tokenizer import Tokenizer
+from manylora.request import Pooling
 from manylora.wire.bls_generator import ClientRequest, Values
 from manylora.wire.bls_worker import LastOutputs
 from manylora.wire.client_errors import check_parameters, check_phase
@@ -47,12 +46,11 @@ class VllmModel:
     def __init__(
         self,
         runner: PromptRunner,
-        tokenizer: Tokenizer,
         names: Sequence[str],
         enabled: bool = True,
         observe: Observe | None = None,
     ) -> None:
-        self._runner, self._tokenizer = runner, tokenizer
+        self._runner = runner
         self._names, self._enabled, self._observe = list(names), enabled, observe
 
     def answer(self, client: ClientRequest, request: ServerRequest[Any]) -> Iterator[Values]:
@@ -86,20 +84,19 @@ class VllmModel:
         else:
             check_parameters(own)
         given = read_parameters(own if sent is None else sent, own=sent is None)
-        if "lora_name" in given and not self._enabled:
+        if any(name in given for name in LORA_KEYS) and not self._enabled:
             raise RequestError(NOT_ENABLED)
         return given
 
     def _embedding(
         self, client: ClientRequest, arrays: Arrays, given: Mapping[str, Any], extras: set[str]
     ) -> LastOutputs:
-        others = sorted(given.keys() - {"lora_name"})
+        others = sorted(given.keys() - set(LORA_KEYS))
         if others:
             raise RequestError(f"{NAME}: {others[0]} means nothing to an embedding: leave it out")
         settings = self._runner.pooling
         prompt, params = read_embedding_request(scalar(arrays, "embedding_request"), settings)
-        lora = LoraInput(None, name=given["lora_name"]) if "lora_name" in given else None
-        ids, values = self._runner.pooled(client, prompt, Pooling(settings.mode), lora)
+        ids, values = self._runner.pooled(client, prompt, Pooling(settings.mode), adapters(given))
         found = {"text_output": text_tensor([json.dumps(embedding(values, settings, params).tolist())])}
         for name, count in (("num_input_tokens", len(ids)), ("num_output_tokens", 0)):
             if f"return_{name}" in extras:
@@ -115,7 +112,9 @@ class VllmModel:
         exclude = scalar(arrays, "exclude_input_in_output", streaming)
         if streaming and not exclude:
             raise RequestError("When streaming, `exclude_input_in_output` = False is not allowed.")
-        made = asked(text, given, streaming, "return_cumulative_logprob" in extras)
+        lora = adapters(given)
+        defaults = self._runner.defaults(lora)
+        made = asked(text, given, streaming, "return_cumulative_logprob" in extras, lora, defaults)
         made = replace(made, statistics=self._observe is not None)
         return made, "" if exclude else text
 
@@ -150,7 +149,7 @@ class VllmModel:
             return None
         ids = [*answer.prompt[-WINDOW:], *output.token_ids]
         first = len(ids) - len(output.token_ids_diff)
-        delta = self._tokenizer.delta
+        delta = answer.tokenizer.delta
         return [
             {
                 str(token): {

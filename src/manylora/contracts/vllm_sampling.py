@@ -9,13 +9,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from manylora.contracts.prompts import Asked
+from manylora.contracts.tensors import named_mix
 from manylora.errors import RequestError
 from manylora.llmapi.guided import GuidedDecodingParams
 from manylora.llmapi.sampling import SamplingParams
+from manylora.lora.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.openai.api.guides import choice_pattern
-from manylora.request import LoraInput
+from manylora.request import LoraInput, LoraMix
 
 NAME = "sampling_parameters"
+LORA_KEYS = ("lora_name", "lora_mix_names", "lora_mix_scales")
 MAX_BYTES = 2**20  # of the JSON
 MAX_ALTERNATIVES = 20
 MAX_SEQUENCES = 128  # outputs of one prompt
@@ -72,6 +75,12 @@ def _ids(value: Any) -> list[int]:
     return found
 
 
+def _numbers(value: Any) -> list[float]:
+    if not isinstance(value, list):
+        raise ValueError
+    return [_number(one) for one in value]
+
+
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError
@@ -105,6 +114,8 @@ TAKEN: dict[str, tuple[Callable[[Any], Any], str]] = {
     "logit_bias": (_bias, "an object of token ids and numbers"),
     **dict.fromkeys(("structured_outputs", "guided_decoding"), OBJECT),
     "lora_name": (_text, "a text"),
+    "lora_mix_names": TEXTS,
+    "lora_mix_scales": (_numbers, "a list of numbers"),
 }
 """Keys that act: what reads a value, and what it must be."""
 
@@ -140,11 +151,32 @@ def read_parameters(text: str, own: bool) -> dict[str, Any]:
     return found
 
 
-def asked(text: str, given: Mapping[str, Any], streaming: bool, cumulative: bool) -> Asked:
+def adapters(given: Mapping[str, Any]) -> LoraInput | LoraMix | None:
+    """By its name, or several that act together. given: of `read_parameters`. Raises RequestError."""
+    names, scales = given.get("lora_mix_names"), given.get("lora_mix_scales")
+    if names is None and scales is None:
+        return LoraInput(None, name=given["lora_name"]) if "lora_name" in given else None
+    if "lora_name" in given:
+        raise RequestError(f"{NAME}: lora_mix_names stand alone: leave lora_name out")
+    return named_mix(names, scales, f"{NAME}: lora_mix_names")
+
+
+def asked(
+    text: str,
+    given: Mapping[str, Any],
+    streaming: bool,
+    cumulative: bool,
+    lora: LoraInput | LoraMix | None = None,
+    defaults: GenerationDefaults = NO_DEFAULTS,
+) -> Asked:
     """text: the prompt. given: of `read_parameters`. cumulative: whether the sum of log probabilities is
-    shown. Raises RequestError."""
-    found = {**DEFAULTS, **given}
-    name, top = found.pop("lora_name", None), found.pop("logprobs", None)
+    shown. lora: of `adapters`. defaults: that come with it. Raises RequestError."""
+    found = {**DEFAULTS, **_own_defaults(defaults), **given}
+    if "min_tokens" not in given and "min_tokens" in found:
+        found["min_tokens"] = min(found["min_tokens"], found["max_tokens"])
+    for name in LORA_KEYS:
+        found.pop(name, None)
+    top = found.pop("logprobs", None)
     if top is not None and not 0 <= top <= MAX_ALTERNATIVES:
         raise RequestError(f"{NAME}: logprobs must be from 0 to {MAX_ALTERNATIVES}, got {top}")
     bias, allowed = found.pop("logit_bias", {}), tuple(found.pop("allowed_token_ids", ()))
@@ -165,8 +197,14 @@ def asked(text: str, given: Mapping[str, Any], streaming: bool, cumulative: bool
         params = SamplingParams(**found)
     except (ValueError, TypeError) as error:
         raise RequestError(f"{NAME}: {error}") from None
-    lora = None if name is None else LoraInput(None, name=name)
     return Asked(text, params, lora, streaming, top, allowed, bias, output_penalties=True)
+
+
+def _own_defaults(defaults: GenerationDefaults) -> dict[str, Any]:
+    found = dict(defaults.fields)
+    if defaults.max_tokens is not None:
+        found["max_tokens"] = defaults.max_tokens
+    return found | ({"top_p": 1.0, "top_k": 1} if found.get("top_p") == 0 else {})  # the most probable token
 
 
 def _check(found: Mapping[str, Any]) -> None:

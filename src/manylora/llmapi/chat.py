@@ -103,8 +103,9 @@ def _shown(message: Any) -> dict[str, Any]:
         raise ValueError(f"messages: each must be a dict with a role, got {str(message)[:80]!r}")
     content = message.get("content")
     if isinstance(content, list):
-        texts = [one.get("text") for one in content if isinstance(one, Mapping) and one.get("type") == "text"]
-        if len(texts) < len(content) or not all(isinstance(one, str) for one in texts):
+        parts = [one for one in content if isinstance(one, Mapping) and one.get("type") == "text"]
+        texts = [one["text"] for one in parts if isinstance(one.get("text"), str)]
+        if len(texts) < len(content):
             raise ValueError("messages: content must be a text, or parts of type text")
         content = "\n".join(texts)
     elif not (content is None or isinstance(content, str)):

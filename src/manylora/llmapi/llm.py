@@ -216,10 +216,10 @@ class LLM(ChatRequests, PooledRequests):
         Raises RequestError, also when too little would be left for other adapters.
         """
         problem: RequestError | None = None
-        lora_request = self._named(lora_request)
+        request: LoRARequest = self._named(lora_request)
         for _ in range(PIN_ATTEMPTS):
-            self.generate([0], SamplingParams(max_tokens=1), lora_request, use_tqdm=False)
-            problem = self._service.pin(lora_request.lora_int_id)
+            self.generate([0], SamplingParams(max_tokens=1), request, use_tqdm=False)
+            problem = self._service.pin(request.lora_int_id)
             if not isinstance(problem, AdapterNotCachedError):  # else it was evicted in between
                 break
         if problem is not None:

@@ -175,9 +175,9 @@ class PooledRequests:
         label) it reads both texts together, and gives the sigmoid of its first value; else the cosine of
         both embeddings."""
         params = pooling_params or PoolingParams()
-        pairs, lora_request = pair_up(text_1, text_2), self._named(lora_request)
-        if self._is_cross_encoder or has_own_head(lora_request):
-            own = self._text_of(lora_request)
+        pairs, lora = pair_up(text_1, text_2), self._named(lora_request)
+        if self._is_cross_encoder or has_own_head(lora):
+            own = self._text_of(lora)
             tokenizer = self._tokenizer if own is None else own.tokenizer
             if tokenizer is None:
                 raise ValueError("score needs a tokenizer: leave skip_tokenizer_init out")
@@ -186,19 +186,19 @@ class PooledRequests:
                 (tuple(ids), Pooling(self._pooling.head_mode, head=True, first=first))
                 for ids, first in joined
             ]
-            made = _submit(self, prompts, _for_each(prompts, lora_request))
+            made = _submit(self, prompts, _for_each(prompts, lora))
             return [
                 _output(one, ScoringOutput(pair_score(one.result.result(), self._pooling, params)))
                 for one in made
             ]
         flat = [text for pair in pairs for text in pair]
-        embedded = _run(self, flat, "embed", params, lora_request)
+        embedded = _run(self, flat, "embed", params, lora)
         values = [embedding(one.result.result(), self._pooling, params) for one in embedded]
         outputs = []
         for first, second, a, b in zip(embedded[::2], embedded[1::2], values[::2], values[1::2], strict=True):
             ids = [*first.prompt, *second.prompt]
             score = ScoringOutput(similarity(a, b))
-            outputs.append(PoolingRequestOutput(first.request_id, score, ids, lora_request))
+            outputs.append(PoolingRequestOutput(first.request_id, score, ids, lora))
         return outputs
 
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 
-from manylora.errors import RequestError
+from manylora.errors import AdapterError, RequestError
+from manylora.text.item_text import OwnTexts, adapters_told
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.server_types import Arrays
 
 MAX_TOKENS = 2**20  # of one request
 
 
+logger = logging.getLogger("manylora")
+
+
 class Postprocessor:
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
+    """own: what comes with adapters; None: the base model's tokenizer is everybody's."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, own: OwnTexts | None = None) -> None:
+        self._tokenizer, self._own = tokenizer, own
         self._skip = skip_special_tokens
 
     def length(self, inputs: Arrays) -> int:
@@ -40,15 +48,32 @@ class Postprocessor:
         tokens, lengths = inputs["TOKENS_BATCH"], inputs["SEQUENCE_LENGTH"]
         windows, final = inputs.get("PREVIOUS_IDS"), "FINISH_REASON" in inputs
         texts = []
+        tokenizers = self._tokenizers(inputs, len(lengths))
         for item, row in enumerate(lengths.tolist()):
+            tokenizer = tokenizers[item]
             for beam, length in enumerate(row):
                 ids = _checked(tokens[item, beam, :length])
                 if windows is None:
-                    text = self._tokenizer.decode(ids, self._skip)
+                    text = tokenizer.decode(ids, self._skip)
                 else:
-                    text = self._tokenizer.delta(_checked(windows[item, beam]), ids, final, self._skip)
+                    text = tokenizer.delta(_checked(windows[item, beam]), ids, final, self._skip)
                 texts.append(text.encode())
         return tuple(texts)
+
+    def _tokenizers(self, inputs: Arrays, count: int) -> list[Tokenizer]:
+        """Preprocessing has used them for the same requests, and refuses what cannot be read. Files that
+        broke since then are no error here: the ensemble would never free what the request holds."""
+        if self._own is None:
+            return [self._tokenizer] * count
+        found = []
+        for adapter in adapters_told(inputs, count):
+            try:
+                own = self._own.find(*adapter)
+            except AdapterError as error:
+                logger.error("decoded with the base model's tokenizer: %s", error)
+                own = None
+            found.append(self._tokenizer if own is None else own.tokenizer)
+        return found
 
 
 def _checked(row: np.ndarray) -> list[int]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from manylora.errors import RequestError
+from manylora.system.text_threads import LONG
+from manylora.text.item_text import ItemText, OwnTexts, adapters_of
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.server_types import Arrays
 from manylora.wire.word_lists import encode_word_lists
@@ -18,13 +22,20 @@ WORD_COST = 16  # characters of text that take as long as one more word does, ev
 
 
 class Preprocessor:
-    """context: tokens of the longest sequence that the engine takes; None: not known.
+    """context: tokens of the longest sequence that the engine takes; None: not known. own: what comes with
+    adapters; None: the base model's text is everybody's.
 
     Raises ConfigError where the tokenizer's directory cannot be read.
     """
 
-    def __init__(self, tokenizer: Tokenizer, add_special_tokens: bool, context: int | None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        add_special_tokens: bool,
+        context: int | None,
+        own: OwnTexts | None = None,
+    ) -> None:
+        self._tokenizer, self._own = tokenizer, own
         self._add_special_tokens = add_special_tokens
         self._context = context
         self._decoder_start = tokenizer.decoder_start_id
@@ -35,8 +46,12 @@ class Preprocessor:
             if name in inputs:
                 raise RequestError(f"input {name} is not supported by this server: leave it out")
         prompts = [len(_text(prompt)) for prompt in inputs["QUERY"].reshape(-1)]
-        for length in prompts:
-            self._tokenizer.limits.check(length, self._context)
+        adapters = adapters_of(inputs, len(prompts)) if self._own else []
+        for index, length in enumerate(prompts):
+            # With another tokenizer more may fit: then `run` says whether it does.
+            whole = not adapters or adapters[index] == (None, None)
+            self._tokenizer.limits.check(length, self._context, whole)
+        reading = LONG * sum(not self._own.is_at_hand(*one) for one in set(adapters)) if self._own else 0
         words = [word for name in WORDS if name in inputs for word in inputs[name].reshape(-1)]
         if len(words) > MAX_WORDS:
             raise RequestError(
@@ -46,25 +61,31 @@ class Preprocessor:
         decoders = list(inputs["DECODER_QUERY"].reshape(-1)) if "DECODER_QUERY" in inputs else []
         others = sum(len(_text(text)) for text in [*words, *decoders])
         self._tokenizer.limits.check(others, self._context, whole=False)
-        return sum(prompts) + others + WORD_COST * len(words)
+        return sum(prompts) + others + WORD_COST * len(words) + reading
 
     def run(self, inputs: Arrays) -> dict[str, np.ndarray]:
         """Outputs by name. Raises RequestError."""
-        special = self._add_special_tokens
-        prompts = [self._encode(text, special, self._context) for text in inputs["QUERY"].reshape(-1)]
-        count, pad, end = len(prompts), self._tokenizer.pad_id or 0, self._tokenizer.eos_id
+        special, queries = self._add_special_tokens, list(inputs["QUERY"].reshape(-1))
+        count, pad = len(queries), self._tokenizer.pad_id or 0
+        texts = self._texts(inputs, count)
+        prompts = [
+            text.tokenizer.encode(_text(query), special, self._context)
+            for text, query in zip(texts, queries, strict=True)
+        ]
+        ends = [_end_ids(text) for text in texts]
         ids, lengths = _padded(prompts, pad)
-        decoder_ids, decoder_lengths = _padded(self._decoder_prompts(inputs, count, pad), pad)
+        decoder_ids, decoder_lengths = _padded(self._decoder_prompts(inputs, texts, pad), pad)
         outputs = {
             "INPUT_ID": ids,
             "REQUEST_INPUT_LEN": lengths,
             "DECODER_INPUT_ID": decoder_ids,
             "REQUEST_DECODER_INPUT_LEN": decoder_lengths,
-            "BAD_WORDS_IDS": self._word_lists(inputs.get("BAD_WORDS_DICT"), count),
-            "STOP_WORDS_IDS": self._word_lists(inputs.get("STOP_WORDS_DICT"), count),
-            "EMBEDDING_BIAS": self._biases(inputs, count),
+            "BAD_WORDS_IDS": _word_lists(_words(inputs.get("BAD_WORDS_DICT"), texts), count),
+            "STOP_WORDS_IDS": _word_lists(_stops(inputs, texts, ends), count),
+            "EMBEDDING_BIAS": self._biases(inputs, texts),
             "REQUEST_OUTPUT_LEN": inputs["REQUEST_OUTPUT_LEN"],
-            "OUT_END_ID": inputs.get("END_ID", np.full((count, 1), -1 if end is None else end, np.int32)),
+            "OUT_END_ID": inputs.get("END_ID", np.array([one[:1] or [-1] for one in ends], np.int32)),
+            "OUT_SAMPLING_DEFAULTS": np.array([[_json(one.sampling)] for one in texts], np.object_),
             "OUT_PAD_ID": inputs.get("PAD_ID", np.full((count, 1), pad, np.int32)),
         }
         if "PROMPT_TABLE_EXTRA_ID" in inputs:
@@ -73,24 +94,26 @@ class Preprocessor:
             outputs["OUT_PROMPT_TABLE_EXTRA_IDS"] = np.where(virtual, extra, 0).astype(np.uint64)
         return outputs
 
-    def _decoder_prompts(self, inputs: Arrays, count: int, pad: int) -> list[list[int]]:
+    def _texts(self, inputs: Arrays, count: int) -> list[ItemText]:
+        """How the text of each item is made. Raises AdapterInvalidError."""
+        base = ItemText(self._tokenizer)
+        if self._own is None:
+            return [base] * count
+        return [self._own.find(*one) or base for one in adapters_of(inputs, count)]
+
+    def _decoder_prompts(self, inputs: Arrays, items: Sequence[ItemText], pad: int) -> list[list[int]]:
         """For an encoder-decoder model: the decoder's start id, and then the ids of its text."""
         texts = inputs.get("DECODER_QUERY")
         if texts is None:
-            return [[pad if self._decoder_start is None else self._decoder_start]] * count
+            return [[pad if self._decoder_start is None else self._decoder_start]] * len(items)
         if self._decoder_start is None:
             raise RequestError("decoder_text_input is for encoder-decoder models: leave it out")
-        return [[self._decoder_start, *self._encode(text)] for text in texts.reshape(count)]
+        pairs = zip(items, texts.reshape(len(items)), strict=True)
+        return [[self._decoder_start, *_encode(item, text)] for item, text in pairs]
 
-    def _word_lists(self, words: np.ndarray | None, count: int) -> np.ndarray:
-        """[count, 2, L]; L is 0 without the input."""
-        if words is None:
-            return np.empty((count, 2, 0), np.int32)
-        encoded = ([self._encode(word) for word in row if word] for row in words.reshape(count, -1))
-        return encode_word_lists([[ids for ids in row if ids] for row in encoded])
-
-    def _biases(self, inputs: Arrays, count: int) -> np.ndarray:
+    def _biases(self, inputs: Arrays, items: Sequence[ItemText]) -> np.ndarray:
         """[count, vocab]: each weight added to every token of its word; [count, 0] without words."""
+        count = len(items)
         words, weights = (inputs.get(f"EMBEDDING_BIAS_{name}") for name in ("WORDS", "WEIGHTS"))
         if words is None and weights is None:
             return np.empty((count, 0), np.float32)
@@ -98,15 +121,54 @@ class Preprocessor:
             raise RequestError(
                 "embedding_bias_words and embedding_bias_weights must come together, of one shape"
             )
-        table = np.zeros((count, self._tokenizer.vocab_size), np.float32)
-        rows = zip(table, words.reshape(count, -1), weights.reshape(count, -1), strict=True)
-        for biases, texts, values in rows:
+        table = np.zeros((count, max(one.tokenizer.vocab_size for one in items)), np.float32)
+        rows = zip(items, table, words.reshape(count, -1), weights.reshape(count, -1), strict=True)
+        for item, biases, texts, values in rows:
             for text, value in zip(texts, values, strict=True):
-                biases[self._encode(text)] += value
+                biases[_encode(item, text)] += value
         return table
 
-    def _encode(self, text: bytes | str, special: bool = False, context: int | None = None) -> list[int]:
-        return self._tokenizer.encode(_text(text), special, context)
+
+Words = list[list[list[int]]]
+"""Token ids of the words of each item."""
+
+
+def _encode(item: ItemText, text: bytes | str) -> list[int]:
+    return item.tokenizer.encode(_text(text), add_special_tokens=False)
+
+
+def _words(given: np.ndarray | None, items: Sequence[ItemText]) -> Words | None:
+    """None: there is no such input."""
+    if given is None:
+        return None
+    rows = zip(items, given.reshape(len(items), -1), strict=True)
+    return [[ids for word in row if word and (ids := _encode(item, word))] for item, row in rows]
+
+
+def _stops(inputs: Arrays, items: Sequence[ItemText], ends: Sequence[Sequence[int]]) -> Words | None:
+    """With what ends an output because of its adapter."""
+    given, asked = _words(inputs.get("STOP_WORDS_DICT"), items), "END_ID" in inputs
+    found = []
+    for index, (item, end_ids) in enumerate(zip(items, ends, strict=True)):
+        own = [_encode(item, word) for word in item.stop] if given is None else given[index]
+        more = [*item.stop_ids, *(() if asked else end_ids[1:])]
+        found.append([ids for ids in [*own, *([token] for token in more)] if ids])
+    return found if given is not None or any(found) else None
+
+
+def _word_lists(words: Words | None, count: int) -> np.ndarray:
+    """[count, 2, L]; L is 0 without words."""
+    return np.empty((count, 2, 0), np.int32) if words is None else encode_word_lists(words)
+
+
+def _end_ids(item: ItemText) -> list[int]:
+    """The first is the engine's end id, which is never part of an output."""
+    named = item.tokenizer.eos_id
+    return list(dict.fromkeys([*item.end_ids, *([] if named is None else [named])]))
+
+
+def _json(sampling: Mapping[str, Any]) -> bytes:
+    return json.dumps(dict(sampling)).encode() if sampling else b""
 
 
 def _padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[np.ndarray, np.ndarray]:

@@ -23,6 +23,8 @@ TO_PREPROCESSING = {
     "end_id": "END_ID",
     "pad_id": "PAD_ID",
     "prompt_table_extra_id": "PROMPT_TABLE_EXTRA_ID",
+    "lora_task_id": "LORA_TASK_ID",
+    "lora_name": "LORA_NAME",
 }
 SAME = (
     "temperature", "repetition_penalty", "min_length", "presence_penalty", "frequency_penalty",
@@ -53,12 +55,14 @@ FROM_PREPROCESSING = {
     "OUT_END_ID": "end_id",
     "OUT_PAD_ID": "pad_id",
     "OUT_PROMPT_TABLE_EXTRA_IDS": "prompt_table_extra_ids",
+    "OUT_SAMPLING_DEFAULTS": "sampling_defaults",
 }
 TO_POSTPROCESSING = {
     "output_ids": "TOKENS_BATCH",
     "sequence_length": "SEQUENCE_LENGTH",
     "previous_ids": "PREVIOUS_IDS",
     "finish_reason": "FINISH_REASON",
+    "lora_text": "LORA_TEXT",
 }
 PASSED_ON = [tensor.name for tensor in ENSEMBLE_OUTPUTS if tensor.name != "text_output"]
 """Outputs of the engine's model that go to the client as they are."""

@@ -141,7 +141,10 @@ class TextGenerator:
                     so_far[sequence] = ids
                     outputs = _with_ids(response, ids)
                 counts = _counts(inputs, engine_inputs, outputs)
-                yield {**_response(stops.cut(sequence, self._texts(outputs)), outputs, index), **counts}
+                yield {
+                    **_response(stops.cut(sequence, self._texts(outputs)), outputs, index),
+                    **counts,
+                }
                 if stops.all_stopped:
                     self.stop(self._engine, request_id)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,11 @@ from manylora.request import (
 from manylora.wire.server_types import Arrays
 from manylora.wire.tensor_table import REFUSED_INPUTS, SAMPLING_SCALARS
 from manylora.wire.word_lists import decode_word_list
+
+DEFAULTED = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "min_tokens",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -174,7 +180,8 @@ def _params(item: _Item, sequences: int, width: int) -> SamplingConfig:
     bias = item.row("embedding_bias")
     if max_tokens is None:
         raise RequestError("A value is required for request_output_len")
-    found = {field: item.scalar(name) for field, name in SAMPLING_SCALARS.items() if name in item.arrays}
+    found = _sampling_defaults(item, max_tokens)
+    found |= {field: item.scalar(name) for field, name in SAMPLING_SCALARS.items() if name in item.arrays}
     if found.get("top_p", 1) <= 0:
         del found["top_p"]
     return SamplingConfig(
@@ -186,6 +193,26 @@ def _params(item: _Item, sequences: int, width: int) -> SamplingConfig:
         logit_bias=None if bias is None or not bias.size else bias.reshape(-1),
         guide=_guide(item),
     )
+
+
+def _sampling_defaults(item: _Item, max_tokens: int) -> dict[str, Any]:
+    """Values of the fields in DEFAULTED, for those that have no input. Raises RequestError."""
+    text = item.scalar("sampling_defaults") or "{}"
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict) or not all(type(one) in (int, float) for one in given.values()):
+        raise RequestError(f"sampling_defaults must be a JSON object of numbers, got {text[:80]!r}")
+    unknown = sorted(given.keys() - set(DEFAULTED))
+    if unknown:
+        raise RequestError(
+            f"sampling_defaults must have none but {', '.join(DEFAULTED)}, got {unknown[0]:.40}"
+        )
+    for name in ("top_k", "min_tokens"):
+        if not isinstance(given.get(name, 0), int):
+            raise RequestError(f"sampling_defaults: {name} must be a whole number, got {given[name]}")
+    return given | ({"min_tokens": min(given["min_tokens"], max_tokens)} if "min_tokens" in given else {})
 
 
 def _guide(item: _Item) -> Guide | None:

@@ -22,6 +22,11 @@ Item = tuple[Call, "ResponseEncoder | None", Event]
 """An event that waits to be sent. Without an encoder the call ends, with the event's error if it has one."""
 
 
+def adapter_told(name: str | None, task_id: int | None) -> bytes:
+    """What postprocessing is told of a request's adapter."""
+    return f"id {task_id}".encode() if name is None else f"name {name}".encode()
+
+
 @dataclass
 class ResponseEncoder:
     """What is needed to answer one Request: which item of the batch it is, and what was sent so far.

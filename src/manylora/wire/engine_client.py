@@ -163,17 +163,18 @@ def _lora(lora: LoraInput | LoraMix | None) -> Tensors:
         return {}
     if isinstance(lora, LoraMix):
         members, scales = zip(*lora.members, strict=True)
-        return {
-            "lora_mix_task_ids": np.array([[one.task_id for one in members]], np.uint64),
-            "lora_mix_scales": np.array([scales], np.float32),
-        }
+        found: Tensors = {"lora_mix_scales": np.array([scales], np.float32)}
+        if all(one.task_id is None for one in members):
+            names = [str(one.name).encode() for one in members]
+            return found | {"lora_mix_names": np.array([names], np.object_)}
+        return found | {"lora_mix_task_ids": np.array([[one.task_id for one in members]], np.uint64)}
     if lora.name is not None and lora.task_id is None:
         source = {} if lora.source is None else {"lora_ckpt_source": _bytes(lora.source)}
         return {"lora_name": _bytes(lora.name), **source}
     others = [extra.name for extra in lora.extras if extra.name != INVOCATION]
     if others:
         raise RequestError(f"the adapter has {others[0]}, which tensors of a request cannot carry")
-    found: Tensors = {"lora_task_id": _one(lora.task_id, np.uint64)}
+    found = {"lora_task_id": _one(lora.task_id, np.uint64)}
     if lora.weights is not None and lora.config is not None:
         found |= {"lora_weights": lora.weights, "lora_config": lora.config.astype(np.int32)}
     if lora.invocation:

@@ -24,8 +24,8 @@ from manylora.system.lifeline import Lifeline
 from manylora.wire.client_disconnects import listen
 from manylora.wire.client_errors import check_parameters, client_error
 from manylora.wire.decode import decode_requests, is_stop
-from manylora.wire.encode import Item, ResponseEncoder, merge_waiting
-from manylora.wire.parameters import flag, logits_dtype, milliseconds, parameters_of
+from manylora.wire.encode import Item, ResponseEncoder, adapter_told, merge_waiting
+from manylora.wire.parameters import flag, logits_dtype, milliseconds, parameters_of, value_of
 from manylora.wire.server_types import FINAL, Arrays, Response, ResponseSender, ServerRequest
 from manylora.wire.shape_guard import read_inputs
 
@@ -60,6 +60,7 @@ class EngineModelOptions:
     logits_dtype: str
     cancellation_period: float
     stats_period: float
+    tells_adapter: bool = False  # to postprocessing, where adapters may have a tokenizer
 
     @classmethod
     def of(cls, model_config: str, decoupled: bool) -> EngineModelOptions:
@@ -71,6 +72,7 @@ class EngineModelOptions:
             logits_dtype=logits_dtype(config),
             cancellation_period=min(milliseconds(parameters, "cancellation_check_period_ms", 100), 1.0),
             stats_period=milliseconds(parameters, "stats_check_period_ms", 100),
+            tells_adapter=value_of(parameters, "lora_trust") is not None,
         )
 
 
@@ -282,6 +284,10 @@ class EngineWorker(Generic[Response]):
             outputs = encoder.encode(event)
             if encoder.request.streaming:
                 outputs.append(("request_number", call.number))
+            lora = encoder.request.lora
+            if self._options.tells_adapter and isinstance(lora, LoraInput):
+                told = adapter_told(lora.name, lora.task_id)
+                outputs.append(("lora_text", np.array([[told]], np.object_)))
             response = self._respond(outputs)
             call.open -= event.last
             if call.open == 0:

@@ -58,7 +58,7 @@ HARMLESS = {
 OTHERS = (
     "FORCE_CPU_ONLY_INPUT_TENSORS", "gpt_model_type", "gpt_model_path", "executor_worker_path",
     "exclude_input_in_output", "cancellation_check_period_ms", "stats_check_period_ms",
-    "max_attention_window_size",
+    "max_attention_window_size", "lora_trust",
 )  # fmt: skip
 ENGINE = "tensorrt_llm"
 PARAMETER = re.compile(r'key:\s*"(\w+)"\s*value:?\s*{\s*string_value:\s*"([^"\n]*)"')  # of config.pbtxt

@@ -69,6 +69,8 @@ PREPROCESSING = Model(
         Tensor("EMBEDDING_BIAS_WEIGHTS", "FP32", (-1,)),
         *_many("INT32", "END_ID PAD_ID"),
         Tensor("PROMPT_TABLE_EXTRA_ID", "UINT64"),
+        *_many("UINT64", "LORA_TASK_ID"),  # ours: of which adapter the tokenizer is
+        *_many("STRING", "LORA_NAME"),
     ),
     outputs=(
         Tensor("INPUT_ID", "INT32", (-1,)),
@@ -80,6 +82,7 @@ PREPROCESSING = Model(
         Tensor("REQUEST_OUTPUT_LEN", "INT32", (-1,)),
         *_many("INT32", "OUT_END_ID OUT_PAD_ID"),
         Tensor("OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", (-1,)),
+        Tensor("OUT_SAMPLING_DEFAULTS", "STRING"),  # ours: JSON of what comes with the adapter
     ),
 )
 
@@ -104,6 +107,7 @@ TENSORRT_LLM = Model(
         Tensor("runtime_top_p_reset_ids", "INT32", scalar=True),
         Tensor("min_p", "FP32", scalar=True),  # ours
         Tensor("use_drafts", "BOOL", scalar=True),  # ours
+        Tensor("sampling_defaults", "STRING", ragged=True),  # ours: JSON, for inputs that are left out
         Tensor("len_penalty", "FP32", scalar=True),
         Tensor("early_stopping", "BOOL", scalar=True),
         Tensor("repetition_penalty", "FP32", scalar=True),
@@ -154,6 +158,7 @@ TENSORRT_LLM = Model(
         Tensor("request_number", "INT64"),  # comes back when the client has left
         *REASON_AND_TIER,
         Tensor("pooled_output", "FP32", (-1, -1)),
+        Tensor("lora_text", "STRING"),  # for postprocessing: a step takes nothing but this model's outputs
     ),
 )
 
@@ -164,6 +169,7 @@ POSTPROCESSING = Model(
         Tensor("PREVIOUS_IDS", "INT32", (-1, -1), ragged=True),
         Tensor("FINISH_REASON", "STRING"),
         Tensor("REQUEST_NUMBER", "INT64"),
+        Tensor("LORA_TEXT", "STRING", ragged=True),  # ours: of which adapter the tokenizer is
     ),
     outputs=(Tensor("OUTPUT", "STRING", (-1,)),),
 )
@@ -261,6 +267,7 @@ LLMAPI = Model(
         *_many("BOOL", "return_finish_reason return_stop_reason return_cumulative_logprob stop"),
         Tensor("lora_id", "UINT64"),
         *_many("STRING", "lora_name lora_path lora_ckpt_source"),
+        *(replace(tensor, ragged=False) for tensor in MIX[1:]),  # ours
     ),
     outputs=(
         *_many("STRING", "text_output finish_reason stop_reason", (-1,)),

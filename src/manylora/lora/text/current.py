@@ -92,6 +92,13 @@ class CurrentTexts:
         assert tokenizer is not None
         return OwnText(tokenizer, text.defaults)
 
+    def is_at_hand(self, name: str, folder: Path) -> bool:
+        """Whether `find` needs no large file, unless files have changed."""
+        known = self._known.get((name, folder))
+        if known is None:
+            return self._texts.source(name, folder) is None
+        return self._texts.tokenizer(known.text, wait=False) is not None
+
     def _current(self, name: str, folder: Path) -> AdapterText:
         key, now = (name, folder), time.monotonic()
         with self._lock:

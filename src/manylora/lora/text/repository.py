@@ -1,0 +1,97 @@
+"""RepositoryTexts: what comes with the adapters that a Triton repository serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from manylora.config.hub import model_folder
+from manylora.config.model_folder import read_json
+from manylora.errors import ConfigError
+from manylora.lora.formats.opened import is_folder
+from manylora.lora.library.names import is_name, read_names
+from manylora.lora.text.current import CurrentTexts, OwnText, trusted_texts
+from manylora.request import LoraInput, LoraMix
+from manylora.text.item_text import ItemText
+from manylora.text.tokenizer import Tokenizer
+from manylora.wire.parameters import ENGINE, names_file, parameters_beside, value_of
+
+BETWEEN = ";"  # folders of the parameter lora_trust
+
+
+class RepositoryTexts:
+    """Any thread. catalog, prefetch: folders of adapters by name and by task id. named: others by name."""
+
+    def __init__(
+        self, texts: CurrentTexts, catalog: Path | None, prefetch: Path | None, named: Mapping[str, Path]
+    ) -> None:
+        self._texts, self._catalog, self._prefetch, self._named = texts, catalog, prefetch, named
+
+    @classmethod
+    def open(cls, folder: Path, base: Tokenizer, engine: str = ENGINE) -> RepositoryTexts | None:
+        """folder: of the model that asks, in the repository. engine: the model whose parameters name the
+        adapters. None: it trusts none with a text. Raises ConfigError."""
+        beside = parameters_beside(folder, engine)
+        trusted = value_of(beside, "lora_trust")
+        if trusted is None:
+            return None
+        catalog, prefetch = (value_of(beside, f"lora_{name}_dir") for name in ("catalog", "prefetch"))
+        file, model = names_file(beside, folder), value_of(beside, "gpt_model_path")
+        named = read_names(file) if file is not None else {}
+        roots = [Path(one) for one in (catalog, prefetch) if one]
+        try:
+            size = _vocab_size(model_folder(Path(model))) if model else None
+        except ConfigError:
+            size = None  # the engine's model says what is wrong with it
+        texts = trusted_texts(trusted.split(BETWEEN), roots, base, size or base.vocab_size)
+        assert texts is not None
+        return cls(texts, Path(catalog) if catalog else None, Path(prefetch) if prefetch else None, named)
+
+    def of(self, lora: LoraInput | LoraMix | None) -> OwnText | None:
+        """Of the one adapter that acts; None: the base model's text is used. Raises AdapterInvalidError."""
+        acting = [] if lora is None else [one for one, scale in lora.members if scale]
+        return self._own(acting[0].name, acting[0].task_id) if len(acting) == 1 else None
+
+    def find(self, name: str | None, task_id: int | None) -> ItemText | None:
+        """As of `OwnTexts`."""
+        own = self._own(name, task_id)
+        return None if own is None else item_text(own)
+
+    def is_at_hand(self, name: str | None, task_id: int | None) -> bool:
+        place = self._place(name, task_id)
+        return place is None or self._texts.is_at_hand(*place)
+
+    def _own(self, name: str | None, task_id: int | None) -> OwnText | None:
+        place = self._place(name, task_id)
+        return None if place is None else self._texts.find(*place)
+
+    def _place(self, name: str | None, task_id: int | None) -> tuple[str, Path] | None:
+        """Label and folder; None: there is none, which the engine will say."""
+        if name is not None:
+            folder = self._named.get(name)
+            if folder is None and self._catalog is not None and is_name(name) and "/" not in name:
+                folder = self._catalog / name
+        elif task_id is not None and self._prefetch is not None:
+            name, folder = str(task_id), self._prefetch / str(task_id)
+        else:
+            return None
+        return None if folder is None or not is_folder(folder) else (name, folder)
+
+
+def item_text(own: OwnText) -> ItemText:
+    fields = dict(own.defaults.fields)
+    stop, stop_ids = tuple(fields.pop("stop", ())), tuple(fields.pop("stop_token_ids", ()))
+    if fields.get("top_p") == 0:
+        fields |= {"top_p": 1.0, "top_k": 1}  # the most probable token
+    elif "top_k" in fields:
+        fields["top_k"] = max(0, fields["top_k"])
+    if fields.get("temperature") and not (fields.get("top_k") or "top_p" in fields):
+        fields["top_p"] = 1.0  # the engine draws where top_k or top_p ask for it, here the temperature does
+    return ItemText(own.tokenizer, own.defaults.end_ids or (), stop_ids, stop, fields)
+
+
+def _vocab_size(model: Path) -> int | None:
+    config = read_json(model / "config.json") or {}
+    text = config.get("text_config")
+    found = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    return found if isinstance(found, int) else None

@@ -1,0 +1,70 @@
+"""ItemText: how the text of one request is made, where its adapter brings a tokenizer or defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from manylora.errors import RequestError
+from manylora.text.tokenizer import Tokenizer
+from manylora.wire.server_types import Arrays
+
+TASK_ID, NAME = "LORA_TASK_ID", "LORA_NAME"  # inputs of preprocessing
+TOLD = "LORA_TEXT"  # of postprocessing: what `wire.encode.adapter_told` gives
+
+
+@dataclass(frozen=True)
+class ItemText:
+    """end_ids, stop_ids: tokens that end an output. stop: texts that do, where the request names none.
+    sampling: fields of `SamplingConfig` for what it leaves out."""
+
+    tokenizer: Tokenizer
+    end_ids: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+class OwnTexts(Protocol):
+    """What comes with adapters, by name or task id."""
+
+    def find(self, name: str | None, task_id: int | None) -> ItemText | None:
+        """None: the base model's. May read files. Raises AdapterInvalidError."""
+
+    def is_at_hand(self, name: str | None, task_id: int | None) -> bool:
+        """Whether `find` reads no large file."""
+
+
+def adapters_of(inputs: Arrays, count: int) -> list[tuple[str | None, int | None]]:
+    """Name and task id that each item gives. Raises RequestError."""
+    names = _column(inputs.get(NAME), NAME, count)
+    ids = _column(inputs.get(TASK_ID), TASK_ID, count)
+    decoded = [one.decode(errors="replace") if isinstance(one, bytes) else one for one in names]
+    return [
+        (name or None, None if number is None else int(number))
+        for name, number in zip(decoded, ids, strict=True)
+    ]
+
+
+def adapters_told(inputs: Arrays, count: int) -> list[tuple[str | None, int | None]]:
+    """As `adapters_of`, of what `adapter_told` gave. Raises RequestError."""
+    return [_told(one) for one in _column(inputs.get(TOLD), TOLD, count)]
+
+
+def _told(given: bytes | str | None) -> tuple[str | None, int | None]:
+    text = given.decode(errors="replace") if isinstance(given, bytes) else given or ""
+    kind, _, value = text.partition(" ")
+    if kind == "name":
+        return value, None
+    return None, int(value) if kind == "id" and value.isascii() and value.isdigit() else None
+
+
+def _column(given: np.ndarray | None, name: str, count: int) -> list[Any]:
+    if given is None:
+        return [None] * count
+    if given.size != count:
+        raise RequestError(f"{name} must have one value for each text, got {given.size} for {count}")
+    return given.reshape(-1).tolist()

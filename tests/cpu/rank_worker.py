@@ -81,8 +81,8 @@ def random_adapter(model: ModelConfig, kind: str, seed: int) -> Adapter | None:
         if module.name == "cross_attn_qkv" or fused != (kind == "fused" and (fused or has_parts)):
             continue
         row = RowFormat(rank, dora=kind == "dora" and module.experts == 1)
-        sizes = module.row_sizes(row)
-        for layer in range(model.num_layers) if module.layers is None else sorted(module.layers):
+        for layer in filter(module.is_on, range(model.num_layers)):
+            sizes = module.at(layer).row_sizes(row)
             pair = values.normal(scale=0.3 / rank**0.25, size=sizes[0] + sizes[1])
             payload = np.concatenate((pair, values.normal(1, 0.2, sizes[2]))).astype(np.float32)
             rows.append(AdapterRow(module_id, layer, row, payload))
@@ -96,14 +96,15 @@ def random_adapter(model: ModelConfig, kind: str, seed: int) -> Adapter | None:
 
 def _random_extras(model: ModelConfig, values: np.random.Generator) -> list[LoraExtra]:
     names, last = FAMILIES[model.architecture].names(model), model.num_layers - 1
-    vocab, hidden = model.vocab_size, model.hidden_size
+    vocab, hidden, width = model.vocab_size, model.hidden_size, model.projected_size or model.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
-        **{f"layers.{layer}.{module.name}.bias": (module.out_dim,) for layer in (0, last)
-           for module in lora_modules(model).values() if module.experts == 1 and module.counted},
+        **{f"layers.{layer}.{module.name}.bias": (module.at(layer).out_dim,) for layer in (0, last)
+           for module in lora_modules(model).values()
+           if module.experts == 1 and module.counted and module.is_on(layer)},
         **{f"layers.{last}.{norm}.weight": (hidden,) for norm in names.block_norms.values()},
-        "norm.weight": (hidden,), "norm.bias": (hidden,), "embed.tokens": (3, hidden),
-        "embed.lora_A": (vocab, 2), "embed.lora_B": (hidden, 2), "embed.magnitude": (hidden,),
-        "head.lora_A": (2, hidden), "head.lora_B": (vocab, 2), "head.bias": (vocab,),
+        "norm.weight": (hidden,), "norm.bias": (hidden,), "embed.tokens": (3, width),
+        "embed.lora_A": (vocab, 2), "embed.lora_B": (width, 2), "embed.magnitude": (width,),
+        "head.lora_A": (2, width), "head.lora_B": (vocab, 2), "head.bias": (vocab,),
     }  # fmt: skip
     return [
         LoraExtra(name, values.normal(1, 0.3, shape).astype(np.float32), (5, 100, 200) * ("tokens" in name))
@@ -149,7 +150,7 @@ def run(case: Case, rank: int, world: int) -> dict[str, Any]:
     ]
     assert not isinstance(decoder, RankEncoder)
     given = case.sequences(), inputs, case.texts(model)
-    driver = Driver(with_full_rows(decoder), *given, modules=slicer.modules)
+    driver = Driver(with_full_rows(decoder), *given, modules=slicer.held)
     return {"logits": driver.run(), "held": decoder.weight_bytes, "read": read}
 
 

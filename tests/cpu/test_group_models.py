@@ -3,6 +3,7 @@ prefixes reused, is what one process answers."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,16 @@ import numpy as np
 import pytest
 from pooled_adapters import make_classifier
 from running import read, run, tokens
+from test_encoders import LINEARS as ENCODERS
 from test_encoders import make_encoder, prompt
 
 from manylora.config.engine import EngineConfig
 from manylora.engine.engine import Engine
-from manylora.errors import ConfigError
 from manylora.model.checkpoint import read_model_config
-from manylora.parallel.mapping import Mapping, check_mapping
+from manylora.model.plan import checkpoint_plan
+from manylora.model.safetensors_file import SafetensorsFile
+from manylora.parallel.mapping import Mapping
+from manylora.parallel.weights import rank_plan
 from manylora.request import Event, LoraInput, Pooling, Request, SamplingConfig
 from manylora.testing.tiny_models import make_adapter, make_model
 
@@ -35,6 +39,22 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], dict[str, int]]] = 
     "convolutions": ("lfm2", {}, ("in_proj", "out_proj", "q_proj", "v_proj", "w1", "w2"), TENSOR),
     "latent attention": ("deepseek-v3", {}, ("q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"), TENSOR),
     "sinks and biased experts": ("gpt-oss", {}, ("q_proj", "v_proj", "o_proj"), TENSOR),
+    "layers of two sizes that share keys": (
+        "gemma4-shared", {}, ("q_proj", "v_proj", "o_proj", "gate_proj", "per_layer_input_gate"), BOTH,
+    ),
+    "experts beside an MLP": (
+        "gemma4-moe", {"num_experts": 4}, ("q_proj", "k_proj", "o_proj", "down_proj"),
+        {**TENSOR, "moe_expert_parallel_size": 2},
+    ),
+    "several residual streams": (
+        "gemma3n", {}, ("q_proj", "v_proj", "down_proj", "linear_left", "modality_router"), BOTH,
+    ),
+    "mamba-2": (
+        "granite4", {**MIXED, "mamba_n_groups": 1}, ("in_proj", "out_proj", "q_proj", "o_proj"), BOTH,
+    ),
+    "mamba-2 beside attention": ("falcon-h1", {}, ("in_proj", "q_proj", "down_proj"), BOTH),
+    "mamba-2 and experts": ("nemotron-h-moe", {}, ("in_proj", "v_proj", "up_proj"), TENSOR),
+    "norms after the sums": ("opt-350m", {}, ("q_proj", "out_proj", "fc1", "fc2"), BOTH),
     "t5": ("t5", {}, ("q", "v", "o", "wi", "wo"), TENSOR),
     "bart": ("bart", {}, ("q_proj", "v_proj", "out_proj", "fc1", "fc2"), TENSOR),
 }  # fmt: skip
@@ -114,16 +134,34 @@ def test_encoders_and_their_heads(tmp_path: Path) -> None:
     check_pooled(model, requests, **TENSOR)
 
 
-def test_what_ranks_do_not_divide_is_told(tmp_path: Path) -> None:
-    refused = {
-        "an encoder with rotary positions": make_encoder(tmp_path / "1", "modernbert"),
-        "several residual streams": make_model(tmp_path / "2", "gemma3n"),
-        "Mamba-2 layers": make_model(tmp_path / "3", "granite4"),
-        "norms after the residual sums": make_model(tmp_path / "4", "opt-350m"),
-    }
-    for what, model in refused.items():
-        with pytest.raises(ConfigError, match=f"has {what}: such models run on one rank"):
-            check_mapping(read_model_config(model), Mapping(2, 0, 2))
+@pytest.mark.parametrize("ranks", [TENSOR, STAGES, BOTH], ids=["tp 2", "pp 2", "tp 2, pp 2"])
+@pytest.mark.parametrize("family", ENCODERS)
+def test_encoders_with_rotary_positions(family: str, ranks: dict[str, int], tmp_path: Path) -> None:
+    kind, mode = "AutoModelForSequenceClassification", "last" if family == "gemma3_text" else "cls"
+    model = make_encoder(tmp_path / "model", family, kind, num_labels=4)
+    make_classifier(tmp_path / "own", model, 3, 1, target_modules=ENCODERS[family])
+    lora: LoraInput = read(tmp_path / "own", model, 1)
+    x, y = tuple(prompt(40, 1)), tuple(prompt(17, 2))
+    requests = [
+        Request(ids, lora=own, pooling=Pooling(how, head))
+        for ids, own, how, head in (
+            (x, None, mode, True), (x, lora, mode, True), (y, lora, "mean", False), (y, None, "all", False),
+        )
+    ]  # fmt: skip
+    check_pooled(model, requests, **ranks)
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_a_rank_of_an_encoder_has_its_share_of_the_weights(family: str, tmp_path: Path) -> None:
+    folder = make_encoder(tmp_path / "model", family, intermediate_size=256)
+    with SafetensorsFile(folder / "model.safetensors") as file:
+        stored = file.keys()
+    model = read_model_config(folder)
+    plan = checkpoint_plan(model, stored)
+    whole = sum(math.prod(spec.shape) for spec in plan.values())
+    for rank in range(2):
+        part = rank_plan(plan, model, Mapping(2, rank, 2))
+        assert sum(math.prod(spec.shape) for spec in part.values()) <= 0.55 * whole
 
 
 def test_hidden_states_of_a_decoder_come_from_its_last_stage(tmp_path: Path) -> None:

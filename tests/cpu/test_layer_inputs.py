@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from manylora.config.blocks import LayerInputsConfig
-from manylora.errors import ConfigError
 from manylora.kernels.reference import ReferenceOps
 from manylora.lora.formats.peft_names import PEFT_KEY, layer_of, module_id_of
 from manylora.lora.modules import LoraModuleId, lora_modules
@@ -22,7 +21,7 @@ from manylora.parallel.mapping import Mapping
 from manylora.parallel.weights import rank_plan
 from manylora.testing.tiny_models import make_model
 
-OWN = LayerInputsConfig(dim=6, vocab_size=20)
+OWN = LayerInputsConfig(dim=6, vocab_size=20, layers=3)
 
 
 def test_a_vector_of_each_layer_for_each_token() -> None:
@@ -40,7 +39,7 @@ def test_a_vector_of_each_layer_for_each_token() -> None:
 
 
 def test_modules_and_weights(tmp_path: Path) -> None:
-    config = replace(read_model_config(make_model(tmp_path, "llama")), layer_inputs=OWN)
+    config = replace(read_model_config(make_model(tmp_path, "llama")), layer_inputs=replace(OWN, layers=2))
     modules = lora_modules(config)
     outside = modules[LoraModuleId.PER_LAYER_MODEL_PROJECTION]
     assert (outside.in_dim, outside.out_dim, outside.layers) == (64, 12, {0})
@@ -50,8 +49,12 @@ def test_modules_and_weights(tmp_path: Path) -> None:
     plan = checkpoint_plan(config, ())
     assert plan["layer_inputs.embed"].shape == (20, 12)
     assert plan["1.input_gate.weight"].slices[0].source == "model.layers.1.per_layer_input_gate.weight"
-    with pytest.raises(ConfigError, match="weights that ranks cannot share"):
-        rank_plan(plan, config, Mapping(world_size=2, tp_size=2))
+    part = rank_plan(plan, config, Mapping(4, 3, 2, 2))  # the second half of the tokens and of the layers
+    assert part["layer_inputs.embed"].shape == (10, 6)
+    assert part["layer_inputs.embed"].slices[0].start == 10
+    assert list(part["layer_inputs.embed"].column_range) == list(range(6, 12))
+    assert "layer_inputs.project.weight" not in part
+    assert "0.input_gate.weight" in part
 
 
 @pytest.mark.parametrize("root", ["base_model.model.model.", "base_model.model.model.language_model."])

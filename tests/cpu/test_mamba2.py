@@ -16,8 +16,20 @@ from manylora.kernels.recurrent import RecurrentState, StateBatch
 from manylora.kernels.reference import ReferenceOps
 
 SLOTS, TAPS = 9, 4
-SHAPES = [(6, 2, 10, 12), (2, 1, 64, 128), (4, 2, 24, 16), (3, 3, 1, 7)]  # heads, groups, sizes of values, b
-FORMS = [{}, {"gate_first": False}, {"norm": None}, {"norm_groups": 1, "least": 0.4, "most": 0.9}]
+SHAPES = [
+    (6, 2, 10, 12),
+    (2, 1, 64, 128),
+    (4, 2, 24, 16),
+    (3, 3, 1, 7),
+    (4, 1, 9, 12),
+]  # heads, groups, sizes of values, b
+FORMS = [
+    {},
+    {"gate_first": False},
+    {"norm": None},
+    {"norm_groups": 1, "least": 0.4, "most": 0.9},
+    {"norm_groups": 0},
+]
 
 
 def make(

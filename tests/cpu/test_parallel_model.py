@@ -65,6 +65,31 @@ CASES: dict[str, tuple[str, dict[str, int], tuple[str, ...], str | None]] = {
     "t5 tp4": ("t5-v1.1", TP4, ALL, None),
     "bart tp2": ("bart", TP2, ALL, None),
     "bart untied tp2": ("bart-scaled-untied", TP2, ALL, None),
+    "gemma4 tp2": ("gemma4", TP2, ALL, None),
+    "gemma4 tp4": ("gemma4-values", TP4, FEW, None),
+    "gemma4 shared tp2": ("gemma4-shared-wide", TP2, ALL, None),
+    "gemma4 moe tp2": ("gemma4-moe-wide", TP2, ALL[:4], None),
+    "gemma4 shared pp2": ("gemma4-shared-8", PP2, ALL, None),
+    "gemma4 shared both": ("gemma4-shared-8", BOTH, ALL, None),
+    "gemma4 shared pp4": ("gemma4-shared-8", {"pp": 4}, ALL, None),
+    "gemma4 moe ep2": ("gemma4-moe-4", EP2, ALL[:4], None),
+    "gemma4 moe both": ("gemma4-moe", BOTH, ALL[:4], None),
+    "gemma3n tp2": ("gemma3n-wide", TP2, ALL, None),
+    "gemma3n tp4": ("gemma3n-plain", TP4, FEW, None),
+    "gemma3n pp2": ("gemma3n", PP2, ALL, None),
+    "gemma3n both": ("gemma3n", BOTH, ALL, None),
+    "granite4 tp2": ("granite4", TP2, ALL, None),
+    "granite4 both": ("granite4-4", BOTH, ALL, None),
+    "granite4 moe ep2": ("granite4-moe-4", EP2, ALL[:4], None),
+    "bamba tp4": ("bamba-1", TP4, ALL, None),
+    "falcon-h1 tp2": ("falcon-h1-normed", TP2, ALL[:2], None),
+    "falcon-h1 both": ("falcon-h1", BOTH, ALL, None),
+    "falcon-h1 normed tp4": ("falcon-h1-normed", TP4, ALL, None),
+    "nemotron-h tp2": ("nemotron-h-wide", TP2, ALL, None),
+    "nemotron-h both": ("nemotron-h-6", BOTH, ALL, None),
+    "nemotron-h moe tp2": ("nemotron-h-moe", TP2, ALL[:4], None),
+    "opt-350m tp2": ("opt-350m-wide", TP2, ALL, None),
+    "opt-350m both": ("opt-350m", BOTH, ALL, None),
     "mixtral W8A16": ("mixtral", EP2, ("lora",), "W8A16"),
     **{f"llama-128 {algo}": ("llama-128", TP2, ("lora", "dora"), algo) for algo in SERVED},
 }  # fmt: skip
@@ -73,8 +98,57 @@ MIXED = ["linear_attention", "full_attention"] * 2
 CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss-4": ("gpt-oss", {"num_local_experts": 4}),
     "gpt-oss-5": ("gpt-oss", {"num_experts_per_tok": 5}),
+    "gemma4-moe-4": ("gemma4-moe", {"num_experts": 4}),
+    # The second of four stages passes on what only the last one reads.
+    "gemma4-shared-8": (
+        "gemma4-shared",
+        {
+            "num_hidden_layers": 8,
+            "num_kv_shared_layers": 5,
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                *["sliding_attention"] * 4,
+                *["full_attention"] * 2,
+            ],
+        },
+    ),
+    "granite4-4": (
+        "granite4",
+        {"num_hidden_layers": 4, "layer_types": MIXED, "mamba_n_groups": 1},
+    ),
+    "gemma4-shared-wide": ("gemma4-shared", {"hidden_size": 128, "intermediate_size": 256}),
+    "gemma4-moe-wide": ("gemma4-moe", {"hidden_size": 128}),
+    "gemma3n-wide": ("gemma3n", {"hidden_size": 128, "intermediate_size": 1024}),
+    "nemotron-h-wide": ("nemotron-h-biases", {"hidden_size": 128}),
+    "opt-350m-wide": (
+        "opt-350m",
+        {"hidden_size": 128, "ffn_dim": 512, "max_position_embeddings": 64},
+    ),
+    "granite4-moe-4": ("granite4-moe", {"num_local_experts": 4}),
+    "bamba-1": ("bamba", {"mamba_n_groups": 1}),
+    "nemotron-h-6": (
+        "nemotron-h",
+        {
+            "layers_block_type": [
+                "linear_attention",
+                "mlp",
+                "full_attention",
+                "full_attention",
+                "linear_attention",
+                "mlp",
+            ]
+        },
+    ),
     "qwen3.5-4": ("qwen3.5", {"num_hidden_layers": 4, "layer_types": MIXED}),
 }
+
+
+# Models on two ranks whose weights are like a large model's: most are in what ranks divide.
+SIZED = (
+    "llama tp2", "gemma4 shared tp2", "gemma4 moe tp2", "gemma3n tp2", "granite4 moe ep2", "falcon-h1 tp2",
+    "nemotron-h tp2", "opt-350m tp2",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +187,17 @@ def run_group(folder: Path, world: int, cases: list[Case]) -> dict[str, list[dic
 
 
 @pytest.fixture(scope="module")
-def groups(folder: Path) -> Iterator[dict[str, list[dict[str, Any]]]]:
+def groups(folder: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    """Of the cases that are to run."""
     found: dict[str, list[dict[str, Any]]] = {}
+    chosen = [getattr(item, "callspec", None) for item in request.session.items]
+    names = {call.params["name"] for call in chosen if call is not None and "name" in call.params}
     for world in (2, 4):
-        mine = [case_of(folder, name) for name, (_, ranks, _, _) in CASES.items() if size_of(ranks) == world]
+        mine = [
+            case_of(folder, name)
+            for name, (_, ranks, _, _) in CASES.items()
+            if size_of(ranks) == world and name in names
+        ]
         if mine:
             found |= run_group(folder, world, mine)
     yield found
@@ -146,8 +227,11 @@ def test_ranks_compute_what_one_process_does(name: str, folder: Path, groups: di
         assert agree(found, wanted), kind
 
 
-def test_a_rank_reads_and_holds_about_its_share_of_the_weights(groups: dict[str, Any], folder: Path) -> None:
-    case = case_of(folder, "llama tp2")
+@pytest.mark.parametrize("name", SIZED)
+def test_a_rank_reads_and_holds_about_its_share_of_the_weights(
+    name: str, groups: dict[str, Any], folder: Path
+) -> None:
+    case = case_of(folder, name)
     _, held = one_process(case)
     stored = (Path(case.model) / "model.safetensors").stat().st_size
     for rank in groups[case.name]:

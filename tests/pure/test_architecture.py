@@ -67,8 +67,8 @@ INSIDE = {
         "encoder_decoder", "encoder", "quant", "effective_weights", "weights", "builder",
     ],
     "parallel": [
-        "mapping", "rank_model", "collectives", "weights", "adapters", "experts", "layers", "decoder",
-        "encoders", "build",
+        "mapping", "rank_model", "collectives", "weights", "stages", "adapters", "experts", "layers",
+        "recurrent", "vectors", "decoder", "encoders", "build",
     ],
     "group": ["channel", "place", "agreement", "rendezvous", "watch", "leader", "collectives"],
     "engine": [

@@ -156,6 +156,8 @@ def test_layers_of_pipeline_ranks(layers: int, pp: int, counts: list[int]) -> No
 def test_a_pipeline_rank_takes_its_own_layers() -> None:
     q = LoraModule(1, 4, 4, Split.B_ROWS)
     whole = [AdapterRow(1, layer, RowFormat(2), TINY + layer) for layer in range(4)]
-    taken = slice_rows(whole, {1: q}, {1: q.share(2)}, 2, 1, pipeline_layers(4, 2, 1))
+    layers = pipeline_layers(4, 2, 1)
+    modules, share = {1: q}, {1: q.share(2)}
+    taken = slice_rows(whole, modules, share, 2, 1, lambda _, n: layers.index(n) if n in layers else None)
     assert [row.layer for row in taken] == [0, 1]  # its own numbers of 2 and 3
     assert taken[1].payload.tolist() == (TINY[[0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 15]] + 3).tolist()

@@ -46,6 +46,7 @@ class LayerInputsConfig:
 
     dim: int  # of the vector of one layer
     vocab_size: int  # rows of the table; tokens beyond it have the first one
+    layers: int  # that have one
 
 
 @dataclass(frozen=True)

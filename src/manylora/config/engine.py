@@ -242,7 +242,9 @@ class ModelConfig:
     attention_sinks: bool = False  # each head has one more score, which is learned
     qkv_clip: float | None = None  # the largest magnitude in q, k and v, after their norms
     sliding_windows: tuple[int | None, ...] = ()  # per layer; empty: full attention everywhere
-    kv_sources: tuple[int, ...] = ()  # per layer, the one whose keys and values it reads; empty: its own
+    # Per layer, the one whose keys and values it reads; below 0: one before the first, whose keys and values
+    # the cache has too; empty: its own.
+    kv_sources: tuple[int, ...] = ()
     # Then num_kv_heads is 1 and head_dim what the cache has of a token.
     latent: LatentConfig | None = None
     attention_chunk: int | None = None  # layers that are rotated see keys of a query's own chunk of so many
@@ -339,14 +341,21 @@ class ModelConfig:
             return 1  # which nothing is written to
         if self.encoder:
             return self.num_layers - self.encoder.num_layers
-        return len(self.attention_layers - self.kv_readers)
+        return len(self.attention_layers - self.kv_readers) + len(self.kv_before)
+
+    @property
+    def kv_before(self) -> tuple[int, ...]:
+        """Layers before the first whose keys and values are in the cache, behind those of these layers."""
+        return tuple(sorted({source for source in self.kv_sources if source < 0}))
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int, int], ...]:
         """Of a token in the cache, (planes, heads, elements of a head) for each of `kv_layers`."""
         if not self.layer_shapes:
             return ((self.kv_planes, self.num_kv_heads, self.head_dim),) * self.kv_layers
-        own = (one for layer, one in enumerate(self.layer_shapes) if layer not in self.kv_readers)
+        layers = [layer for layer in range(self.num_layers) if layer not in self.kv_readers]
+        layers += [self.kv_sources.index(source) for source in self.kv_before]  # whose readers are alike
+        own = (self.layer_shapes[layer] for layer in layers)
         return tuple((self.kv_planes, one.num_kv_heads, one.head_dim) for one in own)
 
     @property

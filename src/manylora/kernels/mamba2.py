@@ -20,7 +20,8 @@ class Mamba2Weights:
 
     taps: [taps, channels] of the convolution, the newest input's last; bias: [channels]. decay, shift, skip:
     [heads]; a head's step is softplus(d + shift), within `least` and `most`, and it keeps exp(decay * step)
-    of its memory. norm: [heads * head_dim], or None: there is no norm. norm_groups: each normalised alone.
+    of its memory. norm: [heads * head_dim], or None: there is no norm. norm_groups: each normalised alone; 0:
+    neither the gate nor the norm is applied.
     gate_first: the gate is on what the norm gets, else on what it gives.
     """
 
@@ -104,6 +105,8 @@ def _chunk(fade: Tensor, added: Tensor, b: Tensor, c: Tensor, memory: Tensor) ->
 
 def _gated(y: Tensor, gate: Tensor, weights: Mamba2Weights) -> Tensor:
     """y, gate [B, n, values]."""
+    if not weights.norm_groups:
+        return y
     if weights.norm is None:
         return y * gate
     grouped = (y * gate if weights.gate_first else y).unflatten(-1, (weights.norm_groups, -1))

@@ -251,7 +251,7 @@ class ReferenceOps:
             b and c, with step = clamp(softplus(d + shift), least, most)
             M *= exp(decay * step);  M += step * v b^T;  y = M c + skip * v
             result: norm * n(y * silu(z)), or norm * n(y) * silu(z), n(y) being y * rsqrt(mean(y ** 2) + eps)
-            over each of norm_groups parts; without a norm y * silu(z)
+            over each of norm_groups parts; without a norm y * silu(z); with norm_groups 0 y
         x [T, values + channels + heads] -> [T, values]; states of one layer.
         """
         return mamba2(x, weights, state, batch)

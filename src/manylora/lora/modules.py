@@ -259,6 +259,11 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
     return {module_id: _together(forms, model.num_layers) for module_id, forms in sorted(found.items())}
 
 
+def join_layers(forms: Mapping[int, LoraModule], num_layers: int) -> LoraModule:
+    """One module of what it is on each of some layers, of so many."""
+    return _together([replace(one, layers=frozenset({n}), others=()) for n, one in forms.items()], num_layers)
+
+
 def _together(forms: list[LoraModule], num_layers: int) -> LoraModule:
     """One module of what it is on different layers."""
     sized: dict[tuple[int, int], LoraModule] = {}
@@ -375,8 +380,8 @@ def _recurrent_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
         }
     if isinstance(own, Mamba2Config):
         return {
-            "mamba_in_proj": (hidden, own.in_size, Split.NONE),
-            "mamba_out_proj": (own.value_size, hidden, Split.NONE),
+            "mamba_in_proj": (hidden, own.in_size, Split.B_ROWS),
+            "mamba_out_proj": (own.value_size, hidden, Split.A_COLS),
         }
     if not isinstance(own, DeltaConfig):
         return {}
@@ -407,7 +412,7 @@ def _layer_input_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
     if own is None:
         return {}
     return {
-        "per_layer_model_projection": (hidden, model.num_layers * own.dim, Split.NONE),
+        "per_layer_model_projection": (hidden, own.layers * own.dim, Split.NONE),
         "per_layer_input_gate": (hidden, own.dim, Split.NONE),
         "per_layer_projection": (own.dim, hidden, Split.NONE),
     }
@@ -426,6 +431,9 @@ def _grouped_parts(model: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]
         found["linear_attn_qkv"] = 1, qkvz[:3]
     if isinstance(own, ConvConfig):
         found["mamba_in_proj"] = 1, (own.channels,) * 3
+    if isinstance(own, Mamba2Config):
+        keys = own.groups * own.state_dim
+        found["mamba_in_proj"] = 1, (own.value_size, own.value_size, keys, keys, own.heads)
     return found
 
 

@@ -6,7 +6,7 @@ source, and need not be interleaved beforehand as TensorRT-LLM's loader does. Ex
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -29,7 +29,8 @@ class AdapterPart(Adapter):
 class Slicer(Protocol):
     """What a rank's AdapterStore holds, as `manylora.parallel.adapters` has it.
 
-    modules: of the rank. num_layers: of the largest stage. num_ranks: that share an adapter.
+    modules: of a rank, on each of `num_layers` layers the largest that any stage has there. num_layers: of
+    the largest stage. num_ranks: that share an adapter.
     """
 
     modules: Mapping[int, LoraModule]
@@ -59,15 +60,17 @@ def slice_rows(
     local: Mapping[int, LoraModule],
     tp: int,
     tp_rank: int,
-    layers: range,
+    place: Callable[[int, int], int | None],
 ) -> list[AdapterRow]:
-    """Rows of `layers`, each as `slice_row` cuts it, and numbered from the first of these layers."""
-    return [
-        replace(slice_row(row, modules[row.module_id], local[row.module_id], tp, tp_rank), layer=number)
-        for row in rows
-        if row.layer in layers
-        for number in [layers.index(row.layer)]
-    ]
+    """The rows of a stage, each as `slice_row` cuts it. modules, local: with the whole model's layers. place:
+    of a module's id and a layer, the stage's number of that layer, or None where it has no such row."""
+    found = []
+    for row in rows:
+        number = place(row.module_id, row.layer)
+        if number is not None:
+            module, own = (those[row.module_id].at(row.layer) for those in (modules, local))
+            found.append(replace(slice_row(row, module, own, tp, tp_rank), layer=number))
+    return found
 
 
 def slice_row(row: AdapterRow, module: LoraModule, local: LoraModule, tp: int, rank: int) -> AdapterRow:

@@ -114,7 +114,7 @@ def _plan(
     num_layers = model.num_layers
     agree: Callable[[int], int] = int
     if slicer is not None:
-        held = {number: slicer.modules[number] for number in modules}
+        held = {number: slicer.modules[number] for number in modules if number in slicer.modules}
         num_layers, agree = slicer.num_layers, slicer.agree
     sizes = num_layers, config, dtype.itemsize, agree(free_bytes)
     try:

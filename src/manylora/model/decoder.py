@@ -113,7 +113,7 @@ class Decoder(Transformer):
             logits = self._decode_step(x, rotary, batch.attention, batch.lora, kv, batch.logits_rows)
         if logits is None:
             turns = [Turns(None, still), *(Turns(one, growth) for one in rotary)]
-            own = None if self._layer_inputs is None else self._layer_inputs(_ids(batch), x, batch.lora)
+            own = None if self._layer_inputs is None else self._vectors(self._layer_inputs, x, batch)
             logits = self._layers(x, turns, batch, kv, states, own)
         if config.logits_scale != 1:
             logits *= config.logits_scale
@@ -132,8 +132,7 @@ class Decoder(Transformer):
     ) -> Tensor:
         """turns: without a rotation, then with each. inputs: of layers that have vectors of their own."""
         delta: Tensor | None = None  # the last block's output, not added to x yet
-        if self._streams is not None:
-            x = self._streams.split(x, batch.lora)
+        x = self._enter(x, batch, kv)
         whole, chunk = batch.attention, self.config.attention_chunk
         within, kv_within = whole, kv
         if chunk is not None:
@@ -157,12 +156,26 @@ class Decoder(Transformer):
                 mix = own_mix if mix is None else side_by_side(self.config.beside, mix, own_mix)
             vectors = None if inputs is None else inputs[layer]
             x, delta = block(x, delta, mix, lora, vectors, wanted if block is self._blocks[-1] else None)
-        if self._streams is not None:
-            x = self._streams.merge(x, lora)
         if wanted is not None:
             return self._apply_head(self._hidden(x, delta, torch.arange(len(x)), wanted.lora), None)
+        return self._leave(x, delta, batch, kv, inputs)
+
+    def _vectors(self, made_by: LayerInputs, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """Of each layer, [layers, T, dim]. x: the embeddings."""
+        return made_by(ids_of(batch), x, batch.lora)
+
+    def _enter(self, x: Tensor, batch: ForwardBatch, kv: KvTensors) -> Tensor:
+        """What the first layer gets of embeddings: one residual stream or several."""
+        return x if self._streams is None else self._streams.split(x, batch.lora)
+
+    def _leave(
+        self, x: Tensor, delta: Tensor | None, batch: ForwardBatch, kv: KvTensors, inputs: Tensor | None
+    ) -> Tensor:
+        """The logits of what the last layer gives. inputs: as of `_layers`."""
+        if self._streams is not None:
+            x = self._streams.merge(x, batch.lora)
         if batch.pooled is not None:
-            self._pool(x, delta, batch.pooled, lora)
+            self._pool(x, delta, batch.pooled, batch.lora)
         return self._logits(x, delta, batch)
 
     def _wanted(self, batch: ForwardBatch) -> Wanted | None:
@@ -279,7 +292,7 @@ class Decoder(Transformer):
             return None
         norm = self._norm("layer_inputs.norm", "per_layer_projection_norm")
         assert norm is not None
-        target = LoraTarget(LoraModuleId.PER_LAYER_MODEL_PROJECTION, 0, self.config.num_layers * own.dim)
+        target = LoraTarget(LoraModuleId.PER_LAYER_MODEL_PROJECTION, 0, own.layers * own.dim)
         project = self._outer_linear(0, "layer_inputs.project", target.module_id, target.width)
         return LayerInputs(own, self._weights["layer_inputs.embed"], project, norm)
 
@@ -532,12 +545,12 @@ def _kv_places(config: ModelConfig) -> dict[int, int]:
     """Of each layer with attention, where its keys and values are among those of all layers."""
     if config.bidirectional:  # nothing is cached
         return dict.fromkeys(config.attention_layers, 0)
-    own = sorted(config.attention_layers - config.kv_readers)
+    own = [*sorted(config.attention_layers - config.kv_readers), *config.kv_before]
     places = {layer: place for place, layer in enumerate(own)}
     return places | {layer: places[config.kv_sources[layer]] for layer in config.kv_readers}
 
 
-def _ids(batch: ForwardBatch) -> Tensor:
+def ids_of(batch: ForwardBatch) -> Tensor:
     """Of each row; 0 where a vector is in its token's place."""
     if batch.embeddings is None:
         return batch.input_ids

@@ -17,7 +17,8 @@ HALF = 2.0**-0.5  # keeps the sum of two vectors as long as one
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """table: [vocab_size, layers * dim]. project: hidden to layers * dim. norm: over dim."""
+    """Of the first layers, as many as the table has: [vocab_size, layers * dim]. project: hidden to
+    layers * dim, of all layers. norm: over dim."""
 
     config: LayerInputsConfig
     table: Tensor
@@ -26,14 +27,24 @@ class LayerInputs:
 
     def __call__(self, ids: Tensor, x: Tensor, lora: LoraBatch | None) -> Tensor:
         """ids [T]; x [T, hidden], their embeddings -> [layers, T, dim]."""
-        dim, hidden = self.config.dim, x.shape[1]
+        return self.add(ids, self.made(x, lora))
+
+    def made(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
+        """The parts that are made of the tokens' embeddings, [T, layers, dim]."""
+        made = self.project(x, lora) * torch.tensor(x.shape[1] ** -0.5, dtype=x.dtype).item()
+        return self.norm(made.unflatten(-1, (-1, self.config.dim)), lora)
+
+    def add(self, ids: Tensor, made: Tensor) -> Tensor:
+        """made: of the layers that the table has. With what is looked up [layers, T, dim]."""
         ids = ids.where(ids < self.config.vocab_size, 0)
-        scale = torch.tensor(dim**0.5, dtype=x.dtype)  # rounded before it is used, as in training
-        looked_up = F.embedding(ids, self.table).to(x.dtype) * scale.item()
-        made = self.project(x, lora) * torch.tensor(hidden**-0.5, dtype=x.dtype).item()
-        made = self.norm(made.unflatten(-1, (-1, dim)), lora)
-        whole = (made + looked_up.view(made.shape)) * torch.tensor(HALF, dtype=x.dtype).item()
+        scale = torch.tensor(self.config.dim**0.5, dtype=made.dtype)  # rounded before its use, as in training
+        looked_up = self.look_up(ids).to(made.dtype) * scale.item()
+        whole = (made + looked_up.view(made.shape)) * torch.tensor(HALF, dtype=made.dtype).item()
         return whole.transpose(0, 1)
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """[T] -> [T, layers * dim], in the table's type or wider."""
+        return F.embedding(ids, self.table)
 
 
 @dataclass(frozen=True)

@@ -225,14 +225,18 @@ class Mlp:
         if self.cutoff is not None:
             gate = y.chunk(2, dim=-1)[1]
             wide = gate.float()
-            least = wide.mean(-1, keepdim=True) + self.cutoff * wide.std(-1, keepdim=True, unbiased=False)
-            gate.copy_((wide - least).relu())
+            mean, deviation = self._spread(wide)
+            gate.copy_((wide - (mean + self.cutoff * deviation)).relu())
         if self.scales != (1.0, 1.0):
             y[:, y.shape[1] // 2 :] *= self.scales[0]
             return self.down(self.up_gate.ops.gated(y, self.activation), lora) * self.scales[1]
         if self.gated:
             return self.down(self.up_gate.ops.gated(y, self.activation), lora)
         return self.down(ACTIVATIONS[self.activation](y), lora)
+
+    def _spread(self, gate: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean and the standard deviation of each row [T, n] -> [T, 1]."""
+        return gate.mean(-1, keepdim=True), gate.std(-1, keepdim=True, unbiased=False)
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,11 @@ class Mamba2:
     def __call__(self, x: Tensor, cache: LayerState, lora: LoraBatch | None) -> Tensor:
         rows = self.project(x, lora)
         rows = rows if self.factors is None else rows * self.factors
-        mixed = self.ops.mamba2(rows, self.weights, cache.state, cache.batch)
-        return self.out(mixed, lora)
+        return self.out(self._mixed(rows, cache), lora)
+
+    def _mixed(self, rows: Tensor, cache: LayerState) -> Tensor:
+        """[T, values + channels + heads] -> [T, values]."""
+        return self.ops.mamba2(rows, self.weights, cache.state, cache.batch)
 
 
 def mamba2_factors(own: Mamba2Config, like: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -113,10 +114,11 @@ class Moe:
 class ExpertsBesideMlp:
     """The sum of an MLP's output and of experts that read the same stream, each with norms of its own.
 
-    scored: the norm of what the router reads, which is multiplied by hidden ** -0.5 too.
+    moe: called as `Moe` is. scored: the norm of what the router reads, which is multiplied by hidden ** -0.5
+    too.
     """
 
-    moe: Moe
+    moe: Callable[[Tensor, LoraBatch | None, Tensor], Tensor]
     mlp_post_norm: Norm
     norm: Norm
     post_norm: Norm

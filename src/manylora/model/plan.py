@@ -181,7 +181,7 @@ def _root(names: TensorNames, stored: Collection[str]) -> str:
 
 
 def _layer_inputs(config: ModelConfig, own: LayerInputsConfig, root: str) -> Plan:
-    size = config.num_layers * own.dim
+    size = own.layers * own.dim
     table = whole(f"{root}embed_tokens_per_layer.weight", own.vocab_size)
     project = matrix(f"{root}per_layer_model_projection.weight", size, config.hidden_size)
     specs = {"layer_inputs.embed": WeightSpec((table,), size), "layer_inputs.project.weight": project}

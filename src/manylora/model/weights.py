@@ -99,8 +99,6 @@ def load_decoder(
     missing, unknown or wrongly shaped tensor, or a broken file.
     """
     config, weights = load_weights(model_dir, config, dtype, device, quant)
-    if config.score_tokens is not None:
-        weights["score.weight"] = weights.pop("score.for") - weights.pop("score.against")
     if config.bidirectional:
         weights["head.weight"] = weights["embed"]  # which nobody asks for
         kind = Encoder if config.learned_positions else Decoder
@@ -153,6 +151,8 @@ def load_weights(
                 weights[name] = device.ops.pack(made, routed)
             else:
                 weights[name] = device.ops.pack_rows(rows, routed) if spec.is_matrix else rows.whole()
+    if config.score_tokens is not None:
+        weights["score.weight"] = weights.pop("score.for") - weights.pop("score.against")
     return config, weights
 
 

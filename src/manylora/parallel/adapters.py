@@ -7,30 +7,32 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from collections.abc import Mapping as Dict
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from manylora.config.engine import ModelConfig
 from manylora.errors import AdapterInvalidError
-from manylora.lora.extras import HEAD, LAYER, with_extras
+from manylora.lora.extras import LAYER, with_extras
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.geometry import CacheGeometry, Layout
-from manylora.lora.modules import LoraModule, LoraModuleId, Split, lora_modules
+from manylora.lora.modules import LoraModule, LoraModuleId, Split, join_layers, lora_modules
 from manylora.lora.slicing import AdapterPart, rows_of_rank, slice_rows
 from manylora.lora.tensors import Adapter
 from manylora.model.families import FAMILIES
 from manylora.parallel.mapping import Mapping
 from manylora.parallel.rank_model import rank_config
+from manylora.parallel.stages import place_in_stage
 from manylora.parallel.weights import key_heads, query_heads
 from manylora.request import INVOCATION, LoraExtra
 
 
 class AdapterSlicer:
     """model: the whole one. target_modules: as of LoraCacheConfig. agree: the smallest number that any rank
-    gives."""
+    gives. held: this rank's modules, layers as in its stage."""
 
     def __init__(
         self,
@@ -43,9 +45,11 @@ class AdapterSlicer:
         self.num_ranks = mapping.world_size
         self._whole = lora_modules(model, target_modules)
         self._every = lora_modules(model), self._of_rank(())  # also those that adapters may not have rows for
-        self.modules: Dict[int, LoraModule] = self._of_rank(target_modules)
-        first = mapping.at(0)
-        self.num_layers = len(first.stage_layers(model.num_layers))
+        self._local: Dict[int, LoraModule] = self._of_rank(target_modules)
+        self.num_layers = len(mapping.at(0).stage_layers(model.num_layers))
+        stages = [mapping.at(stage * mapping.tp_size) for stage in range(mapping.pp_size)]
+        self.modules: Dict[int, LoraModule] = self._in_stages(stages)
+        self.held: Dict[int, LoraModule] = self._in_stages([mapping])
         names = FAMILIES[model.architecture].names(model)
         self._qk_norms = {names.q_norm: (query_heads, model.num_heads)}
         self._qk_norms[names.k_norm] = (key_heads, model.num_kv_heads)
@@ -59,6 +63,22 @@ class AdapterSlicer:
         router = LoraModuleId.MOE_ROUTER  # it chooses among the experts of all ranks
         return {**found, router: lora_modules(self._model)[router]} if router in found else found
 
+    def _in_stages(self, stages: Sequence[Mapping]) -> dict[int, LoraModule]:
+        """A rank's modules, layers as in a stage: on each the largest of what these stages have there."""
+        found: dict[int, dict[int, LoraModule]] = {}
+        for mapping in stages:
+            for module_id, module in self._local.items():
+                for layer in filter(module.is_on, range(self._model.num_layers)):
+                    place = place_in_stage(self._model, mapping, module_id, layer)
+                    if place is not None:
+                        own, forms = module.at(layer), found.setdefault(module_id, {})
+                        forms[place] = max(forms.get(place, own), own, key=_size)
+        count = self.num_layers if len(stages) > 1 else len(stages[0].stage_layers(self._model.num_layers))
+        return {module_id: join_layers(forms, count) for module_id, forms in sorted(found.items())}
+
+    def _place(self, mapping: Mapping) -> Callable[[int, int], int | None]:
+        return partial(place_in_stage, self._model, mapping)
+
     def slice(self, adapter: Adapter | FileAdapter) -> AdapterPart:
         """This rank's rows and extras, layers numbered from the stage's first. The digest stays. An
         AdapterPart is returned as it is. The values must be in memory."""
@@ -66,8 +86,8 @@ class AdapterSlicer:
             return adapter
         assert isinstance(adapter, Adapter), "readers of several ranks read values"
         mapping = self._mapping
-        layers = mapping.stage_layers(self._model.num_layers)
-        rows = slice_rows(adapter.rows, self._whole, self.modules, mapping.tp_size, mapping.tp_rank, layers)
+        ranks = mapping.tp_size, mapping.tp_rank
+        rows = slice_rows(adapter.rows, self._whole, self._local, *ranks, self._place(mapping))
         extras = (self._extra(extra, mapping) for extra in adapter.extras)
         kept = sorted((e for e in extras if e is not None), key=lambda extra: extra.name)
         return AdapterPart(adapter.digest, tuple(rows), tuple(kept))
@@ -76,7 +96,7 @@ class AdapterSlicer:
         """Of this rank's part, with as many pages as on every rank. Raises AdapterInvalidError."""
         mapping, sizes = self._mapping, (geometry, element_bytes)
         if isinstance(adapter, AdapterPart):
-            shapes, extras, pages = adapter.shapes(self.modules), adapter.extras, adapter.num_pages
+            shapes, extras, pages = adapter.shapes(self.held), adapter.extras, adapter.num_pages
             mine = with_extras(Layout.of(shapes, *sizes), extras, geometry)
         else:
             # The first rank of a stage has all that the others of its stage have.
@@ -88,11 +108,11 @@ class AdapterSlicer:
     def _layout(
         self, adapter: Adapter | FileAdapter, mapping: Mapping, geometry: CacheGeometry, element_bytes: int
     ) -> Layout:
-        layers = mapping.stage_layers(self._model.num_layers)
+        place = self._place(mapping)
         shapes = [
-            shape._replace(layer=layers.index(shape.layer))
-            for shape in adapter.shapes(self.modules)
-            if shape.layer in layers
+            shape._replace(layer=number)
+            for shape in adapter.shapes(self._local)
+            if (number := place(shape.module.module_id, shape.layer)) is not None
         ]
         extras = (self._extra(extra, mapping) for extra in adapter.extras)
         kept = sorted((e for e in extras if e is not None), key=lambda extra: extra.name)
@@ -104,40 +124,36 @@ class AdapterSlicer:
         if extra.name == INVOCATION:
             return extra
         if found is None:
-            if mapping.pp_size == 1:
-                return extra
-            begin = extra.name.partition(".")[0]
-            last = begin in ("norm", "head", HEAD)
-            last = last or (extra.name == "embed.tokens" and self._model.tie_word_embeddings)
-            here = (mapping.is_first_stage and begin in ("embed", "prompt")) or (
-                mapping.is_last_stage and last
-            )
+            last = extra.name.partition(".")[0] in ("norm", "head")  # scores are made on rank 0
+            tied = extra.name == "embed.tokens" and self._model.tie_word_embeddings
+            here = (mapping.is_first_stage and not last) or (mapping.is_last_stage and (last or tied))
             return extra if here else None
-        layers, rest = mapping.stage_layers(self._model.num_layers), extra.name[found.end() :]
-        if int(found[1]) not in layers:
-            return None
-        values = self._of_layer(rest, extra.values, mapping)
-        if values is None:
-            return None
-        return LoraExtra(f"layers.{layers.index(int(found[1]))}.{rest}", values, extra.token_ids)
+        layer, rest = int(found[1]), extra.name[found.end() :]
+        owner = next(
+            (n for n, module in self._every[0].items() if module.name == rest.rpartition(".")[0]), -1
+        )
+        number = place_in_stage(self._model, mapping, owner, layer)
+        values = None if number is None else self._of_layer(rest, extra.values, mapping, owner, layer)
+        return None if values is None else LoraExtra(f"layers.{number}.{rest}", values, extra.token_ids)
 
-    def _of_layer(self, name: str, values: np.ndarray, mapping: Mapping) -> np.ndarray | None:
-        """name: of an extra, below its layer."""
+    def _of_layer(
+        self, name: str, values: np.ndarray, mapping: Mapping, number: int, layer: int
+    ) -> np.ndarray | None:
+        """name: of an extra, below its layer. number: of the module that it is of; -1: of none."""
         owner, _, kind = name.rpartition(".")
+        model = self._model.of_layer(layer)
         tp, rank = mapping.tp_size, mapping.tp_rank
         if owner in self._qk_norms and self._model.qk_norm in ("all", "each"):
             share, count = self._qk_norms[owner]
-            heads = share(self._model, mapping)
+            heads = share(model, mapping)
             return values.reshape(count, -1)[heads.start : heads.stop].reshape(-1)
         if owner == "prefix":
-            heads = key_heads(self._model, mapping)
-            shaped = values.reshape(len(values), self._model.num_kv_heads, -1)
+            heads = key_heads(model, mapping)
+            shaped = values.reshape(len(values), model.num_kv_heads, -1)
             return np.ascontiguousarray(shaped[:, heads.start : heads.stop]).reshape(len(values), -1)
-        whole, locals_ = self._every
-        number = next((number for number, module in whole.items() if module.name == owner), None)
-        if number is None:
+        if number < 0:
             return values
-        module, local = whole[number], locals_[number]
+        module, local = (those[number].at(layer) for those in self._every)
         if kind == "input_scale":
             cut = module.split is Split.A_COLS and module.in_dim > local.in_dim
             return values.reshape(tp, -1)[rank] if cut else values
@@ -158,6 +174,10 @@ class AdapterSlicer:
         if module.split is Split.A_COLS:  # its outputs are added up, so one rank adds the bias
             return values if rank == 0 else None
         return values[rows_of_rank(module, local, tp, rank)] if module.split is Split.B_ROWS else values
+
+
+def _size(module: LoraModule) -> int:
+    return module.in_dim + module.out_dim
 
 
 def _cut_groups(owner: str, values: np.ndarray, rows: np.ndarray) -> np.ndarray:

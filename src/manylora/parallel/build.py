@@ -65,7 +65,7 @@ def load_rank(
     _fill_ends(weights, local, dtype, device, mapping)
     _fill_biases(weights, local, dtype, device)
     common = local, model, weights, dtype, device.ops, mapping, collectives
-    if model.bidirectional:
+    if model.bidirectional and model.learned_positions:
         return RankEncoder(*common)
     return RankDecoder(*common) if model.encoder is None else RankEncoderDecoder(*common, max_seq_len)
 
@@ -77,8 +77,19 @@ def _fill_ends(
     empty = torch.empty((0, local.hidden_size), dtype=dtype, device=device.torch)
     if "head.weight" not in weights and mapping.is_last_stage and not local.bidirectional:
         weights["head.weight"] = device.ops.pack(weights["embed"])
-    weights.setdefault("head.weight", empty)
-    weights.setdefault("embed", empty)
+    for name in ("head.weight", "embed", *_around_stages(local)):
+        weights.setdefault(name, empty)
+
+
+def _around_stages(local: ModelConfig) -> list[str]:
+    """Weights that the first stage alone or the last one alone has."""
+    others = range(0 if local.altup is None else local.altup.streams - 1)
+    names = [f"altup.{end}.{n}.weight" for end in ("enter", "leave") for n in others]
+    if local.layer_inputs is not None:
+        names += ["layer_inputs.project.weight", "layer_inputs.norm.weight"]
+    if local.projected_size:
+        names += ["0.project_in.weight", "0.project_out.weight"]
+    return names
 
 
 def _fill_biases(weights: dict[str, Any], local: ModelConfig, dtype: torch.dtype, device: Device) -> None:

@@ -8,18 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manylora.config.blocks import LayerInputsConfig, Mamba2Config
 from manylora.config.engine import ModelConfig, MoeConfig
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import LoraBatch
 from manylora.model.batch import ForwardBatch, HiddenRows
-from manylora.model.decoder import Decoder
+from manylora.model.decoder import Decoder, ids_of
+from manylora.model.kv_tensors import KvTensors
+from manylora.model.layer_inputs import LayerInputs
 from manylora.model.layers import Attends, Attention, FeedForward, Norm
-from manylora.model.moe import Moe
+from manylora.model.mamba2 import Mamba2
+from manylora.model.moe import ExpertsBesideMlp, Moe
 from manylora.model.routing import Router
 from manylora.parallel.collectives import Collectives
 from manylora.parallel.experts import MoePart
 from manylora.parallel.layers import SharedLayers, SharedNorm, SummedMlp
 from manylora.parallel.mapping import Mapping
+from manylora.parallel.recurrent import SharedMamba2
+from manylora.parallel.stages import kv_for_next, kv_from_before
+from manylora.parallel.vectors import RankLayerInputs
 
 
 class RankDecoder(SharedLayers, Decoder):
@@ -43,6 +50,8 @@ class RankDecoder(SharedLayers, Decoder):
         self._quantised_experts = False
         super().__init__(config, weights, dtype, ops)
         self._decode_step = None  # as that is one call from the first layer to the last
+        self._kv_received, self._kv_sent = kv_from_before(model, mapping), kv_for_next(model, mapping)
+        self._passed_on: dict[int, Tensor] = {}  # keys and values by layer, within a step
         if model.moe is not None:  # of any stage, as they decide what adapters may have
             self._quantised_experts = not collectives.least(not super().has_quantised_experts)
 
@@ -67,6 +76,32 @@ class RankDecoder(SharedLayers, Decoder):
             return mlp
         return SummedMlp(mlp, self._collectives.sum)
 
+    def _beside(self, layer: int) -> ExpertsBesideMlp | None:
+        found = super()._beside(layer)
+        if self._mapping.tp_size == 1 or found is None:
+            return found
+        return replace(found, moe=SummedMlp(found.moe, self._collectives.sum))
+
+    def _mamba2(self, layer: int, own: Mamba2Config) -> Mamba2:
+        part, whole, tp = super()._mamba2(layer, own), self._model.recurrent, self._mapping.tp_size
+        assert isinstance(whole, Mamba2Config)
+        if tp == 1 or not own.normed or whole.groups % tp == 0:
+            return part
+        fields = {name: getattr(part, name) for name in Mamba2.__dataclass_fields__}
+        group = self._mapping.tp_rank * whole.groups // tp
+        size = whole.value_size // whole.groups
+        return SharedMamba2(
+            **fields, add_up=self._collectives.sum, group=group, groups=whole.groups, total=size
+        )
+
+    def _make_layer_inputs(self, own: LayerInputsConfig | None) -> LayerInputs | None:
+        found = super()._make_layer_inputs(own)
+        if found is None:
+            return None
+        fields = {name: getattr(found, name) for name in LayerInputs.__dataclass_fields__}
+        tokens = self._mapping.vocabulary(found.config.vocab_size)
+        return RankLayerInputs(**fields, collectives=self._collectives, tokens=tokens)
+
     def _attention(self, layer: int) -> Attends:
         attention = super()._attention(layer)
         if self.config.qk_norm != "all" or self._mapping.tp_size == 1 or not isinstance(attention, Attention):
@@ -85,10 +120,71 @@ class RankDecoder(SharedLayers, Decoder):
         return SharedNorm(**fields, add_up=self._collectives.sum, share=share, total=total)
 
     def _embed(self, batch: ForwardBatch) -> Tensor:
+        """Behind the first stage the residual stream, or streams."""
         if self._mapping.is_first_stage:
             return super()._embed(batch)
-        shape = (len(batch.input_ids), self.config.hidden_size)
+        streams = () if self.config.altup is None else (self.config.altup.streams,)
+        return self._receive(len(batch.input_ids), *streams, self.config.hidden_size)
+
+    def _receive(self, *shape: int) -> Tensor:
         return self._collectives.receive_hidden(torch.empty(shape, dtype=self.dtype, device=self._device))
+
+    def _vectors(self, made_by: LayerInputs, x: Tensor, batch: ForwardBatch) -> Tensor:
+        assert isinstance(made_by, RankLayerInputs)
+        if self._mapping.is_first_stage:
+            made = made_by.made(x, batch.lora)
+        else:
+            left = made_by.config.layers - self._mapping.stage_layers(made_by.config.layers).start
+            made = self._receive(len(x), left, made_by.config.dim)
+        return made_by.of_stage(ids_of(batch), made)
+
+    def _enter(self, x: Tensor, batch: ForwardBatch, kv: KvTensors) -> Tensor:
+        if self._mapping.is_first_stage:
+            return super()._enter(x, batch, kv)
+        for one in self._kv_received:
+            shape = self.config.kv_planes, len(x), one.heads, one.dim
+            got = self._collectives.receive_hidden(torch.empty(shape, dtype=kv[0].dtype, device=self._device))
+            if one.place is None:
+                self._passed_on[one.layer] = got
+            else:
+                kv[one.place].view(shape[0], -1, *shape[2:])[:, batch.attention.slots] = got
+        return x
+
+    def _leave(
+        self, x: Tensor, delta: Tensor | None, batch: ForwardBatch, kv: KvTensors, inputs: Tensor | None
+    ) -> Tensor:
+        mapping, send = self._mapping, self._collectives.send_hidden
+        if mapping.is_last_stage:
+            return super()._leave(x, delta, batch, kv, inputs)
+        if self.config.post_norm:  # of this stage's last layer
+            assert delta is not None, "blocks whose norms come last leave the sum to them"
+            send(self._final_norm.add(x, delta, batch.lora)[1])
+        else:
+            send(x if delta is None else x + delta)
+        if inputs is not None:
+            send(inputs[self.config.num_layers :].transpose(0, 1))
+        for one in self._kv_sent:
+            if one.place is None:
+                kept = self._passed_on.pop(one.layer)
+            else:
+                kept = kv[one.place].flatten(1, 2)[:, batch.attention.slots]
+            send(kept)
+        return self._answer(batch)
+
+    def _answer(self, batch: ForwardBatch) -> Tensor:
+        """On rank 0 what the last stage has made: logits, and hidden states behind the final norm."""
+        count, where, pooled = len(batch.logits_rows), self._device, batch.pooled
+        rows = 0 if self._mapping.rank else count
+        logits = torch.empty((rows, self.config.vocab_size), device=where)
+        if self._mapping.rank:
+            return logits
+        if count:
+            logits = self._collectives.receive_back(logits)
+        if pooled is not None:
+            shape = len(pooled.rows), self.config.projected_size or self.config.hidden_size
+            hidden = torch.empty(shape, dtype=self.dtype, device=where)
+            pooled.hidden = self._collectives.receive_back(hidden)
+        return logits
 
     def _pool(self, x: Tensor, delta: Tensor | None, pooled: HiddenRows, lora: LoraBatch | None) -> None:
         """Of several stages, `_logits` brings them to rank 0, behind the hidden states."""
@@ -99,25 +195,12 @@ class RankDecoder(SharedLayers, Decoder):
         """Other stages read all rows."""
 
     def _logits(self, x: Tensor, delta: Tensor | None, batch: ForwardBatch) -> Tensor:
-        mapping, collectives, config = self._mapping, self._collectives, self.config
+        """Of the last stage."""
+        logits, mapping, pooled = super()._logits(x, delta, batch), self._mapping, batch.pooled
         if mapping.pp_size == 1:
-            return super()._logits(x, delta, batch)
-        assert delta is not None, "a stage has a block"
-        pooled, nothing = batch.pooled, torch.empty((0, config.vocab_size), device=self._device)
-        if mapping.is_last_stage:
-            logits = super()._logits(x, delta, batch)
-            if mapping.tp_rank == 0 and len(logits):
-                collectives.send_back(logits)
-            if mapping.tp_rank == 0 and pooled is not None:
-                collectives.send_back(self._hidden(x, delta, pooled.rows, batch.lora))
-            return nothing
-        collectives.send_hidden(x + delta)
-        if mapping.rank:
-            return nothing
-        count, where = len(batch.logits_rows), self._device
-        logits = torch.empty((count, config.vocab_size), device=where)
-        logits = collectives.receive_back(logits) if count else nothing
-        if pooled is not None:
-            shape = len(pooled.rows), config.hidden_size
-            pooled.hidden = collectives.receive_back(torch.empty(shape, dtype=self.dtype, device=where))
-        return logits
+            return logits
+        if mapping.tp_rank == 0 and len(logits):
+            self._collectives.send_back(logits)
+        if mapping.tp_rank == 0 and pooled is not None:
+            self._collectives.send_back(self._hidden(x, delta, pooled.rows, batch.lora))
+        return torch.empty((0, self.config.vocab_size), device=self._device)

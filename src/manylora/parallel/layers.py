@@ -11,14 +11,14 @@ from torch import Tensor
 
 from manylora.config.engine import ModelConfig
 from manylora.kernels.spec import LoraBatch, LoraTarget
-from manylora.model.layers import LoraLinear, Norm
+from manylora.model.layers import LoraLinear, Mlp, Norm
 from manylora.model.transformer import Transformer
 from manylora.parallel.collectives import Collectives
 from manylora.parallel.mapping import Mapping
 
 # Row-parallel, so what a rank makes of one is a part of a sum. Experts' and shared experts' are added up
 # together, once for a layer.
-SUMMED = ("out", "cross_out", "down")
+SUMMED = ("out", "cross_out", "recurrent_out", "down")
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,24 @@ class SummedLinear(LoraLinear):
 class SummedMlp:
     """A mixture of experts with a part of their width, or of the experts."""
 
-    mlp: Callable[[Tensor, LoraBatch | None], Tensor]
+    mlp: Callable[..., Tensor]
     add_up: Callable[[Tensor], Tensor]
 
-    def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
-        return self.add_up(self.mlp(x, lora))
+    def __call__(self, x: Tensor, lora: LoraBatch | None, *scored: Tensor) -> Tensor:
+        return self.add_up(self.mlp(x, lora, *scored))
+
+
+@dataclass(frozen=True)
+class SpreadMlp(Mlp):
+    """A part of an MLP whose gate is cut by the mean and the deviation of all of it. total: its width."""
+
+    add_up: Callable[[Tensor], Tensor] = lambda x: x
+    total: int = 0
+
+    def _spread(self, gate: Tensor) -> tuple[Tensor, Tensor]:
+        mean = self.add_up(gate.sum(-1, keepdim=True)) / self.total
+        squares = self.add_up((gate - mean).square().sum(-1, keepdim=True))
+        return mean, (squares / self.total).sqrt()
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,17 @@ class SharedNorm(Norm):
         return (weight * normed.to(weight.dtype)).to(x.dtype)
 
 
+def look_up_shared(
+    ids: Tensor, table: Tensor, tokens: range, dtype: torch.dtype, collectives: Collectives
+) -> Tensor:
+    """Rows of a table [len(tokens), n] that has these tokens' here -> [T, n] in `dtype`. Each token's row is
+    with one rank; the others add zeros."""
+    own = ids - tokens.start
+    mine = (own >= 0) & (own < len(tokens))
+    x = F.embedding(own.where(mine, 0), table).to(dtype)
+    return collectives.sum(x.where(mine.unsqueeze(1), 0))
+
+
 class SharedLayers(Transformer):
     """Comes before the kind of model among a class's bases. `_share` is called before the model is made."""
 
@@ -76,14 +100,18 @@ class SharedLayers(Transformer):
         fields = {field: getattr(found, field) for field in LoraLinear.__dataclass_fields__}
         return SummedLinear(**fields, add_up=self._collectives.sum)
 
+    def _mlp(self, layer: int) -> Mlp:
+        mlp = super()._mlp(layer)
+        if self._mapping.tp_size == 1 or mlp.cutoff is None:
+            return mlp
+        fields = {name: getattr(mlp, name) for name in Mlp.__dataclass_fields__}
+        total = self.config.of_layer(layer).intermediate_size * self._mapping.tp_size
+        return SpreadMlp(**fields, add_up=self._collectives.sum, total=total)
+
     def _look_up(self, ids: Tensor, table: Tensor) -> Tensor:
-        """Each token's row is with one rank; the others add zeros."""
         if self._mapping.tp_size == 1:
             return super()._look_up(ids, table)
-        own = ids - self._tokens.start
-        mine = (own >= 0) & (own < len(self._tokens))
-        x = F.embedding(own.where(mine, 0), table).to(self.dtype)
-        return self._collectives.sum(x.where(mine.unsqueeze(1), 0))
+        return look_up_shared(ids, table, self._tokens, self.dtype, self._collectives)
 
     def _head_rows(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """On the first rank of a stage; each has the logits of some tokens. bias: of all tokens."""

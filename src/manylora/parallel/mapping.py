@@ -9,6 +9,8 @@ from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
 from manylora.lora.slicing import pipeline_layers
 
+MOST_TRIED = 64  # ranks of a stage that errors name as possible
+
 
 @dataclass(frozen=True)
 class Mapping:
@@ -93,20 +95,44 @@ class Mapping:
 
 
 def check_mapping(model: ModelConfig, mapping: Mapping) -> None:
-    """Raises ConfigError, naming what cannot be shared, unless these ranks can run the model."""
+    """Raises ConfigError, naming what cannot be shared and how many ranks could, unless these can run the
+    model."""
+    try:
+        _check(model, mapping)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_what_fits(model, mapping)}") from None
+
+
+def _what_fits(model: ModelConfig, mapping: Mapping) -> str:
+    """The tensor parallel sizes that would do with as many stages, else with one; the end of an error."""
+    pp, ep = mapping.pp_size, mapping.moe_ep_size
+    for stages, groups in ((pp, ep), (pp, 1), (1, 1)):
+        sizes = (n for n in range(1, MOST_TRIED + 1) if not n % groups)
+        fit = [n for n in sizes if _runs(model, Mapping(n * stages, 0, n, stages, groups))]
+        if fit:
+            with_stages = f" with pp_size {stages}" if stages > 1 or pp > 1 else ""
+            with_groups = f" and moe_ep_size {groups}" if groups > 1 or ep > 1 else ""
+            return f"; tp_size {', '.join(map(str, fit))} would do{with_stages}{with_groups}"
+    return ""
+
+
+def _runs(model: ModelConfig, mapping: Mapping) -> bool:
+    try:
+        _check(model, mapping)
+    except ConfigError:
+        return False
+    return True
+
+
+def _check(model: ModelConfig, mapping: Mapping) -> None:
     if mapping.world_size == 1:
         return
     tp, pp = mapping.tp_size, mapping.pp_size
-    if pp > 1 and (model.encoder is not None or model.bidirectional):
+    if pp > 1 and (model.encoder is not None or (model.bidirectional and model.learned_positions)):
         raise ConfigError(
             f"{model.architecture} has an encoder, whose layers are not divided into stages: pp_size must be "
             f"1, got {pp}; tp_size shares each layer"
         )
-    for what, there in _not_shared(model).items():
-        if there:
-            raise ConfigError(
-                f"{model.architecture} has {what}: such models run on one rank, tp_size and pp_size must be 1"
-            )
     if pp > model.num_layers:
         raise ConfigError(f"pp_size must be at most the model's {model.num_layers} layers, got {pp}")
     if mapping.moe_ep_size > 1 and model.moe is None:
@@ -117,47 +143,53 @@ def check_mapping(model: ModelConfig, mapping: Mapping) -> None:
         _check_share("the key heads of the recurrent layers", model.recurrent.key_heads, "tp_size", tp)
     if isinstance(model.recurrent, ConvConfig):
         _check_share("the channels of the recurrent layers", model.recurrent.channels, "tp_size", tp)
+    if isinstance(model.recurrent, Mamba2Config):
+        _check_share("the heads of the recurrent layers", model.recurrent.heads, "tp_size", tp)
+        _check_heads("the {} groups of the recurrent layers", model.recurrent.groups, tp)
     if model.recurrent is not None:
         _check_stages(model, mapping)
-    kv = model.num_kv_heads
-    if kv % tp and tp % kv:
-        raise ConfigError(f"tp_size must divide the model's {kv} key-value heads, or they it; got {tp}")
+    if model.altup is not None:
+        _check_streams(model.altup.streams, model.num_layers // pp)
+    for shape in model.layer_shapes or (model,):
+        _check_heads("the model's {} key-value heads", shape.num_kv_heads, tp)
     if tp > 1 and model.qk_norm == "all" and model.norm.startswith("layer"):
         raise ConfigError(f"{model.architecture} norms all heads at once: tp_size must be 1, got {tp}")
     if tp > model.vocab_size:
         raise ConfigError(f"tp_size must be at most the model's {model.vocab_size} tokens, got {tp}")
     moe = model.moe
-    if moe is None or len(moe.layers) < model.num_layers:
-        _check_share("the model's MLP width", model.intermediate_size, "tp_size", tp)
+    for shape in (model.layer_shapes or (model,)) if model.mlp_layers else ():
+        _check_share("the model's MLP width", shape.intermediate_size, "tp_size", tp)
     if moe is not None:
         _check_share("the number of experts", moe.num_experts, "moe_ep_size", mapping.moe_ep_size)
         _check_share("an expert's width", moe.intermediate_size, "tp_size / moe_ep_size", mapping.moe_tp_size)
         _check_share("the shared expert's width", moe.shared_intermediate_size, "tp_size", tp)
 
 
-def _not_shared(model: ModelConfig) -> dict[str, bool]:
-    """What ranks do not divide, and whether the model has it."""
-    return {
-        "layers that differ in their sizes": bool(model.layer_shapes),
-        "several residual streams": model.altup is not None,
-        "per-layer embeddings": model.layer_inputs is not None,
-        "layers that share keys and values": bool(model.kv_readers),
-        "norms after the residual sums": model.post_norm,
-        "Mamba-2 layers": isinstance(model.recurrent, Mamba2Config),
-        "an encoder with rotary positions": model.bidirectional and not model.learned_positions,
-    }
-
-
 def _check_stages(model: ModelConfig, mapping: Mapping) -> None:
     """All ranks have the same caches, so each stage must have layers of either kind."""
     for stage in range(mapping.pp_size):
         layers = mapping.at(stage * mapping.tp_size).stage_layers(model.num_layers)
-        recurrent = model.recurrent_layers.intersection(layers)
-        if not 0 < len(recurrent) < len(layers):
+        kinds = {"recurrent": model.recurrent_layers, "attention": model.attention_layers}
+        missing = [kind for kind, those in kinds.items() if those and not those.intersection(layers)]
+        if missing:
             raise ConfigError(
                 f"each stage must have a recurrent layer and one with attention: with pp_size "
-                f"{mapping.pp_size}, layers {layers.start} to {layers.stop - 1} are all of one kind"
+                f"{mapping.pp_size}, layers {layers.start} to {layers.stop - 1} have no {missing[0]} layer"
             )
+
+
+def _check_streams(streams: int, layers: int) -> None:
+    """Adapters have rows of the matrices that make streams in the first layers of a stage."""
+    if layers < streams - 1:
+        raise ConfigError(
+            f"each stage must have at least {streams - 1} layers, one for each residual stream but the first"
+        )
+
+
+def _check_heads(what: str, count: int, tp: int) -> None:
+    """Of what ranks may have the same of."""
+    if count % tp and tp % count:
+        raise ConfigError(f"tp_size must divide {what.format(count)}, or they it; got {tp}")
 
 
 def _check_share(what: str, size: int, name: str, count: int) -> None:

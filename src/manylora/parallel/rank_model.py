@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from manylora.config.blocks import ConvConfig, DeltaConfig, RecurrentConfig
+from manylora.config.blocks import ConvConfig, DeltaConfig, LayerShape, Mamba2Config, RecurrentConfig
 from manylora.config.engine import ModelConfig
 from manylora.parallel.mapping import Mapping, check_mapping
 
@@ -24,15 +24,19 @@ def rank_config(model: ModelConfig, mapping: Mapping) -> ModelConfig:
             shared_intermediate_size=moe.shared_intermediate_size // tp,
             layers=_of_stage(moe.layers, layers),
         )
-    dense = moe is None or len(moe.layers) < len(layers)
     return replace(
         model,
         num_layers=len(layers),
         num_heads=model.num_heads // tp,
-        num_kv_heads=max(1, model.num_kv_heads // tp),
+        num_kv_heads=_key_heads(model.num_kv_heads, tp),
         # A width that no layer has need not be divisible.
-        intermediate_size=model.intermediate_size // tp if dense else model.intermediate_size,
+        intermediate_size=model.intermediate_size // tp if model.mlp_layers else model.intermediate_size,
+        layer_shapes=tuple(_shape(one, tp) for one in model.layer_shapes[layers.start : layers.stop]),
         sliding_windows=model.sliding_windows[layers.start : layers.stop],
+        kv_sources=tuple(one - layers.start for one in model.kv_sources[layers.start : layers.stop]),
+        sparsity=model.sparsity[layers.start : layers.stop],
+        unmixed_layers=_of_stage(model.unmixed_layers, layers),
+        mlpless_layers=_of_stage(model.mlpless_layers, layers),
         unrotated_layers=_of_stage(model.unrotated_layers, layers),
         attention_scale=model.head_dim**-0.5 if model.attention_scale is None else model.attention_scale,
         moe=moe,
@@ -40,11 +44,22 @@ def rank_config(model: ModelConfig, mapping: Mapping) -> ModelConfig:
     )
 
 
+def _key_heads(count: int, tp: int) -> int:
+    return max(1, count // tp)
+
+
+def _shape(own: LayerShape, tp: int) -> LayerShape:
+    heads, inner = _key_heads(own.num_kv_heads, tp), own.intermediate_size // tp
+    return replace(own, num_kv_heads=heads, intermediate_size=inner)
+
+
 def _recurrent(own: RecurrentConfig, tp: int, layers: range) -> RecurrentConfig:
     """A share of the heads or channels, so that each rank has that share of every state."""
     mine = _of_stage(own.layers, layers)
     if isinstance(own, ConvConfig):
         return replace(own, layers=mine, channels=own.channels // tp)
+    if isinstance(own, Mamba2Config):
+        return replace(own, layers=mine, heads=own.heads // tp, groups=max(1, own.groups // tp))
     assert isinstance(own, DeltaConfig)
     return replace(own, layers=mine, key_heads=own.key_heads // tp, value_heads=own.value_heads // tp)
 

@@ -8,9 +8,9 @@ so its bias is with the first rank alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-from manylora.config.blocks import ConvConfig, DeltaConfig, RecurrentConfig
+from manylora.config.blocks import ConvConfig, DeltaConfig, LayerInputsConfig, Mamba2Config, RecurrentConfig
 from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
 from manylora.model.plan_parts import Plan, WeightSpec
@@ -19,11 +19,22 @@ from manylora.parallel.mapping import Mapping
 LAYER = re.compile(r"(\d+)\.(.+)")
 EXPERT = re.compile(r"expert\.(\d+)\.(.+)")
 STACK = re.compile(r"(?:encoder|decoder)\.(.+)")
-# Of a layer, the same on every rank of a stage: also the norm that all heads of a recurrent layer share.
-WHOLE = ("router.weight", "router.bias", "router.correction", "shared_gate.weight", "norm.weight")
-NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "cross_norm")
-# Outside of the layers, whole on the ranks of the first stage.
-BEFORE = ("positions", "token_types", "embedding_norm.weight", "embedding_norm.bias")
+# Of a layer, the same on every rank of a stage: also the norm that all heads of a recurrent layer share, and
+# matrices so narrow that an exchange would cost more than each rank's computing all of them.
+WHOLE = (
+    "router.weight", "router.bias", "router.correction", "router.norm.weight", "router.scales",
+    "shared_gate.weight", "norm.weight", "scalar", "input_gate.weight", "input_project.weight",
+    "altup_router.weight", "altup_predict.weight", "altup_correct.weight", "altup_scale",
+    "laurel_left.weight", "laurel_right.weight",
+)  # fmt: skip
+NORMS = (
+    "attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "cross_norm", "mlp_own_post_norm",
+    "experts_norm", "experts_post_norm", "input_norm", "altup_norm", "laurel_norm",
+)  # fmt: skip
+VECTORS = ("decay", "shift", "skip")  # of the heads of Mamba-2
+# Outside of the layers, whole on the ranks of the first stage, and of the last one.
+BEFORE = ("positions", "token_types", "embedding_norm.", "layer_inputs.", "altup.enter.", "0.project_in.")
+BEHIND = ("altup.leave.", "0.project_out.")
 
 
 def rank_plan(plan: Plan, model: ModelConfig, mapping: Mapping) -> Plan:
@@ -36,7 +47,7 @@ def rank_plan(plan: Plan, model: ModelConfig, mapping: Mapping) -> Plan:
     found: Plan = {}
     for name, spec in plan.items():
         layer = LAYER.fullmatch(name)
-        if layer is not None:
+        if layer is not None and not name.startswith((*BEFORE, *BEHIND)):
             number = int(layer[1])
             if number in layers:
                 part = _of_layer(layer[2], spec, model, mapping, number)
@@ -59,10 +70,14 @@ def _around_layers(name: str, spec: WeightSpec, model: ModelConfig, mapping: Map
         return spec
     if own == "relative":  # a bias of each head
         return spec.take_columns(query_heads(model, mapping))
-    if own == "embed" or own in BEFORE:
+    if name == "layer_inputs.embed" and model.layer_inputs is not None:
+        return _of_layer_inputs(spec, model.layer_inputs, mapping)
+    if own == "embed" or own.startswith(BEFORE):
         if not mapping.is_first_stage:
             return None
         return spec.take_rows(tokens) if own == "embed" else spec
+    if name.startswith(BEHIND):
+        return spec if mapping.is_last_stage else None
     if name in ("head.weight", "head.bias"):
         if not mapping.is_last_stage:
             return None
@@ -70,9 +85,18 @@ def _around_layers(name: str, spec: WeightSpec, model: ModelConfig, mapping: Map
     raise _unknown(name, model)
 
 
+def _of_layer_inputs(spec: WeightSpec, own: LayerInputsConfig, mapping: Mapping) -> WeightSpec:
+    """Of the table some tokens, and the columns of this stage's layers."""
+    layers = mapping.stage_layers(own.layers)
+    columns = range(layers.start * own.dim, layers.stop * own.dim)
+    spec = spec.take_rows(mapping.vocabulary(own.vocab_size))
+    return spec if len(layers) == own.layers else spec.take_columns(columns)
+
+
 def _of_layer(name: str, spec: WeightSpec, model: ModelConfig, mapping: Mapping, number: int) -> Plan:
     """One of a layer's weights, or nothing where this rank has no part of it. number: of the layer."""
     tp, rank = mapping.tp_size, mapping.tp_rank
+    model = model.of_layer(number)
     expert = EXPERT.fullmatch(name)
     if expert is not None:
         experts = mapping.experts(model.moe.num_experts if model.moe else 0)
@@ -86,7 +110,7 @@ def _of_layer(name: str, spec: WeightSpec, model: ModelConfig, mapping: Mapping,
         return {name: spec}
     if block in ("q_norm", "k_norm"):
         return {name: _of_qk_norm(block, spec, model, mapping)}
-    if block in ("out", "cross_out"):
+    if block in ("out", "cross_out", "recurrent_out"):
         return _of_sum(name, kind, spec, tp, rank)
     if block in ("up_gate", "down", "shared.up_gate", "shared.down"):
         return _of_mlp(name, spec, tp, rank)
@@ -100,8 +124,10 @@ def _runs_of_heads(block: str, model: ModelConfig, mapping: Mapping, number: int
     """The rows of what each head, or each channel of a recurrent layer, has some of. None: nobody knows."""
     tp, rank, latent = mapping.tp_size, mapping.tp_rank, model.latent
     if number in model.recurrent_layers and model.recurrent is not None:
-        sizes = _recurrent_parts(model.recurrent).get(block)
-    elif latent is not None:
+        found = _recurrent_runs(model.recurrent, tp, rank).get(block)
+        if found is not None or model.beside is None:
+            return found
+    if latent is not None:
         heads, cached = model.num_heads, latent.cached_dim
         queries = heads * latent.query_dim
         if block == "qkv":  # what all heads share is whole
@@ -110,29 +136,53 @@ def _runs_of_heads(block: str, model: ModelConfig, mapping: Mapping, number: int
             return [first, range(size, size + cached)]
         values = heads * (latent.plain_dim + latent.value_dim)
         sizes = {"q_b": (queries,), "kv_b": (values,)}.get(block)
-    elif block in ("qkv", "cross_q", "cross_kv"):
+    elif block in ("qkv", "q", "cross_q", "cross_kv"):
         q, k, v = _qkv_rows(model, mapping)
         keys = [_shift(k, -model.q_rows), _shift(v, -model.q_rows)]
-        return {"qkv": [q, k, v], "cross_q": [q], "cross_kv": keys}[block]
+        fused = [q, k] if model.keys_are_values else [q, k, v]
+        return {"qkv": fused, "q": [q], "cross_q": [q], "cross_kv": keys}[block]
     else:
         sizes = (model.num_heads,) if block == "sinks" else None
     return None if sizes is None else _shares_of_parts(sizes, tp, rank)
 
 
-def _recurrent_parts(own: RecurrentConfig) -> dict[str, tuple[int, ...]]:
-    """Of a recurrent layer's weights, the parts that are divided by heads or channels."""
+def _recurrent_runs(own: RecurrentConfig, tp: int, rank: int) -> dict[str, list[range]]:
+    """Of a recurrent layer's weights that are divided by heads or channels, the rows."""
+    if isinstance(own, Mamba2Config):
+        return _mamba2_runs(own, tp, rank)
     if isinstance(own, ConvConfig):
-        return {"in": (own.channels,) * 3, "taps": (own.channels,)}
-    assert isinstance(own, DeltaConfig)
-    qkv, heads = (own.key_size, own.key_size, own.value_size), own.value_heads
-    inside = {"in": (*qkv, own.value_size), "taps": qkv}
-    return {**inside, "gates": (heads, heads), "decay": (heads,), "shift": (heads,)}
+        parts = {"in": (own.channels,) * 3, "taps": (own.channels,)}
+    else:
+        assert isinstance(own, DeltaConfig)
+        qkv, heads = (own.key_size, own.key_size, own.value_size), own.value_heads
+        parts = {"in": (*qkv, own.value_size), "taps": qkv, "gates": (heads, heads)}
+        parts |= {"decay": (heads,), "shift": (heads,)}
+    return {block: _shares_of_parts(sizes, tp, rank) for block, sizes in parts.items()}
 
 
-def _shares_of_parts(sizes: Sequence[int], count: int, number: int) -> list[range]:
+def _mamba2_runs(own: Mamba2Config, tp: int, rank: int) -> dict[str, list[range]]:
+    """Neighbours have the same groups where there are fewer than ranks."""
+    values = own.value_size, _share(own.value_size, tp, rank)
+    heads = own.heads, _share(own.heads, tp, rank)
+    groups, dim = _heads(own.groups, tp, rank), own.state_dim
+    keys = own.groups * dim, range(groups.start * dim, groups.stop * dim)
+    mixed = (values, keys, keys)
+    parts = {"in": (values, *mixed, heads), "taps": mixed, "taps_bias": mixed, "inner_norm": (values,)}
+    return {block: _below(each) for block, each in (parts | dict.fromkeys(VECTORS, (heads,))).items()}
+
+
+def _below(parts: Iterable[tuple[int, range]]) -> list[range]:
+    """Runs of parts of these sizes, which lie one behind the other."""
+    runs, first = [], 0
+    for size, run in parts:
+        runs.append(_shift(run, first))
+        first += size
+    return runs
+
+
+def _shares_of_parts(sizes: Iterable[int], count: int, number: int) -> list[range]:
     """An equal share of each of the parts, which lie one behind the other."""
-    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [_shift(_share(size, count, number), at) for size, at in zip(sizes, firsts, strict=True)]
+    return _below((size, _share(size, count, number)) for size in sizes)
 
 
 def _of_mlp(name: str, spec: WeightSpec, count: int, number: int) -> Plan:
@@ -183,9 +233,12 @@ def query_heads(model: ModelConfig, mapping: Mapping) -> range:
 def key_heads(model: ModelConfig, mapping: Mapping) -> range:
     """Of this rank: those that its query heads read. Neighbours have the same one where there are fewer key
     heads than ranks."""
-    count = max(1, model.num_kv_heads // mapping.tp_size)
-    first = mapping.tp_rank * model.num_kv_heads // mapping.tp_size
-    return range(first, first + count)
+    return _heads(model.num_kv_heads, mapping.tp_size, mapping.tp_rank)
+
+
+def _heads(total: int, tp: int, rank: int) -> range:
+    first = rank * total // tp
+    return range(first, first + max(1, total // tp))
 
 
 def _share(size: int, count: int, number: int) -> range:

@@ -133,6 +133,8 @@ def mamba2(x: Tensor, weights: Mamba2Weights, state: RecurrentState, batch: Stat
             y, *_tables(batch), x.stride(0), w.least, w.most, HEADS=w.heads, GROUPS=w.groups, DIM=w.head_dim,
             STATE=w.state_dim, BLOCK_V=dims, BLOCK_K=keys, num_warps=4,
         )  # fmt: skip
+    if not w.norm_groups:
+        return y.to(x.dtype)
     return _finished(x, y, x, w.norm, w.eps, w.norm_groups, w.gate_first)
 
 

@@ -11,6 +11,7 @@ typedef struct {
     int64_t x_stride;
     const float *decay, *shift, *skip, *norm; /* norm NULL: there is none */
     float *memory;
+    /* norm_groups 0: neither the gate nor the norm is applied */
     int64_t heads, groups, head_dim, state_dim, norm_groups, gate_first;
     float least, most, eps;
 } Mamba2;
@@ -82,7 +83,7 @@ static void ONCE finish(const Mamba2 *m, float *y, const float *z, const float *
 }
 
 static void mamba_team(const Mamba2 *m) {
-    const int64_t values = m->heads * m->head_dim, dim = values / m->norm_groups;
+    const int64_t values = m->heads * m->head_dim, dim = m->norm_groups ? values / m->norm_groups : 0;
     const int64_t rows = m->states.starts[m->states.sequences];
     convolve_team(&m->convolution, &m->states);
 #pragma omp for schedule(dynamic, 1)

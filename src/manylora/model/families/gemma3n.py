@@ -60,7 +60,7 @@ def _gemma3n(raw: Mapping[str, Any]) -> dict[str, Any]:
         "kv_sources": shared_kv(windows, raw["num_kv_shared_layers"]),
         "sparsity": _sparsity(raw["activation_sparsity_pattern"], count),
         "layer_inputs": LayerInputsConfig(
-            raw["hidden_size_per_layer_input"], raw["vocab_size_per_layer_input"]
+            raw["hidden_size_per_layer_input"], raw["vocab_size_per_layer_input"], count
         ),
         "altup": _altup(raw),
         **read_biases(raw),

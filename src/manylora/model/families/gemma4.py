@@ -73,7 +73,7 @@ def _gemma4(raw: Mapping[str, Any]) -> dict[str, Any]:
         "layer_shapes": tuple(
             _shape(raw, layer, window is None, layer in readers) for layer, window in enumerate(windows)
         ),
-        "layer_inputs": LayerInputsConfig(dim, raw["vocab_size_per_layer_input"]) if dim else None,
+        "layer_inputs": LayerInputsConfig(dim, raw["vocab_size_per_layer_input"], count) if dim else None,
         "moe": _experts(raw) if raw["enable_moe_block"] else None,
         **read_biases(raw),
     }

@@ -76,11 +76,15 @@ targets = [LoraTarget(i, sum(widths[:i]), width) for i, width in enumerate(width
 pool, cache = torch.zeros(8, dtype=dtype), torch.zeros(4, 32, 8, 128, dtype=dtype)
 ops = CudaOps(chooser=chooser)
 ops.reserve(BatchLimits(2, 64, 4096, 32, 32, 8, 128, dtype, num_experts=8), torch.device("cpu"))
-for lengths, rank, float8 in (
-    ([1, 1], 8, False), ([1, 3], 64, False), ([100, 30], 16, False), ([1, 1], 8, True), ([100, 30], 16, True)
+for lengths, rank, float8, weighed in (
+    ([1, 1], 8, False, False), ([1, 3], 64, False, False), ([100, 30], 16, False, False),
+    ([1, 1], 8, True, False), ([100, 30], 16, True, False),
+    ([1, 1], 8, False, True), ([100, 30], 16, False, True),
 ):
     starts = [0, lengths[0], sum(lengths)]
-    row = LoraRow(0, RowFormat(rank, not float8, Encoding(float8)))
+    row = LoraRow(0, RowFormat(rank, not float8, Encoding(float8), mixed=weighed))
+    if weighed:  # mixed DoRA, and a row whose matrices are shared
+        row = replace(row, more=(LoraRow(0, RowFormat(rank, shared=True, mixed=True), vectors=0),))
     rows = [{(0, t.module_id): row for t in targets} for _ in lengths]
     segments = tuple(LoraSegment(*span) for span in zip(starts, starts[1:], rows))
     slots = torch.zeros(starts[-1], dtype=torch.int64)
@@ -90,7 +94,7 @@ for lengths, rank, float8 in (
     ops.lora_add(y, x, lora, 0, targets, y[0])
     tables = replace(ops._tables_of(x, lora, 0, targets, lora.tiles, lora.tile_size), chooser=BlockChooser())
     expand_add(y, shrink(x, tables, True), hidden, tables, y[0], True)
-    if rank != 64 and not float8:  # a batch of single tokens, and one of prompts
+    if rank != 64 and not float8 and not weighed:  # a batch of single tokens, and one of prompts
         ops.attention(q, cache, cache, batch, AttentionParams(0.1, 50 if rank == 8 else None))
         capped = AttentionParams(0.1, 50 if rank == 16 else None, 30.0)
         ops.attention(q, cache.to(FP8), cache.to(FP8), batch, capped)

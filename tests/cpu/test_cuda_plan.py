@@ -49,9 +49,9 @@ def test_places_say_where_each_layer_and_module_lies() -> None:
     plan = plan_lora(segments([1], [adapter(7, rank=5)]), Places(2, 2), 4)
     [update] = plan.updates
     assert update.places.shape == (2, MODULES, PLACE)
-    assert update.places[1, 1].tolist() == [7001, 5, 0, 0, ONE]
-    assert update.places[0, 3].tolist() == [7003, 5, 1, 0, ONE]
-    assert update.places[0, 2].tolist() == [0, 0, 0, 0, 0]
+    assert update.places[1, 1].tolist() == [7001, 5, 0, 0, ONE, -1]
+    assert update.places[0, 3].tolist() == [7003, 5, 1, 0, ONE, -1]
+    assert update.places[0, 2].tolist() == [0, 0, 0, 0, 0, 0]
     assert plan.modules == {1, 3}
     assert (plan.rank, plan.tile_size, plan.encodings) == (16, 1, frozenset())
 
@@ -60,14 +60,14 @@ def test_every_module_has_a_place() -> None:
     last = max(LoraModuleId)
     plan = plan_lora(segments([1], [adapter(7, modules=(last,))]), Places(2, 2), 4)
     assert last < MODULES
-    assert plan.updates[0].places[1, last].tolist() == [7000 + last, 8, 0, 0, ONE]
+    assert plan.updates[0].places[1, last].tolist() == [7000 + last, 8, 0, 0, ONE, -1]
 
 
 def test_places_say_what_is_in_8_bits_and_its_scale() -> None:
     narrow = {(0, 1): LoraRow(64, RowFormat(5, encoding=Encoding.FLOAT8, scale=-0.75))}
     plan = plan_lora(segments([1, 1], [adapter(0), narrow]), Places(2, 2), 9)
-    offset, rank, dora, encoding, bits = plan.updates[1].places[0, 1].tolist()
-    assert (offset, rank, dora, encoding) == (64, 5, 0, Encoding.FLOAT8)
+    offset, rank, dora, encoding, bits, vectors = plan.updates[1].places[0, 1].tolist()
+    assert (offset, rank, dora, encoding) == (64, 5, 0, Encoding.FLOAT8) and vectors == -1
     assert plan.encodings == {Encoding.FLOAT8}
     assert np.int64(bits).astype(np.int32).view(np.float32) == -0.75
 

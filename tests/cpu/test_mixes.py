@@ -16,8 +16,12 @@ from running import read, run, tokens
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterCacheFullError, AdapterInvalidError, AdapterNotCachedError, RequestError
+from manylora.kernels.row_format import RowFormat
 from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.geometry import Layout, Placement
+from manylora.lora.lease import AdapterLease, check_changes
 from manylora.lora.library.reader import read_adapter_folder
+from manylora.lora.modules import LoraModuleId
 from manylora.request import LoraInput, LoraMix, Request, SamplingConfig, mix
 from manylora.testing.tiny_models import load_transformers, make_adapter, make_model
 
@@ -160,7 +164,7 @@ def test_what_does_not_fit_or_cannot_be_mixed_is_refused_by_name(world: World, t
         run(made, Request((1,), lora=mix(members)))
     made.close()
     made = engine(world)
-    kinds = {"DoRA": {"use_dora": True}, "embed": {"modules_to_save": ["embed_tokens"]}}
+    kinds = {"head": {"modules_to_save": ["lm_head"]}, "embed": {"modules_to_save": ["embed_tokens"]}}
     for number, (what, options) in enumerate(kinds.items(), 20):
         made_at = make_adapter(tmp_path / what, world.model, 3, 4, ALL[:3], **options)
         lora = read(made_at, world.model, number)
@@ -186,6 +190,88 @@ def test_the_cache_of_keys_and_values_knows_mixes_and_scales(world: World) -> No
         [[*_, last]] = run(made, world.request(weights, prompt))
         assert last.metrics is not None and last.metrics.kv_reused_blocks > 0
     made.close()
+
+
+class Changes(torch.nn.Module):
+    """A layer of PEFT that gives what its base gives, and each adapter's change of that, times a scale."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer, self.weights = layer, dict[str, float]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        base = self.layer.base_layer(x)
+        total = base
+        for name, scale in self.weights.items():
+            if name in self.layer.lora_A:
+                self.layer.set_adapter(name)
+                total = total + scale * (self.layer(x) - base)
+        return total
+
+
+def test_mixes_with_dora_are_the_sums_of_each_change_in_peft(tmp_path: Path) -> None:
+    """On a base with biases, with LoRA and DoRA of other modules; also one DoRA adapter with a scale."""
+    from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
+
+    model = make_model(tmp_path / "model", "qwen2", seed=4)
+    folders = {
+        "1": make_adapter(tmp_path / "1", model, 1, 8, ALL, use_dora=True),
+        "2": make_adapter(tmp_path / "2", model, 2, 3, ALL[:4]),
+        "3": make_adapter(tmp_path / "3", model, 3, 16, ALL[2:], use_dora=True),
+    }
+    loaded = PeftModel.from_pretrained(load_transformers(model), str(folders["1"]), "1").eval()
+    for name in ("2", "3"):
+        loaded.load_adapter(str(folders[name]), name)
+    layers = [(name, one) for name, one in loaded.named_modules() if isinstance(one, LoraLayer)]
+    changes = [Changes(one) for _, one in layers]
+    for (name, _), one in zip(layers, changes, strict=True):
+        above, _, last = name.rpartition(".")
+        setattr(loaded.get_submodule(above), last, one)
+    cache = LoraCacheConfig(gpu_memory_bytes=2**23, host_memory_bytes=2**24)
+    made = Engine(EngineConfig(model, device="cpu", dtype="float32", max_seq_len=64, lora=cache))
+    base = BaseWeights(model)
+    inputs = {n: LoraInput(int(n), *read_adapter_folder(path, base)) for n, path in folders.items()}
+    mixes: list[dict[str, float]] = [
+        {"1": 0.5, "2": -0.75, "3": 1.5},
+        {"1": 1.0, "3": 1.0},
+        {"3": 0.25},
+        {"2": 1.0},
+        {"1": 1.0},
+        {"1": -1.25, "2": 2.0},
+    ]
+    params = SamplingConfig(max_tokens=NEW, return_generation_logits=True)
+    requests = [
+        Request(tuple(tokens(5 + 9 * n, n)), params, lora=mix([(inputs[m], s) for m, s in weights.items()]))
+        for n, weights in enumerate(mixes)
+    ]
+    for weights, request, events in zip(mixes, requests, run(made, *requests), strict=True):
+        answer = [token for event in events for token in event.token_ids]
+        for one in changes:
+            one.weights = weights
+        with torch.inference_mode():
+            ids = torch.tensor([[*request.prompt, *answer]])
+            logits = loaded(input_ids=ids).logits[0, len(request.prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == answer
+        got = np.concatenate(
+            [event.generation_logits for event in events if event.generation_logits is not None]
+        )
+        np.testing.assert_allclose(got.reshape(logits.shape), logits.numpy(), rtol=2e-4, atol=2e-4)
+    made.check()
+    made.close()
+
+
+def test_dora_is_not_mixed_over_a_fused_matrix_and_its_parts() -> None:
+    def lease(module_id: int, dora: bool) -> AdapterLease:
+        place = Placement(0, 0, 8, 4, 4, module_id, 1, RowFormat(1, dora), 1)
+        return AdapterLease("", 0, Layout((place,), (1,)))
+
+    whole, part, other = LoraModuleId.ATTN_QKV, LoraModuleId.ATTN_K, LoraModuleId.ATTN_DENSE
+    for members in ([(whole, False), (part, True)], [(whole, True), (part, False)]):
+        with pytest.raises(AdapterInvalidError, match="one has attn_qkv and another attn_q or attn_k"):
+            check_changes([lease(*one) for one in members])
+    check_changes([lease(whole, False), lease(part, False), lease(other, False)])
+    check_changes([lease(whole, True), lease(whole, False), lease(other, True)])
 
 
 def test_bad_mixes_are_refused() -> None:

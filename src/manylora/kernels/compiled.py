@@ -330,12 +330,13 @@ def _table(places: list[tuple[LoraTarget, LoraRow]]) -> np.ndarray:
     parts, end = [], len(places)
     for place, (target, row) in enumerate(places):
         first = end - place if row.more else 0
-        parts.append((target.start, target.width, row.format.table_row(row.offset, first)))
+        parts.append((target.start, target.width, row.format.table_row(row.offset, first, row.vectors)))
         end += len(row.more)
     for target, row in places:
         last = len(row.more) - 1
         for number, one in enumerate(row.more):
-            parts.append((target.start, target.width, one.format.table_row(one.offset, int(number < last))))
+            member = one.format.table_row(one.offset, int(number < last), one.vectors)
+            parts.append((target.start, target.width, member))
     return np.array(parts, PART)
 
 

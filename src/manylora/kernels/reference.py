@@ -126,9 +126,15 @@ class ReferenceOps:
     ) -> None:
         """Add every adapter's delta to its own rows of y, in place.
 
-        Semantics, for each segment and target, each member of its row (A, B[, m]) in order, and columns c:
+        Semantics, for each segment and target, each member of its row (A, B[, m or b, d]) in order, and
+        columns c:
             y[rows, c] += (scale * (x[rows] @ A.T)) @ B.T
             y[rows, c] = m * (y[rows, c] - bias[c]) + bias[c]        (only with a DoRA magnitude m)
+        of a shared row
+            y[rows, c] += b * ((scale * d * (x[rows] @ A.T)) @ B.T)
+        and where DoRA is mixed, first, over the members with a magnitude, and then for each of them
+            y[rows, c] = (1 + sum(scale * (m - 1))) * (y[rows, c] - bias[c]) + bias[c]
+            y[rows, c] += m * ((scale * (x[rows] @ A.T)) @ B.T)
         y [T, N], x [T, in_dim], bias [N] or None (already part of y).
         """
         for segment in batch.segments:
@@ -137,13 +143,33 @@ class ReferenceOps:
                 first = segment.rows.get((layer, target.module_id))
                 columns = slice(target.start, target.start + target.width)
                 out = y[segment.start : segment.stop, columns]
-                for row in first.members if first is not None else ():
-                    a, b, magnitude = matrices(batch.pool, row, x.shape[-1], target.width, x.dtype)
-                    low = rows @ a.T
-                    out.addmm_(low if row.format.scale == 1 else low * row.format.scale, b)
-                    if magnitude is not None:
-                        shift = bias[columns] if bias is not None else 0
-                        out.copy_((out - shift) * magnitude + shift)
+                if first is None:
+                    continue
+                shift = bias[columns] if bias is not None else 0
+                read = [
+                    matrices(batch.pool, row, x.shape[-1], target.width, x.dtype) for row in first.members
+                ]
+                weights = [
+                    one.format.scale * (magnitude - 1)
+                    for one, (*_, magnitude) in zip(first.members, read, strict=True)
+                    if magnitude is not None and one.format.mixed
+                ]
+                if weights:
+                    out.copy_((out - shift) * (1 + sum(weights)) + shift)
+                for row, (a, b, magnitude) in zip(first.members, read, strict=True):
+                    low, kind = rows @ a.T, row.format
+                    low = low if kind.scale == 1 else low * kind.scale
+                    if kind.shared:
+                        of_b, of_d = batch.pool[row.vectors :][: target.width + kind.rank].split(
+                            (target.width, kind.rank)
+                        )
+                        out += ((low * of_d.to(x.dtype)) @ b) * of_b.to(x.dtype)
+                    elif magnitude is not None and kind.mixed:
+                        out += (low @ b) * magnitude
+                    else:
+                        out.addmm_(low, b)
+                        if magnitude is not None:
+                            out.copy_((out - shift) * magnitude + shift)
 
     def rotate_and_store(
         self,
@@ -381,7 +407,8 @@ def matrices(
     pool: Tensor, row: LoraRow, in_dim: int, out_dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """A [rank, in], B transposed [rank, out] and the DoRA magnitude [out] of a row."""
-    rank, sizes = row.format.rank, row.format.sizes(in_dim, out_dim)
+    stored = row.format.matrices if row.format.shared else row.format
+    rank, sizes = row.format.rank, stored.sizes(in_dim, out_dim)
     numbers = as_encoded(pool, row.format.encoding)[row.offset : row.offset + sum(sizes)].to(dtype)
     a, b, magnitude = numbers.split(sizes)
     return a.view(rank, -1), b.view(rank, -1), magnitude if row.format.dora else None

@@ -31,12 +31,15 @@ class LoraRow:
     [out_dim]; all row-major and adjacent. Of a routed-expert module there is one such pair for each expert,
     one after the other, each rank * (in_dim + out_dim) numbers. offset: in numbers of the format's encoding.
     more: where several adapters act together, the rows of those after the first, added one after the other;
-    they have none themselves, and none of all these has a magnitude.
+    they have none themselves, and all these are mixed.
+    vectors: of a shared row, whose offset other rows may have too; pool[vectors:] holds b [out_dim], then
+    d [rank]. -1: it has none.
     """
 
     offset: int
     format: RowFormat
     more: tuple[LoraRow, ...] = ()
+    vectors: int = -1
 
     @property
     def members(self) -> tuple[LoraRow, ...]:

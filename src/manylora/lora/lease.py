@@ -10,6 +10,7 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.extras import num_virtual
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.geometry import Layout
+from manylora.lora.modules import FUSED, LoraModuleId
 from manylora.lora.tensors import Adapter
 
 TIERS = ("device", "host", "disk", "wire")  # the nearest first
@@ -89,21 +90,29 @@ Lease = AdapterLease | MixLease
 
 
 def check_mixable(name: str, layout: Layout) -> None:
-    """Raises AdapterInvalidError for an adapter that can act only alone and with a scale of 1.
-
-    Mixed rows are sums of low-rank products; what is no such product has no place in them.
-    """
+    """Raises AdapterInvalidError for an adapter that can act only alone and with a scale of 1: what it trains
+    beside linear layers has no place in a sum of their changes."""
     extras = sorted(place.name for place in layout.extras)
-    dora = any(place.format.dora for place in layout.placements)
-    if not dora and not extras:
+    if not extras:
         return
-    what = (
-        "is a DoRA adapter, whose magnitudes are relative to the norms of the base with it alone"
-        if dora
-        else f"trains {extras[0]}"
-    )
+    what = f"trains {extras[0]}"
     if layout.invocation:
         what = "is an activated LoRA, which acts from a place of its own on"
     raise AdapterInvalidError(
         f"adapter {name} {what}: it cannot be mixed or scaled, ask for it alone and with a scale of 1"
     )
+
+
+def check_changes(leases: Iterable[AdapterLease]) -> None:
+    """Raises AdapterInvalidError for a mix in which nothing says what the base alone gives to a DoRA module:
+    another member changes the same outputs through a fused matrix or a part of it."""
+    rows = {(p.layer, p.module_id, p.format.dora) for lease in leases for p in lease.layout.placements}
+    found = {(layer, module_id) for layer, module_id, _ in rows}
+    for layer in sorted({layer for layer, _, dora in rows if dora}):
+        for fused, parts in FUSED.items():
+            whole, ids = LoraModuleId[fused.upper()], [LoraModuleId[part.upper()] for part in parts]
+            if (layer, whole) in found and any((layer, one) in found for one in ids):
+                raise AdapterInvalidError(
+                    f"adapters with DoRA cannot be mixed where one has {fused} and another "
+                    f"{' or '.join(parts)}: their changes of the base would not be apart"
+                )

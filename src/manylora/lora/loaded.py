@@ -37,7 +37,7 @@ class LoadedAdapter:
 
     @classmethod
     def mixed(cls, members: Sequence[tuple[LoadedAdapter, float]]) -> LoadedAdapter:
-        """Several that act together, each with what its B A is multiplied by. None has extras.
+        """Several that act together, each with what its change of a layer is multiplied by. None has extras.
 
         These are tables: the adapters stay where they are, once for all their mixes.
         """
@@ -47,8 +47,9 @@ class LoadedAdapter:
             for place, row in one.rows.items():
                 known = formats.get(row.format)
                 if known is None:
-                    known = formats[row.format] = replace(row.format, scale=row.format.scale * scale)
-                found.setdefault(place, []).append(LoraRow(row.offset, known))
+                    scaled = replace(row.format, scale=row.format.scale * scale, mixed=True)
+                    known = formats[row.format] = scaled
+                found.setdefault(place, []).append(replace(row, format=known))
         rows = {place: replace(first, more=tuple(more)) for place, (first, *more) in found.items()}
         return cls(rows, {}, tuple(one for one, _ in members))
 

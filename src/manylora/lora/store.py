@@ -22,7 +22,7 @@ from manylora.lora.extras import with_extras
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.geometry import Layout
-from manylora.lora.lease import AdapterLease, Lease, MixLease, check_mixable
+from manylora.lora.lease import AdapterLease, Lease, MixLease, check_changes, check_mixable
 from manylora.lora.library.library import AdapterLibrary
 from manylora.lora.loaded import LoadedAdapter, Mixes, OtherRanks, lora_batch
 from manylora.lora.loader import AdapterLoader
@@ -136,6 +136,8 @@ class AdapterStore:
                 leases.append(self.acquire(one, adapter))
                 if isinstance(lora, LoraMix):
                     check_mixable(one.name or f"of task {one.task_id}", leases[-1].layout)
+            if isinstance(lora, LoraMix):
+                check_changes(leases)
             self._check_room(leases)
         except BaseException:
             for lease in leases:

@@ -2,9 +2,9 @@
 
 Both read A [rank, in] and B [rank, out] in place from the pool. `places` says where: for each slot, layer and
 module a TABLE_ROW, whose columns are the offset, the rank (0: no such row, its programs end at once), whether
-a DoRA magnitude follows, the encoding of the numbers, which are widened when they are read, and the bits of
-the row's scale with `next`: where several adapters are mixed, the slot of the row that is added after this
-one, and 1.
+a DoRA magnitude follows, the encoding of the numbers, which are widened when they are read, the bits of the
+row's scale with `next`: where several adapters are mixed, the slot of the row that is added after this one,
+and 1; and where the vectors are of a row whose matrices others have too.
 Of routed experts the pieces lie one after the other, and a tile says which is its own.
 Grids depend on shapes alone. Everything is accumulated in float32. Among tiles of one size a row is summed in
 one order, whatever ranks and modules the batch has beside it: blocks are chosen by the layer alone.
@@ -50,7 +50,7 @@ class LoraTables:
     pool [elements]. places [slots, layers, MODULES, PLACE] int64. tiles [n, TILE] int32: as in `plan`.
     targets [targets, 3] int32: module, first column, columns. align: elements that every offset, row length
     and column start is a multiple of; a power of two. encodings: of the batch's rows, beside PLAIN.
-    mixed: as `plan.LoraPlan`.
+    mixed, weighed: as `plan.LoraPlan`.
     chooser: of block sizes.
     """
 
@@ -64,6 +64,7 @@ class LoraTables:
     align: int
     encodings: frozenset[Encoding] = frozenset()
     mixed: bool = False
+    weighed: bool = False
     chooser: BlockChooser = field(default_factory=BlockChooser)
 
     @property
@@ -152,6 +153,34 @@ def _scale(place, SCALED: tl.constexpr):
 
 
 @triton.jit
+def _rank_weights(pool, place, r, rank, width):
+    """What coefficients r of a row are multiplied by: 1 of those without vectors."""
+    vectors = tl.load(place + 5)
+    mine = (vectors >= 0) & (r < rank)
+    weights = tl.load(pool + vectors + width + r, mask=mine, other=0).to(tl.float32)
+    return tl.where(mine, weights, 1.0)
+
+
+@triton.jit
+def _column_weights(pool, place, end, column, inside):
+    """What a row adds is multiplied by, and whether it has such weights. end: of its matrices."""
+    vectors, mixed = tl.load(place + 5), tl.load(place + 2) == 2
+    shared = vectors >= 0
+    weights = pool + tl.where(shared, vectors, end)
+    return tl.load(weights + column, mask=inside & (shared | mixed), other=0).to(tl.float32), shared | mixed
+
+
+@triton.jit
+def _add_change(change, pool, place, piece, in_dim, width, column, inside, ALIGN: tl.constexpr):
+    """change, and what a mixed row with DoRA adds to it: scale * (magnitude - 1)."""
+    rank = tl.load(place + 1).to(tl.int32)
+    mixed = tl.load(place + 2) == 2
+    end = _begin(place, piece, rank, in_dim + width, ALIGN) + rank * (in_dim + width)
+    magnitude = tl.load(pool + end + column, mask=inside & mixed, other=0).to(tl.float32)
+    return change + tl.where(mixed, (magnitude - 1) * _scale(place, True), 0.0), mixed
+
+
+@triton.jit
 def _partial(split, rows, target, num_rows, num_targets, rank_blocks):
     """Where the sums of rows for a target begin. rank_blocks: of 16 ranks, so that this is aligned."""
     return ((split * num_rows + rows) * num_targets + target) * (rank_blocks * 16)
@@ -162,7 +191,7 @@ def _shrink_rows(
     x, pool, codes, places, tiles, targets, partial, layer, layers, x_stride, num_rows, in_dim,
     num_targets, rank_blocks, num_splits, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, ALIGN: tl.constexpr,
     MODULES: tl.constexpr, PLACE: tl.constexpr, TILE: tl.constexpr, FLOAT8: tl.constexpr,
-    SCALED: tl.constexpr, MIXED: tl.constexpr, EARLY: tl.constexpr,
+    SCALED: tl.constexpr, MIXED: tl.constexpr, WEIGHED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     _follow(EARLY)
     tile, split = tl.program_id(0), tl.program_id(2)
@@ -190,6 +219,8 @@ def _shrink_rows(
         weights = _read(pool, codes, a, r[:, None] * in_dim + k[None, :], inside, narrow, FLOAT8)
         total += tl.sum(weights.to(tl.float32) * xs[None, :], axis=1)
     total *= _scale(place, SCALED)
+    if WEIGHED:
+        total *= _rank_weights(pool, place, r, rank, sizes - in_dim)
     to = partial + _partial(split, row, target, num_rows, num_targets, rank_blocks)
     at = block * BLOCK_R + tl.arange(0, BLOCK_R)
     tl.store(to + at, total)  # with zeros from the rank to the end of the block
@@ -200,8 +231,8 @@ def _shrink_tiles(
     x, pool, codes, places, tiles, targets, partial, layer, layers, x_stride, num_rows, in_dim,
     num_targets, rank_blocks, num_splits, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, ALIGN: tl.constexpr,
     MODULES: tl.constexpr, PLACE: tl.constexpr, TILE: tl.constexpr, FLOAT8: tl.constexpr,
-    SCALED: tl.constexpr, MIXED: tl.constexpr, BLOCK_M: tl.constexpr, WIDEN: tl.constexpr,
-    EARLY: tl.constexpr,
+    SCALED: tl.constexpr, MIXED: tl.constexpr, WEIGHED: tl.constexpr, BLOCK_M: tl.constexpr,
+    WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     _follow(EARLY)
     tile, split = tl.program_id(0), tl.program_id(2)
@@ -232,6 +263,8 @@ def _shrink_tiles(
         weights = _read(pool, codes, a, r[None, :] * in_dim + k[:, None], inside, narrow, FLOAT8)
         total = _dot(xs, weights, total, WIDEN)
     total *= _scale(place, SCALED)
+    if WEIGHED:
+        total *= _rank_weights(pool, place, r, rank, sizes - in_dim)[None, :]
     to = partial + _partial(split, rows, target, num_rows, num_targets, rank_blocks)[:, None]
     at = block * BLOCK_R + tl.arange(0, BLOCK_R)
     tl.store(to + at[None, :], total, mask=(m < count)[:, None])  # zeros from the rank to the block's end
@@ -241,12 +274,16 @@ def _shrink_tiles(
 def _add_one(
     value, partial, pool, codes, place, piece, base, rows, here, target, column, inside, in_dim, width,
     num_rows, num_targets, rank_blocks, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr, ALIGN: tl.constexpr,
-    FLOAT8: tl.constexpr, BLOCK_M: tl.constexpr, WIDEN: tl.constexpr,
+    FLOAT8: tl.constexpr, WEIGHED: tl.constexpr, BLOCK_M: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """value and what the row at a place adds to it. base: rank of `partial` where its own begin."""
     rank = tl.load(place + 1).to(tl.int32)
     narrow = _is_narrow(place, FLOAT8)
     b = _begin(place, piece, rank, in_dim + width, ALIGN) + tl.multiple_of(rank * in_dim, ALIGN)
+    before = value
+    if WEIGHED:  # other rows are summed as in batches without these
+        weights_of, weighs = _column_weights(pool, place, b + rank * width, column, inside)
+        value = tl.where(weighs, 0.0, value)
     for bottom in range(0, rank, BLOCK_R):
         r = bottom + tl.arange(0, BLOCK_R)
         low_rank = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
@@ -261,6 +298,8 @@ def _add_one(
             value += tl.sum(product, axis=0)[None, :]
         else:
             value = _dot(low_rank.to(weights.dtype), weights, value, WIDEN)
+    if WEIGHED:
+        value = tl.where(weighs, before + value * weights_of[None, :], value)
     return value
 
 
@@ -269,8 +308,8 @@ def _expand(
     y, partial, pool, codes, places, tiles, targets, bias, layer, layers, y_stride, num_rows, in_dim,
     num_columns, num_targets, rank_blocks, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, MODULES: tl.constexpr, PLACE: tl.constexpr,
-    TILE: tl.constexpr, FLOAT8: tl.constexpr, MIXED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BIASED: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
+    TILE: tl.constexpr, FLOAT8: tl.constexpr, MIXED: tl.constexpr, WEIGHED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BIASED: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     _follow(EARLY)
     tile, low = tl.program_id(0), tl.program_id(1) * BLOCK_N
@@ -305,10 +344,26 @@ def _expand(
             if rank > 0:
                 column = n - start
                 inside = (column >= 0) & (column < width)
+                if WEIGHED:  # what the base gave, before any row adds to it
+                    change, mixed = _add_change(
+                        tl.zeros([BLOCK_N], tl.float32), pool, place, piece, in_dim, width, column, inside,
+                        ALIGN,
+                    )  # fmt: skip
+                    if MIXED:
+                        link = _link(place)
+                        while link != 0:
+                            other = _place(places, targets, target, link - 1, layer, layers, MODULES, PLACE)
+                            change, also = _add_change(
+                                change, pool, other, piece, in_dim, width, column, inside, ALIGN
+                            )
+                            mixed = mixed | also
+                            link = _link(other)
+                    changed = (1 + change)[None, :] * (value - shift[None, :]) + shift[None, :]
+                    value = tl.where(inside[None, :] & mixed, changed, value)
                 value = _add_one(
                     value, partial, pool, codes, place, piece, 0, rows, m < count, target, column, inside,
                     in_dim, width, num_rows, num_targets, rank_blocks, SPLITS, BLOCK_R, ALIGN, FLOAT8,
-                    BLOCK_M, WIDEN,
+                    WEIGHED, BLOCK_M, WIDEN,
                 )  # fmt: skip
                 if MIXED:
                     base, link = tl.cdiv(rank, BLOCK_R) * BLOCK_R, _link(place)
@@ -317,11 +372,11 @@ def _expand(
                         value = _add_one(
                             value, partial, pool, codes, other, piece, base, rows, m < count, target, column,
                             inside, in_dim, width, num_rows, num_targets, rank_blocks, SPLITS, BLOCK_R,
-                            ALIGN, FLOAT8, BLOCK_M, WIDEN,
+                            ALIGN, FLOAT8, WEIGHED, BLOCK_M, WIDEN,
                         )  # fmt: skip
                         base += tl.cdiv(tl.load(other + 1).to(tl.int32), BLOCK_R) * BLOCK_R
                         link = _link(other)
-                if tl.load(place + 2) != 0:
+                if tl.load(place + 2) == 1:
                     a = _begin(place, piece, rank, in_dim + width, ALIGN)
                     at = pool + a + tl.multiple_of(rank * in_dim, ALIGN) + rank * width + column
                     magnitude = tl.load(at, mask=inside, other=1).to(tl.float32)
@@ -332,7 +387,7 @@ def _expand(
 
 def shrink(x: Tensor, tables: LoraTables, early: bool = False) -> Tensor:
     """Semantics, for each tile's rows and each target:
-        partial.sum(0)[rows, target, :rank] = scale * x[rows] @ A.T
+        partial.sum(0)[rows, target, :rank] = scale * d * x[rows] @ A.T       (d of shared rows alone)
 
     x [T, in], last dimension contiguous -> partial [splits, T, targets, rank class] float32. Beyond an
     adapter's rank it is 0 to the end of a block of ranks. Further entries, and those of rows without an
@@ -350,7 +405,8 @@ def shrink(x: Tensor, tables: LoraTables, early: bool = False) -> Tensor:
     )  # fmt: skip
     constants = {
         "BLOCK_R": block_r, "ALIGN": tables.align, "MODULES": MODULES, "PLACE": PLACE, "TILE": TILE,
-        "FLOAT8": tables.float8, "SCALED": tables.scaled, "MIXED": tables.mixed, **followed(early),
+        "FLOAT8": tables.float8, "SCALED": tables.scaled, "MIXED": tables.mixed,
+        "WEIGHED": tables.weighed, **followed(early),
     }  # fmt: skip
 
     def run(blocks: Blocks) -> None:
@@ -375,6 +431,7 @@ def expand_add(
     """Semantics, for each tile's rows and each target with columns c, in order:
         y[rows, c] += partial.sum(0)[rows, target, :rank] @ B
         y[rows, c] = m * (y[rows, c] - bias[c]) + bias[c]        (only with a DoRA magnitude m)
+    and of shared rows, and where DoRA is mixed, as `ReferenceOps.lora_add`.
     y [T, N], last dimension contiguous, changed in place; rounded once, at the end. bias [N] or None.
     """
     num_rows, num_columns = y.shape
@@ -386,8 +443,8 @@ def expand_add(
             y if bias is None else bias, tables.layer, tables.places.shape[1], y.stride(0), num_rows, in_dim,
             num_columns, tables.targets.shape[0], tables.rank // 16, SPLITS=partial.shape[0],
             BLOCK_R=tables.block_rank, BLOCK_N=blocks.size, ALIGN=tables.align, MODULES=MODULES, PLACE=PLACE,
-            TILE=TILE, FLOAT8=tables.float8, MIXED=tables.mixed, BLOCK_M=tables.tile_size,
-            BIASED=bias is not None, WIDEN=widens(y.dtype), num_warps=blocks.warps,
+            TILE=TILE, FLOAT8=tables.float8, MIXED=tables.mixed, WEIGHED=tables.weighed,
+            BLOCK_M=tables.tile_size, BIASED=bias is not None, WIDEN=widens(y.dtype), num_warps=blocks.warps,
             num_stages=blocks.stages, **followed(early),
         )  # fmt: skip
 

@@ -111,6 +111,7 @@ class CudaOps(ReferenceOps):
             modules=plan.modules,
             encodings=plan.encodings,
             mixed=plan.mixed,
+            weighed=plan.weighed,
             most_adapters=num_rows if fixed else len(lora.segments),
             **row_slots,
         )
@@ -271,6 +272,7 @@ class CudaOps(ReferenceOps):
             align=next(size for size in ALIGNMENTS if common % size == 0),
             encodings=batch.encodings,
             mixed=batch.mixed,
+            weighed=batch.weighed,
             chooser=self.chooser,
         )
 

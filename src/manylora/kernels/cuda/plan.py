@@ -46,8 +46,8 @@ class LoraPlan:
     row_slots [rows] int32: the slot of each row, -1 without an adapter.
     tile_size: the most rows a tile has. rank: no rank of the batch is larger, nor the sum of those that are
     mixed; one of a few classes. mixed: whether rows have more members than one, or scales of their own.
-    modules: ids that any adapter of the batch has anywhere. encodings: of rows that are
-    not plain.
+    weighed: whether rows have weights for what they add: those whose matrices are shared, and mixed DoRA.
+    modules: ids that any adapter of the batch has anywhere. encodings: of rows that are not plain.
     """
 
     tiles: np.ndarray
@@ -57,6 +57,7 @@ class LoraPlan:
     modules: frozenset[int]
     encodings: frozenset[Encoding]
     mixed: bool
+    weighed: bool
     updates: tuple[SlotUpdate, ...]
 
 
@@ -68,6 +69,7 @@ class _Slot:
     modules: frozenset[int]
     encodings: frozenset[Encoding]
     mixed: bool
+    weighed: bool
 
     @property
     def slot(self) -> int:
@@ -100,14 +102,16 @@ class Places:
         for (layer, module), row in rows.items():
             for number, one in enumerate(row.members):
                 after = slots[number + 1] + 1 if number < len(row.more) else 0
-                places[number, layer, module] = one.format.table_row(one.offset, after)
+                places[number, layer, module] = one.format.table_row(one.offset, after, one.vectors)
         formats = {one.format for row in rows.values() for one in row.members}
         rank = max(map(_rank, rows.values()), default=0)
         modules = frozenset(module for _, module in rows)
         encodings = frozenset(one.encoding for one in formats) - {Encoding.PLAIN}
         scaled = any(one.scale != 1 and one.encoding == Encoding.PLAIN for one in formats)
         self.modules |= modules
-        self._slots[id(rows)] = _Slot(rows, slots, rank, modules, encodings, scaled or len(slots) > 1)
+        mixed = scaled or len(slots) > 1
+        weighed = any(one.shared or (one.dora and one.mixed) for one in formats)
+        self._slots[id(rows)] = _Slot(rows, slots, rank, modules, encodings, mixed, weighed)
         shape = (self.num_layers, MODULES, PLACE)
         return [
             SlotUpdate(s, one.view(np.int64).reshape(shape)) for s, one in zip(slots, places, strict=True)
@@ -160,6 +164,7 @@ def plan_lora(
         modules=module_class(modules, places.modules) if fixed else modules,
         encodings=frozenset().union(*{entry.encodings for entry in entries}),
         mixed=any(entry.mixed for entry in entries),
+        weighed=any(entry.weighed for entry in entries),
         updates=updates,
     )
 

@@ -33,6 +33,7 @@ class PlannedLora(LoraBatch):
     modules: frozenset[int] = frozenset()
     encodings: frozenset[Encoding] = frozenset()
     mixed: bool = False
+    weighed: bool = False
     row_slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     most_adapters: int = 1
 
@@ -50,6 +51,7 @@ class PlannedLora(LoraBatch):
             self.modules,
             self.encodings,
             self.mixed,
+            self.weighed,
             self.places.data_ptr(),
             self.pool.data_ptr(),
         )

@@ -47,7 +47,10 @@ typedef struct { /* TABLE_ROW of kernels/row_format.py */
     int64_t dora, encoding; /* offset is in numbers of the encoding */
     float scale;            /* of x A^T */
     int32_t next; /* so many parts later is the row of another adapter, for the same rows and columns; 0: none */
+    int64_t vectors; /* of a row whose A and B others have too: weights of columns [width], of ranks [rank]; -1: none */
 } Row;
+
+enum { DORA = 1, DORA_MIXED }; /* mixed: its change of y is added to those of others, each times its scale */
 
 typedef struct {
     int64_t column, width; /* of y */
@@ -69,6 +72,8 @@ typedef struct {
     int64_t y_stride, x_stride, in, width, rank;
     const char *a, *b;     /* A [rank, in], B transposed [rank, width] */
     const char *magnitude; /* [width]; NULL: no DoRA */
+    const char *weights;   /* [width], of what is added to y; NULL: 1 */
+    const char *ranks;     /* [rank], of the coefficients; NULL: 1 */
     const float *bias;     /* [width], which is in y; NULL: none */
     const char *next;      /* the A of the next part, or this one's again */
     float scale;
@@ -98,13 +103,18 @@ INLINE float coefficient(const Kind kind, const Work *w, int64_t row, int64_t r,
     if (whole < w->in)
         sum = last_inputs(kind, w->a + (r * w->in + whole) * size_of(kind), w->x + row * w->x_stride + whole,
                           w->in - whole, sum);
-    return sum * w->scale;
+    return w->ranks ? sum * (w->scale * widen_one(kind, w->ranks + r * size_of(kind))) : sum * w->scale;
 }
 
 /* Takes a row's sums for two vectors of columns to y. */
 INLINE void settle(const Kind kind, const Work *w, int64_t row, int64_t c, vector low, vector high) {
     float *const y = w->y + row * w->y_stride + c;
-    vector sum[2] = {load(y) + low, load(y + LANES) + high}, magnitude[2];
+    vector magnitude[2];
+    if (w->weights) {
+        widen_joined(kind, w->weights + c * size_of(kind), magnitude);
+        low *= magnitude[0], high *= magnitude[1];
+    }
+    vector sum[2] = {load(y) + low, load(y + LANES) + high};
     if (w->magnitude) {
         widen_joined(kind, w->magnitude + c * size_of(kind), magnitude);
         for (int i = 0; i < 2; i++) {
@@ -121,9 +131,10 @@ static void ONCE last_columns(Kind kind, const Work *w, int64_t rows, int64_t c,
     const int64_t size = size_of(kind);
     for (; c < w->width; c++)
         for (int64_t i = 0; i < rows; i++) {
-            float *const y = w->y + i * w->y_stride + c, bias = w->bias ? w->bias[c] : 0, sum = *y;
+            float *const y = w->y + i * w->y_stride + c, bias = w->bias ? w->bias[c] : 0, sum = w->weights ? 0 : *y;
             for (int64_t k = 0; k < w->rank; k++)
                 sum += h[i * w->rank + k] * widen_one(kind, w->b + (k * w->width + c) * size);
+            if (w->weights) sum = *y + sum * widen_one(kind, w->weights + c * size);
             *y = w->magnitude ? (sum - bias) * widen_one(kind, w->magnitude + c * size) + bias : sum;
         }
 }
@@ -416,16 +427,55 @@ INLINE const char *begin(const Call *c, const Part *part) {
 /* part: the task's, or one that is mixed with it. next: what is read after it. */
 INLINE Work work_of(const Call *c, const Task *task, const Part *part, const Part *next) {
     const int64_t size = size_of(kind_of(&part->row, c->stored)), rank = part->row.rank;
-    const char *const a = begin(c, part), *const b = a + rank * c->in * size;
+    const char *const a = begin(c, part), *const b = a + rank * c->in * size, *const end = b + rank * part->width * size;
+    const char *const own = part->row.vectors < 0 ? NULL : c->pool + part->row.vectors * size;
     return (Work){c->y + task->start * c->y_stride + part->column, c->x + task->start * c->x_stride, c->y_stride,
                   c->x_stride, c->in, part->width, rank, a, b,
-                  part->row.dora ? b + rank * part->width * size : NULL, c->bias ? c->bias + part->column : NULL,
-                  begin(c, next), part->row.scale};
+                  part->row.dora == DORA ? end : NULL, part->row.dora == DORA_MIXED ? end : own,
+                  own ? own + part->width * size : NULL, c->bias ? c->bias + part->column : NULL, begin(c, next),
+                  part->row.scale};
 }
 
 /* Goes through the adapters that are mixed, in the one order in which they are added. */
 #define EACH_MEMBER(part, first) \
     for (const Part *part = first, *last = NULL; part != last; last = part, part += part->row.next)
+
+/* What y has of the base, less the bias, times 1 and scale * (magnitude - 1) of each member with DoRA: before any member
+ * adds to y. Columns from a multiple of 2 * LANES on, to one or to the last. */
+static void ONCE weigh_base(const Call *c, const Task *task, int64_t from, int64_t to) {
+    int mixed = 0;
+    EACH_MEMBER(part, task->part) mixed |= part->row.dora == DORA_MIXED;
+    if (!mixed) return;
+    const Work first = work_of(c, task, task->part, task->part);
+    int64_t column = from;
+    for (; column + 2 * LANES <= to; column += 2 * LANES) {
+        vector weight[2] = {all(1), all(1)}, one[2];
+        EACH_MEMBER(part, task->part) {
+            if (part->row.dora != DORA_MIXED) continue;
+            const Work w = work_of(c, task, part, part);
+            widen_joined(c->stored, w.weights + column * size_of(c->stored), one);
+            for (int i = 0; i < 2; i++) weight[i] = multiply_add(one[i] - all(1), all(w.scale), weight[i]);
+        }
+        for (int64_t row = 0; row < task->height; row++)
+            for (int i = 0; i < 2; i++) {
+                float *const y = first.y + row * first.y_stride + column + i * LANES;
+                const vector bias = first.bias ? load(first.bias + column + i * LANES) : all(0);
+                store(y, multiply_add(load(y) - bias, weight[i], bias));
+            }
+    }
+    for (; column < to; column++) {
+        float weight = 1;
+        EACH_MEMBER(part, task->part) {
+            if (part->row.dora != DORA_MIXED) continue;
+            const Work w = work_of(c, task, part, part);
+            weight += (widen_one(c->stored, w.weights + column * size_of(c->stored)) - 1) * w.scale;
+        }
+        for (int64_t row = 0; row < task->height; row++) {
+            float *const y = first.y + row * first.y_stride + column, bias = first.bias ? first.bias[column] : 0;
+            *y = (*y - bias) * weight + bias;
+        }
+    }
+}
 
 static void whole_tasks(const Call *c) {
     const int64_t run = c->tasks < 32 ? 1 : 4; /* in a row, so that the next one is this thread's, too */
@@ -436,6 +486,7 @@ static void whole_tasks(const Call *c) {
         const int64_t after = n + 1 < c->tasks ? n + 1 : n;
         const Segment *const soon = c->segments + after / (c->blocks * c->parts);
         const Part *const following = soon->parts + least(after / c->blocks % c->parts, soon->count - 1);
+        weigh_base(c, &task, 0, task.part->width);
         EACH_MEMBER(part, task.part) {
             const Work w = work_of(c, &task, part, part->row.next ? part + part->row.next : following);
             const Kind kind = kind_of(&part->row, c->stored);
@@ -506,6 +557,7 @@ static void shared_tasks(const Call *c, const Sizes *all, float *room) {
             from = first > 0 ? (first + step - 1) / step * unit * 2 * LANES : 0;
             to = end < one.vectors ? (end + step - 1) / step * unit * 2 * LANES : width;
             const float *low = h;
+            if (from < least(to, width)) weigh_base(c, &task, from, least(to, width));
             EACH_MEMBER(part, task.part) {
                 const Work w = work_of(c, &task, part, part);
                 if (from < least(to, width))

@@ -114,7 +114,10 @@ INSIDE = {
         "responses_api", "run_api", "metrics", "models", "ollama_api", "uploads", "in_process", "triton",
     ],
     "openai.page": ["page", "docs", "cache_status"],
-    "fleet": ["routing", "reports", "options", "calls", "router", "joined", "relay", "front", "application", "local"],
+    "fleet": [
+        "routing", "reports", "options", "calls", "router", "joined", "relay", "front", "application",
+        "local",
+    ],
     "contracts": [
         "tensors", "prompts", "vllm_sampling", "vllm_embedding", "vllm_metrics", "vllm_model", "llmapi_model",
     ],

@@ -43,6 +43,7 @@ FAMILIES = (
     "granite4-moe",
     "nemotron-h",
     "nemotron-h-moe",
+    "nemotron-h-moe-latent",
     "falcon-h1",
 )
 COUNT = 10  # tokens of an answer
@@ -77,6 +78,8 @@ class Served:
                 elif family.startswith("nemotron"):
                     shared, block = ("shared_experts.up_proj", "shared_experts.down_proj"), "mixer"
                     names = ["experts.up_proj", "experts.down_proj"]
+                    if config.moe.latent_size:
+                        shared += ("fc1_latent_proj", "fc2_latent_proj")
                 linears = (*(name for name in linears if name not in plain), *shared)
                 experts = {"target_parameters": [f"{block}.{name}" for name in names]}
             make_adapter(adapters[0], self.model, 1, rank=4, modules=linears, **experts)

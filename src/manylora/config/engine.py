@@ -172,6 +172,9 @@ class MoeConfig:
     layers: frozenset[int]  # that have experts; the others have a plain MLP
     shared_intermediate_size: int = 0  # of the expert that every token takes; 0: none
     shared_gated: bool = True  # that one has a gate of its own
+    latent_size: int = (
+        0  # of what routed experts read and give, between two linear layers; 0: the hidden size
+    )
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     transposed: bool = False  # a checkpoint's matrices of all experts are [in, out]
     either_way: bool = False  # but some checkpoints have them [out, in]: the shape says which

@@ -82,8 +82,8 @@ MEANINGS = (
     "up_proj and gate_proj: B is [up; gate]",
     "shared expert: gate_proj", "shared expert: down_proj", "shared expert: up_proj",
     "in_proj of Mamba: B is [z; x; B; C; dt], of a convolution layer: [b; c; h]",
-    "out_proj of Mamba or a convolution layer", "not served",
-    "not served",
+    "out_proj of Mamba or a convolution layer",
+    "fc1_latent_proj, before the routed experts", "fc2_latent_proj, behind them",
     "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
     "in_proj_qkvz: B is [q; k; v; z]", "in_proj_ba: B is [b; a]", "in_proj_qkv", "in_proj_z", "in_proj_b",
     "in_proj_a", "out_proj of linear attention",
@@ -442,12 +442,17 @@ def _moe_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
     if model.moe is None:
         return {}
     hidden, inner, shared = model.hidden_size, model.moe.intermediate_size, model.moe.shared_intermediate_size
+    latent = model.moe.latent_size
+    seen = latent or hidden
     routed = {
-        "moe_h_to_4h": (hidden, inner, Split.B_ROWS),
-        "moe_4h_to_h": (inner, hidden, Split.A_COLS),
-        "moe_gate": (hidden, inner, Split.B_ROWS),
+        "moe_h_to_4h": (seen, inner, Split.B_ROWS),
+        "moe_4h_to_h": (inner, seen, Split.A_COLS),
+        "moe_gate": (seen, inner, Split.B_ROWS),
         "moe_router": (hidden, model.moe.num_experts, Split.NONE),
     }
+    if latent:
+        routed["moe_latent_fc1"] = (hidden, latent, Split.NONE)
+        routed["moe_latent_fc2"] = (latent, hidden, Split.NONE)
     if not model.moe.gated:
         del routed["moe_gate"]
     if not shared:

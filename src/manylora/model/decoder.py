@@ -497,7 +497,12 @@ class Decoder(Transformer):
         )
         if not moe.gated:
             up_gate = (LoraTarget(LoraModuleId.MOE_H_TO_4H, 0, inner),)
-        down = LoraTarget(LoraModuleId.MOE_4H_TO_H, 0, self.config.hidden_size)
+        hidden, latent = self.config.hidden_size, moe.latent_size
+        down = LoraTarget(LoraModuleId.MOE_4H_TO_H, 0, latent or hidden)
+        ends = (
+            LoraTarget(LoraModuleId.MOE_LATENT_FC1, 0, latent),
+            LoraTarget(LoraModuleId.MOE_LATENT_FC2, 0, hidden),
+        )
         return Moe(
             moe,
             router=self._router(layer, moe),
@@ -507,6 +512,8 @@ class Decoder(Transformer):
             shared=self._shared_expert(layer, moe),
             correction=self._weights.get(f"{layer}.router.correction"),
             scales=self._weights.get(f"{layer}.router.scales"),
+            latent_in=self._linear(layer, "latent_in", ends[0]) if latent else None,
+            latent_out=self._linear(layer, "latent_out", ends[1]) if latent else None,
         )
 
     def _shared_expert(self, layer: int, moe: MoeConfig) -> SharedExpert | None:

@@ -56,7 +56,8 @@ class Moe:
 
     The rows of up_gate are [up; gate], or [up] without a gate, as in a plain MLP. correction [experts]
     float32: as `route` takes it.
-    scales [experts] float32: of the weights of each; None: 1.
+    scales [experts] float32: of the weights of each; None: 1. latent_in, latent_out: between what the layer
+    has and what its routed experts read and give; None: they are alike.
     """
 
     config: MoeConfig
@@ -67,6 +68,8 @@ class Moe:
     shared: SharedExpert | None
     correction: Tensor | None = None
     scales: Tensor | None = None
+    latent_in: LoraLinear | None = None
+    latent_out: LoraLinear | None = None
 
     def __call__(self, x: Tensor, lora: LoraBatch | None, scored: Tensor | None = None) -> Tensor:
         """scored: what the router reads; None: x."""
@@ -74,11 +77,13 @@ class Moe:
         weights, choices = route(scores, self.config, self.correction)
         if self.scales is not None:
             weights = weights * self.scales[choices]
+        seen = x if self.latent_in is None else self.latent_in(x, lora)
         if self.config.routing.scores == "top":  # weights are on what experts get
-            mixed = self.each(x, choices, lora, weights).float().sum(dim=1).to(x.dtype)
+            mixed = self.each(seen, choices, lora, weights).float().sum(dim=1).to(x.dtype)
         else:
-            y = self.each(x, choices, lora).float()
+            y = self.each(seen, choices, lora).float()
             mixed = (y * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
+        mixed = mixed if self.latent_out is None else self.latent_out(mixed, lora)
         return mixed if self.shared is None else mixed + self.shared(x, lora)
 
     def each(

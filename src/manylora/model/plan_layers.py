@@ -206,7 +206,7 @@ def sparse_plan(config: ModelConfig, names: TensorNames, source: str, stored: Co
     """Experts one by one, as in released checkpoints, or stacked in two tensors, as transformers has them."""
     assert config.moe is not None
     moe, hidden = config.moe, config.hidden_size
-    inner, count = moe.intermediate_size, moe.num_experts
+    inner, count, seen = moe.intermediate_size, moe.num_experts, moe.latent_size or hidden
     block, stacks = _stacked(names, source, stored)
     routers = [f"{block}.{name}.weight" for name in names.routers]
     router = next((name for name in routers if name in stored), routers[0])
@@ -234,15 +234,18 @@ def sparse_plan(config: ModelConfig, names: TensorNames, source: str, stored: Co
             up_gate = tuple(RowSlice(fused, start, inner, 2 * inner, e, count) for start in (inner, 0))
             if not moe.gated:
                 up_gate = (RowSlice(fused, 0, inner, inner, e, count),)
-            down = RowSlice(lower, 0, hidden, hidden, e, count)
+            down = RowSlice(lower, 0, seen, seen, e, count)
         else:
             expert = f"{block}.experts.{e}."
             parts = names.expert_up_gate if moe.gated else names.expert_up_gate[:1]
             up_gate = tuple(whole(f"{expert}{name}.weight", inner) for name in parts)
-            down = whole(f"{expert}{names.expert_down}.weight", hidden)
+            down = whole(f"{expert}{names.expert_down}.weight", seen)
         turned = moe.transposed and stacks is not None
-        specs[f"expert.{e}.up_gate.weight"] = WeightSpec(up_gate, hidden, True, turned)
+        specs[f"expert.{e}.up_gate.weight"] = WeightSpec(up_gate, seen, True, turned)
         specs[f"expert.{e}.down.weight"] = WeightSpec((down,), inner, True, turned)
+    if moe.latent_size:
+        specs["latent_in.weight"] = matrix(f"{block}.fc1_latent_proj.weight", seen, hidden)
+        specs["latent_out.weight"] = matrix(f"{block}.fc2_latent_proj.weight", hidden, seen)
     if moe.shared_intermediate_size:
         specs |= _shared(moe, hidden, names, source, block)
     return specs

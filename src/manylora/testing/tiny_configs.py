@@ -353,6 +353,13 @@ MOE_FAMILIES |= {
          "n_routed_experts": 6, "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 72,
          "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.3},
     ),
+    # As in Nemotron 3 Super.
+    "nemotron-h-moe-latent": (
+        "nemotron_h",
+        {**NEMOTRON_H, "layers_block_type": ["linear_attention", "full_attention", "moe"],
+         "n_routed_experts": 6, "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 72,
+         "moe_latent_size": 28},
+    ),
     "granite4-moe": (
         "granitemoehybrid", {**GRANITE_HYBRID, "num_local_experts": 5, "num_experts_per_tok": 2},
     ),

@@ -52,8 +52,9 @@ INPUT_IDS = {
     "altup.correction_coefs": Id.ALTUP_CORRECTION_COEFS, "altup_projections": Id.ALTUP_PROJECTIONS,
     "altup_unembed_projections": Id.ALTUP_UNEMBED_PROJECTIONS,
 }  # fmt: skip
+LATENT_IDS = {"fc1_latent_proj": Id.MOE_LATENT_FC1, "fc2_latent_proj": Id.MOE_LATENT_FC2}
 CONV_IDS = {"in_proj": Id.MAMBA_IN_PROJ, "out_proj": Id.MAMBA_OUT_PROJ}
-MIXER_IDS = {**ATTENTION_IDS, **MLP_IDS, **CONV_IDS}  # whatever a layer of Nemotron-H is
+MIXER_IDS = {**ATTENTION_IDS, **MLP_IDS, **CONV_IDS, **LATENT_IDS}  # whatever a layer of Nemotron-H is
 # Names under which some families stack [q; k; v], or such parts, once for each group of heads, others once.
 GROUPED = ("query_key_value", "wqkv", "in_proj_qkvz", "in_proj_ba")
 ROOT = r"(?P<root>(?:(?:base_model|model|language_model|backbone|transformer|gpt_neox|bert|roberta)\.)*)"

@@ -69,7 +69,7 @@ def _renamed(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nemotron_h(raw: Mapping[str, Any]) -> dict[str, Any]:
-    refuse(raw, "moe_latent_size", "sliding_window")
+    refuse(raw, "sliding_window")
     layers: dict[str, frozenset[int]] = {
         kind: frozenset(number for number, one in enumerate(raw["layers_block_type"]) if one == kind)
         for kind in LETTERS.values()
@@ -117,7 +117,7 @@ def _experts(raw: Mapping[str, Any], layers: frozenset[int]) -> MoeConfig | None
         MoeConfig(
             raw["n_routed_experts"], raw["num_experts_per_tok"], raw["moe_intermediate_size"],
             bool(raw["norm_topk_prob"]), layers, raw["moe_shared_expert_intermediate_size"],
-            shared_gated=False, routing=routing, gated=False,
+            shared_gated=False, routing=routing, gated=False, latent_size=raw["moe_latent_size"] or 0,
         )
     )  # fmt: skip
 

@@ -329,6 +329,19 @@ class Retention:
 
 
 @dataclass(frozen=True)
+class ActivatedTokens:
+    """Tokens of a request with an activated LoRA, of prompt and output together.
+
+    before: where it does not act, as in the base model. shared: of these, the ones whose KV blocks were there,
+    made for whomever. acted: the others, from its invocation on; 0 without one.
+    """
+
+    before: int
+    shared: int
+    acted: int
+
+
+@dataclass(frozen=True)
 class RequestMetrics:
     """Times in nanoseconds of one monotonic clock, 0: not yet; counts of KV blocks and of draft tokens.
 
@@ -348,6 +361,7 @@ class RequestMetrics:
     prompt_tokens: int = 0
     output_tokens: int = 0
     adapter_tier: str = ""  # where the adapter was found: device, host, disk, wire; empty without one
+    activated: ActivatedTokens | None = None  # of an activated LoRA
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ is before an invocation is the base model's, shared by all, and nobody else's.""
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -22,11 +22,12 @@ from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.report import BaseModel, inspect_adapter
 from manylora.lora.tensors import Adapter
 from manylora.model.checkpoint import read_model_config
-from manylora.request import LoraInput, Request, SamplingConfig
+from manylora.request import ActivatedTokens, LoraInput, Request, SamplingConfig
 from manylora.testing.parity import linear_names
 from manylora.testing.tiny_models import load_transformers, make_adapter, make_model
 from manylora.wire.decode import decode_requests
 from manylora.wire.engine_client import request_tensors
+from manylora.wire.metrics import RequestMeter
 
 INVOKE = {1: (7, 8, 9), 2: (11,), 3: (7, 8), 4: None}
 """By adapter; 4 is a plain one."""
@@ -157,6 +158,28 @@ def test_one_prompt_of_ten_adapters_is_computed_and_held_once(world: World) -> N
     cases = [(i % 3 + 1, (*shared, 7, 8, 9, 11, i)) for i in range(10)]
     world.check(engine, *cases)
     assert engine.stats().kv_tokens_reused - before.kv_tokens_reused >= 10 * 80
+
+
+def test_metrics_tell_what_was_shared_and_where_it_acted(world: World) -> None:
+    engine, shared = open_engine(world), tuple(tokens(80, 8))
+    world.check(engine, (None, shared))
+    meter, prompt = RequestMeter(), (*shared, *INVOKE[1], 3, 4)
+    told = []
+    for number, given in ((1, prompt), (1, shared), (4, prompt)):
+        [events] = run(engine, world.request(number, given))
+        assert events[-1].metrics is not None
+        told.append(events[-1].metrics.activated)
+        samples = meter.samples(LoraInput(number), events[-1])
+        kinds = {
+            dict(s.labels)["kind"]: s.value for s in samples if s.family.startswith("manylora_activated")
+        }
+        assert bool(kinds) == (number != 4)
+        assert not kinds or kinds == asdict(told[-1])
+    made = len(world.answer(1, prompt))
+    assert told[0] == ActivatedTokens(before=80, shared=80, acted=5 + made)
+    assert told[1] is not None and told[1].acted == 0
+    assert told[1].before == 80 + len(world.answer(1, shared)) and told[1].shared >= 76
+    assert told[2] is None
 
 
 def test_ten_that_arrive_at_once_compute_their_prompt_once(world: World) -> None:

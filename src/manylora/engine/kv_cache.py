@@ -142,6 +142,7 @@ class KvCache:
             states.begin(sequence, nodes)
         sequence.num_computed = len(shared) * self.tokens_per_block
         kv.num_reused, kv.num_claimed, kv.num_new = len(shared), 0, 0
+        kv.num_reused_tokens = sequence.num_computed
         grown = self.grow(sequence, num_tokens)
         assert grown
         num_known = len(self._key_of)

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from manylora.errors import RequestError
-from manylora.request import AdapterVersion, Beam, Event, FinishReason, Request, RequestMetrics
+from manylora.request import (
+    ActivatedTokens,
+    AdapterVersion,
+    Beam,
+    Event,
+    FinishReason,
+    Request,
+    RequestMetrics,
+)
 
 if TYPE_CHECKING:
     from manylora.engine.guide import GuideState
@@ -32,6 +40,7 @@ class KvBlocks:
     is_encoded: bool = False  # whether cross_blocks are filled
     is_mixed: bool = False  # whether more than one version of an adapter made them: nothing new is registered
     num_reused: int = 0
+    num_reused_tokens: int = 0  # in these
     num_claimed: int = 0  # see `RequestMetrics.kv_taken_blocks`
     num_new: int = 0
     _array: np.ndarray | None = None  # `blocks` as they were when it was made,
@@ -449,7 +458,15 @@ class Sequence:
             prompt_tokens=self.num_encoder + self.num_prompt - self.num_virtual,
             output_tokens=sum(len(beam.token_ids) for beam in beams) if beams else self.num_output,
             adapter_tier=self.lease.tier if self.lease is not None else "",
+            activated=self._activated_tokens(),
         )
+
+    def _activated_tokens(self) -> ActivatedTokens | None:
+        if self.lease is None or not self.lease.invocation:
+            return None
+        count = self.num_prompt + self.num_output
+        before = min(self.acts_from, count)
+        return ActivatedTokens(before, min(self.kv.num_reused_tokens, before), count - before)
 
     def _ends_with(self, word: tuple[int, ...]) -> bool:
         return (

@@ -63,6 +63,9 @@ FAMILIES = {
         "Requests answered with an embedding, labels or a score in place of text, by adapter", "counter"
     ),
     "manylora_adapter_tokens_total": MetricFamily("Tokens by adapter, of prompts and of outputs", "counter"),
+    "manylora_activated_tokens_total": MetricFamily(
+        "Tokens of activated LoRAs' requests: before one acts, of these shared, and where it acts", "counter"
+    ),
     "manylora_adapter_cold_loads_total": MetricFamily(
         "Requests that found their adapter beneath the device, by adapter and tier", "counter"
     ),
@@ -187,6 +190,10 @@ def _request_samples(names: list[str], event: Event, waited_s: float) -> Iterato
     for adapter in adapters:
         yield Sample("manylora_adapter_tokens_total", (adapter, ("kind", "prompt")), prompt, True)
         yield Sample("manylora_adapter_tokens_total", (adapter, ("kind", "output")), output, True)
+        if metrics.activated is not None:
+            for kind in ("before", "shared", "acted"):
+                count = getattr(metrics.activated, kind)
+                yield Sample("manylora_activated_tokens_total", (adapter, ("kind", kind)), count, True)
         yield from _first_token(adapter, metrics, waited_s)
 
 

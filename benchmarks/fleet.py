@@ -38,7 +38,7 @@ from typing import Any
 
 from cold_loads import make_adapter
 from loads import make_llama
-from machine import see_machine
+from machine import Others, see_machine, wait_for_quiet
 
 TEXT = "Tell me about Japan. \nAnswer:"
 START_S = 300.0
@@ -198,16 +198,24 @@ def measure(fleets: dict[str, Fleet], options: argparse.Namespace) -> dict[str, 
     found: dict[str, list[Asked]] = {routing: [] for routing in fleets}
     times: dict[str, list[float]] = {routing: [] for routing in fleets}
     before = {routing: fleet.cold_loads(options.replicas) for routing, fleet in fleets.items()}
+    busy = []
     for number in range(options.rounds):
+        wait_for_quiet(options.wait)
+        others = Others()
         count = int(options.per_second * options.seconds / options.rounds)
         names = zipf(options.adapters, count, options.zipf, 2 + number)
         for routing, fleet in fleets.items():
             some, first = asyncio.run(paced(fleet, names, options.per_second, options.tokens))
             found[routing] += some
             times[routing] += first
+        busy.append(others.cpus())
+        print(f"round {number + 1}: others used {busy[-1]:.2f} CPUs", flush=True)
     return {
         routing: summary(found[routing], times[routing])
-        | {"cold_loads": fleet.cold_loads(options.replicas) - before[routing]}
+        | {
+            "cold_loads": fleet.cold_loads(options.replicas) - before[routing],
+            "others_cpus": statistics.fmean(busy),
+        }
         for routing, fleet in fleets.items()
     }
 
@@ -229,20 +237,22 @@ def summary(found: list[Asked], times: list[float]) -> dict[str, float]:
 
 def kill(fleet: Fleet, options: argparse.Namespace) -> dict[str, float]:
     names = zipf(options.adapters, int(options.per_second * options.seconds), options.zipf, 3)
-    retried = fleet.retried()
+    wait_for_quiet(options.wait)
+    retried, others = fleet.retried(), Others()
     found, _ = asyncio.run(
         paced(fleet, names, options.per_second, options.kill_tokens, kill_after=options.seconds / 3)
     )
     for one in found:
         if one.outcome == "lost":
             print(one)
-    outcomes = Counter(one.outcome for one in found)
+    outcomes, busy = Counter(one.outcome for one in found), others.cpus()
     again = len(fleet.status(options.replicas)["replicas"])
     return {
         "requests": len(found),
         **{name: outcomes[name] for name in ("ok", "lost", "cut")},
         "retried": fleet.retried() - retried,
         "replicas_again": again,
+        "others_cpus": busy,
     }
 
 
@@ -264,6 +274,7 @@ def main() -> None:
     parser.add_argument("--warm-seconds", type=float, default=20.0)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--rounds", type=int, default=4, help="in which the fleets take turns")
+    parser.add_argument("--wait", type=float, default=0.0, help="so many seconds at most for a quiet machine")
     parser.add_argument("--kill", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
     results: dict[str, dict[str, float]] = {}
@@ -280,6 +291,7 @@ def main() -> None:
                 fleets[routing] = Fleet(model, work / "adapters", routing, options)
                 fleets[routing].wait(options.replicas, options.adapters)
                 warm(fleets[routing], options)
+            print("warm", flush=True)
             results |= measure(fleets, options)
             for routing in fleets:
                 print(

@@ -23,9 +23,9 @@ from simulated_server import Arrival, Clock, Costs, Shape, SimulatedServer  # no
 COSTS = Costs(step_s=0.01, token_s=0.001, row_s=0.002, adapter_s=0.003, read_s=0.5, write_s=0.25)
 
 
-def serve(shape: Shape, *requests: Arrival) -> SimulatedServer:
+def serve(shape: Shape, *requests: Arrival, costs: Costs = COSTS) -> SimulatedServer:
     clock = Clock()
-    server = SimulatedServer("r", COSTS, shape, clock)
+    server = SimulatedServer("r", costs, shape, clock)
     for request in requests:
         clock.at(request.at, server.arrive, request)
     clock.run()
@@ -52,6 +52,30 @@ def test_a_cold_load_delays_no_other_request() -> None:
     serve(Shape(2, 2), alone)
     serve(Shape(2, 2), steady, Arrival(0.0, "a", 1, 1))
     assert steady.end == pytest.approx(alone.end, rel=0.02)
+
+
+def test_a_step_goes_without_an_adapter_that_is_still_written_however_short_that_is() -> None:
+    costs = replace(COSTS, read_s=0.005, write_s=1e-6)
+    busy, cold = Arrival(0.0, None, 10, 9), Arrival(0.0, "a", 10, 1)
+    serve(Shape(2, 2), busy, cold, costs=costs)
+    assert busy.first_token == pytest.approx(0.01 + 10 * 0.001)
+    without = busy.first_token + 0.01 + 0.002  # read during the first step, written at the start of the second
+    assert cold.first_token == pytest.approx(without + 0.01 + 0.002 + 10 * 0.001 + 0.003)
+
+
+def test_the_way_to_the_engine_and_back_is_added_once_each() -> None:
+    near, far = Arrival(0.0, None, 10, 3), Arrival(0.0, None, 10, 3)
+    serve(Shape(2, 2), near)
+    serve(Shape(2, 2), far, costs=replace(COSTS, front_s=0.1, back_s=0.2))
+    assert far.first_token == pytest.approx(near.first_token + 0.3)
+    assert far.end == pytest.approx(near.end + 0.3)
+
+
+def test_an_adapter_that_is_evicted_before_its_request_is_taken_is_read_again() -> None:
+    held, other = Arrival(0.0, "a", 1, 1), Arrival(1.0, "b", 1, 1)
+    long, late = Arrival(1.49, None, 1000, 1), Arrival(1.5, "a", 1, 1)  # "b" takes the only page when it ends
+    server = serve(Shape(1, 1), held, other, long, late)
+    assert late.cold and server.store.num_loads == 3
 
 
 def test_what_does_not_fit_is_evicted_and_loaded_again() -> None:

@@ -177,6 +177,8 @@ class EmulatedLibrary:
 
     def _c_sched_yield(self) -> None: ...
 
+    _c_syscall = _c_sched_getaffinity = _c___sched_cpucount = _c_sched_yield  # of threads: there is one
+
     def _c_getauxval(self) -> None:
         """A processor without extensions."""
         self._machine.reg_write(INTEGERS[0], 0)

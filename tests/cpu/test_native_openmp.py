@@ -15,6 +15,8 @@ from manylora.system.processor import find_levels
 
 LOOPS = """
 #include <stdint.h>
+#include <unistd.h>
+int omp_get_num_threads(void), omp_get_thread_num(void);
 #define COUNT(i) __atomic_fetch_add(count + (i), 1, __ATOMIC_RELAXED)
 
 /* How many of n counts are not what they should be. */
@@ -45,6 +47,26 @@ int64_t loops(int64_t n, int64_t *count) {
     for (int64_t i = 0; i < n; i++) wrong += count[i] != (i % 2 ? 52 : 58);
     return wrong;
 }
+
+/* How often a thread met others and one of them had not come. */
+int64_t meetings(int64_t rounds, int64_t *come) {
+    int64_t wrong = 0;
+    for (int i = 0; i < 8; i++) come[i] = 0;
+#pragma omp parallel
+    {
+        const int threads = omp_get_num_threads(), one = omp_get_thread_num();
+        for (int64_t round = 1; round <= rounds; round++) {
+            if (round % 64 == one) usleep(200); /* the others sleep */
+            __atomic_store_n(come + one, round, __ATOMIC_RELAXED);
+#pragma omp barrier
+            for (int i = 0; i < threads; i++)
+                if (__atomic_load_n(come + i, __ATOMIC_RELAXED) < round)
+                    __atomic_fetch_add(&wrong, 1, __ATOMIC_RELAXED);
+        }
+    }
+    for (int i = 0; i < 8; i++) wrong += come[i] && come[i] != rounds;
+    return wrong;
+}
 """
 
 
@@ -59,7 +81,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     source = Source("loops", (folder / "loops.c", openmp), openmp=True)
     compile_library(zig, source, levels[-1], folder / "loops.so")
     library = ctypes.CDLL(str(folder / "loops.so"))
-    library.loops.restype, library.loops.argtypes = ctypes.c_int64, (ctypes.c_int64, ctypes.c_void_p)
+    for function in (library.loops, library.meetings):
+        function.restype, function.argtypes = ctypes.c_int64, (ctypes.c_int64, ctypes.c_void_p)
     return library
 
 
@@ -73,6 +96,19 @@ def test_each_iteration_is_done_once(library: ctypes.CDLL) -> None:
                 torch.set_num_threads(threads)
             for count in (0, 1, 2, 7, 500):
                 assert library.loops(count, counts.ctypes.data) == 0, (threads, count)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_all_meet_whoever_is_late(library: ctypes.CDLL, threads: int) -> None:
+    """5: more than there are processors, perhaps, so that they do not spin."""
+    come, before = np.zeros(8, np.int64), torch.get_num_threads()
+    native.use_openmp(library)
+    try:
+        torch.set_num_threads(threads)
+        assert library.meetings(2000, come.ctypes.data) == 0
+        assert np.count_nonzero(come) == threads
     finally:
         torch.set_num_threads(before)
 

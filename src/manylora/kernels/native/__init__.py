@@ -26,7 +26,7 @@ SOURCE = Source(
     ("-O3", "-ffast-math", "-fno-finite-math-only"),
     openmp=True,
 )
-OPENMP = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
+OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 KINDS = {"p": POINTER, "i": INTEGER, "f": REAL}
 # Arguments: p pointer, i integer, f float; after ">" the result. The C files have their names.

@@ -1,15 +1,27 @@
 /* OpenMP for code that clang compiled, on the runtime of which torch has brought the only copy into the process.
  *
  * clang calls functions of LLVM's runtime, which neither torch nor the compiler's wheel has. These are they, as far as
- * the kernels need them, on four functions that GCC's runtime, LLVM's and Intel's all have. Until `use_openmp` was
- * called, and in a program without a runtime, there is one thread. GCC calls its own runtime itself. */
+ * the kernels need them, on three functions that GCC's runtime, LLVM's and Intel's all have. Until `use_openmp` was
+ * called, and in a program without a runtime, there is one thread. GCC calls its own runtime itself.
+ *
+ * Within a region threads meet here and not in the runtime. GCC's has a team for each thread that ever began a region,
+ * and where their members are more than the processors, as in an engine beside the thread that loaded it, it lets them
+ * sleep after 2 microseconds. A step has hundreds of meetings, and to wake a thread takes ten times as long. */
 
 #ifdef __clang__
 
+#define _GNU_SOURCE
 #include <sched.h>
 #include <stdarg.h>
+#include <stddef.h>
 #include <stdint.h>
+#include <unistd.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
 
+enum { SPINS = 1000 /* before a thread sleeps: some 20 to 50 microseconds */ };
 enum { ARGUMENTS = 40, LOOPS = 8, DEPTH = 4, STATIC_CHUNKS = 33, MODIFIERS = 3 << 29 };
 #define OURS __attribute__((visibility("hidden"))) /* another runtime of the process may have such names, too */
 
@@ -18,13 +30,23 @@ typedef struct Place Place; /* in the source; not read */
 
 static struct {
     void (*parallel)(void (*run)(void *), void *data, unsigned threads, unsigned flags);
-    void (*barrier)(void);
     int (*number)(void), (*count)(void);
+    int processors; /* of this process; more threads do not spin */
 } runtime;
 
-/* GOMP_parallel, GOMP_barrier, omp_get_thread_num, omp_get_num_threads */
-void use_openmp(void *parallel, void *barrier, void *number, void *count) {
-    runtime.parallel = parallel, runtime.barrier = barrier, runtime.number = number, runtime.count = count;
+static int processors(void) {
+#ifdef __linux__
+    cpu_set_t allowed;
+    return sched_getaffinity(0, sizeof allowed, &allowed) ? INT32_MAX : CPU_COUNT(&allowed); /* more than a set holds */
+#else
+    return (int)sysconf(_SC_NPROCESSORS_ONLN);
+#endif
+}
+
+/* GOMP_parallel, omp_get_thread_num, omp_get_num_threads */
+void use_openmp(void *parallel, void *number, void *count) {
+    runtime.parallel = parallel, runtime.number = number, runtime.count = count;
+    runtime.processors = processors();
 }
 
 /* A loop whose iterations are taken one by one. A region has many, one after the other: each place is used again by
@@ -34,10 +56,17 @@ typedef struct {
     _Atomic int64_t left, uses;
 } Loop;
 
+/* Where all threads wait for the last one. */
+typedef struct {
+    _Alignas(64) _Atomic int32_t arrived, sleeping;
+    _Alignas(64) _Atomic int32_t meetings; /* that are over */
+} Meeting;
+
 typedef struct {
     Body body;
     void *arguments[ARGUMENTS];
     Loop loops[LOOPS];
+    Meeting meeting;
 } Team;
 
 typedef struct {
@@ -95,8 +124,46 @@ OURS void __kmpc_end_masked(Place *place, int32_t thread) {}
 OURS int32_t __kmpc_master(Place *place, int32_t thread) { return self.number == 0; }
 OURS void __kmpc_end_master(Place *place, int32_t thread) {}
 
+static void relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb" ::: "memory"); /* `yield` takes no time */
+#endif
+}
+
+/* Until *at is no longer `value`; it may return before. */
+static void sleep_while(_Atomic int32_t *at, int32_t value) {
+#ifdef __linux__
+    syscall(SYS_futex, at, FUTEX_WAIT_PRIVATE, value, NULL);
+#else
+    sched_yield();
+#endif
+}
+
+static void wake_all(_Atomic int32_t *at) {
+#ifdef __linux__
+    syscall(SYS_futex, at, FUTEX_WAKE_PRIVATE, INT32_MAX);
+#endif
+}
+
 OURS void __kmpc_barrier(Place *place, int32_t thread) {
-    if (self.count > 1) runtime.barrier();
+    if (self.count == 1) return;
+    Meeting *const m = &self.team->meeting;
+    const int32_t before = m->meetings;
+    if (++m->arrived == self.count) {
+        m->arrived = 0;
+        m->meetings++;
+        if (m->sleeping) wake_all(&m->meetings);
+        return;
+    }
+    for (int i = self.count > runtime.processors ? SPINS : 0; i < SPINS; i++) {
+        if (m->meetings != before) return;
+        relax();
+    }
+    m->sleeping++; /* before it looks again, as the last one looks here after it has changed `meetings` */
+    while (m->meetings == before) sleep_while(&m->meetings, before);
+    m->sleeping--;
 }
 
 static void enter(void) {

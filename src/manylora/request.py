@@ -332,8 +332,8 @@ class Retention:
 class ActivatedTokens:
     """Tokens of a request with an activated LoRA, of prompt and output together.
 
-    before: where it does not act, as in the base model. shared: of these, the ones whose KV blocks were there,
-    made for whomever. acted: the others, from its invocation on; 0 without one.
+    before: where it does not act, as in the base model. shared: of these, the ones whose KV blocks were
+    there, made for whomever. acted: the others, from its invocation on; 0 without one.
     """
 
     before: int

@@ -59,7 +59,8 @@ def test_a_step_goes_without_an_adapter_that_is_still_written_however_short_that
     busy, cold = Arrival(0.0, None, 10, 9), Arrival(0.0, "a", 10, 1)
     serve(Shape(2, 2), busy, cold, costs=costs)
     assert busy.first_token == pytest.approx(0.01 + 10 * 0.001)
-    without = busy.first_token + 0.01 + 0.002  # read during the first step, written at the start of the second
+    # Read during the first step, and written at the start of the second.
+    without = busy.first_token + 0.01 + 0.002
     assert cold.first_token == pytest.approx(without + 0.01 + 0.002 + 10 * 0.001 + 0.003)
 
 

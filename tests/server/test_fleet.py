@@ -39,14 +39,14 @@ class Fleet:
     model: Path
     root: Path
 
-    def complete(self, adapter: str, tokens: int = 6) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/completions", json=body(adapter, tokens), timeout=60)
+    def complete(self, adapter: str, tokens: int = 6, timeout: float = 60) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/completions", json=body(adapter, tokens), timeout=timeout)
 
     def cache(self) -> dict[str, Any]:
         return httpx.get(f"{self.url}/v1/cache", timeout=30).json()
 
     def replicas(self) -> list[dict[str, Any]]:
-        return self.cache()["replicas"]
+        return self.cache().get("replicas", [])  # none while one does not answer
 
 
 def body(adapter: str, tokens: int, **more: Any) -> dict[str, Any]:
@@ -236,8 +236,9 @@ def test_a_replica_that_is_stopped_holds_no_request_for_long(fleet: Fleet) -> No
     victim = next(one["pid"] for one in fleet.replicas() if one["replica"] == owner)
     os.kill(victim, signal.SIGSTOP)
     try:
-        assert fleet.complete("a0").status_code == 200  # held until the replica is killed, or sent elsewhere
-        pids = lambda: {one["pid"] for one in fleet.cache().get("replicas", ())}  # noqa: E731
+        held = fleet.complete("a0", timeout=180)  # until the replica is killed, or sent elsewhere
+        assert held.status_code == 200, held.text
+        pids = lambda: {one["pid"] for one in fleet.replicas()}  # noqa: E731
         wait_for(lambda: len(pids() - {victim}) == REPLICAS, 120)
     finally:
         with suppress(ProcessLookupError):

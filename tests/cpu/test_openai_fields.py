@@ -108,6 +108,29 @@ def test_what_is_wrong_is_refused_by_name(server: Running, field: str, value: An
         assert field in error["message"] and error["param"].startswith(field)
 
 
+def test_too_many_stop_texts_are_told_as_too_many(server: Running) -> None:
+    """And not as no string, which is the other thing that `stop` may be."""
+    for path in ("/v1/completions", CHAT):
+        assert "at most 16 items" in refused(server, path, stop=["a"] * 17)["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "message"),
+    [
+        (
+            "GET",
+            "/v1/files",
+            "GET /v1/files: there is no such path: /openapi.json lists those of this server",
+        ),
+        ("DELETE", CHAT, f"DELETE {CHAT}: this path takes POST"),
+    ],
+)
+def test_what_the_server_does_not_have_is_named(
+    server: Running, method: str, path: str, message: str
+) -> None:
+    assert server.http.request(method, path).json()["error"]["message"] == message
+
+
 @pytest.mark.parametrize(
     ("field", "body"),
     [

@@ -297,7 +297,12 @@ def _endpoint(name: str, path: str) -> Handler:
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     code = HTTPStatus(error.status_code).name.lower()
-    found = ApiError(error.status_code, code, HTTPStatus(error.status_code).phrase)
+    asked, reason = f"{request.method} {request.url.path[:200]}", HTTPStatus(error.status_code).phrase
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        reason = f"{asked}: there is no such path: /openapi.json lists those of this server"
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        reason = f"{asked}: this path takes {(error.headers or {}).get('Allow', 'another method')}"
+    found = ApiError(error.status_code, code, reason)
     response = error_at(request.url.path, found)
     response.headers["x-request-id"] = request_id(request)
     return response

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import Field, ValidationError, model_validator
-from pydantic_core import from_json
+from pydantic_core import ErrorDetails, from_json
 
 from manylora.openai.api.errors import ApiError, invalid_value, unsupported_field
 from manylora.openai.api.fields import (
@@ -41,6 +41,14 @@ IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
 }
 UNION_BRANCHES = ("str", "constrained-str", "TextPart", "NamedToolChoice", "AllowedToolChoice")
+BOUNDS = (  # errors of values whose type is right
+    "too_long",
+    "too_short",
+    "string_too_long",
+    "string_too_short",
+    "greater_than_equal",
+    "less_than_equal",
+)
 
 MAX_TOKENS = 2**31 - 1
 MAX_COMMAS, MAX_BRACKETS = 2**20, 2**17  # of a body, outside of its strings; brackets: opening ones
@@ -366,7 +374,7 @@ def api_error(error: ValidationError, where: str = "") -> ApiError:
     where: the path in the body of what was validated.
     """
     found = error.errors(include_url=False, include_context=False, include_input=False)
-    first = next((one for one in found if one["type"] == "extra_forbidden"), found[0])
+    first = next((one for one in found if one["type"] == "extra_forbidden"), _most_telling(found))
     # Names of union branches are not part of the path in the body.
     path = [str(part) for part in first["loc"] if not (isinstance(part, str) and _is_branch(part))]
     name = ".".join([where, *path] if where else path)[:200]
@@ -375,6 +383,13 @@ def api_error(error: ValidationError, where: str = "") -> ApiError:
     if first["type"] == "missing":
         return ApiError(400, "missing_field", f"{name} is required", name)
     return invalid_value(f"{name}: {first['msg'][:300]}", name)
+
+
+def _most_telling(found: list[ErrorDetails]) -> ErrorDetails:
+    """The first error, or of a union's the one of the branch whose type fits."""
+    first = found[0]
+    fits = (one for one in found if one["type"] in BOUNDS and one["loc"][0] == first["loc"][0])
+    return next(fits, first) if first["loc"] and first["type"].endswith("_type") else first
 
 
 def _is_branch(part: str) -> bool:

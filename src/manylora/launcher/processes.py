@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -15,6 +17,8 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 GONE_S = 5.0  # for the system to end what was killed
+PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")  # of ports that the system gives to connections
+PORTS = range(20000, 32000)  # that are chosen from, those below that range
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -102,10 +106,18 @@ def is_child(pid: int) -> bool:
 
 
 def free_port() -> int:
-    """Of this machine's own address, for somebody who takes it at once."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Of this machine's own address, for somebody who takes it soon. Where there is one, a port that the
+    system gives to no connection meanwhile. Raises OSError."""
+    try:
+        first_given = int(PORT_RANGE.read_text(encoding="utf-8").split()[0])
+    except (OSError, ValueError, IndexError):
+        first_given = 0
+    own = range(PORTS.start, min(PORTS.stop, first_given))
+    for port in [*random.sample(own, min(len(own), 100)), 0]:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
+    raise OSError(errno.EADDRINUSE, "no port is free")
 
 
 def port_is_free(port: int, address: str) -> bool:

@@ -10,13 +10,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from peft import IA3Config, PrefixTuningConfig, PromptTuningConfig
 
+from manylora.launcher.processes import free_port
 from manylora.lora.convert import convert_peft
 from manylora.lora.formats.npy import write_npy
 from manylora.testing.tiny_models import make_adapter, make_model, make_tuned
@@ -27,11 +27,10 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    found: set[int] = set()
+    while len(found) < count:
+        found.add(free_port())
+    return list(found)
 
 
 def fill_repo(path: Path, model: Path, *, contracts: bool = False, **values: str) -> Path:
@@ -85,6 +84,10 @@ class Running:
             timeout=120,
             check=False,
         )
+
+    def start(self, *flags: str) -> None:
+        started = self.launch(*flags)
+        assert started.returncode == 0, started.stderr
 
     @property
     def run_dir(self) -> Path:
@@ -153,8 +156,7 @@ def server(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
         tensorrt_llm_draft_model_name="tensorrt_llm",
     )
     running = new_server(repo)
-    started = running.launch()
-    assert started.returncode == 0, started.stderr
+    running.start()
     yield running
     log = Path(running.state()["log"]).read_text()
     assert "lora task 5 is skipped: model.lora_weights.npy is not a readable .npy array" in log

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import tritonclient.grpc as grpc
 from conftest import Running
 from test_server import PROMPT, inputs, tensor
+from tritonclient.utils import InferenceServerException
 
 STREAMS = 50
 MODELS = ("preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls")
@@ -32,7 +34,8 @@ def models(pid: int) -> dict[str, int]:
 
 
 def processes(server: Running) -> dict[str, int]:
-    """Of each model, of the server, of the supervisor and its deputies."""
+    """Of each model, of the server, of the supervisor and its deputies, when it serves."""
+    wait_for("the service", lambda: server.launch("--status").returncode == 0)
     state = server.state()
     deputies = {f"deputy {i}": pid for i, pid in enumerate(state["deputies"], 1)}
     return {"server": state["server"], "supervisor": state["supervisor"]} | deputies | models(state["server"])
@@ -68,19 +71,34 @@ def text_inputs(text: str, new: int) -> list[grpc.InferInput]:
 
 
 class Streams:
-    """Many streams at once, half of them through the ensemble; counts what each one heard."""
+    """Many streams at once, half of them through the ensemble; counts what each one heard.
 
-    def __init__(self, server: Running, count: int, new: int) -> None:
+    endless: one that has ended is sent again, until there is an error.
+    """
+
+    def __init__(self, server: Running, count: int, new: int, endless: bool) -> None:
         self.events: queue.Queue[tuple[int, str]] = queue.Queue()
+        self._endless = endless
         self.heard = dict.fromkeys(range(count), "")
         self._stack = ExitStack()
         streaming = {"streaming": np.array([[True]])}
         for i in range(count):
             client = self._stack.enter_context(grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}"))
-            client.start_stream(lambda result, error, i=i: self.events.put((i, self._kind(result, error))))
             request = text_inputs("Hello", new) if i % 2 else inputs(PROMPT, new, **streaming)
             model = "ensemble" if i % 2 else "tensorrt_llm"
-            client.async_stream_infer(model, request, enable_empty_final_response=True)
+            send = partial(client.async_stream_infer, model, request, enable_empty_final_response=True)
+            client.start_stream(partial(self._hear, i, send))
+            send()
+
+    def _hear(
+        self, i: int, send: Callable[[], None], result: grpc.InferResult | None, error: Exception | None
+    ) -> None:
+        kind = self._kind(result, error)
+        if kind == "end" and self._endless:
+            with suppress(InferenceServerException):  # it is told as an error of its own
+                send()
+        else:
+            self.events.put((i, kind))
 
     @staticmethod
     def _kind(result: grpc.InferResult | None, error: Exception | None) -> str:
@@ -107,8 +125,10 @@ class Streams:
 
 
 @contextmanager
-def streams(server: Running, count: int = STREAMS, new: int = 200) -> Iterator[Streams]:
-    made = Streams(server, count, new)
+def streams(
+    server: Running, count: int = STREAMS, new: int = 200, endless: bool = False
+) -> Iterator[Streams]:
+    made = Streams(server, count, new, endless)
     try:
         made.wait_for_data()
         yield made

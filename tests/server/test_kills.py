@@ -30,10 +30,10 @@ def test_killed_processes_are_replaced_every_client_hears_and_no_orphan_stays(
 ) -> None:
     before = processes(server)
     assert b"GOMP_SPINCOUNT=1000" in Path(f"/proc/{before['tensorrt_llm']}/environ").read_bytes()
-    with streams(server) as open_streams:
+    with streams(server, endless=which != "deputy 1") as open_streams:
         for name in which.split(", "):
             os.kill(before[name], signal.SIGKILL)
-        ends = open_streams.wait_for_ends(15 if which != "deputy 1" else 60)
+        ends = open_streams.wait_for_ends(60)
     if which == "deputy 1":
         assert set(ends.values()) == {"end"}
         wait_for_deputies(server)
@@ -72,7 +72,7 @@ def test_what_is_killed_while_it_restarts_is_started_again(server: Running) -> N
 
 def test_a_hung_server_is_replaced(world: World, tmp_path: Path) -> None:
     hung = new_server(fill_repo(tmp_path / "repo", world.model))
-    assert hung.launch("--hang-timeout=8").returncode == 0
+    hung.start("--hang-timeout=8")
     try:
         for which in ("server", "postprocessing"):
             before = processes(hung)
@@ -122,7 +122,7 @@ def test_a_full_disk_ends_nothing_and_the_status_stays_true(
 ) -> None:
     served = new_server(fill_repo(tmp_path / "repo", world.model))
     # Reports that stop would be a reason to start the server again.
-    assert served.launch("--hang-timeout=6").returncode == 0
+    served.start("--hang-timeout=6")
     try:
         before = processes(served)
         with (
@@ -172,7 +172,7 @@ def test_an_engine_thread_that_dies_or_is_stuck_is_replaced(world: World, tmp_pa
     with (repo / "tensorrt_llm" / "1" / "model.py").open("a") as file:
         file.write(FAULTS)
     server = new_server(repo)
-    assert server.launch("--hang-timeout=6").returncode == 0
+    server.start("--hang-timeout=6")
     try:
         log = Path(server.state()["log"]).with_name("supervisor.log")
         for token, reason in ((13, "ended with status 1"), (14, "has not moved")):

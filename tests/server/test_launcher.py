@@ -26,7 +26,7 @@ def test_stopping_finishes_what_is_in_flight_refuses_what_is_new_and_leaves_noth
     world: World, tmp_path: Path
 ) -> None:
     served = new_server(fill_repo(tmp_path / "repo", world.model))
-    assert served.launch().returncode == 0
+    served.start()
     everyone = processes(served)
     with streams(served, 20) as open_streams:
         stopper = threading.Thread(target=served.launch, args=("--stop",))

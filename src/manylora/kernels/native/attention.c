@@ -1,12 +1,12 @@
 /* Decode attention over pages in place. float32.
  *
- * It runs at the speed of memory, so a token's row is read once, for all heads of the task, and what follows is fetched
- * by hand: rows are short, and the processor does not foresee the jump from one to the next. The sums of a head are
+ * It runs at the speed of memory, so a token's row is read once, for all heads of the task, and the next run is fetched
+ * by hand meanwhile: rows are short, and the processor does not foresee the jump from one to the next. The sums of a head are
  * made in the same order however heads are divided among threads. */
 
 #include "team.h"
 
-enum { MOST = 32 /* vectors in a head */, RUN = 16 /* tokens that stay in the cache from head to head */, FEW = 8 /* sequences */ };
+enum { MOST = 32 /* vectors in a head */, RUN = 16 /* tokens that stay in the cache from head to head */ };
 
 typedef struct {
     const float *keys, *values;
@@ -30,22 +30,33 @@ INLINE vector piece(const int whole, const Task *t, const float *head, int v) {
     return whole ? load(head + v * LANES) : load_some(head + v * LANES, t->dim - v * LANES);
 }
 
+/* What a run of tokens [token, stop) that begins at `at` fetches for the next one, head by head: the lines as they lie,
+ * where all heads are read. */
+typedef struct {
+    const float *from;
+    int64_t head, step; /* floats from head to head, and from token to token of one */
+} Next;
+
+INLINE Next next_run(const Task *t, const float *cache, int64_t token, int64_t stop, int64_t at) {
+    const int in_order = (t->last - t->first) * t->dim == t->stride;
+    return (Next){cache + (stop < t->end ? place(t, stop) : at), in_order ? (stop - token) * t->dim : t->dim,
+                  in_order ? t->dim : t->stride};
+}
+
 /* score[h, token] = scale * q[h] . key[token]; count: vectors in a head */
 INLINE void scores_of(const int count, const int whole, const Task *t, const float *q, float scale, float *score, int64_t longest) {
     const int64_t stride = t->stride;
     FOR_RUNS(t) {
+        const Next next = next_run(t, t->keys, token, stop, at);
         for (int64_t h = t->first; h < t->last; h++)
             for (int64_t g = 0; g < t->group; g++) {
-                const float *key = t->keys + at + h * t->dim, *value = t->values + at + h * t->dim;
+                const float *key = t->keys + at + h * t->dim, *ahead = next.from + h * next.head;
                 const float *const one = q + (h * t->group + g) * t->dim;
                 float *const to = score + (h * t->group + g) * longest;
                 vector query[MOST];
                 UNROLL for (int v = 0; v < count; v++) query[v] = piece(whole, t, one, v) * all(scale);
-                for (int64_t i = token; i < stop; i++, key += stride, value += stride) {
-                    if (!g) {
-                        fetch((const char *)(key + RUN * stride), count * LANES * 4);
-                        fetch((const char *)value, count * LANES * 4);
-                    }
+                for (int64_t i = token; i < stop; i++, key += stride, ahead += next.step) {
+                    if (!g) fetch((const char *)ahead, count * LANES * 4);
                     vector sum = query[0] * piece(whole, t, key, 0);
                     UNROLL for (int v = 1; v < count; v++) sum += query[v] * piece(whole, t, key, v);
                     to[i] = total(sum);
@@ -58,13 +69,15 @@ INLINE void scores_of(const int count, const int whole, const Task *t, const flo
 INLINE void mix(const int count, const int whole, const Task *t, float *out, const float *score, int64_t longest) {
     const int64_t stride = t->stride;
     FOR_RUNS(t) {
+        const Next next = next_run(t, t->values, token, stop, at);
         for (int64_t h = t->first; h < t->last; h++)
             for (int64_t g = 0; g < t->group; g++) {
-                const float *value = t->values + at + h * t->dim, *const from = score + (h * t->group + g) * longest;
+                const float *value = t->values + at + h * t->dim, *ahead = next.from + h * next.head, *const from = score + (h * t->group + g) * longest;
                 float *const to = out + (h * t->group + g) * t->dim;
                 vector sum[MOST];
                 UNROLL for (int v = 0; v < count; v++) sum[v] = token == t->begin ? all(0) : piece(whole, t, to, v);
-                for (int64_t i = token; i < stop; i++, value += stride) {
+                for (int64_t i = token; i < stop; i++, value += stride, ahead += next.step) {
+                    if (!g) fetch((const char *)ahead, count * LANES * 4);
                     const vector weight = all(from[i]);
                     UNROLL for (int v = 0; v < count; v++) sum[v] += weight * piece(whole, t, value, v);
                 }
@@ -85,9 +98,12 @@ static void bound(float *score, int64_t begin, int64_t end, float cap) {
 
 /* sink: one more score, which takes its share and is dropped, or NULL */
 static void softmax(float *score, int64_t begin, int64_t end, const float *sink) {
-    vector sums = all(0);
+    vector sums = all(0), tops = all(score[begin]);
     float top = sink && *sink > score[begin] ? *sink : score[begin], sum;
-    for (int64_t t = begin; t < end; t++) top = score[t] > top ? score[t] : top;
+    int64_t rest = begin;
+    for (; rest + LANES <= end; rest += LANES) tops = choose(load(score + rest) > tops, load(score + rest), tops);
+    for (int v = 0; v < LANES; v++) top = tops[v] > top ? tops[v] : top;
+    for (; rest < end; rest++) top = score[rest] > top ? score[rest] : top;
     for (int64_t t = begin; t < end; t += LANES) {
         const vector one = exponential(load_some(score + t, end - t) - top);
         store_some(score + t, one, end - t);
@@ -113,7 +129,8 @@ INLINE void attend(const int count, const int whole, const Task *t, float *out, 
     case n: attend(n, 1, &t, to, from, scale, cap, a->sinks, score, longest); break;
 
 void attention_team(const Attention *a) {
-    const int64_t parts = a->n < FEW ? a->kv_heads : 1, each = a->kv_heads / parts;
+    const int few = a->n < 2 * number_of_threads(); /* then heads are divided, too */
+    const int64_t parts = few ? a->kv_heads : 1, each = a->kv_heads / parts;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t p = 0; p < a->n * parts; p++) {
         const int64_t s = p / parts, first = p % parts * each, longest = a->longest;

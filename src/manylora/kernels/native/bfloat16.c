@@ -7,9 +7,10 @@
  * Both round to nearest, even, and take numbers below 2^-126, in and out, as zeros, whatever MXCSR says. A process
  * uses one of them: their bits differ.
  *
- * All rows pass over CHUNK inputs of a panel, which stay in the nearest cache; integers are unpacked for that. Sums
- * wait in memory meanwhile. A tile has as many rows as every other of the call, so the last one begins among the rows
- * of the one before it. A row's sums are one chain over the inputs of a block, whatever rows are beside it. */
+ * All rows pass over some inputs of a panel, at most CHUNK, which stay in the nearest cache; integers are unpacked for
+ * that. Sums wait in memory meanwhile, and each tile fetches a share of the next inputs. A tile has as many rows as every
+ * other of the call, so the last one begins among the rows of the one before it. A row's sums are one chain over the
+ * inputs of a block, whatever rows are beside it. */
 
 #include "panels.h"
 #if defined(__x86_64__) && defined(__linux__)
@@ -22,7 +23,8 @@ enum {
     TALL = 16,        /* rows of a tile of TILES */
     WIDE = 8,         /* rows of DOTS */
     BAND = 256,       /* rows whose sums are kept at once */
-    PANELS_IN_A_ROW = 4, /* so that the next one is this thread's, too */
+    NEAR = 4,         /* tiles of DOTS so few that two chunks have to be in the nearest cache */
+    PANELS_IN_A_ROW = 4,
     AHEAD = 4096      /* bytes between reading and fetching */
 };
 
@@ -60,8 +62,17 @@ INLINE vector add_pairs(vector sum, words a, words b) {
 }
 
 /* sums [rows, PANEL] += x W^T over `inputs`. x: bfloat16, rows `stride` elements apart. w: pairs [inputs / 2, PANEL];
- * up to a whole tile both have more, w zeros. */
-typedef void Run(int rows, float *sums, const uint16_t *x, int64_t stride, const char *w, int64_t inputs);
+ * up to a whole tile both have more, w zeros. Meanwhile `pace` bytes are fetched for each pair, from `next` on. */
+typedef struct {
+    float *sums;
+    const uint16_t *x;
+    int64_t stride;
+    const char *w;
+    int64_t inputs;
+    const char *next;
+    int64_t pace;
+} Tile;
+typedef void Run(int rows, const Tile *t);
 
 INLINE words load_words(const char *at) {
     words some;
@@ -69,13 +80,18 @@ INLINE words load_words(const char *at) {
     return some;
 }
 
-INLINE void dots(const int rows, float *sums, const uint16_t *x, int64_t stride, const char *w, int64_t inputs) {
+INLINE void dots(const int rows, const Tile *t) {
+    const uint16_t *const x = t->x;
+    const int64_t stride = t->stride, inputs = t->inputs, pace = t->pace;
+    const char *w = t->w, *next = t->next;
     vector sum[WIDE][VECTORS];
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = load(sums + r * PANEL + v * LANES);
-    for (int64_t k = 0; k < inputs; k += 2, w += 4 * PANEL) {
+        UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = load(t->sums + r * PANEL + v * LANES);
+    for (int64_t k = 0; k < inputs; k += 2, w += 4 * PANEL, next += pace) {
         words in[VECTORS];
-        fetch(w + AHEAD, 4 * PANEL);
+        __builtin_prefetch(next);
+        if (pace > LINE) __builtin_prefetch(next + LINE);
+        if (pace > 2 * LINE) __builtin_prefetch(next + 2 * LINE);
         UNROLL for (int v = 0; v < VECTORS; v++) in[v] = load_words(w + v * 4 * LANES);
         UNROLL for (int r = 0; r < rows; r++) {
             uint32_t pair;
@@ -86,15 +102,15 @@ INLINE void dots(const int rows, float *sums, const uint16_t *x, int64_t stride,
         KEEP_ORDER;
     }
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < VECTORS; v++) store(sums + r * PANEL + v * LANES, sum[r][v]);
+        UNROLL for (int v = 0; v < VECTORS; v++) store(t->sums + r * PANEL + v * LANES, sum[r][v]);
 }
 
-#define CASE(n)                                  \
-    case n:                                      \
-        dots(n, sums, x, stride, w, inputs); \
+#define CASE(n)     \
+    case n:         \
+        dots(n, t); \
         break;
 
-static void ONCE run_dots(int rows, float *sums, const uint16_t *x, int64_t stride, const char *w, int64_t inputs) {
+static void ONCE run_dots(int rows, const Tile *t) {
     switch (rows) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
     }
@@ -104,18 +120,18 @@ static void ONCE run_dots(int rows, float *sums, const uint16_t *x, int64_t stri
 static void configure(int rows) { (void)rows; }
 static void release(void) {}
 
-static void run_tiles(int rows, float *sums, const uint16_t *x, int64_t stride, const char *w, int64_t inputs) {
-    for (int64_t k = 0; k < inputs; k += DEPTH)
+static void run_tiles(int rows, const Tile *t) {
+    for (int64_t k = 0; k < t->inputs; k += DEPTH)
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < VECTORS; v++) {
                 vector even = all(0), odd = all(0);
                 for (int i = 0; i < DEPTH; i += 2) {
-                    const uint16_t *const one = x + r * stride + k + i;
-                    const words in = load_words(w + (k + i) * 2 * PANEL + v * 4 * LANES);
+                    const uint16_t *const one = t->x + r * t->stride + k + i;
+                    const words in = load_words(t->w + (k + i) * 2 * PANEL + v * 4 * LANES);
                     even = fused((words){0} + ((uint32_t)one[0] << 16), in << 16, even);
                     odd = fused((words){0} + ((uint32_t)one[1] << 16), in & 0xffff0000u, odd);
                 }
-                float *const sum = sums + r * PANEL + v * LANES;
+                float *const sum = t->sums + r * PANEL + v * LANES;
                 store(sum, flush(WHOLE(flush(load(sum)) + flush(WHOLE(even + odd)))));
             }
 }
@@ -140,15 +156,17 @@ static void release(void) { __asm__ volatile("tilerelease"); }
 #define STORE(tile, at, step) __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(at), "r"(step) : "memory")
 #define ADD(sum, w) __asm__ volatile("tdpbf16ps %%tmm" #w ", %%tmm3, %%tmm" #sum ::)
 
-static void run_tiles(int rows, float *sums, const uint16_t *x, int64_t stride, const char *w, int64_t inputs) {
-    const int64_t row = 4 * PANEL, step = 2 * stride;
+static void run_tiles(int rows, const Tile *t) {
+    const int64_t row = 4 * PANEL, step = 2 * t->stride, paces = DEPTH / 2 * t->pace;
+    const float *const sums = t->sums;
+    const char *w = t->w, *next = t->next;
     (void)rows;
     LOAD(0, sums, row);
     LOAD(1, sums + LANES, row);
     LOAD(2, sums + 2 * LANES, row);
-    for (int64_t k = 0; k < inputs; k += DEPTH, w += DEPTH / 2 * row) {
-        for (int i = 0; i < DEPTH / 2; i++) fetch(w + AHEAD + i * row, row);
-        LOAD(3, x + k, step);
+    for (int64_t k = 0; k < t->inputs; k += DEPTH, w += DEPTH / 2 * row, next += paces) {
+        for (int64_t i = 0; i < paces; i += LINE) __builtin_prefetch(next + i);
+        LOAD(3, t->x + k, step);
         LOAD(4, w, row);
         LOAD(5, w + 4 * LANES, row);
         LOAD(6, w + 8 * LANES, row);
@@ -207,19 +225,26 @@ INLINE const char *pairs_of(const Kind kind, const Linear *c, int64_t p, int64_t
     return room;
 }
 
-INLINE void one_panel(const Kind kind, Run *run, int64_t height, const Linear *c, int64_t p) {
+INLINE void one_panel(const Kind kind, const Form form, int64_t height, const Linear *c, int64_t p) {
+    Run *const run = form == TILES ? run_tiles : run_dots;
     float sums[BAND * PANEL];
     char room[CHUNK * 2 * PANEL] __attribute__((aligned(LINE)));
     const int64_t stride = stride_of(c), block = block_of(c), last = c->rows - height;
     for (int64_t first = 0; first < c->rows; first += BAND)
         for (int64_t k = 0; k < c->in; k += block) {
             const int64_t stop = least(c->in, k + block), rows = least(c->rows - first, BAND);
-            memset(sums, 0, (rows + height - 1) / height * height * PANEL * sizeof *sums);
-            for (int64_t at = k; at < stop; at += CHUNK) {
-                const int64_t depth = least(stop - at, CHUNK);
+            const int64_t tiles = (rows + height - 1) / height, chunk = form == DOTS && tiles <= NEAR ? 4 * DEPTH : CHUNK;
+            memset(sums, 0, tiles * height * PANEL * sizeof *sums);
+            for (int64_t at = k; at < stop; at += chunk) {
+                const int64_t depth = least(stop - at, chunk), bytes = depth * 2 * PANEL;
                 const char *const w = pairs_of(kind, c, p, at, depth, room);
-                for (int64_t r = 0; r < rows; r += height)
-                    run(height, sums + r * PANEL, rounded(c, least(first + r, last)) + at, stride, w, depth);
+                const char *const next = tiles == 1 ? w + AHEAD : w + bytes; /* the next chunk, a share for each tile */
+                const int64_t pace = w == room ? 0 : 4 * PANEL / tiles;      /* what is unpacked was fetched */
+                for (int64_t i = 0; i < tiles; i++) {
+                    const int64_t r = i * height;
+                    run(height, &(Tile){sums + r * PANEL, rounded(c, least(first + r, last)) + at, stride, w, depth,
+                                        pace ? next + bytes * i / tiles : w, pace});
+                }
             }
             for (int64_t r = 0; r < rows; r += height) {
                 const int64_t again = first + r - least(first + r, last); /* rows of the tile before */
@@ -228,16 +253,20 @@ INLINE void one_panel(const Kind kind, Run *run, int64_t height, const Linear *c
         }
 }
 
+/* Panels are taken some in a row, so that the next one is this thread's, too, and in the end one by one, so that all
+ * threads end together. */
 INLINE void linear(const Kind kind, const Form form, const Linear *c) {
     const int64_t panels = (c->out + PANEL - 1) / PANEL, height = least(c->rows, form == TILES ? TALL : WIDE);
-    const int64_t count = panels < 16 ? 1 : PANELS_IN_A_ROW;
+    const int64_t some = panels / PANELS_IN_A_ROW - number_of_threads(), runs = some > 0 ? some : 0;
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < c->rows; r++) round_row(c, r);
     if (form == TILES) configure(height);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t first = 0; first < panels; first += count)
-        for (int64_t p = first; p < least(panels, first + count); p++)
-            one_panel(kind, form == TILES ? run_tiles : run_dots, height, c, p);
+    for (int64_t task = 0; task < panels - runs * (PANELS_IN_A_ROW - 1); task++) {
+        const int64_t alone = task - runs, first = task < runs ? task * PANELS_IN_A_ROW : runs * PANELS_IN_A_ROW + alone;
+        const int64_t stop = first + (task < runs ? PANELS_IN_A_ROW : 1);
+        for (int64_t p = first; p < stop; p++) one_panel(kind, form, height, c, p);
+    }
     if (form == TILES) release();
 }
 

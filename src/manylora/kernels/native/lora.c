@@ -11,16 +11,6 @@
 
 #include "team.h"
 
-#ifdef _OPENMP /* omp.h comes with few compilers */
-int omp_get_num_threads(void);
-int omp_get_thread_num(void);
-INLINE int64_t number_of_threads(void) { return omp_get_num_threads(); }
-INLINE int64_t thread_number(void) { return omp_get_thread_num(); }
-#else
-INLINE int64_t number_of_threads(void) { return 1; }
-INLINE int64_t thread_number(void) { return 0; }
-#endif
-
 enum {
 #ifdef __AVX512F__
     ROWS = 8,  /* that share each reading of A and B, at most */

@@ -48,7 +48,8 @@ INSIDE = {
         "postprocessing",
     ],
     "lora": [
-        "pages", "modules", "expert_rules", "geometry", "bounds", "number_types", "tensors",
+        "pages", "space", "shared", "modules", "expert_rules", "geometry", "bounds", "number_types",
+        "tensors",
         "file_adapter", "staging", "effect", "extras", "rules", "slicing", "formats", "cache", "pool",
         "library", "text",
         "loaded", "lease", "arrivals", "loader", "cache_view", "pins", "store_parts", "store", "convert",

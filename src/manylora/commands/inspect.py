@@ -71,7 +71,11 @@ def _lines(report: AdapterReport, judged: bool) -> Iterator[tuple[str, object]]:
     if report.modules is not None:
         yield "digest", report.digest or "not known without --base: the tensors may be padded"
     if report.num_pages is not None:
-        yield "pages", f"{report.num_pages} of {report.page_bytes} bytes"
+        part = f"1/{report.page_parts} of one" if report.page_parts else report.num_pages
+        yield "pages", f"{part} of {report.page_bytes} bytes"
+    if report.shared_bytes:
+        shared = f"{report.shared_bytes} bytes, {float(report.shared_pages):.3g} pages"
+        yield "shared", f"A and B of {shared}: once for all adapters that have the same"
     if report.problem is not None:
         yield "verdict", f"refused: {report.problem}"
     else:

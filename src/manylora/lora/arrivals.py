@@ -13,7 +13,7 @@ from manylora.lora.cache import AdapterCache
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.geometry import Layout
 from manylora.lora.loaded import OtherRanks
-from manylora.lora.pool import AdapterPool
+from manylora.lora.pool import AdapterPool, SharedOf
 from manylora.lora.slicing import Slicer
 from manylora.lora.tensors import Adapter
 from manylora.system.threads import lower_priority
@@ -44,11 +44,10 @@ class Arrivals:
         self.lost: dict[str, RequestError] = {}
         self.num_loads = 0
 
-    def write(
-        self, digest: str, adapter: Adapter | FileAdapter, layout: Layout, pages: Sequence[int]
-    ) -> None:
+    def write(self, digest: str, adapter: Adapter | FileAdapter, layout: Layout) -> None:
         """Begin to write an adapter into its pages on the host."""
-        self._writing[digest] = self._writer.submit(self._write, adapter, layout, pages)
+        held = self._cache.host.entries[digest]
+        self._writing[digest] = self._writer.submit(self._write, adapter, layout, held.pages, held.shared)
 
     def load(self, digest: str) -> None:
         """Begin to bring it to its pages on the device, as soon as the host has it."""
@@ -106,16 +105,27 @@ class Arrivals:
         """End the thread. Idempotent."""
         self._writer.shutdown(wait=True)
 
-    def _write(self, adapter: Adapter | FileAdapter, layout: Layout, pages: Sequence[int]) -> None:
+    def _write(
+        self, adapter: Adapter | FileAdapter, layout: Layout, pages: Sequence[int], shared: SharedOf
+    ) -> None:
         if self._others is not None:
             self._others.write(adapter, pages)
         held = adapter if self._slicer is None else self._slicer.slice(adapter)
+        for row in held.rows if shared and isinstance(held, Adapter) else ():
+            if row.shared is not None and not shared[row.shared.key].filled:
+                place = shared[row.shared.key]
+                self._pool.write_shared(row.shared, layout.shared[row.shared.key], place.pages)
+                place.filled = True
         self._pool.write_host(held, layout, pages)
 
     def _copy(self, digest: str) -> None:
         host, device = self._cache.host.entries[digest], self._cache.device.entries[digest]
         if self._others is not None:
             self._others.load(digest, host.pages, device.pages)
+        for key, place in device.shared.items():
+            if not place.filled:  # copies follow each other, so all is there once the adapter's own is
+                self._pool.load(host.content.shared[key], host.shared[key].pages, place.pages)
+                place.filled = True
         event = self._pool.load(host.content, host.pages, device.pages)
         if event is not None:
             self._loading[digest] = event

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from manylora.errors import AdapterCacheFullError
 from manylora.lora.pages import PageAllocator
+from manylora.lora.space import Held, Need, SharedPages, Space
 from manylora.stats import CacheChange
 
 MAX_CHANGES = 256
@@ -28,10 +29,20 @@ MAX_CHANGES = 256
 class CachedAdapter:
     """An adapter on one level. content: what the caller keeps about it for as long as it is here."""
 
-    pages: list[int]
+    held: Held
     content: Any
     pins: int = 0
     hits: int = 0
+
+    @property
+    def pages(self) -> Sequence[int]:
+        """Its own."""
+        return self.held.pages
+
+    @property
+    def shared(self) -> Mapping[str, SharedPages]:
+        """Those that others may use too, by key."""
+        return self.held.shared
 
 
 @dataclass
@@ -51,9 +62,13 @@ class _Level:
 
     def __init__(self, name: str, num_pages: int, journal: _Journal) -> None:
         self._name, self._journal = name, journal
-        self.pages = PageAllocator(num_pages)
+        self._space = Space(num_pages)
         self.entries: OrderedDict[str, CachedAdapter] = OrderedDict()
         self.num_stores = self.num_hits = self.num_evictions = 0
+
+    @property
+    def pages(self) -> PageAllocator:
+        return self._space.pages
 
     def pin(self, digest: str) -> None:
         self.entries[digest].pins += 1
@@ -65,23 +80,22 @@ class _Level:
         if entry.pins == 0:
             self.entries.move_to_end(digest)
 
-    def victims(self, num_pages: int, spare: Container[str] = ()) -> list[str] | None:
-        """Unpinned entries to evict for `num_pages` free pages, none of `spare`; None: too few."""
-        missing = num_pages - self.pages.num_free
+    def victims(self, need: Need | int | Sequence[Need], spare: Container[str] = ()) -> list[str] | None:
+        """Unpinned entries to evict so that there is room, none of `spare`; None: that is too little. need:
+        of one, of several together, or a number of pages."""
+        lacking = self._space.lacking([_need(need)] if isinstance(need, Need | int) else need)
         chosen: list[str] = []
         for digest, entry in self.entries.items():
-            if missing <= 0:
+            if lacking.pages <= 0:
                 break
             if entry.pins == 0 and digest not in spare:
                 chosen.append(digest)
-                missing -= len(entry.pages)
-        return chosen if missing <= 0 else None
+                lacking.without(entry.held)
+        return chosen if lacking.pages <= 0 else None
 
-    def put(self, digest: str, num_pages: int, content: Any) -> CachedAdapter:
-        pages = self.pages.claim(num_pages)
-        assert pages is not None
-        entry = self.entries[digest] = CachedAdapter(pages, content)
-        self._journal.note(self._name, True, digest, num_pages)
+    def put(self, digest: str, need: Need | int, content: Any) -> CachedAdapter:
+        entry = self.entries[digest] = CachedAdapter(self._space.claim(_need(need)), content)
+        self._journal.note(self._name, True, digest, len(entry.pages))
         self.num_stores += 1
         return entry
 
@@ -90,15 +104,17 @@ class _Level:
         self.num_hits += 1
 
     def evict(self, digest: str) -> None:
-        pages = self.entries.pop(digest).pages
-        self.pages.release(pages)
-        self._journal.note(self._name, False, digest, len(pages))
+        entry = self.entries.pop(digest)
+        self._space.release(entry.held)
+        self._journal.note(self._name, False, digest, len(entry.pages))
         self.num_evictions += 1
 
     def check(self) -> None:
-        self.pages.check()
-        pages = [page for entry in self.entries.values() for page in entry.pages]
-        assert len(pages) == len(set(pages)) == self.pages.num_used
+        self._space.check(entry.held for entry in self.entries.values())
+
+
+def _need(need: Need | int) -> Need:
+    return need if isinstance(need, Need) else Need(need)
 
 
 class AdapterCache:
@@ -129,11 +145,11 @@ class AdapterCache:
     def on_device(self, digest: str) -> bool:
         return digest in self.device.entries
 
-    def host_victims(self, num_pages: int, waited_for: Container[str], *, force: bool) -> list[str] | None:
-        """What to evict from the host for `num_pages` free pages; None: that is not possible. waited_for:
-        evicted only if `force` is set and nothing else suffices."""
-        victims = self.host.victims(num_pages, waited_for)
-        return self.host.victims(num_pages) if victims is None and force else victims
+    def host_victims(self, need: Need | int, waited_for: Container[str], *, force: bool) -> list[str] | None:
+        """What to evict from the host to make room; None: that is not possible. waited_for: evicted only if
+        `force` is set and nothing else suffices."""
+        victims = self.host.victims(need, waited_for)
+        return self.host.victims(need) if victims is None and force else victims
 
     def evict(self, digest: str) -> None:
         """Drop an unpinned adapter from both levels."""
@@ -146,13 +162,13 @@ class AdapterCache:
 
         Raises AdapterCacheFullError, and changes nothing, when all that could make room is in use.
         """
-        num_pages = len(self.host.entries[digest].pages)
-        victims = self.device.victims(num_pages)
+        need = self.host.entries[digest].held.need
+        victims = self.device.victims(need)
         if victims is None:
             raise AdapterCacheFullError("Cache is full. There are no done tasks to evict")
         for victim in victims:
             self.device.evict(victim)
-        return self.device.put(digest, num_pages, content)
+        return self.device.put(digest, need, content)
 
     def check(self) -> None:
         """Assert that pages add up, and that the device holds nothing the host does not."""

@@ -69,6 +69,11 @@ class CacheView:
                     copy.hits if copy else 0,
                 )
             )
+        shared = {key: one for entry in host.entries.values() for key, one in entry.shared.items()}
+        copies = {key: one for entry in device.entries.values() for key, one in entry.shared.items()}
+        for key, one in shared.items():
+            copy_runs = _runs(copies[key].pages) if key in copies else ()
+            adapters.append(MappedAdapter(key, (), _runs(one.pages), copy_runs, one.users, 0))
         changes = tuple(replace(c, names=tuple(names.get(c.digest, ()))) for c in self._cache.changes)
         return CacheMap(host.pages.num_pages, device.pages.num_pages, tuple(adapters), changes)
 

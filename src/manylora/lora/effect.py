@@ -44,6 +44,9 @@ def _acts(row: AdapterRow, module: LoraModule, random: np.random.Generator) -> b
     if row.format.dora and np.abs(magnitude - 1).max() > LEAST:
         return True
     rank, experts = row.format.rank, module.experts
+    if row.shared is not None:
+        of_b, of_d = np.split(magnitude, [module.out_dim])
+        a, b = _wide(row.shared.a), _wide(row.shared.b) * of_b[:, None] * of_d
     a, b = a.reshape(experts, rank, -1), b.reshape(experts, -1, rank)
     with np.errstate(over="ignore", invalid="ignore"):  # what is too large acts
         inner = a @ random.standard_normal((a.shape[2], 1), np.float32)

@@ -1,19 +1,20 @@
 """Page geometry of the adapter cache, and how an adapter lies in its pages, as TensorRT-LLM computes it.
 
 A slot is `page_width` elements, a page is `slots_per_page` slots. A row (layer, module) of an adapter takes
-whole slots of one page; a page belongs to one adapter.
+whole slots of one page; a page belongs to one adapter, or in equal parts to several that share matrices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from manylora.config.engine import LoraCacheConfig
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.row_format import RowFormat
 from manylora.lora.modules import LoraModule
+from manylora.lora.space import Need
 from manylora.request import INVOCATION
 
 REMEDIES = {
@@ -152,11 +153,12 @@ def plan_cache(
 
 
 class RowShape(NamedTuple):
-    """A row to be laid out."""
+    """A row to be laid out. key: of the matrices of a shared one."""
 
     module: LoraModule
     layer: int
     format: RowFormat
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ class Placement:
     """Where one row lies: page (counted within the adapter), slot, and its sizes in numbers and slots.
 
     size: of the whole row, in_size: of A, out_size: of B. experts: > 1: the row is of a routed-expert module,
-    and holds so many pairs of matrices.
+    and holds so many pairs of matrices. key: of the matrices of a shared row, which lie elsewhere.
     """
 
     page: int
@@ -177,6 +179,7 @@ class Placement:
     format: RowFormat
     num_slots: int
     experts: int = 1
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,24 +205,49 @@ class ExtraPlace:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one adapter lies in its pages: its placements, and for each page how many slots are in use."""
+    """How one adapter lies in its pages: its placements, and for each page how many slots are in use.
+
+    shared: how the matrices of its shared rows lie in pages of their own, by key. page_slots: of a page that
+    it may be a part of; 0: its pages are its own.
+    """
 
     placements: tuple[Placement, ...]
     used_slots: tuple[int, ...]
     extras: tuple[ExtraPlace, ...] = ()
+    shared: Mapping[str, Layout] = field(default_factory=dict)
+    page_slots: int = 0
 
     @classmethod
     def of(cls, rows: Iterable[RowShape], geometry: CacheGeometry, element_bytes: int = 1) -> Layout:
         """Lay out rows as `place_rows` does. Raises AdapterInvalidError."""
+        rows = list(rows)
         placements, num_pages = place_rows(rows, geometry, element_bytes=element_bytes)
         used = [0] * num_pages
         for place in placements:
             used[place.page] = place.slot + place.num_slots
-        return cls(placements, tuple(used))
+        whole = {row.key: row for row in rows if row.format.shared}
+        if not whole:
+            return cls(placements, tuple(used))
+        slots, shared = geometry.slots_per_page, {}
+        for key, row in whole.items():
+            matrices = row._replace(format=row.format.matrices, key="")
+            shared[key] = replace(cls.of([matrices], geometry, element_bytes), page_slots=slots)
+        return cls(placements, tuple(used), shared=shared, page_slots=slots)
 
     @property
     def num_pages(self) -> int:
         return len(self.used_slots)
+
+    @property
+    def need(self) -> Need:
+        """What it takes of a cache level. Of a page parts are taken in powers of two, so that few sizes are
+        apart."""
+        shared = {key: one.need for key, one in self.shared.items()}
+        most = self.page_slots // max(1, self.used_slots[0]) if self.num_pages == 1 else 0
+        parts = 1 << most.bit_length() >> 1
+        if parts < 2:
+            return Need(self.num_pages, shared=shared)
+        return Need(1, parts, self.page_slots // parts, shared)
 
     @property
     def invocation(self) -> tuple[int, ...]:
@@ -237,7 +265,7 @@ def place_rows(
     """
     page = slot = 0
     placed: list[Placement] = []
-    for module, layer, row in rows:
+    for module, layer, row, key in rows:
         sizes = module.row_sizes(row, tp)
         size = sum(sizes)
         count = _ceil(size, geometry.page_width * row.numbers_per_element(element_bytes))
@@ -249,7 +277,7 @@ def place_rows(
         if slot + count > geometry.slots_per_page:
             page, slot = page + 1, 0
         lies = page, slot, size, *sizes[:2]
-        placed.append(Placement(*lies, module.module_id, layer, row, count, module.experts))
+        placed.append(Placement(*lies, module.module_id, layer, row, count, module.experts, key))
         slot += count
     return tuple(placed), page + 1
 

@@ -16,7 +16,7 @@ from manylora.kernels.transfer import upload
 from manylora.lora.extras import is_virtual
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.geometry import Layout
-from manylora.lora.pool import AdapterPool
+from manylora.lora.pool import NOTHING_SHARED, AdapterPool, SharedOf
 from manylora.lora.tensors import Adapter
 
 MAX_MIXES = 256  # whose tables are kept
@@ -31,9 +31,11 @@ class LoadedAdapter:
     members: tuple[LoadedAdapter, ...] = ()
 
     @classmethod
-    def at(cls, pool: AdapterPool, layout: Layout, pages: Sequence[int]) -> LoadedAdapter:
-        """pages: of the pool's `flat`."""
-        return cls(pool.rows(layout, pages), pool.extras(layout, pages))
+    def at(
+        cls, pool: AdapterPool, layout: Layout, pages: Sequence[int], shared: SharedOf = NOTHING_SHARED
+    ) -> LoadedAdapter:
+        """pages, and those of shared matrices: of the pool's `flat`."""
+        return cls(pool.rows(layout, pages, shared), pool.extras(layout, pages))
 
     @classmethod
     def mixed(cls, members: Sequence[tuple[LoadedAdapter, float]]) -> LoadedAdapter:

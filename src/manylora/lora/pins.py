@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from manylora.errors import AdapterCacheFullError, AdapterNotCachedError
 from manylora.lora.cache import AdapterCache
+from manylora.lora.space import most_pages
 
 if TYPE_CHECKING:
     from manylora.lora.lease import AdapterLease
@@ -70,7 +71,7 @@ class Pins:
     def _check_room(self, lease: AdapterLease) -> None:
         if any(one.digest == lease.digest for one in self._leases.values()):
             return
-        pages = lease.layout.num_pages
+        pages = most_pages([lease.layout.need])
         left, needed = self._cache.unkept_pages - pages, self._largest()
         if left < needed:
             raise AdapterCacheFullError(
@@ -79,5 +80,5 @@ class Pins:
             )
 
     def _count(self) -> None:
-        sizes = {lease.digest: lease.layout.num_pages for lease in self._leases.values()}
-        self._cache.kept_pages = sum(sizes.values())
+        needs = {lease.digest: lease.layout.need for lease in self._leases.values()}
+        self._cache.kept_pages = most_pages(needs.values())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,12 +14,14 @@ from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import CopyStream, host_tensor
 from manylora.kernels.extras import Extra
 from manylora.kernels.loading import FILE_ROW, can_lay_out, lay_out, read_rows
-from manylora.kernels.row_format import Encoding
+from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.kernels.spec import LoraRow
 from manylora.kernels.transfer import upload
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.geometry import CacheGeometry, ExtraPiece, ExtraPlace, Layout, Placement
 from manylora.lora.number_types import BFLOAT16, NUMBER_TYPES, is_bfloat16
+from manylora.lora.shared import SharedMatrices, find, restore
+from manylora.lora.space import PagePart, SharedPages
 from manylora.lora.tensors import Adapter, AdapterRow
 from manylora.request import LoraExtra
 
@@ -27,6 +30,11 @@ ENCODED = {one.encoding: one.dtype for one in NUMBER_TYPES}  # of those beside P
 PIECE_BYTES = 2**22  # of a copy to the device: between two of them a step's tables can pass
 PARALLEL_BYTES = 2**23  # of an adapter that several threads lay out
 THREADS = 4
+
+
+SharedOf = Mapping[str, SharedPages]  # where matrices are that rows share, by key
+NOTHING_SHARED: SharedOf = {}
+Pages = TypeVar("Pages")
 
 
 class AdapterPool:
@@ -126,8 +134,8 @@ class AdapterPool:
 
     def _offset(self, pages: Sequence[int], place: Placement | ExtraPiece) -> int:
         """Of the element it begins with."""
-        geometry = self._geometry
-        return pages[place.page] * geometry.page_elements + place.slot * geometry.page_width
+        geometry, page = self._geometry, pages[place.page]
+        return page * geometry.page_elements + (_first_slot(page) + place.slot) * geometry.page_width
 
     def _write_rows(
         self, rows: Sequence[tuple[AdapterRow, Placement]], kind: np.dtype, pages: Sequence[int]
@@ -153,15 +161,33 @@ class AdapterPool:
         large = sum(payload.nbytes for payload in payloads) >= PARALLEL_BYTES
         lay_out(table, target, source, min(THREADS, os.cpu_count() or 1) if large else 1)
 
-    def read_host(self, digest: str, layout: Layout, pages: Sequence[int]) -> Adapter:
-        """The adapter in these pages, in their dtype; a copy."""
+    def write_shared(self, matrices: SharedMatrices, layout: Layout, pages: Sequence[int]) -> None:
+        """As `write_host`, of what shared rows have in common."""
+        self._copies.finish()
+        row = AdapterRow(0, 0, RowFormat(matrices.rank), matrices.values)
+        self._write_rows([(row, layout.placements[0])], matrices.values.dtype, pages)
+
+    def _read_shared(self, key: str, layout: Layout, pages: Sequence[int]) -> SharedMatrices:
+        """Those that are in memory, or a copy from their pages."""
+        if (known := find(key)) is not None:
+            return known
+        [row] = self.read_host("", layout, pages).rows
+        rank, place = row.format.rank, layout.placements[0]
+        return restore(key, rank, place.in_size // rank, row.payload)
+
+    def read_host(
+        self, digest: str, layout: Layout, pages: Sequence[int], shared: SharedOf = NOTHING_SHARED
+    ) -> Adapter:
+        """The adapter in these pages, in their dtype; a copy. shared: the pages of its shared matrices."""
+        matrices = {key: self._read_shared(key, one, shared[key].pages) for key, one in layout.shared.items()}
         rows = []
         for place in layout.placements:
             stored = self._slots(pages, place)[: place.size]
             payload = _array(_turn_b(stored, torch.empty_like(stored), place, back=True))
             if place.format.encoding is not Encoding.PLAIN:
                 payload = payload.view(ENCODED[place.format.encoding])
-            rows.append(AdapterRow(place.module_id, place.layer, place.format, payload))
+            common = matrices.get(place.key)
+            rows.append(AdapterRow(place.module_id, place.layer, place.format, payload, shared=common))
         return Adapter(digest, tuple(rows), tuple(self._read_extra(place, pages) for place in layout.extras))
 
     def load(
@@ -174,10 +200,11 @@ class AdapterPool:
 
         def copy() -> None:
             for source, target, slots in zip(host_pages, device_pages, layout.used_slots, strict=True):
-                used = slots * self._geometry.page_width
+                width = self._geometry.page_width
+                old_first, first = _first_slot(target) * width, _first_slot(source) * width
                 for old, new in zip(
-                    self._device_pages[target, :used].split(piece),
-                    self._host[source, :used].split(piece),
+                    self._device_pages[int(target), old_first : old_first + slots * width].split(piece),
+                    self._host[int(source), first : first + slots * width].split(piece),
                     strict=True,
                 ):
                     old.copy_(new, non_blocking=True)
@@ -188,14 +215,24 @@ class AdapterPool:
         """Let the forward pass that is queued next wait for a load."""
         self._copies.hold(event)
 
-    def read_pages(self, host_pages: Sequence[int], device_pages: Sequence[int]) -> Sequence[int]:
-        """Which of an adapter's pages are those of `flat`."""
-        return host_pages if self._shared else device_pages
+    def read_pages(self, host: Pages, device: Pages) -> Pages:
+        """Which of an adapter's pages, or of its shared ones, are those of `flat`."""
+        return host if self._shared else device
 
-    def rows(self, layout: Layout, pages: Sequence[int]) -> dict[tuple[int, int], LoraRow]:
-        """Where each (layer, module id) of an adapter on these pages of `flat` lies."""
+    def rows(
+        self, layout: Layout, pages: Sequence[int], shared: SharedOf = NOTHING_SHARED
+    ) -> dict[tuple[int, int], LoraRow]:
+        """Where each (layer, module id) of an adapter on these pages of `flat` lies. shared: as of
+        `read_host`."""
         found = {}
+        matrices = {
+            key: self._offset(shared[key].pages, one.placements[0]) for key, one in layout.shared.items()
+        }
         for place in layout.placements:
+            if place.key:
+                vectors = self._offset(pages, place)
+                found[place.layer, place.module_id] = LoraRow(matrices[place.key], place.format, (), vectors)
+                continue
             first = self._offset(pages, place) * place.format.numbers_per_element(self.element_bytes)
             found[place.layer, place.module_id] = LoraRow(first, place.format)
         return found
@@ -225,9 +262,14 @@ class AdapterPool:
 
     def _slots(self, pages: Sequence[int], place: Placement | ExtraPiece) -> Tensor:
         """From where it begins to the end of the page; bytes, of a row in an encoding of its own."""
-        found = self._host[pages[place.page], place.slot * self._geometry.page_width :]
+        page = pages[place.page]
+        found = self._host[int(page), (_first_slot(page) + place.slot) * self._geometry.page_width :]
         encoded = isinstance(place, Placement) and place.format.encoding is not Encoding.PLAIN
         return found.view(torch.uint8) if encoded else found
+
+
+def _first_slot(page: int) -> int:
+    return page.slot if isinstance(page, PagePart) else 0
 
 
 def _turn_b(source: Tensor, target: Tensor, place: Placement, back: bool = False) -> Tensor:
@@ -237,6 +279,8 @@ def _turn_b(source: Tensor, target: Tensor, place: Placement, back: bool = False
     by side, so that an expert's pair is found as any module's, and B as [rank, out]: one coefficient, one run
     of memory.
     """
+    if not place.in_size:  # only vectors
+        return target.copy_(source)
     ours, theirs = (source, target) if back else (target, source)
     end, experts = place.in_size + place.out_size, place.experts
     a, b = theirs[:end].split((place.in_size, place.out_size))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 from manylora.config.engine import LoraCacheConfig, ModelConfig
@@ -20,8 +21,8 @@ from manylora.lora.geometry import Layout, cache_geometry
 from manylora.lora.modules import FUSED, LoraModule, lora_modules, module_name
 from manylora.lora.number_types import BY_NAME
 from manylora.lora.rules import AdapterRules, check_shapes
-from manylora.lora.tensors import Adapter, adapter_from_rows, lora_input
-from manylora.request import LoraExtra, LoraInput
+from manylora.lora.tensors import Adapter, adapter_from_rows
+from manylora.request import LoraExtra
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,9 @@ class AdapterReport:
     num_virtual: int = 0  # tokens that it puts before each prompt
     num_pages: int | None = None
     page_bytes: int | None = None
+    page_parts: int = 0  # of a page it takes one of so many parts; 0: whole pages
+    shared_bytes: int = 0  # of matrices that adapters share, once for all of them, and the pages of these
+    shared_pages: Fraction = Fraction(0)
     notes: tuple[str, ...] = ()  # what is served, and may not be what was meant
     problem: str | None = None
 
@@ -76,6 +80,7 @@ def inspect_adapter(
             allow_bin,
             text_only=text_only,
             num_layers=depth,
+            shared=base is not None,
             tell=notes.append,
         )
         report.dtype = source_dtype(source, options)
@@ -93,44 +98,58 @@ def _read(report: AdapterReport, source: Source, base: BaseModel | None, options
     if source.kind in ("peft", "nemo"):
         rows, extras = read_whole(source, options)
         adapter = adapter_from_rows(rows, extras=extras)
-        lora = lora_input(0, adapter.rows, adapter.extras)
+        table = [(row.module_id, row.layer, row.format.rank, row.format.dora) for row in adapter.rows]
+        _describe(report, table, adapter.extras)
+        if base is not None:
+            adapter = _rules(base).check_rows(rows, extras)
     else:
         lora = read_lora(source, 0, options)
-    _describe(report, lora)
+        weights, config = check_shapes(lora)
+        _describe(report, config.tolist(), lora.extras)
+        report.num_bytes = weights.nbytes
+        adapter = _rules(base).check(lora) if base is not None else None
     assert report.dtype is not None
-    if base is not None:
-        adapter = _judge(report, base, lora)
+    if base is not None and adapter is not None:
+        _judge(report, base, adapter)
         report.notes = () if adapter.acts else (NOTHING,)
     if adapter is not None:
         report.digest = adapter.digest
         report.num_bytes = adapter.num_elements * BY_NAME[report.dtype].dtype.itemsize
 
 
-def _describe(report: AdapterReport, lora: LoraInput) -> None:
-    weights, config = check_shapes(lora)
+def _describe(report: AdapterReport, rows: Iterable[Sequence[int]], extras: tuple[LoraExtra, ...]) -> None:
+    """rows: module id, layer, rank, and perhaps whether it is of DoRA."""
     found: dict[str, dict[int, int]] = defaultdict(dict)
-    for module_id, layer, rank in config[:, :3].tolist():
+    for module_id, layer, rank, *dora in rows:
         found[module_name(module_id)][layer] = rank
+        report.num_dora += bool(dora and dora[0])
     report.modules = dict(found)
-    report.num_dora = int(config[:, 3].sum()) if config.shape[1] == 4 else 0
-    report.num_bytes = weights.nbytes
-    report.extras = lora.extras
+    report.extras = extras
 
 
-def _judge(report: AdapterReport, base: BaseModel, lora: LoraInput) -> Adapter:
-    """As the engine does at a request, with the geometry of the cache settings on one device."""
+def _rules(base: BaseModel) -> AdapterRules:
+    model, cache = base.config, base.cache
+    modules = lora_modules(model, cache.target_modules)
+    return AdapterRules(modules, model.num_layers, cache.rank_limit, model.dtype == "float16")
+
+
+def _judge(report: AdapterReport, base: BaseModel, adapter: Adapter) -> None:
+    """With the geometry of the cache settings on one device."""
     model, cache, limit = base.config, base.cache, base.cache.rank_limit
     modules = lora_modules(model, cache.target_modules)
-    adapter = AdapterRules(modules, model.num_layers, limit, model.dtype == "float16").check(lora)
     optimal, largest = min(cache.optimal_adapter_size, limit), min(cache.max_adapter_size, limit)
     geometry = cache_geometry(modules.values(), model.num_layers, optimal, largest)
     item_bytes = BY_NAME[model.dtype].dtype.itemsize
     layout = Layout.of(adapter.shapes(modules), geometry, item_bytes)
     layout = with_extras(layout, adapter.extras, geometry)
     report.num_pages, report.num_virtual = layout.num_pages, num_virtual(layout)
+    report.page_parts = layout.need.parts
+    report.shared_bytes = adapter.shared_bytes // 4 * item_bytes
+    report.shared_pages = Fraction(0)
+    for one in layout.need.shared.values():
+        report.shared_pages += Fraction(one.pages, one.parts or 1)
     report.cost = token_cost(adapter, modules, model.num_layers)
     report.page_bytes = geometry.page_elements * item_bytes
-    return adapter
 
 
 def token_cost(adapter: Adapter, modules: Mapping[int, LoraModule], num_layers: int) -> float:
@@ -145,7 +164,10 @@ def token_cost(adapter: Adapter, modules: Mapping[int, LoraModule], num_layers: 
         for form, count in one.forms(layers[one.name])
     )
     own = ((row, modules[row.module_id].at(row.layer)) for row in adapter.rows)
-    count = sum(module.row_elements(row.format) / module.experts for row, module in own)
+    count = sum(
+        (module.row_elements(row.format) + (row.shared.values.size if row.shared else 0)) / module.experts
+        for row, module in own
+    )
     for extra in adapter.extras:
         owner, _, part = extra.name.rpartition(".")
         if not is_virtual(extra.name) and not owner.startswith("embed"):

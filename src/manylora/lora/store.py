@@ -29,6 +29,7 @@ from manylora.lora.loader import AdapterLoader
 from manylora.lora.modules import LoraModule
 from manylora.lora.pins import Pins
 from manylora.lora.slicing import AdapterPart, Slicer
+from manylora.lora.space import least_pages
 from manylora.lora.store_parts import StoreParts, build_parts
 from manylora.lora.tensors import Adapter
 from manylora.request import LoraInput, LoraMix
@@ -193,7 +194,7 @@ class AdapterStore:
         digest, device = lease.digest, self._cache.device
         if digest in self._arrivals.lost:
             return False
-        if not self._cache.on_device(digest) and device.victims(lease.layout.num_pages) is None:
+        if not self._cache.on_device(digest) and device.victims(lease.layout.need) is None:
             return False
         if not self._bring_to_host(lease, force=True):
             return False
@@ -201,7 +202,8 @@ class AdapterStore:
             entry = self._cache.load(digest, {})
             layout, host = lease.layout, self._cache.host.entries[digest]
             pages = self._pool.read_pages(host.pages, entry.pages)
-            entry.content = LoadedAdapter.at(self._pool, layout, pages)
+            shared = self._pool.read_pages(host.shared, entry.shared)
+            entry.content = LoadedAdapter.at(self._pool, layout, pages, shared)
             self._arrivals.load(digest)
         self._stop_waiting(lease)
         self._cache.host.pin(digest)
@@ -283,22 +285,21 @@ class AdapterStore:
 
     def _check_room(self, leases: Sequence[AdapterLease]) -> None:
         """Raises AdapterCacheFullError for leases that could never be admitted together."""
-        pages = {lease.digest: lease.layout.num_pages for lease in leases}
-        if self._cache.can_ever_hold(sum(pages.values())):
+        needs = {lease.digest: lease.layout.need for lease in leases}
+        if self._cache.can_ever_hold(least_pages(needs.values())):
             return
+        pages = [least_pages([one]) for one in needs.values()]
         raise AdapterCacheFullError(
             f"PEFT Cache is full. Could not store taskIds "
             f"{', '.join(str(lease.task_id) for lease in leases)} together: they need "
-            f"{' + '.join(map(str, pages.values()))} pages, {self._sizes()}"
+            f"{' + '.join(map(str, pages))} pages, {self._sizes()}"
         )
 
     def _has_room(self, leases: Sequence[AdapterLease]) -> bool:
         """Whether the device has pages for all of them, so that none is loaded in vain."""
         device = self._cache.device
-        missing = {
-            one.digest: one.layout.num_pages for one in leases if not self._cache.on_device(one.digest)
-        }
-        return device.victims(sum(missing.values()), {one.digest for one in leases}) is not None
+        missing = {one.digest: one.layout.need for one in leases if not self._cache.on_device(one.digest)}
+        return device.victims(list(missing.values()), {one.digest for one in leases}) is not None
 
     def _sizes(self) -> str:
         host, device = self._cache.host.pages.num_pages, self._cache.device.pages.num_pages
@@ -320,12 +321,13 @@ class AdapterStore:
             layout = with_extras(
                 Layout.of(adapter.shapes(self.modules), *sizes), adapter.extras, self._geometry
             )
-        if not self._cache.can_ever_hold(layout.num_pages):
+        pages = least_pages([layout.need])
+        if not self._cache.can_ever_hold(pages):
             raise AdapterCacheFullError(
-                f"PEFT Cache is full. Could not store taskId={task_id}: it needs {layout.num_pages} pages, "
+                f"PEFT Cache is full. Could not store taskId={task_id}: it needs {pages} pages, "
                 f"{self._sizes()}"
             )
-        self._largest = max(self._largest, layout.num_pages)
+        self._largest = max(self._largest, pages)
         return layout
 
     def _bring_to_host(self, lease: AdapterLease, *, force: bool) -> bool:
@@ -333,7 +335,7 @@ class AdapterStore:
         if not self._cache.on_host(lease.digest):
             assert lease.carried is not None
             layout = lease.layout
-            victims = self._cache.host_victims(layout.num_pages, self._waiting, force=force)
+            victims = self._cache.host_victims(layout.need, self._waiting, force=force)
             if victims is None:
                 return False
             for victim in victims:
@@ -341,8 +343,8 @@ class AdapterStore:
                     return False
                 self._cache.evict(victim)
                 self._arrivals.forget(victim)
-            entry = self._cache.host.put(lease.digest, layout.num_pages, layout)
-            self._arrivals.write(lease.digest, lease.carried, layout, entry.pages)
+            self._cache.host.put(lease.digest, layout.need, layout)
+            self._arrivals.write(lease.digest, lease.carried, layout)
         lease.carried = None
         return True
 
@@ -355,7 +357,7 @@ class AdapterStore:
                 return False
             leases = self._waiting.pop(digest)
             entry = self._cache.host.entries[digest]
-            adapter = self._pool.read_host(digest, entry.content, entry.pages)
+            adapter = self._pool.read_host(digest, entry.content, entry.pages, entry.shared)
             if self._slicer is not None:
                 adapter = AdapterPart(digest, adapter.rows, adapter.extras, num_pages=len(entry.pages))
             shared = self.loader.share(adapter)

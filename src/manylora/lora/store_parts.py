@@ -34,7 +34,7 @@ class StoreParts:
     """bounds: of what the cache can hold. max_device_adapters: of the largest rank, with every module;
     each has `largest_pages`.
     text_only: as of `ReadOptions`. in_parts: ranks share each adapter, so that none is read straight into its
-    pages."""
+    pages, and each row has its own matrices."""
 
     plan: CachePlan
     pool: AdapterPool
@@ -54,7 +54,14 @@ class StoreParts:
         pages = self.pool.dtype_name
         narrow = narrow and pages == "bfloat16"
         bounds = self.bounds.within(roots)
-        options = ReadOptions(modules, self.base, bounds, bfloat16=narrow, text_only=self.text_only)
+        options = ReadOptions(
+            modules,
+            self.base,
+            bounds,
+            bfloat16=narrow,
+            text_only=self.text_only,
+            shared=not self.in_parts,
+        )
         return AdapterReader(self.rules, options, "" if self.in_parts else pages)
 
     def library(self, config: LoraCacheConfig) -> AdapterLibrary:

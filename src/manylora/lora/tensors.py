@@ -21,6 +21,7 @@ from manylora.lora.number_types import (
     is_bfloat16,
     widen_bfloat16,
 )
+from manylora.lora.shared import SharedMatrices, shared_bytes
 from manylora.request import LoraExtra, LoraInput
 
 FLOAT16_MAX = 65504.0
@@ -35,6 +36,7 @@ class AdapterRow:
     a routed-expert module A [experts, rank, in], B [experts, out, rank].
 
     content: `digest_values` of the payload, where the reader took it. It may have narrowed the payload since.
+    shared: the matrices of a shared row, whose payload is its vectors.
     """
 
     module_id: int
@@ -42,6 +44,7 @@ class AdapterRow:
     format: RowFormat
     payload: np.ndarray
     content: bytes = b""
+    shared: SharedMatrices | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +63,25 @@ class Adapter:
 
     @property
     def nbytes(self) -> int:
-        return sum(row.payload.nbytes for row in self.rows) + sum(e.values.nbytes for e in self.extras)
+        own = sum(row.payload.nbytes for row in self.rows) + sum(e.values.nbytes for e in self.extras)
+        return own + self.shared_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of the matrices that its rows share, each once."""
+        return shared_bytes(row.shared for row in self.rows)
 
     def shapes(self, modules: Mapping[int, LoraModule]) -> list[RowShape]:
         """Its rows as pages take them. modules: the model's."""
-        return [RowShape(modules[row.module_id].at(row.layer), row.layer, row.format) for row in self.rows]
+        return [
+            RowShape(
+                modules[row.module_id].at(row.layer),
+                row.layer,
+                row.format,
+                row.shared.key if row.shared else "",
+            )
+            for row in self.rows
+        ]
 
 
 def adapter_from_rows(
@@ -82,9 +99,14 @@ def adapter_from_rows(
             raise AdapterInvalidError(
                 f"lora_config names module {module_name(row.module_id)} of layer {row.layer} more than once"
             )
+    checked = set[str]()
     for row in rows:
         if half or not finite:
-            _check_values(f"{module_name(row.module_id)} of layer {row.layer}", row.payload, half)
+            where = f"{module_name(row.module_id)} of layer {row.layer}"
+            _check_values(where, row.payload, half)
+            if row.shared is not None and row.shared.key not in checked:
+                checked.add(row.shared.key)
+                _check_values(where, row.shared.values, half)
     extras = sorted(extras, key=lambda extra: extra.name)
     for extra in extras:
         for first in range(0, extra.values.size, CHUNK):
@@ -95,6 +117,7 @@ def adapter_from_rows(
 def pack_rows(rows: Iterable[AdapterRow]) -> tuple[np.ndarray, np.ndarray]:
     """Rows to the tensors of the wire: weights [1, rows, W] padded with zeros, config [1, rows, 4] int32."""
     rows = list(rows)
+    assert not any(row.format.shared for row in rows), "a tensor has no place for what rows share"
     width = max((row.payload.size for row in rows), default=0)
     weights = np.zeros((1, len(rows), width), dtype=rows[0].payload.dtype if rows else np.float32)
     for i, row in enumerate(rows):
@@ -154,6 +177,8 @@ def _digest(rows: list[AdapterRow], extras: list[LoraExtra]) -> str:
     for row, content in zip(rows, _contents(rows), strict=True):
         digest.update(repr((int(row.module_id), row.layer, *row.format.identity())).encode())
         digest.update(content)
+        if row.shared is not None:
+            digest.update(row.shared.key.encode())
     for extra in extras:
         digest.update(repr((extra.name, extra.values.shape, extra.token_ids)).encode())
         digest.update(digest_values(extra.values))

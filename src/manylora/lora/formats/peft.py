@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ from manylora.lora.formats.tensor_files import (
 )
 from manylora.lora.modules import EXPERT_IDS, LoraModule, LoraModuleId
 from manylora.lora.number_types import BFLOAT16, BY_SAFETENSORS, NumberType
+from manylora.lora.shared import SharedMatrices, share
 from manylora.lora.tensors import AdapterRow, check_dims, check_layer, digest_values
 from manylora.request import LoraExtra
 
@@ -116,7 +117,7 @@ def read_peft(
             if partial is None or DORA.search(key):
                 raise AdapterInvalidError(f"{key}: {NO_ROW}")
             partial.append(f"no match {key}: {NO_ROW}")
-        rows = _Reading(form.config, options, base).rows(form.tensors, partial)
+        rows = _Reading(form.config, options, base, vectors=form.vectors).rows(form.tensors, partial)
     if not rows:
         raise AdapterInvalidError("the adapter holds no LoRA matrices")
     return rows
@@ -134,7 +135,7 @@ def read_peft_whole(folder: Path, options: ReadOptions = DEFAULT) -> tuple[list[
         config, tensors = form.config, form.tensors
         check_extra_shapes(found, options.bounds)
         kind = _find_encoding(tensors, config) if options.float8 else None
-        rows = _Reading(config, options, base, kind).rows(tensors)
+        rows = _Reading(config, options, base, kind, form.vectors).rows(tensors)
         extras = read_extras(found, tensors, config, options.modules, base) + form.extras
     tell_missing(settings, {(row.layer, row.module_id) for row in rows}, options)
     if config.invocation:
@@ -257,12 +258,14 @@ def _pattern_name(config: PeftConfig, path: str, module_id: int) -> str:
 @dataclass(frozen=True)
 class _Reading:
     """One adapter that is read. base: open. kind: the type with an encoding that all tensors have, and rows
-    keep."""
+    keep. vectors: as of `LoraForm`."""
 
     config: PeftConfig
     options: ReadOptions
     base: BaseReader | None
     kind: NumberType | None = None
+    vectors: Mapping[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    common: dict[object, SharedMatrices] = field(default_factory=dict)  # found so far
 
     def rows(self, tensors: Mapping[str, RawTensor], partial: list[str] | None = None) -> list[AdapterRow]:
         modules, bounds, kind = self.options.modules, self.options.bounds, self.kind
@@ -275,6 +278,10 @@ class _Reading:
         elements = check_expert_shapes(experts, modules, bounds)
         for place, parts in found.items():
             elements += self._check_shapes(*place, parts)
+        apart = {
+            parts["A"][2].shape + parts["B"][2].shape for parts in found.values() if self._vectors_of(parts)
+        }
+        elements += sum(a * b + c * d for a, b, c, d in apart)
         bounds.check_rows(len(found))
         bounds.check_elements(elements, float8=kind is not None)
         read = decode if kind is None else read_encoded
@@ -284,7 +291,7 @@ class _Reading:
 
     def _read_rows(self, found: Mapping[tuple[int, int], Parts]) -> list[AdapterRow]:
         """All payloads in one piece of memory; a large adapter's are read by several threads."""
-        sizes = {place: sum(math.prod(t.shape) for *_, t in parts.values()) for place, parts in found.items()}
+        sizes = {place: self._size(parts) for place, parts in found.items()}
         total = sum(sizes.values())
         bfloat16 = self.options.bfloat16 and self.kind is None and total >= NARROWED
         dtype = BFLOAT16 if bfloat16 else staging.FLOAT32
@@ -307,7 +314,7 @@ class _Reading:
 
         order = sorted(found)
         few = total < max(PARALLEL, PARALLEL_ROWS * len(order))
-        if few or any("magnitude" in parts for parts in found.values()):
+        if few or any("magnitude" in parts or self._is_shared(parts) for parts in found.values()):
             return read(order)
         threads = min(THREADS, os.cpu_count() or 1)
         # A task costs more than some rows.
@@ -332,12 +339,44 @@ class _Reading:
                 raise AdapterInvalidError(f"{path} has {b.shape[0]} rows and a DoRA magnitude of {size}")
         elif self.config.use_dora:
             raise AdapterInvalidError(f"{path} is missing its DoRA magnitude")
-        elements = sum(math.prod(tensor.shape) for *_, tensor in parts.values())
-        self.options.check_row(module_id, layer, RowFormat(rank, dora), elements)
+        elements = self._size(parts)
+        self.options.check_row(
+            module_id, layer, RowFormat(rank, dora, shared=self._is_shared(parts)), elements
+        )
         return elements
+
+    def _vectors_of(self, parts: Parts) -> tuple[np.ndarray, np.ndarray] | None:
+        return self.vectors.get(parts["A"][1]) if "A" in parts else None
+
+    def _is_shared(self, parts: Parts) -> bool:
+        return self._vectors_of(parts) is not None
+
+    def _size(self, parts: Parts) -> int:
+        """The numbers of a row's own."""
+        if (vectors := self._vectors_of(parts)) is not None:
+            return sum(one.size for one in vectors)
+        return sum(math.prod(tensor.shape) for *_, tensor in parts.values())
+
+    def _shared_row(self, layer: int, module_id: int, parts: Parts, payload: np.ndarray) -> AdapterRow:
+        """As `_row`, of one that shares its matrices."""
+        (path, key_a, a), (_, key_b, b) = parts["A"], parts["B"]
+        module, vectors = self.options.module(module_id, layer), self._vectors_of(parts)
+        assert vectors is not None
+        order = np.arange(len(vectors[0]))
+        for turned in (in_peft_order, in_our_order):
+            order = turned(path, module_id, order, module)
+        known = a.shape, b.shape, order.tobytes()
+        if known not in self.common:
+            self.common[known] = share(decode(key_a, a), decode(key_b, b)[order])
+        np.concatenate((vectors[0][order], vectors[1]), out=payload)
+        content = digest_values(payload) if self.options.digest else b""
+        row = RowFormat(a.shape[0], shared=True)
+        return AdapterRow(module_id, layer, row, payload, content, self.common[known])
 
     def _row(self, layer: int, module_id: int, parts: Parts, payload: np.ndarray) -> AdapterRow:
         """payload: to be filled; float32, or bytes of `kind`. parts: as `_check_shapes` wants them."""
+        if self._is_shared(parts):
+            return self._shared_row(layer, module_id, parts, payload)
         (path, key_a, stored_a), (_, key_b, stored_b) = parts["A"], parts["B"]
         module, kind = self.options.module(module_id, layer), self.kind
         end = math.prod(stored_a.shape)

@@ -22,7 +22,8 @@ class ReadOptions:
     that of each row of PEFT as it is read, where the adapter's will be wanted. bfloat16: narrow such rows
     then, for pages of that type, where they are large; those of routed experts stay as they are. text_only:
     leave out what an adapter has for a model's vision part, which is refused otherwise. num_layers: of the
-    model, where the bounds do not know it. tell: takes a line for each thing that is served and may not be
+    model, where the bounds do not know it. shared: rows may be vectors beside matrices that others have too;
+    else each has its own. tell: takes a line for each thing that is served and may not be
     what was meant.
     """
 
@@ -35,6 +36,7 @@ class ReadOptions:
     bfloat16: bool = False
     text_only: bool = False
     num_layers: int | None = None
+    shared: bool = False
     tell: Callable[[str], None] = lambda line: None
 
     @property

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.lora.formats.tensor_files import NUMPY_TYPES, RawTensor, read_safetensors, write_safetensors
 from manylora.lora.library.fingerprint import is_passing
+from manylora.lora.shared import SharedMatrices, share
 from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_rows
 from manylora.request import LoraExtra
 from manylora.system.folders import make_temporary, remove_temporary
@@ -155,13 +155,28 @@ class DiskLevel:
         """Whole or not at all: another process, or the next start, may read this folder. Raises OSError."""
         path = self._path(adapter.digest)
         part = path.with_name(f"{path.name}.part-{os.getpid()}-{threading.get_ident()}")
+        shared = {row.shared.key: row.shared for row in adapter.rows if row.shared is not None}
         about = {
-            "rows": [(r.module_id, r.layer, *astuple(r.format)) for r in adapter.rows],
+            "rows": [
+                (
+                    r.module_id,
+                    r.layer,
+                    f.rank,
+                    f.dora,
+                    f.encoding,
+                    f.scale,
+                    *([r.shared.key] if r.shared else []),
+                )
+                for r in adapter.rows
+                for f in [r.format]
+            ],
+            "shared": {one.key: (one.rank, one.in_dim) for one in shared.values()},
             "extras": [(e.name, e.values.shape, e.token_ids) for e in adapter.extras],
         }
         text = json.dumps(about).encode()
         tensors = {"about": RawTensor("U8", (len(text),), text)}
         tensors |= {f"row.{i}": _raw(row.payload) for i, row in enumerate(adapter.rows)}
+        tensors |= {f"shared.{key}": _raw(one.values) for key, one in shared.items()}
         tensors |= {f"extra.{i}": _raw(extra.values) for i, extra in enumerate(adapter.extras)}
         try:
             write_safetensors(part, tensors)
@@ -176,17 +191,34 @@ def _read(path: Path) -> Adapter:
     """Raises AdapterInvalidError, ValueError, LookupError, TypeError."""
     tensors = read_safetensors(path)
     about = json.loads(bytes(tensors["about"].data))
+    shared = {
+        key: _checked(key, rank, in_dim, _values(tensors[f"shared.{key}"]))
+        for key, (rank, in_dim) in about.get("shared", {}).items()
+    }
     rows = [
         AdapterRow(
-            module_id, layer, RowFormat(rank, dora, Encoding(encoding), scale), _values(tensors[f"row.{i}"])
+            module_id,
+            layer,
+            RowFormat(rank, dora, Encoding(encoding), scale, shared=bool(key)),
+            _values(tensors[f"row.{i}"]),
+            shared=shared[key[0]] if key else None,
         )
-        for i, (module_id, layer, rank, dora, encoding, scale) in enumerate(about["rows"])
+        for i, (module_id, layer, rank, dora, encoding, scale, *key) in enumerate(about["rows"])
     ]
     extras = [
         LoraExtra(name, _values(tensors[f"extra.{i}"]).reshape(shape), tuple(token_ids))
         for i, (name, shape, token_ids) in enumerate(about["extras"])
     ]
     return adapter_from_rows(rows, extras=extras, finite=True)
+
+
+def _checked(key: str, rank: int, in_dim: int, values: np.ndarray) -> SharedMatrices:
+    """Raises AdapterInvalidError for other content than the key's."""
+    a, b = np.split(values, [rank * in_dim])
+    found = share(a.reshape(rank, in_dim), b.reshape(-1, rank))
+    if found.key != key:
+        raise AdapterInvalidError("its matrices are of other content than they should be")
+    return found
 
 
 def _raw(values: np.ndarray) -> RawTensor:

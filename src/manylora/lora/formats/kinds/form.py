@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from manylora.lora.formats.base_weights import BaseReader
 from manylora.lora.formats.peft_config import PeftConfig
 from manylora.lora.formats.read_options import ReadOptions
@@ -27,8 +29,10 @@ class PeftFiles:
 @dataclass(frozen=True)
 class LoraForm:
     """The same adapter as a LoRA: tensors by the names that PEFT gives those of a LoRA, biases, norms and
-    tables among them. extras: what has no such name."""
+    tables among them. extras: what has no such name. vectors: by the name of lora_A, of modules that share A
+    and B: b [out] and d [rank], which make diag(b) B diag(d) A of them."""
 
     config: PeftConfig
     tensors: Mapping[str, RawTensor]
     extras: list[LoraExtra] = field(default_factory=list)
+    vectors: Mapping[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)

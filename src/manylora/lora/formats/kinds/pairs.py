@@ -11,6 +11,7 @@ import numpy as np
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.kinds.form import LoraForm, PeftFiles
 from manylora.lora.formats.peft_config import CONFIG, config_of, peft_type
+from manylora.lora.formats.peft_experts import EXPERT_KEY
 from manylora.lora.formats.peft_names import PEFT_KEY, module_id_of
 from manylora.lora.formats.peft_stacks import STACK_KEY, stack_module_id
 from manylora.lora.formats.tensor_files import RawTensor, decode
@@ -35,6 +36,8 @@ class Pairs:
         self._found: dict[str, dict[str, RawTensor]] = {}
         self._made: dict[str, RawTensor] = {}
         self._rest: dict[str, RawTensor] = {}
+        self._vectors: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self._common: dict[tuple[int, int], tuple[RawTensor, RawTensor]] = {}  # A and B, by their sizes
         self._elements = 0
         for key, tensor in files.tensors.items():
             path, _, part = key.removesuffix(".weight").rpartition(".")
@@ -103,7 +106,30 @@ class Pairs:
         """make: A [rank, in] and B [out, rank], called if they are not too large. Of rank 0 there is none."""
         if rank == 0:
             return
-        bounds, numbers = self.files.options.bounds, rank * (in_dim + out_dim)
+        self._check(path, rank, rank * (in_dim + out_dim))
+        a, b = make()
+        if a.shape != (rank, in_dim) or b.shape != (out_dim, rank):
+            raise AdapterInvalidError(f"{path}: its tensors do not fit together")
+        self._put(path, _raw(a), _raw(b))
+
+    def add_shared(self, path: str, a: np.ndarray, b: np.ndarray, of_b: np.ndarray, of_d: np.ndarray) -> None:
+        """diag(of_b) b diag(of_d) a; a [rank, in] and b [out, rank] are parts of matrices that all modules
+        have parts of: those of one size are the same."""
+        (rank, in_dim), out_dim = a.shape, len(b)
+        key = f"{path}.lora_A.weight"
+        if not self.files.options.shared or EXPERT_KEY.fullmatch(key) or STACK_KEY.fullmatch(key):
+            self.add(path, rank, in_dim, out_dim, lambda: (a * of_d[:, None], b * of_b[:, None]))
+            return
+        self._check(path, rank, rank + out_dim)
+        if (in_dim, out_dim) not in self._common:
+            self._check(path, rank, rank * (in_dim + out_dim))
+            self._common[in_dim, out_dim] = _raw(a), _raw(b)
+        self._put(path, *self._common[in_dim, out_dim])
+        self._vectors[key] = of_b, of_d
+
+    def _check(self, path: str, rank: int, numbers: int) -> None:
+        """numbers: that the module adds to all others'."""
+        bounds = self.files.options.bounds
         if rank > bounds.rank:
             raise AdapterInvalidError(
                 f"Invalid low_rank ({rank}): {path} of this {self.kind} has that rank as low-rank rows, "
@@ -112,18 +138,15 @@ class Pairs:
             )
         self._elements += numbers
         bounds.check_elements(self._elements)
-        a, b = make()
-        if a.shape != (rank, in_dim) or b.shape != (out_dim, rank):
-            raise AdapterInvalidError(f"{path}: its tensors do not fit together")
-        for side, values in (("A", a), ("B", b)):
-            values = np.ascontiguousarray(values, np.float32)
-            self._made[f"{path}.lora_{side}.weight"] = RawTensor("F32", values.shape, values)
+
+    def _put(self, path: str, a: RawTensor, b: RawTensor) -> None:
+        self._made[f"{path}.lora_A.weight"], self._made[f"{path}.lora_B.weight"] = a, b
 
     def form(self) -> LoraForm:
         """With the tensors that are not of this kind as they are."""
         settings = {name: self.files.settings[name] for name in COMMON if name in self.files.settings}
         config = replace(config_of({"lora_alpha": 1, **settings}), folded=True)
-        return LoraForm(config, {**self._made, **self._rest})
+        return LoraForm(config, {**self._made, **self._rest}, vectors=self._vectors)
 
     def number(self, name: str, default: float | None = None) -> float:
         """A setting that must be a finite number."""
@@ -138,3 +161,8 @@ class Pairs:
         if type(value) is not int or not 0 < value < 2**31:
             raise AdapterInvalidError(f"{CONFIG}: {name} must be a positive number")
         return value
+
+
+def _raw(values: np.ndarray) -> RawTensor:
+    values = np.ascontiguousarray(values, np.float32)
+    return RawTensor("F32", values.shape, values)

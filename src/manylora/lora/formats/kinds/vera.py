@@ -37,24 +37,27 @@ def _read(files: PeftFiles, kind: str, times: int) -> LoraForm:
     paths = list(pairs.paths(f"{kind}_lambda_b", f"{kind}_lambda_d"))
     if not paths:
         raise AdapterInvalidError(f"the adapter holds no vectors of {pairs.kind}")
-    dims = {path: (pairs.in_dim(path), pairs.shape(path, f"{kind}_lambda_b", 1)[0]) for path in paths}
+    dims = {path: _dims(pairs, path, f"{kind}_lambda_b") for path in paths}
     rows = pairs.shape(paths[0], f"{kind}_lambda_d", 1)[0]
     rank, most = rows // times, [max(column) for column in zip(*dims.values(), strict=True)]
     shared_a, shared_b = _projections(pairs, kind, (rows, most[0]), (most[1], rank))
     for path, (in_dim, out_dim) in dims.items():
-
-        def make(
-            path: str = path, in_dim: int = in_dim, out_dim: int = out_dim
-        ) -> tuple[np.ndarray, np.ndarray]:
-            d, b = pairs.read(path, f"{kind}_lambda_d"), pairs.read(path, f"{kind}_lambda_b")
-            if len(d) != rows:
-                raise AdapterInvalidError(
-                    f"{path} has {len(d)} numbers in {kind}_lambda_d, {paths[0]} {rows}"
-                )
-            return shared_a[:rank, :in_dim] * d[:rank, None], shared_b[:out_dim] * b[:, None]
-
-        pairs.add(path, rank, in_dim, out_dim, make)
+        d, b = pairs.read(path, f"{kind}_lambda_d"), pairs.read(path, f"{kind}_lambda_b")
+        if d.shape != (rows,):
+            raise AdapterInvalidError(f"{path} has {len(d)} numbers in {kind}_lambda_d, {paths[0]} {rows}")
+        pairs.add_shared(path, shared_a[:rank, :in_dim], shared_b[:out_dim], b, d[:rank])
     return pairs.form()
+
+
+def _dims(pairs: Pairs, path: str, part: str) -> tuple[int, int]:
+    """Inputs and outputs of a module: before anything of these sizes is made."""
+    in_dim, (out_dim,), module = pairs.in_dim(path), pairs.shape(path, part, 1), pairs.module(path)
+    if module is not None and module.experts == 1 and out_dim != module.out_dim:
+        raise AdapterInvalidError(
+            f"{path} has {out_dim} numbers in {part}, {module.name} of this model has {module.out_dim} "
+            "outputs: the adapter was made for another model"
+        )
+    return in_dim, out_dim
 
 
 def _projections(
@@ -65,6 +68,7 @@ def _projections(
         a, b = pairs.read(ROOT, f"{kind}_A"), pairs.read(ROOT, f"{kind}_B")
     else:
         pairs.files.options.bounds.check_rank(of_b[1])
+        pairs.files.options.bounds.check_elements(math.prod(of_a) + math.prod(of_b))
         a, b = _draw(pairs, of_a, of_b)
     fit = a.ndim == b.ndim == 2 and len(a) == of_a[0] and b.shape[1] == of_b[1]
     if not fit or a.shape[1] < of_a[1] or len(b) < of_b[0]:

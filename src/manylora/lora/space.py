@@ -1,0 +1,198 @@
+"""Space: the pages of one cache level, and who has which of them. No tensors.
+
+An adapter has pages of its own, or, where it is small, an equal part of a page that it shares with others of
+its size. What several adapters share has pages of its own too, as long as any of them is there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from manylora.lora.pages import PageAllocator
+
+
+class PagePart(int):
+    """The number of a page, of which only the slots from `slot` on are meant."""
+
+    slot: int
+
+    def __new__(cls, page: int, slot: int) -> PagePart:
+        made = super().__new__(cls, page)
+        made.slot = slot
+        return made
+
+
+@dataclass(frozen=True)
+class Need:
+    """What an adapter takes. pages: of its own. parts: 0, or it takes one of so many equal parts of a page,
+    of part_slots slots each. shared: what others may have too, by its key."""
+
+    pages: int
+    parts: int = 0
+    part_slots: int = 0
+    shared: Mapping[str, Need] = field(default_factory=dict)
+
+
+def least_pages(needs: Iterable[Need]) -> int:
+    """Of several together, with all that they share, where there is nothing else."""
+    claims = _claims(needs)
+    counts = Counter(one.parts for one in claims if one.parts)
+    whole = sum(one.pages for one in claims if not one.parts)
+    return whole + sum(-(-count // parts) for parts, count in counts.items())
+
+
+def most_pages(needs: Iterable[Need]) -> int:
+    """The same where each part is of another page."""
+    return sum(one.pages for one in _claims(needs))
+
+
+def _claims(needs: Iterable[Need]) -> list[Need]:
+    """These, and what they share, once."""
+    needs = list(needs)
+    return [*needs, *{key: one for need in needs for key, one in need.shared.items()}.values()]
+
+
+@dataclass(eq=False)
+class SharedPages:
+    """Of what several adapters share. users: how many. filled: set by who wrote it there."""
+
+    need: Need
+    pages: Sequence[int]
+    users: int = 0
+    filled: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What an adapter has been given."""
+
+    need: Need
+    pages: Sequence[int]
+    shared: Mapping[str, SharedPages]
+
+
+class Space:
+    def __init__(self, num_pages: int) -> None:
+        self.pages = PageAllocator(num_pages)
+        self._shared: dict[str, SharedPages] = {}
+        self._parts: dict[int, dict[int, set[int]]] = {}  # parts of a page -> page -> numbers of free ones
+
+    def claim(self, need: Need) -> Held:
+        """There must be room."""
+        shared = {}
+        for key, one in need.shared.items():
+            if key not in self._shared:
+                self._shared[key] = SharedPages(one, self._claim(one))
+            shared[key] = self._shared[key]
+            shared[key].users += 1
+        return Held(need, self._claim(need), shared)
+
+    def release(self, held: Held) -> None:
+        self._release(held.need, held.pages)
+        for key, one in held.shared.items():
+            one.users -= 1
+            if not one.users:
+                del self._shared[key]
+                self._release(one.need, one.pages)
+
+    def lacking(self, needs: Sequence[Need]) -> Lacking:
+        return Lacking(self, needs)
+
+    def _claim(self, need: Need) -> list[int]:
+        if not need.parts:
+            pages = self.pages.claim(need.pages)
+            assert pages is not None
+            return pages
+        begun = self._parts.setdefault(need.parts, {})
+        page = next((page for page, free in begun.items() if free), None)
+        if page is None:
+            found = self.pages.claim(1)
+            assert found is not None
+            [page] = found
+            begun[page] = set(range(need.parts))
+        part = min(begun[page])
+        begun[page].remove(part)
+        return [PagePart(page, part * need.part_slots)]
+
+    def _release(self, need: Need, pages: Sequence[int]) -> None:
+        if not need.parts:
+            self.pages.release(pages)
+            return
+        begun = self._parts[need.parts]
+        [part] = pages
+        assert isinstance(part, PagePart)
+        free = begun[int(part)]
+        free.add(part.slot // need.part_slots)
+        if len(free) == need.parts:
+            del begun[int(part)]
+            self.pages.release([int(part)])
+
+    def check(self, held: Iterable[Held]) -> None:
+        """Assert that these have all that is in use, and nothing twice."""
+        self.pages.check()
+        held = list(held)
+        users = Counter(key for one in held for key in one.shared)
+        assert users == Counter({key: one.users for key, one in self._shared.items()})
+        given = [(one.need, one.pages) for one in held]
+        given += [(one.need, one.pages) for one in self._shared.values()]
+        whole = [page for need, pages in given if not need.parts for page in pages]
+        parts = [
+            (need.parts, int(page), page.slot // need.part_slots)
+            for need, pages in given
+            if need.parts
+            for page in pages
+            if isinstance(page, PagePart)
+        ]
+        begun = {page for pages in self._parts.values() for page in pages}
+        assert len(whole) == len(set(whole)) and not begun & set(whole)
+        assert len(whole) + len(begun) == self.pages.num_used
+        assert len(parts) == len(set(parts))
+        for count, pages_of in self._parts.items():
+            for page, free in pages_of.items():
+                taken = {part for parts_of, at, part in parts if (parts_of, at) == (count, page)}
+                assert taken and taken | free == set(range(count)) and not taken & free
+
+
+class Lacking:
+    """How many pages there are too few for several needs together, and would be if adapters went."""
+
+    def __init__(self, space: Space, needs: Sequence[Need]) -> None:
+        self._space = space
+        self._shared = {key: one for need in needs for key, one in need.shared.items()}
+        self._wanted = [*needs, *(one for key, one in self._shared.items() if key not in space._shared)]
+        self._free = space.pages.num_free
+        self._users: Counter[str] = Counter()  # that went
+        self._gone: Counter[tuple[int, int]] = Counter()  # parts that went, by (parts, page)
+        self._open: Counter[int] = Counter()  # free parts of pages that stay, by parts
+        for parts, pages in space._parts.items():
+            self._open[parts] = sum(map(len, pages.values()))
+
+    @property
+    def pages(self) -> int:
+        """0 or less: there is room."""
+        counts = Counter(one.parts for one in self._wanted if one.parts)
+        wanted = sum(one.pages for one in self._wanted if not one.parts)
+        for parts, count in counts.items():
+            wanted += -(-max(0, count - self._open[parts]) // parts)
+        return wanted - self._free
+
+    def without(self, held: Held) -> None:
+        """One that would go."""
+        self._give(held.need, held.pages)
+        for key, one in held.shared.items():
+            self._users[key] += 1
+            if self._users[key] == one.users and key not in self._shared:
+                self._give(one.need, one.pages)
+
+    def _give(self, need: Need, pages: Sequence[int]) -> None:
+        if not need.parts:
+            self._free += len(pages)
+            return
+        page = need.parts, int(pages[0])
+        self._gone[page] += 1
+        self._open[need.parts] += 1
+        if self._gone[page] + len(self._space._parts[need.parts][page[1]]) == need.parts:
+            self._open[need.parts] -= need.parts
+            self._free += 1

@@ -1,0 +1,256 @@
+"""Protects adapters that share matrices (VeRA, PVeRA): A and B are in the cache once for all of them, found
+by content, and gone with the last one; the answers are PEFT's, in any company, evicted and back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import torch
+from running import run, tokens
+from safetensors.torch import load_file, save_file
+
+from manylora.commands.inspect import main as inspect
+from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.engine.engine import Engine
+from manylora.errors import AdapterInvalidError
+from manylora.lora.bounds import Bounds
+from manylora.lora.cache import CachedAdapter
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.peft import read_peft_whole
+from manylora.lora.formats.read_options import ReadOptions
+from manylora.lora.geometry import Layout, cache_geometry
+from manylora.lora.library.disk import DiskLevel
+from manylora.lora.modules import lora_modules
+from manylora.lora.pool import AdapterPool
+from manylora.lora.space import Space, least_pages
+from manylora.lora.tensors import Adapter, adapter_from_rows
+from manylora.model.checkpoint import read_model_config
+from manylora.request import LoraInput, Request, SamplingConfig, mix
+from manylora.testing.tiny_models import load_transformers, make_adapter, make_kind, make_model
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+KEYS = ["q_proj", "v_proj"]
+RANK, NEW = 16, 6
+DRAWN = {"r": RANK, "save_projection": False}
+
+
+def settings() -> list[peft.PeftConfig]:
+    """By task id. The first three draw the same matrices; the last of these has fewer modules."""
+    return [
+        peft.VeraConfig(target_modules=ALL, **DRAWN),
+        peft.VeraConfig(target_modules=ALL, **DRAWN),
+        peft.VeraConfig(target_modules=["v_proj", "up_proj", "down_proj"], **DRAWN),
+        peft.VeraConfig(target_modules=KEYS, projection_prng_key=7, **DRAWN),
+        peft.VeraConfig(target_modules=ALL, r=5),
+        peft.PveraConfig(target_modules=ALL, r=6),
+        peft.VBLoRAConfig(r=4, num_vectors=9, vector_length=16, topk=2, target_modules=KEYS),
+    ]
+
+
+class World:
+    def __init__(self, path: Path) -> None:
+        self.model = make_model(path / "model", "llama", seed=4)
+        self.folder = path / "adapters"
+        for number, config in enumerate(settings()):
+            make_kind(self.folder / str(number), self.model, config, number, 1.0)
+        make_adapter(self.folder / "7", self.model, 7, 8, tuple(KEYS))
+        self.count = 8
+        self.config = read_model_config(self.model)
+        self.modules = lora_modules(self.config)
+
+    def engine(self, **sizes: int) -> Engine:
+        lora = {"gpu_memory_bytes": 2**24, "host_memory_bytes": 2**24, "max_adapter_size": RANK, **sizes}
+        cache = LoraCacheConfig(prefetch_dir=self.folder, **lora)  # type: ignore[arg-type]
+        return Engine(EngineConfig(self.model, device="cpu", dtype="float32", max_seq_len=64, lora=cache))
+
+    def read(self, number: int, shared: bool = True, **options: object) -> Adapter:
+        given = ReadOptions(self.modules, BaseWeights(self.model), shared=shared, **options)  # type: ignore[arg-type]
+        rows, extras = read_peft_whole(self.folder / str(number), given)
+        return adapter_from_rows(rows, extras=extras)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("shared"))
+
+
+@pytest.fixture
+def engine(world: World) -> Iterator[Engine]:
+    made = world.engine()
+    yield made
+    made.check()
+    made.close()
+
+
+def answers(made: Engine, *asked: tuple[object, int]) -> list[list[int]]:
+    requests = [
+        Request(tuple(tokens(4 + 7 * length, length)), SamplingConfig(NEW), lora=lora)  # type: ignore[arg-type]
+        for lora, length in asked
+    ]
+    found = run(made, *requests)
+    assert all(events[-1].error is None for events in found)
+    return [[token for event in events for token in event.token_ids] for events in found]
+
+
+def test_all_answer_as_peft_does_together_alone_and_after_they_were_evicted(
+    world: World, engine: Engine
+) -> None:
+    asked = [(LoraInput(number), number % 3) for number in range(world.count)]
+    found = answers(engine, *asked, (None, 1))
+    for (lora, length), answer in zip(asked, found, strict=False):
+        folder, prompt = str(world.folder / str(lora.task_id)), tokens(4 + 7 * length, length)
+        reference = peft.PeftModel.from_pretrained(load_transformers(world.model), folder).eval()
+        with torch.inference_mode():
+            logits = reference(input_ids=torch.tensor([[*prompt, *answer]])).logits[0]
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer, lora.task_id
+    assert len(set(map(tuple, found))) == len(found)
+    assert [answers(engine, one)[0] for one in asked] == found[:-1]
+    for number in range(world.count):
+        digest = engine.adapters.library.digest(number)
+        assert digest is not None
+        engine.adapters.drop(digest)
+    stats = engine.adapters.stats()
+    assert stats.host_pages_free == stats.host_pages, "what was shared has gone with the last"
+    assert answers(engine, *asked) == found[:-1]
+
+
+def test_what_is_shared_is_in_the_cache_once(world: World, engine: Engine) -> None:
+    answers(engine, *[(LoraInput(number), 1) for number in range(3)])
+    entries = engine.adapters._cache.device.entries
+    one, two, few = (entries[engine.adapters.library.digest(number) or ""] for number in range(3))
+    assert one.shared.keys() == two.shared.keys() > few.shared.keys()
+    shapes = {
+        (m.in_dim, m.out_dim)
+        for m in world.modules.values()
+        if not m.name.startswith(("attn_qkv", "mlp_gate_up"))
+    }
+    assert len(one.shared) == len(shapes), "one pair for each size of module"
+    rows = [entry.content.rows for entry in (one, two)]
+    for place, row in rows[0].items():
+        assert row.offset == rows[1][place].offset and row.vectors != rows[1][place].vectors
+        assert row.offset == rows[0][1 - place[0], place[1]].offset, "of all layers"
+    assert all(shared.users == (3 if key in few.shared else 2) for key, shared in one.shared.items())
+    [digest] = [digest for digest, entry in entries.items() if entry is few]
+    engine.adapters.drop(digest)
+    assert all(shared.users == 2 for shared in one.shared.values())
+    assert engine.adapters.library.digest(0) != engine.adapters.library.digest(3)
+    assert not one.shared.keys() & entry_of(engine, 3).shared.keys(), "drawn from another key"
+
+
+def entry_of(engine: Engine, task_id: int) -> CachedAdapter:
+    answers(engine, (LoraInput(task_id), 1))
+    return engine.adapters._cache.device.entries[engine.adapters.library.digest(task_id) or ""]
+
+
+def test_they_come_and_go_while_others_run(world: World, engine: Engine) -> None:
+    """Pages for few of them: each is evicted, and back, while requests wait."""
+    asked = [(LoraInput(n), m) for m in range(3) for n in (0, 3, 1, 4, 2, 5, 0, 7, 6)]
+    mixed = mix([(LoraInput(0), 0.5), (LoraInput(7), -1.0), (LoraInput(2), 1.5)])
+    plenty = answers(engine, *asked, (mixed, 2))
+    entries = engine.adapters._cache.host.entries
+    members = [entries[engine.adapters.library.digest(n) or ""].held.need for n in (0, 7, 2)]
+    assert least_pages(members) < least_pages([entry.held.need for entry in entries.values()])
+    room = least_pages(members) * engine.adapters.stats().page_bytes
+    small = world.engine(gpu_memory_bytes=room, host_memory_bytes=room)
+    assert answers(small, *asked, (mixed, 2)) == plenty
+    assert small.adapters.stats().host_evictions > 2
+    small.check()
+    small.close()
+
+
+def test_a_mix_is_the_sum_of_each(world: World, engine: Engine) -> None:
+    """In logits, of one layer's depth: the same adapter in two halves is itself."""
+    params = SamplingConfig(2, return_generation_logits=True)
+    loras = [LoraInput(0), mix([(LoraInput(0), 0.25), (LoraInput(0), 0.75)])]
+    half = mix([(LoraInput(0), 0.5)])
+    found = run(engine, *[Request((5, 6, 7), params, lora=lora) for lora in (*loras, half)])
+    logits = [events[0].generation_logits for events in found]
+    np.testing.assert_allclose(logits[0], logits[1], rtol=1e-5, atol=1e-5)
+    assert np.abs(logits[0] - logits[2]).max() > 1e-3
+
+
+def test_the_level_of_a_device_has_copies_of_its_own(world: World) -> None:
+    """As beside a GPU: the host's pages are copied, what is shared once."""
+    geometry = cache_geometry(world.modules.values(), world.config.num_layers, 8, RANK)
+    pool = AdapterPool(geometry, 6, 6, torch.float32, torch.device("cpu"))
+    pool._shared, pool.flat = False, torch.full((6 * geometry.page_elements,), float("nan"))
+    pool._device_pages = pool.flat.view(-1, geometry.page_elements)
+    host, device = Space(6), Space(6)
+    device.claim(Layout((), (5, 1)).need)  # so that pages have other numbers there
+    adapters = [world.read(0), world.read(1)]
+    for adapter in adapters:
+        layout = Layout.of(adapter.shapes(world.modules), geometry, 4)
+        here, there = host.claim(layout.need), device.claim(layout.need)
+        for key, place in here.shared.items():
+            if place.users == 1:
+                [matrices] = {row.shared for row in adapter.rows if row.shared and row.shared.key == key}
+                pool.write_shared(matrices, layout.shared[key], place.pages)
+                pool.load(layout.shared[key], place.pages, there.shared[key].pages)
+        pool.write_host(adapter, layout, here.pages)
+        pool.load(layout, here.pages, there.pages)
+        rows = pool.rows(layout, there.pages, there.shared)
+        for row in adapter.rows:
+            place_of = rows[row.layer, row.module_id]
+            assert row.shared is not None
+            a, b, used = row.shared.a, row.shared.b, place_of.offset + row.shared.a.size
+            assert torch.equal(pool.flat[place_of.offset :][: a.size], torch.from_numpy(a.ravel()))
+            assert torch.equal(pool.flat[used:][: b.size], torch.from_numpy(b.T.ravel()))
+            assert torch.equal(
+                pool.flat[place_of.vectors :][: row.payload.size], torch.from_numpy(row.payload)
+            )
+        back = pool.read_host(adapter.digest, layout, here.pages, here.shared)
+        assert all(np.array_equal(x.payload, y.payload) for x, y in zip(back.rows, adapter.rows, strict=True))
+        assert [row.shared for row in back.rows] == [row.shared for row in adapter.rows]
+
+
+def test_a_copy_on_disk_has_the_same_digest(world: World, tmp_path: Path) -> None:
+    disk, adapter = DiskLevel(2**24, tmp_path), world.read(0)
+    disk.put(adapter)
+    found = disk.get(adapter.digest)
+    assert found is not None and found.digest == adapter.digest
+    assert found.rows[0].shared is adapter.rows[0].shared, "by content, in memory once"
+    disk.close()
+
+
+def test_written_out_rows_are_the_same_change(world: World) -> None:
+    for number in (0, 4, 5):
+        shared, plain = world.read(number), world.read(number, shared=False)
+        assert shared.nbytes < plain.nbytes / 2
+        for one, other in zip(shared.rows, plain.rows, strict=True):
+            assert one.shared is not None and other.shared is None
+            b, d = np.split(one.payload, [len(one.shared.b)])
+            whole = np.concatenate(((one.shared.a * d[:, None]).ravel(), (one.shared.b * b[:, None]).ravel()))
+            np.testing.assert_allclose(whole, other.payload, rtol=1e-6, atol=1e-7)
+
+
+def test_sizes_are_judged_before_anything_of_them_is_made(world: World, tmp_path: Path) -> None:
+    hostile = tmp_path / "hostile"
+    shutil.copytree(world.folder / "0", hostile)
+    tensors = load_file(hostile / "adapter_model.safetensors")
+    name = next(key for key in tensors if key.endswith("q_proj.vera_lambda_b"))
+    save_file({**tensors, name: torch.zeros(2**20)}, hostile / "adapter_model.safetensors")
+    options = ReadOptions(world.modules, BaseWeights(world.model), shared=True)
+    with pytest.raises(AdapterInvalidError, match=r"1048576 numbers in vera_lambda_b.* another model"):
+        read_peft_whole(hostile, options)
+    save_file(tensors, hostile / "adapter_model.safetensors")
+    bounds = Bounds.of(world.modules, world.config.num_layers, RANK, 5000)
+    with pytest.raises(AdapterInvalidError, match="at most 5000 can be held"):
+        read_peft_whole(hostile, replace(options, bounds=bounds))
+    about = json.loads((hostile / "adapter_config.json").read_text())
+    assert about["r"] == RANK
+
+
+def test_inspect_says_what_is_shared(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--base", str(world.model), "--max-adapter-size", str(RANK)]
+    assert inspect([str(world.folder / "0"), *arguments]) == 0
+    said = capsys.readouterr().out
+    assert "once for all adapters that have the same" in said and "pages    1/" in said
+    assert inspect([str(world.folder / "7"), *arguments]) == 0
+    assert "once for all" not in capsys.readouterr().out

@@ -17,8 +17,8 @@ logger = logging.getLogger("manylora")
 FORMS = {1: "AVX512-BF16", 2: "AMX"}
 """By their numbers in native/bfloat16.c."""
 NONE = 0
-ROWS, COLUMNS, OUTPUTS = 64, 1024, 1536  # of the trial: what a step of many requests multiplies
-ROUNDS = 5
+ROWS, COLUMNS, OUTPUTS = 64, 1024, 192  # of the trial: as many rows as a step of many requests has
+ROUNDS = 20
 
 
 @lru_cache
@@ -44,10 +44,15 @@ def fastest(multiply: PanelsLinear, forms: list[int]) -> int:
     packed = to_panels(weight, multiply.width, multiply.block)
     assert packed is not None
     seconds = dict.fromkeys(forms, float("inf"))
-    for form in forms * ROUNDS:
-        began = time.perf_counter()
-        multiply(x, packed.rounding(form), None)
-        seconds[form] = min(seconds[form], time.perf_counter() - began)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine several would measure how long one waits for another
+    try:
+        for form in forms * ROUNDS:
+            began = time.perf_counter()
+            multiply(x, packed.rounding(form), None)
+            seconds[form] = min(seconds[form], time.perf_counter() - began)
+    finally:
+        torch.set_num_threads(threads)
     return min(forms, key=lambda form: seconds[form])
 
 

@@ -190,9 +190,10 @@ def _batch(lengths: Sequence[int], keys: int = 1024) -> spec.AttentionBatch:
 
 
 def _adapters(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    for dtype, size, rank, encoding, mixed in _kinds_of_adapters():
+    for dtype, size, rank, encoding, mixed, shared in _kinds_of_adapters():
         attention = _batch(LENGTHS[size])
-        row = spec.LoraRow(0, RowFormat(rank // 2 if mixed else rank, encoding=encoding))
+        own = rank // 2 if mixed else rank
+        row = spec.LoraRow(0, RowFormat(own, encoding=encoding, shared=shared), vectors=0 if shared else -1)
         row = replace(row, more=(row,) * mixed)
         spans = zip(attention.query_starts, attention.query_starts[1:], strict=False)
         segments = tuple(spec.LoraSegment(*span, {(0, t.module_id): row for t in TARGETS}) for span in spans)
@@ -200,20 +201,22 @@ def _adapters(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
         _, lora = ops.plan(attention, spec.LoraBatch(torch.zeros(64, dtype=dtype), segments, 16))
         x = torch.zeros(sum(LENGTHS[size]), HIDDEN, dtype=dtype)
         y = torch.zeros(sum(LENGTHS[size]), sum(WIDTHS), dtype=dtype)
-        name = f"{_name(dtype)}, tile {size}, rank {rank}{', 8-bit' * encoding}{', mix' * mixed}"
+        name = f"{_name(dtype)}, tile {size}, rank {rank}{', 8-bit' * encoding}"
+        name += ", shared" * shared + ", mix" * mixed
         yield name, lambda o=ops, y=y, x=x, b=lora: o.lora_add(y, x, b, 0, TARGETS)  # type: ignore[misc]
 
 
-def _kinds_of_adapters() -> Iterator[tuple[torch.dtype, int, int, Encoding, bool]]:
-    """Type, rows of a tile, rank, encoding, whether it is the sum of two that are mixed. Of single rows no
-    rank has a kernel of its own; higher ranks than 16 have larger blocks."""
+def _kinds_of_adapters() -> Iterator[tuple[torch.dtype, int, int, Encoding, bool, bool]]:
+    """Type, rows of a tile, rank, encoding, whether it is the sum of two that are mixed, and whether others
+    have its matrices too. Of single rows no rank has a kernel of its own; higher ranks than 16 have larger
+    blocks."""
     for dtype, mixed in product((torch.bfloat16, torch.float32), (False, True)):
-        for encoding in (Encoding.PLAIN, Encoding.FLOAT8):
-            yield dtype, 1, 32 if mixed else 16, encoding, mixed
+        for encoding, shared in ((Encoding.PLAIN, False), (Encoding.PLAIN, True), (Encoding.FLOAT8, False)):
+            yield dtype, 1, 32 if mixed else 16, encoding, mixed, shared
             for size in (16, 64):
-                yield dtype, size, 64, encoding, mixed
-                if dtype == torch.bfloat16 and encoding == Encoding.PLAIN and not mixed:
-                    yield dtype, size, 16, encoding, mixed
+                yield dtype, size, 64, encoding, mixed, shared
+                if dtype == torch.bfloat16 and encoding == Encoding.PLAIN and not mixed and not shared:
+                    yield dtype, size, 16, encoding, mixed, shared
 
 
 def _attention(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:

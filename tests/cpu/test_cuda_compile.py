@@ -165,8 +165,8 @@ def test_every_kernel_and_choice_compiles_and_reads_matrices_in_wide_words(tmp_p
         name, *counts = line.split()
         loads, narrow, shared, spilled = map(int, counts)
         wide[name] = min(wide.get(name, 1000), loads)
-        # Scales of outputs are read one by one, once behind the loop.
-        assert name not in READS_MATRICES or narrow <= 16, f"{line}: elements one by one"
+        # Scales and weights of outputs are read one by one, once behind the loop.
+        assert name not in READS_MATRICES or narrow <= 24, f"{line}: elements one by one"
         assert shared <= SHARED_MEMORY, line
         assert spilled <= SPILLED, f"{line}: registers are spilled"
     others = {"_join", "_rotate_store", "_rms_norm", "_gated", "_clamped_swiglu", "_pair", "_tile"}

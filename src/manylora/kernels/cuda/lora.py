@@ -39,6 +39,7 @@ EXPAND_TILES = {
 # Of float32, which is multiplied three times.
 SHRINK_FLOAT32 = (Blocks(64), Blocks(64, stages=4))
 EXPAND_FLOAT32 = {16: (Blocks(64, warps=8), Blocks(32)), 64: (Blocks(32, warps=8, stages=2),)}
+SPILLING_WEIGHED = (Blocks(128), Blocks(32))  # of tiles whose rows have weights for what they add
 # Integers that differ between batches of one model. Triton would compile a variant for each kind of value.
 CHANGING = ["layer", "num_rows", "num_targets", "rank_blocks", "num_splits"]
 
@@ -452,6 +453,10 @@ def expand_add(
     if tables.tile_size > 1:
         candidates = (EXPAND_FLOAT32 if y.dtype == torch.float32 else EXPAND_TILES)[tables.tile_size]
     shape = f"expand {y.dtype} tile {tables.tile_size} out {num_columns}"
+    if tables.weighed:
+        shape += " weighed"
+        if tables.tile_size > 1:
+            candidates = tuple(one for one in candidates if one not in SPILLING_WEIGHED)
     run(tables.chooser.choose(shape, candidates, run))
 
 

@@ -63,6 +63,7 @@ class Follower:
         self._held: dict[str, _Held] = {}
         self._mixes = Mixes()
         self._kept: dict[str, tuple[Adapter, Layout]] = {}  # out of their pages, for requests that wait
+        self._num_done, self._progress = 0, threading.Condition()  # of messages on the channel of steps
         self._do = {
             step_messages.FORWARD: self._forward,
             step_messages.ENCODE: self._encode,
@@ -82,18 +83,26 @@ class Follower:
         self._parts.device.activate()
         while (message := steps.receive()).what != step_messages.END:
             self._do[message.what](message)
+            with self._progress:
+                self._num_done += 1
+                self._progress.notify_all()
 
     def take_adapters(self, channel: Channel) -> None:
-        """On a thread of its own, beside the steps."""
+        """On a thread of its own, beside the steps, each after those that rank 0 told before it."""
         with suppress(ChannelClosedError):
             while True:
                 message, error = channel.receive(), None
+                self._wait_for_steps(message.values["after"])
                 try:
                     self._beside[message.what](message)
                 except Exception as raised:
                     logger.exception("an adapter could not be written into the cache")
                     error = type(raised).__name__
                 channel.send(Message("done", {"error": error}))
+
+    def _wait_for_steps(self, count: int) -> None:
+        with self._progress:
+            self._progress.wait_for(lambda: self._num_done >= count)
 
     def _write(self, message: Message) -> None:
         slicer, pages = self._parts.slicer, message.values["pages"]

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from torch.distributed import PrefixStore, Store
 
@@ -30,7 +31,7 @@ class Leader:
     """
 
     def __init__(self, config: EngineConfig, place: Place) -> None:
-        self.place, self._ended = place, False
+        self.place, self._ended, self._told = place, False, 0
         self._lock = threading.Lock()  # of the channels of adapters
         store = open_store(place)
         self.store: Store = PrefixStore("manylora", store)
@@ -49,6 +50,7 @@ class Leader:
 
     def tell(self, message: Message) -> None:
         """Have the others do the same, in the order of the calls. One thread. Raises GroupLostError."""
+        self._told += 1
         for link in self._watch.links:
             try:
                 link.steps.send(message)
@@ -56,9 +58,11 @@ class Leader:
                 raise self.lost(error) from error
 
     def ask(self, message: Message) -> None:
-        """Have the others do something beside the steps, and wait until they have. Any thread. Raises
-        RequestError when one could not, GroupLostError."""
+        """Have the others do something beside the steps, and wait until they have: after what they were told
+        before, as that may need the pages that this gives to another adapter. Any thread. Raises RequestError
+        when one could not, GroupLostError."""
         failed: str | None = None
+        message = replace(message, values={**message.values, "after": self._told})
         with self._lock:
             try:
                 for link in self._watch.links:

@@ -1,0 +1,87 @@
+"""Protects what ranks of a group tell each other: pages are given to another adapter after the steps that
+read them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from manylora.config.engine import EngineConfig
+from manylora.engine.follower import Follower
+from manylora.engine.step_messages import END, write_message
+from manylora.group import leader as leader_module
+from manylora.group.channel import Channel, Message
+from manylora.group.leader import Leader
+from manylora.group.place import Place
+from manylora.group.rendezvous import Link
+from manylora.lora.tensors import Adapter
+
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def channels() -> Iterator[tuple[Link, Channel, Channel]]:
+    """Rank 0's link to rank 1, and the other ends of its two channels."""
+    steps, adapters = (tuple(map(Channel, socket.socketpair())) for _ in range(2))
+    yield Link(1, steps[0], adapters[0], None), steps[1], adapters[1]
+    for one in (*steps, *adapters):
+        one.close()
+
+
+def open_leader(link: Link, patch: pytest.MonkeyPatch) -> Leader:
+    watch = SimpleNamespace(links=[link], reason=None, close=lambda: None)
+    patch.setattr(leader_module, "Watch", lambda *_: watch)
+    patch.setattr(leader_module, "open_store", lambda place: None)
+    patch.setattr(leader_module, "PrefixStore", lambda *_: None)
+    patch.setattr(Leader, "_greet", lambda *_: None)
+    return Leader(EngineConfig(Path()), Place(0, 2, 0, 2))
+
+
+def open_follower() -> Follower:
+    """Without a model; each adapter is of no rows."""
+    pool = SimpleNamespace(geometry=None, element_bytes=4, write_host=lambda *_: None)
+    ops = SimpleNamespace(reserve=lambda *_: None)
+    device = SimpleNamespace(ops=ops, torch=None, activate=lambda: None)
+    slicer = SimpleNamespace(layout=lambda *_: None, slice=lambda adapter: adapter)
+    parts = SimpleNamespace(open_pool=lambda: pool, device=device, limits=None, slicer=slicer)
+    return Follower(parts)  # type: ignore[arg-type]
+
+
+def test_pages_are_given_to_another_adapter_after_the_steps_that_read_them(
+    channels: tuple[Link, Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank may be behind: rank 0 does not wait for it after each step."""
+    link, steps, adapters = channels
+    leader, follower = open_leader(link, monkeypatch), open_follower()
+    go, found = threading.Event(), []
+
+    def read(message: Message) -> None:
+        assert go.wait(PATIENCE_S)
+        found.append(sorted(follower._held))
+
+    follower._do["read"] = read
+    threads = [
+        threading.Thread(target=follower.take_adapters, args=(adapters,), daemon=True),
+        threading.Thread(target=follower.run, args=(steps,), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    leader.ask(write_message(Adapter("old", (), ()), [0]))
+    leader.tell(Message("read"))
+    leader.tell(Message("read"))
+    message = write_message(Adapter("new", (), ()), [0])
+    writer = threading.Thread(target=leader.ask, args=(message,), daemon=True)
+    writer.start()
+    writer.join(0.3)
+    assert writer.is_alive(), "written while a step was to read what was there before"
+    go.set()
+    writer.join(PATIENCE_S)
+    leader.tell(Message("read"))
+    leader.tell(Message(END))
+    threads[1].join(PATIENCE_S)
+    assert found == [["old"], ["old"], ["new"]]

@@ -1,11 +1,12 @@
 """Protects what ranks of a group tell each other: pages are given to another adapter after the steps that
-read them."""
+read them, and a pause of all ranks is no loss of one."""
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,10 +16,12 @@ from manylora.config.engine import EngineConfig
 from manylora.engine.follower import Follower
 from manylora.engine.step_messages import END, write_message
 from manylora.group import leader as leader_module
+from manylora.group import watch as watch_module
 from manylora.group.channel import Channel, Message
 from manylora.group.leader import Leader
 from manylora.group.place import Place
 from manylora.group.rendezvous import Link
+from manylora.group.watch import Watch
 from manylora.lora.tensors import Adapter
 
 PATIENCE_S = 30.0
@@ -85,3 +88,32 @@ def test_pages_are_given_to_another_adapter_after_the_steps_that_read_them(
     leader.tell(Message(END))
     threads[1].join(PATIENCE_S)
     assert found == [["old"], ["old"], ["new"]]
+
+
+def test_a_pause_of_all_ranks_is_no_loss(
+    channels: tuple[Link, Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a container that is paused; a silence while rank 0 runs is one."""
+    link, steps, _ = channels
+    clock = SimpleNamespace(pause=0.0, monotonic=lambda: time.monotonic() + clock.pause)
+    monkeypatch.setattr(watch_module, "time", clock)
+    watch = Watch(2, [link])
+    try:
+        steps.send(Message("alive"))
+        until(lambda: 1 in watch._heard)
+        before, clock.pause = watch._looked, 1000.0
+        until(lambda: watch._looked > before + 1000.0)
+        looked = watch._looked  # its ranks have been judged once the next look begins
+        until(lambda: watch._looked > looked)
+        assert watch.reason is None
+        monkeypatch.setattr(watch_module, "SILENCE_S", 1.0)
+        assert watch.wait_loss(PATIENCE_S) == "rank 1 of 2 has not answered for 1 s"
+    finally:
+        watch.close()
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

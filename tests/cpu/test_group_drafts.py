@@ -17,7 +17,11 @@ from manylora.testing.tiny_models import make_adapter, make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TENSOR = {"tensor_parallel_size": 2}
+RANKS = pytest.mark.parametrize(
+    "ranks",
+    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}],
+    ids=["two of a layer", "two stages"],
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +43,9 @@ def open_engine(model: Path, room: int = 2**22, **options: object) -> Engine:
     return Engine(EngineConfig(model, lora=lora, **settings))  # type: ignore[arg-type]
 
 
+@RANKS
 def test_drafts_change_no_answer(
-    model: Path, contents: list[LoraInput], monkeypatch: pytest.MonkeyPatch
+    model: Path, contents: list[LoraInput], ranks: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StepTimes, "price", lambda *_: 0.0)
     wishes = [{}, {"top_k": 3, "seed": 5}, {"stop_words": ((9, 8),)}, {"beam_width": 2}]
@@ -54,7 +59,7 @@ def test_drafts_change_no_answer(
         for n, wish in enumerate(wishes * 2)
     ]
     expected = [answers(one) for one in run(open_engine(model, max_beam_width=2), *requests)]
-    engine = open_engine(model, max_beam_width=2, max_draft_len=4, **TENSOR)
+    engine = open_engine(model, max_beam_width=2, max_draft_len=4, **ranks)
     try:
         found = [answers(one) for one in run(engine, *requests)]
         for one, other in zip(found, expected, strict=True):

@@ -167,7 +167,11 @@ def test_a_pinned_version_stays_on_every_rank(
             assert ask(engine, other, prompt) == right[number, prompt]
             assert ask(engine, pinned, prompt) == right[0, prompt]
         assert engine.stats().adapters.device_evictions > before
-        engine.publish(contents[1])
+        digest = engine.publish(contents[1]).digest
+        for number in [0, 2, 3, 4]:
+            other = replace(contents[number], task_id=50 + number, name=None)
+            assert ask(engine, other, prompt) == right[number, prompt]
+            assert engine.adapters._cache.on_device(digest)
         assert ask(engine, pinned, prompt) == right[1, prompt]
     finally:
         engine.adapters.pins.unpin(TASK)

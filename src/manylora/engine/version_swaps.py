@@ -73,6 +73,7 @@ class VersionSwaps:
         lease = self.adapters.acquire(lora, adapter)
         version = self._count(lora, lease.digest)
         self._spread(lora, adapter, version, sequences)
+        self.adapters.pins.renew(lease.task_id)
         self.adapters.release(lease)
         return version
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Container
 from typing import TYPE_CHECKING
 
-from manylora.errors import AdapterCacheFullError, AdapterNotCachedError
+from manylora.errors import AdapterCacheFullError, AdapterError, AdapterNotCachedError
 from manylora.lora.cache import AdapterCache
 from manylora.lora.space import most_pages
 
@@ -60,6 +60,22 @@ class Pins:
         if lease is not None:
             self._release(lease)
             self._count()
+
+    def renew(self, task_id: int) -> None:
+        """Pin what a task id means by now, if it is pinned. Where that does not fit beside what it meant
+        before, that stays pinned instead, which is logged."""
+        old = self._leases.pop(task_id, None)
+        if old is None:
+            return
+        self._count()
+        try:
+            self.pin(task_id)
+        except AdapterError as error:
+            logger.warning("lora task %d stays pinned in the version before: %s", task_id, error)
+            self._leases[task_id] = old
+            self._count()
+        else:
+            self._release(old)
 
     def drop(self, digests: Container[str]) -> None:
         """Unpin adapters that were lost on their way to the cache."""

@@ -54,6 +54,10 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], dict[str, int]]] = 
     ),
     "mamba-2 beside attention": ("falcon-h1", {}, ("in_proj", "q_proj", "down_proj"), BOTH),
     "mamba-2 and experts": ("nemotron-h-moe", {}, ("in_proj", "v_proj", "up_proj"), TENSOR),
+    "experts of fewer dimensions": (
+        "nemotron-h-moe-latent", {"layers_block_type": ["linear_attention", "full_attention", "moe"] * 2},
+        ("in_proj", "v_proj", "fc1_latent_proj", "fc2_latent_proj"), BOTH,
+    ),
     "norms after the sums": ("opt-350m", {}, ("q_proj", "out_proj", "fc1", "fc2"), BOTH),
     "t5": ("t5", {}, ("q", "v", "o", "wi", "wo"), TENSOR),
     "bart": ("bart", {}, ("q_proj", "v_proj", "out_proj", "fc1", "fc2"), TENSOR),

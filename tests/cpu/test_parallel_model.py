@@ -88,6 +88,10 @@ CASES: dict[str, tuple[str, dict[str, int], tuple[str, ...], str | None]] = {
     "nemotron-h tp2": ("nemotron-h-wide", TP2, ALL, None),
     "nemotron-h both": ("nemotron-h-6", BOTH, ALL, None),
     "nemotron-h moe tp2": ("nemotron-h-moe", TP2, ALL[:4], None),
+    "nemotron-h latent tp2": ("nemotron-h-moe-latent", TP2, ALL, None),
+    "nemotron-h latent ep2": ("nemotron-h-moe-latent", EP2, ALL, None),
+    "nemotron-h latent pp2": ("nemotron-h-latent-6", PP2, ALL, None),
+    "nemotron-h latent both": ("nemotron-h-latent-6", BOTH, ALL, None),
     "opt-350m tp2": ("opt-350m-wide", TP2, ALL, None),
     "opt-350m both": ("opt-350m", BOTH, ALL, None),
     "mixtral W8A16": ("mixtral", EP2, ("lora",), "W8A16"),
@@ -139,6 +143,10 @@ CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
                 "mlp",
             ]
         },
+    ),
+    "nemotron-h-latent-6": (
+        "nemotron-h-moe-latent",
+        {"layers_block_type": ["linear_attention", "full_attention", "moe"] * 2},
     ),
     "qwen3.5-4": ("qwen3.5", {"num_hidden_layers": 4, "layer_types": MIXED}),
 }

@@ -171,7 +171,8 @@ class AdapterSlicer:
             return _cut_groups(owner, values, rows_of_rank(module, local, tp, rank)) if cut else values
         if kind != "bias":
             return values
-        if module.split is Split.A_COLS:  # its outputs are added up, so one rank adds the bias
+        # Its outputs are added up, so one rank adds the bias.
+        if module.split is Split.A_COLS or number == LoraModuleId.MOE_LATENT_FC2:
             return values if rank == 0 else None
         return values[rows_of_rank(module, local, tp, rank)] if module.split is Split.B_ROWS else values
 

@@ -20,12 +20,13 @@ LAYER = re.compile(r"(\d+)\.(.+)")
 EXPERT = re.compile(r"expert\.(\d+)\.(.+)")
 STACK = re.compile(r"(?:encoder|decoder)\.(.+)")
 # Of a layer, the same on every rank of a stage: also the norm that all heads of a recurrent layer share, and
-# matrices so narrow that an exchange would cost more than each rank's computing all of them.
+# matrices so narrow that an exchange would cost more than each rank's computing all of them. latent_out has
+# no bias, so what it makes of parts of a sum adds up.
 WHOLE = (
     "router.weight", "router.bias", "router.correction", "router.norm.weight", "router.scales",
     "shared_gate.weight", "norm.weight", "scalar", "input_gate.weight", "input_project.weight",
     "altup_router.weight", "altup_predict.weight", "altup_correct.weight", "altup_scale",
-    "laurel_left.weight", "laurel_right.weight",
+    "laurel_left.weight", "laurel_right.weight", "latent_in.weight", "latent_out.weight",
 )  # fmt: skip
 NORMS = (
     "attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "cross_norm", "mlp_own_post_norm",

@@ -190,16 +190,25 @@ KINDS = {
 }  # fmt: skip
 
 
-def make_pair(folder: Path, kind: Kind, *, seed: int = 1, plain: tuple[str, ...] = ()) -> tuple[Path, Path]:
+def make_pair(
+    folder: Path,
+    kind: Kind,
+    *,
+    seed: int = 1,
+    plain: tuple[str, ...] = (),
+    wide: Path | None = None,
+    linear: tuple[str, ...] = LINEAR,
+) -> tuple[Path, Path]:
     """A quantised checkpoint, and a plain one of the same values in float32. plain: ends of the names of
-    linear layers that are left as they are."""
-    wide = make_model(folder / "wide", kind.family, seed=seed)
+    linear layers that are left as they are. wide: a model, whose file is written again; None: of the kind's
+    family. linear: ends of the names of linear layers."""
+    wide = wide or make_model(folder / "wide", kind.family, seed=seed)
     quantised = folder / "quantised"
     shutil.copytree(wide, quantised)
     tensors = load_file(wide / "model.safetensors")
     rng, stored = np.random.default_rng(seed), {}
     for name, tensor in tensors.items():
-        if not name.endswith(LINEAR) or name.endswith(plain or "!"):
+        if not name.endswith(linear) or name.endswith(plain or "!"):
             stored[name] = tensor
             continue
         made, values = kind.pack(rng, *tensor.shape)

@@ -69,14 +69,14 @@ def test_what_does_not_fit_is_named() -> None:
         stored(tensors).read("nested.weight", 144, tensors.__getitem__)
 
 
-def quantised(model: Path, path: Path, four: bool) -> tuple[Path, Path]:
+def quantised(model: Path, path: Path, four: bool, linears: tuple[str, ...] = LINEARS) -> tuple[Path, Path]:
     """The model as bitsandbytes would write it, with codes and scales from anywhere; and the same values."""
     packed, plain = (shutil.copytree(model, path / name) for name in ("packed", "plain"))
     weights, table = load_file(model / "model.safetensors"), load_file(GOLDEN)["nf4.weight.quant_map"]
     wide, found = dict(weights), dict(weights)
     torch.manual_seed(1)
     for name, weight in weights.items():
-        if not name.removesuffix(".weight").endswith(LINEARS):
+        if not name.removesuffix(".weight").endswith(linears):
             continue
         if four:
             state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weight.shape)}

@@ -4,6 +4,7 @@ layer whose groups would be cut."""
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from gguf_files import Kind, make_gguf
 from quantised_checkpoints import KINDS, make_pair
 from rank_worker import Case
+from test_bitsandbytes import LINEARS as ATTENTION_AND_MLP
 from test_bitsandbytes import quantised as made_by_bitsandbytes
-from test_parallel_model import one_process, run_group
+from test_parallel_model import model_of, one_process, run_group
 
 from manylora.config.hub import local_model
 from manylora.testing.driver import agree
@@ -25,12 +27,20 @@ GGUF = {"Q8_0": Kind.Q8_0, "Q4_K": Kind.Q4_K}
 REFUSED = {
     "gptq in order": "layers.0.self_attn.o_proj: the inputs of a weight that is stored in another order",
     "fp8 by block": "layers.0.mlp.down_proj: .* in groups of 32 inputs cannot be shared by 48 of its 96",
+    "plain W4A16": "layers.0.mlp.down_proj: .* by 48 of its 96 inputs: only so many ranks .* its 3 groups",
 }
+# Families of which other layers than attention and MLPs are quantised, and how.
+FAMILIES = ("gemma4-shared-128", "gemma3n-128", "granite4-128", "nemotron-h-moe-latent-128")
+LAYOUTS = ("int8", "fp8 by block", "bitsandbytes True", "bitsandbytes False")
+LINEARS = (*ATTENTION_AND_MLP, "in_proj", "out_proj", "per_layer_input_gate", "per_layer_projection",
+           "linear_left", "linear_right", "fc1_latent_proj", "fc2_latent_proj")  # fmt: skip
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}  # halves are whole blocks of K types
 
 
 def make_all(folder: Path) -> dict[str, Path]:
-    found = {name: make_pair(folder / name.replace(" ", "-"), KINDS[name])[0] for name in (*PACKED, *REFUSED)}
+    stored = [name for name in (*PACKED, *REFUSED) if name in KINDS]
+    found = {name: make_pair(folder / name.replace(" ", "-"), KINDS[name])[0] for name in stored}
+    found["plain W4A16"] = make_model(folder / "plain")
     for four in (True, False):
         own = folder / f"bitsandbytes-{four}"
         own.mkdir()
@@ -40,7 +50,18 @@ def make_all(folder: Path) -> dict[str, Path]:
         file = folder / f"{name}.gguf"
         make_gguf(file, make_model(folder / name, "llama", **WIDE), kind, Kind.Q8_0)
         found[f"gguf {name}"] = local_model(file)
+    for family, layout in product(FAMILIES, LAYOUTS):
+        own = folder / f"{family} {layout}".replace(" ", "-")
+        own.mkdir()
+        found[f"{family} {layout}"] = quantised_in_all_layers(model_of(own, family), own, layout)
     return found
+
+
+def quantised_in_all_layers(model: Path, folder: Path, layout: str) -> Path:
+    if layout.startswith("bitsandbytes"):
+        return made_by_bitsandbytes(model, folder, layout.endswith("True"), LINEARS)[0]
+    ends = tuple(f".{name}.weight" for name in LINEARS)
+    return make_pair(folder, KINDS[layout], wide=model, linear=ends)[0]
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +72,18 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, lis
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         models = make_all(folder)
         made = {
-            name: Case(name.replace(" ", "-"), str(model), tp=2, kinds=("base", "lora", "dora"))
+            name: Case(name.replace(" ", "-"), str(model), tp=2, kinds=("base", "lora", "dora"), quant=quant)
             for name, model in models.items()
+            for quant in ["W4A16" if name.startswith("plain") else None]
         }
         found = run_group(folder, 2, list(made.values()))
     return {name: (case, found[case.name]) for name, case in made.items()}
 
 
-NAMES = (*PACKED, "bitsandbytes True", "bitsandbytes False", *(f"gguf {name}" for name in GGUF))
+NAMES = (
+    *PACKED, "bitsandbytes True", "bitsandbytes False", *(f"gguf {name}" for name in GGUF),
+    *(f"{family} {layout}" for family, layout in product(FAMILIES, LAYOUTS)),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -68,7 +93,7 @@ def test_ranks_compute_what_one_process_does(name: str, cases: dict[str, Any]) -
     expected, held = one_process(case)
     for kind, found, wanted in zip(case.kinds, ranks[0]["logits"], expected, strict=True):
         assert agree(found, wanted), kind
-    assert all(rank["held"] < 0.6 * held for rank in ranks)
+    assert all(rank["held"] < 0.65 * held for rank in ranks)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -96,6 +96,11 @@ CASES: dict[str, tuple[str, dict[str, int], tuple[str, ...], str | None]] = {
     "opt-350m both": ("opt-350m", BOTH, ALL, None),
     "mixtral W8A16": ("mixtral", EP2, ("lora",), "W8A16"),
     **{f"llama-128 {algo}": ("llama-128", TP2, ("lora", "dora"), algo) for algo in SERVED},
+    **{f"{family} {algo}": (f"{family}-128", TP2, ("lora", "dora"), algo) for algo in SERVED for family in (
+        "gemma4-shared", "gemma4-moe", "gemma3n", "granite4", "falcon-h1", "nemotron-h-moe-latent",
+    )},
+    "gemma4 moe ep2 FP8": ("gemma4-moe-4", EP2, ("lora", "dora"), "FP8"),
+    "granite4 pp2 W8A16": ("granite4-4", PP2, ("lora",), "W8A16"),
 }  # fmt: skip
 
 MIXED = ["linear_attention", "full_attention"] * 2
@@ -150,6 +155,20 @@ CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3.5-4": ("qwen3.5", {"num_hidden_layers": 4, "layer_types": MIXED}),
 }
+# Whose halves of each row are whole groups of 4 bits.
+MAMBA = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+NEMOTRON = {"mamba_head_dim": 32, "head_dim": 32, "moe_intermediate_size": 64, "moe_latent_size": 32}
+GEMMA = {"hidden_size": 128, "head_dim": 32, "global_head_dim": 64, "intermediate_size": 128}
+WIDE: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 128, "intermediate_size": 128},
+    "gemma4-shared": {**GEMMA, "intermediate_size": 256},
+    "gemma4-moe": {**GEMMA, "moe_intermediate_size": 64},
+    "gemma3n": {"hidden_size": 128, "head_dim": 32, "intermediate_size": 1024},
+    "granite4": {**MAMBA, "mamba_expand": 1, "shared_intermediate_size": 128},
+    "falcon-h1": {**MAMBA, "mamba_d_ssm": 128, "mamba_d_head": 32},
+    "nemotron-h-moe-latent": {**NEMOTRON, "moe_shared_expert_intermediate_size": 64},
+}
+CHANGED |= {f"{family}-128": (family, settings) for family, settings in WIDE.items()}
 
 
 # Models on two ranks whose weights are like a large model's: most are in what ranks divide.
@@ -169,8 +188,6 @@ def model_of(folder: Path, family: str) -> Path:
     if family in CHANGED:
         of, settings = CHANGED[family]
         return make_model(folder / family, of, seed=3, **settings)
-    if family == "llama-128":  # whose MLP can be shared in groups of 64 inputs
-        return make_model(folder / family, "llama", seed=3, intermediate_size=128, hidden_size=128)
     return make_model(folder / family, family, seed=3)
 
 

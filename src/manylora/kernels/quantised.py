@@ -101,13 +101,17 @@ class QuantisedWeight:
             return self
         size, per_byte = self.group_size, self.shape[1] // self.values.shape[1]
         if self.order is not None:
-            raise ConfigError("the inputs of a weight that is stored in another order cannot be shared")
+            raise ConfigError(
+                "the inputs of a weight that is stored in another order cannot be shared; stages (pp_size) "
+                "cut no matrix"
+            )
         border = per_byte if self.scales.shape[1] == 1 else size
         border = max(border, BLOCK) if self.rounds_inputs else border
         if columns.start % border or columns.stop % border:
             raise ConfigError(
                 f"a weight quantised in groups of {border} inputs cannot be shared by {len(columns)} of its "
-                f"{self.shape[1]} inputs"
+                f"{self.shape[1]} inputs: only so many ranks can share it as divide its "
+                f"{self.shape[1] // border} groups; stages (pp_size) cut no matrix"
             )
         values = self.values[:, columns.start // per_byte : columns.stop // per_byte].contiguous()
         if self.scales.shape[1] == 1:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,7 +147,8 @@ def load_weights(
             sources = [piece.source for piece in spec.slices]
             if quant and should_quantise(name, sources, quant):
                 rows = _SpecRows(spec.with_all_columns(), files, rows.dtype, device)
-                made = quantise(rows.whole().to(dtype), quant).columns(spec.column_range)
+                with _naming(sources[0]):
+                    made = quantise(rows.whole().to(dtype), quant).columns(spec.column_range)
                 weights[name] = device.ops.pack(made, routed)
             else:
                 weights[name] = device.ops.pack_rows(rows, routed) if spec.is_matrix else rows.whole()
@@ -347,11 +348,18 @@ def _read_quantised(
             read = read_quantised(source, piece.total, columns, files, stored, device.torch, expert)
             whole[place] = replace(read.to(dtype), rounds_inputs=rounds_inputs)
         rows = whole[place].rows(piece.places)
-        try:
+        with _naming(source):
             pieces.append(rows.columns(spec.column_range))
-        except ConfigError as error:
-            raise ConfigError(f"{source.removesuffix('.weight')}: {error}") from error
     return stack_weights(pieces)
+
+
+@contextmanager
+def _naming(source: str) -> Iterator[None]:
+    """Errors begin with the layer's name."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{source.removesuffix('.weight')}: {error}") from error
 
 
 def read_quantised(

@@ -122,20 +122,22 @@ def check_pooled(model: Path, requests: list[Request], **ranks: int) -> None:
         engine.close()
 
 
-def test_encoders_and_their_heads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family, ranks", [("bert", TENSOR), ("bert", STAGES), ("roberta", BOTH)])
+def test_encoders_and_their_heads(family: str, ranks: dict[str, int], tmp_path: Path) -> None:
+    """Of three layers, so that stages differ; the adapter brings biases and a head."""
     kind = "AutoModelForSequenceClassification"
-    model = make_encoder(tmp_path / "model", "bert", kind, num_labels=4)
-    make_classifier(tmp_path / "own", model, 3, 1, target_modules=LINEARS)
+    model = make_encoder(tmp_path / "model", family, kind, num_labels=4, num_hidden_layers=3)
+    make_classifier(tmp_path / "own", model, 3, 1, target_modules=LINEARS, bias="lora_only")
     lora: LoraInput = read(tmp_path / "own", model, 1)
     x, y = tuple(prompt(40, 1)), tuple(prompt(17, 2))
     requests = [
         Request(ids, lora=own, pooling=Pooling(mode, head, first))
         for ids, own, mode, head, first in (
             (x, None, "cls", True, 0), (x, lora, "cls", True, 0), (y, None, "mean", False, 0),
-            (y, None, "all", False, 9),
+            (y, None, "all", False, 9), (y, lora, "all", False, 0),
         )
     ]  # fmt: skip
-    check_pooled(model, requests, **TENSOR)
+    check_pooled(model, requests, **ranks)
 
 
 @pytest.mark.parametrize("ranks", [TENSOR, STAGES, BOTH], ids=["tp 2", "pp 2", "tp 2, pp 2"])

@@ -22,7 +22,6 @@ SHAPED = replace(
     LLAMA, layer_shapes=(LayerShape(8, 2, 96), LayerShape(16, 3, 96)) * 2 + (LayerShape(8, 2, 96),)
 )
 STREAMS = replace(LLAMA, altup=AltUpConfig(4, 0, True, 8))
-BERT = replace(LLAMA, bidirectional=True, learned_positions=True)
 
 
 def test_the_order_of_ranks() -> None:
@@ -72,8 +71,11 @@ def test_sizes_that_do_not_agree(sizes: tuple[int, ...], message: str) -> None:
         (LLAMA, Mapping(2, 0, 2, 1, 2), "moe_ep_size must be 1: LlamaForCausalLM has no experts"),
         (replace(LLAMA, moe=replace(MOE, num_experts=7)), Mapping(2, 0, 2, 1, 2), "number of experts, 7"),
         (replace(LLAMA, moe=replace(MOE, intermediate_size=49)), Mapping(2, 0, 2), "an expert's width, 49"),
-        (replace(LLAMA, encoder=EncoderConfig(2, 0)), Mapping(2, 0, 1, 2), "has an encoder, whose layers"),
-        (BERT, Mapping(2, 0, 1, 2), "pp_size must be 1, got 2"),
+        (
+            replace(LLAMA, encoder=EncoderConfig(2, 0)),
+            Mapping(2, 0, 1, 2),
+            "has an encoder and a decoder, whose layers",
+        ),
         (replace(LLAMA, recurrent=RECURRENT), Mapping(2, 0, 2), "key heads of the recurrent layers, "),
         (replace(LLAMA, recurrent=CONV), Mapping(4, 0, 4), "channels of the recurrent layers, 66"),
         (replace(LLAMA, recurrent=CONV), Mapping(2, 0, 1, 2), "layers 3 to 4 have no recurrent layer"),

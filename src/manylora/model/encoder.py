@@ -42,6 +42,10 @@ class Encoder(Transformer):
         x = self._embed(batch)
         for layer in self._layers:
             x = layer.feed_forward(layer.attend(x, lora, mix), lora)
+        return self._leave(x, batch)
+
+    def _leave(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """Behind the last layer."""
         if batch.pooled is not None:
             batch.pooled.hidden = x[batch.pooled.rows]
         return torch.empty((0, self.config.vocab_size), device=self._device)

@@ -126,9 +126,6 @@ class RankDecoder(SharedLayers, Decoder):
         streams = () if self.config.altup is None else (self.config.altup.streams,)
         return self._receive(len(batch.input_ids), *streams, self.config.hidden_size)
 
-    def _receive(self, *shape: int) -> Tensor:
-        return self._collectives.receive_hidden(torch.empty(shape, dtype=self.dtype, device=self._device))
-
     def _vectors(self, made_by: LayerInputs, x: Tensor, batch: ForwardBatch) -> Tensor:
         assert isinstance(made_by, RankLayerInputs)
         if self._mapping.is_first_stage:
@@ -170,21 +167,6 @@ class RankDecoder(SharedLayers, Decoder):
                 kept = kv[one.place].flatten(1, 2)[:, batch.attention.slots]
             send(kept)
         return self._answer(batch)
-
-    def _answer(self, batch: ForwardBatch) -> Tensor:
-        """On rank 0 what the last stage has made: logits, and hidden states behind the final norm."""
-        count, where, pooled = len(batch.logits_rows), self._device, batch.pooled
-        rows = 0 if self._mapping.rank else count
-        logits = torch.empty((rows, self.config.vocab_size), device=where)
-        if self._mapping.rank:
-            return logits
-        if count:
-            logits = self._collectives.receive_back(logits)
-        if pooled is not None:
-            shape = len(pooled.rows), self.config.projected_size or self.config.hidden_size
-            hidden = torch.empty(shape, dtype=self.dtype, device=where)
-            pooled.hidden = self._collectives.receive_back(hidden)
-        return logits
 
     def _pool(self, x: Tensor, delta: Tensor | None, pooled: HiddenRows, lora: LoraBatch | None) -> None:
         """Of several stages, `_logits` brings them to rank 0, behind the hidden states."""

@@ -1,13 +1,15 @@
-"""RankEncoder and RankEncoderDecoder: these models of one rank's weights. Their layers are in one stage."""
+"""RankEncoder and RankEncoderDecoder: these models of one rank's weights."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from manylora.config.engine import ModelConfig
 from manylora.kernels.reference import ReferenceOps
+from manylora.model.batch import ForwardBatch
 from manylora.model.encoder import Encoder
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.parallel.collectives import Collectives
@@ -16,7 +18,7 @@ from manylora.parallel.mapping import Mapping
 
 
 class RankEncoder(SharedLayers, Encoder):
-    """The arguments are RankDecoder's. Every rank has the hidden states."""
+    """The arguments are RankDecoder's. Rank 0 has the hidden states, and without stages every rank."""
 
     def __init__(
         self,
@@ -31,10 +33,26 @@ class RankEncoder(SharedLayers, Encoder):
         self._share(model, mapping, collectives)
         super().__init__(config, weights, dtype, ops)
 
+    def _embed(self, batch: ForwardBatch) -> Tensor:
+        if self._mapping.is_first_stage:
+            return super()._embed(batch)
+        return self._receive(len(batch.input_ids), self.config.hidden_size)
+
+    def _leave(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        mapping = self._mapping
+        if not mapping.is_last_stage:
+            self._collectives.send_hidden(x)
+            return self._answer(batch)
+        logits = super()._leave(x, batch)
+        if mapping.tp_rank == 0 and not mapping.is_first_stage and batch.pooled is not None:
+            assert batch.pooled.hidden is not None
+            self._collectives.send_back(batch.pooled.hidden)
+        return logits
+
 
 class RankEncoderDecoder(SharedLayers, EncoderDecoder):
-    """The arguments are RankDecoder's, and EncoderDecoder's max_seq_len. The cache has the keys and values of
-    this rank's heads, of both stacks.
+    """The arguments are RankDecoder's, and EncoderDecoder's max_seq_len. All layers are in one stage. The
+    cache has the keys and values of this rank's heads, of both stacks.
 
     `forward` returns logits on rank 0, and [0, vocab] on others.
     """

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from manylora.config.engine import ModelConfig
 from manylora.kernels.spec import LoraBatch, LoraTarget
+from manylora.model.batch import ForwardBatch
 from manylora.model.layers import LoraLinear, Mlp, Norm
 from manylora.model.transformer import Transformer
 from manylora.parallel.collectives import Collectives
@@ -127,3 +128,21 @@ class SharedLayers(Transformer):
         if parts is None:
             return None
         return torch.cat([one[:, :size] for one, size in zip(parts, sizes, strict=True)], dim=1)
+
+    def _receive(self, *shape: int) -> Tensor:
+        return self._collectives.receive_hidden(torch.empty(shape, dtype=self.dtype, device=self._device))
+
+    def _answer(self, batch: ForwardBatch) -> Tensor:
+        """On rank 0 what the last stage has made: logits, and hidden states behind the final norm."""
+        count, where, pooled = len(batch.logits_rows), self._device, batch.pooled
+        rows = 0 if self._mapping.rank else count
+        logits = torch.empty((rows, self.config.vocab_size), device=where)
+        if self._mapping.rank:
+            return logits
+        if count:
+            logits = self._collectives.receive_back(logits)
+        if pooled is not None:
+            shape = len(pooled.rows), self.config.projected_size or self.config.hidden_size
+            hidden = torch.empty(shape, dtype=self.dtype, device=where)
+            pooled.hidden = self._collectives.receive_back(hidden)
+        return logits

@@ -128,10 +128,10 @@ def _check(model: ModelConfig, mapping: Mapping) -> None:
     if mapping.world_size == 1:
         return
     tp, pp = mapping.tp_size, mapping.pp_size
-    if pp > 1 and (model.encoder is not None or (model.bidirectional and model.learned_positions)):
+    if pp > 1 and model.encoder is not None:
         raise ConfigError(
-            f"{model.architecture} has an encoder, whose layers are not divided into stages: pp_size must be "
-            f"1, got {pp}; tp_size shares each layer"
+            f"{model.architecture} has an encoder and a decoder, whose layers are not divided into stages: "
+            f"pp_size must be 1, got {pp}; tp_size shares each layer"
         )
     if pp > model.num_layers:
         raise ConfigError(f"pp_size must be at most the model's {model.num_layers} layers, got {pp}")

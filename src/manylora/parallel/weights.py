@@ -57,7 +57,8 @@ def rank_plan(plan: Plan, model: ModelConfig, mapping: Mapping) -> Plan:
         one = _around_layers(name, spec, model, mapping)
         if one is not None:
             found[name] = one
-    if "head.weight" not in plan and mapping.is_last_stage and not mapping.is_first_stage:
+    tied = "head.weight" not in plan and not model.bidirectional
+    if tied and mapping.is_last_stage and not mapping.is_first_stage:
         found["head.weight"] = _as_matrix(plan["embed"].take_rows(mapping.vocabulary(model.vocab_size)))
     return found
 

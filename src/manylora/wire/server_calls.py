@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +15,7 @@ from manylora.wire.bls_generator import Values
 
 STATUSES = ((UnavailableError, "UNAVAILABLE"), (RequestCancelledError, "CANCELLED"))
 """Errors that have a status of Triton's own; all others are INTERNAL."""
+KEPT_S = 1.0  # after its end, a call's responses
 
 
 class ServerCalls:
@@ -22,6 +26,8 @@ class ServerCalls:
 
     def __init__(self, pb_utils: Any, streams: bool = True) -> None:
         self._pb_utils, self._streams = pb_utils, streams
+        self._lock = threading.Lock()
+        self._ended: deque[tuple[float, Any]] = deque()  # when, and the responses
 
     def call(
         self, model: str, inputs: Values, outputs: Sequence[str], request_id: str = ""
@@ -34,18 +40,33 @@ class ServerCalls:
             request_id=request_id,
         )
         streams = self._streams and request_id
-        for response in request.exec(decoupled=True) if streams else [request.exec()]:
-            if response.has_error():
-                error = response.error()
-                kind = (
-                    UnavailableError
-                    if error.code() == self._pb_utils.TritonError.UNAVAILABLE
-                    else RequestError
-                )
-                raise kind(error.message())
-            tensors = {tensor.name(): tensor for tensor in response.output_tensors()}
-            if tensors:
-                yield tensors
+        responses = request.exec(decoupled=True) if streams else [request.exec()]
+        try:
+            for response in responses:
+                if response.has_error():
+                    error = response.error()
+                    kind = (
+                        UnavailableError
+                        if error.code() == self._pb_utils.TritonError.UNAVAILABLE
+                        else RequestError
+                    )
+                    raise kind(error.message())
+                tensors = {tensor.name(): tensor for tensor in response.output_tensors()}
+                if tensors:
+                    yield tensors
+        finally:
+            if streams:
+                self._keep(responses)
+
+    def _keep(self, responses: Any) -> None:
+        """The stub lets go of a call's responses on a thread that runs beside Python code. If nobody else has
+        them then, it frees their arrays there, and now and then that ends the process. So they are kept until
+        it has done so, and freed here. Any thread."""
+        now, old = time.monotonic(), []
+        with self._lock:
+            self._ended.append((now, responses))
+            while self._ended and now - self._ended[0][0] > KEPT_S:
+                old.append(self._ended.popleft())
 
     def respond(self, outputs: Values) -> Any:
         return self._pb_utils.InferenceResponse(self._tensors(outputs))

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from levels import NAMES, open_library
 
 from manylora.kernels import cpu
 from manylora.kernels.activations import ACTIVATIONS
@@ -262,3 +264,11 @@ def test_norms_and_gates_are_those_of_the_reference(ops: CpuOps, rows: int, dtyp
         torch.testing.assert_close(got, want, **close)
         if rows and dtype == torch.float32 and isinstance(ops, CompiledOps):
             assert torch.equal(ops.gated(wide[:1], activation), got[:1])
+
+
+@pytest.mark.parametrize("level", NAMES)
+def test_silu_is_exact_to_rounding(level: str) -> None:
+    """A compiler that may reorder sums can take an exponential's apart, and lose bits of it."""
+    x = torch.linspace(-20, 20, 4096)
+    found = CompiledOps(open_library(level)).gated(torch.cat((torch.ones_like(x), x))[None], "silu")[0]
+    torch.testing.assert_close(found, F.silu(x.double()).float(), rtol=1e-6, atol=1e-12)

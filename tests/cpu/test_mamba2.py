@@ -74,9 +74,9 @@ def test_the_kernel_is_the_reference(level: str, shape: tuple[int, int, int, int
         batch = table(counts, *others)
         found = ops.mamba2(x, weights, mine, batch)
         expected = ReferenceOps().mamba2(x, weights, theirs, batch)
-        torch.testing.assert_close(found, expected, rtol=2e-4, atol=5e-5)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(mine.inputs, theirs.inputs, rtol=0, atol=0)
-        torch.testing.assert_close(mine.memory, theirs.memory, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(mine.memory, theirs.memory, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

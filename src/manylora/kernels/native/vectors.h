@@ -238,7 +238,8 @@ INLINE vector choose(integers which, vector a, vector b) {
 INLINE vector exponential(vector x) {
     const vector bounded = choose(x < -87, all(-87), choose(x > 88, all(88), x));
     const integers power = __builtin_convertvector(bounded * 1.44269504f + 127.5f, integers); /* 127 more than it is */
-    const vector r = bounded - (__builtin_convertvector(power, vector) - 127) * 0.693147181f;
+    /* Taken off as an integer: of floats the compiler would add 127 ln 2 to x, and lose 7 bits of it. */
+    const vector r = bounded - __builtin_convertvector(power - 127, vector) * 0.693147181f;
     const vector high = r * (r * (r * 1.9841270e-4f + 1.3888889e-3f) + 8.3333333e-3f) + 4.1666667e-2f;
     return (vector)(power << 23) * (r * (r * (r * (r * high + 0.16666667f) + 0.5f) + 1) + 1);
 }

@@ -189,8 +189,11 @@ def test_mixes_act_through_every_text_model(server: Running, world: World, catal
     assert status == 200 and json.loads(told)["text_output"] == "Hello" + both, told
     status, told = post(server, "llmapi/generate", **LLMAPI, **mix)
     assert status == 200 and json.loads(told)["text_output"] == both, told
-    status, told = post(server, "vllm_model/generate", text_input="Hello", lora_mix_names="one")
-    assert status != 200 and "lora_mix_names" in json.loads(told)["error"]
+    greedy = {"text_input": "Hello", "temperature": 0, "max_tokens": NEW}  # parameters are read, too
+    status, told = post(server, "vllm_model/generate", **greedy, lora_mix_names="one")
+    assert status == 200 and json.loads(told)["text_output"] == "Hello" + alone, told
+    status, told = post(server, "vllm_model/generate", **greedy, lora_mix_scales=0.5)
+    assert status != 200 and "lora_mix_scales" in json.loads(told)["error"]
 
 
 def test_activated_lora_by_its_name_through_every_model(

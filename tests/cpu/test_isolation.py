@@ -223,16 +223,32 @@ def test_equal_adapters_of_two_tenants_share_memory_and_their_ids_stay_apart(wor
     assert engine.stats().adapters.host_adapters == 1
     assert tokens(run(engine, world.request(world.lora(2, 11)))[0]) == world.answers[2]
     assert tokens(run(engine, world.request(LoraInput(12)))[0]) == world.answers[1]
+    assert tokens(run(engine, world.request(LoraInput(11)))[0]) == world.answers[2], "without tensors too"
 
 
-def test_an_error_names_its_own_adapter_and_no_path(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("adapter_model.safetensors", b"broken"),
+        ("adapter_model.safetensors", b"\x08\0\0\0\0\0\0\0not JSON"),
+        ("adapter_model.safetensors", None),
+        ("adapter_config.json", b"{"),
+    ],
+    ids=["short", "header", "missing", "config"],
+)
+def test_an_error_names_its_own_adapter_and_no_path(
+    world: World, tmp_path: Path, file: str, content: bytes | None
+) -> None:
     engine = world.engine(lora={"catalog_dir": tmp_path})
     source = world.paths[1]
     assert source is not None
     for tenant in ("broken", "neighbour"):
         shutil.copytree(source, tmp_path / tenant)
-    (tmp_path / "broken" / "adapter_model.safetensors").write_bytes(b"broken")
+    (tmp_path / "broken" / file).unlink()
+    if content is not None:
+        (tmp_path / "broken" / file).write_bytes(content)
     with pytest.raises(AdapterError) as error:
         lora = engine.adapters.library.resolve(LoraInput(None, name="broken"))
         engine.submit(engine.prepare(world.request(lora)))
-    assert "neighbour" not in str(error.value) and str(tmp_path) not in str(error.value)
+    text = str(error.value)
+    assert file in text and "neighbour" not in text and str(tmp_path) not in text

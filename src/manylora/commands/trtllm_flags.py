@@ -32,7 +32,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "streamingllm": (DISABLED, "tokens are never dropped from the middle of a sequence"),
     "speculative_decoding_mode": (("draft_tokens_external",), "drafts come with requests: draft_input_ids"),
     "kv_cache_type": (("paged", "continuous"), "generation needs a KV cache"),
-    "auto_parallel": (("1",), "one device serves a model"),
+    "auto_parallel": (("1",), "--tp_size and --pp_size say how many ranks serve the model"),
     "dry_run": ((), "nothing is built without being written"),
     "model_config": ((), "the config.json of --model_dir describes the model"),
     "build_config": ((), "give its limits as flags"),

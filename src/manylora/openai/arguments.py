@@ -102,11 +102,12 @@ def _add_option(parser: argparse.ArgumentParser, one: Any) -> None:
 
 
 def _add_other(parser: argparse.ArgumentParser) -> None:
-    for name, (kind, target) in other_flags.FIELDS.items():
+    for name, (kind, target, meaning) in other_flags.FIELDS.items():
+        text = f"{meaning}; in the file {target}"
         if kind is bool:
-            _add(parser, name, action=argparse.BooleanOptionalAction, help=f"as {target}")
+            _add(parser, name, action=argparse.BooleanOptionalAction, help=text)
         else:
-            _add(parser, name, type=_whole if kind is int else kind, metavar="X", help=f"as {target}")
+            _add(parser, name, type=_whole if kind is int else kind, metavar="X", help=text)
     for name in other_flags.NEUTRAL:
         _add(parser, name, action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
     for name in other_flags.NEUTRAL_VALUES:

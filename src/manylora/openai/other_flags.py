@@ -24,25 +24,33 @@ def json_object(text: str) -> dict[str, Any]:
     return found
 
 
-# Options that are fields of a part of the arguments of `LLM`: type, and PART.FIELD.
-FIELDS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "max_loras": (int, "lora_config.max_loras"),
-    "max_cpu_loras": (int, "lora_config.max_cpu_loras"),
-    "max_lora_rank": (int, "lora_config.max_lora_rank"),
-    "lora_dtype": (str, "lora_config.lora_adapter_dtype"),
-    "enable_prefix_caching": (bool, "kv_cache_config.enable_block_reuse"),
-    "block_size": (int, "kv_cache_config.tokens_per_block"),
-    "kv_cache_dtype": (str, "kv_cache_config.dtype"),
-    "enforce_eager": (bool, "enable_cuda_graph"),
-    "max_beam_width": (int, "max_beam_width"),
-    "tensor_parallel_size": (int, "tensor_parallel_size"),
-    "tp_size": (int, "tensor_parallel_size"),
-    "pipeline_parallel_size": (int, "pipeline_parallel_size"),
-    "pp_size": (int, "pipeline_parallel_size"),
-    "ep_size": (int, "moe_expert_parallel_size"),
-    "enable_expert_parallel": (bool, "moe_expert_parallel_size"),
-    "kv_cache_free_gpu_memory_fraction": (float, "kv_cache_config.free_gpu_memory_fraction"),
-    "speculative_config": (json_object, "speculative_config"),
+# Options that are fields of a part of the arguments of `LLM`: type, PART.FIELD, and what --help says.
+FIELDS: dict[str, tuple[Callable[[str], Any], str, str]] = {
+    "max_loras": (int, "lora_config.max_loras", "adapters of the largest rank on the device"),
+    "max_cpu_loras": (int, "lora_config.max_cpu_loras", "adapters of the largest rank in the host's memory"),
+    "max_lora_rank": (int, "lora_config.max_lora_rank", "larger ranks are refused"),
+    "lora_dtype": (str, "lora_config.lora_adapter_dtype", "type of adapters in memory"),
+    "enable_prefix_caching": (
+        bool,
+        "kv_cache_config.enable_block_reuse",
+        "share KV blocks of equal beginnings",
+    ),
+    "block_size": (int, "kv_cache_config.tokens_per_block", "tokens in a block of the KV cache"),
+    "kv_cache_dtype": (str, "kv_cache_config.dtype", "auto, or fp8"),
+    "enforce_eager": (bool, "enable_cuda_graph", "no CUDA graphs"),
+    "max_beam_width": (int, "max_beam_width", "beams of one request"),
+    "tensor_parallel_size": (int, "tensor_parallel_size", "ranks that share each layer"),
+    "tp_size": (int, "tensor_parallel_size", "the same"),
+    "pipeline_parallel_size": (int, "pipeline_parallel_size", "stages that share the layers"),
+    "pp_size": (int, "pipeline_parallel_size", "the same"),
+    "ep_size": (int, "moe_expert_parallel_size", "groups of ranks with experts of their own"),
+    "enable_expert_parallel": (bool, "moe_expert_parallel_size", "each rank has experts of its own"),
+    "kv_cache_free_gpu_memory_fraction": (
+        float,
+        "kv_cache_config.free_gpu_memory_fraction",
+        "of what weights leave",
+    ),
+    "speculative_config": (json_object, "speculative_config", "drafts by n-grams, as JSON"),
 }
 # Values that are called otherwise here. True of enforce_eager is no graphs.
 VALUES: dict[str, dict[Any, Any]] = {
@@ -120,7 +128,8 @@ NEUTRAL_VALUES: dict[str, tuple[str, ...]] = {
     "gpus_per_node": (),
     "num_postprocess_workers": (),
 }
-ONE_DEVICE = "one device serves a model; for more throughput start more servers"
+ONE_COPY = "one server has one copy of the model; `manylora fleet` serves several"
+
 CHECKPOINT = "the checkpoint's own quantisation is read by itself; plain weights: quant_config in --config"
 CONFIG = "change config.json in a copy of the model's folder"
 REFUSED: dict[str, str] = {
@@ -137,7 +146,7 @@ REFUSED: dict[str, str] = {
     "reasoning_parser": "thoughts stay in the answer's text",
     "enable_reasoning": "thoughts stay in the answer's text",
     "tool_parser_plugin": "calls in the forms of Hermes, Llama 3, Mistral and Qwen are found without",
-    "enable_prompt_adapter": "only LoRA adapters are served",
+    "enable_prompt_adapter": "PEFT folders of prompt tuning are served like any other adapter",
     "num_gpu_blocks_override": "kv_cache_config.max_tokens in --config bounds the KV cache",
     "kv_cache_memory_bytes": "kv_cache_config.max_tokens in --config bounds the KV cache",
     "kv_transfer_config": "the KV cache stays in one process",
@@ -150,13 +159,13 @@ REFUSED: dict[str, str] = {
     "ssl_ca_certs": "clients are known by --api-keys",
     "ssl_cert_reqs": "clients are known by --api-keys",
     "middleware": "put a proxy in front",
-    "nnodes": ONE_DEVICE,
+    "nnodes": "start the same command on each host by torchrun or mpirun",
     "enable_sleep_mode": "stop the server, and start it again",
     "lora_target_modules": "lora_config.lora_target_modules in --config, with names such as attn_q",
-    "fully_sharded": ONE_DEVICE,
+    "fully_sharded": "each rank has its part of every adapter as it is",
     "logits_processors": "logit_bias and guides in requests",
     "server_role": "this server does both, prefill and decode",
-    "metadata_server_config_file": ONE_DEVICE,
+    "metadata_server_config_file": "this server does both, prefill and decode",
     "otlp_traces_endpoint": "there are no traces; /metrics has times",
     "media_io_kwargs": "only text is served",
     "custom_tokenizer": "--tokenizer takes a folder with tokenizer.json",
@@ -212,7 +221,7 @@ def _check_neutral(name: str, value: Any) -> None:
         return
     flag = f"--{name.replace('_', '-')}"
     if name in ONLY_ONE:
-        raise ConfigError(f"{flag} must be 1, got {value}: {ONE_DEVICE}")
+        raise ConfigError(f"{flag} must be 1, got {value}: {ONE_COPY}")
     if name == "enable_lora":
         raise ConfigError("adapters are always served: leave --no-enable-lora out")
     raise ConfigError(f"{flag} {value} has no counterpart here: leave it out, or give {' or '.join(allowed)}")

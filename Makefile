@@ -48,7 +48,7 @@ bench-peers: $(STAMP) $(PEERS:%=build/%/.installed) ## the engine beside OpenVIN
 chaos: $(STAMP) ## a service under kills, hostile requests and adapters, and leaving clients (CHAOS_ARGS=...); about 10 minutes
 	@$(BIN)/python tests/chaos $(CHAOS_ARGS)
 
-parity: $(STAMP) ## every model family and kind of adapter against transformers + PEFT, as a table; takes minutes
+parity: $(STAMP) ## every model family and kind of adapter against transformers + PEFT; takes minutes
 	@$(BIN)/python -m manylora.testing.parity
 
 browser: ## install Chromium for the tests of the page (Debian, Ubuntu); without it they are skipped

@@ -37,7 +37,14 @@ from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing import tiny_configs
 from manylora.testing.driver import Driver, agree
-from manylora.testing.parity import NEMO_SOURCES, linear_names, make_kind, read_from, read_nemo_from
+from manylora.testing.parity import (
+    NEMO_SOURCES,
+    linear_names,
+    make_kind,
+    read_from,
+    read_nemo_from,
+    report,
+)
 from manylora.testing.parity import main as compare
 from manylora.testing.tiny_configs import ENCODER_DECODER_FAMILIES, FAMILIES, MOE_FAMILIES
 from manylora.testing.tiny_models import (
@@ -381,6 +388,15 @@ def test_the_command_names_the_variants(arguments: list[str], code: int, text: s
     assert ended.value.code == code
     shown = capsys.readouterr()
     assert text in shown.out + shown.err
+
+
+def test_the_report_names_what_differs_and_why() -> None:
+    good = {"base": "pass", "DoRA": "pass"}
+    bad = {"base": "pass", "DoRA": "differs npy", "NeMo": "refused: it has no such layer"}
+    lines = report({"a": good, "b": bad, "c": bad, "d": good}).splitlines()
+    assert lines[0] == "`pass` for every kind: a, d."
+    assert lines[4:] == ["| b, c | DoRA: differs npy; NeMo: refused (1) |", "", "(1) it has no such layer"]
+    assert "none" in report({"b": bad})
 
 
 def test_grouped_rows_need_the_base(workshop: Path) -> None:

@@ -1,6 +1,6 @@
 """Parity: the decoder beside transformers + PEFT, for every family, kind of adapter and source.
 
-`python -m manylora.testing.parity` prints what agrees and what is refused as the tables of docs/models.md.
+`python -m manylora.testing.parity` prints what agrees and what is refused, as docs/models.md has it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -245,7 +245,7 @@ def _parse(arguments: Sequence[str]) -> Sequence[str]:
     known = (*FAMILIES, *MOE_FAMILIES, *ENCODER_DECODER_FAMILIES, *QUANTISED)
     parser = argparse.ArgumentParser(
         "python -m manylora.testing.parity",
-        description="Compare tiny models of each variant with transformers and PEFT, and print a table.",
+        description="Compare tiny models of each variant with transformers and PEFT, and say what differs.",
         epilog=f"variants: {', '.join(known)}",
     )
     parser.add_argument("variants", nargs="*", metavar="VARIANT", help="one of those below; none: all")
@@ -256,8 +256,29 @@ def _parse(arguments: Sequence[str]) -> Sequence[str]:
     return named or known
 
 
-def _cell(verdict: str, reasons: list[str]) -> str:
-    """A verdict as the table shows it: reasons for refusal are footnotes, numbered from 1."""
+def report(found: Mapping[str, Mapping[str, str]]) -> str:
+    """What agrees and what does not, in Markdown. found: of each variant, kind of adapter to verdict.
+
+    Variants with the same exceptions share a row; reasons for refusal are footnotes, numbered from 1."""
+    reasons: list[str] = []
+    rows: dict[str, list[str]] = {}
+    for variant, verdicts in found.items():
+        rest: dict[str, list[str]] = {}
+        for kind, verdict in verdicts.items():
+            if verdict != "pass":
+                rest.setdefault(_shown(verdict, reasons), []).append(kind)
+        text = "; ".join(f"{', '.join(kinds)}: {verdict}" for verdict, kinds in rest.items())
+        rows.setdefault(text, []).append(variant)
+    lines = [f"`pass` for every kind: {', '.join(rows.pop('', ['none']))}."]
+    if rows:
+        lines += ["", "| models | `pass` but for |", "|---|---|"]
+        lines += [f"| {', '.join(variants)} | {text} |" for text, variants in rows.items()]
+    for number, reason in enumerate(reasons, 1):
+        lines += ["", f"({number}) {reason}"]
+    return "\n".join(lines)
+
+
+def _shown(verdict: str, reasons: list[str]) -> str:
     if not verdict.startswith(REFUSED):
         return verdict
     reason = verdict.removeprefix(REFUSED)
@@ -267,7 +288,7 @@ def _cell(verdict: str, reasons: list[str]) -> str:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Print the tables, of all variants of models or of those named. Returns 1 when something differs."""
+    """Print the report, of all variants of models or of those named. Returns 1 when something differs."""
     variants = _parse(arguments)
     from transformers.utils import logging
 
@@ -275,22 +296,18 @@ def main(arguments: Sequence[str] = ()) -> int:
     logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # the matrices are so small that threads only wait for each other
-    reasons: list[str] = []
-    kinds = ("base", *KINDS, NEMO)
-    print("| model | " + " | ".join(kinds) + " |\n|" + "---|" * (len(kinds) + 1))
-    good = True
+    found: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for variant in variants:
-            verdicts = _Comparison(Path(folder), variant).run()
-            good = good and not any("differs" in verdict for verdict in verdicts.values())
-            cells = [_cell(verdicts[kind], reasons) for kind in kinds]
-            print(f"| {variant} | " + " | ".join(cells) + " |", flush=True)
+            print(variant, file=sys.stderr, flush=True)
+            found[variant] = _Comparison(Path(folder), variant).run()
+    print(f"Kinds: {', '.join(('base', *KINDS, NEMO))}.\n")
+    print(report(found))
     print(
-        f"\nSources, each of them in each cell: {', '.join(SOURCES)}; with extras peft alone; of {NEMO}: "
-        f"{', '.join(NEMO_SOURCES)}.\n"
+        f"\nSources, each of them for each kind: {', '.join(SOURCES)}; with extras peft alone; of {NEMO}: "
+        f"{', '.join(NEMO_SOURCES)}."
     )
-    for number, reason in enumerate(reasons, 1):
-        print(f"({number}) {reason}\n")
+    good = not any("differs" in verdict for verdicts in found.values() for verdict in verdicts.values())
     return 0 if good else 1
 
 

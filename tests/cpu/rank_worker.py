@@ -38,6 +38,7 @@ from manylora.request import LoraExtra
 from manylora.testing.driver import Driver
 
 LIMIT = timedelta(seconds=60)
+STACKS = ("encoder", "decoder")
 FUSED_PARTS = {part for parts in FUSED.values() for part in parts}
 
 
@@ -87,10 +88,6 @@ def random_adapter(model: ModelConfig, kind: str, seed: int) -> Adapter | None:
             payload = np.concatenate((pair, values.normal(1, 0.2, sizes[2]))).astype(np.float32)
             rows.append(AdapterRow(module_id, layer, row, payload))
     extras = _random_extras(model, values) if kind == "extras" else ()
-    if model.encoder is not None:  # each stack's names begin with its own
-        extras = [
-            extra for extra in extras if extra.name.startswith(("layers.", "head.bias", "embed.tokens"))
-        ]
     return adapter_from_rows(rows, extras=extras) if rank else None
 
 
@@ -106,6 +103,12 @@ def _random_extras(model: ModelConfig, values: np.random.Generator) -> list[Lora
         "embed.lora_A": (vocab, 2), "embed.lora_B": (width, 2), "embed.magnitude": (width,),
         "head.lora_A": (2, width), "head.lora_B": (vocab, 2), "head.bias": (vocab,),
     }  # fmt: skip
+    if model.encoder is not None:  # what is outside of layers is of one stack, but for these
+        both = ("layers.", "head.", "embed.tokens")
+        own = {name: shape for name, shape in shapes.items() if not name.startswith(both)}
+        own |= {"embedding_norm.weight": (hidden,), "embedding_norm.bias": (hidden,)}
+        shapes = {name: shape for name, shape in shapes.items() if name.startswith(both)}
+        shapes |= {f"{stack}.{name}": shape for stack in STACKS for name, shape in own.items()}
     return [
         LoraExtra(name, values.normal(1, 0.3, shape).astype(np.float32), (5, 100, 200) * ("tokens" in name))
         for name, shape in shapes.items()

@@ -34,6 +34,7 @@ KINDS = (
     "norms saved", "token indices",
 )  # fmt: skip
 PREFIX = "base_model.model."
+STAGES, SHARED = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}
 
 
 @pytest.fixture(scope="module")
@@ -96,23 +97,40 @@ def test_parts_of_one_stack_and_parts_together(family: str, workshop: Path) -> N
     )
 
 
-@pytest.mark.parametrize("family", ["t5", "bart"])
-def test_greedy_tokens_of_the_engine_whatever_is_evicted(family: str, workshop: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [("t5", {}), ("bart", {}), ("bart", STAGES), ("t5", {**STAGES, **SHARED})],
+    ids=["t5", "bart", "bart pp 2", "t5 tp 2, pp 2"],
+)
+def test_greedy_tokens_of_the_engine_whatever_is_evicted(
+    family: str, ranks: dict[str, int], workshop: Path
+) -> None:
     """From the prefetch directory, encoder and decoder in one step, in chunks; read again without room."""
     model = make_model(workshop / f"{family}-engine", family, seed=5)
     names = ("lora_bias", "both + DoRA", "modules_to_save", "norms saved", "token indices")
     kinds = dict(enumerate(names, 2))
     folder = workshop / f"{family}-prefetch"
     for number, kind in kinds.items():
-        make_kind(folder / str(number), model, kind, number)
+        if not (folder / str(number)).is_dir():
+            make_kind(folder / str(number), model, kind, number)
+    room = 5 * 2**16 if ranks else 2**19  # of each rank
     cache = LoraCacheConfig(
-        gpu_memory_bytes=2**19, host_memory_bytes=2**19, prefetch_dir=folder, max_adapter_size=8
+        gpu_memory_bytes=room, host_memory_bytes=room, prefetch_dir=folder, max_adapter_size=8
     )
     settings = {"max_seq_len": 64, "max_num_tokens": 96, "max_batch_size": 8, "tokens_per_block": 4}
-    engine = Engine(EngineConfig(model, device="cpu", lora=cache, **settings))
+    engine = Engine(EngineConfig(model, device="cpu", lora=cache, **settings, **ranks))
+    try:
+        check_greedy_tokens(engine, model, folder, [None, *kinds, *kinds])
+        assert engine.stats().adapters.host_evictions > 0
+        engine.check()
+    finally:
+        engine.close()
+
+
+def check_greedy_tokens(engine: Engine, model: Path, folder: Path, given: list[int | None]) -> None:
+    """Those of PEFT. folder: of adapters by task id. given: that of each request."""
     assert engine.model.encoder is not None
     start = engine.model.encoder.decoder_start_id
-    given = [None, *kinds, *kinds]
     handles, found = {}, {}
     for number, task_id in enumerate(given):
         text, lora = tuple(tokens(9 + number, number)), LoraInput(task_id) if task_id else None
@@ -125,9 +143,6 @@ def test_greedy_tokens_of_the_engine_whatever_is_evicted(family: str, workshop: 
     for handle, (task_id, text) in handles.items():
         adapter = folder / str(task_id) if task_id else None
         assert found[handle] == reference_generate(model, adapter, (start,), 8, text), adapter
-    assert engine.stats().adapters.host_evictions > 0
-    engine.check()
-    engine.close()
 
 
 @pytest.mark.parametrize("kind", ["both + DoRA", "modules_to_save", "norms saved"])

@@ -61,6 +61,8 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], dict[str, int]]] = 
     "norms after the sums": ("opt-350m", {}, ("q_proj", "out_proj", "fc1", "fc2"), BOTH),
     "t5": ("t5", {}, ("q", "v", "o", "wi", "wo"), TENSOR),
     "bart": ("bart", {}, ("q_proj", "v_proj", "out_proj", "fc1", "fc2"), TENSOR),
+    "t5 of stages": ("t5-v1.1", {}, ("q", "v", "o", "wi_0", "wo"), STAGES),
+    "bart of stages": ("bart", {}, ("q_proj", "v_proj", "out_proj", "fc1", "fc2"), BOTH),
 }  # fmt: skip
 
 
@@ -85,7 +87,7 @@ def test_answers_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     ]
     loras = [None, *(read(folder, model, task) for task, folder in enumerate(folders, 1))]
     long, params = tokens(60), SamplingConfig(max_tokens=NEW)
-    encodes = family in ("t5", "bart")
+    encodes = family in ("t5", "t5-v1.1", "bart")
     requests = [
         Request((0,), params, lora, encoder_prompt=tuple(tokens(20 + 4 * i, i)))
         if encodes

@@ -65,6 +65,13 @@ CASES: dict[str, tuple[str, dict[str, int], tuple[str, ...], str | None]] = {
     "t5 tp4": ("t5-v1.1", TP4, ALL, None),
     "bart tp2": ("bart", TP2, ALL, None),
     "bart untied tp2": ("bart-scaled-untied", TP2, ALL, None),
+    "t5 pp2": ("t5-wide", PP2, ALL, None),
+    "t5 both": ("t5-v1.1", BOTH, ALL, None),
+    "t5 pp4": ("t5-4", {"pp": 4}, ALL, None),
+    "bart pp2": ("bart-3", PP2, ALL, None),
+    "bart both": ("bart", BOTH, ALL, None),
+    "bart untied both": ("bart-scaled-untied", BOTH, ALL, None),
+    "t5 pp2 W8A16": ("t5", PP2, ("lora", "dora"), "W8A16"),
     "gemma4 tp2": ("gemma4", TP2, ALL, None),
     "gemma4 tp4": ("gemma4-values", TP4, FEW, None),
     "gemma4 shared tp2": ("gemma4-shared-wide", TP2, ALL, None),
@@ -154,6 +161,10 @@ CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
         {"layers_block_type": ["linear_attention", "full_attention", "moe"] * 2},
     ),
     "qwen3.5-4": ("qwen3.5", {"num_hidden_layers": 4, "layer_types": MIXED}),
+    "t5-wide": ("t5", {"d_model": 128, "d_ff": 512}),
+    "t5-4": ("t5", {"num_layers": 4, "num_decoder_layers": 5}),
+    # The first of two stages has more layers of both stacks.
+    "bart-3": ("bart", {"encoder_layers": 3}),
 }
 # Whose halves of each row are whole groups of 4 bits.
 MAMBA = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
@@ -174,7 +185,7 @@ CHANGED |= {f"{family}-128": (family, settings) for family, settings in WIDE.ite
 # Models on two ranks whose weights are like a large model's: most are in what ranks divide.
 SIZED = (
     "llama tp2", "gemma4 shared tp2", "gemma4 moe tp2", "gemma3n tp2", "granite4 moe ep2", "falcon-h1 tp2",
-    "nemotron-h tp2", "opt-350m tp2",
+    "nemotron-h tp2", "opt-350m tp2", "t5 pp2",
 )  # fmt: skip
 
 

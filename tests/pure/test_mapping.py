@@ -10,7 +10,8 @@ import pytest
 from manylora.config.blocks import AltUpConfig, ConvConfig, DeltaConfig, LayerShape, Mamba2Config
 from manylora.config.engine import EncoderConfig, ModelConfig, MoeConfig
 from manylora.errors import ConfigError
-from manylora.parallel.mapping import Mapping, check_mapping
+from manylora.lora.modules import LoraModuleId, lora_modules
+from manylora.parallel.mapping import Mapping, check_mapping, layers_of_stage
 from manylora.parallel.rank_model import rank_config
 
 LLAMA = ModelConfig("LlamaForCausalLM", 130, 64, 96, 5, 8, 2, 8, 64, 1e-6, 1e4, "float32")
@@ -73,8 +74,8 @@ def test_sizes_that_do_not_agree(sizes: tuple[int, ...], message: str) -> None:
         (replace(LLAMA, moe=replace(MOE, intermediate_size=49)), Mapping(2, 0, 2), "an expert's width, 49"),
         (
             replace(LLAMA, encoder=EncoderConfig(2, 0)),
-            Mapping(2, 0, 1, 2),
-            "has an encoder and a decoder, whose layers",
+            Mapping(3, 0, 1, 3),
+            "encoder's 2 layers and one of the decoder's 3: pp_size must be at most 2, got 3; tp_size 1, 2",
         ),
         (replace(LLAMA, recurrent=RECURRENT), Mapping(2, 0, 2), "key heads of the recurrent layers, "),
         (replace(LLAMA, recurrent=CONV), Mapping(4, 0, 4), "channels of the recurrent layers, 66"),
@@ -101,6 +102,18 @@ def test_models_that_cannot_be_shared(model: ModelConfig, mapping: Mapping, mess
     with pytest.raises(ConfigError, match=message):
         check_mapping(model, mapping)
     check_mapping(model, Mapping())
+
+
+def test_stages_of_an_encoder_and_a_decoder() -> None:
+    """Each has some layers of both stacks, the first ones more."""
+    model = replace(LLAMA, num_layers=8, encoder=EncoderConfig(3, 0))
+    stages = [Mapping(2, rank, 1, 2) for rank in range(2)]
+    assert [layers_of_stage(model, one) for one in stages] == [(0, 1, 3, 4, 5), (2, 6, 7)]
+    parts = [rank_config(model, one) for one in stages]
+    assert [one.encoder.num_layers for one in parts] == [2, 1]  # type: ignore[union-attr]
+    assert [one.kv_layers for one in parts] == [3, 2]
+    cross = [lora_modules(one)[LoraModuleId.CROSS_ATTN_Q].layers for one in parts]
+    assert cross == [{2, 3, 4}, {1, 2}]
 
 
 def test_the_model_of_a_rank() -> None:

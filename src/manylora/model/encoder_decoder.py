@@ -94,7 +94,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class _Stack:
+class Stack:
     """An encoder or a decoder: its layers and what surrounds them. None: the family does not have it.
 
     name: `encoder` or `decoder`, the prefix of its names among our weights and in an adapter's extras.
@@ -154,11 +154,11 @@ class EncoderDecoder(Transformer):
         def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend_spans(q, k, v, starts, self._attention_scale, bias)
 
-        x = self._embed(batch, stack)
+        x = self._enter(batch, stack)
         for layer in stack.layers:
             x = layer.attend(x, batch.lora, mix)
             x = layer.feed_forward(x, batch.lora)
-        x = x if stack.norm is None else stack.norm(x, batch.lora)
+        x = self._encoded(x, batch)
         for number, layer in enumerate(self._decoder.layers):
             assert layer.cross is not None
             layer.cross.store_kv(x, batch, kv[number], self._ops)
@@ -175,15 +175,20 @@ class EncoderDecoder(Transformer):
         groups: list[PagedGroup] = []
         if stack.bias is not None:
             groups = paged_groups(batch.attention, size, self.dtype, stack.bias, causal=True)
-        x = self._embed(batch, stack)
+        x = self._enter(batch, stack)
         for layer, pages in zip(stack.layers, kv, strict=True):
             x = self._decode(layer, x, batch, pages, groups, cross_groups)
-        x = x if stack.norm is None else stack.norm(x, batch.lora)
         return self._logits(x, batch)
 
+    def _encoded(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """What cross-attention reads, of the output of the encoder's last layer."""
+        norm = self._encoder.norm
+        return x if norm is None else norm(x, batch.lora)
+
     def _logits(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        rows, lora = batch.logits_rows, batch.lora
-        x = x[rows]
+        """x: the output of the decoder's last layer."""
+        norm, rows, lora = self._decoder.norm, batch.logits_rows, batch.lora
+        x = (x if norm is None else norm(x, lora))[rows]
         if self.config.logits_scale != 1:  # before the head: a bias that an adapter gives it is not scaled
             x = x * self.config.logits_scale
         logits = self._head_rows(x, None)
@@ -223,18 +228,19 @@ class EncoderDecoder(Transformer):
             logits[rows, forced] = 0
         return logits
 
-    def _embed(self, batch: ForwardBatch, stack: _Stack) -> Tensor:
+    def _enter(self, batch: ForwardBatch, stack: Stack) -> Tensor:
+        """What a stack's first layer gets."""
         x = self._embed_tokens(batch, stack.embedding, f"{stack.name}.embed")
         if stack.positions is not None:
             x = x + F.embedding(batch.positions, stack.positions)
         return x if stack.embedding_norm is None else stack.embedding_norm(x, batch.lora)
 
-    def _stack(self, name: str, numbers: range) -> _Stack:
+    def _stack(self, name: str, numbers: range) -> Stack:
         bias, encodes = None, name == "encoder"
         if self._encoder_config.relative_buckets:
             distance = self._encoder_config.relative_max_distance
             bias = RelativeBias(self._weights[f"{name}.relative"], distance, self._longest, both_ways=encodes)
-        return _Stack(
+        return Stack(
             name=name,
             layers=tuple(self._layer(number, crosses=not encodes) for number in numbers),
             embedding=self._weights.get(f"{name}.embed", self._weights["embed"]),

@@ -23,10 +23,10 @@ from manylora.lora.modules import LoraModule, LoraModuleId, Split, join_layers, 
 from manylora.lora.slicing import AdapterPart, rows_of_rank, slice_rows
 from manylora.lora.tensors import Adapter
 from manylora.model.families import FAMILIES
-from manylora.parallel.mapping import Mapping
+from manylora.parallel.mapping import Mapping, layers_of_stage
 from manylora.parallel.rank_model import rank_config
 from manylora.parallel.stages import place_in_stage
-from manylora.parallel.weights import key_heads, query_heads
+from manylora.parallel.weights import key_heads, of_stack, query_heads
 from manylora.request import INVOCATION, LoraExtra
 
 
@@ -46,7 +46,7 @@ class AdapterSlicer:
         self._whole = lora_modules(model, target_modules)
         self._every = lora_modules(model), self._of_rank(())  # also those that adapters may not have rows for
         self._local: Dict[int, LoraModule] = self._of_rank(target_modules)
-        self.num_layers = len(mapping.at(0).stage_layers(model.num_layers))
+        self.num_layers = len(layers_of_stage(model, mapping.at(0)))
         stages = [mapping.at(stage * mapping.tp_size) for stage in range(mapping.pp_size)]
         self.modules: Dict[int, LoraModule] = self._in_stages(stages)
         self.held: Dict[int, LoraModule] = self._in_stages([mapping])
@@ -73,7 +73,7 @@ class AdapterSlicer:
                     if place is not None:
                         own, forms = module.at(layer), found.setdefault(module_id, {})
                         forms[place] = max(forms.get(place, own), own, key=_size)
-        count = self.num_layers if len(stages) > 1 else len(stages[0].stage_layers(self._model.num_layers))
+        count = self.num_layers if len(stages) > 1 else len(layers_of_stage(self._model, stages[0]))
         return {module_id: join_layers(forms, count) for module_id, forms in sorted(found.items())}
 
     def _place(self, mapping: Mapping) -> Callable[[int, int], int | None]:
@@ -124,7 +124,8 @@ class AdapterSlicer:
         if extra.name == INVOCATION:
             return extra
         if found is None:
-            last = extra.name.partition(".")[0] in ("norm", "head")  # scores are made on rank 0
+            part = of_stack(extra.name).partition(".")[0]
+            last = part in ("norm", "head")  # scores are made on rank 0
             tied = extra.name == "embed.tokens" and self._model.tie_word_embeddings
             here = (mapping.is_first_stage and not last) or (mapping.is_last_stage and (last or tied))
             return extra if here else None

@@ -26,6 +26,9 @@ class Collectives(Protocol):
     def receive_hidden(self, x: Tensor) -> Tensor:
         """Into x, of the rank with the same part of the stage before. Returns x."""
 
+    def from_last(self, x: Tensor) -> Tensor:
+        """x of the rank with the same part of the last stage; into x, on ranks of others. Returns x."""
+
     def send_back(self, x: Tensor) -> None:
         """Logits or hidden states, to rank 0 from the first rank of the last stage."""
 
@@ -75,6 +78,17 @@ class TorchCollectives:
 
     def receive_hidden(self, x: Tensor) -> Tensor:
         dist.recv(x, self._mapping.rank - self._size)
+        return x
+
+    def from_last(self, x: Tensor) -> Tensor:
+        mapping = self._mapping
+        last = mapping.world_size - self._size + mapping.tp_rank
+        if not mapping.is_last_stage:
+            dist.recv(x, last)
+            return x
+        x = x.contiguous()
+        for rank in range(mapping.tp_rank, last, self._size):
+            dist.send(x, rank)
         return x
 
     def send_back(self, x: Tensor) -> None:

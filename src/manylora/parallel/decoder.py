@@ -178,11 +178,11 @@ class RankDecoder(SharedLayers, Decoder):
 
     def _logits(self, x: Tensor, delta: Tensor | None, batch: ForwardBatch) -> Tensor:
         """Of the last stage."""
-        logits, mapping, pooled = super()._logits(x, delta, batch), self._mapping, batch.pooled
-        if mapping.pp_size == 1:
-            return logits
-        if mapping.tp_rank == 0 and len(logits):
-            self._collectives.send_back(logits)
-        if mapping.tp_rank == 0 and pooled is not None:
+        logits, mapping, pooled = (
+            self._to_rank_0(super()._logits(x, delta, batch)),
+            self._mapping,
+            batch.pooled,
+        )
+        if mapping.pp_size > 1 and mapping.tp_rank == 0 and pooled is not None:
             self._collectives.send_back(self._hidden(x, delta, pooled.rows, batch.lora))
-        return torch.empty((0, self.config.vocab_size), device=self._device)
+        return logits

@@ -11,7 +11,7 @@ from manylora.config.engine import ModelConfig
 from manylora.kernels.reference import ReferenceOps
 from manylora.model.batch import ForwardBatch
 from manylora.model.encoder import Encoder
-from manylora.model.encoder_decoder import EncoderDecoder
+from manylora.model.encoder_decoder import EncoderDecoder, Stack
 from manylora.parallel.collectives import Collectives
 from manylora.parallel.layers import SharedLayers
 from manylora.parallel.mapping import Mapping
@@ -51,8 +51,9 @@ class RankEncoder(SharedLayers, Encoder):
 
 
 class RankEncoderDecoder(SharedLayers, EncoderDecoder):
-    """The arguments are RankDecoder's, and EncoderDecoder's max_seq_len. All layers are in one stage. The
-    cache has the keys and values of this rank's heads, of both stacks.
+    """The arguments are RankDecoder's, and EncoderDecoder's max_seq_len. A stage has layers of both stacks.
+    The cache has the keys and values of this rank's heads, of the decoder's layers of its stage: what the
+    encoder's last stage gives comes to all stages, for the cross-attention of their layers.
 
     `forward` returns logits on rank 0, and [0, vocab] on others.
     """
@@ -70,3 +71,20 @@ class RankEncoderDecoder(SharedLayers, EncoderDecoder):
     ) -> None:
         self._share(model, mapping, collectives)
         EncoderDecoder.__init__(self, config, weights, dtype, ops, max_seq_len)
+
+    def _enter(self, batch: ForwardBatch, stack: Stack) -> Tensor:
+        if self._mapping.is_first_stage:
+            return super()._enter(batch, stack)
+        return self._receive(len(batch.input_ids), self.config.hidden_size)
+
+    def _encoded(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        if self._mapping.is_last_stage:
+            return self._collectives.from_last(super()._encoded(x, batch))
+        self._collectives.send_hidden(x)
+        return self._collectives.from_last(torch.empty_like(x))
+
+    def _logits(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        if self._mapping.is_last_stage:
+            return self._to_rank_0(super()._logits(x, batch))
+        self._collectives.send_hidden(x)
+        return self._answer(batch)

@@ -132,6 +132,14 @@ class SharedLayers(Transformer):
     def _receive(self, *shape: int) -> Tensor:
         return self._collectives.receive_hidden(torch.empty(shape, dtype=self.dtype, device=self._device))
 
+    def _to_rank_0(self, logits: Tensor) -> Tensor:
+        """Of the last stage. What this rank's forward pass returns."""
+        if self._mapping.pp_size == 1:
+            return logits
+        if self._mapping.tp_rank == 0 and len(logits):
+            self._collectives.send_back(logits)
+        return torch.empty((0, self.config.vocab_size), device=self._device)
+
     def _answer(self, batch: ForwardBatch) -> Tensor:
         """On rank 0 what the last stage has made: logits, and hidden states behind the final norm."""
         count, where, pooled = len(batch.logits_rows), self._device, batch.pooled

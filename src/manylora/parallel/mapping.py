@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from manylora.config.blocks import ConvConfig, DeltaConfig, Mamba2Config
@@ -94,6 +95,20 @@ class Mapping:
         return pipeline_layers(size, self.tp_size, self.tp_rank)
 
 
+def layers_of_stage(model: ModelConfig, mapping: Mapping) -> Sequence[int]:
+    """Ascending, as the whole model numbers them: of an encoder-decoder model some of each stack."""
+    encoded = encoder_layers(model)
+    decoded = mapping.stage_layers(model.num_layers - encoded)
+    if not encoded:
+        return decoded
+    return (*mapping.stage_layers(encoded), *(encoded + number for number in decoded))
+
+
+def encoder_layers(model: ModelConfig) -> int:
+    """Of an encoder-decoder model, the layers before those of its decoder; else 0."""
+    return model.encoder.num_layers if model.encoder is not None else 0
+
+
 def check_mapping(model: ModelConfig, mapping: Mapping) -> None:
     """Raises ConfigError, naming what cannot be shared and how many ranks could, unless these can run the
     model."""
@@ -128,10 +143,11 @@ def _check(model: ModelConfig, mapping: Mapping) -> None:
     if mapping.world_size == 1:
         return
     tp, pp = mapping.tp_size, mapping.pp_size
-    if pp > 1 and model.encoder is not None:
+    encoded, decoded = encoder_layers(model), model.num_layers - encoder_layers(model)
+    if encoded and pp > min(encoded, decoded):
         raise ConfigError(
-            f"{model.architecture} has an encoder and a decoder, whose layers are not divided into stages: "
-            f"pp_size must be 1, got {pp}; tp_size shares each layer"
+            f"each stage must have one of the encoder's {encoded} layers and one of the decoder's {decoded}: "
+            f"pp_size must be at most {min(encoded, decoded)}, got {pp}"
         )
     if pp > model.num_layers:
         raise ConfigError(f"pp_size must be at most the model's {model.num_layers} layers, got {pp}")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from manylora.config.blocks import ConvConfig, DeltaConfig, LayerShape, Mamba2Config, RecurrentConfig
 from manylora.config.engine import ModelConfig
-from manylora.parallel.mapping import Mapping, check_mapping
+from manylora.parallel.mapping import Mapping, check_mapping, layers_of_stage
+
+T = TypeVar("T")
 
 
 def rank_config(model: ModelConfig, mapping: Mapping) -> ModelConfig:
@@ -15,7 +19,10 @@ def rank_config(model: ModelConfig, mapping: Mapping) -> ModelConfig:
     check_mapping(model, mapping)
     if mapping.world_size == 1:
         return model
-    tp, layers, moe = mapping.tp_size, mapping.stage_layers(model.num_layers), model.moe
+    tp, layers, moe = mapping.tp_size, layers_of_stage(model, mapping), model.moe
+    encoder = model.encoder
+    if encoder is not None:
+        encoder = replace(encoder, num_layers=len(mapping.stage_layers(encoder.num_layers)))
     if moe is not None:
         moe = replace(
             moe,
@@ -31,15 +38,16 @@ def rank_config(model: ModelConfig, mapping: Mapping) -> ModelConfig:
         num_kv_heads=_key_heads(model.num_kv_heads, tp),
         # A width that no layer has need not be divisible.
         intermediate_size=model.intermediate_size // tp if model.mlp_layers else model.intermediate_size,
-        layer_shapes=tuple(_shape(one, tp) for one in model.layer_shapes[layers.start : layers.stop]),
-        sliding_windows=model.sliding_windows[layers.start : layers.stop],
-        kv_sources=tuple(one - layers.start for one in model.kv_sources[layers.start : layers.stop]),
-        sparsity=model.sparsity[layers.start : layers.stop],
+        layer_shapes=tuple(_shape(one, tp) for one in _those(model.layer_shapes, layers)),
+        sliding_windows=_those(model.sliding_windows, layers),
+        kv_sources=tuple(one - layers[0] for one in _those(model.kv_sources, layers)),
+        sparsity=_those(model.sparsity, layers),
         unmixed_layers=_of_stage(model.unmixed_layers, layers),
         mlpless_layers=_of_stage(model.mlpless_layers, layers),
         unrotated_layers=_of_stage(model.unrotated_layers, layers),
         attention_scale=model.head_dim**-0.5 if model.attention_scale is None else model.attention_scale,
         moe=moe,
+        encoder=encoder,
         recurrent=None if model.recurrent is None else _recurrent(model.recurrent, tp, layers),
     )
 
@@ -53,7 +61,7 @@ def _shape(own: LayerShape, tp: int) -> LayerShape:
     return replace(own, num_kv_heads=heads, intermediate_size=inner)
 
 
-def _recurrent(own: RecurrentConfig, tp: int, layers: range) -> RecurrentConfig:
+def _recurrent(own: RecurrentConfig, tp: int, layers: Sequence[int]) -> RecurrentConfig:
     """A share of the heads or channels, so that each rank has that share of every state."""
     mine = _of_stage(own.layers, layers)
     if isinstance(own, ConvConfig):
@@ -64,5 +72,10 @@ def _recurrent(own: RecurrentConfig, tp: int, layers: range) -> RecurrentConfig:
     return replace(own, layers=mine, key_heads=own.key_heads // tp, value_heads=own.value_heads // tp)
 
 
-def _of_stage(numbers: frozenset[int], layers: range) -> frozenset[int]:
-    return frozenset(number - layers.start for number in numbers if number in layers)
+def _of_stage(numbers: frozenset[int], layers: Sequence[int]) -> frozenset[int]:
+    return frozenset(layers.index(number) for number in numbers if number in layers)
+
+
+def _those(each: tuple[T, ...], layers: Sequence[int]) -> tuple[T, ...]:
+    """Of what a family has for each layer, or for none."""
+    return tuple(each[number] for number in layers) if each else ()

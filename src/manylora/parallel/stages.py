@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from manylora.config.engine import ModelConfig
 from manylora.lora.modules import LoraModuleId
-from manylora.parallel.mapping import Mapping
+from manylora.parallel.mapping import Mapping, layers_of_stage
 from manylora.parallel.weights import key_heads
 
 # Modules outside of the layers, whose rows have numbers of layers all the same.
@@ -24,7 +24,7 @@ def place_in_stage(model: ModelConfig, mapping: Mapping, module_id: int, layer: 
         return layer if mapping.is_first_stage else None
     if module_id in BEHIND_LAYERS:
         return layer if mapping.is_last_stage else None
-    layers = mapping.stage_layers(model.num_layers)
+    layers = layers_of_stage(model, mapping)
     return layers.index(layer) if layer in layers else None
 
 

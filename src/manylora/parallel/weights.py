@@ -14,7 +14,7 @@ from manylora.config.blocks import ConvConfig, DeltaConfig, LayerInputsConfig, M
 from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
 from manylora.model.plan_parts import Plan, WeightSpec
-from manylora.parallel.mapping import Mapping
+from manylora.parallel.mapping import Mapping, layers_of_stage
 
 LAYER = re.compile(r"(\d+)\.(.+)")
 EXPERT = re.compile(r"expert\.(\d+)\.(.+)")
@@ -44,7 +44,7 @@ def rank_plan(plan: Plan, model: ModelConfig, mapping: Mapping) -> Plan:
     head.bias is whole, as adapters on the head need it so. Raises ConfigError for a weight that nobody knows
     how to share.
     """
-    layers = mapping.stage_layers(model.num_layers)
+    layers = layers_of_stage(model, mapping)
     found: Plan = {}
     for name, spec in plan.items():
         layer = LAYER.fullmatch(name)
@@ -52,7 +52,7 @@ def rank_plan(plan: Plan, model: ModelConfig, mapping: Mapping) -> Plan:
             number = int(layer[1])
             if number in layers:
                 part = _of_layer(layer[2], spec, model, mapping, number)
-                found |= {f"{number - layers.start}.{own}": one for own, one in part.items()}
+                found |= {f"{layers.index(number)}.{own}": one for own, one in part.items()}
             continue
         one = _around_layers(name, spec, model, mapping)
         if one is not None:
@@ -65,8 +65,7 @@ def rank_plan(plan: Plan, model: ModelConfig, mapping: Mapping) -> Plan:
 
 def _around_layers(name: str, spec: WeightSpec, model: ModelConfig, mapping: Mapping) -> WeightSpec | None:
     """None: this stage does not have it."""
-    stack = STACK.fullmatch(name)
-    own = name if stack is None else stack[1]
+    own = of_stack(name)
     tokens = mapping.vocabulary(model.vocab_size)
     if own in ("norm.weight", "norm.bias") or name.startswith(("score.", "head_layer.")):
         return spec
@@ -85,6 +84,12 @@ def _around_layers(name: str, spec: WeightSpec, model: ModelConfig, mapping: Map
             return None
         return spec.take_rows(tokens) if name == "head.weight" else spec
     raise _unknown(name, model)
+
+
+def of_stack(name: str) -> str:
+    """The name without that of the encoder or the decoder, of what is outside of their layers."""
+    stack = STACK.fullmatch(name)
+    return name if stack is None else stack[1]
 
 
 def _of_layer_inputs(spec: WeightSpec, own: LayerInputsConfig, mapping: Mapping) -> WeightSpec:

@@ -29,12 +29,16 @@ def ranks(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
     assert made.launch("--stop").returncode == 0
 
 
-def follower(engine: int) -> int:
-    (found,) = [
+def followers(engine: int) -> list[int]:
+    return [
         pid
         for pid in children(engine)
         if b"manylora.engine.follower" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
+
+
+def follower(engine: int) -> int:
+    (found,) = followers(engine)
     return found
 
 

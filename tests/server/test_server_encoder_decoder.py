@@ -11,8 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import Running, fill_repo, new_server
+from launched import processes
+from test_ranks import followers
 from test_server import ask, inputs, new_ids
 
+from manylora.cli import main
 from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
@@ -41,11 +44,17 @@ def whole(model: Path) -> Path:
     return make_adapter(model.parent / "prefetch" / "7", model, 2, 4, modules, **options)
 
 
-@pytest.fixture(scope="module")
-def running(model: Path, whole: Path) -> Iterator[Running]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two stages"])
+def running(request: pytest.FixtureRequest, model: Path, whole: Path) -> Iterator[Running]:
+    """Of a directory that was built for so many stages."""
+    stages, built = request.param, model
+    if stages > 1:
+        built = model.parent / "built"
+        flags = ["--model_dir", str(model), "--output_dir", str(built), "--pp_size", str(stages)]
+        assert main(["build", *flags]) == 0
     repo = fill_repo(
-        model.parent / "repo",
-        model,
+        model.parent / f"repo-{stages}",
+        built,
         lora_weights_data_type="TYPE_FP32",
         max_tokens_in_paged_kv_cache="512",
         lora_prefetch_dir=str(whole.parent),
@@ -53,6 +62,7 @@ def running(model: Path, whole: Path) -> Iterator[Running]:
     server = new_server(repo)
     started = server.launch()
     assert started.returncode == 0, started.stderr
+    assert len(followers(processes(server)["tensorrt_llm"])) == stages - 1
     yield server
     assert server.launch("--stop").returncode == 0
 

@@ -3,6 +3,8 @@ pages on all of them, so that one rank can decide for the others."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -33,14 +35,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     return read_model_config(make_model(folder, "qwen2", num_hidden_layers=3))
 
 
-def adapter(model: ModelConfig, task_id: int, layers: tuple[int, ...], rank: int = 6) -> LoraInput:
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    """Layers 0 to 2 of an encoder and 3 to 5 of its decoder: the first stage has 0, 1, 3 and 4."""
+    folder = tmp_path_factory.mktemp("both") / "model"
+    return read_model_config(make_model(folder, "bart", encoder_layers=3, decoder_layers=3))
+
+
+def adapter(model: ModelConfig, task_id: int, layers: Sequence[int], rank: int = 6) -> LoraInput:
     values, rows = np.random.default_rng(task_id), []
     for layer in layers:
         for module_id, module in lora_modules(model).items():
-            if module.counted:
+            if module.counted and module.is_on(layer):
                 payload = values.normal(size=module.row_elements(RowFormat(rank))).astype(np.float32)
                 rows.append(AdapterRow(module_id, layer, RowFormat(rank), payload))
-    names = {"layers.2.attn_dense.bias": 64, "layers.0.attn_k.bias": 32, "norm.weight": 64}
+    keys = {"layers.0.attn_k.bias": model.kv_size}
+    names = {"layers.2.attn_dense.bias": 64, **keys, "norm.weight": 64}
     extras = [LoraExtra(name, values.normal(size=n).astype(np.float32)) for name, n in names.items()]
     return lora_input(task_id, rows, extras)
 
@@ -55,10 +65,14 @@ def open_stores(model: ModelConfig, host_bytes: int) -> list[tuple[AdapterStore,
     ]
 
 
-@pytest.mark.parametrize("layers", [(0, 1, 2), (2,), (0,)])
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [("model", (0, 1, 2)), ("model", (2,)), ("model", (0,)), ("both", range(6)), ("both", (2, 5))],
+)
 def test_each_rank_holds_its_part_in_pages_of_the_same_numbers(
-    model: ModelConfig, layers: tuple[int, ...]
+    family: str, layers: Sequence[int], request: pytest.FixtureRequest
 ) -> None:
+    model: ModelConfig = request.getfixturevalue(family)
     lora, pages = adapter(model, 1, layers), []
     for store, slicer in open_stores(model, 2**24):
         found = store.prepare(lora)
@@ -142,6 +156,24 @@ def test_parts_of_extras(model: ModelConfig) -> None:
     }  # fmt: skip
     last = {"layers.0.prefix.keys": (5, 16), "norm.weight": (64,), "head.bias": (272,)}
     assert kept == [first, first, {"layers.0.attn_dense.bias": (64,), **last}, last]
+
+
+def test_parts_of_extras_of_an_encoder_and_a_decoder(both: ModelConfig) -> None:
+    names = [
+        "encoder.embed.weight", "decoder.embed.weight", "encoder.embedding_norm.weight", "embed.tokens",
+        "encoder.norm.weight", "decoder.norm.weight", "head.bias",
+        *(f"layers.{layer}.final_layer_norm.weight" for layer in range(6)), "layers.5.cross_attn_q.bias",
+    ]  # fmt: skip
+    extras = [LoraExtra(name, np.full(64, number)) for number, name in enumerate(names)]
+    kept = []
+    for mapping in RANKS[::2]:
+        parts = [AdapterSlicer(both, mapping)._extra(extra, mapping) for extra in extras]
+        kept.append({one.name: names[int(one.values[0])] for one in parts if one is not None})
+    first = {name: name for name in names[:4]}
+    first |= {f"layers.{n}.final_layer_norm.weight": names[7 + layer] for n, layer in enumerate((0, 1, 3, 4))}
+    last = {name: name for name in names[3:7]}
+    last |= {f"layers.{n}.final_layer_norm.weight": names[7 + layer] for n, layer in enumerate((2, 5))}
+    assert kept == [first, {**last, "layers.1.cross_attn_q.bias": names[-1]}]
 
 
 def test_rotations_that_ranks_would_cut_apart_are_refused(model: ModelConfig) -> None:

@@ -94,7 +94,7 @@ class AdapterNotFoundError(AdapterError):
     """No adapter of this name is in the catalog."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"lora_name {name[:128]!r} is not in this server's catalog")
+        super().__init__(f"adapter {name[:128]!r} is not in this server's catalog")
 
 
 class AdapterNotCachedError(AdapterError):

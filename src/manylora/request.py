@@ -122,7 +122,7 @@ class SamplingConfig:
             yield isfinite(getattr(self, name)), name, "must be finite", getattr(self, name)
         ignored = self.prompt_ignore_length
         yield ignored >= 0, "prompt_ignore_length", "must be >= 0", ignored
-        yield self.min_tokens >= 0, "min_length", "must be >= 0", self.min_tokens
+        yield self.min_tokens >= 0, "min_length (min_tokens)", "must be >= 0", self.min_tokens
         sequences, width = self.num_return_sequences, self.beam_width
         yield sequences > 0, "num_return_sequences", "must be > 0", sequences
         yield 0 <= self.min_p <= 1, "min_p", "must be in [0, 1]", self.min_p

@@ -111,6 +111,20 @@ def test_later_releases_names_are_taken_too() -> None:
     assert (models.asked[0]["random_seed"].item(), models.asked[0]["min_length"].item()) == (7, 3)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ({"seed": 7, "random_seed": 8}, "seed and random_seed are one setting, and differ"),
+        ({"min_tokens": 1, "min_length": 2}, "min_tokens and min_length are one setting, and differ"),
+        ({"num_draft_tokens": -1}, "num_draft_tokens must be >= 0, got -1"),
+    ],
+)
+def test_inputs_that_would_be_ignored_are_refused(inputs: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        run(Models(1), text_request("a", **inputs))
+    assert run(Models(1), text_request("a", seed=7, random_seed=7, num_draft_tokens=0))
+
+
 def test_a_stop_word_that_spans_responses_ends_text_and_generation() -> None:
     models = Models()
     words = np.array([[b"cd", b"x"]], np.object_)

@@ -170,7 +170,7 @@ def test_what_has_no_effect_is_taken() -> None:
         ('{"n": 1000000000, "temperature": 1}', "n must be at most 128, got 1000000000"),
         ('{"n": 2, "temperature": 0}', "n must be 1 when using greedy sampling, got 2"),
         ('{"max_tokens": 0}', "max_tokens must be >= 1, got 0"),
-        ('{"temperature": NaN}', "temperature must be at least 0, got nan"),
+        ('{"temperature": NaN}', "temperature must be a number, got nan"),
         ('{"top_p": 0}', "top_p must be in (0, 1], got 0.0"),
         ('{"top_k": -2}', "top_k must be -1 or 0 (all tokens), or more, got -2"),
         ('{"min_tokens": 17}', "min_tokens must be at most max_tokens, got 17"),
@@ -178,6 +178,17 @@ def test_what_has_no_effect_is_taken() -> None:
         ('{"stop": ""}', "stop must be a text or a list of texts, none of them empty"),
         ('{"structured_outputs": "{"}', "structured_outputs must be an object, or its JSON as text"),
         ('{"structured_outputs": {"structural_tag": "x"}}', "structured_outputs.structural_tag is not"),
+        ('{"guided_decoding": {}}', "guided_decoding: GuidedDecodingParams takes exactly one guide"),
+        ('{"guided_decoding": {}, "structured_outputs": {}}', "are one setting: send one of them"),
+        (r'{"structured_outputs": "{\"regex\": \"\\ud800\"}"}', "structured_outputs must be valid Unicode"),
+        ('{"structured_outputs": {"choice": [""]}}', "choice must be a list of texts, none of them empty"),
+        (r'{"lora_name": "\ud800"}', "lora_name must be valid Unicode, got"),
+        (r'{"stop": ["a", "\ud800"]}', "stop must be valid Unicode, got"),
+        ('{"bad_words": ["a", ""]}', "bad_words must have no empty text"),
+        ('{"max_tokens": -1}', "max_tokens must be >= 1, got -1"),
+        ('{"allowed_token_ids": []}', "allowed_token_ids must have at least one, got"),
+        ('{"logit_bias": {"5": 1e300}}', "logit_bias must be an object of token ids and numbers"),
+        ('{"temperature": "nan"}', "temperature must be a number, got 'nan'"),
         ('{"structured_outputs": {}}', "takes exactly one guide, got 0"),
         ('{"structured_outputs": {"choice": []}}', "structured_outputs.choice must be a list of texts"),
     ],
@@ -192,7 +203,8 @@ def test_values_may_come_as_text_and_choices_become_a_guide() -> None:
     given = read_parameters('{"temperature": "0", "top_p": "1", "max_tokens": "1500"}', False)
     made = asked("a", given, False, False).params
     assert (made.temperature, made.top_p, made.max_tokens) == (0.0, 1.0, 1500)
-    made = asked("a", read_parameters(json.dumps(VALUES | {"max_tokens": 9}), False), False, True).params
+    one_guide = VALUES | {"max_tokens": 9, "guided_decoding": None}
+    made = asked("a", read_parameters(json.dumps(one_guide), False), False, True).params
     assert made.guided_decoding is not None and made.guided_decoding.regex == "a\\.b|c"
     assert asked("a", {}, False, False).params.max_tokens == 16
 
@@ -288,6 +300,7 @@ def test_an_embedding_of_vllms_model() -> None:
     ("text", "words"),
     [
         ("{", "embedding_request must be valid JSON, got '{'"),
+        (r'{"input": "\ud800"}', "embedding_request: input must be valid Unicode"),
         ("[1]", "embedding_request must be a JSON object, got [1]"),
         ('{"inputs": "a"}', "embedding_request has the unknown key 'inputs': leave it out"),
         ("{}", "input must be one text, or token ids, got None"),
@@ -304,6 +317,13 @@ def test_bad_embedding_requests_are_told_in_one_line(text: str, words: str) -> N
     with pytest.raises(RequestError) as error:
         vllm(Engine(), embedding_request=text)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["text_input", "image", "stream", "return_logprobs"])
+def test_an_embedding_takes_nothing_of_a_generation(name: str) -> None:
+    given = {name: "a" if name in ("text_input", "image") else True}
+    with pytest.raises(RequestError, match=f"{name} means nothing beside embedding_request: leave it out"):
+        vllm(Engine(), embedding_request='{"input": "a"}', **given)
 
 
 def test_an_embedding_takes_no_sampling() -> None:
@@ -410,6 +430,8 @@ def test_errors_of_the_llmapi_model() -> None:
         ({"sampling_param_best_of": np.int32(2**30)}, "best_of must be at most 128"),
         ({"sampling_param_max_tokens": np.int32(0)}, "max_tokens must be >= 1, got 0"),
         ({"lora_ckpt_source": "zip", "lora_name": "a"}, r"must be one of \('hf', 'nemo'\), got 'zip'"),
+        ({"lora_ckpt_source": "hf"}, "lora_ckpt_source goes with lora_name or lora_path"),
+        ({"lora_ckpt_source": "hf", "lora_id": np.uint64(3)}, "lora_ckpt_source goes with lora_name"),
         ({"stop": True}, "A request id must be provided for request cancellation"),
     ):
         with pytest.raises(RequestError, match=words):

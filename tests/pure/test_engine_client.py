@@ -108,3 +108,48 @@ def test_defaults_act_for_inputs_that_are_left_out() -> None:
     }.items():
         with pytest.raises(RequestError, match=reason):
             found(text)
+
+
+def decoded(**tensors: object) -> Request:
+    """Lists of numbers as INT32, texts as bytes."""
+    given = request_tensors(Request((1, 2)))
+    for name, value in tensors.items():
+        rows = value if isinstance(value, list) else [value]
+        given[name] = np.array([rows], np.object_ if isinstance(rows[0], bytes) else np.int32)
+    [found] = decode_requests(given, "", decoupled=True)
+    return found.request
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"lora_version": b"follow"}, "lora_version follow needs an adapter"),
+        ({"lora_version": b"newest"}, "lora_version must be keep or follow, got 'newest'"),
+        ({"lora_ckpt_source": b"hf"}, "lora_ckpt_source goes with lora_name"),
+        ({"lora_task_id": 3, "lora_ckpt_source": b"hf"}, "lora_ckpt_source goes with lora_name, not with"),
+        ({"lora_mix_names": [b"a", b"b"], "lora_ckpt_source": b"hf"}, "leave lora_ckpt_source out"),
+        ({"lora_name": b"\xff"}, "^lora_name must be valid UTF-8"),
+        ({"lora_mix_names": [b"a", b"\xff"]}, "^lora_mix_names must be valid UTF-8"),
+        (
+            {"guided_decoding_guide_type": b"regex", "guided_decoding_guide": b"a\xff"},
+            "^guided_decoding_guide must be valid UTF-8",
+        ),
+        ({"retention_token_range_durations_ms": [5]}, "must have one length, got 0, 0, 0 and 1"),
+        ({"retention_token_range_starts": [5]}, "must have one length, got 1, 0, 0 and 1"),
+        ({"bad_words_list": [5]}, r"^Invalid format for word list\. bad_words_list must have"),
+        ({"min_length": -1}, r"min_length \(min_tokens\) must be >= 0, got -1"),
+    ],
+)
+def test_nothing_is_ignored_and_errors_name_the_input(tensors: dict[str, object], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        decoded(**tensors)
+
+
+def test_one_input_of_retention_acts_alone() -> None:
+    assert decoded().retention is None and decoded(lora_version=b"keep").lora is None
+    for name, value, wanted in (
+        ("retention_decode_priority", 80, (80, None)),
+        ("retention_decode_duration_ms", 500, (35, 500)),
+    ):
+        found = decoded(**{name: value}).retention
+        assert found is not None and (found.decode_priority, found.decode_duration_ms) == wanted

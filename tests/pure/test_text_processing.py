@@ -33,6 +33,10 @@ def tokenizer(folder: Path, **config: Any) -> Tokenizer:
     return Tokenizer(folder)
 
 
+def words_of(row: np.ndarray | None) -> tuple[tuple[int, ...], ...]:
+    return decode_word_list(row, "stop_words_list")
+
+
 def texts(*rows: list[str]) -> np.ndarray:
     return np.array([[text.encode() for text in row] for row in rows], np.object_)
 
@@ -61,7 +65,7 @@ def test_words_and_biases_are_of_their_own_request(tmp_path: Path) -> None:
         inputs(STOP_WORDS_DICT=words, EMBEDDING_BIAS_WORDS=words, EMBEDDING_BIAS_WEIGHTS=weights)
     )
     a, b, c, d = (made.encode(letter)[0] for letter in "abcd")
-    assert [decode_word_list(row) for row in outputs["STOP_WORDS_IDS"]] == [((a, b), (c,)), ((d,),)]
+    assert list(map(words_of, outputs["STOP_WORDS_IDS"])) == [((a, b), (c,)), ((d,),)]
     wanted = np.zeros((2, made.vocab_size), np.float32)
     wanted[0, [a, b, c]], wanted[1, d] = (1, 1, 2), 3
     np.testing.assert_array_equal(outputs["EMBEDDING_BIAS"], wanted)
@@ -73,7 +77,7 @@ def test_a_word_list_is_ids_and_running_ends() -> None:
         [[4, 0, 0], [1, -1, -1]],
     ]
     assert encode_word_lists([[]]).tolist() == [[[0], [-1]]]
-    assert decode_word_list(encode_word_lists([[]])[0]) == decode_word_list(None) == ()
+    assert words_of(encode_word_lists([[]])[0]) == words_of(None) == ()
 
 
 def test_the_decoder_begins_with_its_start_id(tmp_path: Path) -> None:
@@ -95,7 +99,16 @@ def test_a_long_or_wrong_request_is_refused_before_it_is_tokenised(tmp_path: Pat
         ({"IMAGE_URL": texts(["x"])}, "input IMAGE_URL is not supported"),
         ({"QUERY": texts(["x" * (2**15 + 1)])}, "in the context of 32768 tokens"),
         ({"STOP_WORDS_DICT": texts([""] * (MAX_WORDS + 1))}, "at most 16384 words together, got 16385"),
-        ({"QUERY": np.array([[b"\xff"]], np.object_)}, "valid UTF-8"),
+        *(
+            ({name: np.array([[b"a"], [b"\xff"]], np.object_)}, rf"^{sent} \({name}\) must be valid UTF-8")
+            for sent, name in (
+                ("text_input", "QUERY"),
+                ("decoder_text_input", "DECODER_QUERY"),
+                ("stop_words", "STOP_WORDS_DICT"),
+                ("bad_words", "BAD_WORDS_DICT"),
+                ("embedding_bias_words", "EMBEDDING_BIAS_WORDS"),
+            )
+        ),
     ):
         with pytest.raises(RequestError, match=words):
             preprocessor.length(inputs(**more))
@@ -163,14 +176,14 @@ def test_each_text_is_in_the_tokens_of_its_adapter(tmp_path: Path) -> None:
     outputs = made.run(inputs(QUERY=texts(["abc"], ["abc"]), LORA_NAME=names))
     assert outputs["INPUT_ID"].tolist() == [other.encode("abc"), base.encode("abc")]
     assert outputs["OUT_END_ID"].tolist() == [[3], [base.eos_id]]
-    first, second = map(decode_word_list, outputs["STOP_WORDS_IDS"])
+    first, second = map(words_of, outputs["STOP_WORDS_IDS"])
     assert first == (tuple(other.encode("ab")), (4,), (other.eos_id,))
     assert second == ()
     told = [json.loads(one[0] or "{}") for one in outputs["OUT_SAMPLING_DEFAULTS"]]
     assert told == [{"temperature": 0.5, "min_tokens": 9}, {}]
     own = inputs(LORA_NAME=names, STOP_WORDS_DICT=texts(["c"], ["c"]), END_ID=np.array([[1], [2]]))
     outputs = made.run(own)
-    assert [decode_word_list(one) for one in outputs["STOP_WORDS_IDS"]] == [
+    assert list(map(words_of, outputs["STOP_WORDS_IDS"])) == [
         (tuple(other.encode("c")), (4,)), (tuple(base.encode("c")),)
     ]  # fmt: skip
     assert outputs["OUT_END_ID"].tolist() == [[1], [2]]

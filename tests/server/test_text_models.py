@@ -39,8 +39,11 @@ def prepared(server: Running, text: bytes, **more: np.ndarray) -> grpc.InferResu
 
 
 PREPROCESSING = {
-    "not UTF-8": ({"QUERY": texts(b"\xff\xfe")}, "text must be valid UTF-8"),
-    "stop words not UTF-8": ({"STOP_WORDS_DICT": texts(b"\xed\xa0\x80")}, "text must be valid UTF-8"),
+    "not UTF-8": ({"QUERY": texts(b"\xff\xfe")}, "text_input (QUERY) must be valid UTF-8"),
+    "stop words not UTF-8": (
+        {"STOP_WORDS_DICT": texts(b"\xed\xa0\x80")},
+        "stop_words (STOP_WORDS_DICT) must be",
+    ),
     "too long": ({"QUERY": texts(b"a" * 2**20)}, "has 1048576 characters: in the context of 256 tokens"),
     "long stop words": ({"STOP_WORDS_DICT": texts(b"a" * 2**20)}, "at most 524288 are taken"),
     "long bad words": ({"BAD_WORDS_DICT": texts(*[b"a" * 2**18] * 3)}, "at most 524288 are taken"),

@@ -149,6 +149,8 @@ class LlmapiModel:
         source = scalar(arrays, "lora_ckpt_source")
         if source not in (None, "hf", "nemo"):
             raise RequestError(f"lora_ckpt_source must be one of ('hf', 'nemo'), got {source[:40]!r}")
+        if source is not None and name is None and path is None:
+            raise RequestError("lora_ckpt_source goes with lora_name or lora_path: send one, or leave it out")
         if path is not None:
             name = self._folders.name_of(path)
         if name is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from manylora.errors import RequestError
 from manylora.request import LoraInput, LoraMix, mix
 from manylora.wire.server_types import Arrays
+from manylora.wire.utf8 import utf8
 
 
 def scalar(arrays: Arrays, name: str, default: Any = None) -> Any:
@@ -20,16 +22,25 @@ def scalar(arrays: Arrays, name: str, default: Any = None) -> Any:
     if array.size != 1:
         raise RequestError(f"Expected a scalar tensor for tensor {name}, got {array.size} values")
     value = array.reshape(-1)[0]
-    return _text(value, name) if isinstance(value, bytes | str) else value.item()
+    return utf8(value, name) if isinstance(value, bytes | str) else value.item()
 
 
 def texts(arrays: Arrays, name: str) -> list[str]:
     """All values of an input. Raises RequestError."""
-    return [_text(value, name) for value in arrays[name].reshape(-1)] if name in arrays else []
+    return [utf8(value, name) for value in arrays[name].reshape(-1)] if name in arrays else []
 
 
 def text_tensor(values: Iterable[str]) -> np.ndarray:
     return np.array([value.encode() for value in values], np.object_)
+
+
+def is_unicode(value: Any) -> bool:
+    """Whether no text in a value of JSON has half of a surrogate pair, as an escape can make one."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def refuse(arrays: Mapping[str, Any], *names: str) -> None:
@@ -49,10 +60,3 @@ def named_mix(
         raise RequestError(f"{field} must have one of lora_mix_scales for each: {len(names)}")
     members = [LoraInput(None, name=name) for name in names]
     return mix(list(zip(members, scales or [1.0] * len(names), strict=True)), field)
-
-
-def _text(value: bytes | str, name: str) -> str:
-    try:
-        return value.decode() if isinstance(value, bytes) else value
-    except UnicodeDecodeError:
-        raise RequestError(f"{name} must be valid UTF-8") from None

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from manylora.config.pooling import PoolingSettings
+from manylora.contracts.tensors import is_unicode
 from manylora.errors import RequestError
 from manylora.llmapi.pooled_outputs import PoolingParams, check_dimensions
 
@@ -29,6 +30,8 @@ def read_embedding_request(text: str, settings: PoolingSettings) -> tuple[str | 
     prompt = given.get("input")
     if not (isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(map(_is_id, prompt)))):
         raise RequestError(f"{NAME}: input must be one text, or token ids, got {prompt!r:.80}")
+    if isinstance(prompt, str) and not is_unicode(prompt):
+        raise RequestError(f"{NAME}: input must be valid Unicode, got {prompt!r:.80}")
     params = _object(given.get("pooling_params") or {}, f"{NAME}: pooling_params", ("dimensions",))
     dimensions = params.get("dimensions")
     if isinstance(dimensions, list) and len(dimensions) == 1:

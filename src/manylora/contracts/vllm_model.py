@@ -94,6 +94,9 @@ class VllmModel:
         others = sorted(given.keys() - set(LORA_KEYS))
         if others:
             raise RequestError(f"{NAME}: {others[0]} means nothing to an embedding: leave it out")
+        flags = [name for name in ("stream", *EXTRAS[:3]) if scalar(arrays, name, False)]
+        for name in [name for name in ("text_input", "image") if name in arrays] + flags:
+            raise RequestError(f"{name} means nothing beside embedding_request: leave it out")
         settings = self._runner.pooling
         prompt, params = read_embedding_request(scalar(arrays, "embedding_request"), settings)
         ids, values = self._runner.pooled(client, prompt, Pooling(settings.mode), adapters(given))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from manylora.contracts.prompts import Asked
-from manylora.contracts.tensors import named_mix
+from manylora.contracts.tensors import is_unicode, named_mix
 from manylora.errors import RequestError
 from manylora.llmapi.guided import GuidedDecodingParams
 from manylora.llmapi.sampling import SamplingParams
@@ -23,8 +23,10 @@ MAX_BYTES = 2**20  # of the JSON
 MAX_ALTERNATIVES = 20
 MAX_SEQUENCES = 128  # outputs of one prompt
 MOST = 2**31 - 1  # of a count
+MOST_FLOAT = 3.4e38  # in float32
 GREEDY_BELOW = 1e-5  # temperatures
 DEFAULTS: dict[str, Any] = {"max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "n": 1}
+GUIDES = ("structured_outputs", "guided_decoding")  # the second is the older name
 # What only says how something is done or shown, and cannot change an answer.
 NO_EFFECT = ("skip_reading_prefix_cache", "stream_interval", "output_text_buffer_length", "skip_clone")
 # Keys that ask for what is not done here, unless they have one of these values.
@@ -46,9 +48,10 @@ def _whole(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool):
+    found = float(value)
+    if isinstance(value, bool) or not abs(found) <= MOST_FLOAT:
         raise ValueError
-    return float(value)
+    return found
 
 
 def _flag(value: Any) -> bool:
@@ -134,6 +137,7 @@ def read_parameters(text: str, own: bool) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise RequestError(f"{NAME} must be a JSON object, got {text!r:.80}")
     found = {}
+    escaped = "\\u" in text  # only an escape can be half of a surrogate pair
     for key, value in given.items():
         if value is None or key in NO_EFFECT or (own and SERVERS_OWN.fullmatch(key)):
             continue
@@ -148,6 +152,8 @@ def read_parameters(text: str, own: bool) -> dict[str, Any]:
             found[key] = read(value)
         except (ValueError, TypeError, OverflowError, RecursionError):
             raise RequestError(f"{NAME}: {key} must be {wanted}, got {value!r:.80}") from None
+        if escaped and not is_unicode(found[key]):
+            raise RequestError(f"{NAME}: {key} must be valid Unicode, got {value!r:.80}")
     return found
 
 
@@ -179,11 +185,10 @@ def asked(
     top = found.pop("logprobs", None)
     if top is not None and not 0 <= top <= MAX_ALTERNATIVES:
         raise RequestError(f"{NAME}: logprobs must be from 0 to {MAX_ALTERNATIVES}, got {top}")
-    bias, allowed = found.pop("logit_bias", {}), tuple(found.pop("allowed_token_ids", ()))
-    older = found.pop("guided_decoding", None)
-    guide = found.pop("structured_outputs", older)
-    found["bad"] = found.pop("bad_words", None)
     _check(found)
+    bias, allowed = found.pop("logit_bias", {}), tuple(found.pop("allowed_token_ids", ()))
+    guides = {key: found.pop(key) for key in GUIDES if key in found}
+    found["bad"] = found.pop("bad_words", None)
     greedy = found["temperature"] < GREEDY_BELOW
     found |= {
         "temperature": 0.0 if greedy else found["temperature"],
@@ -191,7 +196,7 @@ def asked(
         "seed": found["seed"] % 2**64 if "seed" in found else secrets.randbits(63),
         "max_tokens": min(found["max_tokens"], MOST),
         "logprobs": 0 if top is not None or cumulative else None,
-        "guided_decoding": _guide(guide) if guide is not None else None,
+        "guided_decoding": _guide(guides),
     }
     try:
         params = SamplingParams(**found)
@@ -214,7 +219,10 @@ def _check(found: Mapping[str, Any]) -> None:
         ("top_k", found["top_k"] >= -1, "must be -1 or 0 (all tokens), or more"),
         ("n", found["n"] <= MAX_SEQUENCES, f"must be at most {MAX_SEQUENCES}"),
         ("best_of", found.get("best_of", 1) <= MAX_SEQUENCES, f"must be at most {MAX_SEQUENCES}"),
+        ("max_tokens", found["max_tokens"] >= 1, "must be >= 1"),
         ("min_tokens", found.get("min_tokens", 0) <= found["max_tokens"], "must be at most max_tokens"),
+        ("bad_words", all(found.get("bad_words", ())), "must have no empty text"),
+        ("allowed_token_ids", found.get("allowed_token_ids") != [], "must have at least one"),
     ):
         if not right:
             raise RequestError(f"{NAME}: {key} {rule}, got {found[key]}")
@@ -222,21 +230,26 @@ def _check(found: Mapping[str, Any]) -> None:
         raise RequestError(f"{NAME}: n must be 1 when using greedy sampling, got {found['n']}.")
 
 
-def _guide(given: Mapping[str, Any]) -> GuidedDecodingParams:
-    """vLLM's StructuredOutputsParams."""
+def _guide(guides: Mapping[str, Mapping[str, Any]]) -> GuidedDecodingParams | None:
+    """vLLM's StructuredOutputsParams. guides: by the key that has them, of GUIDES."""
+    if not guides:
+        return None
+    if len(guides) > 1:
+        raise RequestError(f"{NAME}: {' and '.join(guides)} are one setting: send one of them")
+    [(name, given)] = guides.items()
     kinds = {key: one for key, one in given.items() if one not in (None, False)}
     kinds.pop("backend", None)
     unknown = kinds.keys() - {"json", "regex", "choice", "grammar", "json_object"}
     if unknown:
-        raise RequestError(f"{NAME}: structured_outputs.{min(unknown)} is not supported: leave it out")
+        raise RequestError(f"{NAME}: {name}.{min(unknown):.80} is not supported: leave it out")
     choice = kinds.pop("choice", None)
     if choice is not None:
-        if not (isinstance(choice, list) and choice and all(isinstance(one, str) for one in choice)):
-            raise RequestError(f"{NAME}: structured_outputs.choice must be a list of texts")
+        if not (isinstance(choice, list) and choice and all(isinstance(one, str) and one for one in choice)):
+            raise RequestError(f"{NAME}: {name}.choice must be a list of texts, none of them empty")
         if "regex" in kinds:
-            raise RequestError(f"{NAME}: structured_outputs takes one guide: choice or regex")
+            raise RequestError(f"{NAME}: {name} takes one guide: choice or regex")
         kinds["regex"] = choice_pattern(choice)
     try:
         return GuidedDecodingParams(**kinds)
     except (ValueError, TypeError) as error:
-        raise RequestError(f"{NAME}: structured_outputs: {error}") from None
+        raise RequestError(f"{NAME}: {name}: {error}") from None

@@ -11,6 +11,7 @@ import numpy as np
 from manylora.errors import RequestError
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.server_types import Arrays
+from manylora.wire.utf8 import utf8
 
 TASK_ID, NAME = "LORA_TASK_ID", "LORA_NAME"  # inputs of preprocessing
 TOLD = "LORA_TEXT"  # of postprocessing: what `wire.encode.adapter_told` gives
@@ -42,7 +43,7 @@ def adapters_of(inputs: Arrays, count: int) -> list[tuple[str | None, int | None
     """Name and task id that each item gives. Raises RequestError."""
     names = _column(inputs.get(NAME), NAME, count)
     ids = _column(inputs.get(TASK_ID), TASK_ID, count)
-    decoded = [one.decode(errors="replace") if isinstance(one, bytes) else one for one in names]
+    decoded = [None if one is None else utf8(one, "lora_name") for one in names]
     return [
         (name or None, None if number is None else int(number))
         for name, number in zip(decoded, ids, strict=True)

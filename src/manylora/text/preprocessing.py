@@ -12,11 +12,14 @@ from manylora.errors import RequestError
 from manylora.system.text_threads import LONG
 from manylora.text.item_text import ItemText, OwnTexts, adapters_of
 from manylora.text.tokenizer import Tokenizer
+from manylora.wire.bls import TO_PREPROCESSING
 from manylora.wire.server_types import Arrays
+from manylora.wire.utf8 import utf8
 from manylora.wire.word_lists import encode_word_lists
 
 REFUSED = ("IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES")
 WORDS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
+SENT_AS = {ours: sent for sent, ours in TO_PREPROCESSING.items()}  # inputs, as clients of text know them
 MAX_WORDS = 16384  # of one request
 WORD_COST = 16  # characters of text that take as long as one more word does, even an empty one
 
@@ -45,31 +48,30 @@ class Preprocessor:
         for name in REFUSED:
             if name in inputs:
                 raise RequestError(f"input {name} is not supported by this server: leave it out")
-        prompts = [len(_text(prompt)) for prompt in inputs["QUERY"].reshape(-1)]
+        prompts = [len(text) for text in _sent(inputs, "QUERY").reshape(-1)]
         adapters = adapters_of(inputs, len(prompts)) if self._own else []
         for index, length in enumerate(prompts):
             # With another tokenizer more may fit: then `run` says whether it does.
             whole = not adapters or adapters[index] == (None, None)
             self._tokenizer.limits.check(length, self._context, whole)
         reading = LONG * sum(not self._own.is_at_hand(*one) for one in set(adapters)) if self._own else 0
-        words = [word for name in WORDS if name in inputs for word in inputs[name].reshape(-1)]
+        words = [word for name in WORDS for word in _sent(inputs, name).reshape(-1)]
         if len(words) > MAX_WORDS:
             raise RequestError(
                 f"bad_words, stop_words and embedding_bias_words must have at most {MAX_WORDS} words "
                 f"together, got {len(words)}"
             )
-        decoders = list(inputs["DECODER_QUERY"].reshape(-1)) if "DECODER_QUERY" in inputs else []
-        others = sum(len(_text(text)) for text in [*words, *decoders])
+        others = sum(map(len, [*words, *_sent(inputs, "DECODER_QUERY").reshape(-1)]))
         self._tokenizer.limits.check(others, self._context, whole=False)
         return sum(prompts) + others + WORD_COST * len(words) + reading
 
     def run(self, inputs: Arrays) -> dict[str, np.ndarray]:
         """Outputs by name. Raises RequestError."""
-        special, queries = self._add_special_tokens, list(inputs["QUERY"].reshape(-1))
+        special, queries = self._add_special_tokens, list(_sent(inputs, "QUERY").reshape(-1))
         count, pad = len(queries), self._tokenizer.pad_id or 0
         texts = self._texts(inputs, count)
         prompts = [
-            text.tokenizer.encode(_text(query), special, self._context)
+            text.tokenizer.encode(query, special, self._context)
             for text, query in zip(texts, queries, strict=True)
         ]
         ends = [_end_ids(text) for text in texts]
@@ -80,7 +82,7 @@ class Preprocessor:
             "REQUEST_INPUT_LEN": lengths,
             "DECODER_INPUT_ID": decoder_ids,
             "REQUEST_DECODER_INPUT_LEN": decoder_lengths,
-            "BAD_WORDS_IDS": _word_lists(_words(inputs.get("BAD_WORDS_DICT"), texts), count),
+            "BAD_WORDS_IDS": _word_lists(_words(inputs, "BAD_WORDS_DICT", texts), count),
             "STOP_WORDS_IDS": _word_lists(_stops(inputs, texts, ends), count),
             "EMBEDDING_BIAS": self._biases(inputs, texts),
             "REQUEST_OUTPUT_LEN": inputs["REQUEST_OUTPUT_LEN"],
@@ -103,12 +105,11 @@ class Preprocessor:
 
     def _decoder_prompts(self, inputs: Arrays, items: Sequence[ItemText], pad: int) -> list[list[int]]:
         """For an encoder-decoder model: the decoder's start id, and then the ids of its text."""
-        texts = inputs.get("DECODER_QUERY")
-        if texts is None:
+        if "DECODER_QUERY" not in inputs:
             return [[pad if self._decoder_start is None else self._decoder_start]] * len(items)
         if self._decoder_start is None:
             raise RequestError("decoder_text_input is for encoder-decoder models: leave it out")
-        pairs = zip(items, texts.reshape(len(items)), strict=True)
+        pairs = zip(items, _sent(inputs, "DECODER_QUERY").reshape(-1), strict=True)
         return [[self._decoder_start, *_encode(item, text)] for item, text in pairs]
 
     def _biases(self, inputs: Arrays, items: Sequence[ItemText]) -> np.ndarray:
@@ -121,6 +122,7 @@ class Preprocessor:
             raise RequestError(
                 "embedding_bias_words and embedding_bias_weights must come together, of one shape"
             )
+        words = _sent(inputs, "EMBEDDING_BIAS_WORDS")
         table = np.zeros((count, max(one.tokenizer.vocab_size for one in items)), np.float32)
         rows = zip(items, table, words.reshape(count, -1), weights.reshape(count, -1), strict=True)
         for item, biases, texts, values in rows:
@@ -133,21 +135,28 @@ Words = list[list[list[int]]]
 """Token ids of the words of each item."""
 
 
-def _encode(item: ItemText, text: bytes | str) -> list[int]:
-    return item.tokenizer.encode(_text(text), add_special_tokens=False)
+def _sent(inputs: Arrays, name: str) -> np.ndarray:
+    """The texts of an input, in its shape; empty where it is absent. Raises RequestError."""
+    given = inputs.get(name, np.empty(0, np.object_))
+    found = [utf8(text, f"{SENT_AS[name]} ({name})") for text in given.reshape(-1)]
+    return np.array(found, np.object_).reshape(given.shape)
 
 
-def _words(given: np.ndarray | None, items: Sequence[ItemText]) -> Words | None:
+def _encode(item: ItemText, text: str) -> list[int]:
+    return item.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _words(inputs: Arrays, name: str, items: Sequence[ItemText]) -> Words | None:
     """None: there is no such input."""
-    if given is None:
+    if name not in inputs:
         return None
-    rows = zip(items, given.reshape(len(items), -1), strict=True)
+    rows = zip(items, _sent(inputs, name).reshape(len(items), -1), strict=True)
     return [[ids for word in row if word and (ids := _encode(item, word))] for item, row in rows]
 
 
 def _stops(inputs: Arrays, items: Sequence[ItemText], ends: Sequence[Sequence[int]]) -> Words | None:
     """With what ends an output because of its adapter."""
-    given, asked = _words(inputs.get("STOP_WORDS_DICT"), items), "END_ID" in inputs
+    given, asked = _words(inputs, "STOP_WORDS_DICT", items), "END_ID" in inputs
     found = []
     for index, (item, end_ids) in enumerate(zip(items, ends, strict=True)):
         own = [_encode(item, word) for word in item.stop] if given is None else given[index]
@@ -177,10 +186,3 @@ def _padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[np.ndarray, np.nda
     for line, row in zip(table, rows, strict=True):
         line[: len(row)] = row
     return table, np.array([[len(row)] for row in rows], np.int32)
-
-
-def _text(value: bytes | str) -> str:
-    try:
-        return value.decode() if isinstance(value, bytes) else value
-    except UnicodeDecodeError:
-        raise RequestError("text must be valid UTF-8") from None

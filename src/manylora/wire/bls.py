@@ -35,13 +35,14 @@ SAME = (
     "lora_mix_task_ids", "lora_mix_names", "lora_mix_scales", "lora_version", "guided_decoding_guide_type",
     "guided_decoding_guide",
 )  # fmt: skip
+TWO_NAMES = {"seed": "random_seed", "min_tokens": "min_length"}
+"""Later releases' names of inputs, and those of before."""
 TO_ENGINE = {
     "top_k": "runtime_top_k",
     "top_p": "runtime_top_p",
     "length_penalty": "len_penalty",
     "stream": "streaming",
-    "seed": "random_seed",
-    "min_tokens": "min_length",
+    **TWO_NAMES,
 } | {name: name for name in SAME}
 FROM_PREPROCESSING = {
     "INPUT_ID": "input_ids",
@@ -76,6 +77,9 @@ def check_inputs(values: Arrays, accumulate: bool, has_draft_model: bool) -> Non
             raise RequestError(f"input {name} is not supported by this server: leave it out")
     if "text_input" not in values:
         raise RequestError("text_input is required")
+    for name, other in TWO_NAMES.items():
+        if name in values and other in values and (values[name] != values[other]).any():
+            raise RequestError(f"{name} and {other} are one setting, and differ: send one of them")
     if "max_tokens" not in values or (values["max_tokens"] < 1).any():
         raise RequestError("max_tokens must be a single value > 0")
 
@@ -84,6 +88,8 @@ def check_inputs(values: Arrays, accumulate: bool, has_draft_model: bool) -> Non
 
     if any_of("stream") and accumulate and any_of("beam_width", 1):
         raise RequestError("Accumulation of tokens is only implemented for beam width = 1")
+    if "num_draft_tokens" in values and (values["num_draft_tokens"] < 0).any():
+        raise RequestError(f"num_draft_tokens must be >= 0, got {values['num_draft_tokens'].min()}")
     if any_of("num_draft_tokens"):
         if not has_draft_model:
             raise RequestError("cannot perform speculative decoding without draft model")

@@ -27,11 +27,17 @@ from manylora.request import (
 )
 from manylora.wire.server_types import Arrays
 from manylora.wire.tensor_table import REFUSED_INPUTS, SAMPLING_SCALARS
+from manylora.wire.utf8 import utf8
 from manylora.wire.word_lists import decode_word_list
 
 DEFAULTED = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "min_tokens",
+)  # fmt: skip
+
+RETENTION = (  # inputs, any of which acts
+    "token_range_starts", "token_range_ends", "token_range_priorities", "token_range_durations_ms",
+    "decode_priority", "decode_duration_ms",
 )  # fmt: skip
 
 
@@ -61,7 +67,7 @@ class _Item:
             raise RequestError(f"Expected a scalar tensor for tensor {name}, got {value.size} values")
         if isinstance(value[0], bytes) and len(value[0]) > MAX_GUIDE_BYTES:
             raise RequestError(f"{name} must have at most {MAX_GUIDE_BYTES} bytes, got {len(value[0])}")
-        return value[0].decode(errors="replace") if isinstance(value[0], bytes) else value[0].item()
+        return utf8(value[0], name) if isinstance(value[0], bytes | str) else value[0].item()
 
     def size(self, name: str) -> int:
         """Of this item's row; 0 where the tensor is absent."""
@@ -188,8 +194,8 @@ def _params(item: _Item, sequences: int, width: int) -> SamplingConfig:
         **found | {"num_return_sequences": sequences, "beam_width": width},
         max_tokens=max_tokens,
         end_id=None if end_id is None or end_id < 0 else end_id,
-        stop_words=decode_word_list(item.row("stop_words_list")),
-        bad_words=decode_word_list(item.row("bad_words_list")),
+        stop_words=decode_word_list(item.row("stop_words_list"), "stop_words_list"),
+        bad_words=decode_word_list(item.row("bad_words_list"), "bad_words_list"),
         logit_bias=None if bias is None or not bias.size else bias.reshape(-1),
         guide=_guide(item),
     )
@@ -225,12 +231,12 @@ def _guide(item: _Item) -> Guide | None:
 
 
 def _retention(item: _Item) -> Retention | None:
+    if not any(item.size(f"retention_{name}") for name in RETENTION):
+        return None
     starts, ends = (item.ids(f"retention_token_range_{name}", MAX_RANGES) for name in ("starts", "ends"))
     priorities = item.ids("retention_token_range_priorities", MAX_RANGES)
     durations = item.ids("retention_token_range_durations_ms", MAX_RANGES) or [-1] * len(starts)
     decode = item.scalar("retention_decode_priority")
-    if not (starts or ends or priorities) and decode is None:
-        return None
     if not len(starts) == len(ends) == len(priorities) == len(durations):
         raise RequestError(
             "retention_token_range_starts, _ends, _priorities and _durations_ms must have one length, got "
@@ -260,6 +266,7 @@ def _mixed(item: _Item, names: list[str]) -> LoraInput | LoraMix | None:
         "lora_weights",
         "lora_config",
         "lora_invocation_tokens",
+        "lora_ckpt_source",
         "lora_version",
     )
     others = [name for name in alone if item.size(name)]
@@ -269,23 +276,25 @@ def _mixed(item: _Item, names: list[str]) -> LoraInput | LoraMix | None:
     scales: Sequence[float] = item.ids("lora_mix_scales", MAX_MIXED) or [1.0] * len(given)
     if len(scales) != len(given):
         raise RequestError(f"lora_mix_scales must have one value for each of {names[0]}: {len(given)}")
-    return mix([(_named(one), scale) for one, scale in zip(given, scales, strict=True)], names[0])
+    return mix([(_named(one, names[0]), scale) for one, scale in zip(given, scales, strict=True)], names[0])
 
 
-def _named(given: int | bytes | str) -> LoraInput:
-    if isinstance(given, int):
-        return LoraInput(given)
-    return LoraInput(None, name=given.decode(errors="replace") if isinstance(given, bytes) else given)
+def _named(given: int | bytes | str, field: str) -> LoraInput:
+    return LoraInput(given) if isinstance(given, int) else LoraInput(None, name=utf8(given, field))
 
 
 def _one_lora(item: _Item) -> LoraInput | None:
     names = ("lora_task_id", "lora_weights", "lora_config", "lora_name", "lora_invocation_tokens")
-    if not any(name in item.arrays for name in names):
-        return None
     wanted = item.scalar("lora_version") or "keep"
     if wanted not in ("keep", "follow"):
         raise RequestError(f"lora_version must be keep or follow, got {wanted[:40]!r}")
-    follow = wanted == "follow"
+    follow, source = wanted == "follow", item.scalar("lora_ckpt_source") or None
+    if not any(name in item.arrays for name in names):
+        if follow:
+            raise RequestError("lora_version follow needs an adapter: name one, or leave it out")
+        if source:
+            raise RequestError("lora_ckpt_source goes with lora_name: name an adapter, or leave it out")
+        return None
     weights, config = item.row("lora_weights"), item.row("lora_config")
     task_id, name = item.scalar("lora_task_id"), item.scalar("lora_name")
     invocation = item.ids("lora_invocation_tokens", MAX_INVOCATION)
@@ -294,9 +303,11 @@ def _one_lora(item: _Item) -> LoraInput | None:
     if name:
         if not (task_id is None and weights is None and config is None):
             raise RequestError("lora_name stands alone: leave lora_task_id, lora_weights and lora_config out")
-        return LoraInput(None, name=name, source=item.scalar("lora_ckpt_source") or None, follow=follow)
+        return LoraInput(None, name=name, source=source, follow=follow)
     if task_id is None:
         raise RequestError("lora_task_id must be set for LoRA inference")
+    if source:
+        raise RequestError("lora_ckpt_source goes with lora_name, not with lora_task_id: leave it out")
     return LoraInput(
         task_id,
         None if weights is None else weights[np.newaxis],

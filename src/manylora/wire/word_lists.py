@@ -22,21 +22,22 @@ def encode_word_lists(requests: Sequence[Sequence[Sequence[int]]]) -> np.ndarray
     return table
 
 
-def decode_word_list(array: np.ndarray | None) -> tuple[tuple[int, ...], ...]:
-    """The words of one request. Raises RequestError."""
+def decode_word_list(array: np.ndarray | None, name: str) -> tuple[tuple[int, ...], ...]:
+    """The words of one request. name: of the input. Raises RequestError."""
     if array is None or array.size == 0:
         return ()
+    wrong = f"Invalid format for word list. {name} must have ids in row 0 and their running ends in row 1"
     if array.ndim != 2 or len(array) != 2:
-        raise RequestError("Invalid format for word list.")
+        raise RequestError(wrong)
     if array.shape[1] > MAX_WORD_TOKENS:
         raise RequestError(
-            f"A word list must have at most {MAX_WORD_TOKENS} tokens, of all its words together, "
+            f"{name} must have at most {MAX_WORD_TOKENS} tokens, of all its words together, "
             f"got {array.shape[1]}"
         )
     ids, ends = array.tolist()
     stops = [end for end in ends if end != -1]
     if ends[: len(stops)] != stops or any(b <= a for a, b in zip([0, *stops], stops, strict=False)):
-        raise RequestError("Invalid format for word list.")
+        raise RequestError(wrong)
     if stops and stops[-1] > len(ids):
-        raise RequestError("Invalid format for word list.")
+        raise RequestError(wrong)
     return tuple(tuple(ids[start:stop]) for start, stop in zip([0, *stops], stops, strict=False))

@@ -112,7 +112,7 @@ class AdapterLibrary:
                 number = self._names.setdefault(name, -1 - len(self._names))
                 self._sources.setdefault(number, _Source(folder, self._read_folder(folder), name))
         if kind is not None and (kind == "nemo") != (find_source(folder).kind == "nemo"):
-            raise AdapterInvalidError(f"lora_name {name} is not a checkpoint of kind {kind}")
+            raise AdapterInvalidError(f"adapter {name[:128]!r} is not a checkpoint of kind {kind}")
         return number
 
     def resolve(self, lora: LoraInput) -> LoraInput:

@@ -14,7 +14,11 @@ import numpy as np
 from manylora.errors import RequestError
 
 MAX_SEED = 2**64 - 1
-WHOLE_PROMPT = 2**31 - 1  # as prompt_ignore_length: a longer one than any prompt
+MOST = 2**31 - 1  # of a count or a token's id
+WHOLE_PROMPT = MOST  # as prompt_ignore_length: a longer one than any prompt
+MOST_FLOAT = 3.4e38  # of what is computed with in float32
+FINITE = " and finite in float32"
+MOST_LENGTH_PENALTY = 30.0  # or its negative: a length to the power of more is no float
 LEAST_DIVISOR = 1e-6  # lower temperatures are as this one: logits divided by them could overflow
 # What one request may bring. Bounds that depend on the engine are in `engine.checks`.
 MAX_WORDS = 1024  # stop words, and bad words: every new token is compared with each
@@ -56,6 +60,12 @@ class Guide:
         _require(self.type in GUIDE_TYPES, "guided_decoding_guide_type", f"must be one of {kinds}", self.type)
         _require(self.type == "json" or size > 0, name, f"must be given for {self.type}", repr(self.text))
         _require(size <= MAX_GUIDE_BYTES, name, f"must have at most {MAX_GUIDE_BYTES} bytes", size)
+
+
+COUNTS = (
+    "max_tokens", "end_id", "top_k", "top_p_reset_id", "prompt_ignore_length", "min_tokens",
+    "num_return_sequences", "beam_width",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -112,14 +122,19 @@ class SamplingConfig:
         """Whether a parameter is right, its name, what it must be, its value."""
         yield self.max_tokens > 0, "request_output_len (max_tokens)", "must be > 0", self.max_tokens
         heat, repetition = self.temperature, self.repetition_penalty
-        yield isfinite(heat) and heat >= 0, "temperature", "must be >= 0", heat
+        yield 0 <= heat <= MOST_FLOAT, "temperature", f"must be >= 0{FINITE}", heat
         yield self.top_k is None or self.top_k >= 0, "top_k", "must be >= 0", self.top_k
         yield self.top_p is None or 0 <= self.top_p <= 1, "top_p", "must be in (0, 1]", self.top_p
         seed_is_right = self.seed is None or 0 <= self.seed <= MAX_SEED
         yield seed_is_right, "random_seed", "must be an unsigned 64-bit integer", self.seed
-        yield isfinite(repetition) and repetition > 0, "repetition_penalty", "must be > 0", repetition
+        yield 0 < repetition <= MOST_FLOAT, "repetition_penalty", f"must be > 0{FINITE}", repetition
         for name in ("presence_penalty", "frequency_penalty"):
-            yield isfinite(getattr(self, name)), name, "must be finite", getattr(self, name)
+            yield (
+                abs(getattr(self, name)) <= MOST_FLOAT,
+                name,
+                "must be finite in float32",
+                getattr(self, name),
+            )
         ignored = self.prompt_ignore_length
         yield ignored >= 0, "prompt_ignore_length", "must be >= 0", ignored
         yield self.min_tokens >= 0, "min_length (min_tokens)", "must be >= 0", self.min_tokens
@@ -129,9 +144,13 @@ class SamplingConfig:
         yield 0 < self.top_p_min <= 1, "runtime_top_p_min", "must be in (0, 1]", self.top_p_min
         yield 0 < self.top_p_decay <= 1, "runtime_top_p_decay", "must be in (0, 1]", self.top_p_decay
         yield width > 0, "beam_width", "must be > 0", width
-        yield isfinite(self.length_penalty), "length_penalty", "must be finite", self.length_penalty
+        penalty, most = self.length_penalty, MOST_LENGTH_PENALTY
+        yield -most <= penalty <= most, "length_penalty", f"must be from {-most:g} to {most:g}", penalty
         rate = self.beam_search_diversity_rate
-        yield isfinite(rate) and rate >= 0, "beam_search_diversity_rate", "must be >= 0", rate
+        yield 0 <= rate <= MOST_FLOAT, "beam_search_diversity_rate", f"must be >= 0{FINITE}", rate
+        for name in COUNTS:
+            count = getattr(self, name)
+            yield count is None or count <= MOST, name, f"must be at most {MOST}", count
         fit = width == 1 or sequences <= width
         yield fit, "num_return_sequences", f"must be <= beam_width ({width})", sequences
 

@@ -73,6 +73,15 @@ def beams_of_transformers(
     return [row[: row.index(end_id)] if end_id in row else row for row in rows]
 
 
+def test_the_largest_penalties_of_a_length_are_computed(llm: LLM) -> None:
+    """And a larger one is refused: what is no float would end the engine."""
+    for penalty in (-30.0, 30.0):
+        output = ask(llm, use_beam_search=True, best_of=2, length_penalty=penalty, early_stopping=0)
+        assert output.outputs[0].length == NEW
+    with pytest.raises(RequestError, match="length_penalty must be from -30 to 30"):
+        ask(llm, use_beam_search=True, best_of=2, length_penalty=1e4)
+
+
 @pytest.mark.parametrize("with_adapter", [False, True])
 @pytest.mark.parametrize(("penalty", "early"), [(1.0, 1), (0.0, 0)])
 def test_beams_are_those_of_transformers(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import manylora
@@ -27,7 +29,7 @@ from manylora.llmapi.engine_config import NO_ADAPTERS, engine_config, inferred_t
 from manylora.lora.geometry import plan_cache
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
-from manylora.request import Guide
+from manylora.request import Guide, SamplingConfig
 from manylora.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
@@ -177,6 +179,60 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(
         decoding_of(params, tokenizer, [])
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"temperature": "1"}, "temperature must be a number, got '1'"),
+        ({"temperature": float("nan")}, "temperature must be a number, got nan"),
+        ({"frequency_penalty": 10**40}, "frequency_penalty must be a number, got 1000"),
+        ({"length_penalty": True}, "length_penalty must be a number, got True"),
+        ({"top_k": 1.5}, "top_k must be a whole number, got 1.5"),
+        ({"top_k": 2**31}, "top_k must be <= 2147483647, got 2147483648"),
+        ({"top_k": -1, "use_beam_search": True}, "top_k must be >= 0, got -1"),
+        ({"top_p": 2, "use_beam_search": True}, "top_p must be in [0, 1], got 2"),
+        ({"early_stopping": 2}, "early_stopping must be None, 0 or 1, got 2"),
+        ({"best_of": None, "n": None}, "n must be a whole number, got None"),
+        ({"n": True}, "n must be a whole number, got True"),
+        ({"end_id": -2}, "end_id must be >= -1, got -2"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False, got 'no'"),
+        ({"detokenize": None}, "detokenize must be True or False, got None"),
+        ({"stop": 5}, "stop must be a text or a list of texts, of valid Unicode, got 5"),
+        ({"bad": ["a", "\ud800"]}, "bad must be a text or a list of texts, of valid Unicode"),
+        ({"stop": [""]}, "stop must be a text or a list of texts, none of them empty"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list of token ids, got 5"),
+        ({"bad_token_ids": [-1]}, "bad_token_ids must be a list of token ids, got [-1]"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(given: dict, text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+        SamplingParams(**given)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    given = {"temperature": np.float32(0.5), "top_k": np.int64(3), "presence_penalty": 2, "n": np.int32(2)}
+    params = decoding_of(SamplingParams(**given, ignore_eos=np.True_, early_stopping=True), None, []).params
+    assert (params.temperature, params.top_k, params.num_return_sequences) == (0.5, 3, 2)
+    assert type(params.temperature) is type(params.presence_penalty) is float
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"length_penalty": 1000.0}, "length_penalty must be from -30 to 30, got 1000.0"),
+        ({"length_penalty": -31.0}, "length_penalty must be from -30 to 30, got -31.0"),
+        (
+            {"beam_search_diversity_rate": 1e39},
+            "beam_search_diversity_rate must be >= 0 and finite in float32, got 1e+39",
+        ),
+        ({"repetition_penalty": 1e39}, "repetition_penalty must be > 0 and finite in float32, got 1e+39"),
+        ({"top_k": 2**31}, "top_k must be at most 2147483647, got 2147483648"),
+    ],
+)
+def test_a_number_that_the_engine_cannot_compute_with_is_refused(values: dict, text: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(text)):
+        SamplingConfig(**values)
+
+
 def test_fields_that_ask_for_nothing_are_taken() -> None:
     SamplingParams(min_p=0.0, no_repeat_ngram_size=0, top_p_decay=1.0, length_penalty=2.0, early_stopping=1)
 
@@ -241,7 +297,7 @@ def test_guides_reach_the_engine(given: dict, expected: Guide) -> None:
 
 
 def test_values_out_of_range_are_refused_by_the_engine() -> None:
-    for given in ({"top_p": 2.0}, {"temperature": -1.0}, {"seed": -1}, {"repetition_penalty": 0.0}):
+    for given in ({"temperature": -1.0}, {"seed": -1}, {"repetition_penalty": 0.0}):
         with pytest.raises(RequestError, match="got"):
             decoding_of(SamplingParams(**given), None, [])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,15 +31,6 @@ def texts(arrays: Arrays, name: str) -> list[str]:
 
 def text_tensor(values: Iterable[str]) -> np.ndarray:
     return np.array([value.encode() for value in values], np.object_)
-
-
-def is_unicode(value: Any) -> bool:
-    """Whether no text in a value of JSON has half of a surrogate pair, as an escape can make one."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def refuse(arrays: Mapping[str, Any], *names: str) -> None:

@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 from manylora.config.pooling import PoolingSettings
-from manylora.contracts.tensors import is_unicode
 from manylora.errors import RequestError
 from manylora.llmapi.pooled_outputs import PoolingParams, check_dimensions
+from manylora.wire.utf8 import is_unicode
 
 NAME = "embedding_request"
 MAX_BYTES = 2**22  # of the JSON

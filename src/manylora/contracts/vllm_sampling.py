@@ -9,21 +9,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from manylora.contracts.prompts import Asked
-from manylora.contracts.tensors import is_unicode, named_mix
+from manylora.contracts.tensors import named_mix
 from manylora.errors import RequestError
 from manylora.llmapi.guided import GuidedDecodingParams
 from manylora.llmapi.sampling import SamplingParams
 from manylora.lora.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.openai.api.guides import choice_pattern
-from manylora.request import LoraInput, LoraMix
+from manylora.request import MOST, MOST_FLOAT, LoraInput, LoraMix
+from manylora.wire.utf8 import is_unicode
 
 NAME = "sampling_parameters"
 LORA_KEYS = ("lora_name", "lora_mix_names", "lora_mix_scales")
 MAX_BYTES = 2**20  # of the JSON
 MAX_ALTERNATIVES = 20
 MAX_SEQUENCES = 128  # outputs of one prompt
-MOST = 2**31 - 1  # of a count
-MOST_FLOAT = 3.4e38  # in float32
 GREEDY_BELOW = 1e-5  # temperatures
 DEFAULTS: dict[str, Any] = {"max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "n": 1}
 GUIDES = ("structured_outputs", "guided_decoding")  # the second is the older name

@@ -17,6 +17,7 @@ from manylora.text.tokenizer import Tokenizer
 CONVERTED_FIELDS = {"end_id", "top_k", "top_p", "early_stopping"}
 COPIED_FIELDS = {f.name for f in fields(SamplingParams)} & {f.name for f in fields(engine.SamplingConfig)}
 COPIED_FIELDS -= CONVERTED_FIELDS
+FLOATS = {f.name for f in fields(SamplingParams) if str(f.type).startswith("float")}
 OF_DRAWING = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -120,6 +121,8 @@ def _engine_params(
 ) -> engine.SamplingConfig:
     """end_ids: the engine stops at the first; the others are stop words, as the rules' stop ids are."""
     given = {name: getattr(params, name) for name in COPIED_FIELDS}
+    # No whole number, which torch takes for an integer, and no number of NumPy's.
+    given |= {name: float(given[name]) for name in FLOATS & given.keys() if given[name] is not None}
     # The engine's stop words do not wait for min_tokens. With it the text thread stops the output instead.
     words = () if rules.min_tokens else tuple((i,) for i in (*end_ids[1:], *rules.ids))
     samples, beams = params.num_samples, params.use_beam_search
@@ -145,7 +148,10 @@ def _engine_params(
 
 def _bias(values: Any) -> np.ndarray:
     """A list, an array or a tensor as [vocabulary] float32."""
-    bias = np.asarray(values.detach().float().cpu() if hasattr(values, "detach") else values, np.float32)
+    try:
+        bias = np.asarray(values.detach().float().cpu() if hasattr(values, "detach") else values, np.float32)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"embedding_bias must be a list, array or tensor of numbers: {error}") from None
     if bias.ndim != 1:
         raise ValueError(f"embedding_bias must have one dimension, got shape {bias.shape}")
     return bias

@@ -30,6 +30,9 @@ class GuidedDecodingParams:
         if self.structural_tag is not None:
             raise ValueError("GuidedDecodingParams: structural_tag is not supported; leave it out")
         given = [name for name in ("json", "regex", "grammar") if getattr(self, name) is not None]
+        for name in ("regex", "grammar"):
+            if not isinstance(getattr(self, name), str | None):
+                raise ValueError(f"{name} must be a text, got {getattr(self, name)!r:.80}")
         given += ["json_object"] * self.json_object
         if len(given) != 1:
             named = f": {', '.join(given)}" if given else ""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
+
 from manylora.llmapi.guided import GuidedDecodingParams
+from manylora.request import MOST, MOST_FLOAT
+from manylora.wire.utf8 import is_unicode
 
 # Fields that are not implemented, and the values that are accepted because they ask for nothing.
 IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
@@ -16,6 +21,41 @@ IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "logits_processor": (None,),
 }
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    is_number = bool(isinstance(value, Real) and not isinstance(value, bool))
+    return is_number and abs(value) <= MOST_FLOAT
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and is_unicode(value)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool | np.bool_ | Integral) and value in (0, 1)
+
+
+def _is_list_of(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list | tuple | np.ndarray) and all(map(kind, value))
+
+
+TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "int": (_is_whole, "a whole number"),
+    "float": (_is_number, "a number"),
+    "bool": (_is_flag, "True or False"),
+    "str | list[str]": (
+        lambda one: _is_text(one) or _is_list_of(_is_text)(one),
+        "a text or a list of texts, of valid Unicode",
+    ),
+    "list[int]": (_is_list_of(lambda one: _is_whole(one) and 0 <= one <= MOST), "a list of token ids"),
+}
+"""By the annotation of a field: whether a value is of this type, and what it must be."""
+FLAGS = ("early_stopping",)  # numbers that may be True or False
 
 
 @dataclass
@@ -125,16 +165,21 @@ class SamplingParams:
             value = getattr(self, name)
             if not any(value is other or (_is_scalar(value) and value == other) for other in accepted):
                 raise ValueError(f"SamplingParams: {name} is not supported, got {value!r}; leave it out")
+        self._check_types()
         self._check_counts()
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+        if self.top_p is not None and not 0 <= self.top_p <= 1:
+            raise ValueError(f"top_p must be in [0, 1], got {self.top_p}")
+        if self.early_stopping not in (None, 0, 1):
+            raise ValueError(f"early_stopping must be None, 0 or 1, got {self.early_stopping}")
         if self.use_beam_search:
             self._check_beams()
         guide = self.guided_decoding
         if not (guide is None or isinstance(guide, GuidedDecodingParams)):
             raise ValueError(f"guided_decoding must be a GuidedDecodingParams, got {guide!r:.80}")
         for name, texts in (("stop", self.stop_texts), ("bad", self.bad_texts)):
-            if not all(isinstance(text, str) and text for text in texts):
+            if not all(texts):
                 raise ValueError(f"{name} must be a text or a list of texts, none of them empty")
         if self.logprobs is not None and self.logprobs > int(self.greedy):
             raise ValueError(
@@ -142,9 +187,19 @@ class SamplingParams:
                 "only the log probability of the tokens of the output is known"
             )
 
+    def _check_types(self) -> None:
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            kind = str(field.type).removesuffix(" | None")
+            if kind not in TYPES or (value is None and kind != field.type):
+                continue
+            right, wanted = TYPES["bool"] if name in FLAGS and _is_flag(value) else TYPES[kind]
+            if not right(value):
+                raise ValueError(f"{name} must be {wanted}, got {value!r:.80}")
+            if kind == "int" and name != "seed" and value > MOST:
+                raise ValueError(f"{name} must be <= {MOST}, got {value!r:.80}")
+
     def _check_beams(self) -> None:
-        if self.early_stopping not in (None, 0, 1):
-            raise ValueError(f"early_stopping must be None, 0 or 1, got {self.early_stopping}")
         for name, asked in (
             ("guided_decoding", self.guided_decoding),
             ("return_generation_logits", self.return_generation_logits),
@@ -153,8 +208,8 @@ class SamplingParams:
                 raise ValueError(f"use_beam_search cannot be combined with {name}")
 
     def _check_counts(self) -> None:
-        at_least = {"max_tokens": 1, "n": 1, "best_of": 1} | dict.fromkeys(
-            ("min_tokens", "logprobs", "prompt_ignore_length"), 0
+        at_least = {"max_tokens": 1, "n": 1, "best_of": 1, "end_id": -1} | dict.fromkeys(
+            ("top_k", "min_tokens", "logprobs", "prompt_ignore_length"), 0
         )
         for name, least in at_least.items():
             value = getattr(self, name)

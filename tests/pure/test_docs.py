@@ -69,6 +69,12 @@ def test_the_modules_that_pages_name_exist(name: str) -> None:
         assert known, f"{name} names {path}, which is not there"
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_lines_of_prose_are_at_most_140_characters(name: str) -> None:
+    prose = FENCE.sub("", (ROOT / name).read_text(encoding="utf-8")).splitlines()
+    assert [line for line in prose if len(line) > 140 and not line.startswith("|")] == []
+
+
 def test_the_index_has_every_page_of_the_docs() -> None:
     index = ROOT / "docs" / "README.md"
     linked = {match[1] for match in LINK.finditer(index.read_text(encoding="utf-8"))}

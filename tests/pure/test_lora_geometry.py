@@ -10,7 +10,8 @@ from manylora.errors import AdapterCacheFullError, ConfigError
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.lora.cache import MAX_CHANGES, AdapterCache
 from manylora.lora.geometry import CacheGeometry, RowShape, cache_geometry, place_rows
-from manylora.lora.modules import LoraModule, Split
+from manylora.lora.module_sizes import Split
+from manylora.lora.modules import LoraModule
 
 B, A = Split.B_ROWS, Split.A_COLS
 # id: (in, out, split) of hidden 16, mlp 32

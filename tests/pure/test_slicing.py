@@ -11,7 +11,8 @@ from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
 from manylora.kernels.row_format import RowFormat
 from manylora.lora.geometry import CacheGeometry, RowShape, place_rows
-from manylora.lora.modules import LoraModule, Split, lora_modules
+from manylora.lora.module_sizes import Split
+from manylora.lora.modules import LoraModule, lora_modules
 from manylora.lora.slicing import interleave_rows, pipeline_layers, slice_row, slice_rows
 from manylora.lora.tensors import AdapterRow
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.geometry import CacheGeometry, Layout
-from manylora.lora.modules import LoraModule, Split
+from manylora.lora.module_sizes import Split
+from manylora.lora.modules import LoraModule
 from manylora.lora.tensors import Adapter, AdapterRow
 
 

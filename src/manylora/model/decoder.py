@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,59 +10,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora.config.blocks import (
-    AltUpConfig,
-    ConvConfig,
-    DeltaConfig,
-    LatentConfig,
-    LayerInputsConfig,
-    Mamba2Config,
-)
-from manylora.config.engine import ModelConfig, MoeConfig
-from manylora.kernels.delta_rule import DeltaWeights
+from manylora.config.engine import ModelConfig
 from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import AttentionParams, LoraBatch, LoraTarget
+from manylora.kernels.spec import LoraBatch, LoraTarget
 from manylora.lora.modules import LoraModuleId
-from manylora.model.altup import AltUp, AltUpBlock, Laurel, make_streams
+from manylora.model.altup import make_streams
 from manylora.model.batch import ForwardBatch, HiddenRows
 from manylora.model.chunks import in_chunks
+from manylora.model.decoder_layers import DecoderLayers
 from manylora.model.decoder_parts import decoder_parts
-from manylora.model.delta_rule import DeltaRule, LayerState, passing_states
+from manylora.model.delta_rule import LayerState, passing_states
 from manylora.model.extras import adapt_head, adapt_prompt
-from manylora.model.families import FAMILIES
 from manylora.model.kv_tensors import KvTensors
-from manylora.model.latent import Expansion, LatentAttention
-from manylora.model.layer_inputs import LayerInput, LayerInputs
+from manylora.model.layer_inputs import LayerInputs
 from manylora.model.layers import (
-    Attends,
-    Attention,
-    Block,
-    FeedForward,
-    LoraLinear,
-    Mlp,
-    Norm,
     Turns,
     Wanted,
     side_by_side,
 )
-from manylora.model.mamba2 import Mamba2, mamba2_factors, mamba2_weights
-from manylora.model.moe import Experts, ExpertsBesideMlp, Moe, SharedExpert
 from manylora.model.rope import Rope, make_rope
-from manylora.model.routing import Router, WideRouter
-from manylora.model.shared_kv import SharedKvAttention
-from manylora.model.short_conv import ShortConv
-from manylora.model.transformer import Transformer
 
 
-class Decoder(Transformer):
+class Decoder(DecoderLayers):
     """The arguments are Transformer's."""
 
     def __init__(
         self, config: ModelConfig, weights: dict[str, Any], dtype: torch.dtype, ops: ReferenceOps
     ) -> None:
         super().__init__(config, weights, dtype, ops)
-        self._names = FAMILIES[config.architecture].names(config)
         norm = self._norm("norm", "norm")
         if config.post_norm:
             norm = self._layer_norm(config.num_layers - 1, "mlp_norm")
@@ -268,284 +243,6 @@ class Decoder(Transformer):
         """cos and sin [T, rotary_dim] in the compute dtype; angles in float32."""
         angles = rope.angles(batch.positions, batch.rope_lengths)
         return (angles.cos() * rope.factor).to(self.dtype), (angles.sin() * rope.factor).to(self.dtype)
-
-    def _block(self, layer: int) -> Block | AltUpBlock:
-        names = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
-        norms = {name: self._layer_norm(layer, name) for name in names}
-        if self.config.post_norm:  # each norm is computed with the sum that comes after it
-            before = self._layer_norm(layer - 1, "mlp_norm") if layer else None
-            norms |= {"attention_norm": before, "mlp_norm": norms["attention_norm"]}
-        latent, attention = self.config.latent, None
-        if layer in self.config.attention_layers:
-            attention = self._attention(layer) if latent is None else self._latent_attention(layer, latent)
-        add_input = None if self.config.layer_inputs is None else self._layer_input(layer)
-        if self.config.altup is not None:
-            return self._altup_block(layer, self.config.altup, attention, norms, add_input)
-        beside, scalar = self._beside(layer), self._weights.get(f"{layer}.scalar")
-        mlp: FeedForward | None = None
-        if layer not in self.config.mlpless_layers:
-            mlp = self._feed_forward(layer) if beside is None else self._mlp(layer)
-        return Block(self.config, attention, mlp, **norms, beside=beside, add_input=add_input, scalar=scalar)
-
-    def _make_layer_inputs(self, own: LayerInputsConfig | None) -> LayerInputs | None:
-        if own is None:
-            return None
-        norm = self._norm("layer_inputs.norm", "per_layer_projection_norm")
-        assert norm is not None
-        target = LoraTarget(LoraModuleId.PER_LAYER_MODEL_PROJECTION, 0, own.layers * own.dim)
-        project = self._outer_linear(0, "layer_inputs.project", target.module_id, target.width)
-        return LayerInputs(own, self._weights["layer_inputs.embed"], project, norm)
-
-    def _outer_linear(self, row: int, name: str, module_id: int, width: int | None = None) -> LoraLinear:
-        """A linear layer outside layers. row: the layer of its rows in adapters. width: None: hidden."""
-        target = LoraTarget(module_id, 0, width or self.config.hidden_size)
-        return LoraLinear(self._ops, row, self._weights[f"{name}.weight"], None, (target,))
-
-    def _altup_block(
-        self,
-        layer: int,
-        own: AltUpConfig,
-        attention: Attends | None,
-        norms: dict[str, Norm | None],
-        add_input: LayerInput | None,
-    ) -> AltUpBlock:
-        count, where = own.streams, f"layers.{layer}."
-        router_norm = self._norm(f"{layer}.altup_norm", f"{where}altup.router_norm")
-        laurel_norm = self._norm(f"{layer}.laurel_norm", f"{where}laurel.post_laurel_norm")
-        assert attention is not None and add_input is not None and router_norm and laurel_norm
-        present = {name: norm for name, norm in norms.items() if norm is not None}
-        module = LoraModuleId
-        targets = {
-            "altup_router": (module.ALTUP_MODALITY_ROUTER, count),
-            "altup_predict": (module.ALTUP_PREDICTION_COEFS, count**2),
-            "altup_correct": (module.ALTUP_CORRECTION_COEFS, count),
-            "laurel_left": (module.LAUREL_LEFT, own.laurel_rank),
-            "laurel_right": (module.LAUREL_RIGHT, self.config.hidden_size),
-        }
-        linears = {n: self._linear(layer, n, LoraTarget(one, 0, w)) for n, (one, w) in targets.items()}
-        router, predict, correct, left, right = linears.values()
-        scale = self._weights[f"{layer}.altup_scale"] if own.scaled else None
-        return AltUpBlock(
-            attention,
-            self._feed_forward(layer),
-            **present,
-            altup=AltUp(own.active, router_norm, router, predict, correct, scale),
-            laurel=Laurel(left, right, laurel_norm),
-            add_input=add_input,
-        )
-
-    def _layer_input(self, layer: int) -> LayerInput:
-        own = self.config.layer_inputs
-        assert own is not None
-        norm = self._norm(f"{layer}.input_norm", f"layers.{layer}.post_per_layer_input_norm")
-        assert norm is not None
-        gate = LoraTarget(LoraModuleId.PER_LAYER_INPUT_GATE, 0, own.dim)
-        project = LoraTarget(LoraModuleId.PER_LAYER_PROJECTION, 0, self.config.hidden_size)
-        return LayerInput(
-            self._linear(layer, "input_gate", gate),
-            self._linear(layer, "input_project", project),
-            norm,
-            self.config.activation,
-        )
-
-    def _layer_norm(self, layer: int, name: str) -> Norm | None:
-        return self._norm(f"{layer}.{name}", f"layers.{layer}.{self._names.block_norms.get(name)}")
-
-    def _attention(self, layer: int) -> Attends:
-        config = self.config.of_layer(layer)
-        window = config.sliding_windows[layer] if config.sliding_windows else None
-        still = config.learned_positions or layer in config.unrotated_layers
-        # With two rotary bases, the second is for layers with a window.
-        rotary = -1 if still else int(window is not None and config.rope_local_theta is not None)
-        named = (("q_norm", self._names.q_norm), ("k_norm", self._names.k_norm))
-        norms = [self._norm(f"{layer}.{ours}", f"layers.{layer}.{theirs}") for ours, theirs in named]
-        ones = torch.ones(config.head_dim, dtype=self.dtype, device=self._device)
-        plain = Norm(self._ops, ones, None, config.norm_eps)
-        if config.qk_norm == "plain" and not still:
-            norms = [plain] * 2
-        params = AttentionParams(self._attention_scale, window, config.attention_softcap, self._sinks(layer))
-        out = self._attention_out(layer)
-        if layer in config.kv_readers:
-            q = self._linear(layer, "q", LoraTarget(LoraModuleId.ATTN_Q, 0, config.q_size))
-            return SharedKvAttention(config, self._ops, q, out, norms[0], params, rotary)
-        return Attention(
-            config,
-            self._ops,
-            qkv=self._qkv(layer),
-            out=out,
-            q_norm=norms[0],
-            k_norm=norms[1],
-            params=params,
-            rotary=rotary,
-            v_norm=plain if config.v_norm else None,
-        )
-
-    def _latent_attention(self, layer: int, latent: LatentConfig) -> LatentAttention:
-        heads, first = self.config.num_heads, latent.q_rank or self.config.num_heads * latent.query_dim
-        q = LoraTarget(LoraModuleId.ATTN_Q_A if latent.q_rank else LoraModuleId.ATTN_Q, 0, first)
-        kv = LoraTarget(LoraModuleId.ATTN_KV_A, first, latent.cached_dim)
-        up = LoraTarget(LoraModuleId.ATTN_Q_B, 0, heads * latent.query_dim)
-        weight = self._weights[f"{layer}.kv_b.weight"].view(heads, -1, latent.kv_rank)
-        kv_norm = self._inner_norm(layer, "k_norm", self._names.k_norm, latent)
-        assert kv_norm is not None
-        return LatentAttention(
-            latent,
-            heads,
-            self._ops,
-            qkv=self._linear(layer, "qkv", q, kv),
-            q_up=self._linear(layer, "q_b", up) if latent.q_rank else None,
-            q_norm=self._inner_norm(layer, "q_norm", self._names.q_norm, latent),
-            kv_norm=kv_norm,
-            expansion=Expansion(layer, weight, latent.plain_dim),
-            out=self._attention_out(layer),
-            params=AttentionParams(self._attention_scale),
-            pairs=self.config.rope_interleaved,
-        )
-
-    def _inner_norm(self, layer: int, name: str, theirs: str, latent: LatentConfig) -> Norm | None:
-        norm = self._norm(f"{layer}.{name}", f"layers.{layer}.{theirs}")
-        return None if norm is None else replace(norm, eps=latent.norm_eps)
-
-    def _router(self, layer: int, moe: MoeConfig) -> Router:
-        target = LoraTarget(LoraModuleId.MOE_ROUTER, 0, moe.num_experts)
-        if not moe.routing.wide:
-            return self._linear(layer, "router", target)
-        return WideRouter(self._ops, layer, self._weights[f"{layer}.router.weight"], (target,))
-
-    def _sinks(self, layer: int) -> Tensor | None:
-        sinks = self._weights.get(f"{layer}.sinks")
-        return None if sinks is None else sinks.float()
-
-    def _recurrent_layer(self, layer: int) -> DeltaRule | ShortConv | Mamba2:
-        own = self.config.recurrent
-        if isinstance(own, Mamba2Config):
-            return self._mamba2(layer, own)
-        if isinstance(own, ConvConfig):
-            return self._short_conv(layer, own)
-        assert isinstance(own, DeltaConfig)
-        return self._delta_rule(layer, own)
-
-    def _short_conv(self, layer: int, own: ConvConfig) -> ShortConv:
-        project = LoraTarget(LoraModuleId.MAMBA_IN_PROJ, 0, 3 * own.channels)
-        out = LoraTarget(LoraModuleId.MAMBA_OUT_PROJ, 0, self.config.hidden_size)
-        taps = self._weights[f"{layer}.taps"].T.contiguous()
-        return ShortConv(self._ops, self._linear(layer, "in", project), self._linear(layer, "out", out), taps)
-
-    def _mamba2(self, layer: int, own: Mamba2Config) -> Mamba2:
-        project = LoraTarget(LoraModuleId.MAMBA_IN_PROJ, 0, own.in_size)
-        out = LoraTarget(LoraModuleId.MAMBA_OUT_PROJ, 0, self.config.hidden_size)
-        prefix = f"{layer}."
-        mine = {name.removeprefix(prefix): w for name, w in self._weights.items() if name.startswith(prefix)}
-        return Mamba2(
-            self._ops,
-            self._linear(layer, "in", project),
-            self._linear(layer, "out" if self.config.beside is None else "recurrent_out", out),
-            mamba2_weights(own, mine, self.config.norm_eps),
-            mamba2_factors(own, self._weights["embed"], self.dtype),
-        )
-
-    def _delta_rule(self, layer: int, own: DeltaConfig) -> DeltaRule:
-        weights = self._weights
-        wide, heads, qkv = own.channels + own.value_size, own.value_heads, own.channels
-        project = (
-            LoraTarget(LoraModuleId.LINEAR_ATTN_QKVZ, 0, wide),
-            LoraTarget(LoraModuleId.LINEAR_ATTN_QKV, 0, qkv),
-            LoraTarget(LoraModuleId.LINEAR_ATTN_Z, qkv, own.value_size),
-        )
-        gates = (
-            LoraTarget(LoraModuleId.LINEAR_ATTN_BA, 0, 2 * heads),
-            LoraTarget(LoraModuleId.LINEAR_ATTN_B, 0, heads),
-            LoraTarget(LoraModuleId.LINEAR_ATTN_A, heads, heads),
-        )
-        out = LoraTarget(LoraModuleId.LINEAR_ATTN_OUT, 0, self.config.hidden_size)
-        vectors = DeltaWeights(
-            taps=weights[f"{layer}.taps"].T.contiguous(),
-            decay=-weights[f"{layer}.decay"].exp(),
-            shift=weights[f"{layer}.shift"],
-            norm=weights[f"{layer}.norm.weight"],
-            eps=self.config.norm_eps,
-            key_heads=own.key_heads,
-            key_dim=own.key_dim,
-        )
-        return DeltaRule(
-            self._ops,
-            project=self._linear(layer, "in", *project),
-            gates=self._linear(layer, "gates", *gates),
-            out=self._linear(layer, "out", out),
-            weights=vectors,
-        )
-
-    def _feed_forward(self, layer: int) -> FeedForward:
-        moe = self.config.moe
-        return self._moe(layer, moe) if moe is not None and layer in moe.layers else self._mlp(layer)
-
-    def _beside(self, layer: int) -> ExpertsBesideMlp | None:
-        moe = self.config.moe
-        if moe is None or not moe.beside_mlp or layer not in moe.layers:
-            return None
-        names = ("mlp_own_post_norm", "experts_norm", "experts_post_norm")
-        theirs = self._names.block_norms
-        norms = [self._norm(f"{layer}.{name}", f"layers.{layer}.{theirs[name]}") for name in names]
-        norms.append(self._norm(f"{layer}.router.norm", ""))
-        return ExpertsBesideMlp(self._moe(layer, moe), *(norm for norm in norms if norm is not None))
-
-    def _moe(self, layer: int, moe: MoeConfig) -> Moe:
-        inner = moe.intermediate_size
-        up_gate: tuple[LoraTarget, ...] = (
-            LoraTarget(LoraModuleId.MOE_GATE, 0, inner),
-            LoraTarget(LoraModuleId.MOE_H_TO_4H, inner, inner),
-        )
-        if not moe.gated:
-            up_gate = (LoraTarget(LoraModuleId.MOE_H_TO_4H, 0, inner),)
-        hidden, latent = self.config.hidden_size, moe.latent_size
-        down = LoraTarget(LoraModuleId.MOE_4H_TO_H, 0, latent or hidden)
-        ends = (
-            LoraTarget(LoraModuleId.MOE_LATENT_FC1, 0, latent),
-            LoraTarget(LoraModuleId.MOE_LATENT_FC2, 0, hidden),
-        )
-        return Moe(
-            moe,
-            router=self._router(layer, moe),
-            up_gate=self._experts(layer, moe, "up_gate", *up_gate),
-            down=self._experts(layer, moe, "down", down),
-            activation=self.config.activation,
-            shared=self._shared_expert(layer, moe),
-            correction=self._weights.get(f"{layer}.router.correction"),
-            scales=self._weights.get(f"{layer}.router.scales"),
-            latent_in=self._linear(layer, "latent_in", ends[0]) if latent else None,
-            latent_out=self._linear(layer, "latent_out", ends[1]) if latent else None,
-        )
-
-    def _shared_expert(self, layer: int, moe: MoeConfig) -> SharedExpert | None:
-        inner = moe.shared_intermediate_size
-        if not inner:
-            return None
-        up_gate: tuple[LoraTarget, ...] = (
-            LoraTarget(LoraModuleId.SHARED_EXPERT_GATE_UP, 0, 2 * inner),
-            LoraTarget(LoraModuleId.SHARED_EXPERT_GATE, 0, inner),
-            LoraTarget(LoraModuleId.SHARED_EXPERT_H_TO_4H, inner, inner),
-        )
-        if not moe.gated:
-            up_gate = (LoraTarget(LoraModuleId.SHARED_EXPERT_H_TO_4H, 0, inner),)
-        down = LoraTarget(LoraModuleId.SHARED_EXPERT_4H_TO_H, 0, self.config.hidden_size)
-        mlp = Mlp(
-            up_gate=self._linear(layer, "shared.up_gate", *up_gate),
-            down=self._linear(layer, "shared.down", down),
-            activation=self.config.activation,
-            gated=moe.gated,
-        )
-        if not moe.shared_gated:
-            return SharedExpert(mlp, None)
-        gate = self._linear(layer, "shared_gate", LoraTarget(LoraModuleId.MLP_ROUTER, 0, 1))
-        return SharedExpert(mlp, gate)
-
-    def _experts(self, layer: int, moe: MoeConfig, name: str, *targets: LoraTarget) -> Experts:
-        numbers = range(moe.num_experts)
-        weights = tuple(self._weights[f"{layer}.expert.{e}.{name}.weight"] for e in numbers)
-        biases = None
-        if moe.biased:
-            biases = torch.stack([self._weights[f"{layer}.expert.{e}.{name}.bias"] for e in numbers])
-        return Experts(self._ops, layer, weights, targets, biases)
 
 
 def _kv_places(config: ModelConfig) -> dict[int, int]:

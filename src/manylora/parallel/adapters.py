@@ -19,7 +19,8 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.extras import LAYER, with_extras
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.geometry import CacheGeometry, Layout
-from manylora.lora.modules import LoraModule, LoraModuleId, Split, join_layers, lora_modules
+from manylora.lora.module_sizes import Split
+from manylora.lora.modules import LoraModule, LoraModuleId, join_layers, lora_modules
 from manylora.lora.slicing import AdapterPart, rows_of_rank, slice_rows
 from manylora.lora.tensors import Adapter
 from manylora.model.families import FAMILIES

@@ -9,7 +9,8 @@ from typing import Any
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.peft_config import CONFIG
-from manylora.lora.modules import LoraModule, LoraModuleId, Split
+from manylora.lora.module_sizes import Split
+from manylora.lora.modules import LoraModule, LoraModuleId
 
 MODEL_CONFIG = "config.json"
 

@@ -27,6 +27,7 @@ ORDER = [
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
 # The same inside a package, one list each.
 INSIDE = {
+    "request": ["rules", "sampling", "adapter", "request", "event"],
     "system": [
         "lifeline", "threads", "allocator", "text_threads", "processor", "folders", "compiler", "progress",
     ],
@@ -37,7 +38,7 @@ INSIDE = {
     ],
     "quant": ["config", "checkpoint", "layouts", "mxfp4", "bitsandbytes", "checkpoint_weights"],
     "gguf": ["container", "parts", "cache", "config", "tokenizer", "folder", "blocks", "file"],
-    "config": ["blocks", "pooling", "values", "engine", "build_record", "hub", "model_folder", "resolve"],
+    "config": ["blocks", "values", "pooling", "engine", "build_record", "hub", "model_folder", "resolve"],
     "wire": [
         "parameters", "tensor_table", "server_types", "utf8", "word_lists", "client_errors",
         "client_disconnects", "shape_guard", "text_worker", "metrics", "bls", "bls_generator", "bls_worker",

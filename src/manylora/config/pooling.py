@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from manylora.config.values import read_settings
 from manylora.errors import ConfigError
 
 DEFAULT_LABELS = 2  # what transformers takes where config.json names none
@@ -71,7 +71,7 @@ def attends_both_ways(raw: Mapping[str, Any]) -> bool:
 
 def read_pooling_settings(folder: Path) -> PoolingSettings:
     """Raises ConfigError for a way of pooling that is not supported."""
-    raw = _read(folder / "config.json")
+    raw = read_settings(folder / "config.json")
     modules = dict(_modules(folder))
     kind = raw.get("model_type")
     head_mode = "cls" if kind in ENCODERS else "last"
@@ -85,7 +85,7 @@ def read_pooling_settings(folder: Path) -> PoolingSettings:
         normalise = "Normalize" in modules
     named = raw.get("id2label") or {}
     labels = tuple(str(named.get(str(number), f"LABEL_{number}")) for number in range(len(named)))
-    prompts = _read(folder / "config_sentence_transformers.json").get("prompts") or {}
+    prompts = read_settings(folder / "config_sentence_transformers.json").get("prompts") or {}
     problem = str(raw.get("problem_type") or "")
     return PoolingSettings(mode, head_mode, normalise, _dimensions(raw), labels, problem, prompts)
 
@@ -97,7 +97,7 @@ def read_dense_modules(folder: Path) -> list[DenseModule]:
         if kind != "Dense":
             continue
         path = folder / name / "config.json"
-        raw = _read(path)
+        raw = read_settings(path)
         try:
             sizes = int(raw["in_features"]), int(raw["out_features"])
         except (KeyError, TypeError, ValueError):
@@ -114,12 +114,12 @@ def read_dense_modules(folder: Path) -> list[DenseModule]:
 def read_score_tokens(folder: Path) -> tuple[str | int, str | int] | None:
     """The tokens, or their ids, whose logits make a score of a model for text: that against, and that for.
     None: it gives no scores. Raises ConfigError."""
-    named = _read(folder / "config.json").get("classifier_from_token")
+    named = read_settings(folder / "config.json").get("classifier_from_token")
     if named is None:
         path = next((path for kind, path in _modules(folder) if kind == "LogitScore"), None)
         if path is None:
             return None
-        raw = _read(folder / path / "config.json")
+        raw = read_settings(folder / path / "config.json")
         named = [raw.get("false_token_id"), raw.get("true_token_id")]
     pair = isinstance(named, list) and len(named) == 2
     if not pair or not all(isinstance(one, str) or type(one) is int for one in named):
@@ -135,7 +135,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     path = folder / "modules.json"
     if not path.is_file():
         return []
-    listed = [one for one in _read(path, list) if isinstance(one, dict)]
+    listed = [one for one in read_settings(path, list) if isinstance(one, dict)]
     found = [(str(one.get("type", "")).rpartition(".")[2], str(one.get("path", ""))) for one in listed]
     strange = next((kind for kind, _ in found if kind not in MODULES), None)
     if strange is not None:
@@ -145,7 +145,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
 
 def _mode(folder: Path, modules: Mapping[str, str]) -> str:
     path = folder / modules.get("Pooling", "1_Pooling") / "config.json"
-    raw = _read(path)
+    raw = read_settings(path)
     chosen = [mode for name, mode in POOLINGS.items() if raw.get(name)]
     others = [name for name, on in raw.items() if name.startswith("pooling_mode_") and on is True]
     if not others and raw.get("pooling_mode") in POOLING_NAMES:
@@ -161,14 +161,3 @@ def _dimensions(raw: Mapping[str, Any]) -> tuple[int, ...] | None:
     if named:
         return tuple(map(int, named))
     return tuple(range(1, int(raw.get("hidden_size") or 0) + 1)) if raw.get("is_matryoshka") else None
-
-
-def _read(path: Path, kind: type = dict) -> Any:
-    """Empty where there is no such file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else kind()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(found, kind):
-        raise ConfigError(f"{path} must hold a JSON {kind.__name__}")
-    return found

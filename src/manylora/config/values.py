@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,17 @@ from typing import Any
 from manylora.errors import ConfigError
 
 TRUE, FALSE = ("true", "1", "t", "y", "yes"), ("false", "0", "f", "n", "no")
+
+
+def read_settings(path: Path, kind: type = dict) -> Any:
+    """Empty where there is no such file. kind: dict, or list. Raises ConfigError for anything else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else kind()
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(found, kind):
+        raise ConfigError(f"{path} must hold a JSON {'object' if kind is dict else 'list'}")
+    return found
 
 
 def at_least(least: float, settings: object, *names: str) -> None:

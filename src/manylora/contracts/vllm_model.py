@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from manylora.config.values import read_settings
 from manylora.contracts.prompts import Answer, Asked, PromptRunner
 from manylora.contracts.tensors import refuse, scalar, text_tensor
 from manylora.contracts.vllm_embedding import read_embedding_request
 from manylora.contracts.vllm_sampling import LORA_KEYS, NAME, adapters, asked, read_parameters
-from manylora.errors import AdapterNotFoundError, ConfigError, RequestError
+from manylora.errors import AdapterNotFoundError, RequestError
 from manylora.llmapi.outputs import CompletionOutput
 from manylora.llmapi.pooled_outputs import embedding
 from manylora.openai.api.logprobs import TokenLogprob
@@ -171,14 +172,7 @@ class VllmModel:
 def takes_adapters(file: Path) -> bool:
     """Whether model.json, if it is there, leaves adapters on. Its other keys set up an engine, which is that
     of `tensorrt_llm` here. Raises ConfigError."""
-    try:
-        given = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return True
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(given, dict):
-        raise ConfigError(f"{file} must be an object")
+    given = read_settings(file)
     others = ", ".join(sorted(given.keys() - {"enable_lora"}))
     if others:
         logger.warning("model.json: %s have no effect here: the engine is that of tensorrt_llm", others)

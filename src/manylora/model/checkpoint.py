@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from manylora.config.engine import ModelConfig
 from manylora.config.model_folder import check_model_folder, weight_files
 from manylora.config.pooling import attends_both_ways, num_labels, read_score_tokens
+from manylora.config.values import read_settings
 from manylora.errors import ConfigError
 from manylora.model.families import FAMILIES
 from manylora.model.families.common import read_common, read_dtype
@@ -25,7 +25,7 @@ def read_model_config(model_dir: Path) -> ModelConfig:
     """Of a Hugging Face directory. Raises ConfigError naming what is missing or not supported."""
     model_dir = Path(model_dir)
     check_model_folder(model_dir, weights=False)
-    raw = _read_json(model_dir / "config.json")
+    raw = read_settings(model_dir / "config.json")
     if "architectures" not in raw and ("pretrained_config" in raw or "mapping" in raw):
         kind = "engine" if "pretrained_config" in raw else "checkpoint"
         raise ConfigError(
@@ -39,7 +39,7 @@ def read_model_config(model_dir: Path) -> ModelConfig:
             + ", ".join(FAMILIES)
         )
     quant = checkpoint_quant(raw, model_dir)
-    generation = _read_json(model_dir / "generation_config.json")
+    generation = read_settings(model_dir / "generation_config.json")
     if family.encoder is not None and generation:  # its first token ids override those of config.json
         start = {name: generation[name] for name in (START,) if name in generation}
         raw = {**raw, **start, "forced_bos_token_id": generation.get("forced_bos_token_id")}
@@ -114,12 +114,3 @@ def _stored_dtype(model_dir: Path) -> str:
         if found is not None:
             return found
     return "float32"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Library
 
 from manylora.config.hub import model_folder
 from manylora.config.model_folder import check_tokenizer_folder
+from manylora.config.values import read_settings
 from manylora.errors import ConfigError, RequestError, TextTooLongError
 from manylora.system.allocator import release_free_memory
 from manylora.system.text_threads import LONG
@@ -49,7 +50,7 @@ class Tokenizer:
             self._open(path.read_text(encoding="utf-8"))
         except Exception as error:
             raise ConfigError(f"{path} is not a tokenizer: {error}") from error
-        self._settings = self._read_settings(Path(directory) / "tokenizer_config.json")
+        self._settings = read_settings(Path(directory) / "tokenizer_config.json")
         self._chat = ChatTemplate.read(Path(directory), self._settings, chat_template)
 
     @classmethod
@@ -126,7 +127,7 @@ class Tokenizer:
         """What the decoder of an encoder-decoder model begins with, whose configuration lies beside the
         tokenizer; None: there is no such model. generation_config.json decides, where there is one."""
         settings = [
-            self._read_settings(self.directory / f"{name}.json") for name in ("config", "generation_config")
+            read_settings(self.directory / f"{name}.json") for name in ("config", "generation_config")
         ]
         if not settings[0].get("is_encoder_decoder"):
             return None
@@ -274,15 +275,6 @@ class Tokenizer:
     def _content(self, key: str) -> str | None:
         value = self._settings.get(key)
         return value.get("content") if isinstance(value, dict) else value
-
-    @staticmethod
-    def _read_settings(path: Path) -> dict[str, Any]:
-        if not path.is_file():
-            return {}
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{path} is not valid JSON: {error}") from error
 
 
 def open_tokenizer(parameters: Mapping[str, str]) -> Tokenizer:

@@ -12,6 +12,7 @@ import ctypes
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,7 +24,7 @@ from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, Lo
 
 # Tokens of a prompt that is attended row by row: no slower than torch's attention, without its start.
 SHORT = 256
-MOST_ROWS = 1024
+MOST_ROWS = 1024  # that pass through the layers together
 MOST_SCORES = 2**26  # of all rows and heads, for each token of the longest sequence
 LINEARS = 4  # of a layer
 CALLS = 2  # for the adapters of a linear layer: a fused projection's, then those of its parts
@@ -163,9 +164,10 @@ class DecodeStep:
         x [T, hidden] float32, is changed. logits_rows [L], ascending. The rest as for `Decoder.forward`.
         """
         plain = x.dtype == kv.dtype == torch.float32 and x.is_contiguous()
-        if not plain or len(x) > MOST_ROWS or (lora is not None and lora.extras):
+        if not plain or (lora is not None and lora.extras):
             return None
-        if len(x) * self._parts.heads * max(batch.kv_lens) > MOST_SCORES:
+        slices = _slices(len(x))
+        if slices[0].stop * self._parts.heads * max(batch.kv_lens) > MOST_SCORES:
             return None
         tables = _one_by_one(batch)
         adapters = None if lora is None else self._find_adapters(lora)
@@ -175,29 +177,48 @@ class DecodeStep:
             self._place(kv)
         table, ends = tables
         turns = [part.contiguous() for pair in rotary for part in pair]
-        cos, sin = ([address(part) for part in turns[i::2]] for i in (0, 1))
         logits = torch.empty(len(logits_rows), _panels(self._parts.head).rows)
+        borders = np.searchsorted(logits_rows.numpy(), [rows.stop for rows in slices])
+        for rows, first, last in zip(slices, [0, *borders], borders, strict=False):
+            wanted = logits_rows[first:last]
+            step = self._step_of(rows, x, turns, table, ends, batch.slots)
+            among = wanted - rows.start
+            step["logits"] = logits[first:last].data_ptr()
+            step["wanted"], step["wanted_rows"] = among.data_ptr(), len(among)
+            step["longest"] = max(batch.kv_lens)
+            if lora is not None and adapters is not None:
+                used = adapters
+                if len(slices) > 1:
+                    these = self._narrow_adapters(np.arange(rows.start, rows.stop))
+                    used = these.table
+                step["adapters"], step["pool"] = used.ctypes.data, lora.pool.data_ptr()
+                step["pool_kind"] = POOLS.index(lora.pool.dtype)
+                if len(wanted) < rows.stop - rows.start:
+                    narrowed = self._narrow_adapters(wanted.numpy(), LINEARS)
+                    step["last"] = narrowed.table.ctypes.data
+            self._run(step)
+        return logits
+
+    def _step_of(
+        self, rows: slice, x: Tensor, turns: list[Tensor], table: Tensor, ends: np.ndarray, slots: Tensor
+    ) -> np.ndarray:
+        """STEP for some rows, of tensors for all of them; without logits and adapters."""
         step = np.zeros((), STEP)
-        step["x"], step["logits"], step["slots"] = x.data_ptr(), logits.data_ptr(), batch.slots.data_ptr()
+        cos, sin = ([part[rows].data_ptr() for part in turns[i::2]] for i in (0, 1))
+        step["x"], step["slots"] = x[rows].data_ptr(), slots[rows].data_ptr()
         step["cos"][: len(cos)], step["sin"][: len(sin)] = cos, sin
-        step["lengths"], step["table"] = ends.ctypes.data, table.data_ptr()
-        step["columns"], step["longest"] = table.shape[1], max(batch.kv_lens)
-        step["rows"], step["turned"] = x.shape[0], turns[0].shape[1] if turns else 0
-        step["wanted"], step["wanted_rows"] = logits_rows.data_ptr(), len(logits_rows)
-        last = (
-            self._narrow_adapters(logits_rows) if adapters is not None and len(logits_rows) < len(x) else None
-        )
-        if lora is not None and adapters is not None:
-            step["adapters"], step["pool"] = adapters.ctypes.data, lora.pool.data_ptr()
-            step["last"] = 0 if last is None else last.table.ctypes.data
-            step["pool_kind"] = POOLS.index(lora.pool.dtype)
+        step["lengths"], step["table"] = ends[rows].ctypes.data, table[rows].data_ptr()
+        step["columns"] = table.shape[1]
+        step["rows"], step["turned"] = rows.stop - rows.start, turns[0].shape[1] if turns else 0
+        return step
+
+    def _run(self, step: np.ndarray) -> None:
         decoder = self._decoder.ctypes.data
         size = self._library.decode_memory(decoder, step.ctypes.data)
         if self._memory.numel() < size:
             self._memory = torch.empty(2 * size)
         step["memory"] = self._memory.data_ptr()
         self._library.decode_step(decoder, step.ctypes.data)
-        return logits
 
     def _place(self, kv: Tensor) -> None:
         """kv [layers, 2, blocks, size, kv_heads, dim]"""
@@ -223,16 +244,16 @@ class DecodeStep:
         self._adapters = found, table
         return table
 
-    def _narrow_adapters(self, rows: Tensor) -> _Narrowed:
-        """The last layer's, for `rows` [L], ascending, among themselves."""
-        found = self._adapters[0][-LINEARS:]
-        segments = [[_narrow(call.segments, rows.numpy()) for call in calls] for calls in found]
+    def _narrow_adapters(self, rows: np.ndarray, linears: int = 0) -> _Narrowed:
+        """For `rows` [L], ascending, among themselves; of so many linears, the last ones, or 0: of all."""
+        found = self._adapters[0][-linears:]
+        segments = [[_narrow(call.segments, rows) for call in calls] for calls in found]
         return _Narrowed(_adapter_table(segments, found), segments)
 
 
 @dataclass(frozen=True)
 class _Narrowed:
-    """table: [LINEARS, CALLS] of ADAPTERS, which points to the arrays of `segments`."""
+    """table: [linears, CALLS] of ADAPTERS, which points to the arrays of `segments`."""
 
     table: np.ndarray
     segments: list[list[np.ndarray]]
@@ -254,6 +275,14 @@ def _narrow(segments: np.ndarray, rows: np.ndarray) -> np.ndarray:
     few = segments.copy()
     few[:, :2] = np.searchsorted(rows, segments[:, :2])
     return few[few[:, 0] < few[:, 1]]
+
+
+def _slices(rows: int) -> list[slice]:
+    """Of at most MOST_ROWS, alike in size. One passes through all layers before the next, which reads its
+    keys and values; so what is between layers stays in the caches."""
+    count = max(1, -(-rows // MOST_ROWS))
+    borders = [rows * i // count for i in range(count + 1)]
+    return [slice(*pair) for pair in pairwise(borders)]
 
 
 def _one_by_one(batch: AttentionBatch) -> tuple[Tensor, np.ndarray] | None:

@@ -19,7 +19,7 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.errors import ConfigError
 from manylora.group.agreement import check_identity, from_values, identity, to_values
 from manylora.group.collectives import interface_towards
-from manylora.group.place import Place, find_place
+from manylora.group.place import Place, ends_with_launcher, find_place, started_rank
 from manylora.kernels import device
 from manylora.quant.config import QuantConfig
 
@@ -43,6 +43,12 @@ def test_places_are_those_of_torchrun_and_mpirun() -> None:
     assert find_place(4, TORCHRUN | host | {"MASTER_PORT": "7"}) == Place(3, 4, 1, 2, "host0", 7)
     assert find_place(4, MPIRUN | host) == Place(3, 4, 1, 2, "host0", 29500)
     assert find_place(1, TORCHRUN) == Place.alone(1), "each process has an engine of its own"
+    assert (started_rank(TORCHRUN), started_rank({}), started_rank({"RANK": "0", "WORLD_SIZE": "1"})) == (
+        3,
+        0,
+        0,
+    )
+    assert ends_with_launcher(MPIRUN) and not ends_with_launcher(TORCHRUN), "set by hand, nobody waits"
 
 
 @pytest.mark.parametrize(
@@ -51,6 +57,10 @@ def test_places_are_those_of_torchrun_and_mpirun() -> None:
         (TORCHRUN | {"MASTER_ADDR": "a", "WORLD_SIZE": "8"}, "torchrun has started 8 processes"),
         (MPIRUN, "ranks on several hosts need MASTER_ADDR"),
         (TORCHRUN | {"RANK": "x"}, "RANK must be a whole number, got 'x'"),
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "host0"},
+            "LOCAL_WORLD_SIZE is not: set it to the number of ranks on this host, and LOCAL_RANK to 0",
+        ),
     ],
 )
 def test_places_that_cannot_be_are_refused(environment: dict[str, str], text: str) -> None:

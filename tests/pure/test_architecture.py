@@ -82,12 +82,12 @@ INSIDE = {
         "memory", "guide_trial", "guide", "beam",
         "sampler", "launched", "inputs", "pooler", "step_messages", "peak", "graphs", "kernel_trials",
         "runner", "checks",
-        "build", "follower", "results", "engine", "loop",
+        "build", "follower", "repository_rank", "results", "engine", "loop",
     ],
     "launcher": [
         "roles", "state", "logs", "processes", "management_access", "http_checks", "http_proxy",
         "installation", "templates", "repository", "new_repository", "supervisor", "command_service",
-        "server", "triton_service", "arguments", "cli",
+        "server", "triton_service", "follower_service", "arguments", "cli",
     ],
     "testing": ["tiny_configs", "tiny_models", "driver", "parity"],
     "llmapi": [

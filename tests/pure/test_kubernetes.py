@@ -22,6 +22,7 @@ import yaml
 from kustomized import Object, containers, name_of, read, render
 
 from manylora.commands import triton
+from manylora.group.place import Place, find_place
 from manylora.openai import arguments, options
 from manylora.openai.app import ROUTES
 from manylora.openai.serving.metrics import GATEWAY_METRICS
@@ -31,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
 PLANS = sorted(path.parent.name for path in FOLDER.glob("*/kustomization.yaml"))
 RENDERED = {name: render(FOLDER / name) for name in PLANS}
-SERVERS = [name for name in PLANS if name != "monitoring"]
+SERVERS = [name for name in PLANS if name not in ("monitoring", "hosts")]
 OBJECTS = [(plan, one) for plan, found in RENDERED.items() for one in found]
 DIFFERENT = list({json.dumps(one, sort_keys=True): (plan, one) for plan, one in OBJECTS}.values())
 VERSION = "1.37"
@@ -73,6 +74,15 @@ SHAPES = {
                 timeouts=fields([], request={"type": "string", "pattern": r"^\d+(s|m)$"}),
             )
         },
+    ),
+    # LeaderWorkerSet 0.9; its templates are Kubernetes' own, see below
+    "leaderworkerset.x-k8s.io/v1 LeaderWorkerSet": fields(
+        ["leaderWorkerTemplate"], replicas=NUMBER, startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
+        leaderWorkerTemplate=fields(
+            ["workerTemplate"], size=NUMBER, leaderTemplate={"type": "object"},
+            workerTemplate={"type": "object"},
+            restartPolicy={"enum": ["RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]},
+        ),
     ),
     # prometheus-operator
     "monitoring.coreos.com/v1 ServiceMonitor": fields(
@@ -257,6 +267,53 @@ def test_names_lead_to_what_is_there(plan: str) -> None:
     assert len(scalers) == (plan != "gpu"), "two would fight"
     for one in scalers:
         assert one["spec"]["scaleTargetRef"]["name"] == "manylora"
+
+
+@pytest.mark.parametrize("kind", ["leader", "worker"])
+def test_each_pod_of_a_group_is_one_rank_of_the_same_engine(kind: str) -> None:
+    group = of("hosts", "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
+    template = group[f"{kind}Template"]
+    whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": template["spec"]}
+    kubernetes_validate.validate(whole, VERSION, strict=True)
+    (container,) = template["spec"]["containers"]
+    for key in ("command", "args", "image", "env", "resources", "lifecycle", "securityContext"):
+        assert container[key] == group["workerTemplate"]["spec"]["containers"][0][key]
+    base = of("gpu", "Deployment")["spec"]["template"]["spec"]
+    (server,) = base["containers"]
+    for key in ("image", "env", "resources", "lifecycle", "securityContext"):
+        assert container[key] == server[key]
+    assert template["spec"]["securityContext"] == base["securityContext"]
+    mounted = {mount["name"]: mount for mount in container["volumeMounts"]}
+    assert mounted.keys() == {volume["name"] for volume in template["spec"]["volumes"]}
+    assert mounted["model"]["readOnly"] and mounted["adapters"]["readOnly"]
+    rank_0, port = ("startupProbe" in container, 29500)
+    assert rank_0 == (kind == "leader") == ("ports" in container)
+    if rank_0:
+        ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+        assert ports == {"http": 8000, "grpc": 8001, "metrics": 8002, "ranks": port}
+        for name in ("startupProbe", "readinessProbe"):
+            assert container[name]["httpGet"] == {"path": "/v2/health/ready", "port": "http"}
+        assert "livenessProbe" not in container, "a rank 0 that waits for the others is alive"
+
+
+def test_a_group_starts_the_launcher_with_the_variables_that_it_reads() -> None:
+    container = of("hosts", "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"][
+        "containers"
+    ][0]
+    assert container["command"] == ["sh", "-c"]
+    given = {"LWS_WORKER_INDEX": "1", "LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "leader"}
+    (line,) = container["args"]
+    for name, value in given.items():
+        line = line.replace(f"${name}", value)
+    assert "$" not in line
+    variables, command = line.split(" exec manylora triton ")
+    environment = dict(pair.split("=") for pair in variables.split())
+    options = triton.argument_parser().parse_args(command.split())
+    assert find_place(options.world_size, environment) == Place(1, 2, 0, 1, "leader", 29500)
+    assert options.foreground and str(options.lora_root) == "/adapters" and options.model == "/model"
+    assert of("hosts", "Service")["spec"]["selector"] == {
+        "leaderworkerset.sigs.k8s.io/name": "manylora", "leaderworkerset.sigs.k8s.io/worker-index": "0"
+    }  # fmt: skip
 
 
 def test_the_gateway_picks_among_the_servers() -> None:

@@ -56,6 +56,7 @@ from manylora.parallel.build import build_rank as load_part
 from manylora.parallel.collectives import TorchCollectives
 from manylora.parallel.mapping import Mapping
 from manylora.system.allocator import keep_memory
+from manylora.system.lifeline import is_draining, is_launched
 
 logger = logging.getLogger("manylora")
 
@@ -282,6 +283,8 @@ def _record_decoding(runner: Runner, config: EngineConfig, model: ModelConfig, d
 
 
 def end_ranks(parts: EngineParts) -> None:
-    """Of an engine that computes no more. Idempotent."""
-    if parts.leader is not None and parts.leader.end(Message(END)):
+    """Of an engine that computes no more. Idempotent. A server that was not stopped is started again by its
+    launcher, and needs them again."""
+    for_good = not is_launched() or is_draining()
+    if parts.leader is not None and parts.leader.end(Message(END, {"for_good": for_good})):
         leave_group()

@@ -14,22 +14,23 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import Store, TCPStore
 
 from manylora.config.engine import EngineConfig
 from manylora.engine import step_messages
 from manylora.engine.build import RankParts, build_rank, leave_group, meet_group
 from manylora.engine.inputs import StepInputs
+from manylora.errors import ConfigError
 from manylora.group.agreement import from_values, identity
 from manylora.group.channel import Channel, ChannelClosedError, Message
-from manylora.group.place import Place
-from manylora.group.rendezvous import LOOPBACK, join, open_store
+from manylora.group.place import RANK_0_GONE, Place
+from manylora.group.rendezvous import LOOPBACK, REFUSED, group_store, join
 from manylora.kernels.spec import LoraBatch
 from manylora.kernels.transfer import to_device, upload
 from manylora.lora.geometry import Layout
@@ -43,6 +44,7 @@ logger = logging.getLogger("manylora")
 
 PR_SET_PDEATHSIG = 1
 ALIVE_S = 0.5
+LAST_WORDS_S = 0.5  # for what rank 0 has said before it closed the channel
 
 
 @dataclass
@@ -79,13 +81,15 @@ class Follower:
         }
         parts.device.ops.reserve(parts.limits, parts.device.torch)
 
-    def run(self, steps: Channel) -> None:
+    def run(self, steps: Channel) -> bool:
+        """Whether rank 0 has ended for good."""
         self._parts.device.activate()
         while (message := steps.receive()).what != step_messages.END:
             self._do[message.what](message)
             with self._progress:
                 self._num_done += 1
                 self._progress.notify_all()
+        return message.values["for_good"]
 
     def take_adapters(self, channel: Channel) -> None:
         """On a thread of its own, beside the steps, each after those that rank 0 told before it."""
@@ -182,25 +186,38 @@ class Follower:
         return held.loaded
 
 
-def follow(config: EngineConfig, place: Place) -> None:
-    """Be a rank that torchrun or mpirun has started, until rank 0 ends. Raises ConfigError."""
-    store = open_store(place)
-    steps, adapters = join(place, store)
-    steps.receive()
-    _serve(config, place, steps, adapters, PrefixStore("manylora", store))
+def follow(config: EngineConfig, place: Place, ready: Callable[[], None] = lambda: None) -> bool:
+    """Be a rank that torchrun or mpirun has started, until rank 0 ends. Whether that was for good: it may be
+    about to start again. Raises ConfigError. Ends the process with RANK_0_GONE when rank 0 is gone.
+
+    ready: called when this rank has its part.
+    """
+    steps, adapters, store = join(place)
+    return _serve(config, place, steps, adapters, store, ready)
 
 
-def _serve(config: EngineConfig, place: Place, steps: Channel, adapters: Channel, store: Store) -> None:
+def _serve(
+    config: EngineConfig,
+    place: Place,
+    steps: Channel,
+    adapters: Channel,
+    store: Store,
+    ready: Callable[[], None] = lambda: None,
+) -> bool:
     threading.Thread(target=_say_alive, args=(steps,), name="manylora-alive", daemon=True).start()
     try:
         steps.send(Message("hello", dict(identity(config))))
+        if (answer := steps.receive()).what == REFUSED:
+            raise ConfigError(answer.values["reason"])
         comm = meet_group(config, place, store)
         follower = Follower(build_rank(config, place, comm))
         threading.Thread(target=follower.take_adapters, args=(adapters,), daemon=True).start()
-        follower.run(steps)
+        ready()
+        for_good = follower.run(steps)
         leave_group()
+        return for_good
     except ChannelClosedError:
-        os._exit(1)  # rank 0 is gone
+        os._exit(RANK_0_GONE)
     except BaseException as error:
         reason = " ".join(str(error).split())[:500] or type(error).__name__
         with suppress(ChannelClosedError):
@@ -214,7 +231,8 @@ def _say_alive(steps: Channel) -> None:
         while True:
             steps.send(Message("alive"))
             time.sleep(ALIVE_S)
-    os._exit(1)
+    time.sleep(LAST_WORDS_S)
+    os._exit(RANK_0_GONE)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -226,10 +244,10 @@ def main(arguments: Sequence[str]) -> None:
     values = steps.receive().values
     rank, size = values["rank"], values["size"]
     logging.basicConfig(stream=sys.stderr, format=f"%(levelname)s rank {rank}: %(message)s")
-    store = TCPStore(LOOPBACK, values["port"], is_master=False)
+    store = group_store(TCPStore(LOOPBACK, values["port"], is_master=False))
     try:
         place = Place(rank, size, rank, size)
-        _serve(from_values(values["config"]), place, steps, adapters, PrefixStore("manylora", store))
+        _serve(from_values(values["config"]), place, steps, adapters, store)
     except Exception as error:
         logger.debug("this rank ends", exc_info=error)
         os._exit(1)

@@ -65,6 +65,15 @@ class Channel:
         """Of each wait for bytes."""
         self._socket.settimeout(seconds)
 
+    def is_closed(self) -> bool:
+        """Whether the other end is gone, and nothing that it said is left. While nobody receives."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def close(self) -> None:
         """Idempotent. The other end sees it at once, also where a process has inherited the socket."""
         with suppress(OSError):

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 
 from manylora.config.engine import EngineConfig
 from manylora.errors import ConfigError, GroupLostError, RequestError
 from manylora.group.agreement import check_identity, identity, to_values
 from manylora.group.channel import ChannelClosedError, Message
 from manylora.group.place import Place
-from manylora.group.rendezvous import START_S, meet_ranks, open_store
+from manylora.group.rendezvous import AGREED, REFUSED, START_S, group_store, meet_ranks, open_store
 from manylora.group.watch import Watch
 
 logger = logging.getLogger("manylora")
@@ -33,12 +34,14 @@ class Leader:
     def __init__(self, config: EngineConfig, place: Place) -> None:
         self.place, self._ended, self._told = place, False, 0
         self._lock = threading.Lock()  # of the channels of adapters
-        store = open_store(place)
-        self.store: Store = PrefixStore("manylora", store)
-        self._watch = Watch(place.size, meet_ranks(place, store) if place.address else None)
+        store, token = open_store(place), secrets.token_hex(16) if place.address else ""
+        self.store: Store = group_store(store, token)
+        self._watch = Watch(place.size, meet_ranks(place, store, token) if place.address else None)
         try:
             self._greet(config, 0 if place.address else int(getattr(store, "port", 0)))
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, ConfigError):
+                self._refuse(str(error))
             self.close()
             raise
 
@@ -117,6 +120,14 @@ class Leader:
                 text = f"rank {link.rank} of {place.size} did not come within {START_S:.0f} s"
                 raise ConfigError(self._watch.reason or text)
             check_identity(link.rank, found, expected)
+        for link in self._watch.links:
+            self.tell_one(link.rank, Message(AGREED))
+
+    def _refuse(self, reason: str) -> None:
+        """Let the others say it too: each host's user sees its own rank's words only."""
+        for link in self._watch.links:
+            with suppress(ChannelClosedError):
+                link.steps.send(Message(REFUSED, {"reason": reason}))
 
     def tell_one(self, rank: int, message: Message) -> None:
         try:

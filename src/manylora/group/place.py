@@ -5,20 +5,30 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from manylora.errors import ConfigError
 
-# Rank, number of ranks, rank on this host, number on this host.
-LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "mpirun": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-}
-DEFAULT_PORT = "29500"  # torch's
+
+class Names(NamedTuple):
+    """Of a launcher's variables. local: of this host."""
+
+    launcher: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+MPI = "OMPI_COMM_WORLD"
+LAUNCHERS = (
+    Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    Names("mpirun", f"{MPI}_RANK", f"{MPI}_SIZE", f"{MPI}_LOCAL_RANK", f"{MPI}_LOCAL_SIZE"),
+)
+RUN_BY = ("TORCHELASTIC_RUN_ID", f"{MPI}_RANK")  # variables of a launcher that waits for its processes
+RANK_0_GONE = 3  # exit status of another rank that has lost rank 0
+DEFAULT_PORT = 29500  # torch's
+LOOPBACKS = ("127.", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -43,33 +53,68 @@ class Place:
         return self.local_size == self.size
 
 
+def is_one_of_several(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun or mpirun has started several processes, whatever they run. Raises ConfigError."""
+    return _started(environment) is not None
+
+
+def started_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """Among those processes; 0 also for one alone. Raises ConfigError."""
+    started = _started(environment)
+    return 0 if started is None else started.rank
+
+
+def ends_with_launcher(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher waits for this process, and takes its end for the end of the work."""
+    return any(name in environment for name in RUN_BY)
+
+
 def find_place(size: int, environment: Mapping[str, str] = os.environ) -> Place:
     """size: of the group that is wanted. Raises ConfigError when a launcher started another number."""
-    for launcher, names in LAUNCHERS.items():
-        if size == 1 or names[0] not in environment or names[1] not in environment:
-            continue
-        rank, started = (_number(environment, name, 0) for name in names[:2])
-        if started == 1:
-            continue
-        if started != size:
-            raise ConfigError(
-                f"{launcher} has started {started} processes, and the model is to run on {size} ranks: "
-                f"start {size}, or choose tensor and pipeline parallel sizes whose product is {started}"
-            )
-        local_rank, local_size = _number(environment, names[2], rank), _number(environment, names[3], size)
-        address = environment.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
-        if not address:
-            raise ConfigError(
-                "ranks on several hosts need MASTER_ADDR, the address of rank 0's host "
-                "(mpirun: -x MASTER_ADDR=…), and MASTER_PORT where it is not 29500"
-            )
-        port = int(environment.get("MASTER_PORT") or DEFAULT_PORT)
-        return Place(rank, size, local_rank, local_size, address, port)
-    return Place.alone(size)
+    started = None if size == 1 else _started(environment)
+    if started is None:
+        return Place.alone(size)
+    rank, count, names = started
+    if count != size:
+        raise ConfigError(
+            f"{names.launcher} has started {count} processes, and the model is to run on {size} ranks: "
+            f"start {size}, or choose tensor and pipeline parallel sizes whose product is {count}"
+        )
+    local_rank = _number(environment, names.local_rank, rank)
+    local_size = _number(environment, names.local_size, size)
+    address = environment.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
+    if not address:
+        raise ConfigError(
+            "ranks on several hosts need MASTER_ADDR, the address of rank 0's host "
+            "(mpirun: -x MASTER_ADDR=…), and MASTER_PORT where it is not 29500"
+        )
+    if names.local_size not in environment and not address.startswith(LOOPBACKS):
+        raise ConfigError(
+            f"{names.rank} and MASTER_ADDR are set and {names.local_size} is not: set it to the number of "
+            f"ranks on this host, and {names.local_rank} to 0 for the first of them, 1 for the next"
+        )
+    port = _number(environment, "MASTER_PORT", DEFAULT_PORT)
+    return Place(rank, size, local_rank, local_size, address, port)
+
+
+class _Started(NamedTuple):
+    rank: int
+    number: int  # of processes
+    names: Names
+
+
+def _started(environment: Mapping[str, str]) -> _Started | None:
+    """None: nobody has started several."""
+    for names in LAUNCHERS:
+        if names.rank in environment and names.size in environment:
+            rank, count = _number(environment, names.rank, 0), _number(environment, names.size, 0)
+            if count != 1:
+                return _Started(rank, count, names)
+    return None
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
-    text = environment.get(name, str(default))
+    text = environment.get(name) or str(default)
     if not text.isdigit():
         raise ConfigError(f"{name} must be a whole number, got {text!r}")
     return int(text)

@@ -4,25 +4,30 @@ started all of them and they meet at a store of torch's."""
 from __future__ import annotations
 
 import hmac
+import logging
 import os
-import secrets
 import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from manylora.errors import ConfigError
 from manylora.group.channel import Channel, ChannelClosedError, Message
 from manylora.group.place import Place
 
+logger = logging.getLogger("manylora")
+
 COMMAND = "manylora.engine.follower"
-START_S = 300.0  # for all ranks to come
+START_S = 240.0  # for all ranks to come: less than the launcher's time for a start
+PAUSE_S = 0.5  # before a rank looks for rank 0 again
 HELLO_S = 30.0  # for one that has connected to say who it is
 KEY = "manylora/rank0"
+AGREED, REFUSED = "agreed", "refused"  # what rank 0 answers to what another has said of itself
 LOOPBACK = "127.0.0.1"
 # A host that is gone answers nothing: after about so long its connections break.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
@@ -66,26 +71,39 @@ def spawn_ranks(size: int) -> list[Link]:
 
 
 def open_store(place: Place) -> Store:
-    """For torch's collectives. Raises ConfigError."""
+    """For torch's collectives, of rank 0. Raises ConfigError."""
     if not place.address:
         return TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    timeout = timedelta(seconds=START_S)
-    serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     try:
-        return TCPStore(place.address, place.port, None, serves, timeout, wait_for_workers=False)
+        return _open_store(place, START_S)
     except RuntimeError as error:
         raise ConfigError(
-            f"rank {place.rank} does not find rank 0 at {place.address}:{place.port} "
-            f"(MASTER_ADDR, MASTER_PORT): {str(error).splitlines()[0]}"
+            f"rank 0 cannot be found at {place.address}:{place.port} (MASTER_ADDR, MASTER_PORT): "
+            f"{str(error).splitlines()[0]}"
         ) from error
 
 
-def meet_ranks(place: Place, store: Store) -> list[Link]:
-    """The others, which were started elsewhere. Raises ConfigError that names those that did not come."""
-    token, found = secrets.token_hex(16), dict[int, dict[str, Channel]]()
+def _open_store(place: Place, seconds: float) -> Store:
+    serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    timeout = timedelta(seconds=seconds)
+    return TCPStore(place.address, place.port, None, serves, timeout, wait_for_workers=False)
+
+
+def group_store(store: Store, token: str = "") -> Store:
+    """What only this start of the group sees: torchrun's own store outlives it."""
+    return PrefixStore(f"manylora/{token}", store)
+
+
+def meet_ranks(place: Place, store: Store, token: str) -> list[Link]:
+    """The others, which were started elsewhere. Raises ConfigError that names those that did not come.
+
+    token: of this start, for `group_store` of all ranks, and so that nobody else is taken for one.
+    """
+    found: dict[int, dict[str, Channel]] = {}
     deadline = time.monotonic() + START_S
-    with socket.create_server((place.address, 0), backlog=2 * place.size) as server:
+    with _listen(place) as server:
         store.set(KEY, f"{server.getsockname()[1]} {token}")
+        logger.info("waiting for %d other ranks at %s:%d", place.size - 1, place.address, place.port)
         while sum(map(len, found.values())) < 2 * (place.size - 1):
             server.settimeout(max(0.1, deadline - time.monotonic()))
             try:
@@ -106,6 +124,9 @@ def meet_ranks(place: Place, store: Store) -> list[Link]:
                 channel.close()
                 continue
             rank, name = int(hello["rank"]), str(hello["name"])
+            if any(one.is_closed() for one in found.get(rank, {}).values()):
+                for one in found.pop(rank).values():  # it ended meanwhile, and was started again
+                    one.close()
             if not 0 < rank < place.size or name in found.setdefault(rank, {}):
                 raise ConfigError(
                     f"rank {rank} of {place.size} came twice: each process needs a RANK of its own"
@@ -115,23 +136,62 @@ def meet_ranks(place: Place, store: Store) -> list[Link]:
     return [Link(rank, found[rank]["steps"], found[rank]["adapters"]) for rank in sorted(found)]
 
 
-def join(place: Place, store: Store) -> tuple[Channel, Channel]:
-    """The other side of `meet_ranks`: the channels of steps and adapters. Raises ConfigError."""
-    store.set_timeout(timedelta(seconds=START_S))
+def _listen(place: Place) -> socket.socket:
     try:
-        port, token = store.get(KEY).decode().split()
-        made = []
-        for name in ("steps", "adapters"):
-            channel = _prepared(socket.create_connection((place.address, int(port)), HELLO_S))
-            channel.send(hello(rank=place.rank, name=name, token=token))
-            channel.set_timeout(None)
-            made.append(channel)
-        return made[0], made[1]
-    except (OSError, RuntimeError, ValueError) as error:
+        return socket.create_server((place.address, 0), backlog=2 * place.size)
+    except OSError as error:
         raise ConfigError(
-            f"rank {place.rank} came too late, or rank 0 is gone: start all ranks together "
-            f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+            f"MASTER_ADDR must be an address of rank 0's host, got {place.address}: {error.strerror}"
         ) from error
+
+
+class Joined(NamedTuple):
+    """What another rank has of the group; see `Link`."""
+
+    steps: Channel
+    adapters: Channel
+    store: Store
+
+
+def join(place: Place) -> Joined:
+    """The other side of `meet_ranks`; returns when all ranks have come. What it finds may be left of a rank 0
+    that has just ended, so it looks again and again. Raises ConfigError."""
+    deadline = time.monotonic() + START_S
+    while True:
+        opened: list[Channel] = []
+        try:
+            return _join(place, opened, deadline)
+        except (OSError, RuntimeError, ValueError) as error:
+            for channel in opened:
+                channel.close()
+            if time.monotonic() < deadline - PAUSE_S:
+                time.sleep(PAUSE_S)
+                continue
+            said = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ConfigError(
+                f"rank {place.rank} has not found rank 0 at {place.address}:{place.port} within "
+                f"{START_S:.0f} s (MASTER_ADDR, MASTER_PORT): {said}"
+            ) from error
+
+
+def _join(place: Place, opened: list[Channel], deadline: float) -> Joined:
+    """opened: takes the channels. Raises OSError, RuntimeError, ValueError."""
+
+    def left() -> float:
+        return max(1.0, deadline - time.monotonic())
+
+    store = _open_store(place, left())
+    store.set_timeout(timedelta(seconds=left()))
+    port, token = store.get(KEY).decode().split()
+    for name in ("steps", "adapters"):
+        channel = _prepared(socket.create_connection((place.address, int(port)), HELLO_S))
+        opened.append(channel)
+        channel.send(hello(rank=place.rank, name=name, token=token))
+    opened[0].set_timeout(START_S)
+    opened[0].receive()  # once all have come
+    for channel in opened:
+        channel.set_timeout(None)
+    return Joined(opened[0], opened[1], group_store(store, token))
 
 
 def hello(**values: str | int) -> Message:

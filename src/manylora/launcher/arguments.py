@@ -8,10 +8,11 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from manylora.errors import ConfigError
-from manylora.group.place import find_place
+from manylora.group.place import Place, find_place, is_one_of_several
 from manylora.launcher.processes import port_is_free
 from manylora.launcher.repository import check_filled
 from manylora.launcher.templates import FOLDER
+from manylora.wire.parameters import ENGINE, repository_config
 
 PORTS = ("http_port", "grpc_port", "metrics_port")
 REFUSED = {
@@ -19,7 +20,7 @@ REFUSED = {
     "disable_spawn_processes": "--disable-spawn-processes belongs to --multi-model, which is not available",
     "oversubscribe": "--oversubscribe is an option of mpirun, which is not used",
     "trtllm_llmapi_launch": "--trtllm_llmapi_launch starts a process for each GPU by MPI: leave it out, the "
-    "engine starts them",
+    "engine starts those of its host",
     "multimodal_gpu0_cuda_mem_pool_bytes": "--multimodal_gpu0_cuda_mem_pool_bytes: no multimodal models",
 }
 
@@ -41,7 +42,9 @@ def argument_parser() -> ArgumentParser:
     parser.add_argument("--force", "-f", action="store_true", help="start although another tritonserver runs")
     parser.add_argument("--log", action="store_true", help="verbose server log into --log-file")
     parser.add_argument("--log-file", default="triton_log.txt")
-    parser.add_argument("--no-mpi", action="store_true", help="always the case: the engine starts its ranks")
+    parser.add_argument(
+        "--no-mpi", action="store_true", help="always the case: mpirun may start this, not this mpirun"
+    )
     parser.add_argument("--model_repo", type=Path, default=FOLDER)
     parser.add_argument("--tensorrt_llm_model_name", default="tensorrt_llm", help="only tensorrt_llm")
     parser.add_argument("--multi-model", action="store_true", help="refused")
@@ -96,8 +99,9 @@ def argument_parser() -> ArgumentParser:
     return parser
 
 
-def check_arguments(options: Namespace) -> None:
-    """Raises ConfigError for arguments that cannot work, and for what is in the way of a start."""
+def check_arguments(options: Namespace) -> Place:
+    """Which rank is to be started here: another than 0 is not a server. Raises ConfigError for arguments that
+    cannot work, and for what is in the way of a start."""
     for name, text in REFUSED.items():
         if getattr(options, name):
             raise ConfigError(text)
@@ -107,11 +111,6 @@ def check_arguments(options: Namespace) -> None:
     _check_ports(options)
     if options.world_size is not None:
         _check_least(options, "world_size", "world_size", 1)
-        if find_place(options.world_size).address:
-            raise ConfigError(
-                "this was started by torchrun or mpirun: start it without, on one host; its engine starts "
-                f"the {options.world_size} ranks"
-            )
     if options.tensorrt_llm_model_name != "tensorrt_llm":
         raise ConfigError(
             "--tensorrt_llm_model_name must be tensorrt_llm: its engine starts the ranks, which load no other"
@@ -127,6 +126,23 @@ def check_arguments(options: Namespace) -> None:
             )
     for config in configs:
         check_filled(config)
+    place = _find_place(repo, options.world_size)
+    if not place.rank:
+        _check_nothing_in_the_way(options)
+    return place
+
+
+def _find_place(repo: Path, world_size: int | None) -> Place:
+    """By the variables of torchrun or mpirun, if there are any and the engine has several ranks."""
+    if not is_one_of_several() or not (repo / ENGINE).is_dir():
+        return Place.alone(world_size or 1)
+    try:
+        return find_place(repository_config(repo, world_size).world_size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_nothing_in_the_way(options: Namespace) -> None:
     for name in PORTS:
         port = getattr(options, name)
         if not port_is_free(port, options.address):

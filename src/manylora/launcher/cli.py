@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from manylora.errors import ConfigError
+from manylora.group.place import Place, ends_with_launcher, started_rank
 from manylora.launcher.arguments import argument_parser, check_arguments
+from manylora.launcher.follower_service import FollowerService
 from manylora.launcher.installation import find_tritonserver
 from manylora.launcher.logs import open_log
 from manylora.launcher.management_access import check_own_directory, describe_access, management_secret
@@ -26,10 +28,12 @@ from manylora.launcher.repository import with_defaults
 from manylora.launcher.roles import DEPUTIES, LAUNCH, SUPERVISOR, Roles
 from manylora.launcher.server import ServerOptions, remove_leftovers
 from manylora.launcher.state import State, read_state
-from manylora.launcher.supervisor import Supervisor
+from manylora.launcher.supervisor import SupervisedService, Supervisor
 from manylora.launcher.triton_service import FAILED, TritonService
 
 LOCK = "lock"
+RANK = "-rank"  # in the name of the run directory of a rank without a server
+LAST_S = 5.0  # for rank 0 to end, beyond its own times
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,9 +48,12 @@ def run(options: Namespace, write: Callable[[Path], Path] | None = None) -> int:
     """
     run_dir = _temporary() / f"manylora-{os.getuid()}-{options.http_port}"
     try:
+        options.rank = started_rank()
+        if options.rank:  # of which a host may have several
+            run_dir = run_dir.with_name(f"{run_dir.name}{RANK}{options.rank}")
         if options.stop or options.status:
-            check_own_directory(run_dir)
-            return _stop(options, run_dir) if options.stop else _status(options, run_dir)
+            own = _own_directories(run_dir, options)
+            return max((_stop if options.stop else _status)(options, path) for path in own)
         os.umask(0o077)  # logs and traces may hold what clients send
         return _start(options, run_dir, write)
     except ConfigError as error:
@@ -60,19 +67,35 @@ def _temporary() -> Path:
     return next((Path(path) for path in given if path and Path(path).is_dir()), Path("/tmp")).absolute()
 
 
+def _own_directories(run_dir: Path, options: Namespace) -> list[Path]:
+    """Run directories to stop or to show: the server's, else those of this host's ranks of one elsewhere; to
+    stop, both."""
+    check_own_directory(run_dir)
+    found = [run_dir] if run_dir.exists() else []
+    if not options.rank and (options.stop or not found):
+        ranks = run_dir.parent.glob(f"{run_dir.name}{RANK}*")
+        with suppress(FileNotFoundError):  # one that is ending
+            found += sorted(path for path in ranks if path.lstat().st_uid == os.getuid())
+    return found or [run_dir]
+
+
 def _start(options: Namespace, run_dir: Path, write: Callable[[Path], Path] | None) -> int:
     roles = _claim(run_dir)
     try:
         try:
-            _empty(run_dir, options.http_port)
+            _empty(options, run_dir)
             if write is not None:
                 options.model_repo = write(run_dir)
-            check_arguments(options)
-            options.management_secret = management_secret(run_dir, options.management_secret_file)
-            keeper, state = _keeper(options, run_dir, roles)
+            place = check_arguments(options)
+            # Else what has started this would take its end for the end of the server.
+            options.foreground = options.foreground or (bool(place.address) and ends_with_launcher())
+            if not place.rank:
+                options.management_secret = management_secret(run_dir, options.management_secret_file)
+            keeper, state = _keeper(options, place, run_dir, roles)
         except OSError as error:
             raise ConfigError(f"{error.filename or run_dir}: {error.strerror}") from error
-        print(describe_access(options.address, run_dir, options.open_management), file=sys.stderr)
+        if not place.rank:
+            print(describe_access(options.address, run_dir, options.open_management), file=sys.stderr)
         return (_foreground if options.foreground else _background)(options, keeper, state, roles, run_dir)
     except ConfigError:
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -98,9 +121,9 @@ def _claim(run_dir: Path) -> Roles:
         roles.close()
 
 
-def _empty(run_dir: Path, http_port: int) -> None:
+def _empty(options: Namespace, run_dir: Path) -> None:
     """Remove what a server that was killed has left."""
-    remove_leftovers(run_dir, http_port)
+    _remove_leftovers(options, run_dir)
     for path in run_dir.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -108,20 +131,34 @@ def _empty(run_dir: Path, http_port: int) -> None:
             path.unlink()
 
 
-def _keeper(options: Namespace, run_dir: Path, roles: Roles) -> tuple[Supervisor, State]:
+def _remove_leftovers(options: Namespace, run_dir: Path) -> None:
+    remove_leftovers(run_dir, None if options.rank else options.http_port)
+
+
+def _keeper(options: Namespace, place: Place, run_dir: Path, roles: Roles) -> tuple[Supervisor, State]:
+    repo, state = with_defaults(options.model_repo.resolve(), run_dir), State()
+    tries = 0 if options.no_restart else options.restart_tries or None
+    # In the foreground whoever runs the launcher starts it again.
+    deputies = 0 if options.foreground or options.no_restart else len(DEPUTIES)
+    service = (_follower if place.rank else _server)(options, repo, run_dir)
+    return Supervisor(service, roles, state, deputies, tries), state
+
+
+def _follower(options: Namespace, repo: Path, run_dir: Path) -> SupervisedService:
+    stop_s = options.drain_timeout + options.exit_timeout + LAST_S
+    waits = stop_s, options.hang_timeout
+    return FollowerService(repo, options.rank, options.world_size, run_dir, *waits)
+
+
+def _server(options: Namespace, repo: Path, run_dir: Path) -> SupervisedService:
     given = vars(options) | {
-        "model_repo": with_defaults(options.model_repo.resolve(), run_dir),
+        "model_repo": repo,
         "server_memory": options.server_memory << 20,
         "verbose_log": str(Path(options.log_file).resolve()) if options.log else None,
         "triton_args": tuple(options.triton_arg),
     }
     settings = ServerOptions(**{field.name: given[field.name] for field in fields(ServerOptions)})
-    installation = find_tritonserver(options.tritonserver, run_dir)
-    state = State()
-    tries = 0 if options.no_restart else options.restart_tries or None
-    # In the foreground whoever runs the launcher starts it again.
-    deputies = 0 if options.foreground or options.no_restart else len(DEPUTIES)
-    return Supervisor(TritonService(installation, settings, run_dir), roles, state, deputies, tries), state
+    return TritonService(find_tritonserver(options.tritonserver, run_dir), settings, run_dir)
 
 
 def _foreground(_: Namespace, keeper: Supervisor, state: State, _roles: Roles, run_dir: Path) -> int:
@@ -150,7 +187,8 @@ def _background(options: Namespace, keeper: Supervisor, state: State, roles: Rol
             print(f"{lead}stopped while starting", file=sys.stderr)
             return 1
         if said == "ready":
-            print(f"{lead}ready after {waited:.1f} s on http port {options.http_port}")
+            where = f", rank {options.rank}" if options.rank else f" on http port {options.http_port}"
+            print(f"{lead}ready after {waited:.1f} s{where}")
             return 0
         if lead:
             print(f"{lead}{said} {waited:.0f} s ", end="", flush=True)
@@ -162,7 +200,7 @@ def _background(options: Namespace, keeper: Supervisor, state: State, roles: Rol
         print("stopped while starting", file=sys.stderr)
         return 1
     if said != "failed":
-        remove_leftovers(run_dir, options.http_port)
+        _remove_leftovers(options, run_dir)
         state.write(reason="the supervisor and its deputies were killed while the server was starting")
     _report_failure(state, run_dir)
     return 1
@@ -195,7 +233,7 @@ def _report_failure(state: State, run_dir: Path) -> None:
 def _end_supervision(options: Namespace, roles: Roles, child: int = 0) -> None:
     """Have the supervisor end the service in order. child: the process that is about to supervise."""
     signalled = 0
-    deadline = time.monotonic() + options.drain_timeout + options.exit_timeout + 25
+    deadline = time.monotonic() + options.drain_timeout + options.exit_timeout + LAST_S + 20
     while is_child(child) or roles.holders():
         pid = roles.holder(SUPERVISOR) or child
         if pid > 0 and pid != signalled:

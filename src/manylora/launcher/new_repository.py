@@ -16,7 +16,7 @@ from manylora.errors import ConfigError, printable
 from manylora.launcher import templates
 from manylora.launcher.repository import MANDATORY
 from manylora.text.tokenizer import Tokenizer
-from manylora.wire.parameters import ENGINE, PARAMETER, engine_config
+from manylora.wire.parameters import ENGINE, engine_config, written_parameters
 
 MARK = "manylora-repo.json"  # in a repository that was written here: its models may be written again
 CONFIG = "config.pbtxt"
@@ -145,11 +145,11 @@ def _bare(name: str, value: str) -> str:
 def _check(plan: RepositoryPlan, filled: Mapping[str, str]) -> None:
     """What the models would refuse when they start. Raises ConfigError."""
     check_model_folder(plan.model)
-    folders = {dict(PARAMETER.findall(text)).get("tokenizer_dir", "") for text in filled.values()}
+    folders = {written_parameters(text).get("tokenizer_dir", "") for text in filled.values()}
     for folder in folders - {""}:
         Tokenizer(Path(folder))
     if ENGINE in filled:
-        engine_config(dict(PARAMETER.findall(filled[ENGINE])))
+        engine_config(written_parameters(filled[ENGINE]))
 
 
 def _written_before(folder: Path) -> list[str]:

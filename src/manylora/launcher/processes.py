@@ -27,6 +27,7 @@ def spawn(
     environment: Mapping[str, str],
     output: Any = None,
     prepare: Callable[[], None] = lambda: None,
+    pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen:
     """Start a process in its own session, which gets no signals of the terminal. Killed when its parent ends.
 
@@ -48,6 +49,7 @@ def spawn(
         stderr=output,
         start_new_session=True,
         preexec_fn=tie,
+        pass_fds=pass_fds,
     )
 
 

@@ -358,10 +358,11 @@ def _how(fields: list[str] | None) -> str:
     return f" with {exit_text(code)}" if code else ""
 
 
-def remove_leftovers(run_dir: Path, http_port: int) -> None:
-    """End what is left of a server of this run directory, and remove its shared memory."""
+def remove_leftovers(run_dir: Path, http_port: int | None) -> None:
+    """End what is left of a server of this run directory, and remove its shared memory. http_port: None where
+    there was no server, but a rank of one elsewhere."""
     end_marked(RUN_DIR, str(run_dir))
-    for region in _shared_memory(http_port):
+    for region in [] if http_port is None else _shared_memory(http_port):
         with contextlib.suppress(OSError):
             region.unlink()
 

@@ -30,7 +30,7 @@ LAST_PAUSE_S = 30.0
 
 
 class StoppedError(Exception):
-    """A start was ended by a signal."""
+    """A start was ended by a signal, or the service has done its work."""
 
 
 class SupervisedService(Protocol):
@@ -44,7 +44,7 @@ class SupervisedService(Protocol):
         """
 
     def loss(self) -> str | None:
-        """The reason why it has to be restarted, or None."""
+        """The reason why it has to be restarted, or None. Raises StoppedError when it has ended for good."""
 
     def processes(self) -> list[int]:
         """Ids of its processes, the main one first."""

@@ -21,13 +21,31 @@ FAILED = "failed"  # file with the reason, when the service was given up
 PORTS_S = 10.0
 
 
-class TritonService:
+class InRunDirectory:
     """run_dir: logs, marks, reports and the backend directory; removed when the service is stopped."""
 
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+
+    def tidy(self) -> None:
+        for name in ("server.log", "supervisor.log"):
+            limit_size(self._run_dir / name)
+
+    def close(self, reason: str | None) -> None:
+        if reason is None:
+            shutil.rmtree(self._run_dir, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                (self._run_dir / FAILED).write_text(reason, encoding="utf-8")
+
+
+class TritonService(InRunDirectory):
+    """A tritonserver after another."""
+
     def __init__(self, installation: Installation, options: ServerOptions, run_dir: Path) -> None:
+        super().__init__(run_dir)
         self._installation = installation
         self._options = options
-        self._run_dir = run_dir
         self._server: TritonServer | None = None
 
     def start(self, stopping: Callable[[], bool]) -> None:
@@ -41,10 +59,6 @@ class TritonService:
     def processes(self) -> list[int]:
         return self._server.pids if self._server else [0]
 
-    def tidy(self) -> None:
-        for name in ("server.log", "supervisor.log"):
-            limit_size(self._run_dir / name)
-
     def stop(self, hurry: Callable[[], bool]) -> None:
         if self._server:
             self._server.drain(hurry)
@@ -55,13 +69,6 @@ class TritonService:
         if self._server:
             self._server.kill()
         remove_leftovers(self._run_dir, self._options.http_port)
-
-    def close(self, reason: str | None) -> None:
-        if reason is None:
-            shutil.rmtree(self._run_dir, ignore_errors=True)
-        else:
-            with suppress(OSError):
-                (self._run_dir / FAILED).write_text(reason, encoding="utf-8")
 
     def _wait_for_ports(self, stopping: Callable[[], bool]) -> None:
         """A server that was killed may keep its ports a moment longer."""

@@ -91,10 +91,24 @@ class Lifeline:
             pass  # the run directory is being removed
 
 
+def is_launched() -> bool:
+    """Whether this server has a launcher, which starts it again."""
+    return RUN_DIR in os.environ
+
+
 def is_starting() -> bool:
     """Whether the launcher has not called the server ready yet; False without a launcher."""
+    return _is_marked(STARTING_FILE)
+
+
+def is_draining() -> bool:
+    """Whether the launcher is about to stop the server for good; False without a launcher."""
+    return _is_marked(DRAIN_FILE)
+
+
+def _is_marked(name: str) -> bool:
     folder = os.environ.get(RUN_DIR)
-    return folder is not None and (Path(folder) / STARTING_FILE).exists()
+    return folder is not None and (Path(folder) / name).exists()
 
 
 def read_reports(run_dir: Path, pids: Container[int]) -> dict[int, Report]:

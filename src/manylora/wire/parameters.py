@@ -61,6 +61,7 @@ OTHERS = (
     "max_attention_window_size", "lora_trust",
 )  # fmt: skip
 ENGINE = "tensorrt_llm"
+COMMENT = re.compile(r"^\s*#.*$", re.MULTILINE)
 PARAMETER = re.compile(r'key:\s*"(\w+)"\s*value:?\s*{\s*string_value:\s*"([^"\n]*)"')  # of config.pbtxt
 POSITIONS = ("max_position_embeddings", "n_positions")  # what config.json calls the longest sequence
 
@@ -107,10 +108,12 @@ def names_file(parameters: Mapping[str, str], folder: Path) -> Path | None:
     return Path(named) if named is not None else usual if usual.is_file() else None
 
 
-def engine_config(parameters: Mapping[str, str], folder: Path | None = None) -> EngineConfig:
+def engine_config(
+    parameters: Mapping[str, str], folder: Path | None = None, world_size: int | None = None
+) -> EngineConfig:
     """Raises ConfigError naming the parameter that is missing, unparsable or asks for what is not there.
 
-    folder: of the model, in the repository.
+    folder: of the model, in the repository. world_size: ranks that are wanted; None: as the launcher has it.
     """
     kind = value_of(parameters, "gpt_model_type")
     if kind not in TYPES:
@@ -134,7 +137,7 @@ def engine_config(parameters: Mapping[str, str], folder: Path | None = None) -> 
         if value_of(parameters, name) is not None:
             logger.warning("parameter %s has no effect here", name)
     settings = _settings(parameters)
-    _divide_world(settings, os.environ.get(WORLD_SIZE), model_folder(Path(path)))
+    _divide_world(settings, world_size or os.environ.get(WORLD_SIZE), model_folder(Path(path)))
     if folder is not None:
         settings["names_file"] = names_file(parameters, folder)
     settings.pop("tokenizer_dir", None)  # is for guided decoding alone
@@ -146,7 +149,7 @@ def engine_config(parameters: Mapping[str, str], folder: Path | None = None) -> 
     return config
 
 
-def _divide_world(settings: dict[str, Any], world: str | None, model: Path) -> None:
+def _divide_world(settings: dict[str, Any], world: int | str | None, model: Path) -> None:
     """Parallel sizes of --world_size, where the parameters leave one open; where they leave both, those that
     the model was built for if they make so many. Raises ConfigError."""
     if world is None:
@@ -166,10 +169,22 @@ def _divide_world(settings: dict[str, Any], world: str | None, model: Path) -> N
         )
 
 
+def repository_config(repo: Path, world_size: int | None = None) -> EngineConfig:
+    """Of the engine's model of a repository, for a process that Triton does not start. Raises as
+    `engine_config`."""
+    folder = repo / ENGINE
+    return engine_config(parameters_beside(folder), folder, world_size)
+
+
 def quant_config(parameters: Mapping[str, str]) -> QuantConfig | None:
     """How the parameters alone have the base rounded. Raises ConfigError."""
     names = {name: key for name, key in NAMES.items() if key in resolve.QUANT_KEYS}
     return resolve.quant_config(_settings(parameters, names))
+
+
+def written_parameters(text: str) -> dict[str, str]:
+    """Of the text of a config.pbtxt."""
+    return dict(PARAMETER.findall(COMMENT.sub("", text)))
 
 
 def parameters_beside(model: Path, name: str = ENGINE) -> dict[str, str]:
@@ -181,7 +196,7 @@ def parameters_beside(model: Path, name: str = ENGINE) -> dict[str, str]:
         text = (model.parent / name / "config.pbtxt").read_text(encoding="utf-8")
     except (OSError, ValueError):
         return {}
-    return dict(PARAMETER.findall(text))
+    return written_parameters(text)
 
 
 def engine_context(model: Path, name: str = ENGINE) -> int | None:

@@ -1,0 +1,250 @@
+"""Protects ranks of one Triton engine on two hosts: answers are those of one process, a lost host comes back
+with the service, twice; what does not fit is named on both, and what is stopped ends on both."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from conftest import Running, World, fill_repo, free_ports, new_server
+from launched import is_back, is_gone, processes, streams, wait_for
+from test_server import NEW, PROMPT, ask, inputs, lora, new_ids
+
+from manylora.testing.tiny_models import reference_generate
+
+BACK_S = 90.0
+
+
+@dataclass
+class Host:
+    """What a command begins with there, and the variables that torchrun would set."""
+
+    before: list[str]
+    variables: dict[str, str]
+
+    def start(self, command: list[str]) -> subprocess.Popen:
+        environment = os.environ | self.variables | {"OMP_NUM_THREADS": "1"}
+        out = subprocess.PIPE
+        return subprocess.Popen([*self.before, *command], env=environment, stdout=out, stderr=out, text=True)
+
+
+@dataclass
+class Hosts:
+    """The first is this one, the second a network namespace behind a cable."""
+
+    both: list[Host]
+    cable: list[str] = field(default_factory=list)
+
+    def launch(self, servers: list[Running], *flags: str) -> list[tuple[int, str]]:
+        """Of each launcher, its status and what it said on stderr."""
+        started = [
+            one.start(server.command("--world_size=2", *flags))
+            for one, server in zip(self.both, servers, strict=True)
+        ]
+        said = [process.communicate(timeout=120)[1] for process in started]
+        return [(process.returncode, text) for process, text in zip(started, said, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    name, number = f"manylora-t{os.getpid()}", os.getpid()
+    net = f"10.{100 + number % 100}.{number // 100 % 250}"
+    cable = [f"mt{number % 10**6}x{end}" for end in (0, 1)]
+    steps = [
+        ["netns", "add", name],
+        ["link", "add", cable[0], "type", "veth", "peer", "name", cable[1], "netns", name],
+        ["addr", "add", f"{net}.1/24", "dev", cable[0]],
+        ["link", "set", cable[0], "up"],
+        *(["-n", name, *rest] for rest in (
+            ["addr", "add", f"{net}.2/24", "dev", cable[1]],
+            ["link", "set", cable[1], "up"],
+            ["link", "set", "lo", "up"],
+        )),
+    ]  # fmt: skip
+    (port,) = free_ports(1)
+    same = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    same |= {"MASTER_ADDR": f"{net}.1", "MASTER_PORT": str(port)}
+    befores: list[list[str]] = [[], ["ip", "netns", "exec", name]]
+    try:
+        for step in steps:
+            try:
+                subprocess.run(["ip", *step], check=True, capture_output=True)
+            except (OSError, subprocess.CalledProcessError):
+                pytest.skip("network namespaces need iproute2 and root")
+        yield Hosts([Host(befores[rank], same | {"RANK": str(rank)}) for rank in (0, 1)], cable)
+    finally:
+        with suppress(OSError):
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def follower(server: Running, rank: str) -> dict:
+    """The state of the launcher of another rank than 0; namespaces share the file system."""
+    variables = os.environ | {"RANK": rank, "WORLD_SIZE": "2"}
+    shown = subprocess.run(
+        server.command("--status"), env=variables, capture_output=True, check=False, timeout=60
+    )
+    return json.loads(shown.stdout)
+
+
+@dataclass
+class Served:
+    server: Running
+    hosts: Hosts
+
+    @property
+    def follower_dir(self) -> Path:
+        return self.server.run_dir.with_name(f"{self.server.run_dir.name}-rank1")
+
+    def follower(self) -> dict:
+        return follower(self.server, "1")
+
+    def is_ready(self) -> bool:
+        with suppress(OSError):
+            url = f"http://127.0.0.1:{self.server.http}/v2/health/ready"
+            return urllib.request.urlopen(url, timeout=5).status == 200
+        return False
+
+
+@pytest.fixture(scope="module")
+def served(hosts: Hosts, world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    repo = tmp_path_factory.mktemp("hosts") / "repo"
+    server = new_server(fill_repo(repo, world.model, lora_weights_data_type="TYPE_FP32"))
+    made = Served(server, hosts)
+    for code, text in hosts.launch([server, server]):
+        assert code == 0, text
+    yield made
+    assert server.launch("--stop").returncode == 0
+    wait_for("the other host has ended too", lambda: not made.follower_dir.exists(), 30)
+    assert not server.run_dir.exists()
+
+
+def over_http(server: Running, task: int) -> list[int]:
+    """Of an adapter that is in the cache."""
+    body = {
+        "input_ids": PROMPT,
+        "input_lengths": len(PROMPT),
+        "request_output_len": NEW,
+        "lora_task_id": task,
+    }
+    url = f"http://127.0.0.1:{server.http}/v2/models/tensorrt_llm/generate"
+    found = json.loads(urllib.request.urlopen(url, json.dumps(body).encode(), timeout=30).read())
+    return found["output_ids"]
+
+
+def check_answers(server: Running, world: World) -> None:
+    """Together, of the base and of adapters over gRPC and HTTP."""
+
+    def answer(task: int | None) -> list[int]:
+        return new_ids(ask(server, inputs(**({} if task is None else lora(task, world)))))
+
+    expected: dict[int | None, list[int]] = {}
+    for task in (None, 1, 2, 3):
+        adapter = None if task is None else world.adapters[task]
+        expected[task] = [*PROMPT, *reference_generate(world.model, adapter, PROMPT, NEW)]
+    tasks = [None, 1, 2, 3, None, 2, 1]
+    with ThreadPoolExecutor(2 * len(tasks)) as pool:
+        for task, found in zip(tasks, pool.map(answer, tasks), strict=True):
+            assert found == expected[task], task
+        again = pool.map(answer, tasks)
+        for task, found in zip((1, 2, 3), pool.map(partial(over_http, server), (1, 2, 3)), strict=True):
+            assert found == expected[task], task
+        assert list(again) == [expected[task] for task in tasks]
+
+
+def test_answers_are_those_of_one_process(served: Served, world: World) -> None:
+    check_answers(served.server, world)
+    assert served.follower()["state"] == "ready"
+
+
+def come_back(served: Served, world: World, lose: object) -> None:
+    """Have the other host lost under load, by `lose`."""
+    before = processes(served.server)
+    with streams(served.server, 10, endless=True) as open_streams:
+        lose()  # type: ignore[operator]
+        wait_for("readiness is false", lambda: not served.is_ready(), 30)
+        assert len(open_streams.wait_for_ends(30)) == 10
+    wait_for("the service is back", lambda: is_back(served.server, before["server"]), BACK_S)
+    check_answers(served.server, world)
+
+
+def test_a_rank_and_a_launcher_that_are_killed_come_back_with_the_service(
+    served: Served, world: World
+) -> None:
+    first = served.follower()
+    come_back(served, world, lambda: os.kill(first["server"], signal.SIGKILL))
+    second = served.follower()
+    assert is_gone(first["server"])
+    assert (second["supervisor"], second["restarts"]) == (first["supervisor"], 1)
+    come_back(served, world, lambda: os.kill(second["supervisor"], signal.SIGKILL))
+    third = served.follower()
+    assert is_gone(second["server"])
+    assert third["supervisor"] in second["deputies"]
+
+
+def test_a_rank_0_that_is_killed_finds_the_other_again(served: Served, world: World) -> None:
+    before, rank = processes(served.server), served.follower()["server"]
+    os.kill(before["tensorrt_llm"], signal.SIGKILL)
+    wait_for("the service is back", lambda: is_back(served.server, before["server"]), BACK_S)
+    check_answers(served.server, world)
+    assert is_gone(rank)
+    assert "rank 0 is gone" in served.follower()["last_loss"]
+
+
+def test_a_stop_of_both_hosts_lets_requests_finish(served: Served) -> None:
+    with streams(served.server, 10) as open_streams:
+        os.kill(served.follower()["supervisor"], signal.SIGTERM)
+        assert served.server.launch("--stop").returncode == 0
+        assert set(open_streams.wait_for_ends(30).values()) == {"end"}
+
+
+def test_what_does_not_belong_together_is_named_on_both_hosts(
+    hosts: Hosts, world: World, tmp_path: Path
+) -> None:
+    repos = [fill_repo(tmp_path / size, world.model, max_num_sequences=size) for size in ("8", "3")]
+    server = new_server(repos[0])
+    said = hosts.launch([server, replace(server, repo=repos[1])])
+    for code, text in said:
+        assert code == 1
+        assert "rank 1 was started with another max_batch_size than rank 0: 3, rank 0 has 8" in text
+
+
+def test_torchrun_starts_the_ranks_of_one_host_and_ends_them(world: World, tmp_path: Path) -> None:
+    """Its own store outlives each start of the ranks. No namespaces are needed."""
+    repo = fill_repo(tmp_path / "repo", world.model, lora_weights_data_type="TYPE_FP32")
+    server = new_server(repo)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, *server.command("--world_size=2")[1:]]
+    log = (tmp_path / "log").open("w")
+    process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    follower_dir = server.run_dir.with_name(f"{server.run_dir.name}-rank1")
+
+    def ready() -> bool:
+        return server.launch("--status").returncode == 0
+
+    try:
+        wait_for("the service", ready, BACK_S)
+        check_answers(server, world)
+        before = server.state()["server"]
+        rank = follower(server, "1")
+        os.kill(rank["server"], signal.SIGKILL)
+        wait_for("the service is back", lambda: is_back(server, before), BACK_S)
+        check_answers(server, world)
+        assert follower(server, "1")["supervisor"] == rank["supervisor"]
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+        wait_for("all has ended", lambda: not server.run_dir.exists() and not follower_dir.exists(), 30)
+    finally:
+        server.launch("--stop")
+        process.kill()
+        log.close()

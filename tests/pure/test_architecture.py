@@ -30,6 +30,7 @@ INSIDE = {
     "request": ["rules", "sampling", "adapter", "request", "event"],
     "system": [
         "lifeline", "threads", "allocator", "text_threads", "processor", "folders", "compiler", "progress",
+        "own_clock",
     ],
     "kernels": [
         "activations", "quantised", "huge_pages", "panels", "integer", "products", "extras", "row_format",
@@ -127,8 +128,8 @@ INSIDE = {
 }  # fmt: skip
 NO_TORCH = [
     "errors", "request", "stats", "system.lifeline", "system.threads", "system.text_threads",
-    "system.processor", "system.folders", "system.compiler", "system.progress", "quant.config",
-    "quant.checkpoint", "gguf.container",
+    "system.processor", "system.folders", "system.compiler", "system.progress", "system.own_clock",
+    "quant.config", "quant.checkpoint", "gguf.container",
     "gguf.config", "gguf.tokenizer", "gguf.folder", "config",
     "wire", "text", "launcher", "lora.pages", "lora.module_sizes", "lora.modules", "lora.geometry",
     "lora.bounds",

@@ -85,6 +85,31 @@ def test_a_hung_server_is_replaced(world: World, tmp_path: Path) -> None:
         hung.launch("--stop")
 
 
+def test_a_pause_of_the_whole_service_is_no_hang(world: World, tmp_path: Path) -> None:
+    """As of a container or a machine. The supervisor may be the first that goes on."""
+    paused = new_server(fill_repo(tmp_path / "repo", world.model))
+    paused.start("--hang-timeout=6")
+    try:
+        before = processes(paused)
+        supervisor, others = (
+            before["supervisor"],
+            [pid for pid in before.values() if pid != before["supervisor"]],
+        )
+        with streams(paused, 2) as open_streams:
+            for pid in (supervisor, *others):
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(9)  # longer than the timeout
+            os.kill(supervisor, signal.SIGCONT)
+            time.sleep(3)  # it looks at the others, which stand still
+            for pid in others:
+                os.kill(pid, signal.SIGCONT)
+            open_streams.wait_for_ends(60)
+        assert len(new_ids(ask(paused, inputs()))) == len(PROMPT) + NEW
+        assert processes(paused) == before
+    finally:
+        paused.launch("--stop")
+
+
 def test_a_deputy_goes_on_with_the_first_start(world: World, tmp_path: Path) -> None:
     served = new_server(fill_repo(tmp_path / "repo", world.model))
     with subprocess.Popen(

@@ -15,13 +15,14 @@ from typing import Any
 
 from manylora.group.channel import ChannelClosedError
 from manylora.group.rendezvous import Link, spawn_ranks
+from manylora.system.own_clock import OwnClock
 
 logger = logging.getLogger("manylora")
 
 PERIOD_S = 0.1
 STOPPED_S = 3.0  # that a process is stopped by a signal, before it counts as lost
 SILENCE_S = 30.0  # of a rank that says twice a second that it is there
-TURN_S = 1.0  # that a look may take and count; in a longer one this process itself stood still
+TURN_S = 1.0  # of `OwnClock`: what a look may take and count
 LAST_WORDS_S = 1.0  # after a rank has closed its sockets, for it to end
 END_S = 5.0  # for ranks to end by themselves
 
@@ -44,7 +45,7 @@ class Watch:
         self._hellos: dict[int, Mapping[str, Any]] = {}
         self._heard: dict[int, float] = {}
         self._stopped: dict[int, float] = {}
-        self._time, self._looked = 0.0, time.monotonic()
+        self._clock = OwnClock(TURN_S)
         self._error: BaseException | None = None
         self._thread = threading.Thread(
             target=self._run, args=(links is None,), name="manylora-ranks", daemon=True
@@ -97,7 +98,7 @@ class Watch:
 
     def _look(self) -> None:
         """Take what ranks say, for PERIOD_S at most."""
-        now, links = self._count_time(), {link.steps.fileno(): link for link in self.links}
+        now, links = self._clock.read(), {link.steps.fileno(): link for link in self.links}
         readable, _, _ = select.select(list(links), [], [], PERIOD_S)
         for number in readable:
             link = links[number]
@@ -116,13 +117,6 @@ class Watch:
                     self._news.notify_all()
         for link in self.links:
             self._check(link, now)
-
-    def _count_time(self) -> float:
-        """Seconds of this thread's own clock. Where the whole machine or container was paused, no rank could
-        say anything: that time does not count."""
-        now = time.monotonic()
-        self._time, self._looked = self._time + min(now - self._looked, TURN_S), now
-        return self._time
 
     def _check(self, link: Link, now: float) -> None:
         heard = self._heard.get(link.rank, now)  # one that imports and loads says nothing yet

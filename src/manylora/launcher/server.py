@@ -32,6 +32,7 @@ from manylora.system.lifeline import (
     WORLD_SIZE,
     read_reports,
 )
+from manylora.system.own_clock import OwnClock
 
 logger = logging.getLogger("manylora.launcher")
 
@@ -39,6 +40,7 @@ SILENCE_S = 30.0  # of the HTTP port, before the server counts as hung
 STOPPED_S = 5.0  # that a process is stopped by a signal, before it counts as hung
 UNCLAIMED_S = 1.0  # that the server leaves a model's dead process alone, which it has not seen then
 PROBE_S = 0.5
+LOOK_S = 2.0  # of `OwnClock`: what a look, which may wait for the HTTP port, can count
 QUIET_S = 2.0  # without a request, before a server that has grown is restarted
 # glibc's, for whatever large came in a request to be given back to the system.
 ALLOCATOR = {"MALLOC_ARENA_MAX": 2, "MALLOC_MMAP_THRESHOLD_": 2**17, "MALLOC_TRIM_THRESHOLD_": 2**17}
@@ -100,7 +102,9 @@ class TritonServer:
         self._run_dir = run_dir
         self._models: dict[int, str] = {}  # process -> model, of those that loaded or load
         self._since: dict[tuple[str, int], float] = {}  # (what is wrong with it, process) -> since when
-        self._last_answer = self._last_progress = self._last_probe = time.monotonic()
+        self._clock = OwnClock(LOOK_S)  # by which something lasts; read at every look
+        self._last_answer = self._last_progress = self._clock.read()
+        self._last_probe = time.monotonic()
         self._seen = (0, 0)  # requests held and progress of the engine
         self._memory = MemoryLimit(options.server_memory)
         self._written: dict[int, tuple[int, float]] = {}  # process -> time of its report, when that was new
@@ -152,7 +156,7 @@ class TritonServer:
                         region.chmod(0o600)  # Triton makes them readable for everybody, whatever the umask
                     (self._run_dir / STARTING_FILE).unlink(missing_ok=True)
                 self._find_models()
-                self._last_answer = self._last_progress = time.monotonic()
+                self._last_answer = self._last_progress = self._clock.read()
                 return
             time.sleep(0.1)
         if stopping():
@@ -193,10 +197,12 @@ class TritonServer:
         if not now:
             self._since.pop((what, pid), None)
             return 0.0
-        return time.monotonic() - self._since.setdefault((what, pid), time.monotonic())
+        at = self._clock.read()
+        return at - self._since.setdefault((what, pid), at)
 
     def loss(self) -> str | None:
         """The reason why the server has to be restarted, or None."""
+        self._clock.read()
         if (loss := self._died()) is not None:
             return loss
         if time.monotonic() - self._last_probe < PROBE_S:
@@ -225,8 +231,8 @@ class TritonServer:
             fields = stat_of(pid)
             if self._lasts("stopped", pid, fields is not None and fields[0] == "T") > min(limit, STOPPED_S):
                 return f"{name} was stopped by a signal"
-        now = time.monotonic()
-        if self._answers("/v2/health/live", lambda: time.monotonic() < now + 1):
+        now, until = self._clock.read(), time.monotonic() + 1
+        if self._answers("/v2/health/live", lambda: time.monotonic() < until):
             self._last_answer = now
         reports = read_reports(self._run_dir, self._models)
         engines = [report for pid, report in reports.items() if self._models[pid] == "tensorrt_llm"]

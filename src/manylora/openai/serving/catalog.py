@@ -126,10 +126,10 @@ class AdapterCatalog:
     def has(self, name: str) -> bool:
         return name in self._entries
 
-    def entry(self, name: str) -> AdapterEntry:
-        """Raises ApiError 404."""
+    def entry(self, name: str, field: str = "lora_name") -> AdapterEntry:
+        """field: of the request, that names it. Raises ApiError 404."""
         if name not in self._entries:
-            raise ApiError(404, "adapter_not_found", f"adapter {name!r} does not exist", "lora_name")
+            raise _unknown(name, field)
         return self._entries[name]
 
     def owner_of(self, name: str) -> str:
@@ -155,10 +155,8 @@ class AdapterCatalog:
                 return entry.name
         name = str(path.relative_to(root).with_suffix("") if path.is_file() else path.relative_to(root))
         if problem := self._unusable(name):
-            text = (
-                f"lora_path: the adapter there would be called {name!r}, {problem}: ask for it by name, or "
-            )
-            text += "have it loaded under another one (POST /v1/load_lora_adapter)"
+            text = f"lora_path: the adapter there would be called {name!r}, {problem}: ask for it by name, "
+            text += "or have it loaded under another one (POST /v1/load_lora_adapter)"
             raise ApiError(400, "invalid_adapter_name", printable(text), "lora_path")
         self._entries[name] = AdapterEntry(name, path, scanned=False, found=fingerprint(path))
         return name
@@ -184,9 +182,7 @@ class AdapterCatalog:
 
         Raises ApiError: 404 for an unknown name, 422 when there never was a good version.
         """
-        entry = self._entries.get(name)
-        if entry is None:
-            raise ApiError(404, "adapter_not_found", f"adapter {name!r} does not exist", "model")
+        entry = self.entry(name, "model")
         if fresh:
             now = await self._on_thread(fingerprint, entry.path)
             if now != entry.tried or entry.version is None:
@@ -229,7 +225,7 @@ class AdapterCatalog:
         if found is not None:
             return version, found
         if entry is None:
-            raise ApiError(404, "adapter_not_found", f"adapter {version.name!r} does not exist", "model")
+            raise _unknown(version.name, "model")
         read = await self._entry_reader.read(entry)
         assert entry.version is not None
         return entry.version, read.adapter
@@ -253,11 +249,9 @@ class AdapterCatalog:
         if name in self._reserved:
             raise ApiError(400, "invalid_adapter_name", f"{name!r} is the base model", "lora_name")
         if name in self.aliases or (name in self._entries and not replace):
-            is_alias = name in self.aliases
-            text = (
-                f"{name!r} is an alias: unload" if is_alias else f"adapter {name!r} is loaded already: unload"
-            )
-            text += " it first" + ("" if is_alias else ", or set load_inplace")
+            text = f"adapter {name!r} is loaded already: unload it first, or set load_inplace"
+            if name in self.aliases:
+                text = f"{name!r} is an alias: unload it first"
             raise ApiError(400, "adapter_exists", text, "lora_name")
 
     async def load(
@@ -308,7 +302,7 @@ class AdapterCatalog:
             raise ApiError(400, "adapter_exists", f"{name!r} is a model's name already", "lora_name")
         meant = self.aliases.resolve(target)
         if meant not in self._entries and meant not in self._reserved:
-            raise ApiError(404, "adapter_not_found", f"adapter {target!r} does not exist", "alias_of")
+            raise _unknown(target, "alias_of")
         if self.aliases.leads_to(target, name):
             raise ApiError(400, "alias_circle", f"{target!r} stands for {name!r} already", "alias_of")
         if not self.aliases.has_room_for(name):
@@ -321,11 +315,8 @@ class AdapterCatalog:
         if name in self.aliases:
             self.aliases.remove(name)
             return 0
-        entry = self._entries.pop(name, None)
-        if entry is None:
-            raise ApiError(404, "adapter_not_found", f"adapter {name!r} does not exist", "lora_name")
-        self._unloaded[name] = entry.found
-        self.versions.withdraw(name)
+        entry = self.entry(name)
+        self._withdraw(entry)
         if entry.num_open:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(entry.closed.wait(), timeout_s)
@@ -345,10 +336,14 @@ class AdapterCatalog:
     def _unload_expired(self) -> None:
         for entry in [one for one in self._entries.values() if one.has_expired]:
             logger.info("adapter %s is unloaded: it was idle for its time to live", entry.name)
-            self._unloaded[entry.name] = entry.found
-            del self._entries[entry.name]
-            self.versions.withdraw(entry.name)
+            self._withdraw(entry)
             self._expired(entry.name)
+
+    def _withdraw(self, entry: AdapterEntry) -> None:
+        """Until its files change."""
+        self._unloaded[entry.name] = entry.found
+        del self._entries[entry.name]
+        self.versions.withdraw(entry.name)
 
     async def _scan(self, *, first: bool) -> None:
         known = {entry.path: entry.found for entry in self._entries.values()}
@@ -425,3 +420,7 @@ class AdapterCatalog:
 
     async def _on_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._files, function, *arguments)
+
+
+def _unknown(name: str, field: str) -> ApiError:
+    return ApiError(404, "adapter_not_found", f"adapter {name!r} does not exist", field)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from manylora.config.engine import EngineConfig
 from manylora.engine.engine import Engine
 from manylora.engine.runner import Runner
 from manylora.kernels.device import open_device
@@ -43,6 +44,27 @@ def run(engine: Engine, *requests: Request) -> list[list[Event]]:
             events[handle].append(event)
     engine.check()
     return [events[handle] for handle in handles]
+
+
+def answers(engine: Engine, *requests: Request) -> list[list[int]]:
+    """The tokens of each request, all of them submitted at once; none may fail."""
+    found = run(engine, *requests)
+    assert not [event.error for events in found for event in events if event.error]
+    return [[token for event in events for token in event.token_ids] for events in found]
+
+
+def check_plain_beams(model: Path) -> None:
+    """Three beams of the base model, with an end token, are those of transformers."""
+    from transformers import AutoModelForCausalLM
+
+    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, max_beam_width=3, tokens_per_block=8))
+    sampling = SamplingConfig(max_tokens=6, beam_width=3, end_id=300)
+    [[event]] = run(engine, Request(tuple(tokens(20)), sampling))
+    engine.close()
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    options = {"num_beams": 3, "num_return_sequences": 3, "eos_token_id": 300, "pad_token_id": 258}
+    ids = loaded.generate(torch.tensor([tokens(20)]), max_new_tokens=6, do_sample=False, **options)
+    assert [list(beam.token_ids) for beam in event.beams] == ids[:, 20:].tolist()
 
 
 def check_beams(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from quantised_checkpoints import KINDS, make_pair
-from running import tokens
+from running import answers, tokens
 from safetensors.torch import load_file, save_file
 from serving import Running
 
@@ -140,14 +140,9 @@ def test_every_door_normalises_with_what_it_holds(tmp_path: Path) -> None:
     assert list(output.outputs[0].token_ids) == expected
     cache = LoraCacheConfig(host_memory_bytes=2**22, prefetch_dir=tmp_path / "prefetch")
     engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, quant=quant, lora=cache))
-    engine.submit(engine.prepare(Request(tuple(prompt), SamplingConfig(max_tokens=10), LoraInput(3))))
-    found: list[int] = []
-    while engine.has_work:
-        for _, event in engine.step():
-            assert event.error is None
-            found += event.token_ids
+    request = Request(tuple(prompt), SamplingConfig(max_tokens=10), LoraInput(3))
+    assert answers(engine, request) == [expected]
     engine.close()
-    assert found == expected
 
 
 def test_the_openai_server_on_a_quantised_checkpoint(tmp_path: Path) -> None:

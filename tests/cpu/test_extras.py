@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import running
 import torch
 from quantised_checkpoints import KINDS as CHECKPOINTS
 from quantised_checkpoints import make_pair
@@ -129,17 +130,8 @@ def test_bfloat16_is_no_farther_from_the_truth_than_transformers(
 def answers(
     engine: Engine, cases: list[tuple[LoraInput | None, list[int]]], new: int = 12
 ) -> list[list[int]]:
-    handles = [
-        engine.submit(engine.prepare(Request(tuple(prompt), SamplingConfig(max_tokens=new), lora)))
-        for lora, prompt in cases
-    ]
-    found: dict[int, list[int]] = {handle: [] for handle in handles}
-    while engine.has_work:
-        for handle, event in engine.step():
-            assert event.error is None
-            found[handle] += event.token_ids
-    engine.check()
-    return list(found.values())
+    params = SamplingConfig(max_tokens=new)
+    return running.answers(engine, *(Request(tuple(prompt), params, lora) for lora, prompt in cases))
 
 
 @pytest.mark.parametrize("room", ["ample", "evicting"])

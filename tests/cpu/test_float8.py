@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from running import answers
 from safetensors.torch import load_file, save_file
 from test_moe import by_number
 from test_parity_adapters import agree, mixed_logits, tokens
@@ -147,15 +148,8 @@ def test_routed_experts(workshop: Path, options: dict[str, Any]) -> None:
 
 
 def greedy(engine: Engine, loras: list[LoraInput | None], new: int = 12) -> list[list[int]]:
-    handles = [
-        engine.submit(engine.prepare(Request(tuple(tokens(9, i)), SamplingConfig(max_tokens=new), lora=lora)))
-        for i, lora in enumerate(loras)
-    ]
-    found: dict[int, list[int]] = {handle: [] for handle in handles}
-    while engine.has_work:
-        for handle, event in engine.step():
-            found[handle] += event.token_ids
-    return [found[handle] for handle in handles]
+    params = SamplingConfig(max_tokens=new)
+    return answers(engine, *(Request(tuple(tokens(9, i)), params, lora) for i, lora in enumerate(loras)))
 
 
 def test_greedy_tokens_in_one_engine_with_a_prefetch_directory(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import run, tokens
+from running import answers, check_plain_beams, tokens
 from safetensors.torch import load_file, save_file
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -66,22 +66,12 @@ def test_greedy_tokens_of_an_engine(model: Path, adapter: Path) -> None:
         engine = Engine(EngineConfig(model, device="cpu", lora=cache, **limits, **options))
         for _ in range(2):
             requests = (Request(tuple(ids), SamplingConfig(max_tokens=8), lora=lora) for ids, lora in cases)
-            found = run(engine, *requests)
-            assert [[token for event in events for token in event.token_ids] for events in found] == wanted
+            assert answers(engine, *requests) == wanted
         engine.close()
 
 
 def test_beams_are_those_of_transformers(model: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, max_beam_width=3, tokens_per_block=8))
-    sampling = SamplingConfig(max_tokens=6, beam_width=3, end_id=300)
-    [[event]] = run(engine, Request(tuple(tokens(20)), sampling))
-    engine.close()
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    options = {"num_beams": 3, "num_return_sequences": 3, "eos_token_id": 300, "pad_token_id": 258}
-    ids = loaded.generate(torch.tensor([tokens(20)]), max_new_tokens=6, do_sample=False, **options)
-    assert [list(beam.token_ids) for beam in event.beams] == ids[:, 20:].tolist()
+    check_plain_beams(model)
 
 
 def test_adapters_of_one_batch(model: Path, adapter: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from levels import NAMES, open_library
-from running import read, run, tokens
+from running import answers, check_plain_beams, read, tokens
 from safetensors.torch import load_file, save_file
 from test_parity_adapters import agree, mixed_logits, open_store
 
@@ -108,22 +108,12 @@ def test_greedy_tokens_of_an_engine(model: Path, adapter: Path) -> None:
     wanted = [reference_generate(model, adapter if lora else None, ids, 6) for ids, lora in cases]
     for _ in range(2):  # the second time from the cache
         requests = (Request(tuple(ids), SamplingConfig(max_tokens=6), lora=lora) for ids, lora in cases)
-        found = run(engine, *requests)
-        assert [[token for event in events for token in event.token_ids] for events in found] == wanted
+        assert answers(engine, *requests) == wanted
     engine.close()
 
 
 def test_beams_are_those_of_transformers(model: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, max_beam_width=3, tokens_per_block=8))
-    sampling = SamplingConfig(max_tokens=6, beam_width=3, end_id=300)
-    [[event]] = run(engine, Request(tuple(tokens(20)), sampling))
-    engine.close()
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    options = {"num_beams": 3, "num_return_sequences": 3, "eos_token_id": 300, "pad_token_id": 258}
-    ids = loaded.generate(torch.tensor([tokens(20)]), max_new_tokens=6, do_sample=False, **options)
-    assert [list(beam.token_ids) for beam in event.beams] == ids[:, 20:].tolist()
+    check_plain_beams(model)
 
 
 @pytest.mark.parametrize("level", NAMES)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import running
 import torch
 from running import read
 from torch import Tensor
@@ -84,19 +85,11 @@ def open_engine(
 
 def answers(engine: Engine, loras: list[LoraInput | None], new: int = 2) -> list[list[int]]:
     """Prompts of different lengths, one for each adapter, so that they end prefill together."""
-    handles = [
-        engine.submit(
-            engine.prepare(Request(tuple(range(3, 6 + 2 * i)), SamplingConfig(max_tokens=new + i % 2), lora))
-        )
+    requests = (
+        Request(tuple(range(3, 6 + 2 * i)), SamplingConfig(max_tokens=new + i % 2), lora)
         for i, lora in enumerate(loras)
-    ]
-    found: dict[int, list[int]] = {handle: [] for handle in handles}
-    while engine.has_work:
-        for handle, event in engine.step():
-            assert event.error is None
-            found[handle] += event.token_ids
-    engine.check()
-    return list(found.values())
+    )
+    return running.answers(engine, *requests)
 
 
 def test_replayed_steps_give_the_tokens_of_the_plain_loop(

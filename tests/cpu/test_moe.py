@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from running import check_bfloat16
+from running import answers, check_bfloat16
 from safetensors.torch import load_file, save_file
 from test_parity_adapters import agree, mixed_logits, open_store, tokens
 from test_parity_models import Driver
@@ -258,16 +258,9 @@ def test_every_module_through_the_tensors_of_a_request(family: str, workshop: Pa
 
 
 def generate(engine: Engine, given: Sequence[LoraInput | None], first: int = 0) -> list[list[int]]:
-    handles = []
-    for i, lora in enumerate(given):
-        request = Request(tuple(tokens(30, first + i)), SamplingConfig(max_tokens=10), lora=lora)
-        handles.append(engine.submit(engine.prepare(request)))
-    found: dict[int, list[int]] = {handle: [] for handle in handles}
-    while engine.has_work:
-        for handle, event in engine.step():
-            assert event.error is None
-            found[handle] += event.token_ids
-    return [found[handle] for handle in handles]
+    params = SamplingConfig(max_tokens=10)
+    requests = (Request(tuple(tokens(30, first + i)), params, lora) for i, lora in enumerate(given))
+    return answers(engine, *requests)
 
 
 ONE_OF_EACH = {kind: name for name, (kind, _) in reversed(MOE_FAMILIES.items())}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from running import run, tokens
+from running import answers, run, tokens
 from safetensors.torch import load_file, save_file
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig, ModelConfig
@@ -207,16 +207,10 @@ def test_greedy_tokens_of_lora_dora_and_base_in_one_engine(workshop: Path) -> No
     assert engine.adapters.stats().host_adapters == 3  # 1 and 5 have the same content
     tensors = LoraInput(9, *read_adapter_folder(sent, BaseWeights(model)))
     wanted = [(None, None), (LoraInput(5), lora), (LoraInput(2), dora), (LoraInput(4), sent), (tensors, sent)]
-    handles = []
-    for i, (given, _) in enumerate(wanted):
-        request = Request(tuple(tokens(9, i)), SamplingConfig(max_tokens=16), lora=given)
-        handles.append(engine.submit(engine.prepare(request)))
-    found: dict[int, list[int]] = {handle: [] for handle in handles}
-    while engine.has_work:
-        for handle, event in engine.step():
-            found[handle] += event.token_ids
-    for i, (handle, (_, adapter)) in enumerate(zip(handles, wanted, strict=True)):
-        assert found[handle] == reference_generate(model, adapter, tokens(9, i), 16)
+    params = SamplingConfig(max_tokens=16)
+    found = answers(engine, *(Request(tuple(tokens(9, i)), params, one) for i, (one, _) in enumerate(wanted)))
+    for i, (answer, (_, adapter)) in enumerate(zip(found, wanted, strict=True)):
+        assert answer == reference_generate(model, adapter, tokens(9, i), 16)
     engine.close()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from running import check_bfloat16, tokens
+from running import answers, check_bfloat16, tokens
 from safetensors.torch import load_file, save_file
 
 from manylora.commands.convert import main as convert
@@ -121,17 +121,12 @@ def test_greedy_tokens_of_the_engine(family: str, workshop: Path) -> None:
     cache = LoraCacheConfig(gpu_memory_bytes=2**22, prefetch_dir=folder / "prefetch")
     engine = Engine(EngineConfig(model, device="cpu", max_seq_len=48, max_num_tokens=64, lora=cache))
     wanted = [(None, None), (LoraInput(1), lora), (LoraInput(2), dora)]
-    handles = []
-    for seed, (given, _) in enumerate(wanted):
-        request = Request(tuple(tokens(20 + seed, seed)), SamplingConfig(max_tokens=12), lora=given)
-        handles.append(engine.submit(engine.prepare(request)))
-    found: dict[int, list[int]] = {handle: [] for handle in handles}
-    while engine.has_work:
-        for handle, event in engine.step():
-            found[handle] += event.token_ids
+    params = SamplingConfig(max_tokens=12)
+    requests = (Request(tuple(tokens(20 + n, n)), params, lora) for n, (lora, _) in enumerate(wanted))
+    found = answers(engine, *requests)
     engine.close()
-    for seed, (handle, (_, adapter)) in enumerate(zip(handles, wanted, strict=True)):
-        assert found[handle] == reference_generate(model, adapter, tokens(20 + seed, seed), 12)
+    for seed, (answer, (_, adapter)) in enumerate(zip(found, wanted, strict=True)):
+        assert answer == reference_generate(model, adapter, tokens(20 + seed, seed), 12)
 
 
 @pytest.mark.parametrize("family", [*sorted({*ENGINE_FAMILIES} - {"gemma3n"}), "llama", "qwen2"])

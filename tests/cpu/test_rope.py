@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import tokens
+from running import answers, tokens
 
 from manylora.config.engine import EngineConfig
 from manylora.engine.engine import Engine
@@ -69,16 +69,6 @@ def make(folder: Path, name: str) -> Path:
     return make_model(folder / "model", family, seed=8, **settings)
 
 
-def answers(engine: Engine, requests: list[Request]) -> list[list[int]]:
-    handles = [engine.submit(engine.prepare(request)) for request in requests]
-    found: dict[int, list[int]] = {handle: [] for handle in handles}
-    while engine.has_work:
-        for handle, event in engine.step():
-            assert event.error is None
-            found[handle] += event.token_ids
-    return [found[handle] for handle in handles]
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_of_a_prompt_beyond_the_original_length(name: str, tmp_path: Path) -> None:
     model = make(tmp_path, name)
@@ -102,11 +92,11 @@ def test_greedy_tokens_are_those_of_generate(name: str, overlap: bool, tmp_path:
     prompts.append(prompts[-1][:ORIGINAL])  # the same beginning, rotated in another way
     requests = [Request(tuple(prompt), SamplingConfig(max_tokens=NEW)) for prompt in prompts]
     expected = [reference(model, prompt, NEW) for prompt in prompts]
-    assert answers(engine, requests) == expected
-    assert answers(engine, requests[::-1]) == expected[::-1]
+    assert answers(engine, *requests) == expected
+    assert answers(engine, *requests[::-1]) == expected[::-1]
     continued = [(*request.prompt, *tail[:6]) for request, tail in zip(requests, expected, strict=True)]
     again = [Request(prompt, SamplingConfig(max_tokens=4)) for prompt in continued]
-    assert answers(engine, again) == [reference(model, list(prompt), 4) for prompt in continued]
+    assert answers(engine, *again) == [reference(model, list(prompt), 4) for prompt in continued]
     engine.close()
 
 
@@ -121,11 +111,11 @@ def test_a_preempted_sequence_and_one_with_a_draft(tmp_path: Path) -> None:
         prompts = [tokens(length, length) for length in (18, 20, 22, 30)]
         expected = [reference(model, prompt, NEW) for prompt in prompts]
         requests = [Request(tuple(prompt), SamplingConfig(max_tokens=NEW)) for prompt in prompts]
-        assert answers(engine, requests) == expected
+        assert answers(engine, *requests) == expected
         assert engine.stats().preemptions > 0
         draft = tuple(expected[2][:6])
         drafted = Request(tuple(prompts[2]), SamplingConfig(max_tokens=NEW), draft=draft)
-        assert answers(engine, [drafted]) == [expected[2]]
+        assert answers(engine, drafted) == [expected[2]]
         engine.close()
 
 

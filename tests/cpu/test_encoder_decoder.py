@@ -145,19 +145,31 @@ def test_tokens_equal_the_reference_in_mixed_company(world: World, policy: str) 
     assert len({tuple(tokens) for tokens in found}) > 5, "the answers hardly differ: this proves nothing"
 
 
-def test_a_decoder_prompt_is_continued_also_in_chunks_and_from_the_cache(world: World) -> None:
+def check_long_decoder_prompt(world: World, **ranks: int) -> None:
     ids, other = texts(2, seed=5)
     decoder = (world.start, *texts(1, seed=9)[0][:30], 5, 6, 7)
-    engine = world.engine(max_num_tokens=48)
+    engine = world.engine(max_num_tokens=48, **ranks)
     request = world.request(1, ids, decoder)
     expected = [world.answer(1, ids, decoder)]
-    assert run(engine, [request]) == expected
-    assert run(engine, [request]) == expected
-    assert engine.stats().kv_tokens_reused >= 8
-    # The same tokens after another text have other keys and values.
-    before = engine.stats().kv_tokens_reused
-    assert run(engine, [world.request(1, other, decoder)]) == [world.answer(1, other, decoder)]
-    assert engine.stats().kv_tokens_reused == before
+    try:
+        assert run(engine, [request]) == expected
+        assert run(engine, [request]) == expected
+        assert engine.stats().kv_tokens_reused >= 8
+        # The same tokens after another text have other keys and values.
+        before = engine.stats().kv_tokens_reused
+        assert run(engine, [world.request(1, other, decoder)]) == [world.answer(1, other, decoder)]
+        assert engine.stats().kv_tokens_reused == before
+    finally:
+        engine.close()
+
+
+def test_a_decoder_prompt_is_continued_also_in_chunks_and_from_the_cache(world: World) -> None:
+    check_long_decoder_prompt(world)
+
+
+def test_ranks_continue_a_decoder_prompt_in_chunks_and_from_the_cache(bart: World) -> None:
+    """A step of which no logits are wanted has none of any rank's tokens, though there is a bias of all."""
+    check_long_decoder_prompt(bart, tensor_parallel_size=2, pipeline_parallel_size=2)
 
 
 def test_preempted_sequences_are_encoded_again(world: World) -> None:

@@ -117,9 +117,11 @@ class SharedLayers(Transformer):
     def _head_rows(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """On the first rank of a stage; each has the logits of some tokens. bias: of all tokens."""
         mapping, tokens = self._mapping, self._tokens
+        if not len(x):  # none are wanted
+            return torch.empty((0, self._model.vocab_size), device=self._device)
         part = bias if bias is None else bias[tokens.start : tokens.stop]
         logits = super()._head_rows(x, part)
-        if mapping.tp_size == 1 or not len(x):
+        if mapping.tp_size == 1:
             return logits
         assert logits is not None
         sizes = [len(mapping.at(rank).vocabulary(self._model.vocab_size)) for rank in range(mapping.tp_size)]

@@ -172,16 +172,28 @@ def test_ranks_continue_a_decoder_prompt_in_chunks_and_from_the_cache(bart: Worl
     check_long_decoder_prompt(bart, tensor_parallel_size=2, pipeline_parallel_size=2)
 
 
-def test_preempted_sequences_are_encoded_again(world: World) -> None:
+def check_preempted(world: World, **ranks: int) -> None:
     asked = [(task_id, ids[:20]) for task_id, ids in zip((1, None, 2, 3), texts(4, seed=3), strict=True)]
     engine = world.engine(
         batch_scheduler_policy="max_utilization",
         max_seq_len=32,
         max_tokens_in_paged_kv_cache=72,
         tokens_per_block=2,
+        **ranks,
     )
-    assert run(engine, [world.request(*one) for one in asked]) == [world.answer(*one) for one in asked]
-    assert engine.stats().preemptions > 0
+    try:
+        assert run(engine, [world.request(*one) for one in asked]) == [world.answer(*one) for one in asked]
+        assert engine.stats().preemptions > 0
+    finally:
+        engine.close()
+
+
+def test_preempted_sequences_are_encoded_again(world: World) -> None:
+    check_preempted(world)
+
+
+def test_stages_encode_preempted_sequences_again(t5: World) -> None:
+    check_preempted(t5, pipeline_parallel_size=2)
 
 
 def test_logits_are_near_the_reference(world: World) -> None:

@@ -180,6 +180,19 @@ def test_a_call_that_must_come_comes_with_valid_arguments(server: Running, choic
     assert chunks[-1].finish_reason == "tool_calls"
 
 
+def test_a_format_of_text_binds_no_call_that_must_come(server: Running) -> None:
+    """Some clients send the same schema as both."""
+    body: dict[str, Any] = {"model": "chinese", "messages": QUESTION, "temperature": 0, "max_tokens": 250}
+    body |= {"tools": [WEATHER], "tool_choice": "required"}
+    plain = server.client().chat.completions.create(**body).choices[0].message
+    shape = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "array"}}}
+    both = server.client().chat.completions.create(**body, response_format=shape).choices[0].message
+    assert both.tool_calls and both.tool_calls[0].function == plain.tool_calls[0].function
+    body["tool_choice"] = "auto"
+    refused = server.post("/v1/chat/completions", **body, response_format=shape)
+    assert refused.status_code == 400 and "cannot be combined" in refused.json()["error"]["message"]
+
+
 def test_tools_that_are_not_called_leave_the_answer_alone(server: Running) -> None:
     body: dict[str, Any] = {"model": "demo", "messages": QUESTION, "temperature": 0, "tools": [WEATHER]}
     client = server.client()

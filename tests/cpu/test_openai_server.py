@@ -328,6 +328,7 @@ def test_every_path_answers_with_an_error_object(server: Running) -> None:
         (send("/v1/completions", content=b'{"prompt": "\xff"}', headers=json_type), 400),
         (send("/v1/completions", content=b'{"temperature": NaN}', headers=json_type), 400),
         (send("/v1/completions", content=b"a=b", headers={"content-type": "text/plain"}), 415),
+        (send("/v1/completions", content=b"{}", headers={**json_type, "content-encoding": "gzip"}), 415),
         (send("/v1/completions", content=b" " * (2**24 + 1), headers=json_type), 413),
     ]:
         assert answer.status_code == status

@@ -98,6 +98,8 @@ def test_what_cannot_be_served_changes_nothing(server: Running) -> None:
         assert "/tmp" not in answer.text
     assert ask(server, "policy")["lora_versions"][0]["version"] == 1
     assert server.post(model="policy", prompt="a", lora_version="newest").status_code == 400
+    nothing = server.post(model="demo", prompt="a", lora_version="follow")
+    assert nothing.status_code == 400 and "follow needs an adapter" in nothing.json()["error"]["message"]
 
 
 @pytest.mark.usefixtures("slow_steps")

@@ -19,7 +19,7 @@ from manylora.openai.serving.adapter_entry import Terms, Version
 from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.openai.serving.keys import ApiKey, Keyring
 from manylora.openai.serving.pinning import Pinning
-from manylora.openai.serving.transport import content_type
+from manylora.openai.serving.transport import check_encoding, content_type
 from manylora.openai.serving.uploads import Uploads
 
 ADAPTER_ROUTES = [
@@ -98,6 +98,7 @@ class AdapterRoutes:
         return await self._loaded(name, body.pinned, known, version.facts.notes)
 
     async def _take_body(self, request: Request, key: ApiKey, name: str, body: LoadTerms) -> Version:
+        check_encoding(request)
         self._check_own(name, key, new=True)
         if body.pinned:
             self._check_admin(key)

@@ -30,6 +30,8 @@ def guide_of(body: GenerationRequest) -> Guide | None:
     use = tool_use(body) if isinstance(body, ChatRequest) else None
     found = [(field, guide) for field, guide in _wanted(body) if guide is not None]
     if use is not None:
+        # Where a call is all there is, a format of text binds nothing: some clients send both.
+        found = [one for one in found if not (use.only_calls and one[0] == "response_format")]
         if found:
             reason = f"tools and {found[0][0]} cannot be combined: leave one out"
             raise invalid_value(reason, found[0][0])

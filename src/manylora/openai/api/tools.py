@@ -53,6 +53,11 @@ class ToolUse:
         return {tool.function.name for tool in self.tools}
 
     @property
+    def only_calls(self) -> bool:
+        """Whether calls are all that the output has, and no text."""
+        return self.required or self.named is not None
+
+    @property
     def specs(self) -> list[dict[str, Any]]:
         """The tools as chat templates take them."""
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
@@ -96,8 +101,12 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
         raise invalid_value(f"tool_choice: there is no tool {named!r}", "tool_choice")
     if choice == "none":
         return None
-    if body.response_format is not None and body.response_format.type != "text":
-        reason = "tools and response_format cannot be combined: leave one out, or set tool_choice to none"
+    bound = body.response_format is not None and body.response_format.type != "text"
+    if bound and not use.only_calls:
+        reason = (
+            "tools and response_format cannot be combined: leave one out, or set tool_choice to none, or to "
+            "what must be called"
+        )
         raise invalid_value(reason, "response_format")
     return use
 
@@ -117,7 +126,7 @@ class ToolCallParser:
     def __init__(self, use: ToolUse) -> None:
         self._use = use
         self._pending = ""
-        self._in_call = use.required or use.named is not None
+        self._in_call = use.only_calls
         self._undecided = not self._in_call
         self.num_calls = 0
 

@@ -16,7 +16,7 @@ from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.lease import digest_of_mix
 from manylora.lora.library.library import task_id_of
 from manylora.lora.tensors import Adapter
-from manylora.openai.api.errors import ApiError, as_api_error, unsupported_field
+from manylora.openai.api.errors import ApiError, as_api_error, invalid_value, unsupported_field
 from manylora.openai.serving.adapter_entry import Version
 from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.openai.serving.event_queue import EventQueue
@@ -281,7 +281,10 @@ class Backend:
                 await self._through_engine(call, None)
 
     def _check_following(self, call: Call[Any]) -> None:
-        if call.follow and call.adapters and not self.engine.follows:
+        if call.follow and not call.adapters:
+            reason = "lora_version follow needs an adapter, and the base model answers: use keep"
+            raise invalid_value(reason, "lora_version")
+        if call.follow and not self.engine.follows:
             reason = "lora_version follow needs the engine in this server, not behind triton_url: use keep"
             raise unsupported_field(reason, "lora_version")
 

@@ -79,13 +79,22 @@ class BodyMemory:
         release_free_memory()
 
 
+def check_encoding(request: Request) -> None:
+    """Raises ApiError 415 for a body that is compressed: a small one could become a very large one."""
+    given = request.headers.get("content-encoding", "").strip().lower()
+    if given not in ("", "identity"):
+        reason = f"Content-Encoding {given[:40]!r} is not supported: send the body as it is"
+        raise ApiError(415, "unsupported_media_type", reason)
+
+
 async def read_body(
     request: Request, max_bytes: int, grow: Callable[[int], None], *, any_type: bool = False
 ) -> bytearray:
     """grow: of `BodyMemory.reserve`. any_type: whatever the Content-Type says, it is taken for JSON.
 
-    Raises ApiError: 413 over the limit, 415 where it is not JSON.
+    Raises ApiError: 413 over the limit, 415 where it is not JSON, or compressed.
     """
+    check_encoding(request)
     if not any_type and content_type(request) != "application/json":
         raise ApiError(415, "unsupported_media_type", "The Content-Type must be application/json")
     too_large = ApiError(413, "request_too_large", f"The body must have at most {max_bytes} bytes")

@@ -40,7 +40,7 @@ class PeftCacheConfig(Options):
 
     num_host_module_layer, num_device_module_layer: > 0 sizes the level in rank-1 rows of the widest module,
     instead of bytes. device_cache_percent: a fraction in (0, 1] of the device memory left after weights and
-    KV cache. max_adapter_size: rank that one adapter of which must fit each level; LoraConfig.max_lora_rank
+    KV cache. max_adapter_size: each level must hold an adapter of this rank; LoraConfig.max_lora_rank
     raises it. device_cache_size: bytes, instead of the fraction. disk_cache_dir: keeps copies of adapters, at
     most disk_cache_size bytes; None: no disk level. Workers, streams and pages per block have no effect here.
     """

@@ -119,8 +119,8 @@ INSIDE = {
     ],
     "openai.page": ["page", "docs", "cache_status"],
     "fleet": [
-        "routing", "reports", "options", "calls", "router", "joined", "relay", "front", "application",
-        "local",
+        "routing", "reports", "asked", "options", "calls", "router", "everyone", "joined", "relay", "front",
+        "application", "local",
     ],
     "contracts": [
         "tensors", "prompts", "vllm_sampling", "vllm_embedding", "vllm_metrics", "vllm_model", "llmapi_model",
@@ -141,7 +141,9 @@ NO_TORCH = [
     "parallel.rank_model", "llmapi", "bench", "openai", "fleet", "contracts",
     "lora_helper", "lora_manager", "executor", "sampling_params", "models", "quantization",
 ]  # fmt: skip
-WITH_RAY = ("fleet.router", "fleet.relay", "fleet.front", "fleet.application", "fleet.local")
+WITH_RAY = (
+    "fleet.router", "fleet.everyone", "fleet.relay", "fleet.front", "fleet.application", "fleet.local",
+)  # fmt: skip
 CUDA_ROOMS = ("kernels.device", "kernels.cuda")
 
 

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from typing import Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -18,14 +17,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from manylora.fleet.asked import asked_adapter
 from manylora.fleet.calls import Answer, Call
+from manylora.fleet.everyone import ask_everyone
 from manylora.fleet.joined import fleet_status, joined_metrics
 from manylora.fleet.options import FleetOptions
 from manylora.fleet.relay import Relay
 from manylora.lora.library.aliases import Aliases
+from manylora.openai.adapter_routes import ADAPTER_ROUTES
 from manylora.openai.api.errors import ApiError, as_api_error
 from manylora.openai.api.schema import read_object
-from manylora.openai.other_routes import error_at
+from manylora.openai.other_routes import OTHER_ROUTES, error_at
 from manylora.openai.serving.keys import Keyring
 from manylora.openai.serving.metrics import CONTENT_TYPE
 from manylora.openai.serving.transport import BodyMemory, read_body, request_id, watch
@@ -33,19 +35,20 @@ from manylora.openai.serving.transport import BodyMemory, read_body, request_id,
 logger = logging.getLogger("manylora")
 
 APPLICATION, DEPLOYMENT = "manylora", "Replicas"
-ALL_S = 10.0  # for all replicas to answer
 STATES_AGE_S = 1.0
 LONGEST_NUMBER = 18  # digits
 BODIES_AT_ONCE = 16
-LATEST = ":latest"  # which Ollama's clients add to a name
 # Requests that a key's limits count.
-GENERATE = (
-    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/api/chat", "/api/generate", "/v1/run",
-    "/guidance",
-)  # fmt: skip
+COUNTED = {"/v1/completions", "/v1/chat/completions", "/v1/responses"} | {
+    path for method, path, _ in OTHER_ROUTES if method == "POST" and path != "/api/show"
+}
 LIVE = ("/health", "/health/live", "/v1/health/live")
 READY = ("/health/ready", "/v1/health/ready", "/ping")
-LOADS = tuple(f"{start}/{verb}_lora_adapter" for start in ("", "/v1") for verb in ("load", "unload", "pin"))
+BY_FOLDER = (
+    "In a fleet adapters come and go in the folders of --lora-root, which every replica watches: put a new "
+    "version in the place of the old by rename"
+)
+PINS = "In a fleet adapters are pinned at its start: --pin NAME=REPLICAS says how many replicas serve one"
 
 
 def make_front(options: FleetOptions, replicas: DeploymentHandle) -> Starlette:
@@ -53,8 +56,7 @@ def make_front(options: FleetOptions, replicas: DeploymentHandle) -> Starlette:
     routes = [
         *(Route(path, front.live) for path in LIVE),
         *(Route(path, front.ready) for path in READY),
-        *(Route(path, front.load, methods=["POST"]) for path in LOADS),
-        Route("/v1/lora_adapters/{name:path}", front.load, methods=["PUT"]),
+        *(Route(path, front.refuse, methods=[method]) for method, path, _ in ADAPTER_ROUTES),
         Route("/metrics", front.metrics),
         Route("/v1/cache", front.cache),
         Route("/{path:path}", front.forward, methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]),
@@ -66,6 +68,7 @@ class _Front:
     def __init__(self, options: FleetOptions, replicas: DeploymentHandle) -> None:
         self._options, self._replicas = options, replicas
         self._keyring = Keyring(options.api_keys, plain=options.api_key)
+        self._aliases = Aliases(dict(options.lora_alias))
         self._body_memory = BodyMemory(BODIES_AT_ONCE * options.max_request_bytes)
         self._counts: Counter[str] = Counter()
         self._states: dict[str, int] = {}
@@ -100,7 +103,7 @@ class _Front:
 
     def _limit(self, request: Request) -> AbstractContextManager[None]:
         """A key's limits hold for the fleet, so they are counted here; a replica refuses what has no key."""
-        if request.url.path in GENERATE:
+        if request.url.path in COUNTED:
             try:
                 return self._keyring.identify(request.headers.get("authorization", "")).request()
             except ApiError:
@@ -108,23 +111,17 @@ class _Front:
         return nullcontext()
 
     def _adapter(self, request: Request, body: bytearray) -> str | None:
-        """The adapter that the request asks for, if its fields agree. A wrong guess costs a cold load."""
         if request.method != "POST":
             return None
         try:
             fields = read_object(body)
         except ApiError:  # the replica says what is wrong
             return None
-        lora = fields.get("lora_request")
-        named = [fields.get(name) for name in ("lora_model", "adapter_id", "lora_path")]
-        named.append(lora.get("lora_name") if isinstance(lora, dict) else None)
-        name = _adapter_name([*named, fields.get("model")], self._options.bases)
-        meant = None if name is None else Aliases(dict(self._options.lora_alias)).resolve(name)
-        return None if meant in self._options.bases else meant
+        return asked_adapter(fields, self._options.bases, self._aliases)
 
-    async def load(self, request: Request) -> Response:
-        text = "In a fleet adapters come and go in the folders of --lora-root, which every replica watches"
-        raise ApiError(403, "not_allowed", text)
+    async def refuse(self, request: Request) -> Response:
+        """What would reach one replica only."""
+        raise ApiError(403, "not_allowed", PINS if "/pin_" in request.url.path else BY_FOLDER)
 
     async def live(self, request: Request) -> Response:
         return JSONResponse({"status": "live"})
@@ -135,48 +132,35 @@ class _Front:
         return JSONResponse({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:
-        answers, _ = await self._all(request)
-        refused = next((one for one in answers if one.status != 200), None)
-        if refused is not None:
-            return _as_response(refused)
-        lines = []
-        for state, count in (await self._replica_states()).items():
-            lines.append(f'manylora_fleet_replicas{{state="{state.lower()}"}} {count}')
-        if lines:
-            help_text = "# HELP manylora_fleet_replicas Replicas by Ray's name of their state"
-            lines = [help_text, "# TYPE manylora_fleet_replicas gauge", *lines]
+        found = await ask_everyone(self._replicas, Call.of(request, b""))
+        if found.refused is not None:
+            return _as_response(found.refused)
+        states = (await self._replica_states()).items()
+        counts = [(f'state="{state.lower()}"', count) for state, count in states]
+        lines = _gauge("manylora_fleet_replicas", "Replicas by Ray's name of their state", counts)
+        present = [(f'replica="{name}"', int(name in found.reports))
+                   for name in sorted({*found.reports, *found.missing})]  # fmt: skip
+        help_text = "1: this replica's metrics are here; 0: it has not answered in time"
+        lines += _gauge("manylora_fleet_replica_up", help_text, present)
         for name, text in Relay.COUNTERS.items():
             lines += [f"# HELP {name} {text}", f"# TYPE {name} counter", f"{name} {self._counts[name]}"]
-        joined = joined_metrics({one.replica: one.body.decode() for one in answers})
+        joined = joined_metrics({one.replica: one.body.decode() for one in found.answers})
         return PlainTextResponse(joined + "\n".join(lines) + "\n", media_type=CONTENT_TYPE)
 
     async def cache(self, request: Request) -> Response:
         # A replica numbers its points in its own way, so it is asked for all of them.
-        answers, reports = await self._all(request, with_query=False)
-        refused = next((one for one in answers if one.status != 200), None)
-        if refused is not None:
-            return _as_response(refused)
+        call = Call.of(request, b"")
+        call = replace(call, scope={**call.scope, "query_string": b""})
+        found = await ask_everyone(self._replicas, call)
+        if found.refused is not None:
+            return _as_response(found.refused)
         after = request.query_params.get("points_after", "0")
         if not after.isdecimal() or len(after) > LONGEST_NUMBER:
             raise ApiError(400, "invalid_value", "points_after must be the number of a point")
         states = await self._replica_states()
-        status = fleet_status(answers, reports, states, time.time(), int(after))
+        status = fleet_status(found.answers, found.reports, states, time.time(), int(after))
+        status["missing"] = list(found.missing)
         return JSONResponse(status, headers={"Cache-Control": "no-store"})
-
-    async def _all(
-        self, request: Request, with_query: bool = True
-    ) -> tuple[list[Answer], dict[str, dict[str, Any]]]:
-        """The answers of all replicas that give one in time, and their reports by replica."""
-        call = Call.of(request, b"")
-        call = call if with_query else replace(call, scope={**call.scope, "query_string": b""})
-        response = self._replicas.broadcast("whole_answer", call)
-        try:
-            found = await response.results_async(timeout_s=ALL_S, return_exceptions=True)
-        except TimeoutError as error:
-            text = f"A replica has not answered for {ALL_S:.0f} s"
-            raise ApiError(503, "engine_unavailable", text, retry_after=1) from error
-        given = [one for one in found if not isinstance(one, BaseException)]
-        return [one for one, _ in given], {one.replica: report for one, report in given}
 
     async def _replica_states(self) -> dict[str, int]:
         if time.monotonic() - self._states_at > STATES_AGE_S:
@@ -197,14 +181,10 @@ async def _api_error(request: Request, error: Exception) -> Response:
     return error_at(request.url.path, as_api_error(error))
 
 
-def _adapter_name(named: Sequence[Any], bases: Sequence[str]) -> str | None:
-    for one in named:
-        if not isinstance(one, str) or not one:
-            continue
-        name = one.removesuffix(LATEST)
-        base = next((base for base in bases if name == base or name.startswith(base + ":")), None)
-        return name if base is None else name[len(base) + 1 :] or None
-    return None
+def _gauge(name: str, help_text: str, samples: Sequence[tuple[str, int]]) -> list[str]:
+    """Lines of a Prometheus text; none without a sample. samples: labels and value."""
+    lines = [f"{name}{{{labels}}} {value}" for labels, value in samples]
+    return [f"# HELP {name} {help_text}", f"# TYPE {name} gauge", *lines] if lines else []
 
 
 def _as_response(answer: Answer) -> Response:

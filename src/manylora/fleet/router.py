@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
@@ -24,7 +24,12 @@ class RandomRouting:
 
 
 class FleetRouter(RequestRouter):
-    """One in each process that sends requests, on that process's routing thread."""
+    """One in each process that sends requests, on that process's routing thread. Ray makes it.
+
+    names: of the replicas that there are, for other threads of the process.
+    """
+
+    names: ClassVar[frozenset[str]] = frozenset()
 
     def initialize_state(
         self,
@@ -47,6 +52,7 @@ class FleetRouter(RequestRouter):
         super().update_replicas(replicas)
         numbers = {one.replica_id.unique_id: one.routing_stats.get("number", -1) for one in replicas}
         self._reports.note(numbers, time.monotonic())
+        FleetRouter.names = frozenset(numbers)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -6,12 +6,13 @@ import { byId, count, make, setText, swatch } from "./dom.js";
 const cards = new Map(); // replica -> its card
 
 /** A single server has no replicas: it shows the map of its cache instead. */
-export function show({ replicas, states }) {
+export function show({ replicas, states, missing }) {
   byId("fleet").hidden = !replicas;
   byId("cache-section").hidden = Boolean(replicas);
   if (!replicas) return;
   const known = Object.entries(states).filter(([, number]) => number);
-  setText(byId("fleet-states"), known.map(([state, number]) => `${number} ${state.toLowerCase()}`).join(", "));
+  const parts = known.map(([state, number]) => `${number} ${state.toLowerCase()}`);
+  setText(byId("fleet-states"), [...parts, ...missing.map((name) => `${name} does not answer`)].join(", "));
   const box = byId("replicas");
   for (const [name, card] of cards) {
     if (!replicas.some((one) => one.replica === name)) {

@@ -1,0 +1,34 @@
+"""Which adapter a request asks for, as far as it can be seen in front of the replicas. Without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from manylora.lora.library.aliases import Aliases
+
+LATEST = ":latest"  # which Ollama's clients add to a name
+
+
+def asked_adapter(fields: Mapping[str, Any], bases: Sequence[str], aliases: Aliases) -> str | None:
+    """The adapter's name; None: the base model. Of several that act together the first, so that equal mixes
+    meet in one replica. fields: of the body, which nobody has checked. A wrong guess costs a cold load."""
+    lora, request = fields.get("lora"), fields.get("lora_request")
+    named = [fields.get(name) for name in ("lora_model", "adapter_id", "lora_path")]
+    named.append(request.get("lora_name") if isinstance(request, dict) else None)
+    first = lora[0] if isinstance(lora, list) and lora else None
+    named.append(first.get("name") if isinstance(first, dict) else None)
+    name = _first_name([*named, fields.get("model")], bases)
+    meant = None if name is None else aliases.resolve(name)
+    return None if meant in bases else meant
+
+
+def _first_name(named: Sequence[Any], bases: Sequence[str]) -> str | None:
+    for one in named:
+        if not isinstance(one, str) or not one:
+            continue
+        name = one.removesuffix(LATEST)
+        base = next((base for base in bases if name == base or name.startswith(base + ":")), None)
+        name = name if base is None else name[len(base) + 1 :]
+        return name.partition("+")[0] or None  # no adapter's name has a +
+    return None

@@ -120,7 +120,7 @@ INSIDE = {
     "openai.page": ["page", "docs", "cache_status"],
     "fleet": [
         "routing", "reports", "asked", "options", "calls", "router", "everyone", "joined", "relay", "front",
-        "application", "local",
+        "application", "cleaner", "local",
     ],
     "contracts": [
         "tensors", "prompts", "vllm_sampling", "vllm_embedding", "vllm_metrics", "vllm_model", "llmapi_model",

@@ -8,112 +8,25 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import httpx2 as httpx
 import pytest
-from conftest import free_ports
+from fleets import ADAPTERS, PROMPT, REPLICAS, Fleet, body, started, wait_for
 
-from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
+from manylora.testing.tiny_models import reference_generate
 
 pytest.importorskip("ray", reason="the extra fleet is not installed: pip install -e '.[fleet]'")
 pytestmark = pytest.mark.timeout(600)
-
-REPLICAS = 2
-ADAPTERS = 4
-PROMPT = [5, 17, 42, 99, 7]
-MAIN = "import sys; from manylora.cli import main; sys.exit(main())"
-
-
-@dataclass
-class Fleet:
-    url: str
-    process: subprocess.Popen[bytes]
-    model: Path
-    root: Path
-
-    def complete(self, adapter: str, tokens: int = 6, timeout: float = 60) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/completions", json=body(adapter, tokens), timeout=timeout)
-
-    def cache(self) -> dict[str, Any]:
-        return httpx.get(f"{self.url}/v1/cache", timeout=30).json()
-
-    def replicas(self) -> list[dict[str, Any]]:
-        return self.cache().get("replicas", [])  # none while one does not answer
-
-
-def body(adapter: str, tokens: int, **more: Any) -> dict[str, Any]:
-    fixed = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    return {"model": adapter, "prompt": PROMPT, "max_tokens": tokens, **fixed, **more}
-
-
-def wait_for(done: Callable[[], object], seconds: float = 90) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.1)
-
-
-def is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health/ready", timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
-def processes_of(session: int) -> list[str]:
-    """Everything that the command has started, which is in its session."""
-    found = subprocess.run(["ps", "-s", str(session), "-o", "stat=,args="], capture_output=True, text=True)
-    return [line for line in found.stdout.splitlines() if line and not line.startswith("Z")]
-
-
-@contextmanager
-def started(folder: Path, replicas: int, *more: str) -> Iterator[Fleet]:
-    """`manylora fleet` with the adapters a0, a1, and so on; nothing of it is left behind."""
-    model = make_model(folder / "model", "llama", seed=11, max_position_embeddings=4096)
-    root = folder / "adapters"
-    for number in range(ADAPTERS):
-        make_adapter(root / f"a{number}", model, seed=number)
-    (port,) = free_ports(1)
-    flags = ["--replicas", str(replicas), "--port", str(port), "--device", "cpu", "--report-seconds", "0.2"]
-    flags += ["--served-model-name", "base", "--lora-root", str(root), *more]
-    log = folder / "fleet.log"
-    folders = temporary()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-c", MAIN, "fleet", str(model), *flags],
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    fleet = Fleet(f"http://127.0.0.1:{port}", process, model, root)
-    try:
-        wait_for(lambda: process.poll() is not None or is_ready(fleet.url), 300)
-        assert process.poll() is None, log.read_text(encoding="utf-8")
-        wait_for(lambda: len(fleet.replicas()) == replicas)
-        yield fleet
-    finally:
-        process.terminate()
-        process.wait(60)
-    wait_for(lambda: not processes_of(process.pid), 30)
-    assert temporary() <= folders
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with started(tmp_path_factory.mktemp("fleet"), REPLICAS, "--lora-refresh-seconds", "1") as running:
         yield running
-
-
-def temporary() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("manylora-fleet-*"))
 
 
 def test_answers_are_those_of_the_reference(fleet: Fleet) -> None:
@@ -236,6 +149,14 @@ def test_a_replica_that_is_stopped_holds_no_request_for_long(fleet: Fleet) -> No
     victim = next(one["pid"] for one in fleet.replicas() if one["replica"] == owner)
     os.kill(victim, signal.SIGSTOP)
     try:
+        lines = httpx.get(f"{fleet.url}/metrics", timeout=30).raise_for_status().text.splitlines()
+        assert f'manylora_fleet_replica_up{{replica="{owner}"}} 0' in lines
+        assert sum(line.startswith("manylora_fleet_replica_up{") for line in lines) == REPLICAS
+        heard = {
+            line.rpartition('replica="')[2] for line in lines if line.startswith("vllm:num_requests_waiting{")
+        }
+        assert len(heard) == REPLICAS - 1, "the others' figures are there"
+        assert fleet.cache()["missing"] == [owner]
         held = fleet.complete("a0", timeout=180)  # until the replica is killed, or sent elsewhere
         assert held.status_code == 200, held.text
         pids = lambda: {one["pid"] for one in fleet.replicas()}  # noqa: E731
@@ -243,6 +164,32 @@ def test_a_replica_that_is_stopped_holds_no_request_for_long(fleet: Fleet) -> No
     finally:
         with suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
+
+
+def test_a_pause_of_the_whole_fleet_costs_no_replica(fleet: Fleet) -> None:
+    """As of a machine or a container, for longer than any of its processes may be silent alone."""
+
+    def signal_all(number: int) -> None:
+        found = subprocess.run(
+            ["ps", "-s", str(fleet.process.pid), "-o", "pid="], capture_output=True, text=True
+        )
+        for pid in map(int, found.stdout.split()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    before = {one["pid"] for one in fleet.replicas()}
+    signal_all(signal.SIGSTOP)
+    time.sleep(25)  # more than three times the seconds that a replica has for an answer
+    signal_all(signal.SIGCONT)
+    for number in range(ADAPTERS):
+        assert fleet.complete(f"a{number}").status_code == 200
+    wait_for(lambda: len(fleet.replicas()) == REPLICAS)
+    assert {one["pid"] for one in fleet.replicas()} == before
+
+
+def test_nothing_is_left_of_a_command_that_was_killed(tmp_path: Path) -> None:
+    with started(tmp_path, 1) as fleet:
+        fleet.process.kill()
 
 
 def test_replicas_come_with_the_queue_and_go_with_it(tmp_path: Path) -> None:

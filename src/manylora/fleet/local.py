@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 
 from manylora.errors import ConfigError
 from manylora.fleet.application import replicas
+from manylora.fleet.cleaner import cleaned
 from manylora.fleet.front import APPLICATION, make_front
 from manylora.fleet.options import FleetOptions
 from manylora.openai.server import http_server
@@ -23,6 +25,7 @@ from manylora.system.folders import temporary_folder
 
 logger = logging.getLogger("manylora")
 
+LONGEST_FOLDER = 43  # bytes of its path: Linux takes 107 of a socket's, and Ray adds 64
 CONTROL_CPUS = 1  # for Ray's own actors
 REASON = re.compile(r"(?:ConfigError|ValueError): (.*)")
 
@@ -39,9 +42,11 @@ def run(given: FleetOptions) -> None:
     sockets = listen(options.host, options.port, clients)
     try:
         with temporary_folder("fleet") as folder:
+            if len(os.fsencode(folder)) > LONGEST_FOLDER:
+                raise ConfigError(f"TMPDIR: {folder.parent} is too long a path for the sockets of Ray")
             # A replica that is killed cannot remove a folder of its own.
             shared = replace(options, lora_disk_dir=options.lora_disk_dir or folder / "adapters")
-            with _ray(shared, str(folder)):
+            with cleaned(folder), _ray(shared, str(folder)):
                 front = make_front(shared, _start(shared))
                 http_server(options, front, clients).run(list(sockets))
     finally:

@@ -59,8 +59,13 @@ def end_marked(name: str, value: str) -> None:
     A process number can be another's by now; what a process was started with stays its own.
     """
     mark = f"{name}={value}".encode()
+    end_all(lambda: marked(mark))
+
+
+def end_all(find: Callable[[], list[int]]) -> None:
+    """Kill what `find` gives, until it gives nothing more."""
     deadline = time.monotonic() + GONE_S
-    while (pids := _marked(mark)) and time.monotonic() < deadline:
+    while (pids := find()) and time.monotonic() < deadline:
         for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -71,7 +76,8 @@ def end_marked(name: str, value: str) -> None:
             pass
 
 
-def _marked(mark: bytes) -> list[int]:
+def marked(mark: bytes) -> list[int]:
+    """Processes with this NAME=VALUE in the environment that they were started with."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

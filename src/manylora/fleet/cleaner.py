@@ -1,0 +1,67 @@
+"""Cleaner: a process beside `manylora fleet` that ends and removes what it leaves, also when it is killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from manylora.launcher.processes import end_all, marked
+from manylora.system.folders import remove_unless_held
+
+MARK = "MANYLORA_FLEET"  # variable of every process that Ray starts for a fleet: its folder
+TITLE = b"ray::"
+ORDERLY = b"."
+TRIES, PAUSE_S = 50, 0.1  # for the system to give back the lock of a process that was killed
+END_S = 15.0
+
+
+@contextmanager
+def cleaned(folder: Path) -> Iterator[None]:
+    """Processes that are started from here on, and the folder, do not outlive this process. Those that are
+    left at the end of the block are killed."""
+    # In a session of its own, so that what is sent to a terminal's processes does not end it.
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__, str(folder)], stdin=subprocess.PIPE, start_new_session=True
+    )
+    # What a killed replica leaves in its temporary folder goes with ours.
+    given, own = dict(os.environ), {MARK: str(folder), "TMPDIR": str(folder)}
+    os.environ |= own
+    try:
+        yield
+    finally:
+        for name in own:
+            del os.environ[name]
+        os.environ |= {name: given[name] for name in own if name in given}
+        with suppress(subprocess.TimeoutExpired, BrokenPipeError):
+            process.communicate(ORDERLY, END_S)
+
+
+def _titled(folder: Path) -> list[int]:
+    """Processes of Ray that write below the folder. Their title has overwritten their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            is_ray = (path / "cmdline").read_bytes().startswith(TITLE)
+            if is_ray and any(one.readlink().is_relative_to(folder) for one in (path / "fd").iterdir()):
+                found.append(int(path.name))
+    return found
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    orderly = sys.stdin.buffer.read(1)  # or the end of the input, which is that of the other process
+    mark = f"{MARK}={folder}".encode()
+    end_all(lambda: marked(mark) + _titled(folder))
+    for _ in range(0 if orderly else TRIES):
+        if remove_unless_held(folder) or not folder.exists():
+            return
+        time.sleep(PAUSE_S)
+
+
+if __name__ == "__main__":
+    main()

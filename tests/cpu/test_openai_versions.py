@@ -18,10 +18,11 @@ LINE = "What is the capital of France?\nAnswer:"
 ANSWERS = {"chinese": "巴黎", "japanese": "パリ"}
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Running]:
+@pytest.fixture(params=[1, 2], ids=["one process", "two ranks"])
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
     (tmp_path / "root").mkdir()
-    running = Running(allow_runtime_lora_updating=True, lora_root=(tmp_path / "root",))
+    ranks = {"tensor_parallel_size": request.param}
+    running = Running(allow_runtime_lora_updating=True, lora_root=(tmp_path / "root",), sections=ranks)
     yield running
     running.close()
 

@@ -30,6 +30,7 @@ from manylora.system.lifeline import (
     RUN_DIR,
     STARTING_FILE,
     WORLD_SIZE,
+    has_ended,
     read_reports,
 )
 from manylora.system.own_clock import OwnClock
@@ -68,6 +69,11 @@ class ServerOptions:
     management_secret: str
     open_management: bool
     world_size: int | None = None  # ranks of the engine; None: as its parameters say
+
+    @property
+    def loads_models(self) -> bool:
+        """Whether models come and go while the server runs: `--triton-arg=--model-control-mode=explicit`."""
+        return any("model-control-mode" in one for one in self.triton_args)
 
 
 class MemoryLimit:
@@ -208,15 +214,22 @@ class TritonServer:
         if time.monotonic() - self._last_probe < PROBE_S:
             return None
         self._last_probe = time.monotonic()
+        if self._options.loads_models:
+            self._find_models()
         return self._hangs() or self._has_grown()
 
     def _died(self) -> str | None:
         for name, process in (("tritonserver", self._process), ("the HTTP door", self._proxy)):
             if (code := process.poll()) is not None:
                 return f"{name} ended with {exit_text(code)}"
-        for pid, model in self._models.items():
+        for pid, model in list(self._models.items()):
             fields = stat_of(pid)
             if fields is None or fields[0] == "Z":  # the server never waits for it
+                if not _how(fields) and has_ended(self._run_dir, pid):
+                    logger.info("%s was unloaded", model)
+                    del self._models[pid]
+                    self._written.pop(pid, None)
+                    continue
                 return f"{model}'s process ended{_how(fields)}"
         return None
 

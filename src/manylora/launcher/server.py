@@ -30,7 +30,6 @@ from manylora.system.lifeline import (
     RUN_DIR,
     STARTING_FILE,
     WORLD_SIZE,
-    has_ended,
     read_reports,
 )
 from manylora.system.own_clock import OwnClock
@@ -224,9 +223,9 @@ class TritonServer:
                 return f"{name} ended with {exit_text(code)}"
         for pid, model in list(self._models.items()):
             fields = stat_of(pid)
-            if fields is None or fields[0] == "Z":  # the server never waits for it
-                if not _how(fields) and has_ended(self._run_dir, pid):
-                    logger.info("%s was unloaded", model)
+            if fields is None or fields[0] == "Z":  # the server waits for those alone that it has ended
+                if self._options.loads_models and not _how(fields):
+                    logger.info("%s was unloaded, or could not be loaded", model)
                     del self._models[pid]
                     self._written.pop(pid, None)
                     continue

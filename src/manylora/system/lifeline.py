@@ -5,8 +5,7 @@ Triton never ends a Python model's process that is busy when the server dies, so
 Launcher and processes share a run directory. The launcher creates the file `drain` there to have new requests
 refused, and removes the file `starting` when the server is ready. Each process writes a report: whether it
 has seen `drain`, how many requests are open, and a number that grows while it works on them. A report
-overwrites the one before, of an earlier server too: that works on a full disk. One that ends because its
-model is unloaded says so first, in a file that the launcher removes.
+overwrites the one before, of an earlier server too: that works on a full disk.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +22,6 @@ WORLD_SIZE = "MANYLORA_WORLD_SIZE"  # variable with the launcher's --world_size,
 DRAIN_FILE = "drain"
 STARTING_FILE = "starting"
 REPORT = "report."
-ENDED = "ended."
 REPORT_BYTES = 64
 PERIOD_S = 0.25
 
@@ -66,12 +64,6 @@ class Lifeline:
         finally:
             self._held -= 1
             self._done += 1
-
-    def end(self) -> None:
-        """The model is finalised: it was unloaded, or the server stops. To be called last."""
-        if self._run_dir is not None:
-            with suppress(OSError):
-                (self._run_dir / f"{ENDED}{os.getpid()}").touch()
 
     def _watch(self) -> None:
         pause = threading.Event()
@@ -130,15 +122,6 @@ def read_reports(run_dir: Path, pids: Container[int]) -> dict[int, Report]:
         except (OSError, ValueError):
             continue
     return found
-
-
-def has_ended(run_dir: Path, pid: int) -> bool:
-    """Whether this process said that its model is finalised. Asked once: the file goes."""
-    try:
-        (run_dir / f"{ENDED}{pid}").unlink()
-    except OSError:
-        return False
-    return True
 
 
 def _is_child_of_server(folder: str) -> bool:

@@ -84,7 +84,6 @@ class BlsWorker(Generic[Response]):
         self._outbox.put(None)
         for thread in self._threads:
             thread.join()
-        self._lifeline.end()
 
     def _begin(self, is_cancelled: Callable[[], bool]) -> ClientRequest:
         client = ClientRequest(is_cancelled)

@@ -176,7 +176,6 @@ class EngineWorker(Generic[Response]):
         self._engine.close()
         self._outbox.put(None)
         self._sender.join()
-        self._lifeline.end()
 
     def _activity(self) -> tuple[int, int]:
         """Requests and steps. A thread that is stuck between requests holds up the next ones: it counts as

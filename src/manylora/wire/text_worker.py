@@ -43,7 +43,6 @@ class TextWorker(Generic[Response]):
 
     def close(self) -> None:
         self._threads.close()
-        self._lifeline.end()
 
     def _answer(self, request: ServerRequest[Response]) -> Response | None:
         try:

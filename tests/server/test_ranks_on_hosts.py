@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -167,13 +167,16 @@ def test_answers_are_those_of_one_process(served: Served, world: World) -> None:
     assert served.follower()["state"] == "ready"
 
 
-def come_back(served: Served, world: World, lose: object) -> None:
+def come_back(
+    served: Served, world: World, lose: Callable[[], None], mend: Callable[[], None] = lambda: None
+) -> None:
     """Have the other host lost under load, by `lose`."""
     before = processes(served.server)
     with streams(served.server, 10, endless=True) as open_streams:
-        lose()  # type: ignore[operator]
+        lose()
         wait_for("readiness is false", lambda: not served.is_ready(), 30)
         assert len(open_streams.wait_for_ends(30)) == 10
+    mend()
     wait_for("the service is back", lambda: is_back(served.server, before["server"]), BACK_S)
     check_answers(served.server, world)
 
@@ -190,6 +193,22 @@ def test_a_rank_and_a_launcher_that_are_killed_come_back_with_the_service(
     third = served.follower()
     assert is_gone(second["server"])
     assert third["supervisor"] in second["deputies"]
+
+
+def test_a_host_whose_cable_is_cut_comes_back_with_the_service(served: Served, world: World) -> None:
+    def cable(state: str) -> None:
+        end = ["-n", served.hosts.both[1].before[-1], "link", "set", served.hosts.cable[1]]
+        subprocess.run(["ip", *end, state], check=True)
+
+    def lose() -> None:
+        cable("down")
+        wait_for("the other host notices", lambda: served.follower()["restarts"] > before, 40)
+
+    before = served.follower()["restarts"]
+    try:
+        come_back(served, world, lose, lambda: cable("up"))
+    finally:
+        cable("up")
 
 
 def test_a_rank_0_that_is_killed_finds_the_other_again(served: Served, world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import struct
@@ -95,9 +96,9 @@ class Channel:
         while place:
             try:
                 count = self._socket.recv_into(place)
-            except TimeoutError:
-                raise
             except OSError as error:
+                if isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:
+                    raise  # of `set_timeout`; the system's means that the other host is gone
                 raise ChannelClosedError(str(error)) from error
             if not count:
                 raise ChannelClosedError("the other end closed")

@@ -6,7 +6,8 @@
  *
  * With few rows each byte of an adapter is used once or twice, so this runs at the speed of memory. The order of reading
  * is known, but jumps from row to row of B and from adapter to adapter, which the processor does not foresee: what
- * comes next is fetched by hand. With many rows, parts of A and B are widened once and multiplied from the cache. In
+ * comes next is fetched by hand. A row or two alone, as where every sequence has its own adapter, go along A and then B
+ * from their first byte to the last, as memory is read fastest. With many rows, parts of A and B are widened once and multiplied from the cache. In
  * both, and whatever rows come with it, the sums of a row are made in the same order. */
 
 #include "team.h"
@@ -20,6 +21,9 @@ enum {
     SUMS = 8,
 #endif
     AHEAD = 2048,      /* bytes of the next part */
+    ALONG = 2,        /* rows at most that read A and B as they lie, */
+    FAR = 8192,       /* so many bytes before they are needed; */
+    RUN = 4096,       /* columns whose sums are kept meanwhile */
     WIDE = 3,         /* with many rows: coefficients, or vectors of columns, of a tile; */
     FEW = 2 * ROWS,
     TALL = 64,        /* rows of a task; */
@@ -129,16 +133,24 @@ static void ONCE last_columns(Kind kind, const Work *w, int64_t rows, int64_t c,
         }
 }
 
+/* Begins to bring a line of the part into the second cache, or one of the next part. */
+INLINE void fetch_far(const Work *w, const char *end, const char *at) {
+    __builtin_prefetch(at < end ? at : w->next + (at - end), 0, 2);
+}
+
+INLINE const char *end_of(const Kind kind, const Work *w) { return w->b + w->rank * w->width * size_of(kind); }
+
 /* h[row, r:] = scale * x[row] . A[r:] for so many coefficients; those that follow are fetched meanwhile. */
 INLINE void shrink(const int rows, const int ranks, const Kind kind, const Work w, int64_t r, float *h) {
     const int64_t whole = w.in - w.in % (2 * LANES), size = size_of(kind), step = w.in * size;
-    const char *a = w.a + r * step;
+    const char *a = w.a + r * step, *const end = end_of(kind, &w);
     vector sum[ROWS][SUMS], one[SUMS][2];
     UNROLL for (int i = 0; i < rows; i++)
         UNROLL for (int j = 0; j < ranks; j++) sum[i][j] = all(0);
     for (int64_t k = 0; k < whole; k += 2 * LANES) {
         UNROLL for (int j = 0; j < ranks; j++) {
-            fetch(a + (ranks + j) * step + k * size, 2 * LANES * size);
+            if (rows <= ALONG) fetch_far(&w, end, a + k * size + FAR);
+            else fetch(a + (ranks + j) * step + k * size, 2 * LANES * size);
             widen_joined(kind, a + j * step + k * size, one[j]);
         }
         UNROLL for (int i = 0; i < rows; i++)
@@ -178,9 +190,40 @@ INLINE void expand(const int rows, const int pairs, const Kind kind, const Work 
         }
 }
 
+/* sums[row] += h[row, r] B[r, c:], for so many pairs of vectors of columns; first: they begin with 0. */
+INLINE void add_along(const int rows, const int first, const Kind kind, const Work *w, int64_t r, int64_t c,
+                      int64_t pairs, const float *h, vector (*sums)[RUN / LANES]) {
+    const int64_t size = size_of(kind);
+    const char *b = w->b + (r * w->width + c) * size, *const end = end_of(kind, w);
+    vector one[2];
+    for (int64_t v = 0; v < 2 * pairs; v += 2, b += 2 * LANES * size) {
+        fetch_far(w, end, b + FAR);
+        widen_two(kind, b, one);
+        UNROLL for (int i = 0; i < rows; i++)
+            UNROLL for (int p = 0; p < 2; p++)
+                sums[i][v + p] = multiply_add(all(h[i * w->rank + r]), one[p], first ? all(0) : sums[i][v + p]);
+    }
+}
+
+/* As `expand`, along the rows of B, for columns that are whole pairs of vectors. The sums are the same. */
+INLINE void expand_along(const int rows, const Kind kind, const Work w, int64_t from, int64_t to, const float *h) {
+    vector sums[ALONG][RUN / LANES];
+    for (int64_t c = from; c < to; c += RUN) {
+        const int64_t pairs = least(RUN, to - c) / (2 * LANES);
+        add_along(rows, 1, kind, &w, 0, c, pairs, h, sums);
+        for (int64_t r = 1; r < w.rank; r++) add_along(rows, 0, kind, &w, r, c, pairs, h, sums);
+        for (int64_t v = 0; v < 2 * pairs; v += 2)
+            UNROLL for (int i = 0; i < rows; i++) {
+                vector low = sums[i][v], high = sums[i][v + 1];
+                if (kind == BFLOAT16) join(&low, &high);
+                settle(kind, &w, i, c + v * LANES, low, high);
+            }
+    }
+}
+
 /* h[row, from:to] of so many rows, and below y[row, from:to]. A sum has the same bits in every such share. */
 INLINE void shrink_share(const int rows, const Kind kind, const Work w, int64_t from, int64_t to, float *h) {
-    const int ranks = SUMS / rows < 4 ? SUMS / rows : 4;
+    const int ranks = rows <= ALONG ? 1 : SUMS / rows < 4 ? SUMS / rows : 4;
     int64_t r = from;
     for (; r + ranks <= to; r += ranks) shrink(rows, ranks, kind, w, r, h);
     for (; r < to; r++) shrink(rows, 1, kind, w, r, h);
@@ -189,6 +232,10 @@ INLINE void shrink_share(const int rows, const Kind kind, const Work w, int64_t 
 INLINE void expand_share(const int rows, const Kind kind, const Work w, int64_t from, int64_t to, const float *h) {
     const int pairs = SUMS / rows / 2;
     int64_t c = from;
+    if (rows <= ALONG) {
+        c = to - (to - from) % (2 * LANES);
+        expand_along(rows, kind, w, from, c, h);
+    }
     for (; c + pairs * 2 * LANES <= to; c += pairs * 2 * LANES) expand(rows, pairs, kind, w, c, h);
     for (; c + 2 * LANES <= to; c += 2 * LANES) expand(rows, 1, kind, w, c, h);
     if (c < to) last_columns(kind, &w, rows, c, h);
@@ -241,10 +288,11 @@ static void ONCE expand_few(Kind kind, int64_t rows, const Work *w, int64_t from
 static void few(Kind kind, int64_t rows, const Work *w) {
     const int64_t size = size_of(kind), most = SUMS / least(rows, ROWS) / 2 * 2 * LANES;
     float h[rows * w->rank];
-    for (int64_t k = 0; k < w->rank; k++)
+    const int jumps = rows > ALONG;
+    for (int64_t k = 0; jumps && k < w->rank; k++)
         fetch(w->b + k * w->width * size, least(most, w->width) * size); /* where `expand` begins */
     shrink_few(kind, rows, w, 0, w->rank, h);
-    fetch(w->next, AHEAD);
+    if (jumps) fetch(w->next, AHEAD);
     expand_few(kind, rows, w, 0, w->width, h);
 }
 

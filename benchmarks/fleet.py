@@ -67,6 +67,7 @@ class Fleet:
         routing: str,
         options: argparse.Namespace,
         entry: Sequence[str] = ("-m", "manylora.cli"),
+        flags: Sequence[object] = (),
     ) -> None:
         with socket.socket() as one:
             one.bind(("127.0.0.1", 0))
@@ -76,7 +77,7 @@ class Fleet:
         command += ["--max-lora-rank", str(options.rank), "--max-loras", str(options.room)]
         command += ["--max-cpu-loras", str(options.room), "--device", "cpu", "--served-model-name", "model"]
         command += ["--lora-refresh-seconds", "3600", "--log-level", "warning", "--max-batch-size", "8"]
-        self._process = subprocess.Popen([str(part) for part in command])
+        self._process = subprocess.Popen([str(part) for part in (*command, *flags)])
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:

@@ -222,3 +222,5 @@ def test_replicas_come_with_the_queue_and_go_with_it(tmp_path: Path) -> None:
         # a request too, so not after each.
         shrunk = lambda: len(fleet.replicas()) == 1  # noqa: E731
         wait_for(lambda: [fleet.complete("a0").raise_for_status() for _ in range(8)] and shrunk(), 120)
+        left = {fleet.complete(f"a{n}").headers["x-manylora-replica"] for n in range(ADAPTERS)}
+        assert left == {one["replica"] for one in fleet.replicas()}, "it serves what the other has held"

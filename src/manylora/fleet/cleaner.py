@@ -41,6 +41,12 @@ def cleaned(folder: Path) -> Iterator[None]:
             process.communicate(ORDERLY, END_S)
 
 
+def end_started(folder: Path) -> None:
+    """Kill what Ray has started in the block of `cleaned`."""
+    mark = f"{MARK}={folder}".encode()
+    end_all(lambda: marked(mark) + _titled(folder))
+
+
 def _titled(folder: Path) -> list[int]:
     """Processes of Ray that write below the folder. Their title has overwritten their environment."""
     found = []
@@ -55,8 +61,7 @@ def _titled(folder: Path) -> list[int]:
 def main() -> None:
     folder = Path(sys.argv[1])
     orderly = sys.stdin.buffer.read(1)  # or the end of the input, which is that of the other process
-    mark = f"{MARK}={folder}".encode()
-    end_all(lambda: marked(mark) + _titled(folder))
+    end_started(folder)
     for _ in range(0 if orderly else TRIES):
         if remove_unless_held(folder) or not folder.exists():
             return

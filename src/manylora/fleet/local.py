@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import ray
 from ray import serve
@@ -16,7 +17,7 @@ from ray.serve.handle import DeploymentHandle
 
 from manylora.errors import ConfigError
 from manylora.fleet.application import replicas
-from manylora.fleet.cleaner import cleaned
+from manylora.fleet.cleaner import cleaned, end_started
 from manylora.fleet.front import APPLICATION, make_front
 from manylora.fleet.options import FleetOptions
 from manylora.openai.server import http_server
@@ -27,6 +28,7 @@ logger = logging.getLogger("manylora")
 
 LONGEST_FOLDER = 43  # bytes of its path: Linux takes 107 of a socket's, and Ray adds 64
 CONTROL_CPUS = 1  # for Ray's own actors
+TRIES, SLOW = 4, "timed out during startup"  # of Ray, whose limit cannot be set
 REASON = re.compile(r"(?:ConfigError|ValueError): (.*)")
 
 
@@ -46,7 +48,7 @@ def run(given: FleetOptions) -> None:
                 raise ConfigError(f"TMPDIR: {folder.parent} is too long a path for the sockets of Ray")
             # A replica that is killed cannot remove a folder of its own.
             shared = replace(options, lora_disk_dir=options.lora_disk_dir or folder / "adapters")
-            with cleaned(folder), _ray(shared, str(folder)):
+            with cleaned(folder), _ray(shared, folder):
                 front = make_front(shared, _start(shared))
                 http_server(options, front, clients).run(list(sockets))
     finally:
@@ -55,20 +57,34 @@ def run(given: FleetOptions) -> None:
 
 
 @contextmanager
-def _ray(options: FleetOptions, folder: str) -> Iterator[None]:
-    ray.init(
-        address="local",  # of its own, whatever runs here already
-        num_cpus=math.ceil(options.cpus * options.most_replicas) + CONTROL_CPUS,  # shares, not cores
-        object_store_memory=options.object_store_bytes,
-        include_dashboard=options.dashboard,
-        logging_level="warning",
-        _temp_dir=folder,
-    )
+def _ray(options: FleetOptions, folder: Path) -> Iterator[None]:
+    _start_ray(options, folder)
     try:
         yield
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+def _start_ray(options: FleetOptions, folder: Path) -> None:
+    """Raises ConfigError."""
+    for _ in range(TRIES):
+        try:
+            ray.init(
+                address="local",  # of its own, whatever runs here already
+                num_cpus=math.ceil(options.cpus * options.most_replicas) + CONTROL_CPUS,  # shares, not cores
+                object_store_memory=options.object_store_bytes,
+                include_dashboard=options.dashboard,
+                logging_level="warning",
+                _temp_dir=str(folder),
+            )
+            return
+        except Exception as error:  # of no type of its own
+            if SLOW not in str(error):
+                raise
+            logger.warning("Ray has not started in its 30 s: the machine is busy")
+            end_started(folder)
+    raise ConfigError(f"Ray has not started in {TRIES} times 30 s: the machine is too busy")
 
 
 def _start(options: FleetOptions) -> DeploymentHandle:

@@ -16,6 +16,7 @@ from manylora.engine.engine import Engine
 from manylora.errors import ConfigError, RequestError
 from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
+from manylora.model.rope import LEAST_KEPT, MOST_KEPT, RotaryTable, make_rope
 from manylora.model.weights import load_decoder
 from manylora.request import Request, SamplingConfig
 from manylora.testing.driver import Driver, agree
@@ -54,6 +55,18 @@ def test_truncate_of_a_kind_of_layer_has_no_effect(tmp_path: Path) -> None:
     decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
     [found] = Driver(decoder, [tokens(40)], [None]).run()
     assert agree(found, reference_logits(model, None, tokens(40)))
+
+
+@pytest.mark.parametrize("kind", ["default", "yarn", "dynamic"])
+def test_positions_are_turned_by_the_same_bits_whenever_they_come(tmp_path: Path, kind: str) -> None:
+    family, options = VARIANTS[kind]
+    rope = make_rope(read_model_config(make_model(tmp_path, family, **options)), torch.device("cpu"))
+    table = RotaryTable(rope, torch.float32, torch.device("cpu"))
+    for at in ([3], [], [0, LEAST_KEPT, 3, LEAST_KEPT - 1], range(700), [MOST_KEPT - 1, 5], [MOST_KEPT, 5]):
+        positions = torch.tensor(list(at), dtype=torch.long)
+        angles = rope.angles(positions, None)
+        for found, expected in zip(table(positions, None), (angles.cos(), angles.sin()), strict=True):
+            assert torch.equal(found, expected * rope.factor)
 
 
 def reference(model: Path, prompt: list[int], count: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 
 import numpy as np
@@ -154,6 +155,11 @@ def test_log_probs_and_broken_rows() -> None:
     rows = torch.tensor([[float("nan"), 1.0], [0.0, 1.0]])
     tokens, _ = sample(rows, [(sequence(SamplingConfig(top_p=0.5)), 1), (sequence(SamplingConfig()), 1)])
     assert tokens.tolist() == [NOT_FINITE, 1]
+    broken = torch.tensor([[0.0, -torch.inf], [torch.inf, -torch.inf], [0.0, torch.inf], [3.0, 2.0]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tokens, _ = sample(broken, [(sequence(SamplingConfig()), 1)] * 4)
+    assert tokens.tolist() == [NOT_FINITE, NOT_FINITE, NOT_FINITE, 0]
 
 
 def test_a_penalty_that_overflows_is_its_own_request_s_fault_only() -> None:

@@ -262,6 +262,8 @@ def _pad(values: Ints, count: int, value: int) -> np.ndarray:
 
 def block_table(rows: Blocks, width: int = 0) -> Tensor:
     """[S, width] int32, padded with zeros. width: 0: as the longest row needs."""
+    if isinstance(rows, np.ndarray) and width in (0, rows.shape[1]):
+        return torch.from_numpy(rows.astype(np.int32, order="C"))
     if isinstance(rows, np.ndarray):
         table = np.zeros((len(rows), width or rows.shape[1]), np.int32)
         table[:, : rows.shape[1]] = rows

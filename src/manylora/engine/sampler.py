@@ -97,7 +97,7 @@ class Sampler:
             found = torch.log_softmax(self._wanted.of(logits), dim=-1).gather(1, taken).squeeze(1)
             log_probs = torch.zeros(len(logits), device=logits.device)
             log_probs.index_copy_(0, self._wanted.where, found)
-        return torch.where(finite, tokens, NOT_FINITE), log_probs
+        return _or_not_finite(tokens, finite), log_probs
 
     def adjust(self, logits: Tensor) -> Tensor:
         """Apply in place, in this order: biases, temperatures, penalties, bans, guides.
@@ -162,13 +162,27 @@ class _Some:
         return values if self.is_all else values.index_select(0, self.where)
 
 
+# What every step does is done with NumPy on a CPU: its calls take a fraction of torch's, and leave torch's
+# threads asleep, which compete with those of the compiled step.
+
+
 def _are_finite(logits: Tensor) -> Tensor:
     """For each row. A NaN or infinity makes the sum one; testing every logit costs thirty times more."""
+    if logits.device.type == "cpu":
+        with np.errstate(all="ignore"):
+            return torch.from_numpy(np.isfinite(logits.numpy().sum(-1)))
     return torch.isfinite(logits.sum(dim=-1))
 
 
+def _or_not_finite(tokens: Tensor, finite: Tensor) -> Tensor:
+    """NOT_FINITE in place of the tokens of rows that are not."""
+    if tokens.device.type == "cpu":
+        return torch.from_numpy(np.where(finite.numpy(), tokens.numpy(), NOT_FINITE))
+    return torch.where(finite, tokens, NOT_FINITE)
+
+
 def _best(logits: Tensor) -> Tensor:
-    """The first largest logit of each row. NumPy's argmax is several times faster than torch's on a CPU."""
+    """The first largest logit of each row."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(-1))
     return torch.argmax(logits, dim=-1)

@@ -29,7 +29,7 @@ from manylora.model.layers import (
     Wanted,
     side_by_side,
 )
-from manylora.model.rope import Rope, make_rope
+from manylora.model.rope import RotaryTable, make_rope
 
 
 class Decoder(DecoderLayers):
@@ -56,11 +56,12 @@ class Decoder(DecoderLayers):
         self._state_places = {layer: place for place, layer in enumerate(self._recurrent)}
         self._layer_inputs = self._make_layer_inputs(config.layer_inputs)
         self._streams = None if config.altup is None else make_streams(config.altup, self._outer_linear)
-        self._ropes: list[Rope] = []
+        self._rotary: list[RotaryTable] = []
         if not config.learned_positions:
-            self._ropes.append(make_rope(self._rotated(0), self._device))
+            ropes = [make_rope(self._rotated(0), self._device)]
             if config.rope_local_theta is not None:
-                self._ropes.append(make_rope(self._rotated(1), self._device, local=True))
+                ropes.append(make_rope(self._rotated(1), self._device, local=True))
+            self._rotary = [RotaryTable(rope, dtype, self._device) for rope in ropes]
 
         self._decode_step = None
         parts = decoder_parts(config, self._blocks, norm, self._head, self._head_bias)
@@ -75,7 +76,7 @@ class Decoder(DecoderLayers):
         """
         config = self.config
         x = self._embed(batch)
-        rotary = [self._rotary(batch, rope) for rope in self._ropes]
+        rotary = [table(batch.positions, batch.rope_lengths) for table in self._rotary]
         growth = self._growth(batch)
         still = self._unrotated_growth(batch, growth)
         logits = None
@@ -238,11 +239,6 @@ class Decoder(DecoderLayers):
             n for n, block in blocks if block.attention is not None and block.attention.rotary == rotary
         )
         return self.config.of_layer(next(layers, 0))
-
-    def _rotary(self, batch: ForwardBatch, rope: Rope) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, rotary_dim] in the compute dtype; angles in float32."""
-        angles = rope.angles(batch.positions, batch.rope_lengths)
-        return (angles.cos() * rope.factor).to(self.dtype), (angles.sin() * rope.factor).to(self.dtype)
 
 
 def _kv_places(config: ModelConfig) -> dict[int, int]:

@@ -17,6 +17,8 @@ from torch import Tensor
 from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
 
+LEAST_KEPT, MOST_KEPT = 256, 8192  # positions of a table; 8 MiB, of heads of 128
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -37,6 +39,36 @@ class Rope:
             frequencies = self.by_length(positions + 1 if lengths is None else lengths)
         angles = positions.float().unsqueeze(1) * frequencies
         return torch.cat((angles, angles), dim=-1)
+
+
+class RotaryTable:
+    """What rows are turned by. On a CPU it is found once for each position, where lengths do not matter:
+    these are a dozen of torch's calls, which take longer than a row's numbers.
+
+    dtype: of the compute.
+    """
+
+    def __init__(self, rope: Rope, dtype: torch.dtype, device: torch.device) -> None:
+        self._rope, self._dtype, self._device = rope, dtype, device
+        self._keeps = device.type == "cpu" and rope.by_length is None
+        self._kept = self._find(torch.arange(0, device=device), None)
+
+    def __call__(self, positions: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, rotary_dim] in the compute dtype; angles in float32. See `Rope.angles`."""
+        end = int(positions.numpy().max(initial=-1)) + 1 if self._keeps else 0
+        if not 0 < end <= MOST_KEPT:
+            return self._find(positions, lengths)
+        known = len(self._kept[0])
+        if end > known:
+            more = self._find(torch.arange(known, min(max(2 * known, end, LEAST_KEPT), MOST_KEPT)), None)
+            cos, sin = (torch.cat(parts) for parts in zip(self._kept, more, strict=True))
+            self._kept = cos, sin
+        cos, sin = self._kept
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def _find(self, positions: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        angles, factor = self._rope.angles(positions, lengths), self._rope.factor
+        return (angles.cos() * factor).to(self._dtype), (angles.sin() * factor).to(self._dtype)
 
 
 def make_rope(config: ModelConfig, device: torch.device, local: bool = False) -> Rope:

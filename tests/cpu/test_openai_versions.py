@@ -18,13 +18,16 @@ LINE = "What is the capital of France?\nAnswer:"
 ANSWERS = {"chinese": "巴黎", "japanese": "パリ"}
 
 
-@pytest.fixture(params=[1, 2], ids=["one process", "two ranks"])
+@pytest.fixture
 def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
     (tmp_path / "root").mkdir()
-    ranks = {"tensor_parallel_size": request.param}
+    ranks = {"tensor_parallel_size": getattr(request, "param", 1)}
     running = Running(allow_runtime_lora_updating=True, lora_root=(tmp_path / "root",), sections=ranks)
     yield running
     running.close()
+
+
+with_two_ranks = pytest.mark.parametrize("server", [1, 2], ids=["one process", "two ranks"], indirect=True)
 
 
 def body(name: str) -> bytes:
@@ -48,6 +51,7 @@ def ask(server: Running, name: str) -> dict:
     return answer.json()["choices"][0]
 
 
+@with_two_ranks
 def test_tensors_that_are_put_serve_at_once(server: Running) -> None:
     for number, language in enumerate(("chinese", "japanese", "japanese", "chinese"), 1):
         put_answer = put(server, "policy", language)
@@ -103,6 +107,7 @@ def test_what_cannot_be_served_changes_nothing(server: Running) -> None:
     assert nothing.status_code == 400 and "follow needs an adapter" in nothing.json()["error"]["message"]
 
 
+@with_two_ranks
 @pytest.mark.usefixtures("slow_steps")
 def test_running_requests_keep_or_follow(server: Running) -> None:
     assert put(server, "policy", "chinese").status_code == 200
@@ -110,7 +115,7 @@ def test_running_requests_keep_or_follow(server: Running) -> None:
     begun = threading.Barrier(3)
 
     def stream(kind: str) -> None:
-        asked = {"model": "policy", "prompt": LINE, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        asked = {"model": "policy", "prompt": LINE, "max_tokens": 200, "ignore_eos": True, "stream": True}
         more = {"lora_version": kind, "return_token_ids": True}
         with server.http.stream("POST", "/v1/completions", json={**asked, **more}) as answer:
             for number, line in enumerate(answer.iter_lines()):
@@ -129,7 +134,7 @@ def test_running_requests_keep_or_follow(server: Running) -> None:
     assert [one["version"] for one in spans["keep"]] == [1]
     assert [one["version"] for one in spans["follow"]] == [1, 2]
     first, second = spans["follow"]
-    assert first["start"] == 0 and 0 < first["end"] == second["start"] < second["end"] == 400
+    assert first["start"] == 0 and 0 < first["end"] == second["start"] < second["end"] == 200
 
 
 def test_two_trainers_of_one_name(server: Running) -> None:

@@ -88,7 +88,7 @@ def test_a_hung_server_is_replaced(world: World, tmp_path: Path) -> None:
 def test_a_pause_of_the_whole_service_is_no_hang(world: World, tmp_path: Path) -> None:
     """As of a container or a machine. The supervisor may be the first that goes on."""
     paused = new_server(fill_repo(tmp_path / "repo", world.model))
-    paused.start("--hang-timeout=6")
+    paused.start("--hang-timeout=8")
     try:
         before = processes(paused)
         supervisor, others = (
@@ -98,9 +98,9 @@ def test_a_pause_of_the_whole_service_is_no_hang(world: World, tmp_path: Path) -
         with streams(paused, 2) as open_streams:
             for pid in (supervisor, *others):
                 os.kill(pid, signal.SIGSTOP)
-            time.sleep(9)  # longer than the timeout
+            time.sleep(11)  # longer than the timeout
             os.kill(supervisor, signal.SIGCONT)
-            time.sleep(3)  # it looks at the others, which stand still
+            time.sleep(2)  # it looks at the others, which stand still
             for pid in others:
                 os.kill(pid, signal.SIGCONT)
             open_streams.wait_for_ends(60)

@@ -3,10 +3,12 @@ read them, and a pause of all ranks is no loss of one."""
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +25,7 @@ from manylora.group.place import Place
 from manylora.group.rendezvous import Link
 from manylora.group.watch import Watch
 from manylora.lora.tensors import Adapter
+from manylora.system.own_clock import OwnClock
 
 PATIENCE_S = 30.0
 
@@ -40,7 +43,7 @@ def open_leader(link: Link, patch: pytest.MonkeyPatch) -> Leader:
     watch = SimpleNamespace(links=[link], reason=None, close=lambda: None)
     patch.setattr(leader_module, "Watch", lambda *_: watch)
     patch.setattr(leader_module, "open_store", lambda place: None)
-    patch.setattr(leader_module, "PrefixStore", lambda *_: None)
+    patch.setattr(leader_module, "group_store", lambda *_: None)
     patch.setattr(Leader, "_greet", lambda *_: None)
     return Leader(EngineConfig(Path()), Place(0, 2, 0, 2))
 
@@ -95,16 +98,22 @@ def test_a_pause_of_all_ranks_is_no_loss(
 ) -> None:
     """As of a container that is paused; a silence while rank 0 runs is one."""
     link, steps, _ = channels
-    clock = SimpleNamespace(pause=0.0, monotonic=lambda: time.monotonic() + clock.pause)
-    monkeypatch.setattr(watch_module, "time", clock)
+    pause, looks = [0.0], itertools.count()
+    looked = [0.0, 0]  # the clock at the last look, and which look it was
+
+    def clock() -> float:
+        looked[:] = time.monotonic() + pause[0], next(looks)
+        return looked[0]
+
+    monkeypatch.setattr(watch_module, "OwnClock", partial(OwnClock, clock=clock))
     watch = Watch(2, [link])
     try:
         steps.send(Message("alive"))
         until(lambda: 1 in watch._heard)
-        before, clock.pause = watch._looked, 1000.0
-        until(lambda: watch._looked > before + 1000.0)
-        looked = watch._looked  # its ranks have been judged once the next look begins
-        until(lambda: watch._looked > looked)
+        before, pause[0] = looked[0], 1000.0
+        until(lambda: looked[0] > before + 1000.0)
+        paused = looked[1]  # its ranks have been judged once the next look begins
+        until(lambda: looked[1] > paused)
         assert watch.reason is None
         monkeypatch.setattr(watch_module, "SILENCE_S", 1.0)
         assert watch.wait_loss(PATIENCE_S) == "rank 1 of 2 has not answered for 1 s"

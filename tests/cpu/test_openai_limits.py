@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import resource
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 import httpx2
 import pytest
@@ -205,6 +207,12 @@ def test_another_protocol_is_not_spoken(server: Running) -> None:
 
 
 def test_without_descriptors_clients_are_turned_away_and_the_rest_goes_on() -> None:
+    """In a process of its own: another thread of this one may close a descriptor in between."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        process.submit(turn_away).result(60)
+
+
+def turn_away() -> None:
     clients = Clients(HttpLimits())
     [listener] = listen("127.0.0.1", 0, clients)
     with listener, contextlib.ExitStack() as stack:

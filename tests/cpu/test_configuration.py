@@ -37,6 +37,7 @@ VALUES: dict[str, Any] = {
     "gpu_memory_utilization": 0.75,
     "max_tokens_in_paged_kv_cache": 4096, "enable_kv_cache_reuse": False, "enable_chunked_context": False,
     "batch_scheduler_policy": "max_utilization", "max_queue_size": 7, "wrap_input_ids": True,
+    "stream_interval": 5,
     "enable_cuda_graph": False, "cuda_graph_cache_size": 9, "enable_overlap": False, "tokenizer_dir": BASE,
     "optimal_adapter_size": 4, "max_adapter_size": 32, "gpu_memory_fraction": 0.25,
     "gpu_memory_bytes": 2**24, "host_memory_bytes": 2**25, "num_device_module_layer": 300,

@@ -265,6 +265,28 @@ def test_return_sequences_and_log_probs(world: World) -> None:
     assert len(set(results[0].values())) == 3
 
 
+def test_a_stream_has_the_wanted_number_of_tokens_in_each_event(world: World) -> None:
+    """The first token does not wait, and logits are not kept for later."""
+    prompt = prompts(1)[0]
+    wanted = world.answer(3, prompt)
+    log_probs = SamplingConfig(max_tokens=NEW, return_log_probs=True)
+    logits = SamplingConfig(max_tokens=NEW, return_generation_logits=True)
+    whole, made = engine(world), engine(world, stream_interval=4)
+    plain = submit(whole, replace(world.request(3, prompt, streaming=True), params=log_probs))
+    first, second, third = (
+        submit(made, replace(world.request(3, prompt, streaming=streaming), params=params))
+        for params, streaming in ((log_probs, True), (logits, True), (log_probs, False))
+    )
+    [alone, events] = run(whole)[plain], run(made)
+    assert [len(event.token_ids) for event in alone] == [1] * NEW
+    assert [len(event.token_ids) for event in events[first]] == [1, 4, 4, 3]
+    assert [len(event.log_probs) for event in events[first]] == [1, 4, 4, 3]
+    assert [p for e in events[first] for p in e.log_probs] == [p for e in alone for p in e.log_probs]
+    assert [event.generation_logits.shape[0] for event in events[second]] == [1] * NEW  # type: ignore[union-attr]
+    assert [len(event.token_ids) for event in events[third]] == [NEW]
+    assert tokens(events[first]) == tokens(events[second]) == tokens(events[third]) == wanted
+
+
 def test_a_failing_step_fails_its_requests_only(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     made = engine(world)
     [prompt] = prompts(1)

@@ -115,6 +115,20 @@ def test_prompts_may_be_ids_or_dicts_and_parameters_one_for_each(llm: LLM) -> No
     assert bare.prompt_token_ids == ids[1:]
 
 
+def test_a_stream_of_few_outputs_adds_up_to_the_whole(llm: LLM) -> None:
+    """Also where a stop text is found in the middle of one."""
+    whole = llm.generate(ABOUT, SamplingParams(max_tokens=64), adapter(2), False).outputs[0]
+    stop = whole.text[len(whole.text) // 2 :][:2]
+    config = LoraConfig(lora_target_modules=QKV, max_lora_rank=16)
+    with LLM(DEMO / "base", lora_config=config, device="cpu", stream_interval=7) as few:
+        for params in (SamplingParams(max_tokens=64), SamplingParams(max_tokens=64, stop=stop)):
+            wanted = llm.generate(ABOUT, params, adapter(2), False).outputs[0]
+            pieces = list(few.generate_async(ABOUT, params, adapter(2), streaming=True))
+            assert "".join(piece.outputs[0].text_diff for piece in pieces) == wanted.text
+            assert [i for piece in pieces for i in piece.outputs[0].token_ids_diff] == wanted.token_ids
+            assert len(pieces) <= 1 + -(-len(wanted.token_ids) // 7) + 1
+
+
 @pytest.mark.parametrize("task_id", [None, 1, 2])
 def test_a_stream_adds_up_to_the_whole(llm: LLM, task_id: int | None) -> None:
     params = SamplingParams(max_tokens=64)

@@ -105,6 +105,7 @@ class EngineConfig:
     batch_scheduler_policy: str = "guaranteed_no_evict"
     max_queue_size: int = 0  # waiting requests; 0: no limit
     quant: QuantConfig | None = None  # weights in fewer bits; None: as the model directory has them
+    stream_interval: int = 1  # new tokens of a stream in one event; the first one is told at once
     wrap_input_ids: bool = False  # ids beyond the vocabulary are taken modulo its size instead of refused
     enable_cuda_graph: bool | None = None  # decode steps as recorded graphs; None: where the device has them
     cuda_graph_cache_size: int = 0  # graphs kept; 0: 128
@@ -121,7 +122,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         at_least(1, self, "max_batch_size", "max_num_tokens", "max_beam_width", "max_seq_len")
-        at_least(1, self, "tokens_per_block", "max_tokens_in_paged_kv_cache")
+        at_least(1, self, "tokens_per_block", "max_tokens_in_paged_kv_cache", "stream_interval")
         at_least(0, self, "max_queue_size", "cuda_graph_cache_size", "max_draft_concurrency")
         between(0, MAX_DRAFT, self, "max_draft_len")
         between(1, MAX_NGRAM, self, "max_matching_ngram_size", "min_matching_ngram_size")

@@ -74,7 +74,9 @@ class Engine:
         self._requests: dict[int, list[Sequence]] = {}  # handle -> its sequences that have not ended
         self._logits_memory, self._next_handle = LogitsMemory(self.model), 0
         self._counters = Counters()
-        self._results = ResultProcessor(self._scheduler, self._kv, self._runner, self._counters)
+        self._results = ResultProcessor(
+            self._scheduler, self._kv, self._runner, self._counters, config.stream_interval
+        )
         self._last_step = Step(())
         self._processed: Step | None = None  # by the last call of `step`
         self._in_flight: LaunchedStep | None = None  # launched by `_overlapped_step`, not processed yet

@@ -34,10 +34,16 @@ class Counters:
 
 
 class ResultProcessor:
-    """Appends tokens, moves beams and counts. It frees nothing: that is for the engine."""
+    """Appends tokens, moves beams and counts. It frees nothing: that is for the engine.
 
-    def __init__(self, scheduler: Scheduler, kv: KvCache, runner: Runner, counters: Counters) -> None:
+    stream_interval: new tokens of a stream in one event.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, kv: KvCache, runner: Runner, counters: Counters, stream_interval: int
+    ) -> None:
         self._scheduler, self._kv, self._runner, self._counters = scheduler, kv, runner, counters
+        self._stream_interval = stream_interval
 
     def apply(
         self, launched: LaunchedStep, sampled: SampledTokens
@@ -58,7 +64,7 @@ class ResultProcessor:
             self._append(sequence, tokens, now_ns)
             if sequence.finish_reason is not None:
                 ended.append(sequence)
-            elif sequence.request.streaming and sequence.num_output > sequence.output.num_reported:
+            elif sequence.request.streaming and self._is_due(sequence):
                 events.append((sequence.handle, sequence.take_event(last=False)))
         ended += self._take_pooled(launched, now_ns)
         if not launched.assumed_done:
@@ -70,6 +76,12 @@ class ResultProcessor:
                 if group.leader.finished:
                     ended.append(group.leader)
         return events, ended
+
+    def _is_due(self, sequence: Sequence) -> bool:
+        """Whether a stream has an event now: clients wait for the first token, and logits are not kept."""
+        reported = sequence.output.num_reported
+        at_once = not reported or sequence.request.params.return_generation_logits
+        return sequence.num_output - reported >= (1 if at_once else self._stream_interval)
 
     @staticmethod
     def _take_pooled(launched: LaunchedStep, now_ns: int) -> list[Sequence]:

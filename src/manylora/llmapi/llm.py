@@ -81,6 +81,7 @@ class LLM(ChatRequests, PooledRequests):
     tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages of such ranks that
                share the layers; each rank is a process, and has a GPU of its own. moe_expert_parallel_size:
                of the ranks that share a layer, how many divide experts by number.
+    stream_interval: new tokens of a stream in one output; the first one comes at once. None: 1.
     wrap_input_ids: take ids beyond the vocabulary modulo its size instead of refusing them.
 
     Raises ConfigError when it cannot be served so, also for an unknown argument.

@@ -36,6 +36,7 @@ class LlmArguments(TypedDict, total=False):
     disable_overlap_scheduler: bool | None
     enable_cuda_graph: bool | None
     cuda_graph_cache_size: int | None
+    stream_interval: int | None
     wrap_input_ids: bool | None
     tensor_parallel_size: int | None
     pipeline_parallel_size: int | None

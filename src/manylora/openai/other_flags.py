@@ -39,6 +39,7 @@ FIELDS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "kv_cache_dtype": (str, "kv_cache_config.dtype", "auto, or fp8"),
     "enforce_eager": (bool, "enable_cuda_graph", "no CUDA graphs"),
     "max_beam_width": (int, "max_beam_width", "beams of one request"),
+    "stream_interval": (int, "stream_interval", "new tokens in an event of a stream"),
     "tensor_parallel_size": (int, "tensor_parallel_size", "ranks that share each layer"),
     "tp_size": (int, "tensor_parallel_size", "the same"),
     "pipeline_parallel_size": (int, "pipeline_parallel_size", "stages that share the layers"),

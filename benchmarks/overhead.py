@@ -9,6 +9,7 @@ with a step of s seconds and n streams the engine makes n / s tokens per second,
 many responses. Client, server and engine share the cores here.
 
     overhead.py --streams 64 --rounds 3
+    overhead.py --streams 64 --rounds 3 --stream-intervals 1 4
 
 Rates need an otherwise idle machine.
 """
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -79,10 +81,10 @@ def in_process(model: Path, streams: int, tokens: int) -> float:
     return rates[-1]
 
 
-def through_the_server(model: Path, work: Path, streams: int, tokens: int) -> float:
-    repo = work / "repo"
+def through_the_server(model: Path, work: Path, streams: int, tokens: int, interval: int) -> float:
+    repo = work / f"repo{interval}"
     if not repo.exists():
-        values = {"device": "cpu", "max_num_sequences": str(streams)}
+        values = {"device": "cpu", "max_num_sequences": str(streams), "stream_interval": str(interval)}
         models = ("ensemble", "preprocessing", "tensorrt_llm", "postprocessing")
         write_repository(RepositoryPlan(model, models=models, values=values), repo)
     http, port, metrics = free_ports(3)
@@ -168,12 +170,11 @@ async def _ask(port: int, asked: list[list[grpc.InferInput]], tokens: int) -> fl
         return count / seconds
 
 
-def through_openai(model: Path, streams: int, tokens: int) -> float:
+def through_openai(model: Path, streams: int, tokens: int, interval: int) -> float:
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "manylora.commands.serve", model, "--port", str(port)]
-    server = subprocess.Popen(
-        [*command, "--max-batch-size", str(streams), "--device", "cpu", "--log-level", "warning"]
-    )
+    command += ["--max-batch-size", str(streams), "--stream-interval", str(interval)]
+    server = subprocess.Popen([*command, "--device", "cpu", "--log-level", "warning"])
     try:
         until = time.monotonic() + 60
         while server.poll() is None and time.monotonic() < until:
@@ -221,20 +222,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--stream-intervals", type=int, nargs="+", default=[1], help="tokens in an event")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         model = make_llama(work / "model", options.hidden, options.layers)
-        rates: dict[str, list[float]] = {"engine": [], "triton": [], "openai": []}
+        rates: dict[str, list[float]] = defaultdict(list)
+        load = options.streams, options.tokens
         for number in range(options.rounds):
-            rates["engine"].append(in_process(model, options.streams, options.tokens))
-            rates["triton"].append(through_the_server(model, work, options.streams, options.tokens))
-            rates["openai"].append(through_openai(model, options.streams, options.tokens))
+            rates["engine"].append(in_process(model, *load))
+            for interval in options.stream_intervals:
+                rates[f"triton/{interval}"].append(through_the_server(model, work, *load, interval))
+                rates[f"openai/{interval}"].append(through_openai(model, *load, interval))
             found = ", ".join(f"{name} {values[-1]:.0f}" for name, values in rates.items())
             print(f"round {number + 1}: {found} tokens/s", flush=True)
     medians = {name: statistics.median(values) for name, values in rates.items()}
     for name, median in medians.items():
-        print(f"{name:8} {median:6.0f} tokens/s, {median / medians['engine']:.3f} of the engine")
+        print(f"{name:9} {median:6.0f} tokens/s, {median / medians['engine']:.3f} of the engine")
     print(json.dumps({"rates": rates, "medians": medians, **vars(options)}))
 
 

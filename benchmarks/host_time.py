@@ -25,6 +25,7 @@ from torch import Tensor
 import manylora.engine.build as build
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
+from manylora.engine.input_maker import InputMaker
 from manylora.engine.inputs import StepInputs
 from manylora.engine.sampler import Sampler
 from manylora.kernels import transfer
@@ -127,8 +128,8 @@ class Parts:
         self._wrap(engine, "_assume_done")
         self._wrap(engine, "_process")
         self._wrap(engine._runner, "launch")
-        self._wrap(engine._runner, "_inputs")
-        self._wrap(engine._runner, "_lora")
+        self._wrap(InputMaker, "__call__")
+        self._wrap(InputMaker, "add_adapters")
         self._wrap(engine._runner._graphs, "run")
         self._wrap(engine._runner._ops, "plan")
         self._wrap(StepInputs, "plan")
@@ -161,7 +162,7 @@ def main() -> None:
     torch.set_num_threads(1)
     world = World(options.folder)
     logits = torch.randn(1024, VOCAB)
-    Decoder.forward = lambda self, batch, kv: logits[: len(batch.logits_rows)]  # type: ignore[method-assign]
+    Decoder.forward = lambda self, batch, kv, states=None: logits[: len(batch.logits_rows)]  # type: ignore[method-assign]
     for case in options.cases:
         batch, adapters, *rest = case.split("/")
         sampling = rest[0] if rest else "greedy"

@@ -82,7 +82,7 @@ INSIDE = {
         "version_swaps",
         "memory", "guide_trial", "guide", "beam",
         "sampler", "launched", "inputs", "pooler", "step_messages", "peak", "graphs", "kernel_trials",
-        "runner", "checks",
+        "input_maker", "runner", "checks",
         "build", "follower", "repository_rank", "results", "engine", "loop",
     ],
     "launcher": [

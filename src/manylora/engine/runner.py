@@ -13,10 +13,11 @@ from torch import Tensor
 from manylora.engine.beam import BeamCandidate, best_candidates
 from manylora.engine.decode_run import DecodeRun
 from manylora.engine.graphs import DecodeGraphs
-from manylora.engine.inputs import KeptInputs, Pending, StateRows, StepInputs, encoder_inputs, slots_of
+from manylora.engine.input_maker import InputMaker, one_by_one, wanted_positions
+from manylora.engine.inputs import KeptInputs, StepInputs, encoder_inputs
 from manylora.engine.kernel_trials import try_variants
 from manylora.engine.launched import LaunchedStep, PooledChunk
-from manylora.engine.pooler import Pooler, pooled_positions, token_types
+from manylora.engine.pooler import Pooler, pooled_positions
 from manylora.engine.sampler import Row, Sampler, adjust
 from manylora.engine.scheduler import Chunk, Step
 from manylora.engine.sequence import PENDING, BeamGroup, Sequence
@@ -33,8 +34,6 @@ from manylora.kernels.device import Arrival, Device
 from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.spec import BatchLimits
 from manylora.kernels.transfer import to_device, upload
-from manylora.lora.lease import Lease
-from manylora.lora.loaded import with_virtual
 from manylora.lora.store import AdapterStore
 from manylora.model.batch import ForwardBatch
 from manylora.model.decoder import Decoder
@@ -65,7 +64,6 @@ class Runner:
         leader: Leader | None = None,
         states: RecurrentState | None = None,
     ) -> None:
-        self.max_adapters_in_step = 0
         self._decoder = decoder
         self._kv = kv
         self._states = states
@@ -79,8 +77,15 @@ class Runner:
         self._kept: KeptInputs | None = None  # of the step before,
         self._sampler: Sampler | None = None  # as this
         self._ops.reserve(limits, device.torch)
-        self._vocab_size = decoder.config.vocab_size
+        self._inputs = InputMaker(
+            decoder, adapters, limits.tokens_per_block, states is not None, device.torch
+        )
         self._pooler = Pooler(decoder.classifier, decoder.head_layer, decoder.dense)
+
+    @property
+    def max_adapters_in_step(self) -> int:
+        """The most distinct adapters that one step has mixed so far."""
+        return self._inputs.max_adapters_in_step
 
     def graph_stats(self) -> GraphStats:
         graphs = self._graphs
@@ -137,9 +142,9 @@ class Runner:
         return LaunchedStep(step, sampler.rows, *sampler(logits))
 
     def _launch_anew(self, step: Step, previous: LaunchedStep | None) -> LaunchedStep:
-        chunks = [one for chunk in step.chunks for one in _one_by_one(chunk)]
+        chunks = [one for chunk in step.chunks for one in one_by_one(chunk)]
         chunks.sort(key=lambda c: c.sequence.place(c.start, c.start + c.count))
-        wanted = [_wanted(chunk) for chunk in chunks]
+        wanted = [wanted_positions(chunk) for chunk in chunks]
         self._encode([chunk.sequence for chunk in chunks if chunk.num_encoded])
         inputs = self._inputs(chunks, wanted, previous)
         self._kept = None if step.run is None else KeptInputs(step.run, inputs, self._tokens_per_block)
@@ -250,7 +255,7 @@ class Runner:
             return
         assert isinstance(self._decoder, EncoderDecoder)
         inputs = encoder_inputs(sequences, self._tokens_per_block)
-        inputs = self._with_adapters(inputs, [(sequence, 0) for sequence in sequences])
+        inputs = self._inputs.add_adapters(inputs, [(sequence, 0) for sequence in sequences])
         if self._leader is not None:
             self._leader.tell(step_message(ENCODE, inputs))
         batch = inputs.plan(self._ops)
@@ -280,142 +285,8 @@ class Runner:
             return self._decoder.forward(batch, self._kv, self._states)
         return self._decoder.forward(batch, self._kv)
 
-    def _inputs(self, chunks: list[Chunk], wanted: list[range], previous: LaunchedStep | None) -> StepInputs:
-        size, starts = self._tokens_per_block, [0]
-        ids, positions, slots, lengths, logits_rows, pooled_rows = (list[int]() for _ in range(6))
-        blocks: list[np.ndarray] = []
-        for chunk, range_ in zip(chunks, wanted, strict=True):  # one pass: it runs for each row that decodes
-            sequence, start, count = chunk.sequence, chunk.start, chunk.count
-            kv, stop, row = sequence.kv, start + count, len(ids)
-            if count == 1:
-                ids.append(sequence.tokens[start])
-                positions.append(start)
-                slots.append(kv.blocks[start // size] * size + start % size)
-            else:
-                ids += sequence.tokens[start:stop]
-                positions += range(start, stop)
-                slots += slots_of([(range(start, stop), kv.blocks)], size)
-            starts.append(row + count)
-            lengths.append(stop)
-            blocks.append(kv.first(-(-stop // size)))
-            logits_rows += [row + position - start for position in range_]
-            if sequence.request.pooling is not None:
-                pooled_rows += [row + position - start for position in pooled_positions(chunk)]
-        encoded = [c.sequence for c in chunks] if isinstance(self._decoder, EncoderDecoder) else []
-        inputs = StepInputs(
-            input_ids=[i if 0 <= i < self._vocab_size else 0 for i in ids],
-            positions=positions,
-            starts=starts,
-            lengths=lengths,
-            blocks=blocks,
-            slots=slots,
-            logits_rows=logits_rows,
-            pooled_rows=pooled_rows,
-            token_types=token_types(chunks),
-            embeddings=self._embeddings(chunks, ids, starts),
-            virtual=_virtual(chunks, starts),
-            cross_lengths=[sequence.num_encoder for sequence in encoded],
-            cross_blocks=[sequence.kv.cross_blocks for sequence in encoded if sequence.num_encoder],
-            pending=self._pending(chunks, ids, starts, previous),
-            rope_lengths=_rope_lengths(chunks),
-            state=StateRows.of(c.sequence for c in chunks) if self._states is not None else None,
-        )
-        return self._with_adapters(inputs, [(chunk.sequence, chunk.start) for chunk in chunks])
-
-    def _embeddings(
-        self, chunks: list[Chunk], ids: list[int], starts: list[int]
-    ) -> tuple[Tensor, Tensor] | None:
-        """Rows [n] whose ids are beyond the vocabulary, and their embeddings from the request's table."""
-        rows: list[int] = []
-        vectors: list[np.ndarray] = []
-        for chunk, start, stop in zip(chunks, starts, starts[1:], strict=False):
-            table = chunk.sequence.request.prompt_table
-            if table is not None:
-                for row in range(start, stop):
-                    if 0 <= ids[row] - self._vocab_size < len(table):
-                        rows.append(row)
-                        vectors.append(table[ids[row] - self._vocab_size])
-        if not rows:
-            return None
-        values = torch.from_numpy(np.stack(vectors).astype(np.float32)).to(self._decoder.dtype)
-        return self._tensor(rows), values.to(self._device.torch)
-
-    def _pending(
-        self, chunks: list[Chunk], ids: list[int], starts: list[int], previous: LaunchedStep | None
-    ) -> Pending | None:
-        """Rows whose token the previous step has sampled, and its index among the tokens of that step."""
-        if previous is None:
-            return None
-        found = [
-            (stop - 1, previous.index_of(chunk.sequence))
-            for chunk, stop in zip(chunks, starts[1:], strict=True)
-            if chunk.sequence.is_pending and ids[stop - 1] == PENDING
-        ]
-        return Pending(self._tensor([*zip(*found, strict=True)]), previous.tokens) if found else None
-
-    def _with_adapters(self, inputs: StepInputs, parts: Rows[tuple[Sequence, int]]) -> StepInputs:
-        """parts: each sequence, and the position of the first of its rows."""
-        starts, segments = inputs.starts, list[tuple[int, int, Lease]]()
-        for (sequence, position), start, stop in zip(parts, starts, starts[1:], strict=False):
-            lease, first = sequence.lease, start + max(0, sequence.acts_from - position)
-            if lease is None or first >= stop:
-                continue
-            if segments and segments[-1][1] == first and segments[-1][2].digest == lease.digest:
-                first = segments.pop()[0]
-            segments.append((first, stop, lease))
-        if not segments:
-            return inputs
-        count = len({lease.digest for _, _, lease in segments})
-        if count > self.max_adapters_in_step:
-            self.max_adapters_in_step = count
-            logger.info("manylora: %d distinct adapters in one step", count)
-        inputs.lora = with_virtual(self._adapters.batch(segments), inputs.virtual)
-        inputs.adapters = [
-            (start, stop, [(one.digest, scale) for one, scale in lease.members])
-            for start, stop, lease in segments
-        ]
-        return inputs
-
     def _tensor(self, values: list, dtype: torch.dtype = torch.long) -> Tensor:
         return upload(values, dtype, self._device.torch)
-
-
-def _one_by_one(chunk: Chunk) -> list[Chunk]:
-    """A draft's rows apart, each as a sequence of its own that decodes one token: their keys and values are
-    stored before any is attended, and each gets the bits that it had without the draft."""
-    if chunk.in_context or not chunk.sequence.num_draft:
-        return [chunk]
-    return [replace(chunk, start=chunk.start + i, count=1) for i in range(chunk.count)]
-
-
-def _wanted(chunk: Chunk) -> range:
-    """The positions of a chunk whose logits are needed."""
-    sequence, stop = chunk.sequence, chunk.start + chunk.count
-    if not chunk.in_context and (chunk.count == 1 or not sequence.num_draft):
-        return range(stop - chunk.samples, stop)
-    in_prompt = chunk.start < sequence.num_prompt and not sequence.num_output
-    if sequence.request.params.return_context_logits and in_prompt:
-        return range(min(max(chunk.start, sequence.num_virtual), stop), stop)
-    return range(stop - 1 - sequence.num_draft, stop) if chunk.samples else range(stop, stop)
-
-
-def _virtual(chunks: list[Chunk], starts: list[int]) -> list[tuple[int, int]]:
-    """Rows that are virtual tokens of their adapter, and which of them."""
-    return [
-        (row + number - chunk.start, number)
-        for chunk, row in zip(chunks, starts, strict=False)
-        for number in range(chunk.start, min(chunk.sequence.num_virtual, chunk.start + chunk.count))
-    ]
-
-
-def _rope_lengths(chunks: list[Chunk]) -> list[int] | None:
-    if all(chunk.sequence.rope_length <= chunk.start + 1 for chunk in chunks):
-        return None
-    return [
-        max(chunk.sequence.rope_length, position + 1)
-        for chunk in chunks
-        for position in range(chunk.start, chunk.start + chunk.count)
-    ]
 
 
 def _numpy(logits: Tensor) -> np.ndarray:

@@ -19,7 +19,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from kustomized import Object, containers, name_of, read, render
+from kustomized import Object, containers, name_of, render
 
 from manylora.commands import triton
 from manylora.group.place import Place, find_place
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
 PLANS = sorted(path.parent.name for path in FOLDER.glob("*/kustomization.yaml"))
 RENDERED = {name: render(FOLDER / name) for name in PLANS}
-SERVERS = [name for name in PLANS if name not in ("monitoring", "hosts")]
+SERVERS = [name for name in PLANS if name not in ("monitoring", "hosts", "volumes")]
 OBJECTS = [(plan, one) for plan, found in RENDERED.items() for one in found]
 DIFFERENT = list({json.dumps(one, sort_keys=True): (plan, one) for plan, one in OBJECTS}.values())
 VERSION = "1.37"
@@ -95,7 +95,8 @@ SHAPES = {
     "keda.sh/v1alpha1 ScaledObject": fields(
         ["scaleTargetRef", "triggers"],
         scaleTargetRef=fields(["name"], name=TEXT),
-        minReplicaCount=NUMBER, maxReplicaCount=NUMBER, pollingInterval=NUMBER, cooldownPeriod=NUMBER,
+        minReplicaCount=NUMBER, maxReplicaCount=NUMBER, pollingInterval=NUMBER,
+        advanced=fields([], horizontalPodAutoscalerConfig=fields([], behavior={"type": "object"})),
         triggers=LIST
         | {"items": fields(["type", "metadata"], type=TEXT, metricType=TEXT, metadata=fields(
             ["serverAddress", "query", "threshold"], serverAddress=TEXT, query=TEXT, threshold=TEXT,
@@ -253,6 +254,12 @@ def test_images_are_those_of_the_documents(plan: str) -> None:
     assert (container["image"] == "manylora:cuda") == ("nvidia.com/gpu" in container["resources"]["limits"])
 
 
+def claims_of(spec: Object) -> set[str]:
+    """Of the volumes of a pod."""
+    volumes = [volume.get("persistentVolumeClaim") for volume in spec["volumes"]]
+    return {claim["claimName"] for claim in volumes if claim is not None}
+
+
 @pytest.mark.parametrize("plan", [name for name in SERVERS if name != "kserve"])
 def test_names_lead_to_what_is_there(plan: str) -> None:
     labels = of(plan, "Deployment")["spec"]["template"]["metadata"]["labels"]
@@ -260,18 +267,29 @@ def test_names_lead_to_what_is_there(plan: str) -> None:
     assert of(plan, "Service")["spec"]["selector"] == labels
     assert of(plan, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == labels
     claims = {name_of(one) for one in RENDERED[plan] if one["kind"] == "PersistentVolumeClaim"}
-    wanted = {v["persistentVolumeClaim"]["claimName"] for v in pod(of(plan, "Deployment"))["volumes"]
-              if "persistentVolumeClaim" in v}  # fmt: skip
-    assert wanted == claims
+    assert claims_of(pod(of(plan, "Deployment"))) == claims
     scalers = [one for one in RENDERED[plan] if one["kind"] in ("HorizontalPodAutoscaler", "ScaledObject")]
     assert len(scalers) == (plan != "gpu"), "two would fight"
     for one in scalers:
         assert one["spec"]["scaleTargetRef"]["name"] == "manylora"
+    # Applied once more, a number in the manifest would undo what the autoscaler has chosen.
+    assert ("replicas" in of(plan, "Deployment")["spec"]) == (not scalers)
+
+
+def test_both_autoscalers_take_replicas_away_slowly() -> None:
+    """KEDA's own `cooldownPeriod` is for the way to no replicas at all."""
+    mine = of("base", "HorizontalPodAutoscaler")["spec"]["behavior"]
+    keda = of("keda", "ScaledObject")["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert mine == keda
+    whole = {**of("base", "HorizontalPodAutoscaler"), "spec": {
+        "scaleTargetRef": {"kind": "Deployment", "name": "x"}, "maxReplicas": 2, "behavior": keda,
+    }}  # fmt: skip
+    kubernetes_validate.validate(whole, VERSION, strict=True)
 
 
 @pytest.mark.parametrize("kind", ["leader", "worker"])
 def test_each_pod_of_a_group_is_one_rank_of_the_same_engine(kind: str) -> None:
-    group = of("hosts", "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
+    group = of("hosts", "LeaderWorkerSet", "manylora-ranks")["spec"]["leaderWorkerTemplate"]
     template = group[f"{kind}Template"]
     whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": template["spec"]}
     kubernetes_validate.validate(whole, VERSION, strict=True)
@@ -297,9 +315,9 @@ def test_each_pod_of_a_group_is_one_rank_of_the_same_engine(kind: str) -> None:
 
 
 def test_a_group_starts_the_launcher_with_the_variables_that_it_reads() -> None:
-    container = of("hosts", "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"][
-        "containers"
-    ][0]
+    container = of("hosts", "LeaderWorkerSet", "manylora-ranks")["spec"]["leaderWorkerTemplate"][
+        "leaderTemplate"
+    ]["spec"]["containers"][0]
     assert container["command"] == ["sh", "-c"]
     given = {"LWS_WORKER_INDEX": "1", "LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "leader"}
     (line,) = container["args"]
@@ -311,9 +329,18 @@ def test_a_group_starts_the_launcher_with_the_variables_that_it_reads() -> None:
     options = triton.argument_parser().parse_args(command.split())
     assert find_place(options.world_size, environment) == Place(1, 2, 0, 1, "leader", 29500)
     assert options.foreground and str(options.lora_root) == "/adapters" and options.model == "/model"
+    name = name_of(next(one for one in RENDERED["hosts"] if one["kind"] == "LeaderWorkerSet"))
     assert of("hosts", "Service")["spec"]["selector"] == {
-        "leaderworkerset.sigs.k8s.io/name": "manylora", "leaderworkerset.sigs.k8s.io/worker-index": "0"
+        "leaderworkerset.sigs.k8s.io/name": name, "leaderworkerset.sigs.k8s.io/worker-index": "0"
     }  # fmt: skip
+
+
+def test_pods_of_a_group_find_each_other() -> None:
+    """By a headless Service of the group's own name, which LeaderWorkerSet makes if there is none yet."""
+    groups = {name_of(one) for one in RENDERED["hosts"] if one["kind"] == "LeaderWorkerSet"}
+    services = {name_of(one) for one in RENDERED["hosts"] if one["kind"] == "Service"}
+    assert groups and services
+    assert not groups & services
 
 
 def test_the_gateway_picks_among_the_servers() -> None:
@@ -350,10 +377,30 @@ def test_the_queue_that_scales_is_exported_and_the_dashboard_is_ours() -> None:
     monitor = of("monitoring", "ServiceMonitor")["spec"]
     service = of("base", "Service")
     assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-    assert monitor["endpoints"][0]["port"] in {port["name"] for port in service["spec"]["ports"]}
     assert monitor["jobLabel"] in service["metadata"]["labels"] and 'job="manylora"' in query
     dashboard = of("monitoring", "ConfigMap", "manylora-dashboard")["data"]["manylora.json"]
     assert json.loads(dashboard)["panels"]
+
+
+def leader_or_pod(plan: str) -> Object:
+    """What takes the requests."""
+    if plan != "hosts":
+        return pod(of(plan, "Deployment"))
+    group = of(plan, "LeaderWorkerSet", "manylora-ranks")["spec"]["leaderWorkerTemplate"]
+    spec: Object = group["leaderTemplate"]["spec"]
+    return spec
+
+
+@pytest.mark.parametrize("plan", [*(name for name in SERVERS if name != "kserve"), "hosts"])
+def test_metrics_are_scraped_where_the_server_has_them(plan: str) -> None:
+    """`manylora serve` on its own port; Triton on one of their own."""
+    (endpoint,) = of("monitoring", "ServiceMonitor")["spec"]["endpoints"]
+    ports = {port["name"]: port["targetPort"] for port in of(plan, "Service")["spec"]["ports"]}
+    (container,) = leader_or_pod(plan)["containers"]
+    numbers = {port["name"]: port["containerPort"] for port in container["ports"]}
+    triton_server = plan in ("triton", "hosts")
+    assert numbers[ports[endpoint["port"]]] == (8002 if triton_server else 8000)
+    assert endpoint["path"] == "/metrics"
 
 
 def test_the_runtime_is_the_one_that_the_example_names() -> None:
@@ -363,5 +410,5 @@ def test_the_runtime_is_the_one_that_the_example_names() -> None:
     assert service["modelFormat"]["name"] in {one["name"] for one in runtime["supportedModelFormats"]}
     port = str(containers(of("kserve", "ServingRuntime"))[0]["ports"][0]["containerPort"])
     assert runtime["annotations"]["prometheus.kserve.io/port"] == port
-    claim = service["storageUri"].removeprefix("pvc://")
-    assert claim in {name_of(one) for one in read(FOLDER / "base" / "volumes.yaml")}
+    claims = {name_of(one) for one in RENDERED["kserve"] if one["kind"] == "PersistentVolumeClaim"}
+    assert claims_of(runtime) | {service["storageUri"].removeprefix("pvc://")} == claims

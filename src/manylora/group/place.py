@@ -1,8 +1,9 @@
-"""Place: which rank of how many this process is, by the environment of torchrun or mpirun."""
+"""Place: which rank of how many this process is, by the environment of torchrun, mpirun or srun."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,9 +22,13 @@ class Names(NamedTuple):
 
 
 MPI = "OMPI_COMM_WORLD"
+# Those of a step: a job has such without `STEP` also where nothing has started several processes. Behind the
+# others, as mpirun starts what it needs on other hosts by srun, and torchrun may be started by it.
+SRUN = Names("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 LAUNCHERS = (
     Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     Names("mpirun", f"{MPI}_RANK", f"{MPI}_SIZE", f"{MPI}_LOCAL_RANK", f"{MPI}_LOCAL_SIZE"),
+    SRUN,
 )
 RUN_BY = ("TORCHELASTIC_RUN_ID", f"{MPI}_RANK")  # variables of a launcher that waits for its processes
 RANK_0_GONE = 3  # exit status of another rank that has lost rank 0
@@ -54,7 +59,7 @@ class Place:
 
 
 def is_one_of_several(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun or mpirun has started several processes, whatever they run. Raises ConfigError."""
+    """Whether a launcher has started several processes, whatever they run. Raises ConfigError."""
     return _started(environment) is not None
 
 
@@ -66,7 +71,7 @@ def started_rank(environment: Mapping[str, str] = os.environ) -> int:
 
 def ends_with_launcher(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether a launcher waits for this process, and takes its end for the end of the work."""
-    return any(name in environment for name in RUN_BY)
+    return any(name in environment for name in RUN_BY) or environment.get(SRUN.size, "1") != "1"
 
 
 def find_place(size: int, environment: Mapping[str, str] = os.environ) -> Place:
@@ -81,7 +86,7 @@ def find_place(size: int, environment: Mapping[str, str] = os.environ) -> Place:
             f"start {size}, or choose tensor and pipeline parallel sizes whose product is {count}"
         )
     local_rank = _number(environment, names.local_rank, rank)
-    local_size = _number(environment, names.local_size, size)
+    local_size = _local_size(environment, names, size)
     address = environment.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
     if not address:
         raise ConfigError(
@@ -111,6 +116,19 @@ def _started(environment: Mapping[str, str]) -> _Started | None:
             if count != 1:
                 return _Started(rank, count, names)
     return None
+
+
+def _local_size(environment: Mapping[str, str], names: Names, size: int) -> int:
+    """srun has the numbers of all hosts, as 2(x3),1."""
+    text = environment.get(names.local_size, "")
+    if names is not SRUN or not text:
+        return _number(environment, names.local_size, size)
+    parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
+    hosts = [int(part[1]) for part in parts if part is not None for _ in range(int(part[2] or 1))]
+    host = _number(environment, "SLURM_NODEID", 0)
+    if None in parts or host >= len(hosts):
+        raise ConfigError(f"{names.local_size} must have the number of ranks of host {host}, got {text!r}")
+    return hosts[host]
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:

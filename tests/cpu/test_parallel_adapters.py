@@ -4,8 +4,10 @@ pages on all of them, so that one rank can decide for the others."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
+import peft
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ from manylora.parallel.adapters import AdapterSlicer
 from manylora.parallel.mapping import Mapping
 from manylora.quant.config import QuantConfig
 from manylora.request import LoraExtra, LoraInput
-from manylora.testing.tiny_models import make_model
+from manylora.testing.tiny_models import make_adapter, make_model, make_tuned
 
 RANKS = [Mapping(4, rank, 2, 2) for rank in range(4)]
 
@@ -182,6 +184,25 @@ def test_rotations_that_ranks_would_cut_apart_are_refused(model: ModelConfig) ->
         AdapterInvalidError, match=r"attn_k: each rank has 16 outputs .* cuts groups of 32 apart"
     ):
         AdapterSlicer(model, RANKS[0])._extra(extra, RANKS[0])
+
+
+def test_one_that_cannot_be_divided_is_skipped_at_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Among those that are loaded at start; a request for it is told why."""
+    model = make_model(tmp_path / "model", "qwen2")
+    turned = peft.RoadConfig(variant="road_1", group_size=32, target_modules=["k_proj"])
+    make_tuned(tmp_path / "adapters" / "1", model, turned)
+    make_adapter(tmp_path / "adapters" / "2", model)
+    config = read_model_config(model)
+    cache = LoraCacheConfig(gpu_memory_bytes=2**24, prefetch_dir=tmp_path / "adapters")
+    slicer, cpu = AdapterSlicer(config, RANKS[0]), torch.device("cpu")
+    store = AdapterStore.open(config, cache, cpu, torch.float32, 2**30, slicer=slicer)
+    assert (store.resident(1), store.resident(2)) == (False, True)
+    assert "lora task 1 is skipped: attn_k: each rank has 16 outputs" in caplog.text
+    with pytest.raises(AdapterInvalidError, match="cuts groups of 32 apart"):
+        store.acquire(LoraInput(1), store.prepare(LoraInput(1)))
+    store.close()
 
 
 @pytest.mark.parametrize("algo", ["W8A16", "W4A16", "FP8", "W4A8", "W8A8"])

@@ -11,6 +11,7 @@ import torch
 from manylora.config.engine import LoraCacheConfig, ModelConfig
 from manylora.errors import (
     AdapterCacheFullError,
+    AdapterError,
     AdapterNotCachedError,
     RequestError,
 )
@@ -152,7 +153,8 @@ class AdapterStore:
         """A lease on what `prepare` returned. On the host, or carried until pages are free.
 
         Tensors for a known id replace it; leases in flight keep what they have. Raises AdapterNotCachedError
-        when it was evicted meanwhile, AdapterCacheFullError when it could never fit.
+        when it was evicted meanwhile, AdapterCacheFullError when it could never fit, AdapterInvalidError when
+        it cannot be divided among the ranks.
         """
         assert lora.task_id is not None
         digest = adapter.digest if adapter else self.library.digest(lora.task_id)
@@ -384,7 +386,7 @@ class AdapterStore:
         for task_id, adapter in self.library.prefetch(folder):
             try:
                 lease = self.acquire(LoraInput(task_id), adapter)
-            except AdapterCacheFullError as error:
+            except AdapterError as error:  # there is no room for it, or it cannot be divided among ranks
                 logger.warning("lora task %d is skipped: %s", task_id, error)
                 continue
             self.release(lease)

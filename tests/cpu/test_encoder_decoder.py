@@ -42,7 +42,7 @@ NEW = 7
 T5 = ("q", "k", "v", "o", "wi", "wo")
 T5_GATED = ("q", "k", "v", "o", "wi_0", "wi_1", "wo")
 BART = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
-LINEARS = {"t5": T5, "t5-v1.1": T5_GATED, "bart": BART, "bart-scaled-untied": BART}
+LINEARS = {"t5": T5, "t5-v1.1": T5_GATED, "mt5": T5_GATED, "bart": BART, "bart-scaled-untied": BART}
 Ids = tuple[int, ...]
 
 

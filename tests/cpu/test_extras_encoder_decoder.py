@@ -67,7 +67,7 @@ def check_batch(model: Path, adapters: list[Path]) -> None:
         assert not agree(with_all, without)
 
 
-@pytest.mark.parametrize("family", ["t5", "t5-v1.1", "bart", "bart-scaled-untied"])
+@pytest.mark.parametrize("family", ["t5", "t5-v1.1", "mt5", "bart", "bart-scaled-untied"])
 def test_every_kind_in_one_batch(family: str, workshop: Path) -> None:
     model = make_model(workshop / family, family, seed=3)
     # T5 has no biases to train, and in an untied BART no stack looks at the shared table.

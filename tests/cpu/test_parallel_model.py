@@ -67,6 +67,7 @@ CASES: dict[str, tuple[str, dict[str, int], tuple[str, ...], str | None]] = {
     "bart untied tp2": ("bart-scaled-untied", TP2, ALL, None),
     "t5 pp2": ("t5-wide", PP2, ALL, None),
     "t5 both": ("t5-v1.1", BOTH, ALL, None),
+    "mt5 both": ("mt5", BOTH, ALL, None),
     "t5 pp4": ("t5-4", {"pp": 4}, ALL, None),
     "bart pp2": ("bart-3", PP2, ALL, None),
     "bart both": ("bart", BOTH, ALL, None),

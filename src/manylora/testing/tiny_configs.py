@@ -384,6 +384,7 @@ ENCODER_DECODER_FAMILIES: Table = {
         {**T5, "d_kv": 24, "num_decoder_layers": 3, "feed_forward_proj": "gated-gelu",
          "tie_word_embeddings": False},
     ),
+    "mt5": ("mt5", {**T5, "d_kv": 24, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "bart": ("bart", BART),
     "bart-scaled-untied": ("bart", {**BART, "scale_embedding": True, "tie_word_embeddings": False}),
 }  # fmt: skip

@@ -135,9 +135,9 @@ class BaseReader:
 
     @property
     def ties_embeddings(self) -> bool:
-        """Whether transformers ties what has a table of an encoder-decoder model; of T5 it does always."""
+        """Whether transformers ties what has a table of an encoder-decoder model; of T5 it always does."""
         raw = self._config()
-        return raw.get("model_type") == "t5" or raw.get("tie_word_embeddings") is not False
+        return raw.get("model_type") in ("t5", "mt5") or raw.get("tie_word_embeddings") is not False
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor that `find` found; of what is quantised, only a head's."""

@@ -1,4 +1,4 @@
-"""T5, T5 1.1 and Flan-T5, encoder-decoders: relative positions, RMSNorm, unscaled attention scores."""
+"""T5, T5 1.1, Flan-T5 and mT5, encoder-decoders: relative positions, RMSNorm, unscaled attention scores."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ T5 = {
     "num_decoder_layers": None, "num_heads": 8, "relative_attention_num_buckets": 32,
     "relative_attention_max_distance": 128, "layer_norm_epsilon": 1e-6, "feed_forward_proj": "relu",
     "tie_word_embeddings": True,
+}  # fmt: skip
+MT5 = {
+    **T5, "vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6,
+    "feed_forward_proj": "gated-gelu",
 }  # fmt: skip
 ALIASES = {
     "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers",
@@ -56,6 +60,11 @@ def _t5(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _mt5(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """T5 1.1's; its logits are never scaled, whatever config.json says of the head."""
+    return {**_t5(raw), "logits_scale": 1.0}
+
+
 def _rename(raw: Mapping[str, Any]) -> dict[str, Any]:
     layers = raw["num_layers"]
     return {
@@ -90,7 +99,11 @@ def _names(config: ModelConfig, decodes: bool) -> TensorNames:
 
 
 FAMILIES = {
-    "T5ForConditionalGeneration": ModelFamily(
-        T5, _t5, partial(_names, decodes=True), _rename, partial(_names, decodes=False), ALIASES
+    name: ModelFamily(
+        defaults, config, partial(_names, decodes=True), _rename, partial(_names, decodes=False), ALIASES
+    )
+    for name, defaults, config in (
+        ("T5ForConditionalGeneration", T5, _t5),
+        ("MT5ForConditionalGeneration", MT5, _mt5),
     )
 }

@@ -7,14 +7,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from manylora.config.engine import EngineConfig
 from manylora.engine.engine import Engine, Prepared
+from manylora.engine.preparation import Preparation, as_refusal
 from manylora.errors import (
-    AdapterNotCachedError,
     DrainingError,
     EngineDeadError,
     GroupLostError,
@@ -23,7 +23,6 @@ from manylora.errors import (
 )
 from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, LoraMix, Request, Sink, mix
 from manylora.stats import CacheMap, EngineStats
-from manylora.system.threads import lower_priority
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -33,16 +32,14 @@ logger = logging.getLogger("manylora")
 Command = Callable[[], None]
 STATS_S = 0.05
 STUCK_S = 1.0  # how long `close` waits for a thread that was given up
-GUIDE_THREADS = 8  # a guide may take seconds to compile
 
 
 class EngineLoop:
     """Runs an Engine on a thread of its own until `close`.
 
-    Requests that bring tensors, or whose adapter must be read from disk, are prepared on a second thread, and
-    guides are compiled on others, so that a large adapter or guide delays no other request. If the engine
-    thread dies, or `fail` gives it up, every open request gets one error event, and later submits raise
-    EngineDeadError. An error in one request never ends the thread.
+    Adapters are read and guides compiled on other threads. If the engine thread dies, or `fail` gives it up,
+    every open request gets one error event, and later submits raise EngineDeadError. An error in one request
+    never ends the thread.
 
     delivered: called after sinks were called, once for all events of a step. Any thread.
     """
@@ -50,17 +47,20 @@ class EngineLoop:
     def __init__(self, engine: Engine, delivered: Callable[[], None] = lambda: None) -> None:
         self._engine, self._delivered = engine, delivered
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._preparer = ThreadPoolExecutor(1, "manylora-prepare", lower_priority)
-        self._compilers = ThreadPoolExecutor(GUIDE_THREADS, "manylora-guide", lower_priority)
         # Changed under the lock, by any thread.
         self._lock = threading.Lock()
         self._sinks: dict[int, Sink] = {}  # ticket -> sink of every open request
-        self._preparing: dict[int, int] = {}  # task id -> requests on the preparing thread
-        self._num_preparing = 0  # requests being prepared or compiled, or waiting for it
         self._next_ticket = 0
         self._closing = False
         self._death: EngineDeadError | None = None
         self._publishing: set[Future[AdapterVersion]] = set()
+        self._preparation = Preparation(
+            engine,
+            self._lock,
+            lambda ticket: ticket in self._sinks,
+            lambda *request: self._inbox.put(lambda: self._begin(*request)),
+            lambda *prepared: self._inbox.put(lambda: self._admit(*prepared)),
+        )
         # Changed by the engine thread only.
         self._tickets: dict[int, int] = {}  # engine handle -> ticket
         self._handles: dict[int, int] = {}  # ticket -> engine handle
@@ -113,11 +113,11 @@ class EngineLoop:
             limit = self._engine.max_queue_size
             if self._closing:
                 refusal = refusal or DrainingError()
-            elif limit and self._num_preparing >= limit:
+            elif limit and self._preparation.num_waiting >= limit:
                 refusal = refusal or QueueFullError(limit)
             if refusal is None:
                 self._sinks[ticket] = sink
-                self._dispatch(ticket, request)
+                self._preparation.dispatch(ticket, request)
         if refusal is not None:
             self._call(sink, _failure(refusal))
         return ticket
@@ -178,36 +178,12 @@ class EngineLoop:
             self._engine.adapters.loader.end_waits()
             for ticket in everyone:
                 self.cancel(ticket)
-        self._compilers.shutdown(wait=True)  # first: it passes requests on to the preparer
-        self._preparer.shutdown(wait=True)
+        self._preparation.close()
         self._inbox.put(lambda: None)
         self._thread.join(None if self._death is None else STUCK_S)
         if not self._thread.is_alive():
             self._engine.adapters.close()
             self._engine.end_ranks()
-
-    def _dispatch(self, ticket: int, request: Request, matcher: LLMatcher | None = None) -> None:
-        """Hand a request to the thread that is next. Under the lock: so no thread ends between."""
-        if request.params.guide is not None and matcher is None:
-            self._num_preparing += 1
-            self._compilers.submit(self._compile, ticket, request)
-        elif not self._enter_preparation(ticket, request, matcher):
-            self._inbox.put(lambda: self._begin(ticket, request, matcher))
-
-    def _compile(self, ticket: int, request: Request) -> None:
-        matcher: LLMatcher | None = None
-        failure: RequestError | None = None
-        if ticket in self._sinks:  # else it was cancelled
-            try:
-                matcher = self._engine.compile(request)
-            except BaseException as error:
-                failure = _as_refusal(error, "The guide could not be read")
-        with self._lock:
-            self._num_preparing -= 1
-            if matcher is not None:
-                self._dispatch(ticket, request, matcher)
-        if failure is not None:
-            self._inbox.put(lambda: self._admit(ticket, failure))
 
     def _resolved(self, lora: LoraInput | LoraMix) -> LoraInput | LoraMix | None:
         """With task ids in place of names. Raises RequestError."""
@@ -215,48 +191,6 @@ class EngineLoop:
         if isinstance(lora, LoraInput):
             return resolve(lora)
         return mix([(resolve(one), scale) for one, scale in lora.members])
-
-    def _enter_preparation(self, ticket: int, request: Request, matcher: LLMatcher | None) -> bool:
-        """Hand a request to the preparing thread, if that goes first. Requests of a task id keep their order.
-        Under the lock."""
-        lora = request.lora
-        ids = lora.task_ids if lora is not None else []
-        if lora is None or len(ids) < len(lora.members):  # an id is missing, as the engine will say
-            return False
-        if not (lora.has_tensors or any(map(self._must_prepare, ids))):
-            return False
-        try:
-            self._preparer.submit(self._prepare, ticket, request, matcher)
-        except RuntimeError:  # closed: what is left is prepared by the engine's thread
-            return False
-        self._num_preparing += 1
-        for task_id in ids:
-            self._preparing[task_id] = self._preparing.get(task_id, 0) + 1
-        return True
-
-    def _must_prepare(self, task_id: int) -> bool:
-        return task_id in self._preparing or not self._engine.adapters.resident(task_id)
-
-    def _prepare(self, ticket: int, request: Request, matcher: LLMatcher | None) -> None:
-        assert request.lora is not None
-        ids = request.lora.task_ids
-        prepared: Prepared | RequestError = Prepared(request, (None,) * len(ids), matcher)
-        if ticket in self._sinks:  # else it was cancelled
-            try:
-                if not request.lora.has_tensors:
-                    self._engine.adapters.loader.wait_for_memory()
-                prepared = self._engine.prepare(request, matcher)
-            except AdapterNotCachedError:
-                pass  # Its tensors may be ahead of it in the inbox: the engine thread knows.
-            except BaseException as error:
-                prepared = _as_refusal(error, "The adapter could not be read")
-        self._inbox.put(lambda: self._admit(ticket, prepared))
-        with self._lock:
-            self._num_preparing -= 1
-            for task_id in ids:
-                self._preparing[task_id] -= 1
-                if not self._preparing[task_id]:
-                    del self._preparing[task_id]
 
     # From here on: the engine thread.
 
@@ -306,12 +240,12 @@ class EngineLoop:
         if ticket not in self._sinks:  # cancelled
             return
         with self._lock:
-            if self._enter_preparation(ticket, request, matcher):  # its adapter was evicted meanwhile
+            if self._preparation.enter(ticket, request, matcher):  # its adapter was evicted meanwhile
                 return
         try:
             self._admit(ticket, self._engine.prepare(request, matcher))
         except Exception as error:
-            self._admit(ticket, _as_refusal(error, "The request could not be checked"))
+            self._admit(ticket, as_refusal(error, "The request could not be checked"))
 
     def _admit(self, ticket: int, prepared: Prepared | RequestError) -> None:
         if ticket not in self._sinks:  # cancelled while it was prepared
@@ -321,7 +255,7 @@ class EngineLoop:
                 raise prepared
             handle = self._engine.submit(prepared)
         except Exception as error:
-            self._deliver(ticket, _failure(_as_refusal(error, "The request could not be taken")))
+            self._deliver(ticket, _failure(as_refusal(error, "The request could not be taken")))
             return
         self._tickets[handle] = ticket
         self._handles[ticket] = handle
@@ -330,7 +264,7 @@ class EngineLoop:
         try:
             version = self._engine.publish(lora)
         except Exception as error:
-            self._settle(done, error=_as_refusal(error, "The adapter could not be taken"))
+            self._settle(done, error=as_refusal(error, "The adapter could not be taken"))
         else:
             self._settle(done, version)
 
@@ -358,7 +292,7 @@ class EngineLoop:
         try:
             self._engine.adapters.pins.pin(task_id)
         except Exception as error:
-            answer(_as_refusal(error, "The adapter could not be pinned"))
+            answer(as_refusal(error, "The adapter could not be pinned"))
         else:
             answer(None)
 
@@ -410,14 +344,3 @@ class EngineLoop:
 
 def _failure(error: Exception) -> Event:
     return Event(finish_reason=FinishReason.ERROR, last=True, error=error)
-
-
-def _as_refusal(error: BaseException, text: str) -> RequestError:
-    """The error as a RequestError, without its traceback, which would keep an adapter in memory.
-
-    Any other error is unexpected, and logged. BaseException: a panic of a Rust library is not an Exception.
-    """
-    if isinstance(error, RequestError):
-        return error.with_traceback(None)
-    logger.error("a request failed before it began", exc_info=error)
-    return RequestError(f"{text}: {type(error).__name__}")

@@ -205,6 +205,48 @@ def test_a_schema_chooses_its_own_white_space(server: Running) -> None:
     assert json.loads(complete(server, **loose, max_tokens=200)["choices"][0]["text"])["city"]
 
 
+NOTHING = {"type": "nothing"}
+A_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": NOTHING}}}}
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_json": {"enum": ["a" * 2**18]}}, "guided_json"),
+        ({"regex": "("}, "regex"),
+        ({"guided_json": NOTHING}, "guided_json"),
+        ({"json_schema": json.dumps(NOTHING)}, "json_schema"),
+        ({"guided_grammar": "root ::= nothing"}, "guided_grammar"),
+        ({"ebnf": "root ::= nothing"}, "ebnf"),
+        ({"structured_outputs": {"json": NOTHING}}, "structured_outputs"),
+        ({"response_format": {"type": "regex", "regex": "("}}, "response_format"),
+        ({"tools": [A_TOOL], "tool_choice": "required"}, "tools"),
+    ],
+)
+def test_a_wrong_guide_is_refused_under_the_name_of_its_field(
+    server: Running, body: dict[str, Any], field: str
+) -> None:
+    for path in [CHAT] if "tools" in body else [CHAT, "/v1/completions"]:
+        for stream in (False, True):
+            error = refused(server, path, **body, stream=stream)
+            assert (error["code"], error["param"]) == ("invalid_response_format", field)
+            assert error["message"].startswith(f"{field} ")
+
+
+def test_other_apis_name_a_wrong_guide_by_their_own_fields(server: Running) -> None:
+    text = {"format": {"type": "json_schema", "name": "n", "schema": NOTHING}}
+    wrong = server.post("/v1/responses", model="demo", input="a", text=text).json()["error"]
+    assert wrong["param"] == "text.format" and wrong["message"].startswith("text.format is not a valid")
+    chat = server.post("/api/chat", model="demo", messages=QUESTION, format=NOTHING)
+    assert chat.status_code == 400 and chat.json()["error"].startswith("format is not a valid")
+    grammar = {"grammar": {"grammars": [{"lark_grammar": "start: nothing"}]}}
+    given = {"controller": "llguidance", "controller_arg": grammar, "prompt": "a"}
+    wrong = server.post("/v1/run", **given).json()["error"]
+    assert wrong["param"] == "controller_arg.grammar"
+    assert wrong["message"].startswith("controller_arg.grammar is not a valid")
+
+
 ITEM = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CLOSED_ITEM = {**ITEM, "additionalProperties": False}
 

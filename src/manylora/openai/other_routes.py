@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from manylora.config.pooling import PoolingSettings
-from manylora.openai.api.errors import ApiError
-from manylora.openai.api.ollama_request import OllamaChat, OllamaGenerate, OllamaShow
+from manylora.openai.api.errors import ApiError, renamed
+from manylora.openai.api.ollama_request import NAMES, OllamaChat, OllamaGenerate, OllamaShow
 from manylora.openai.api.pooled_request import (
     ClassifyRequest,
     EmbeddingRequest,
@@ -117,6 +117,7 @@ def error_at(path: str, error: ApiError) -> Response:
     """An error in the form of the API that the path belongs to."""
     if not path.startswith(OLLAMA):
         return error_response(error)
+    error = renamed(error, NAMES)
     if error.code == "not_found":
         served = ", ".join(route for _, route, _ in OTHER_ROUTES if route.startswith(OLLAMA))
         error = ApiError(404, error.code, f"{path[:100]} is not served: there are {served}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from manylora.errors import (
@@ -36,6 +37,7 @@ ADAPTER_CODES = (
     ),
     ("adapter_unsupported", r"support|would be|pickle|not served|cannot be served"),
 )
+FORMAT = "response_format"  # the field that an error of a guide names; `renamed` gives it that of the body
 SERVER_FAULT_PREFIXES = ("The model's logits", "Encountered an error in", "The adapter could not be read")
 
 
@@ -101,10 +103,20 @@ def as_api_error(error: Exception, adapter: str = "") -> ApiError:
         return ApiError(500, "engine_error", str(error))
     if isinstance(error, RequestError | ValueError):
         if str(error).startswith("guided_decoding"):
-            reason = str(error).replace("guided_decoding_guide", "the format")
-            return ApiError(400, "invalid_response_format", reason, "response_format")
+            reason = str(error).replace("guided_decoding_guide", FORMAT)
+            return ApiError(400, "invalid_response_format", reason, FORMAT)
         return invalid_value(str(error))
     return ApiError(500, "internal_error", "The server failed to answer this request")
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """The same error for a client that has written its fields elsewhere. names: where, by field."""
+    head, dot, tail = (error.param or "").partition(".")
+    if names.get(head, head) == head:
+        return error
+    param = names[head] + dot + tail
+    message = error.message.replace(error.param or "", param, 1)
+    return ApiError(error.status, error.code, message, param, error.retry_after)
 
 
 def _adapter_error(error: AdapterError, name: str) -> ApiError:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from manylora.openai.api.errors import ApiError, invalid_value
+from manylora.errors import RequestError
+from manylora.openai.api.errors import FORMAT, ApiError, as_api_error, invalid_value, renamed
 from manylora.openai.api.fields import StructuredOutputs
 from manylora.openai.api.schema import ChatRequest, GenerationRequest, ResponseFormat
 from manylora.openai.api.tools import json_guide, tool_use
@@ -25,42 +27,52 @@ ANY_OBJECT = {"type": "object"}
 OF_STRUCTURED = ("json_", "regex", "choice", "grammar", "json_object")
 
 
-def guide_of(body: GenerationRequest) -> Guide | None:
-    """None: free text. Raises ApiError, also where two fields bind the answer."""
+def guide_of(body: GenerationRequest) -> tuple[str, Guide | None]:
+    """The field that binds the answer, and its guide. None: free text. Raises ApiError, also where two fields
+    bind the answer."""
     use = tool_use(body) if isinstance(body, ChatRequest) else None
-    found = [(field, guide) for field, guide in _wanted(body) if guide is not None]
+    made = [(field, _made(field, make)) for field, make in _wanted(body)]
+    found = [(field, guide) for field, guide in made if guide is not None]
     if use is not None:
         # Where a call is all there is, a format of text binds nothing: some clients send both.
-        found = [one for one in found if not (use.only_calls and one[0] == "response_format")]
+        found = [one for one in found if not (use.only_calls and one[0] == FORMAT)]
         if found:
             reason = f"tools and {found[0][0]} cannot be combined: leave one out"
             raise invalid_value(reason, found[0][0])
-        return use.guide()
+        return "tools", _made("tools", use.guide)
     if len(found) > 1:
         reason = f"{found[0][0]} and {found[1][0]} both bind the answer: give one"
         raise invalid_value(reason, found[1][0])
-    return found[0][1] if found else None
+    return found[0] if found else (FORMAT, None)
 
 
-def _wanted(body: GenerationRequest) -> Iterator[tuple[str, Guide | None]]:
-    """Field, and its guide."""
+def _made(field: str, make: Callable[[], Guide | None]) -> Guide | None:
+    """The guide of a field. Raises ApiError, with the field's name."""
+    try:
+        return make()
+    except RequestError as error:
+        raise renamed(as_api_error(error), {FORMAT: field}) from error
+
+
+def _wanted(body: GenerationRequest) -> Iterator[tuple[str, Callable[[], Guide | None]]]:
+    """Field, and what makes its guide."""
     if body.response_format is not None:
-        yield "response_format", _of_format(body.response_format)
+        yield FORMAT, partial(_of_format, body.response_format)
     if body.structured_outputs is not None:
-        yield "structured_outputs", _of_structured(body.structured_outputs)
+        yield "structured_outputs", partial(_of_structured, body.structured_outputs)
     space = body.guided_whitespace_pattern
     for field, schema in (("guided_json", body.guided_json), ("json_schema", body.json_schema)):
         if schema is not None:
-            yield field, _of_schema(schema, field, space)
+            yield field, partial(_of_schema, schema, field, space)
     for field, pattern in (("guided_regex", body.guided_regex), ("regex", body.regex)):
         if pattern is not None:
-            yield field, Guide("regex", pattern)
+            yield field, partial(Guide, "regex", pattern)
     if body.guided_choice is not None:
-        yield "guided_choice", Guide("regex", choice_pattern(body.guided_choice))
+        yield "guided_choice", partial(Guide, "regex", choice_pattern(body.guided_choice))
     if body.guided_grammar is not None:
-        yield "guided_grammar", _of_grammar(body.guided_grammar)
+        yield "guided_grammar", partial(_of_grammar, body.guided_grammar)
     if body.ebnf is not None:
-        yield "ebnf", Guide("ebnf_grammar", body.ebnf)
+        yield "ebnf", partial(Guide, "ebnf_grammar", body.ebnf)
 
 
 def _of_format(wanted: ResponseFormat) -> Guide | None:
@@ -73,12 +85,12 @@ def _of_format(wanted: ResponseFormat) -> Guide | None:
         schema = wanted.schema_given
         if schema is None:
             reason = "response_format.json_schema.schema is required"
-            raise ApiError(400, "missing_field", reason, "response_format")
+            raise ApiError(400, "missing_field", reason, FORMAT)
         return json_guide(schema)
     kind, field = FORMATS[wanted.type]
     text = getattr(wanted, field)
     if text is None:
-        raise ApiError(400, "missing_field", f"response_format.{field} is required", "response_format")
+        raise ApiError(400, "missing_field", f"{FORMAT}.{field} is required", FORMAT)
     return Guide(kind, text if isinstance(text, str) else json.dumps(text))
 
 

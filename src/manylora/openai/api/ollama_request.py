@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from manylora.openai.api.errors import ApiError, invalid_value, unsupported_field
+from manylora.openai.api.errors import FORMAT, ApiError, invalid_value, unsupported_field
 from manylora.openai.api.fields import Body, Items, Text, WordText
 from manylora.openai.api.schema import MAX_TOKENS, BodyT, ChatRequest, CompletionRequest, Tool, validate
 
 LATEST = ":latest"  # the tag of a name without one
+NAMES = {FORMAT: "format"}  # fields of chats and completions, as this API calls them
 Number = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 

@@ -11,7 +11,7 @@ from manylora.config.engine import ModelConfig
 from manylora.llmapi.decoding import Decoding, decoding_of
 from manylora.llmapi.sampling import SamplingParams
 from manylora.lora.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
-from manylora.openai.api.errors import ApiError, context_length, invalid_value, unsupported_field
+from manylora.openai.api.errors import FORMAT, ApiError, context_length, invalid_value, unsupported_field
 from manylora.openai.api.guides import guide_of
 from manylora.openai.api.schema import ChatRequest, CompletionRequest, GenerationRequest
 from manylora.request import Guide
@@ -49,7 +49,7 @@ class Plan:
     top: number of alternatives shown for each token; None: no log probabilities at all. prompt_only:
     max_tokens is 0; the engine generates one token, which is not shown. prompt_top: as top, for the tokens of
     the prompt in an answer's prompt_logprobs. cache_salt: of `Request`. temperature, top_p: as answers
-    show them.
+    show them. guide_field: of `Shared`.
     """
 
     decoding: Decoding
@@ -59,19 +59,23 @@ class Plan:
     cache_salt: str = ""
     temperature: float = 1.0
     top_p: float = 1.0
+    guide_field: str = FORMAT
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What is computed once for all prompts of a body. logit_bias: [vocabulary] float32."""
+    """What is computed once for all prompts of a body. logit_bias: [vocabulary] float32. guide_field: where
+    the guide comes from."""
 
     logit_bias: np.ndarray | None
     guide: Guide | None
+    guide_field: str = FORMAT
 
 
 def shared_of(body: GenerationRequest, limits: Limits) -> Shared:
     """Raises ApiError."""
-    return Shared(_logit_bias(body, limits.vocab_size), guide_of(body))
+    field, guide = guide_of(body)
+    return Shared(_logit_bias(body, limits.vocab_size), guide, field)
 
 
 def plan(
@@ -116,7 +120,8 @@ def plan(
         return_context_logits=shows_prompt,
     )
     salt, shown = body.cache_salt or "", (body.temperature, body.top_p)
-    return Plan(replace(decoding, params=params), top, prompt_only, prompt_top, salt, *shown)
+    decoding = replace(decoding, params=params)
+    return Plan(decoding, top, prompt_only, prompt_top, salt, *shown, shared.guide_field)
 
 
 def _sampling_params(body: GenerationRequest, max_tokens: int, top: int | None) -> SamplingParams:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from manylora.openai.api.errors import ApiError, invalid_value, unsupported_field
+from manylora.openai.api.errors import ApiError, invalid_value, renamed, unsupported_field
 from manylora.openai.api.fields import Body, Items, TemplateFields, Text
 from manylora.openai.api.schema import MAX_TOKENS, ChatRequest, GenerationRequest, api_error, validate
 
@@ -159,14 +159,11 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
 
 def in_words_of_responses(error: ApiError) -> ApiError:
     """An error of the chat that a response was made from, with the names of this API."""
-    head, dot, tail = (error.param or "").partition(".")
-    own = CHAT_NAMES.get(head)
-    if own is None:
-        return error
-    # A message's place among the messages is not its place among the items.
-    param = own if head == "messages" else own + dot + tail
-    message = error.message.replace(error.param or "", param, 1)
-    return ApiError(error.status, error.code, message, param, error.retry_after)
+    given = error.param or ""
+    if given.startswith("messages."):  # a message's place among the messages is not its place among the items
+        message = error.message.replace(given, "messages", 1)
+        error = ApiError(error.status, error.code, message, "messages", error.retry_after)
+    return renamed(error, CHAT_NAMES)
 
 
 def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:

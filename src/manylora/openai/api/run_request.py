@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from manylora.openai.api.errors import invalid_value
+from manylora.openai.api.errors import FORMAT, invalid_value
 from manylora.openai.api.fields import Body, Items, Text
 from manylora.openai.api.schema import (
     MAX_TOKENS,
@@ -18,6 +18,7 @@ from manylora.openai.api.schema import (
 )
 
 DEFAULT_TOKENS = 16  # of llgtrt
+NAMES = {FORMAT: "controller_arg.grammar"}  # fields of chats and completions, as this API calls them
 
 
 class _ControllerArg(Body):
@@ -52,7 +53,7 @@ def generation_request(body: RunRequest) -> ChatRequest | CompletionRequest:
     given = body.model_dump(exclude=without, exclude_none=True, exclude_unset=True)
     given.setdefault("max_tokens", DEFAULT_TOKENS)
     guide = {"type": "llguidance", "grammar": body.controller_arg.grammar}
-    given |= {"stream": True, "response_format": guide}
+    given |= {"stream": True, FORMAT: guide}
     if body.messages is None:
         return validate({"prompt": "", **given}, CompletionRequest)
     return validate(given, ChatRequest)

@@ -9,6 +9,7 @@ import numpy as np
 from manylora.errors import RequestError
 from manylora.llmapi.continuation import Continuation
 from manylora.llmapi.outputs import CompletionOutput
+from manylora.openai.api.errors import FORMAT, ApiError, renamed
 from manylora.openai.api.logprobs import TokenLogprob, from_logits
 from manylora.openai.api.params import Plan
 from manylora.openai.serving.event_queue import Signal
@@ -89,7 +90,7 @@ class GenerationState:
         if is_first and self.plan.prompt_top is not None and event.context_logits is None:
             self.error = RequestError("The engine gives no logits of prompts: leave prompt_logprobs out")
         elif event.error is not None:
-            self.error = event.error
+            self.error = self._named(event.error)
         else:
             output = self._outputs[event.sequence_index]
             output.versions = event.versions
@@ -114,8 +115,12 @@ class GenerationState:
         """End with an error."""
         self.ended = True
         if not self.finished:
-            self.error = error
+            self.error = self._named(error)
         self.changed.set()
+
+    def _named(self, error: Exception) -> Exception:
+        """With the name of the field that the guide came in."""
+        return renamed(error, {FORMAT: self.plan.guide_field}) if isinstance(error, ApiError) else error
 
     def report(self) -> list[CompletionOutput]:
         """The n outputs to return, as they are now, and what is new in each. With best_of above n, and all

@@ -12,9 +12,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from manylora.openai.api.errors import ApiError
+from manylora.openai.api.errors import ApiError, renamed
 from manylora.openai.api.ollama_request import (
     LATEST,
+    NAMES,
     OllamaChat,
     OllamaGenerate,
     OllamaShow,
@@ -217,7 +218,7 @@ class OllamaAnswer(ChatResponse):
         return self._line({**self._content("", (), {}), **ending}).encode()
 
     def error_events(self, error: ApiError) -> bytes:
-        return f"{encode({'error': error.message})}\n".encode()
+        return f"{encode({'error': renamed(error, NAMES).message})}\n".encode()
 
     def _text_delta(self, index: int, text: str) -> str:
         shown = (

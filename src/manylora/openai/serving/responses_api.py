@@ -99,7 +99,7 @@ class ResponsesAnswer(ChatResponse):
     def error_events(self, error: ApiError) -> bytes:
         response = self._response(FAILED)
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        response["error"] = {"code": code, "message": error.message}
+        response["error"] = {"code": code, "message": in_words_of_responses(error).message}
         return self._make("response.failed", response=response).encode()
 
     def _text_delta(self, index: int, text: str) -> str:

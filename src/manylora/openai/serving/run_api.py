@@ -8,7 +8,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from manylora.openai.api.run_request import RunRequest, generation_request
+from manylora.openai.api.errors import ApiError, renamed
+from manylora.openai.api.run_request import NAMES, RunRequest, generation_request
 from manylora.openai.api.schema import ChatRequest
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey
@@ -17,10 +18,13 @@ from manylora.openai.serving.responses import ChatResponse, encode
 
 async def run(inference: Inference, request: Request, body: RunRequest, key: ApiKey) -> Response:
     """Raises ApiError."""
-    asked = generation_request(body)
-    if isinstance(asked, ChatRequest):
-        return await inference.chat(request, asked, key, RunAnswer)
-    return await inference.complete(request, asked, key, RunAnswer)
+    try:
+        asked = generation_request(body)
+        if isinstance(asked, ChatRequest):
+            return await inference.chat(request, asked, key, RunAnswer)
+        return await inference.complete(request, asked, key, RunAnswer)
+    except ApiError as error:
+        raise renamed(error, NAMES) from error
 
 
 class RunAnswer(ChatResponse):
@@ -31,6 +35,9 @@ class RunAnswer(ChatResponse):
     def first_events(self) -> bytes:
         common = {name: self._common[name] for name in ("created", "model")}
         return f"data: {encode({'id': self.id, 'object': 'initial-run', **common})}\n\n".encode()
+
+    def error_events(self, error: ApiError) -> bytes:
+        return super().error_events(renamed(error, NAMES))
 
     def _text_delta(self, index: int, text: str) -> str:
         return self._fork(index, json.loads(text), {})

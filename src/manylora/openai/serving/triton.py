@@ -30,7 +30,7 @@ from manylora.errors import (
 )
 from manylora.lora.number_types import is_bfloat16, narrow_to_bfloat16, widen_bfloat16
 from manylora.lora.tensors import Adapter, lora_input
-from manylora.openai.api.errors import ApiError, unsupported_field
+from manylora.openai.api.errors import FORMAT, ApiError, unsupported_field
 from manylora.openai.serving.backend import Wake
 from manylora.request import (
     INVOCATION,
@@ -159,7 +159,7 @@ class TritonModel:
         ours = "finish_reason" in self.outputs
         if params.guide is not None and params.guide.type in MANYLORA_GUIDES and not ours:
             reason = f"The Triton model behind this server knows no {params.guide.type}"
-            raise unsupported_field(reason, "response_format")
+            raise unsupported_field(reason, FORMAT)
 
     def number(self, name: str) -> int | None:
         """The value of a numeric parameter; None where it is empty."""

@@ -123,6 +123,46 @@ def test_embeddings_over_http(server: Running, shop: Shop) -> None:
         assert near(values, shop.embedding("no"))
 
 
+def test_embeddings_as_ollama_asks_for_them(server: Running, shop: Shop) -> None:
+    def ask(path: str = "/api/embed", model: str = "base", **body: Any) -> dict[str, Any]:
+        answer = server.post(path, model=model, **body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    found = ask(model="base:latest", input=TEXTS, keep_alive=0, options={"num_ctx": 512})
+    for text, one in zip(TEXTS, found["embeddings"], strict=True):
+        assert near(np.array(one), shop.embedding(text))
+    count = sum(len(shop.tokenizer.encode(text)) for text in TEXTS)
+    assert (found["model"], found["prompt_eval_count"]) == ("base:latest", count)
+    assert found["total_duration"] > found["load_duration"] > 1
+    assert ask(input="no")["embeddings"] == ask(input=["no"])["embeddings"]
+    assert not near(np.array(ask(model="three", input="no")["embeddings"][0]), shop.embedding("no"))
+    plain = ask("/api/embeddings", prompt="no")["embedding"]
+    assert near(np.array(plain), hidden(shop.model, shop.tokenizer.encode("no"))[-1])
+    assert ask()["embeddings"] == ask(input="")["embeddings"] == ask("/api/embeddings")["embedding"] == []
+    for given, status, hint in (
+        ({"model": "nobody"}, 404, "'nobody' does not exist"),
+        ({"model": "base", "input": [1]}, 400, "input"),
+        ({"model": "base", "input": "no", "dimensions": 8}, 400, "matryoshka"),
+        ({"model": "base", "input": "no", "options": {"x": 1}}, 400, "options.x"),
+    ):
+        answer = server.post("/api/embed", **given)
+        assert answer.status_code == status and hint in answer.json()["error"], answer.text
+
+
+def test_ollama_cuts_the_end_of_a_text(server: Running, shop: Shop) -> None:
+    most = server.post("/tokenize", prompt="a").json()["max_model_len"]
+    text = " ".join(TEXTS * most)
+    ids = shop.tokenizer.encode(text)
+    assert len(ids) > most
+    found = server.post("/api/embed", model="base", input=text).json()
+    assert found["prompt_eval_count"] == most
+    whole = server.post("/v1/embeddings", model="base", input=ids[:most]).json()
+    assert near(np.array(found["embeddings"][0]), np.array(whole["data"][0]["embedding"]))
+    refused = server.post("/api/embed", model="base", input=text, truncate=False)
+    assert refused.status_code == 400 and "context length" in refused.json()["error"]
+
+
 def test_classify_over_http_beside_text(server: Running, shop: Shop) -> None:
     def ask(number: int) -> dict[str, Any]:
         if number % 3 == 0:

@@ -115,7 +115,8 @@ INSIDE = {
         "backend", "pinning", "keys", "responses",
         "transport", "prompts", "running_calls", "inference",
         "pooled_state", "pooled_api", "fitting", "recent_items",
-        "responses_api", "run_api", "metrics", "models", "ollama_api", "uploads", "in_process", "triton",
+        "responses_api", "run_api", "metrics", "models", "ollama_api", "ollama_embed", "uploads",
+        "in_process", "triton",
     ],
     "openai.page": ["page", "docs", "cache_status"],
     "fleet": [

@@ -10,7 +10,14 @@ from starlette.responses import JSONResponse, Response
 
 from manylora.config.pooling import PoolingSettings
 from manylora.openai.api.errors import ApiError, renamed
-from manylora.openai.api.ollama_request import NAMES, OllamaChat, OllamaGenerate, OllamaShow
+from manylora.openai.api.ollama_request import (
+    NAMES,
+    OllamaChat,
+    OllamaEmbed,
+    OllamaEmbeddings,
+    OllamaGenerate,
+    OllamaShow,
+)
 from manylora.openai.api.pooled_request import (
     ClassifyRequest,
     EmbeddingRequest,
@@ -22,6 +29,7 @@ from manylora.openai.api.run_request import RunRequest
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey
 from manylora.openai.serving.ollama_api import VERSION, OllamaApi
+from manylora.openai.serving.ollama_embed import OllamaEmbeddingApi
 from manylora.openai.serving.pooled_api import PooledApi
 from manylora.openai.serving.run_api import run
 from manylora.openai.serving.transport import error_response
@@ -30,6 +38,8 @@ OLLAMA = "/api/"
 OTHER_ROUTES = [
     ("POST", "/api/chat", "other.ollama_chat"),
     ("POST", "/api/generate", "other.ollama_generate"),
+    ("POST", "/api/embed", "other.ollama_embed"),
+    ("POST", "/api/embeddings", "other.ollama_embeddings"),
     ("POST", "/api/show", "other.ollama_show"),
     ("GET", "/api/tags", "other.ollama_tags"),
     ("GET", "/api/ps", "other.ollama_running"),
@@ -64,6 +74,7 @@ class OtherRoutes:
         self._identify, self._read, self._inference = identify, read, inference
         self._ollama = OllamaApi(inference, created)
         self._pooled = PooledApi(inference, pooling)
+        self._ollama_embedding = OllamaEmbeddingApi(inference, self._ollama, self._pooled)
 
     async def ollama_chat(self, request: Request) -> Response:
         key = self._identify(request)
@@ -73,6 +84,16 @@ class OtherRoutes:
         key = self._identify(request)
         body = await self._read(request, OllamaGenerate, any_type=True)
         return await self._ollama.generate(request, body, key)
+
+    async def ollama_embed(self, request: Request) -> Response:
+        key = self._identify(request)
+        body = await self._read(request, OllamaEmbed, any_type=True)
+        return JSONResponse(await self._ollama_embedding.embed(request, body, key))
+
+    async def ollama_embeddings(self, request: Request) -> Response:
+        key = self._identify(request)
+        body = await self._read(request, OllamaEmbeddings, any_type=True)
+        return JSONResponse(await self._ollama_embedding.embeddings(request, body, key))
 
     async def ollama_show(self, request: Request) -> Response:
         key = self._identify(request)

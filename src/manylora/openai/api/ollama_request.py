@@ -9,6 +9,7 @@ from pydantic import Field
 
 from manylora.openai.api.errors import FORMAT, ApiError, invalid_value, unsupported_field
 from manylora.openai.api.fields import Body, Items, Text, WordText
+from manylora.openai.api.pooled_request import MAX_INPUTS
 from manylora.openai.api.schema import MAX_TOKENS, BodyT, ChatRequest, CompletionRequest, Tool, validate
 
 LATEST = ":latest"  # the tag of a name without one
@@ -111,6 +112,32 @@ class OllamaGenerate(_Generation):
     suffix: Literal[""] = ""
     template: Literal[""] = ""
     context: Items[Number] = Field([])
+
+
+class _Embedded(Body):
+    """keep_alive and options have no effect."""
+
+    model: str = Field(min_length=1, max_length=512)
+    options: Options = Options.model_validate({})
+    keep_alive: float | Text | None = None
+
+
+class OllamaEmbed(_Embedded):
+    """input: a text, or several. truncate: of a text that is too long its beginning is used."""
+
+    input: str | Annotated[Items[str], Field(max_length=MAX_INPUTS)] = Field([])
+    truncate: bool = True
+    dimensions: int | None = Field(None, ge=1, le=MAX_TOKENS)
+
+    @property
+    def texts(self) -> list[str]:
+        return list(self.input) if isinstance(self.input, list) else [self.input] * bool(self.input)
+
+
+class OllamaEmbeddings(_Embedded):
+    """The older endpoint. prompt: one text, which is cut like those of OllamaEmbed."""
+
+    prompt: str = ""
 
 
 class OllamaShow(Body):

@@ -10,7 +10,13 @@ from pydantic.json_schema import models_json_schema
 
 import manylora
 from manylora.openai.api import pooled_request, schema
-from manylora.openai.api.ollama_request import OllamaChat, OllamaGenerate, OllamaShow
+from manylora.openai.api.ollama_request import (
+    OllamaChat,
+    OllamaEmbed,
+    OllamaEmbeddings,
+    OllamaGenerate,
+    OllamaShow,
+)
 from manylora.openai.api.responses_request import ResponsesRequest
 from manylora.openai.api.run_request import RunRequest
 
@@ -20,6 +26,8 @@ BODIES: dict[str, type[BaseModel]] = {
     "responses": ResponsesRequest,
     "other.ollama_chat": OllamaChat,
     "other.ollama_generate": OllamaGenerate,
+    "other.ollama_embed": OllamaEmbed,
+    "other.ollama_embeddings": OllamaEmbeddings,
     "other.ollama_show": OllamaShow,
     "other.run": RunRequest,
     "adapters.load": schema.LoadRequest,

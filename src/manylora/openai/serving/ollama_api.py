@@ -25,11 +25,11 @@ from manylora.openai.api.ollama_request import (
 from manylora.openai.api.schema import ChatRequest, GenerationRequest, TokenizeRequest
 from manylora.openai.serving.adapter_entry import AdapterEntry
 from manylora.openai.serving.fitting import fit
-from manylora.openai.serving.generation import GenerationState
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey
 from manylora.openai.serving.models import tiers
 from manylora.openai.serving.responses import ChatResponse, encode
+from manylora.request import RequestMetrics
 
 VERSION = "0.12.11"  # of the API; clients ask for at least some version of it
 NEVER = "2318-01-01T00:00:00Z"  # when a model is unloaded
@@ -44,14 +44,14 @@ class OllamaApi:
 
     async def chat(self, request: Request, body: OllamaChat, key: ApiKey) -> Response:
         """Raises ApiError."""
-        model = self._name(body.model)
+        model = self.meant(body.model)
         if not body.messages:
             return self._loaded(body, model, key)
         return await self._answer(request, body, chat_request(body, model), key)
 
     async def generate(self, request: Request, body: OllamaGenerate, key: ApiKey) -> Response:
         """Raises ApiError."""
-        model = self._name(body.model)
+        model = self.meant(body.model)
         if not body.prompt and not body.system:
             return self._loaded(body, model, key)
         prompts = await self._inference.prompts_of(model, key)
@@ -78,7 +78,7 @@ class OllamaApi:
         return {
             "models": [
                 {**card, **where, "size_vram": card["size"] if tier_of.get(name) == "device" else 0}
-                for card, name in ((card, self._name(card["model"])) for card in found)
+                for card, name in ((card, self.meant(card["model"])) for card in found)
             ]
         }
 
@@ -87,13 +87,13 @@ class OllamaApi:
         given = body.model or body.name
         if not given:
             raise ApiError(400, "missing_field", "model is required", "model")
-        name = self._name(given)
-        self._check(name, key)
+        name = self.meant(given)
+        self.check(name, key)
         entry = next((one for one in self._catalog.entries() if one.name == name), None)
         card = self._base_card() if entry is None else self._card(entry)
         limits = self._inference.limits
         prompts = await self._inference.prompts_of(name, key)
-        tools = ["tools"] * (prompts.tokenizer.chat_template is not None)
+        able = ["completion", *["tools"] * (prompts.tokenizer.chat_template is not None)]
         family = card["details"]["family"]
         facts = {
             "general.architecture": family,
@@ -107,7 +107,7 @@ class OllamaApi:
             "template": "",
             "details": card["details"],
             "model_info": facts,
-            "capabilities": ["completion", *tools],
+            "capabilities": ["embedding"] if self._inference.model.bidirectional else able,
             "modified_at": card["modified_at"],
         }
 
@@ -135,17 +135,17 @@ class OllamaApi:
 
     def _loaded(self, body: OllamaChat | OllamaGenerate, model: str, key: ApiKey) -> Response:
         """To a request without a question: clients ask so for a model to be loaded, or unloaded."""
-        self._check(model, key)
+        self.check(model, key)
         reason = "unload" if body.keep_alive in (0, "0", "0s") else "load"
         shown = {"message": _message("")} if isinstance(body, OllamaChat) else {"response": ""}
         common = {"model": body.model, "created_at": _now()}
         return JSONResponse({**common, **shown, "done": True, "done_reason": reason})
 
-    def _check(self, model: str, key: ApiKey) -> None:
+    def check(self, model: str, key: ApiKey) -> None:
         """Raises ApiError when there is none of this name, or the key may not use it."""
         self._inference.choose_adapter(GenerationRequest.model_validate({"model": model}), key)
 
-    def _name(self, given: str) -> str:
+    def meant(self, given: str) -> str:
         """An adapter's name may have a tag; `latest` is that of a name without one."""
         if given in self._inference.bases or self._catalog.has(given):
             return given
@@ -253,7 +253,7 @@ class OllamaAnswer(ChatResponse):
         return {"model": self._asked_model, "created_at": _now()}
 
     def _ending(self, usage: dict[str, Any]) -> dict[str, Any]:
-        load, prompt, output = _durations(self.generations[0])
+        load, prompt, output = durations(self.generations[0].metrics)
         return {
             "done": True,
             "done_reason": self._reason,
@@ -266,9 +266,8 @@ class OllamaAnswer(ChatResponse):
         }
 
 
-def _durations(generation: GenerationState) -> tuple[int, int, int]:
+def durations(times: RequestMetrics | None) -> tuple[int, int, int]:
     """Nanoseconds until the prompt was begun, of the prompt, and of the output; 1 where it is not known."""
-    times = generation.metrics
     if times is None or not times.first_token_ns:
         return 1, 1, 1
     begun = times.first_scheduled_ns - times.arrival_ns

@@ -6,7 +6,7 @@ import base64
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,17 +38,20 @@ from manylora.openai.serving.keys import ApiKey
 from manylora.openai.serving.pooled_state import PooledState
 from manylora.openai.serving.running_calls import RunningCalls
 from manylora.openai.serving.transport import name_of
-from manylora.request import Pooling
+from manylora.request import Pooling, RequestMetrics
 
 Prompt = tuple[tuple[int, ...], Pooling]
 
 
 @dataclass(frozen=True)
-class _Answered:
+class Answered:
+    """values: one for each prompt, as they came from the engine."""
+
     name: str  # what the answer's id ends with
     model: str
     values: list[np.ndarray]
     num_tokens: int
+    metrics: RequestMetrics | None = None  # of the last prompt
 
     @property
     def usage(self) -> dict[str, int]:
@@ -66,18 +69,22 @@ class PooledApi:
         self._inference, self._settings = inference, settings
 
     async def embeddings(self, request: Request, body: EmbeddingRequest, key: ApiKey) -> Response:
+        done = await self.embed(request, body, key)
+        data = [
+            {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
+            for index, vector in enumerate(done.values)
+        ]
+        return done.listed("embd", data)
+
+    async def embed(self, request: Request, body: EmbeddingRequest, key: ApiKey) -> Answered:
+        """Its values are the embeddings."""
         pooling = Pooling(self._settings.mode)
         self._check_dimensions(body)
         asked = await self._inference.ask(body, key)
         prompts = await self._prompts(body.input, body, pooling, asked)
         done = await self._run(request, body, key, prompts, asked)
         params = PoolingParams(body.dimensions, body.use_activation)
-        vectors = [embedding(values, self._settings, params) for values in done.values]
-        data = [
-            {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
-            for index, vector in enumerate(vectors)
-        ]
-        return done.listed("embd", data)
+        return replace(done, values=[embedding(one, self._settings, params) for one in done.values])
 
     async def classify(self, request: Request, body: ClassifyRequest, key: ApiKey) -> Response:
         asked = await self._inference.ask(body, key)
@@ -141,7 +148,7 @@ class PooledApi:
         key: ApiKey,
         pairs: Sequence[tuple[str, str]],
         field: str,
-    ) -> tuple[_Answered, list[float]]:
+    ) -> tuple[Answered, list[float]]:
         """Of a head that reads both texts, where there is one; else the cosine of their embeddings."""
         params = PoolingParams(use_activation=body.use_activation)
         asked = await self._inference.ask(body, key)
@@ -213,7 +220,7 @@ class PooledApi:
 
     async def _run(
         self, request: Request, body: PooledRequest, key: ApiKey, prompts: Sequence[Prompt], asked: Asked
-    ) -> _Answered:
+    ) -> Answered:
         choice = asked.choice
         changed, name = Signal(), name_of(request, body.request_id)
         calls = [
@@ -234,7 +241,9 @@ class PooledApi:
             await run.finish()
         values = [call.generation.values for call in calls]
         model = body.model or choice.name or self._inference.bases[0]
-        return _Answered(name, model, [v for v in values if v is not None], sum(len(p[0]) for p in prompts))
+        count = sum(len(ids) for ids, _ in prompts)
+        metrics = calls[-1].generation.metrics
+        return Answered(name, model, [one for one in values if one is not None], count, metrics)
 
 
 def _encoded(values: np.ndarray, encoding: str) -> Any:

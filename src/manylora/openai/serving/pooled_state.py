@@ -8,7 +8,7 @@ import numpy as np
 
 from manylora.errors import RequestError
 from manylora.openai.serving.event_queue import Signal
-from manylora.request import Event, LoraInput, LoraMix, Pooling, Request
+from manylora.request import Event, LoraInput, LoraMix, Pooling, Request, RequestMetrics
 
 
 @dataclass(eq=False)
@@ -23,6 +23,7 @@ class PooledState:
     error: Exception | None = None
     ended: bool = False
     values: np.ndarray | None = None
+    metrics: RequestMetrics | None = None
     num_sequences: int = 1
 
     @property
@@ -45,7 +46,7 @@ class PooledState:
     def take(self, event: Event) -> None:
         self.ended = self.ended or event.last
         if not self.finished:
-            self.values, self.error = event.pooled, event.error
+            self.values, self.error, self.metrics = event.pooled, event.error, event.metrics
             if event.last and not self.finished:
                 self.error = RequestError("The engine gave no pooled output")
             self.changed.set()

@@ -111,8 +111,8 @@ INSIDE = {
     ],
     "openai.serving": [
         "logs", "connections", "host_check", "protocol", "event_queue", "generation",
-        "adapter_entry", "copies", "catalog", "fairness", "history",
-        "backend", "pinning", "keys", "responses",
+        "adapter_entry", "adapter_record", "copies", "catalog", "fairness", "history",
+        "backend", "pinning", "shared_adapters", "keys", "responses",
         "transport", "prompts", "running_calls", "inference",
         "pooled_state", "pooled_api", "fitting", "recent_items",
         "responses_api", "run_api", "metrics", "models", "ollama_api", "ollama_embed", "uploads",
@@ -120,8 +120,8 @@ INSIDE = {
     ],
     "openai.page": ["page", "docs", "cache_status"],
     "fleet": [
-        "routing", "reports", "asked", "options", "calls", "router", "everyone", "joined", "relay", "front",
-        "application", "cleaner", "local",
+        "routing", "reports", "asked", "options", "calls", "member", "agreed", "router", "everyone", "joined",
+        "relay", "changes", "front", "application", "cleaner", "local",
     ],
     "contracts": [
         "tensors", "prompts", "vllm_sampling", "vllm_embedding", "vllm_metrics", "vllm_model", "llmapi_model",
@@ -143,7 +143,8 @@ NO_TORCH = [
     "lora_helper", "lora_manager", "executor", "sampling_params", "models", "quantization",
 ]  # fmt: skip
 WITH_RAY = (
-    "fleet.router", "fleet.everyone", "fleet.relay", "fleet.front", "fleet.application", "fleet.local",
+    "fleet.router", "fleet.everyone", "fleet.relay", "fleet.changes", "fleet.front", "fleet.application",
+    "fleet.local",
 )  # fmt: skip
 CUDA_ROOMS = ("kernels.device", "kernels.cuda")
 

@@ -33,7 +33,6 @@ def test_flags_and_the_args_of_an_application_mean_the_same(tmp_path: Path) -> N
     [
         ({"restart": True}, "restart has no effect in a fleet: Ray starts"),
         ({"triton_url": "localhost:1"}, "triton_url has no effect in a fleet"),
-        ({"allow_runtime_lora_updating": True}, "folders of lora_root"),
         ({"replicas": 0}, "replicas must be at least 1"),
         ({"replicas": 3, "max_replicas": 2}, "replicas must be from 3 to 2"),
         ({"min_replicas": 1}, "need max_replicas"),

@@ -77,7 +77,7 @@ def test_errors_are_those_of_the_server(fleet: Fleet) -> None:
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "invalid_json")
     load = httpx.post(f"{fleet.url}/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "y"})
     assert load.status_code == 403
-    assert "--lora-root" in load.json()["error"]["message"]
+    assert "--allow-runtime-lora-updating" in load.json()["error"]["message"], "as of one server"
 
 
 def test_adapters_come_and_go_without_a_restart(fleet: Fleet) -> None:

@@ -8,13 +8,14 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 from fleets import PROMPT, REPLICAS, Fleet, body, started, wait_for
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 from manylora.testing.tiny_models import make_adapter, reference_generate
 
@@ -24,7 +25,8 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with started(tmp_path_factory.mktemp("fleet"), REPLICAS, "--lora-refresh-seconds", "0.4") as running:
+    flags = "--lora-refresh-seconds", "0.4", "--allow-runtime-lora-updating"
+    with started(tmp_path_factory.mktemp("fleet"), REPLICAS, *flags) as running:
         yield running
 
 
@@ -135,12 +137,88 @@ def test_embeddings_are_those_of_the_adapter(fleet: Fleet) -> None:
     assert len({tuple(one) for one in found}) == 3
 
 
-def test_what_one_replica_only_would_hear_is_refused_by_name(fleet: Fleet) -> None:
+def send(fleet: Fleet, name: str, adapter: str, **query: str) -> httpx.Response:
+    """The adapter's tensors as the body of a request."""
+    metadata = {"adapter_config": (fleet.root / adapter / "adapter_config.json").read_text()}
+    body = save(load_file(fleet.root / adapter / "adapter_model.safetensors"), metadata)
     headers = {"content-type": "application/octet-stream"}
-    answer = httpx.put(f"{fleet.url}/v1/lora_adapters/x", content=b"x", headers=headers)
-    assert answer.status_code == 403 and "--lora-root" in answer.json()["error"]["message"]
-    answer = post(fleet, "pin_lora_adapter", lora_name="a0")
-    assert answer.status_code == 403 and "--pin" in answer.json()["error"]["message"]
+    url = f"{fleet.url}/v1/lora_adapters/{name}"
+    return httpx.put(url, content=body, params=query, headers=headers, timeout=90)
+
+
+def cards(fleet: Fleet, name: str) -> list[dict[str, Any]]:
+    """What each replica says of a name: the least busy answers, so that all do in time."""
+    seen: dict[str, dict[str, Any]] = {}
+
+    def asked() -> bool:
+        answer = httpx.get(f"{fleet.url}/v1/models/{name}", timeout=30)
+        seen[answer.headers["x-manylora-replica"]] = answer.json()
+        return len(seen) == REPLICAS
+
+    wait_for(asked)
+    return list(seen.values())
+
+
+def versions(fleet: Fleet, name: str) -> set[tuple[int, str]]:
+    """By the numbers of an answer, and the contents of each replica."""
+    span = fleet.complete(name, 1).raise_for_status().json()["choices"][0]["lora_versions"][0]
+    return {(span["version"], one.get("digest", "")) for one in cards(fleet, name)}
+
+
+def test_what_was_sent_is_everywhere_when_the_answer_comes(fleet: Fleet) -> None:
+    for number, adapter in enumerate(("a0", "a1"), start=1):
+        answer = send(fleet, "sent", adapter).raise_for_status().json()
+        assert (answer["version"], len(answer["replicas"]), answer["late"]) == (number, REPLICAS, {})
+        assert versions(fleet, "sent") == {(number, answer["digest"])}
+    [choice] = fleet.complete("sent").json()["choices"]
+    assert choice["token_ids"] == reference_generate(fleet.model, fleet.root / "a1", PROMPT, 6)
+    pinned = post(fleet, "pin_lora_adapter", lora_name="sent").raise_for_status()
+    assert pinned.text.splitlines()[0] == "Success: LoRA adapter 'sent' is pinned."
+    assert pinned.text.splitlines()[1] == f"On {REPLICAS} replicas, version 2, digest {answer['digest']}."
+    assert all(one["pinned"] for one in cards(fleet, "sent"))
+
+    before = {one["replica"]: one["pid"] for one in fleet.replicas()}
+    os.kill(next(iter(before.values())), signal.SIGKILL)
+    wait_for(lambda: len({one["replica"] for one in fleet.replicas()} - before.keys()) == 1, 120)
+    assert versions(fleet, "sent") == {(2, answer["digest"])}
+    assert all(one["pinned"] for one in cards(fleet, "sent")), "the new one has pinned it too"
+
+    removed = httpx.delete(f"{fleet.url}/v1/lora_adapters/sent", timeout=90).raise_for_status().json()
+    assert removed["deleted"] and len(removed["replicas"]) == REPLICAS
+    assert {fleet.complete("sent", 1).status_code for _ in range(4 * REPLICAS)} == {404}
+
+
+def test_writers_at_once_end_in_one_state(fleet: Fleet) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(send, fleet, "raced", f"a{n}") for n in range(4)]
+        found = [one.result().raise_for_status().json() for one in asked]
+    last = max(found, key=lambda one: one["version"])
+    assert sorted(one["version"] for one in found) == [1, 2, 3, 4]
+    assert versions(fleet, "raced") == {(4, last["digest"])}
+
+
+def test_an_alias_routes_as_its_adapter_and_a_wrong_file_is_refused(fleet: Fleet) -> None:
+    post(fleet, "load_lora_adapter", lora_name="stable", alias_of="a2").raise_for_status()
+    owners = {fleet.complete(name, 1).headers["x-manylora-replica"] for name in ("a2", "stable") * 3}
+    assert len(owners) == 1
+    headers = {"content-type": "application/octet-stream"}
+    wrong = httpx.put(f"{fleet.url}/v1/lora_adapters/wrong", content=b"x", headers=headers, timeout=60)
+    assert (wrong.status_code, fleet.complete("wrong").status_code) == (422, 404)
+
+
+def test_a_replica_that_stands_still_is_named_and_follows_later(fleet: Fleet) -> None:
+    victim = fleet.replicas()[0]
+    os.kill(victim["pid"], signal.SIGSTOP)
+    try:
+        wait_for(lambda: fleet.cache()["missing"] == [victim["replica"]])
+        answer = send(fleet, "behind", "a3")
+        assert answer.status_code == 202, answer.text
+        assert list(answer.json()["late"]) == [victim["replica"]]
+        assert len(answer.json()["replicas"]) == REPLICAS - 1
+    finally:
+        os.kill(victim["pid"], signal.SIGCONT)
+    wait_for(lambda: len(fleet.replicas()) == REPLICAS, 120)
+    assert versions(fleet, "behind") == {(1, answer.json()["digest"])}
 
 
 def post(fleet: Fleet, path: str, **fields: Any) -> httpx.Response:

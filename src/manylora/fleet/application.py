@@ -17,11 +17,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from manylora.fleet.calls import Answer, Call, answer, whole_answer
+from manylora.fleet.calls import Answer, Call
 from manylora.fleet.front import DEPLOYMENT, make_front
+from manylora.fleet.member import Changed, Member
 from manylora.fleet.options import FleetOptions, read_args
 from manylora.fleet.router import FleetRouter
 from manylora.openai.serving.logs import log_to_stderr
+from manylora.openai.serving.shared_adapters import State
 
 logger = logging.getLogger("manylora")
 
@@ -47,19 +49,23 @@ class ServerReplica:
         self._running = contextlib.AsyncExitStack()
         await self._running.enter_async_context(self._app.router.lifespan_context(self._app))
         self._backend = self._app.state.routes.context.backend
+        self._member = Member(self._app, self._id)
         self._numbers = count()
 
     async def answer(self, call: Call, *, adapter: str | None = None) -> AsyncIterator[list[Message]]:
         """adapter: for the router, which chose this replica by it."""
-        async for messages in answer(self._app, call):
-            for one in messages:
-                if one["type"] == "http.response.start":
-                    one["headers"] = [*one["headers"], (b"x-manylora-replica", self._id.encode())]
+        async for messages in self._member.answer(call):
             yield messages
 
-    async def whole_answer(self, call: Call) -> tuple[Answer, dict[str, Any]]:
+    async def change(self, call: Call) -> Changed:
+        return await self._member.change(call)
+
+    async def whole_answer(self, call: Call) -> tuple[str, tuple[Answer, dict[str, Any]]]:
         """And this replica's report."""
-        return await whole_answer(self._app, call, self._id), self.record_routing_stats()
+        return self._id, (await self._member.whole_answer(call), self.record_routing_stats())
+
+    async def look(self, name: str, revision: int, drain_s: float) -> tuple[str, State]:
+        return self._id, await self._member.look(name, revision, drain_s)
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Asked by Ray's controller, which gives it to every router."""

@@ -10,22 +10,29 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message
 
+from manylora.openai.adapter_routes import RECEIVED
+
 LEAVE_S = 5.0  # for an application to notice that its client has left, before it is cancelled
 COPIED = ("http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server")
 
 
 @dataclass(frozen=True)
 class Call:
-    """scope: what of the ASGI scope can be sent to another process. body: whole."""
+    """scope: what of the ASGI scope can be sent to another process. body: whole. revision: of the adapters'
+    record, which the answer must know of. received: the file that the body was written to; "": none."""
 
     scope: dict[str, Any]
     headers: list[tuple[bytes, bytes]]
     body: bytes
+    revision: int = 0
+    received: str = ""
 
     @classmethod
-    def of(cls, request: Request, body: bytes | bytearray) -> Call:
+    def of(
+        cls, request: Request, body: bytes | bytearray = b"", revision: int = 0, received: str = ""
+    ) -> Call:
         scope = {name: request.scope[name] for name in COPIED if name in request.scope}
-        return cls(scope, list(request.scope["headers"]), bytes(body))
+        return cls(scope, list(request.scope["headers"]), bytes(body), revision, received)
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,8 @@ async def answer(app: ASGIApp, call: Call) -> AsyncIterator[list[Message]]:
 
     async def run() -> None:
         try:
-            await app({"type": "http", **call.scope, "headers": call.headers}, receive, messages.put)
+            own = {"type": "http", "headers": call.headers, RECEIVED: call.received}
+            await app({**call.scope, **own}, receive, messages.put)
         finally:
             messages.put_nowait(None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from manylora.fleet.router import FleetRouter
 from manylora.openai.api.errors import ApiError
 
 ALL_S = 5.0  # for all replicas to answer: half of what Prometheus waits for
+LOOK_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -33,21 +35,35 @@ class Everyone:
 
 async def ask_everyone(replicas: DeploymentHandle, call: Call) -> Everyone:
     """Wait for all, but for none longer than ALL_S. Raises ApiError when nobody answers."""
+    given, missing = await tell_everyone(replicas, "whole_answer", call)
+    if not given:
+        raise ApiError(503, "engine_unavailable", "No replica answers at the moment", retry_after=1)
+    reports = {name: report for name, (_, report) in given.items()}
+    return Everyone([one for one, _ in given.values()], reports, missing)
+
+
+async def tell_everyone(
+    replicas: DeploymentHandle, method: str, *arguments: Any, longest_s: float = ALL_S
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What each replica answers, by its name, which the method returns with it; and who has not answered in
+    longest_s. After ALL_S nobody waits for those that no longer report."""
+    end, patient = time.monotonic() + longest_s, time.monotonic() + min(ALL_S, longest_s)
     try:
-        response = replicas.broadcast("whole_answer", call)
+        response = replicas.broadcast(method, *arguments)
         # Its public `results_async` gives nothing when one is late.
         results = await asyncio.wait_for(response._fetch_replica_results_async(), ALL_S)
     except (DeploymentUnavailableError, TimeoutError, asyncio.TimeoutError):
         results = []
-    known = FleetRouter.names
     tasks = {asyncio.ensure_future(one.get_async()): one for one in results}
-    done, late = await asyncio.wait(tasks, timeout=ALL_S) if tasks else (set(), set())
+    given: dict[str, Any] = {}
+    late: set[asyncio.Future[Any]] = set(tasks)
+    while late and time.monotonic() < end:
+        done, late = await asyncio.wait(late, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+        given |= dict(task.result() for task in done if task.exception() is None)
+        silent = FleetRouter.names - given.keys() <= FleetRouter.silent
+        if time.monotonic() > patient and silent:
+            break
     for task in late:
         task.cancel()
         tasks[task].cancel()
-    given = [task.result() for task in done if task.exception() is None]
-    if not given:
-        raise ApiError(503, "engine_unavailable", "No replica answers at the moment", retry_after=1)
-    reports = {one.replica: report for one, report in given}
-    missing = sorted(known - reports.keys())
-    return Everyone([one for one, _ in given], reports, tuple(missing))
+    return given, tuple(sorted(FleetRouter.names - given.keys()))

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 
@@ -19,11 +19,11 @@ from starlette.routing import Route
 
 from manylora.fleet.asked import asked_adapter
 from manylora.fleet.calls import Answer, Call
+from manylora.fleet.changes import Changes
 from manylora.fleet.everyone import ask_everyone
 from manylora.fleet.joined import fleet_status, joined_metrics
 from manylora.fleet.options import FleetOptions
 from manylora.fleet.relay import Relay
-from manylora.lora.library.aliases import Aliases
 from manylora.openai.adapter_routes import ADAPTER_ROUTES
 from manylora.openai.api.errors import ApiError, as_api_error
 from manylora.openai.api.schema import read_object
@@ -44,11 +44,6 @@ COUNTED = {"/v1/completions", "/v1/chat/completions", "/v1/responses"} | {
 }
 LIVE = ("/health", "/health/live", "/v1/health/live")
 READY = ("/health/ready", "/v1/health/ready", "/ping")
-BY_FOLDER = (
-    "In a fleet adapters come and go in the folders of --lora-root, which every replica watches: put a new "
-    "version in the place of the old by rename"
-)
-PINS = "In a fleet adapters are pinned at its start: --pin NAME=REPLICAS says how many replicas serve one"
 
 
 def make_front(options: FleetOptions, replicas: DeploymentHandle) -> Starlette:
@@ -56,7 +51,7 @@ def make_front(options: FleetOptions, replicas: DeploymentHandle) -> Starlette:
     routes = [
         *(Route(path, front.live) for path in LIVE),
         *(Route(path, front.ready) for path in READY),
-        *(Route(path, front.refuse, methods=[method]) for method, path, _ in ADAPTER_ROUTES),
+        *(Route(path, front.change, methods=[method]) for method, path, _ in ADAPTER_ROUTES),
         Route("/metrics", front.metrics),
         Route("/v1/cache", front.cache),
         Route("/{path:path}", front.forward, methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]),
@@ -67,20 +62,33 @@ def make_front(options: FleetOptions, replicas: DeploymentHandle) -> Starlette:
 class _Front:
     def __init__(self, options: FleetOptions, replicas: DeploymentHandle) -> None:
         self._options, self._replicas = options, replicas
-        self._keyring = Keyring(options.api_keys, plain=options.api_key)
-        self._aliases = Aliases(dict(options.lora_alias))
+        self._keyring = Keyring(
+            options.api_keys, open_admin=options.allow_runtime_lora_updating, plain=options.api_key
+        )
         self._body_memory = BodyMemory(BODIES_AT_ONCE * options.max_request_bytes)
+        self._changes = Changes(options, replicas, self._keyring, self._body_memory.reserve)
         self._counts: Counter[str] = Counter()
         self._states: dict[str, int] = {}
         self._states_at = float("-inf")
 
     async def forward(self, request: Request) -> Response:
+        return await self._answered(request, self._forward)
+
+    async def change(self, request: Request) -> Response:
+        """What every replica must have."""
+        return await self._answered(request, self._changes.handle)
+
+    async def _forward(self, request: Request) -> Response:
+        with self._body_memory.reserve() as grow:
+            most = self._options.max_request_bytes
+            body = await read_body(request, most, grow, any_type=True)
+        call = Call.of(request, body, self._changes.revision)
+        return await self._relay(request, call, self._adapter(request, body))
+
+    async def _answered(self, request: Request, handle: Callable[[Request], Awaitable[Response]]) -> Response:
         path = request.url.path
         try:
-            with self._body_memory.reserve() as grow:
-                most = self._options.max_request_bytes
-                body = await read_body(request, most, grow, any_type=True)
-            return await self._relay(request, Call.of(request, body), self._adapter(request, body))
+            return await handle(request)
         except ClientDisconnect:
             return error_at(path, ApiError(499, "client_left", "The client has closed the connection"))
         except Exception as error:
@@ -117,11 +125,7 @@ class _Front:
             fields = read_object(body)
         except ApiError:  # the replica says what is wrong
             return None
-        return asked_adapter(fields, self._options.bases, self._aliases)
-
-    async def refuse(self, request: Request) -> Response:
-        """What would reach one replica only."""
-        raise ApiError(403, "not_allowed", PINS if "/pin_" in request.url.path else BY_FOLDER)
+        return asked_adapter(fields, self._options.bases, self._changes.aliases)
 
     async def live(self, request: Request) -> Response:
         return JSONResponse({"status": "live"})

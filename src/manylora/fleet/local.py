@@ -47,7 +47,11 @@ def run(given: FleetOptions) -> None:
             if len(os.fsencode(folder)) > LONGEST_FOLDER:
                 raise ConfigError(f"TMPDIR: {folder.parent} is too long a path for the sockets of Ray")
             # A replica that is killed cannot remove a folder of its own.
-            shared = replace(options, lora_disk_dir=options.lora_disk_dir or folder / "adapters")
+            shared = replace(
+                options,
+                lora_disk_dir=options.lora_disk_dir or folder / "adapters",
+                lora_upload_dir=options.lora_upload_dir or folder / "uploads",
+            )
             with cleaned(folder), _ray(shared, folder):
                 front = make_front(shared, _start(shared))
                 http_server(options, front, clients).run(list(sockets))

@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from manylora.config.values import at_least, one_of
@@ -16,13 +17,10 @@ from manylora.openai.options import ServeOptions
 
 POLICIES = ("affinity", "random")
 SMALLEST = 0.1  # seconds: Ray's controller looks at its replicas about this often
-BY_FOLDER = "adapters come and go in the folders of lora_root, which every replica watches"
 # Options of one server that cannot act behind several, and what to do instead.
 REFUSED = {
     "triton_url": "it names one Triton, and each replica has an engine of its own: use manylora serve",
     "restart": "Ray starts a replica again that ended or was killed",
-    "allow_runtime_lora_updating": BY_FOLDER,
-    "lora_upload_dir": BY_FOLDER,
 }
 
 
@@ -84,6 +82,10 @@ class FleetOptions(ServeOptions):
             raise ConfigError("min_replicas and target_requests need max_replicas: without it nothing scales")
         if not least <= self.replicas <= most:
             raise ConfigError(f"replicas must be from {least} to {most} (min_replicas, max_replicas)")
+
+    @property
+    def shared_dir(self) -> Path | None:
+        return self.lora_upload_dir
 
     @property
     def least_replicas(self) -> int:

@@ -26,10 +26,12 @@ class RandomRouting:
 class FleetRouter(RequestRouter):
     """One in each process that sends requests, on that process's routing thread. Ray makes it.
 
-    names: of the replicas that there are, for other threads of the process.
+    names: of the replicas that there are, for other threads of the process. silent: those that have stopped
+    reporting.
     """
 
     names: ClassVar[frozenset[str]] = frozenset()
+    silent: ClassVar[frozenset[str]] = frozenset()
 
     def initialize_state(
         self,
@@ -52,7 +54,7 @@ class FleetRouter(RequestRouter):
         super().update_replicas(replicas)
         numbers = {one.replica_id.unique_id: one.routing_stats.get("number", -1) for one in replicas}
         self._reports.note(numbers, time.monotonic())
-        FleetRouter.names = frozenset(numbers)
+        FleetRouter.names, FleetRouter.silent = frozenset(numbers), self._reports.silent
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

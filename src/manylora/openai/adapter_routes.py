@@ -16,9 +16,11 @@ from manylora.openai.api.errors import ApiError, adapter_problem, invalid_value
 from manylora.openai.api.names import check_name
 from manylora.openai.api.schema import LoadRequest, LoadTerms, PinRequest, UnloadRequest, validate
 from manylora.openai.serving.adapter_entry import Terms, Version
+from manylora.openai.serving.adapter_record import Kept
 from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.openai.serving.keys import ApiKey, Keyring
 from manylora.openai.serving.pinning import Pinning
+from manylora.openai.serving.shared_adapters import SharedAdapters
 from manylora.openai.serving.transport import check_encoding, content_type
 from manylora.openai.serving.uploads import Uploads
 
@@ -26,27 +28,32 @@ ADAPTER_ROUTES = [
     ("POST", f"{prefix}/{path}_lora_adapter", f"adapters.{path}")
     for prefix in ("/v1", "")
     for path in ("load", "unload", "pin")
-] + [("PUT", "/v1/lora_adapters/{name:path}", "adapters.put")]
+] + [
+    ("PUT", "/v1/lora_adapters/{name:path}", "adapters.put"),
+    ("DELETE", "/v1/lora_adapters/{name:path}", "adapters.delete"),
+]
 """HTTP method, path, method of AdapterRoutes."""
+RECEIVED = "manylora.received"  # in the scope of a request: the file that its body was written to
 
 
 class AdapterRoutes:
-    """identify: the API key of a request. read: its body, as one kind. drain_s: that requests under way have
-    when their adapter is unloaded."""
+    """read: a request's body, as one kind. drain_s: that requests under way have
+    when their adapter is unloaded. shared: of several servers with one catalog, whose requests then come
+    within `changing`; for the others' requests under way waits who has sent this one."""
 
     def __init__(
         self,
-        identify: Callable[[Request], ApiKey],
         read: Callable[..., Awaitable[Any]],
         keyring: Keyring,
         catalog: AdapterCatalog,
         uploads: Uploads,
         pinning: Pinning,
         drain_s: float,
+        shared: SharedAdapters | None = None,
     ) -> None:
-        self._identify, self._read, self._keyring = identify, read, keyring
+        self._read, self._keyring = read, keyring
         self._catalog, self._uploads, self._pinning = catalog, uploads, pinning
-        self._drain_s = drain_s
+        self._drain_s, self._shared = drain_s if shared is None else 0.0, shared
         self._locks: dict[str, asyncio.Lock] = {}  # by owner: two loads at once could exceed a quota
 
     async def load(self, request: Request) -> Response:
@@ -74,6 +81,7 @@ class AdapterRoutes:
                 raise invalid_value(f"{field}: an alias is as the adapter that it stands for", field)
         key.check(check_name(target, "alias_of"), self._catalog.owner_of(target))
         self._catalog.load_alias(name, target, replace=body.load_inplace)
+        self._keep(name)
         return PlainTextResponse(f"Success: {name!r} stands for {self._catalog.aliases.resolve(name)!r}.")
 
     async def put(self, request: Request) -> Response:
@@ -104,10 +112,7 @@ class AdapterRoutes:
             self._check_admin(key)
         terms = self._terms(name, body, key)
         self._catalog.check_new(name, replace=body.load_inplace)
-        given = request.headers.get("content-length", "")
-        length = int(given) if given.isdigit() else 0
-        self._check_quota(name, key, length)
-        path = await self._uploads.receive(self._bounded(request.stream(), name, key), length)
+        path = await self._receive(request, key, name)
         try:
             async with self._locks.setdefault(key.name, asyncio.Lock()):
                 if config := request.query_params.get("adapter_config", ""):
@@ -116,7 +121,7 @@ class AdapterRoutes:
                     name,
                     str(path),
                     replace=body.load_inplace,
-                    move=lambda received: self._place(received, name, terms, key),
+                    move=lambda received, digest: self._place(received, name, terms, digest, key),
                     terms=terms,
                 )
         except AdapterError as error:
@@ -124,17 +129,37 @@ class AdapterRoutes:
         finally:
             self._uploads.drop(path)  # no effect after `place`
 
+    async def _receive(self, request: Request, key: ApiKey, name: str) -> Path:
+        """The file that the body was, or now is, written to. Raises ApiError."""
+        if received := request.scope.get(RECEIVED):
+            return Path(received)
+        given = request.headers.get("content-length", "")
+        length = int(given) if given.isdigit() else 0
+        self._check_quota(name, key, length)
+        return await self._uploads.receive(self._bounded(request.stream(), name, key), length)
+
     async def unload(self, request: Request) -> Response:
         key = self._loader(request)
         name = check_name((await self._read(request, UnloadRequest)).lora_name, "lora_name")
+        return unloaded(name, await self._unload(name, key))
+
+    async def delete(self, request: Request) -> Response:
+        key = self._loader(request)
+        name = check_name(request.path_params["name"], "name")
+        return deleted(name, await self._unload(name, key))
+
+    async def _unload(self, name: str, key: ApiKey) -> int:
+        """Returns how many requests are still under way."""
         self._check_own(name, key)
         running = await self._catalog.unload(name, self._drain_s)
+        await self._forget(name)
+        return running
+
+    async def _forget(self, name: str) -> None:
+        """What is kept of an adapter that was unloaded."""
+        self._keep(name)
         self._uploads.discard(name)
         await self._pinning.follow()
-        if running:
-            text = f"LoRA adapter {name!r} takes no more requests; {running} are still under way."
-            return PlainTextResponse(text, HTTPStatus.ACCEPTED)
-        return PlainTextResponse(f"Success: LoRA adapter {name!r} removed successfully.")
 
     async def pin(self, request: Request) -> Response:
         self._check_admin(self._loader(request))
@@ -142,38 +167,43 @@ class AdapterRoutes:
         name = self._catalog.aliases.resolve(check_name(body.lora_name, "lora_name"))
         if not body.pinned:
             await self._pinning.unpin(name)
-            self._keep_terms(name)
+            self._keep(name)
             return PlainTextResponse(f"Success: LoRA adapter {name!r} may be evicted.")
         await self._pinning.pin(name)
-        self._keep_terms(name)
+        self._keep(name)
         return PlainTextResponse(f"Success: LoRA adapter {name!r} is pinned.")
 
     async def _loaded(self, name: str, pinned: bool, known: bool, notes: Sequence[str]) -> Response:
         """known: one had this name before; else it is unloaded again when it cannot be pinned. notes:
         what of it may not be what was meant."""
+        self._keep(name)
         if pinned:
             try:
                 await self._pinning.pin(name)
             except ApiError as error:
                 if not known:
                     await self._catalog.unload(name, 0)
-                    self._uploads.discard(name)
+                    await self._forget(name)
                     raise
                 text = f"It is loaded, but not pinned. {error.message}"
                 raise ApiError(error.status, error.code, text, error.param, error.retry_after) from error
-            self._keep_terms(name)
+            self._keep(name)
         else:
             await self._pinning.follow()
         lines = [f"Success: LoRA adapter {name!r} added successfully."]
         return PlainTextResponse("\n".join([*lines, *(f"Warning: {note}" for note in notes)]))
 
-    def _keep_terms(self, name: str) -> None:
-        if self._uploads.folder is not None and self._catalog.has(name):
+    def _keep(self, name: str) -> None:
+        """What a name means by now, for other servers and for the next start. Raises ApiError."""
+        if self._shared is not None:
+            self._shared.note(name)
+        elif self._uploads.folder is not None and self._catalog.has(name):
             self._uploads.keep_terms(name, self._catalog.entry(name).terms)
 
-    def _place(self, received: Path, name: str, terms: Terms, key: ApiKey) -> Path:
+    def _place(self, received: Path, name: str, terms: Terms, digest: str, key: ApiKey) -> Path:
         self._check_quota(name, key, received.stat().st_size)
-        return self._uploads.place(received, name, terms)
+        number = self._catalog.versions.number(name, digest)
+        return self._uploads.place(received, name, Kept("sent", terms, "", number, digest))
 
     def _terms(self, name: str, body: LoadTerms, key: ApiKey) -> Terms:
         """Raises ApiError."""
@@ -186,10 +216,7 @@ class AdapterRoutes:
         return Terms(False, body.idle_ttl_seconds, owner, body.public)
 
     def _loader(self, request: Request) -> ApiKey:
-        key = self._identify(request)
-        if not (key.admin or key.load):
-            raise ApiError(403, "not_allowed", self._keyring.admin_needed)
-        return key
+        return self._keyring.loader(request.headers.get("authorization", ""))
 
     def _check_admin(self, key: ApiKey) -> None:
         """Raises ApiError."""
@@ -228,6 +255,20 @@ class AdapterRoutes:
             received += len(piece)
             self._check_quota(name, key, received)
             yield piece
+
+
+def unloaded(name: str, running: int) -> Response:
+    """running: requests that are still under way."""
+    if running:
+        text = f"LoRA adapter {name!r} takes no more requests; {running} are still under way."
+        return PlainTextResponse(text, HTTPStatus.ACCEPTED)
+    return PlainTextResponse(f"Success: LoRA adapter {name!r} removed successfully.")
+
+
+def deleted(name: str, running: int) -> Response:
+    """The same as an object."""
+    told = {"id": name, "object": "lora_adapter", "deleted": True, "running": running}
+    return JSONResponse(told, HTTPStatus.ACCEPTED if running else HTTPStatus.OK)
 
 
 def _query_terms(request: Request) -> LoadTerms:

@@ -40,6 +40,7 @@ from manylora.openai.serving.models import adapter_card, base_card, state_of, ti
 from manylora.openai.serving.pinning import Pinning
 from manylora.openai.serving.recent_items import RecentItems
 from manylora.openai.serving.responses_api import respond
+from manylora.openai.serving.shared_adapters import SharedAdapters
 from manylora.openai.serving.transport import BodyMemory, error_response, read_body, request_id
 from manylora.openai.serving.uploads import Uploads
 
@@ -51,7 +52,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclass(eq=False)
 class AppContext:
-    """What the routes work with. uploads: adapters that come as request bodies. created: Unix time."""
+    """What the routes work with. uploads: adapters that come as request bodies. created: Unix time. shared:
+    of several servers with one catalog."""
 
     backend: Backend
     inference: Inference
@@ -63,6 +65,7 @@ class AppContext:
     options: ServeOptions
     created: int
     pooling: PoolingSettings
+    shared: SharedAdapters | None = None
 
 
 def make_app(start: Callable[[], Awaitable[AppContext]]) -> Starlette:
@@ -74,8 +77,12 @@ def make_app(start: Callable[[], Awaitable[AppContext]]) -> Starlette:
         status = CacheStatus(context.backend)
         app.state.routes = _Routes(context, status)
         try:
+            if context.shared is not None:
+                await context.shared.start()
             yield
         finally:
+            if context.shared is not None:
+                await context.shared.close()
             status.close()
             await context.pinning.close()
             await context.backend.close()
@@ -125,13 +132,13 @@ class _Routes:
         self._catalog = context.backend.catalog
         self.other = OtherRoutes(self._key, self._body, context.inference, context.created, context.pooling)
         self.adapters = AdapterRoutes(
-            self._key,
             self._body,
             context.keyring,
             self._catalog,
             context.uploads,
             context.pinning,
             context.options.drain_seconds,
+            context.shared,
         )
         self._recent_items = RecentItems()
         self._body_memory = BodyMemory(BODIES_AT_ONCE * context.options.max_request_bytes)

@@ -298,6 +298,11 @@ class ServeOptions:
     def tokenizer_folder(self) -> Path:
         return Path(self.tokenizer or self.model)
 
+    @property
+    def shared_dir(self) -> Path | None:
+        """Of one catalog that several servers have; None: each has its own."""
+        return None
+
     def http_limits(self, connections: int) -> HttpLimits:
         """connections: max_connections, or what the process can hold of them."""
         return HttpLimits(

@@ -34,6 +34,7 @@ from manylora.model.checkpoint import read_model_config
 from manylora.openai.api.params import Limits
 from manylora.openai.app import AppContext, make_app
 from manylora.openai.options import ServeOptions
+from manylora.openai.serving.adapter_record import AdapterRecord
 from manylora.openai.serving.backend import Backend, EngineClient
 from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.openai.serving.connections import AT_ONCE, Clients, check_certificate, listen, raise_open_files
@@ -44,6 +45,7 @@ from manylora.openai.serving.keys import Keyring
 from manylora.openai.serving.metrics import Metrics
 from manylora.openai.serving.pinning import Pinning
 from manylora.openai.serving.protocol import BoundedHttp
+from manylora.openai.serving.shared_adapters import SharedAdapters
 from manylora.openai.serving.uploads import Uploads
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.parameters import quant_config
@@ -73,7 +75,9 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
     created, pooling = int(time.time()), read_pooling_settings(options.folder)
 
     async def start() -> AppContext:
-        uploads = Uploads(options.lora_upload_bytes, options.lora_upload_dir)
+        folder = options.shared_dir
+        record = None if folder is None else AdapterRecord(folder)
+        uploads = Uploads(options.lora_upload_bytes, options.lora_upload_dir, record)
         catalog = await _open_catalog(options, served, texts, uploads)
         metrics = Metrics(options.bases[0])
         queue = FairQueue(BATCHES_QUEUED * served.max_batch_size, options.max_queue_size)
@@ -83,7 +87,10 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
         inference = Inference(backend, tokenizer, served.model, limits, options.bases, fingerprint)
         pinning = Pinning(backend.engine.pins, catalog, inference.load)
         known = keyring, hosts, metrics, uploads, pinning, options, created, pooling
-        return AppContext(backend, inference, *known)
+        shared = None
+        if record is not None and folder is not None:
+            shared = SharedAdapters(record, folder, catalog, pinning, options.lora_refresh_seconds)
+        return AppContext(backend, inference, *known, shared)
 
     return make_app(start)
 
@@ -238,11 +245,12 @@ def _check_adapters(options: ServeOptions, reader: AdapterReader, texts: Adapter
 async def _open_catalog(
     options: ServeOptions, served: _ServedModel, texts: AdapterTexts, uploads: Uploads
 ) -> AdapterCatalog:
+    shared = options.shared_dir
     folders = {Path(folder) for folder in getattr(options.sections.get("lora_config"), "lora_dir", ())}
     catalog = AdapterCatalog(
         served.reader,
         texts,
-        [*options.lora_root, *([uploads.folder] if uploads.folder else ())],
+        [*options.lora_root, *([uploads.folder] if uploads.folder and not shared else ())],
         [*options.lora_allowed_path, *(folder.parent for folder in folders)],
         refresh_s=options.lora_refresh_seconds,
         keep_bytes=options.lora_keep_bytes,
@@ -251,9 +259,10 @@ async def _open_catalog(
         named={one.name: Path(one.path) for one in options.lora_modules},
         pinned=[one.name for one in options.lora_modules if one.pinned],
         aliases=dict(options.lora_alias),
-        expired=uploads.discard,
+        expired=None if shared else uploads.discard,
         terms_of=uploads.terms_of,
         versions=served.versions,
+        shared=shared,
     )
     await catalog.start()
     for folder in sorted(folders):

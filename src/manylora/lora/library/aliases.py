@@ -32,6 +32,10 @@ class Aliases:
             name = self._targets[name]
         return name
 
+    def target(self, name: str) -> str:
+        """What an alias was made to stand for."""
+        return self._targets[name]
+
     def has_room_for(self, name: str) -> bool:
         return name in self._targets or len(self._targets) < MAX_ALIASES
 

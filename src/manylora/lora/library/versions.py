@@ -23,16 +23,27 @@ class Versions:
         self.superseded: set[str] = set()
         self.num_changes = 0  # names that came to mean another content
 
-    def put(self, name: str, digest: str) -> tuple[int, str]:
-        """Let a name mean a content. Returns the number of this version, and the digest whose place it took;
-        "": of none."""
+    def put(self, name: str, digest: str, number: int = 0) -> tuple[int, str]:
+        """Let a name mean a content. number: that others have given this version; 0: the next one. Returns
+        its number, and the digest whose place it took; "": of none."""
         with self._lock:
-            number, old = self._current.get(name, (0, ""))
-            if old == digest:
+            last, old = self._current.get(name, (0, ""))
+            number = number or (last if old == digest else last + 1)
+            if old == digest and number == last:
                 return number, ""
-            self._set(name, number + 1, digest, old)
-            self.num_changes += bool(old)
-            return number + 1, old
+            self._set(name, number, digest, old)
+            if old in ("", digest):
+                return number, ""
+            self.num_changes += 1
+            return number, old
+
+    def seed(self, name: str, number: int, digest: str = "") -> None:
+        """Count on from a number that others have come to. digest: what it stands for; it comes later, if
+        the name means nothing here yet."""
+        with self._lock:
+            last, old = self._current.get(name, (0, ""))
+            if number > last and not old:
+                self._set(name, number, digest, old)
 
     def withdraw(self, name: str) -> None:
         """Let a name mean nothing. Its next version still has the next number."""
@@ -40,6 +51,11 @@ class Versions:
             number, old = self._current.get(name, (0, ""))
             if old:
                 self._set(name, number, "", old)
+
+    def number(self, name: str, digest: str = "") -> int:
+        """That `put` would give to a content; without one, that of the last version."""
+        last, old = self._current.get(name, (0, ""))
+        return last + (digest not in ("", old))
 
     def current(self, name: str) -> tuple[int, str] | None:
         """Number and digest."""

@@ -67,6 +67,9 @@ def document(routes: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
     for method, path, name in routes:
         path = path.replace(":path}", "}")
         paths.setdefault(path, {})[method.lower()] = _operation(name, path)
+        if method == "DELETE":
+            operation = paths[path]["delete"]
+            operation["operationId"] = f"delete_{operation['operationId']}"
     return {
         "openapi": "3.1.0",
         "info": {"title": "manylora", "version": manylora.__version__},

@@ -53,9 +53,10 @@ class AdapterCatalog:
     reserved:   names that no adapter may have.
     pinned:     of the named ones.
     aliases:    name -> what it stands for.
-    expired:    called with the name of an adapter that was unloaded as nobody used it.
+    expired:    called with the name of an adapter that was unloaded as nobody used it; None: others decide.
     terms_of:   of an adapter that is found at a path below a root.
     versions:   counts the contents of each name; the engine's, where that is in this process.
+    shared:     folder of files that are taken as `put` and `load` say, and are no client's to name.
     """
 
     def __init__(
@@ -72,13 +73,15 @@ class AdapterCatalog:
         reserved: Sequence[str] = (),
         pinned: Sequence[str] = (),
         aliases: Mapping[str, str] = MappingProxyType({}),
-        expired: Callable[[str], None] = lambda name: None,
+        expired: Callable[[str], None] | None = lambda name: None,
         terms_of: Callable[[Path], Terms] = lambda path: Terms(),
         versions: Versions | None = None,
+        shared: Path | None = None,
     ) -> None:
         self._roots = [root.resolve() for root in roots]
         self._allowed = [*self._roots, *(root.resolve() for root in allowed)]
-        self._reader = reader.within([*self._allowed, *folders_of(named.values())])
+        self._shared = [] if shared is None else [shared.resolve()]
+        self._reader = reader.within([*self._allowed, *self._shared, *folders_of(named.values())])
         self._named = named
         self._refresh_s = refresh_s
         self._quiet_s = min(MAX_QUIET_S, refresh_s / 4)
@@ -92,6 +95,7 @@ class AdapterCatalog:
         self._terms_of = terms_of
         self.aliases = Aliases(aliases)
         self._entries: dict[str, AdapterEntry] = {}
+        self._leaving: list[AdapterEntry] = []  # withdrawn, with requests under way
         self._unloaded: dict[str, Fingerprint] = {}  # by request; not loaded again until the files change
         self.disk = disk or DiskLevel(0)
         self._copies = Copies(self._reader, MemoryLevel(keep_bytes), self.disk)
@@ -161,8 +165,8 @@ class AdapterCatalog:
         self._entries[name] = AdapterEntry(name, path, scanned=False, found=fingerprint(path))
         return name
 
-    def _path_below(self, given: str) -> tuple[Path, Path]:
-        found = path_below(self._allowed, given)
+    def _path_below(self, given: str, more: Sequence[Path] = ()) -> tuple[Path, Path]:
+        found = path_below([*self._allowed, *more], given)
         if found is None:
             reason = "lora_path: there is no adapter there that may be read"
             raise ApiError(404, "adapter_not_found", reason, "lora_path")
@@ -230,6 +234,10 @@ class AdapterCatalog:
         assert entry.version is not None
         return entry.version, read.adapter
 
+    def unloaded_files(self, name: str) -> Fingerprint:
+        """Of an adapter that was unloaded: it is not loaded again from a root until these change."""
+        return self._unloaded.get(name, ())
+
     def enter(self, name: str) -> AdapterEntry | None:
         """Count a request in; None for a name that is gone."""
         entry = self._entries.get(name)
@@ -243,6 +251,7 @@ class AdapterCatalog:
         entry.used_at = time.monotonic()
         if entry.num_open == 0 and self._entries.get(entry.name) is not entry:
             entry.closed.set()
+            self._leaving = [one for one in self._leaving if one is not entry]
 
     def check_new(self, name: str, *, replace: bool) -> None:
         """Whether a request may load an adapter of this name. Raises ApiError."""
@@ -260,14 +269,16 @@ class AdapterCatalog:
         given: str,
         *,
         replace: bool,
-        move: Callable[[Path], Path] | None = None,
+        move: Callable[[Path, str], Path] | None = None,
         terms: Terms | None = None,
+        number: int = 0,
     ) -> Version:
         """Add an adapter on request. Raises ApiError; then nothing has changed.
 
-        move: called with its path once the adapter was read without an error; returns its final path.
+        move: called with its path and its digest once the adapter was read without an error; returns its
+        final path. number: of this version; 0: the next one.
         """
-        path, _ = self._path_below(given)
+        path, _ = self._path_below(given, self._shared)
         self.check_new(name, replace=replace)
         old = self._entries.get(name)
         found = await self._on_thread(fingerprint, path)
@@ -275,33 +286,39 @@ class AdapterCatalog:
         read = await self._entry_reader.read(entry)
         if move is not None:
             self.check_new(name, replace=replace)  # another may have come while this was read
-            entry.path = move(path)
+            assert entry.version is not None
+            entry.path = move(path, entry.version.digest)
             entry.found = entry.tried = await self._on_thread(fingerprint, entry.path)
         if old is not None and old.scanned and old.path == entry.path:
             entry.scanned = True
         self._unloaded.pop(name, None)
         entry.used_at = time.monotonic()
         self._entries[name] = entry
-        self._announce(entry, read)
+        self._announce(entry, read, number)
         assert entry.version is not None
         return entry.version
 
-    def _announce(self, entry: AdapterEntry, read: ReadAdapter) -> None:
+    def put(self, name: str, path: Path, terms: Terms) -> None:
+        """Add an adapter that nobody has checked yet, in place of any: it is read when it is asked for."""
+        self._unloaded.pop(name, None)
+        self._entries[name] = AdapterEntry(name, path.resolve(), False, fingerprint(path), terms=terms)
+
+    def _announce(self, entry: AdapterEntry, read: ReadAdapter, number: int = 0) -> None:
         """Count the version of an entry that serves, and tell of one that took another's place."""
         if entry.version is None or self._entries.get(entry.name) is not entry:
             return
-        number, old = self.versions.put(entry.name, entry.version.digest)
+        number, old = self.versions.put(entry.name, entry.version.digest, number)
         entry.version = changed(entry.version, number=number)
         if old:
             self.on_change(entry.version, read.adapter, old)
 
-    def load_alias(self, name: str, target: str, *, replace: bool) -> None:
+    def load_alias(self, name: str, target: str, *, replace: bool, later: bool = False) -> None:
         """Let a name stand for an adapter, an alias or the base model. replace: it may stand for another by
-        now. Raises ApiError."""
+        now. later: what it stands for may come later. Raises ApiError."""
         if name in self._reserved or name in self._entries or (name in self.aliases and not replace):
             raise ApiError(400, "adapter_exists", f"{name!r} is a model's name already", "lora_name")
         meant = self.aliases.resolve(target)
-        if meant not in self._entries and meant not in self._reserved:
+        if not later and meant not in self._entries and meant not in self._reserved:
             raise _unknown(target, "alias_of")
         if self.aliases.leads_to(target, name):
             raise ApiError(400, "alias_circle", f"{target!r} stands for {name!r} already", "alias_of")
@@ -315,17 +332,22 @@ class AdapterCatalog:
         if name in self.aliases:
             self.aliases.remove(name)
             return 0
-        entry = self.entry(name)
-        self._withdraw(entry)
-        if entry.num_open:
+        self._withdraw(self.entry(name))
+        return await self.drained(name, timeout_s)
+
+    async def drained(self, name: str, timeout_s: float) -> int:
+        """Wait for requests of adapters of this name that are unloaded. Returns how many are left."""
+        leaving = [entry for entry in self._leaving if entry.name == name]
+        if leaving:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(entry.closed.wait(), timeout_s)
-        return entry.num_open
+                await asyncio.wait_for(asyncio.gather(*(one.closed.wait() for one in leaving)), timeout_s)
+        return sum(entry.num_open for entry in leaving)
 
     async def _watch(self) -> None:
         while True:
             try:
-                self._unload_expired()
+                if self._expired is not None:
+                    self._unload_expired(self._expired)
                 await self._scan(first=False)
                 await self._read_changed()
                 await self._free_memory()
@@ -333,17 +355,19 @@ class AdapterCatalog:
                 logger.exception("scanning the lora roots failed")
             await asyncio.sleep(self._refresh_s / 2)
 
-    def _unload_expired(self) -> None:
+    def _unload_expired(self, expired: Callable[[str], None]) -> None:
         for entry in [one for one in self._entries.values() if one.has_expired]:
             logger.info("adapter %s is unloaded: it was idle for its time to live", entry.name)
             self._withdraw(entry)
-            self._expired(entry.name)
+            expired(entry.name)
 
     def _withdraw(self, entry: AdapterEntry) -> None:
         """Until its files change."""
         self._unloaded[entry.name] = entry.found
         del self._entries[entry.name]
         self.versions.withdraw(entry.name)
+        if entry.num_open:
+            self._leaving.append(entry)
 
     async def _scan(self, *, first: bool) -> None:
         known = {entry.path: entry.found for entry in self._entries.values()}
@@ -362,6 +386,8 @@ class AdapterCatalog:
         for name, one in found.items():
             self._note_found(name, one)
         for entry in list(self._entries.values()):
+            if any(entry.path.is_relative_to(one) for one in self._shared):
+                continue
             if not entry.scanned:
                 with contextlib.suppress(OSError):
                     entry.note_files(await self._on_thread(fingerprint, entry.path) or entry.found)

@@ -111,7 +111,7 @@ class Keyring:
         return any(key.name == name for key in (self._keys or {}).values())
 
     @property
-    def admin_needed(self) -> str:
+    def _admin_needed(self) -> str:
         """What to tell who may not load and unload adapters."""
         here = "the file of --api-keys" if self._has_file else "a file given with --api-keys"
         flag = "" if self._has_file else "--allow-runtime-lora-updating, or "
@@ -119,6 +119,13 @@ class Keyring:
             f"Loading and unloading adapters over HTTP is not allowed here: it needs {flag}a key with "
             f"'admin: true' in {here}"
         )
+
+    def loader(self, authorization: str) -> ApiKey:
+        """The same of a key that may load adapters, in one way or another. Raises ApiError 401, 403."""
+        key = self.identify(authorization)
+        if not (key.admin or key.load):
+            raise ApiError(403, "not_allowed", self._admin_needed)
+        return key
 
     def identify(self, authorization: str) -> ApiKey:
         """The key of an Authorization header. Raises ApiError 401."""

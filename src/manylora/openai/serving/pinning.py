@@ -44,6 +44,10 @@ class Pinning:
     def is_pinned(self, name: str) -> bool:
         return name in self._pinned
 
+    def problem(self, name: str) -> str:
+        """Why an adapter that is to be pinned is not; "": that was not tried yet, or it is."""
+        return self._told.get(name, "")
+
     async def pin(self, name: str) -> None:
         """Keep an adapter in the cache. Raises ApiError; then it is not pinned."""
         async with self._lock:

@@ -3,39 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import logging
 import secrets
 import shutil
+import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from manylora.lora.formats.peft_config import EMBEDDED
 from manylora.lora.formats.tensor_files import with_metadata
 from manylora.openai.api.errors import ApiError
 from manylora.openai.serving.adapter_entry import Terms
+from manylora.openai.serving.adapter_record import SUFFIX, AdapterRecord, Kept, sent_file, unwritable
 from manylora.system.folders import make_temporary, remove_temporary
 
 logger = logging.getLogger("manylora")
 
-TERMS = ".terms.json"
 INCOMING = ".incoming"  # a hidden folder, which scans of the adapter roots skip
-SUFFIX = ".safetensors"
+ABANDONED_S = 3600.0  # after which nobody goes on with what another server was receiving
 
 
 class Uploads:
     """Event loop only. max_bytes: of all files together; 0: uploads are off.
 
     folder: None makes a temporary one that `close` removes; a given one keeps its files for the next start.
+    record: of a folder that other servers have too; within its lock files are placed and discarded.
     """
 
-    def __init__(self, max_bytes: int, folder: Path | None = None) -> None:
+    def __init__(
+        self, max_bytes: int, folder: Path | None = None, record: AdapterRecord | None = None
+    ) -> None:
         self._max_bytes, self._temporary = max_bytes, folder is None
         self.folder: Path | None = None
-        self._terms: dict[str, Terms] = {}  # by name
+        self._shared = record is not None
         self.num_bytes = 0
+        self._record = record or AdapterRecord(folder or Path())
         if max_bytes:
             try:
                 self.folder = self._open(folder)
@@ -43,29 +46,37 @@ class Uploads:
                 logger.warning("lora_upload_dir: no adapters in requests: %s", error.strerror)
 
     def _open(self, given: Path | None) -> Path:
+        if self._shared:
+            assert given is not None
+            _remove_abandoned(given / INCOMING)
+            return given
         folder = given or make_temporary("uploads")
         shutil.rmtree(folder / INCOMING, ignore_errors=True)
         (folder / INCOMING).mkdir(parents=True, exist_ok=True)
-        self._terms = _read_terms(folder / TERMS)
-        self.num_bytes = sum(one.stat().st_size for one in folder.rglob(f"*{SUFFIX}"))
+        self._record = AdapterRecord(folder)
+        self._record.read()
+        self.num_bytes = _size_of(folder)
         return folder
 
     async def receive(self, stream: AsyncIterator[bytes], length: int = 0) -> Path:
         """Write a request's body to a file, for `place` or `drop`. length: the Content-Length, 0 without one.
 
-        Raises ApiError: 403 when uploads are off, 413 over the limit, 507 when the disk is full.
+        Raises ApiError: 403 when uploads are off or the folder is read-only, 413 over the limit, 507 when the
+        disk is full.
         """
         if self.folder is None and self._max_bytes:
-            raise _full()
+            raise unwritable(OSError())
         if self.folder is None:
             reason = "This server takes no adapters in requests: lora_upload_bytes is 0"
             raise ApiError(403, "not_allowed", reason)
+        if self._shared:
+            self.num_bytes = _size_of(self.folder)
         self._check(length)
         try:
             return await self._write(self.folder, stream)
         except OSError as error:
             logger.warning("an adapter in a request cannot be written: %s", error.strerror)
-            raise _full() from error
+            raise unwritable(error) from error
 
     async def _write(self, folder: Path, stream: AsyncIterator[bytes]) -> Path:
         (folder / INCOMING).mkdir(parents=True, exist_ok=True)  # a cleanup may have removed it
@@ -93,23 +104,26 @@ class Uploads:
             with_metadata(path, made, EMBEDDED, config)
         except OSError as error:
             logger.warning("an adapter in a request cannot be written: %s", error.strerror)
-            raise _full() from error
+            raise unwritable(error) from error
         finally:
             self.num_bytes += made.stat().st_size if made.exists() else 0
             self.drop(path)
         return made
 
-    def place(self, path: Path, name: str, terms: Terms) -> Path:
-        """Rename a received file to its adapter's name, replacing an older one. Raises ApiError 507."""
-        target = self._path(name)
+    def place(self, path: Path, name: str, kept: Kept) -> Path:
+        """Rename a received file to its adapter's name, replacing an older one. Raises ApiError 413, 507."""
+        target = sent_file(self._open_folder, name)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             older = target.stat().st_size if target.exists() else 0
-            self._set_terms(name, terms)  # first: nobody else's adapter may become everyone's
+            if self._shared:  # others may have received some at the same time
+                self.num_bytes = _size_of(self._open_folder, placed=True)
+                self._check(path.stat().st_size - older)
+            self._keep(name, kept)  # first: nobody else's adapter may become everyone's
             path.replace(target)
         except OSError as error:
             logger.warning("an adapter in a request cannot be kept: %s", error.strerror)
-            raise _full() from error
+            raise unwritable(error) from error
         self.num_bytes -= older
         return target
 
@@ -123,14 +137,14 @@ class Uploads:
     def discard(self, name: str) -> None:
         """Delete the adapter's file, if it was uploaded."""
         if self.folder is not None:
-            self.drop(self._path(name))
+            self.drop(sent_file(self._open_folder, name))
             self.keep_terms(name, Terms())
 
     def keep_terms(self, name: str, terms: Terms) -> None:
         """Have them hold for an uploaded adapter after a restart too. A disk that takes nothing is logged."""
-        if name in self._terms or self._path(name).exists():
+        if not self._shared and (name in self._record.names or sent_file(self._open_folder, name).exists()):
             try:
-                self._set_terms(name, terms)
+                self._keep(name, Kept("sent", terms))
             except OSError as error:
                 logger.warning("the terms of an uploaded adapter cannot be kept: %s", error.strerror)
 
@@ -140,27 +154,21 @@ class Uploads:
         if self.folder is None or not path.is_relative_to(self.folder.resolve()):
             return Terms()
         name = str(path.relative_to(self.folder.resolve()).with_suffix(""))
-        return replace(self._terms.get(name, Terms()))
+        kept = self._record.names.get(name)
+        return replace(kept.terms) if kept is not None and kept.kind == "sent" else Terms()
 
     def close(self) -> None:
         if self._temporary and self.folder is not None:
             remove_temporary(self.folder)
 
-    def _set_terms(self, name: str, terms: Terms) -> None:
-        """Raises OSError."""
-        assert self.folder is not None
-        if self._terms.get(name, Terms()) == terms:
-            return
-        self._terms.pop(name, None)
-        if terms != Terms():
-            self._terms[name] = replace(terms)
-        part = self.folder / f"{TERMS}.part"
-        part.write_text(json.dumps({name: asdict(terms) for name, terms in self._terms.items()}))
-        part.replace(self.folder / TERMS)
+    def _keep(self, name: str, kept: Kept) -> None:
+        """Where the folder itself is the catalog, terms that are as usual need no record. Raises OSError."""
+        self._record.set(name, kept if self._shared or kept.terms != Terms() else None)
 
-    def _path(self, name: str) -> Path:
+    @property
+    def _open_folder(self) -> Path:
         assert self.folder is not None
-        return self.folder / f"{name}{SUFFIX}"
+        return self.folder
 
     def _check(self, more: int) -> None:
         left = self._max_bytes - self.num_bytes
@@ -169,17 +177,18 @@ class Uploads:
             raise ApiError(413, "request_too_large", reason)
 
 
-def _read_terms(path: Path) -> dict[str, Terms]:
-    """Raises OSError. What is not in order there is left out: its adapters are then an admin's."""
-    if not path.is_file():
-        return {}
-    try:
-        return {str(name): Terms(**one) for name, one in json.loads(path.read_text()).items()}
-    except (ValueError, TypeError, AttributeError):
-        raise OSError(
-            errno.EINVAL, f"{path.name} is not readable, and says whose these adapters are"
-        ) from None
+def _size_of(folder: Path, *, placed: bool = False) -> int:
+    """Bytes of all files; placed: without those that are being received."""
+    total = 0
+    for one in folder.rglob(f"*{SUFFIX}"):
+        if not (placed and one.parent.name == INCOMING):
+            with contextlib.suppress(FileNotFoundError):
+                total += one.stat().st_size
+    return total
 
 
-def _full() -> ApiError:
-    return ApiError(507, "storage_full", "The server cannot store adapters at the moment")
+def _remove_abandoned(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        for one in folder.iterdir():
+            if time.time() - one.stat().st_mtime > ABANDONED_S:
+                one.unlink()

@@ -1,0 +1,75 @@
+"""Member: one server of a fleet, as the front asks it. Without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.types import Message
+
+from manylora.fleet.calls import Answer, Call, answer, whole_answer
+from manylora.openai.api.errors import ApiError, as_api_error
+from manylora.openai.serving.shared_adapters import SharedAdapters, State
+from manylora.openai.serving.transport import error_response
+
+FOLLOW_S = 10.0  # for a change of adapters that this server has not heard of; then it answers as it can
+
+
+@dataclass(frozen=True)
+class Changed:
+    """What a request has made of the adapters. name: "": nothing. revision: of the record since then."""
+
+    answer: Answer
+    name: str
+    revision: int
+
+
+class Member:
+    """app: of `manylora serve`, which runs. name: of this server among the others."""
+
+    def __init__(self, app: Starlette, name: str) -> None:
+        self._app, self._name = app, name
+        self._shared: SharedAdapters | None = app.state.routes.context.shared
+
+    async def answer(self, call: Call) -> AsyncIterator[list[Message]]:
+        await self._follow(call)
+        async for messages in answer(self._app, call):
+            for one in messages:
+                if one["type"] == "http.response.start":
+                    one["headers"] = [*one["headers"], (b"x-manylora-replica", self._name.encode())]
+            yield messages
+
+    async def whole_answer(self, call: Call) -> Answer:
+        await self._follow(call)
+        return await whole_answer(self._app, call, self._name)
+
+    async def change(self, call: Call) -> Changed:
+        """The answer to a request that may change adapters. The other servers have not followed by then."""
+        assert self._shared is not None
+        try:
+            async with self._shared.changing():
+                found = await whole_answer(self._app, call, self._name)
+                name = self._shared.changed
+            return Changed(found, name, self._shared.revision)
+        except ApiError as error:
+            response = error_response(error)
+            told = Answer(self._name, error.status, response.raw_headers, bytes(response.body))
+            return Changed(told, "", self._shared.revision)
+
+    async def look(self, name: str, revision: int, drain_s: float) -> State:
+        """Follow the record to this revision; then say what the name means here. drain_s: that requests have
+        when their adapter is unloaded."""
+        assert self._shared is not None
+        try:
+            await self._shared.look(revision)
+            return await self._shared.state(name, drain_s)
+        except Exception as error:
+            return State(self._shared.revision, problem=as_api_error(error).message)
+
+    async def _follow(self, call: Call) -> None:
+        if self._shared is not None and call.revision > self._shared.revision:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._shared.look(call.revision), FOLLOW_S)

@@ -1,0 +1,167 @@
+"""AdapterRecord: what requests have made of the catalog, in one file beside the adapters that were sent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from manylora.lora.library.fingerprint import Fingerprint
+from manylora.openai.api.errors import ApiError
+from manylora.openai.serving.adapter_entry import Terms
+
+FILE, LOCK = ".terms.json", ".lock"
+SUFFIX = ".safetensors"
+MAX_NAMES = 2**14
+MAX_BYTES = 2**25
+LOCK_S, RETRY_S = 60.0, 0.02  # another server may be reading a large adapter meanwhile
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+Kind = Literal["sent", "path", "alias", "found", "gone"]
+Stamp = tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a name means since a request.
+
+    kind: an adapter that was sent, or is at a path; an alias; one found below a root, on other terms; gone.
+    target: the path, or what an alias stands for. version, digest: of what was loaded; other servers of the
+    same record count on from there. stamp: of files below a root, which are gone until these change.
+    """
+
+    kind: Kind
+    terms: Terms = field(default_factory=Terms)
+    target: str = ""
+    version: int = 0
+    digest: str = ""
+    stamp: Stamp = ()
+
+    def values(self) -> dict[str, Any]:
+        """As JSON has them, without what is as usual."""
+        terms = {name: value for name, value in vars(self.terms).items() if value != getattr(Terms, name)}
+        own = {"target": self.target, "version": self.version, "digest": self.digest, "stamp": self.stamp}
+        return {"kind": self.kind, "terms": terms} | {name: value for name, value in own.items() if value}
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Kept:
+        """Raises TypeError, ValueError."""
+        found = cls(**{**values, "terms": Terms(**values["terms"])})
+        if found.kind not in get_args(Kind):
+            raise ValueError(found.kind)
+        return replace(found, stamp=tuple((str(n), int(size), int(at)) for n, size, at in found.stamp))
+
+
+def stamp_of(found: Fingerprint) -> Stamp:
+    """What of a fingerprint is the same on every host: of each file name, size, and when it was changed."""
+    return tuple((name, size, changed) for name, _, _, size, changed, _ in found)
+
+
+class AdapterRecord:
+    """Several servers may have the same folder: then changes are made within `locked`, after `read`.
+
+    names: what each name means; to be changed by `set`. revision: grows with each change.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: tuple[int, int, int] | None = None
+        self.names: dict[str, Kept] = {}
+        self.revision = 0
+
+    def read(self) -> bool:
+        """Whether the file is another one than was read or written last. Raises OSError, also where it is
+        not readable: nobody knows then whose these adapters are."""
+        path = self._folder / FILE
+        try:
+            seen = _identity(path)
+        except FileNotFoundError:
+            return False
+        if seen == self._seen:
+            return False
+        if path.stat().st_size > MAX_BYTES:
+            raise OSError(errno.EFBIG, f"{FILE} has more than {MAX_BYTES} bytes")
+        try:
+            revision, names = _parse(json.loads(path.read_text()))
+        except (ValueError, TypeError, AttributeError, KeyError):
+            text = f"{FILE} is not readable, and says whose these adapters are"
+            raise OSError(errno.EINVAL, text) from None
+        self._seen, self.names, self.revision = seen, names, revision
+        return True
+
+    def set(self, name: str, kept: Kept | None) -> None:
+        """None: nothing is said of the name. Raises OSError; then nothing has changed."""
+        if self.names.get(name) == kept:
+            return
+        names = {one: held for one, held in self.names.items() if one != name}
+        if kept is not None:
+            names[name] = replace(kept, terms=replace(kept.terms))
+        while len(names) > MAX_NAMES:
+            gone = next((one for one, held in names.items() if held.kind == "gone" and one != name), None)
+            if gone is None:
+                raise OSError(errno.ENOSPC, f"{MAX_NAMES} adapters are there already")
+            del names[gone]
+        values = {one: held.values() for one, held in names.items()}
+        part, path = self._folder / f"{FILE}.part", self._folder / FILE
+        part.write_text(json.dumps({"revision": self.revision + 1, "adapters": values}))
+        part.replace(path)
+        self._seen, self.names, self.revision = _identity(path), names, self.revision + 1
+
+    @contextlib.asynccontextmanager
+    async def locked(self) -> AsyncIterator[None]:
+        """No other server changes it meanwhile. Raises ApiError. The system gives the lock of a process that
+        has ended back."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise unwritable(error) from error
+        try:
+            await _lock(descriptor)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+async def _lock(descriptor: int) -> None:
+    end = time.monotonic() + LOCK_S
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                text = "Another server is changing adapters, try again"
+                raise ApiError(503, "adapters_busy", text, retry_after=1) from None
+        await asyncio.sleep(RETRY_S)
+
+
+def sent_file(folder: Path, name: str) -> Path:
+    """Where an adapter that was sent is kept."""
+    return folder / f"{name}{SUFFIX}"
+
+
+def unwritable(error: OSError) -> ApiError:
+    """What to tell a client whose adapter the folder does not take."""
+    if error.errno in READ_ONLY:
+        text = "The folder of --lora-upload-dir is read-only here, so requests cannot change adapters"
+        return ApiError(403, "not_allowed", text)
+    return ApiError(507, "storage_full", "The server cannot store adapters at the moment")
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _parse(found: Any) -> tuple[int, dict[str, Kept]]:
+    """Before there was a revision, the file had the terms of what was sent."""
+    if not isinstance(found.get("revision"), int):
+        return 0, {str(name): Kept("sent", Terms(**one)) for name, one in found.items()}
+    return found["revision"], {str(name): Kept.of(one) for name, one in found["adapters"].items()}

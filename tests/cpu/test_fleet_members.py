@@ -1,0 +1,426 @@
+"""Protects that servers with one catalog agree: what one was asked to change the others have too, also one
+that starts later, that was away, or that is asked at the same time. Without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import itertools
+import json
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save
+from starlette.requests import Request
+
+from manylora.fleet.agreed import agreed
+from manylora.fleet.calls import Answer, Call
+from manylora.fleet.member import Changed, Member
+from manylora.fleet.options import FleetOptions
+from manylora.openai.adapter_routes import RECEIVED
+from manylora.openai.server import open_app
+from manylora.openai.serving import adapter_record
+from manylora.openai.serving.adapter_record import AdapterRecord, Kept, unwritable
+from manylora.openai.serving.shared_adapters import State
+from manylora.openai.serving.uploads import Uploads
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
+
+PROMPT = [5, 17, 42, 99, 7]
+BINARY = [(b"content-type", b"application/octet-stream")]
+JSON = [(b"content-type", b"application/json")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    model = make_model(folder / "model", "llama", seed=11)
+    for number in range(3):
+        make_adapter(folder / "adapters" / f"a{number}", model, seed=number)
+    return model
+
+
+@pytest.fixture
+def root(model: Path) -> Path:
+    return model.parent / "adapters"
+
+
+class Fleet:
+    """Servers in this process, which know of each other by their folder only."""
+
+    def __init__(self, model: Path, folder: Path, **options: Any) -> None:
+        given: dict[str, Any] = {
+            "served_model_name": ("base",),
+            "device": "cpu",
+            "lora_root": (model.parent / "adapters",),
+            "lora_upload_dir": folder,
+            "lora_refresh_seconds": 60.0,
+            "drain_seconds": 5.0,
+            "allow_runtime_lora_updating": True,
+        }
+        self.options = FleetOptions(model, **(given | options))
+        self.folder = folder
+        self.members: list[Member] = []
+        self._stack = AsyncExitStack()
+
+    async def start(self, count: int = 1) -> Member:
+        for _ in range(count):
+            app = open_app(self.options)
+            await self._stack.enter_async_context(app.router.lifespan_context(app))
+            self.members.append(Member(app, f"r{len(self.members)}"))
+        return self.members[-1]
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    async def send(self, member: Member, name: str, adapter: Path, **query: str) -> Changed:
+        """PUT an adapter's tensors, whose file the front has received."""
+        uploads = Uploads(2**30, self.folder, AdapterRecord(self.folder))
+
+        async def pieces() -> Any:
+            yield body_of(adapter)
+
+        path = await uploads.receive(pieces())
+        call = request("PUT", f"/v1/lora_adapters/{name}", BINARY, received=str(path), **query)
+        return await member.change(call)
+
+    async def look(self, changed: Changed) -> dict[str, State]:
+        return {
+            f"r{number}": await one.look(changed.name, changed.revision, 5.0)
+            for number, one in enumerate(self.members)
+        }
+
+
+def body_of(adapter: Path) -> bytes:
+    config = (adapter / "adapter_config.json").read_text()
+    return save(load_file(adapter / "adapter_model.safetensors"), {"adapter_config": config})
+
+
+def request(
+    method: str, path: str, headers: Any = (), body: bytes = b"", received: str = "", **query: str
+) -> Call:
+    text = "&".join(f"{name}={value}" for name, value in query.items()).encode()
+    scope = {"type": "http", "http_version": "1.1", "method": method, "path": path, "query_string": text}
+    headers = [(b"host", b"localhost"), *headers]
+    return Call.of(Request({**scope, "headers": headers}), body, received=received)
+
+
+def post(path: str, **fields: Any) -> Call:
+    return request("POST", f"/v1/{path}", JSON, json.dumps(fields).encode())
+
+
+async def complete(member: Member, name: str, revision: int = 0, **more: Any) -> dict[str, Any]:
+    fields = {"model": name, "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    call = post("completions", **fields, return_token_ids=True, **more)
+    found = await member.whole_answer(Call(call.scope, call.headers, call.body, revision))
+    return {"status": found.status, **json.loads(found.body)}
+
+
+def run(
+    model: Path, folder: Path, play: Callable[[Fleet], Awaitable[None]], count: int = 2, **options: Any
+) -> None:
+    async def whole() -> None:
+        fleet = Fleet(model, folder, **options)
+        try:
+            await fleet.start(count)
+            await play(fleet)
+        finally:
+            await fleet.close()
+
+    asyncio.run(whole())
+
+
+def test_what_was_put_is_served_by_all_with_one_number(model: Path, root: Path, tmp_path: Path) -> None:
+    async def play(fleet: Fleet) -> None:
+        first, second = fleet.members
+        told = []
+        for member, adapter in ((first, "a0"), (second, "a1"), (first, "a1"), (second, "a0")):
+            changed = await fleet.send(member, "policy", root / adapter)
+            assert changed.answer.status == 200, changed.answer.body
+            answer = json.loads(changed.answer.body)
+            states = await fleet.look(changed)
+            assert {(one.version, one.digest, one.problem) for one in states.values()} == {
+                (answer["version"], answer["digest"], "")
+            }
+            told.append(answer["version"])
+            for one in (*fleet.members, await fleet.start()):
+                choice = (await complete(one, "policy"))["choices"][0]
+                assert choice["token_ids"] == reference_generate(model, root / adapter, PROMPT, 6)
+                [span] = choice["lora_versions"]
+                assert (span["version"], span["digest"]) == (answer["version"], answer["digest"])
+        assert told == [1, 2, 2, 3], "the same content again is the same version"
+
+    run(model, tmp_path / "shared", play)
+
+
+def test_a_server_that_was_not_told_looks_before_it_answers(model: Path, root: Path, tmp_path: Path) -> None:
+    async def play(fleet: Fleet) -> None:
+        first, second = fleet.members
+        changed = await fleet.send(first, "new", root / "a0")
+        assert (await complete(second, "new"))["status"] == 404, "nobody has told it"
+        assert (await complete(second, "new", changed.revision))["status"] == 200
+
+    run(model, tmp_path / "shared", play)
+
+
+def test_two_writers_at_once_end_in_one_state(model: Path, root: Path, tmp_path: Path) -> None:
+    async def play(fleet: Fleet) -> None:
+        pairs = [(fleet.members[n % 2], root / f"a{n % 3}") for n in range(6)]
+        found = await asyncio.gather(*(fleet.send(one, "policy", adapter) for one, adapter in pairs))
+        in_order = sorted(found, key=lambda one: one.revision)
+        told = [json.loads(one.answer.body) for one in in_order]
+        contents = [key for key, _ in itertools.groupby((one["version"], one["digest"]) for one in told)]
+        assert [number for number, _ in contents] == list(range(1, len(contents) + 1))
+        last = in_order[-1]
+        states = await fleet.look(last)
+        assert len({(one.version, one.digest) for one in states.values()}) == 1
+        assert states["r0"].digest == json.loads(last.answer.body)["digest"]
+
+    run(model, tmp_path / "shared", play)
+
+
+def test_unloaded_is_unloaded_everywhere_and_later(model: Path, root: Path, tmp_path: Path) -> None:
+    async def play(fleet: Fleet) -> None:
+        first, second = fleet.members
+        await fleet.look(await fleet.send(first, "sent", root / "a1"))
+        for name in ("sent", "a0"):  # one that was sent, and one below a root
+            changed = await second.change(request("DELETE", f"/v1/lora_adapters/{name}"))
+            assert json.loads(changed.answer.body)["deleted"]
+            states = await fleet.look(changed)
+            assert {(one.version, one.problem) for one in states.values()} == {(0, "")}
+            for one in (*fleet.members, await fleet.start()):
+                assert (await complete(one, name))["status"] == 404
+        assert not list(fleet.folder.rglob("*.safetensors"))
+        again = await second.change(post("unload_lora_adapter", lora_name="a0"))
+        assert (again.answer.status, again.name) == (404, "")
+        changed = await fleet.send(first, "sent", root / "a1")
+        assert json.loads(changed.answer.body)["version"] == 2, "its numbers go on"
+
+    run(model, tmp_path / "shared", play)
+
+
+def test_requests_under_way_are_waited_for_by_each(model: Path, root: Path, tmp_path: Path) -> None:
+    async def play(fleet: Fleet) -> None:
+        first, second = fleet.members
+        more = {"max_tokens": 60, "return_token_ids": True}
+        running = asyncio.create_task(complete_long(second, **more))
+        while not second._app.state.routes.context.backend.stats().running:
+            await asyncio.sleep(0.005)
+        changed = await first.change(post("unload_lora_adapter", lora_name="a0"))
+        state = await second.look(changed.name, changed.revision, 30.0)
+        assert state.running == 0 and (await running)["status"] == 200
+
+    async def complete_long(member: Member, **more: Any) -> dict[str, Any]:
+        fields = {"model": "a0", "prompt": PROMPT, "temperature": 0, "ignore_eos": True, **more}
+        found = await member.whole_answer(post("completions", **fields))
+        return {"status": found.status}
+
+    run(model, tmp_path / "shared", play)
+
+
+def test_pins_aliases_and_paths_hold_for_all(model: Path, root: Path, tmp_path: Path) -> None:
+    async def play(fleet: Fleet) -> None:
+        first, second = fleet.members
+        steps = [
+            post("pin_lora_adapter", lora_name="a0"),
+            post("load_lora_adapter", lora_name="stable", alias_of="a1"),
+            post("load_lora_adapter", lora_name="copy", lora_path=str(root / "a2")),
+        ]
+        for step in steps:
+            changed = await first.change(step)
+            assert changed.answer.status == 200, changed.answer.body
+            assert not any(one.problem for one in (await fleet.look(changed)).values())
+        await fleet.start()
+        for one in fleet.members:
+            context = one._app.state.routes.context
+            assert context.pinning.is_pinned("a0")
+            assert (await complete(one, "stable"))["choices"] == (await complete(one, "a1"))["choices"]
+            tokens = (await complete(one, "copy"))["choices"][0]["token_ids"]
+            assert tokens == reference_generate(model, root / "a2", PROMPT, 6)
+        changed = await second.change(post("pin_lora_adapter", lora_name="a0", pinned=False))
+        await fleet.look(changed)
+        changed = await second.change(post("unload_lora_adapter", lora_name="stable"))
+        await fleet.look(changed)
+        for one in fleet.members:
+            assert not one._app.state.routes.context.pinning.is_pinned("a0")
+            assert (await complete(one, "stable"))["status"] == 404
+
+    run(model, tmp_path / "shared", play)
+
+
+def test_owners_and_quotas_count_all_servers(model: Path, root: Path, tmp_path: Path) -> None:
+    import hashlib
+
+    keys = [
+        {"name": "team", "load": True, "max_adapters": 2},
+        {"name": "other"},
+        {"name": "boss", "admin": True},
+    ]
+    file = tmp_path / "keys.json"
+    shown = [{**one, "sha256": hashlib.sha256(one["name"].encode()).hexdigest()} for one in keys]
+    file.write_text(json.dumps({"keys": shown}))
+
+    async def play(fleet: Fleet) -> None:
+        first, second = fleet.members
+        for number, (member, status) in enumerate([(first, 200), (second, 200), (first, 403), (second, 403)]):
+            changed = await as_key("team", fleet, member, f"t{number}", root / "a0")
+            assert changed.answer.status == status, changed.answer.body
+        for member in fleet.members:
+            seen = [await status_of(member, key, "t0") for key in ("team", "other", "boss")]
+            assert seen == [200, 404, 200]
+
+    async def as_key(key: str, fleet: Fleet, member: Member, name: str, adapter: Path) -> Changed:
+        BINARY.append((b"authorization", f"Bearer {key}".encode()))
+        try:
+            return await fleet.send(member, name, adapter)
+        finally:
+            BINARY.pop()
+
+    async def status_of(member: Member, key: str, name: str) -> int:
+        await member.look("", 2, 0)
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        return (await member.whole_answer(request("GET", f"/v1/models/{name}", headers))).status
+
+    run(model, tmp_path / "shared", play, api_keys=file, allow_runtime_lora_updating=False)
+
+
+def test_an_idle_adapter_goes_when_nobody_uses_it(model: Path, root: Path, tmp_path: Path) -> None:
+    async def play(fleet: Fleet) -> None:
+        first, second = fleet.members
+        await fleet.look(await fleet.send(first, "brief", root / "a0", idle_ttl_seconds="1.5"))
+        for _ in range(25):  # the second is asked all the time, the first never
+            assert (await complete(second, "brief"))["status"] == 200
+            await asyncio.sleep(0.1)
+        assert (await complete(first, "brief"))["status"] == 200
+        while (await status(first)) != 404 or (await status(second)) != 404:
+            await asyncio.sleep(0.1)
+        assert not list(fleet.folder.rglob("*.safetensors"))
+
+    async def status(member: Member) -> int:
+        return (await member.whole_answer(request("GET", "/v1/models/brief"))).status
+
+    run(model, tmp_path / "shared", play, lora_refresh_seconds=0.2)
+
+
+def test_what_a_fleet_kept_is_there_after_a_restart(model: Path, root: Path, tmp_path: Path) -> None:
+    async def put(fleet: Fleet) -> None:
+        await fleet.send(fleet.members[0], "kept", root / "a0")
+        await fleet.send(fleet.members[0], "kept", root / "a1")
+
+    async def ask(fleet: Fleet) -> None:
+        choice = (await complete(fleet.members[0], "kept"))["choices"][0]
+        assert choice["lora_versions"][0]["version"] == 2
+        assert choice["token_ids"] == reference_generate(model, root / "a1", PROMPT, 6)
+
+    for play in (put, ask):
+        run(model, tmp_path / "shared", play, count=1)
+
+
+def test_bodies_are_bounded_by_what_all_have_placed(model: Path, root: Path, tmp_path: Path) -> None:
+    size = len(body_of(root / "a0"))
+
+    async def play(fleet: Fleet) -> None:
+        first, second = fleet.members
+        assert (await fleet.send(first, "x", root / "a0")).answer.status == 200
+        full = await fleet.send(second, "y", root / "a1")
+        assert full.answer.status == 413, full.answer.body
+        assert (await fleet.send(second, "x", root / "a1")).answer.status == 200, "in the place of the other"
+
+    run(model, tmp_path / "shared", play, lora_upload_bytes=size + 1000)
+
+
+def test_a_folder_that_is_read_only_is_named(
+    model: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(fleet: Fleet) -> None:
+        def refuse(*given: Any, **more: Any) -> int:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        monkeypatch.setattr(adapter_record.os, "open", refuse)
+        changed = await fleet.members[0].change(post("pin_lora_adapter", lora_name="a0"))
+        monkeypatch.undo()
+        error = json.loads(changed.answer.body)["error"]
+        assert (changed.answer.status, error["code"]) == (403, "not_allowed")
+        assert "--lora-upload-dir is read-only" in error["message"]
+        assert (await complete(fleet.members[0], "a0"))["status"] == 200
+
+    run(model, tmp_path / "shared", play, count=1)
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[Path]:
+    """A folder whose lock another server has, which was stopped, say."""
+    descriptor = os.open(tmp_path / adapter_record.LOCK, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    yield tmp_path
+    os.close(descriptor)
+
+
+def test_nobody_waits_for_ever_for_a_server_that_changes_adapters(
+    held: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_record, "LOCK_S", 0.1)
+
+    async def lock() -> None:
+        async with AdapterRecord(held).locked():
+            raise AssertionError("two have the lock")
+
+    with pytest.raises(Exception, match="Another server is changing adapters"):
+        asyncio.run(lock())
+
+
+def test_a_record_is_bounded_and_forgets_what_is_gone_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_record, "MAX_NAMES", 2)
+    record = AdapterRecord(tmp_path)
+    record.set("gone", Kept("gone", version=3))
+    record.set("x", Kept("sent", version=1, digest="d"))
+    record.set("y", Kept("alias", target="x"))
+    other = AdapterRecord(tmp_path)
+    assert other.read() and not other.read()
+    assert (
+        other.names
+        == record.names
+        == {
+            "x": Kept("sent", version=1, digest="d"),
+            "y": Kept("alias", target="x"),
+        }
+    )
+    with pytest.raises(OSError, match="adapters are there already") as full:
+        record.set("z", Kept("sent"))
+    assert unwritable(full.value).status == 507
+    (tmp_path / adapter_record.FILE).write_text(
+        '{"revision": 9, "adapters": {"x": {"kind": "odd", "terms": {}}}}'
+    )
+    with pytest.raises(OSError, match="not readable"):
+        other.read()
+
+
+def test_the_answer_names_who_has_not_followed() -> None:
+    def first(body: bytes, status: int = 200) -> Changed:
+        return Changed(
+            Answer("r0", status, [(b"content-type", b"x"), (b"content-length", b"0")], body), "n", 7
+        )
+
+    states = {"r0": State(7, 2, "d"), "r1": State(7, 0, "", problem="no room"), "r2": State(6)}
+    put = agreed(first(b'{"id": "n"}'), "PUT", "/v1/lora_adapters/n", states, ["r3"])
+    told = json.loads(bytes(put.body))
+    assert (put.status_code, told["id"], told["replicas"]) == (202, "n", ["r0"])
+    assert told["late"]["r1"] == "no room" and set(told["late"]) == {"r1", "r2", "r3"}
+    load = agreed(first(b"Success"), "POST", "/v1/load_lora_adapter", {"r0": State(7, 2, "d")}, [])
+    assert (load.status_code, load.body) == (200, b"Success\nOn 1 replica, version 2, digest d.")
+    assert dict(load.raw_headers)[b"content-length"] == str(len(load.body)).encode()
+    left = agreed(first(b"", 202), "POST", "/v1/unload_lora_adapter", {"r0": State(7, running=3)}, [])
+    assert left.status_code == 202 and b"3 are still under way" in left.body
+    refused = agreed(first(b"{}", 409), "PUT", "/v1/lora_adapters/n", states, ["r3"])
+    assert (refused.status_code, refused.body) == (409, b"{}")
+
+
+def test_a_client_cannot_name_a_file_as_its_body() -> None:
+    scope = {"method": "PUT", "path": "/", "headers": [], "query_string": b"", RECEIVED: "/etc/passwd"}
+    assert RECEIVED not in Call.of(Request({"type": "http", **scope})).scope

@@ -56,6 +56,20 @@ def test_the_configuration_for_a_cluster_has_options_of_a_fleet(monkeypatch: pyt
     )
 
 
+def test_the_ranks_of_a_replica_count_for_what_ray_gives_it(tmp_path: Path) -> None:
+    two = {"model": "org/name", "replicas": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    options = read_args({**two, "replica_cpus": 9})
+    assert (options.ranks, options.threads({}), options.threads({"OMP_NUM_THREADS": "3"})) == (4, 2, None)
+    assert read_args(two).cpus >= 4
+    assert (options.gpus(0), options.gpus(8), read_args({**two, "replica_gpus": 4}).gpus(0)) == (0, 4, 4)
+    with pytest.raises(ConfigError, match="2 replicas of 4 ranks need 8 GPUs, and there are 7"):
+        options.gpus(7)
+    with pytest.raises(ConfigError, match=r"replica_gpus must be 4, one for each rank, or 0; got 0\.5"):
+        read_args({**two, "replica_gpus": 0.5}).gpus(8)
+    alone = read_args({"model": "org/name", "replicas": 2})
+    assert (alone.ranks, alone.threads({}), alone.gpus(1), alone.gpus(8)) == (1, None, 0.5, 1)
+
+
 def test_args_need_a_model() -> None:
     with pytest.raises(ConfigError, match="model is missing"):
         read_args({"replicas": 2})

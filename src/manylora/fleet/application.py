@@ -39,7 +39,10 @@ SILENT_S, SILENT_REPORTS = 3.0, 3  # without a report, then a replica is asked l
 class ServerReplica:
     """The server of `manylora serve`, without its HTTP."""
 
-    async def __init__(self, options: FleetOptions) -> None:  # type: ignore[misc]
+    async def __init__(self, options: FleetOptions, threads: int | None = None) -> None:  # type: ignore[misc]
+        """threads: of each of its ranks, where it has several."""
+        if threads is not None:  # before torch is imported, which reads it once
+            os.environ["OMP_NUM_THREADS"] = str(threads)
         from manylora.openai.server import open_app
 
         log_to_stderr(options.log_level)
@@ -151,7 +154,7 @@ def replicas(options: FleetOptions, gpus: float) -> Application:
         },
         **scaling,
     )(ServerReplica)
-    return deployment.bind(options)
+    return deployment.bind(options, options.threads())
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -166,4 +169,4 @@ def build(args: dict[str, Any]) -> Application:
         ray_actor_options={"num_cpus": 0.1},
         logging_config={"log_level": "WARNING", "enable_access_log": False},
     )(Endpoint)
-    return endpoint.bind(options, replicas(options, options.replica_gpus or 0))
+    return endpoint.bind(options, replicas(options, options.gpus(0)))

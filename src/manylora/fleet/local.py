@@ -93,11 +93,10 @@ def _start_ray(options: FleetOptions, folder: Path) -> None:
 
 def _start(options: FleetOptions) -> DeploymentHandle:
     serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
-    gpus = options.replica_gpus
-    if gpus is None:
-        found = ray.cluster_resources().get("GPU", 0)
-        gpus = min(1, found / options.most_replicas) if found and options.device != "cpu" else 0
-    logger.info("starting %d replicas with %g CPUs and %g GPUs each", options.replicas, options.cpus, gpus)
+    gpus = options.gpus(ray.cluster_resources().get("GPU", 0))
+    shares = f"{options.cpus:g} CPUs and {gpus:g} GPUs each"
+    ranks = f", {options.ranks} ranks each" if options.ranks > 1 else ""
+    logger.info("starting %d replicas with %s%s", options.replicas, shares, ranks)
     try:
         return serve.run(replicas(options, gpus), name=APPLICATION, route_prefix=None)
     except RuntimeError as error:  # with the traceback of a replica in its text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -48,9 +49,13 @@ class FleetOptions(ServeOptions):
     )
     upscale_delay: float = _option(10.0, "seconds of more load before a replica is added", float)
     downscale_delay: float = _option(300.0, "seconds of less before one is ended", float)
-    replica_cpus: float | None = _option(None, "CPUs of each replica; default: the machine's, divided", float)
+    replica_cpus: float | None = _option(
+        None, "CPUs of each replica, with all its ranks; default: the machine's, divided", float
+    )
     replica_gpus: float | None = _option(
-        None, "GPUs of each replica, 0.5 for two on one; default: 1 where there are any, else 0", float
+        None,
+        "GPUs of each replica, 0.5 for two on one; default: one for each rank where there are any, else 0",
+        float,
     )
     replica_requests: int = _option(
         256, "requests that one replica has at one time, running and waiting; more wait in front", int
@@ -96,9 +101,39 @@ class FleetOptions(ServeOptions):
         return self.replicas if self.max_replicas is None else self.max_replicas
 
     @property
+    def ranks(self) -> int:
+        """Processes that the model of each replica runs on. Raises ConfigError."""
+        if Path(self.model).is_dir():
+            return self.engine_config().world_size  # which may be recorded in the folder
+        sizes = (self.sections.get(name) or 1 for name in ("tensor_parallel_size", "pipeline_parallel_size"))
+        return math.prod(sizes)
+
+    @property
     def cpus(self) -> float:
         """Of each replica."""
-        return self.replica_cpus or max(1, (os.cpu_count() or 1) // self.most_replicas)
+        return self.replica_cpus or max(self.ranks, (os.cpu_count() or 1) // self.most_replicas)
+
+    def threads(self, environment: Mapping[str, str] = os.environ) -> int | None:
+        """Of each of several ranks, which Ray would give all threads of their replica; None: as Ray says."""
+        if self.ranks == 1 or "OMP_NUM_THREADS" in environment:
+            return None
+        return max(1, int(self.cpus) // self.ranks)
+
+    def gpus(self, found: float) -> float:
+        """Of each replica. found: GPUs that there are. Raises ConfigError."""
+        ranks, given = self.ranks, self.replica_gpus
+        if given is not None:
+            if ranks > 1 and given not in (0, ranks):
+                raise ConfigError(f"replica_gpus must be {ranks}, one for each rank, or 0; got {given:g}")
+            return given
+        if not found or self.device == "cpu":
+            return 0
+        if ranks == 1:
+            return min(1, found / self.most_replicas)
+        if found < ranks * self.most_replicas:
+            needed = f"{self.most_replicas} replicas of {ranks} ranks need {self.most_replicas * ranks} GPUs"
+            raise ConfigError(f"{needed}, and there are {found:g}: give fewer --replicas, or --device cpu")
+        return ranks
 
 
 def parse_options(arguments: Sequence[str]) -> FleetOptions:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from manylora import cli
+from manylora.fleet import options
 from manylora.launcher.cli import main as launch
 from manylora.openai.other_flags import NEUTRAL, NEUTRAL_VALUES, REFUSED
 
@@ -33,12 +34,13 @@ PAGE_OF_COMMAND = {
     "docs/fleet.md": "fleet",
 }
 ELSEWHERE = ("docs/migration.md",)  # names files of upstream
+TABLES = NEUTRAL, NEUTRAL_VALUES, REFUSED, options.REFUSED
 FOREIGN = {
     "--data-binary", "--max_input_len", "--to", "--lora_dir", "--rounds", "--world_size",
     "--model_repo", "--lora-root", "--http_port",
     "--url", "--endpoint-type", "--extra-inputs", "--model",
-    # Taken or refused by `serve`, and not in its help.
-    *(f"--{name.replace('_', '-')}" for table in (NEUTRAL, NEUTRAL_VALUES, REFUSED) for name in table),
+    # Taken or refused by `serve` or `fleet`, and not in their help.
+    *(f"--{name.replace('_', '-')}" for table in TABLES for name in table),
 }  # fmt: skip
 """Flags of other programs that the pages of PAGE_OF_COMMAND name."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,9 @@ from starlette.routing import Route
 from manylora.errors import ConfigError
 from manylora.fleet.calls import Call, answer, whole_answer
 from manylora.fleet.joined import joined_metrics
-from manylora.fleet.options import parse_options, read_args
+from manylora.fleet.options import REFUSED, FleetOptions, parse_options, read_args
+from manylora.openai import arguments
+from manylora.openai.options import ServeOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,6 +37,7 @@ def test_flags_and_the_args_of_an_application_mean_the_same(tmp_path: Path) -> N
     [
         ({"restart": True}, "restart has no effect in a fleet: Ray starts"),
         ({"triton_url": "localhost:1"}, "triton_url has no effect in a fleet"),
+        ({"triton_model": "other"}, "triton_model has no effect in a fleet"),
         ({"replicas": 0}, "replicas must be at least 1"),
         ({"replicas": 3, "max_replicas": 2}, "replicas must be from 3 to 2"),
         ({"min_replicas": 1}, "need max_replicas"),
@@ -68,6 +73,20 @@ def test_the_ranks_of_a_replica_count_for_what_ray_gives_it(tmp_path: Path) -> N
         read_args({**two, "replica_gpus": 0.5}).gpus(8)
     alone = read_args({"model": "org/name", "replicas": 2})
     assert (alone.ranks, alone.threads({}), alone.gpus(1), alone.gpus(8)) == (1, None, 0.5, 1)
+
+
+def test_the_help_lists_what_a_fleet_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (parse_options, arguments.parse_options):
+        with pytest.raises(SystemExit):
+            command(["--help"])
+    fleet, server = (
+        set(re.findall(r"^  (?:-\w+ X, )?--([a-z-]+)", text, re.MULTILINE))
+        for text in re.split(r"^usage: ", capsys.readouterr().out, flags=re.MULTILINE)[1:]
+    )
+    own = {one.name.replace("_", "-") for one in fields(FleetOptions)}
+    own -= {one.name.replace("_", "-") for one in fields(ServeOptions)}
+    assert fleet == (server | own) - {name.replace("_", "-") for name in REFUSED}
+    assert {"tensor-parallel-size", "lora-upload-dir", "allow-runtime-lora-updating", "pin"} <= fleet
 
 
 def test_args_need_a_model() -> None:

@@ -21,6 +21,7 @@ SMALLEST = 0.1  # seconds: Ray's controller looks at its replicas about this oft
 # Options of one server that cannot act behind several, and what to do instead.
 REFUSED = {
     "triton_url": "it names one Triton, and each replica has an engine of its own: use manylora serve",
+    "triton_model": "each replica has an engine of its own: use manylora serve with --triton-url",
     "restart": "Ray starts a replica again that ended or was killed",
 }
 
@@ -138,7 +139,8 @@ class FleetOptions(ServeOptions):
 
 def parse_options(arguments: Sequence[str]) -> FleetOptions:
     """The command line, over the file that it names. Raises ConfigError; argparse ends the process."""
-    return parse(arguments, FleetOptions, "fleet", "One OpenAI endpoint, and several servers behind it.")
+    purpose = "One OpenAI endpoint, and several servers behind it."
+    return parse(arguments, FleetOptions, "fleet", purpose, REFUSED)
 
 
 def read_args(given: Mapping[str, Any]) -> FleetOptions:

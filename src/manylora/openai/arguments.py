@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -57,8 +57,15 @@ def parse_options(arguments: Sequence[str]) -> ServeOptions:
     return parse(arguments, ServeOptions, "serve", "An OpenAI server with adapters.")
 
 
-def parse(arguments: Sequence[str], kind: type[OptionsT], command: str, purpose: str) -> OptionsT:
-    """The same for a command with more options than the server's."""
+def parse(
+    arguments: Sequence[str],
+    kind: type[OptionsT],
+    command: str,
+    purpose: str,
+    refused: Collection[str] = (),
+) -> OptionsT:
+    """The same for a command with more options than the server's. refused: options that it does not take, and
+    says why; its help does not list them."""
     parser = _Parser(prog=f"manylora {command}", description=purpose)
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="Hugging Face folder, or id: org/name[@revision]"
@@ -68,7 +75,7 @@ def parse(arguments: Sequence[str], kind: type[OptionsT], command: str, purpose:
     _add(parser, "config", type=Path, metavar="FILE", help="YAML file: keys as the flags, with underscores")
     for one in fields(kind):
         if one.metadata:
-            _add_option(parser, one)
+            _add_option(parser, one, hidden=one.name in refused)
     _add_other(parser)
     given = vars(parser.parse_args(arguments))
     positional, flag = given.pop("model"), given.pop("model_flag")
@@ -88,8 +95,10 @@ def options_of(settings: Mapping[str, Any], kind: type[OptionsT]) -> OptionsT:
     return kind(**found)
 
 
-def _add_option(parser: argparse.ArgumentParser, one: Any) -> None:
+def _add_option(parser: argparse.ArgumentParser, one: Any, *, hidden: bool) -> None:
     kind, text = one.metadata["kind"], one.metadata["help"]
+    if hidden:
+        text = argparse.SUPPRESS
     if kind is bool:
         _add(parser, one.name, action=argparse.BooleanOptionalAction, help=text)
     elif isinstance(one.default, tuple):
@@ -97,7 +106,7 @@ def _add_option(parser: argparse.ArgumentParser, one: Any) -> None:
         _add(parser, one.name, type=kind, metavar="X", help=text, **how)
     else:
         default = getattr(EngineConfig, one.name, None) if one.default is None else one.default
-        shown = "" if default in (None, MISSING) else f" (default: {default})"
+        shown = "" if hidden or default in (None, MISSING) else f" (default: {default})"
         _add(parser, one.name, type=_whole if kind is int else kind, metavar="X", help=text + shown)
 
 

@@ -123,11 +123,18 @@ LORAS: dict[str, dict[str, Any]] = {
     "velora": {"velora_config": {"num_groups": 4, "init_type": "random"}},
     "pissa": {"init_lora_weights": "pissa", "use_rslora": True},
     "olora": {"init_lora_weights": "olora"},
+    "pissa of more than a weight": {"init_lora_weights": "pissa", "use_rslora": True, "r": 40},
+    "pissa and dora": {"init_lora_weights": "pissa", "use_dora": True},
+    "olora of more than a weight": {"init_lora_weights": "olora", "r": 40},
+    "olora and dora": {"init_lora_weights": "olora", "use_dora": True},
     "kasa": {"kasa_config": peft.tuners.lora.KasaConfig()},
     "orthogonal": {"init_lora_weights": "orthogonal"},
 }
 for _name, _options in LORAS.items():
-    CASES[_name] = (partial(peft.LoraConfig, r=4, lora_alpha=6, **{"target_modules": ALL, **_options}), 0.2)
+    CASES[_name] = (
+        partial(peft.LoraConfig, **{"r": 4, "lora_alpha": 6, "target_modules": ALL, **_options}),
+        0.2,
+    )
 IDS = [random.Random(3).randrange(3, 250) for _ in range(24)]
 
 
@@ -223,6 +230,17 @@ def test_kinds_on_other_families(family: str, tmp_path: Path) -> None:
     loaded = [read_lora(find_source(path), 0, options) for path in made]
     for path, found in zip(made, Driver(decoder, [IDS] * len(made), loaded).run(), strict=True):
         assert agree(found, reference_logits(model, path, IDS)), path.name
+
+
+def test_variants_that_are_not_served_together_are_refused(
+    adapters: dict[str, Path], options: ReadOptions, tmp_path: Path
+) -> None:
+    for number, more in enumerate(({"init_lora_weights": "pissa"}, {"use_dora": True})):
+        folder = edited(adapters["kasa"], tmp_path / str(number), **more)
+        with pytest.raises(
+            AdapterInvalidError, match="several variants of LORA that are not served together"
+        ):
+            read_whole(find_source(folder), options)
 
 
 def test_a_converted_kind_answers_the_same(

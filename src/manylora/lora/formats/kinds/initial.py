@@ -7,6 +7,7 @@ from W again. The product is the same however a library signs its factors.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,13 +37,16 @@ def with_initial(files: PeftFiles) -> LoraForm:
         (rank, in_dim), (out_dim, other) = pairs.shape(path, "lora_A"), pairs.shape(path, "lora_B")
         if rank != other or rank > min(in_dim, out_dim):
             raise AdapterInvalidError(f"{path}: its lora_A and lora_B do not fit together")
-        config.check_rank(path, rank)
+        told = rank if config.default_rank is None else config.rank(path)
+        # A weight has no more parts than its smaller side; the scaling is of the rank that was asked for.
+        if rank != min(told, in_dim, out_dim):
+            config.check_rank(path, rank)
         work += in_dim * out_dim * min(in_dim, out_dim)
         files.options.bounds.check_decompositions(kind, work)
 
-        def make(path: str = path, rank: int = rank) -> tuple[np.ndarray, np.ndarray]:
+        def make(path: str = path, rank: int = rank, told: int = told) -> tuple[np.ndarray, np.ndarray]:
             a, b = pairs.read(path, "lora_A"), pairs.read(path, "lora_B")
-            scale = np.float32(config.scale(path, rank))
+            scale = np.float32(config.scale(path, told))
             if kind == "kasa":
                 a = a * pairs.read(path, "lora_diag").reshape(-1, 1)
             assert files.base is not None
@@ -56,7 +60,8 @@ def with_initial(files: PeftFiles) -> LoraForm:
             return np.concatenate((a, start_a)), np.concatenate((b * scale, -start_b), axis=1)
 
         pairs.add(path, 2 * rank, in_dim, out_dim, make)
-    return pairs.form()
+    form, dora = pairs.form(), ("use_dora", "dora_normalized")  # of the sum of base and adapter, as ever
+    return replace(form, config=replace(form.config, **{name: getattr(config, name) for name in dora}))
 
 
 def _largest(weight: Tensor, rank: int) -> tuple[np.ndarray, np.ndarray]:

@@ -17,6 +17,7 @@ from manylora.lora.formats.tensor_files import RawTensor, check_type, decode
 
 Tensors = Mapping[str, RawTensor]
 SIDE = re.compile(r"(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
+OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # in `init_lora_weights`
 # What training alone needs: the sampler of MonteCLoRA, the projection of VeLoRA.
 OF_TRAINING = {
     "monteclora_config": re.compile(r".+\.lora_monteclora_sampler\..+"),
@@ -35,15 +36,22 @@ def read_lora_kind(files: PeftFiles) -> LoraForm:
         changes.append(_spread)
     if settings.get("use_bdlora"):
         changes.append(_diagonal)
-    if len(changes) + bool(settings.get("use_dora")) + (initial_kind(settings) in CHANGES) > 1:
-        raise AdapterInvalidError(
-            f"{CONFIG} asks for several variants of LORA at once, which PEFT cannot run"
-        )
+    _check_together(settings, len(changes))
     for change in changes:
         tensors = change(replace(files, tensors=tensors))
     if initial_kind(settings) in CHANGES:
         return with_initial(replace(files, tensors=tensors))
     return LoraForm(config_of(settings), tensors)
+
+
+def _check_together(settings: Mapping[str, Any], count: int) -> None:
+    """count: of variants whose matrices are written out. Raises AdapterInvalidError for variants that are not
+    served together."""
+    start, dora = initial_kind(settings), bool(settings.get("use_dora"))
+    own = initial_kind({**settings, "kasa_config": None})
+    twice = start == "kasa" and (dora or own.startswith(OTHER_BASES))
+    if count + max(dora, start in CHANGES) > 1 or twice:
+        raise AdapterInvalidError(f"{CONFIG} asks for several variants of LORA that are not served together")
 
 
 def _spread(files: PeftFiles) -> Tensors:

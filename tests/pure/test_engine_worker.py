@@ -3,16 +3,21 @@ request, and the engine stops generating for it."""
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from manylora.errors import EngineDeadError
 from manylora.request import Event, FinishReason, Request, Sink
 from manylora.stats import EngineStats
 from manylora.system.lifeline import Lifeline
+from manylora.wire import engine_worker
 from manylora.wire.engine_worker import EngineModelOptions, EngineWorker
 from manylora.wire.server_types import FINAL
 
@@ -21,7 +26,7 @@ METRICS = SimpleNamespace(update=lambda stats: None, observe=lambda lora, event:
 
 
 class Engine:
-    death = None
+    death: EngineDeadError | None = None
     stalled_s = 0.0
     has_encoder = False
     max_seq_len = 100
@@ -31,6 +36,8 @@ class Engine:
         self.cancelled: list[int] = []
 
     def submit(self, request: Request, sink: Sink) -> int:
+        if self.death is not None:
+            raise self.death
         self.sinks.append(sink)
         return len(self.sinks) - 1
 
@@ -141,3 +148,26 @@ def test_a_stop_request_ends_all_of_its_id_and_a_wrong_one_is_refused() -> None:
     [text] = wrong.sent
     assert text.startswith("Invalid input_ids length")
     worker.close()
+
+
+def test_requests_that_come_while_a_dead_engines_process_ends_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server may hold requests back until then, and its clients wait for an answer."""
+    ended = threading.Event()
+
+    def leave(status: int) -> None:
+        ended.set()
+        sys.exit(status)  # of the thread
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(engine_worker, "SENT_S", 1.0)
+    early, late = Client(), Client()
+    engine, worker = started(early)
+    engine.death = EngineDeadError("rank 1 is gone")
+    engine.sinks[0](Event((), finish_reason=FinishReason.ERROR, error=engine.death, last=True))
+    assert early.done.wait(60)
+    time.sleep(0.1)
+    worker.execute([late])
+    assert ended.wait(60)
+    assert late.sent == ["rank 1 is gone"]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 NAME = "tensorrt_llm"
 STALLED_S = 5.0  # of the engine's thread, from which it counts as busy without any request
 LAST_RESPONSES_S = 5.0  # after the engine's end, for the responses to open requests
-SENT_S = 0.5  # for the last response to reach the server
+SENT_S = 0.5  # without another one, for the last response to reach the server
 # Asking whether a request was cancelled is a call into the server and back, and responses wait for it.
 CHECKS_AT_ONCE = 16
 
@@ -239,7 +239,8 @@ class EngineWorker(Generic[Response]):
             os._exit(1)
 
     def _send_until_closed(self) -> None:
-        checked = shown = ends = time.monotonic()
+        checked = shown = sent = time.monotonic()
+        ends = sent + LAST_RESPONSES_S
         while True:
             batch = self._waiting()
             for item in merge_waiting([item for item in batch if item is not None]):
@@ -250,10 +251,11 @@ class EngineWorker(Generic[Response]):
             if None in batch[-1:]:
                 return
             now = time.monotonic()
+            if batch or self._calls:
+                sent = now
             if self._engine.death is None:
                 ends = now + LAST_RESPONSES_S
-            elif now > ends or (self._outbox.empty() and not self._calls):
-                time.sleep(SENT_S)
+            elif now > ends or now - sent >= SENT_S:  # the server may have requests yet, to be refused
                 os._exit(1)
             if now - checked >= self._options.cancellation_period:
                 self._cancel_abandoned()

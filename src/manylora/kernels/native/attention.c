@@ -58,7 +58,7 @@ INLINE void scores_of(const int count, const int whole, const Task *t, const flo
                 for (int64_t i = token; i < stop; i++, key += stride, ahead += next.step) {
                     if (!g) fetch((const char *)ahead, count * LANES * 4);
                     vector sum = query[0] * piece(whole, t, key, 0);
-                    UNROLL for (int v = 1; v < count; v++) sum += query[v] * piece(whole, t, key, v);
+                    UNROLL for (int v = 1; v < count; v++) sum = multiply_add(query[v], piece(whole, t, key, v), sum);
                     to[i] = total(sum);
                 }
             }
@@ -79,7 +79,7 @@ INLINE void mix(const int count, const int whole, const Task *t, float *out, con
                 for (int64_t i = token; i < stop; i++, value += stride, ahead += next.step) {
                     if (!g) fetch((const char *)ahead, count * LANES * 4);
                     const vector weight = all(from[i]);
-                    UNROLL for (int v = 0; v < count; v++) sum[v] += weight * piece(whole, t, value, v);
+                    UNROLL for (int v = 0; v < count; v++) sum[v] = multiply_add(weight, piece(whole, t, value, v), sum[v]);
                 }
                 UNROLL for (int v = 0; v < count; v++) store_some(to + v * LANES, sum[v], whole ? LANES : t->dim - v * LANES);
             }
@@ -88,10 +88,11 @@ INLINE void mix(const int count, const int whole, const Task *t, float *out, con
 
 /* score = cap tanh(score / cap): near 0 by a polynomial, for what is left of 1 - 2 / (1 + exp(2x)) there is rounding */
 static void bound(float *score, int64_t begin, int64_t end, float cap) {
+    static const float terms[] = {2.06390888e-2f, -5.37397155e-2f, 1.33314422e-1f, -3.33332819e-1f};
     for (int64_t t = begin; t < end; t += LANES) {
         const vector x = load_some(score + t, end - t) / cap, z = x * x;
-        const vector high = z * (z * (z * -5.70498873e-3f + 2.06390888e-2f) - 5.37397155e-2f) + 1.33314422e-1f;
-        const vector near = x + x * z * (z * high - 3.33332819e-1f), far = 1 - 2 / (1 + exponential(2 * x));
+        const vector near = multiply_add(x * z, polynomial(z, all(-5.70498873e-3f), terms, 4), x);
+        const vector far = 1 - 2 / (1 + exponential(2 * x));
         store_some(score + t, cap * choose(z < 0.390625f, near, far), end - t);
     }
 }

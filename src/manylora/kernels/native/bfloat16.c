@@ -132,7 +132,7 @@ static void run_tiles(int rows, const Tile *t) {
                     odd = fused((words){0} + ((uint32_t)one[1] << 16), in & 0xffff0000u, odd);
                 }
                 float *const sum = t->sums + r * PANEL + v * LANES;
-                store(sum, flush(WHOLE(flush(load(sum)) + flush(WHOLE(even + odd)))));
+                store(sum, flush(flush(load(sum)) + flush(even + odd)));
             }
 }
 #else
@@ -195,9 +195,7 @@ static void round_row(const Linear *c, int64_t row) {
     memset(to + c->in, 0, (stride_of(c) - c->in) * sizeof *to);
     for (int64_t g = 0; c->offset && g < blocks_of(c); g++) {
         const int64_t first = g * block_of(c), stop = least(c->in, first + block_of(c));
-        float sum = 0;
-        for (int64_t k = first; k < stop; k++) sum += widen_one(BFLOAT16, (const char *)(to + k));
-        totals_of(c)[row * blocks_of(c) + g] = sum;
+        totals_of(c)[row * blocks_of(c) + g] = sum_of(BFLOAT16, (const char *)(to + first), stop - first);
     }
 }
 

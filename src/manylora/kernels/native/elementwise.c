@@ -6,9 +6,7 @@ enum { MANY = 64 };
 enum { SILU, GELU, GELU_TANH };
 
 void ONCE norm_row(float *to, const float *in, const float *weight, int64_t width, float eps) {
-    float sum = 0;
-    for (int64_t i = 0; i < width; i++) sum += in[i] * in[i];
-    const float scale = 1 / sqrtf(sum / width + eps);
+    const float scale = 1 / sqrtf(squares(in, width) / width + eps);
 #pragma omp simd
     for (int64_t i = 0; i < width; i++) to[i] = weight[i] * (in[i] * scale);
 }

@@ -211,7 +211,7 @@ INLINE void round_block(const Form form, const int zero, const float *x, char *t
     const int none = most < 0x0da24260; /* below 1e-30, where 127 / largest might not be finite */
     const float by = none ? 0 : (float)(127.0 / (double)largest);
     UNROLL for (int i = 0; i < BLOCK; i += LANES) { /* to nearest, even: the last bits of a large enough number */
-        const integers whole = (integers)WHOLE(WHOLE(load(x + i) * by) + all(12582912.0f)) - 0x4b400000;
+        const integers whole = (integers)(load(x + i) * by + 12582912.0f) - 0x4b400000;
         memcpy(n + i, &whole, sizeof whole);
     }
     for (int i = 0; i < BLOCK; i++) sum += n[i];
@@ -282,7 +282,7 @@ INLINE void tile(const int rows, const int packed, const Bits bits, const Form f
                 integers whole = sum[r][v];
                 if (form == BYTES) whole = add_pairs((integers){0}, whole, (integers){0} + 0x00010001);
                 if (bits == FOUR && form != DOTS) whole += c->moves[at + r * c->blocks];
-                const vector by = bits == FOUR ? WHOLE(step * widen(BFLOAT16, of)) : step;
+                const vector by = bits == FOUR ? step * widen(BFLOAT16, of) : step;
                 store(to, multiply_add(__builtin_convertvector(whole, vector), by, load(to)));
             }
         }
@@ -308,8 +308,7 @@ INLINE void few_rows(const Bits bits, const Form form, const Call *c, const char
     switch (c->rows) { FEW_CASE(1) FEW_CASE(2) FEW_CASE(3) FEW_CASE(4) }
 }
 
-/* Takes the sums of some rows, from `row` on, to y. A function of its own, with its product and sum in one
- * instruction, so that no form and no compiler rounds otherwise. */
+/* Takes the sums of some rows, from `row` on, to y. */
 static void ONCE finish(const Call *c, int64_t row, int64_t rows, int64_t column, const float *scale,
                         const float *sums) {
     const int64_t columns = least(c->out - column, PANEL);

@@ -113,17 +113,11 @@ static void pack(const Linear *c, int64_t row, int64_t rows) {
 static void sum_blocks(const Linear *c, int64_t row) {
     const int64_t block = block_of(c), count = blocks_of(c);
     for (int64_t g = 0; g < count; g++) {
-        const float *from = c->x + row * c->x_stride + g * block;
-        const int64_t depth = least(c->in - g * block, block), whole = depth - depth % LANES;
-        vector sum = all(0);
-        for (int64_t k = 0; k < whole; k += LANES) sum += load(from + k);
-        float one = total(sum);
-        for (int64_t k = whole; k < depth; k++) one += from[k];
-        totals_of(c)[row * count + g] = one;
+        const char *const from = (const char *)(c->x + row * c->x_stride + g * block);
+        totals_of(c)[row * count + g] = sum_of(FLOAT32, from, least(c->in - g * block, block));
     }
 }
 
-/* A function of its own, so that no height rounds otherwise. */
 void ONCE finish_panel(const Linear *c, const float *sums, int64_t row, int64_t rows, int64_t p, int64_t k) {
     const int64_t column = p * PANEL, columns = least(c->out - column, PANEL);
     const int64_t at = (p * (c->in / c->group) + k / c->group) * PANEL;
@@ -135,7 +129,7 @@ void ONCE finish_panel(const Linear *c, const float *sums, int64_t row, int64_t 
         for (int64_t i = 0; i < columns; i += LANES) {
             vector one = load(sums + i);
             if (scale) one *= load(scale + i);
-            if (offset) one += load(offset + i) * whole;
+            if (offset) one = multiply_add(load(offset + i), all(whole), one);
             if (k) one += load_some(to + i, columns - i);
             else if (bias) one += load_some(bias + i, columns - i);
             store_some(to + i, one, columns - i);

@@ -84,8 +84,7 @@ INLINE void widen_joined(Kind kind, const char *at, vector two[2]) {
     if (kind == BFLOAT16) join(&two[0], &two[1]);
 }
 
-/* What the last inputs add to a sum, where they are no pair of vectors. A function of its own, and so is that of the
- * last columns: they round in one way. */
+/* What the last inputs add to a sum, where they are no pair of vectors. */
 static float ONCE last_inputs(Kind kind, const char *a, const float *x, int64_t count, float sum) {
     for (int64_t k = 0; k < count; k++) sum += widen_one(kind, a + k * size_of(kind)) * x[k];
     return sum;
@@ -266,7 +265,6 @@ INLINE void expand_heights(const Kind kind, int64_t rows, Work w, int64_t from, 
 #undef SHARE
 }
 
-/* These are called, rather than made part of their callers, so that whoever has a share rounds alike. */
 static void ONCE shrink_few(Kind kind, int64_t rows, const Work *w, int64_t from, int64_t to, float *h) {
     switch (kind) {
         case FLOAT32: shrink_heights(FLOAT32, rows, *w, from, to, h); break;

@@ -35,5 +35,14 @@ INLINE int64_t blocks_of(const Linear *c) { return (c->in + block_of(c) - 1) / b
 /* What an offset meets: the sums of each row over the inputs of each block, [rows, blocks]. */
 INLINE float *totals_of(const Linear *c) { return c->room + c->rows * c->in; }
 
+INLINE float sum_of(const Kind kind, const char *x, int64_t count) {
+    const int64_t whole = count - count % LANES, size = size_of(kind);
+    vector sum = all(0);
+    for (int64_t k = 0; k < whole; k += LANES) sum += widen(kind, x + k * size);
+    float one = total(sum);
+    for (int64_t k = whole; k < count; k++) one += widen_one(kind, x + k * size);
+    return one;
+}
+
 /* Takes the sums [rows, PANEL] of the block that begins at input k of panel p to y. */
 void finish_panel(const Linear *c, const float *sums, int64_t row, int64_t rows, int64_t p, int64_t k);

@@ -76,12 +76,3 @@ static void convolve_team(const Convolution *c, const States *states) {
         keep_inputs(c, states, s, states->starts[s + 1] - states->starts[s], states->writes[s]);
     }
 }
-
-INLINE float squares(const float *x, int64_t dim) {
-    vector sum = all(0);
-    for (int64_t i = 0; i < dim; i += LANES) {
-        const vector some = load_some(x + i, dim - i);
-        sum = multiply_add(some, some, sum);
-    }
-    return total(sum);
-}

@@ -67,7 +67,6 @@ void integer_team(int64_t kind, const Linear *c);
 void lora_team(Kind pool_kind, const char *pool, float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t in,
                const float *bias, const Adapters *adapters, float *room, int64_t floats); /* bias: part of y, or NULL */
 void attention_team(const Attention *a);
-/* A row; a function of its own, so that it rounds alike wherever it is called. */
 void norm_row(float *to, const float *in, const float *weight, int64_t width, float eps);
 /* As add_rms_norm; without a weight only the sum. */
 void norm_team(float *total, float *out, const float *x, int64_t x_stride, const float *delta, int64_t delta_stride,

@@ -6,8 +6,10 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX2__
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #ifdef __AVX512F__
@@ -26,11 +28,7 @@ typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1)));
 typedef uint8_t octets __attribute__((vector_size(LANES), aligned(1)));
 
 #define INLINE static inline __attribute__((always_inline))
-#ifdef __clang__
 #define ONCE __attribute__((noinline))
-#else
-#define ONCE __attribute__((noipa)) /* neither is it cloned for constant arguments */
-#endif
 #ifdef __clang__
 #define KNOWN_SINCE(gcc, clang) (__clang_major__ >= clang)
 #else
@@ -42,28 +40,25 @@ typedef uint8_t octets __attribute__((vector_size(LANES), aligned(1)));
 
 INLINE vector load(const float *at) { return *(const vector *)at; }
 INLINE void store(float *at, vector value) { *(vector *)at = value; }
-INLINE vector all(float value) { return (vector){0} + value; }
+INLINE vector all(float value) { return value - (vector){0}; } /* 0 + value would make 0 of -0, in one more instruction */
 
-/* Keeps a sum from being joined with the next, by a compiler that may reorder sums. */
-#if !defined(__has_builtin)
-#define WHOLE(sum) (sum)
-#elif __has_builtin(__builtin_assoc_barrier)
-#define WHOLE(sum) __builtin_assoc_barrier(sum)
-#elif __has_builtin(__arithmetic_fence)
-#define WHOLE(sum) __arithmetic_fence(sum)
-#else
-#define WHOLE(sum) (sum)
-#endif
-
-/* a * b + c, not joined with what comes before or after: that would take three instructions for two, and round
- * otherwise in a loop of another shape. */
+/* a * b + c, rounded once where the level has an instruction for it. Compilers neither join a product and a sum
+ * themselves nor reorder sums (the options in __init__.py): what rounds how is written here, not chosen by them. */
 INLINE vector multiply_add(vector a, vector b, vector c) {
 #if defined(__AVX512F__)
     return (vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
     return (vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    float32x4_t x[2], y[2], sum[2];
+    memcpy(x, &a, sizeof a);
+    memcpy(y, &b, sizeof b);
+    memcpy(sum, &c, sizeof c);
+    for (int i = 0; i < 2; i++) sum[i] = vfmaq_f32(sum[i], x[i], y[i]);
+    memcpy(&c, sum, sizeof c);
+    return c;
 #else
-    return WHOLE(a * b + c);
+    return a * b + c;
 #endif
 }
 
@@ -209,19 +204,18 @@ INLINE float widen_one(Kind kind, const char *at) {
     return value;
 }
 
-/* The sum of the lanes, as a tree: GCC and clang make few instructions of these halves. In one order wherever it is: with
- * several sums side by side a compiler would find another. */
+/* The sum of the lanes, as a tree: GCC and clang make few instructions of these halves. */
 INLINE float total(vector v) {
     typedef float half __attribute__((vector_size(2 * LANES)));
     typedef float quarter __attribute__((vector_size(LANES)));
     half h[2];
     quarter q[2];
     memcpy(h, &v, sizeof v);
-    h[0] = WHOLE(h[0] + h[1]);
+    h[0] += h[1];
     memcpy(q, h, sizeof *h);
-    q[0] = WHOLE(q[0] + q[1]);
+    q[0] += q[1];
     float sum = q[0][0];
-    for (int i = 1; i < LANES / 4; i++) sum = WHOLE(sum + q[0][i]);
+    for (int i = 1; i < LANES / 4; i++) sum += q[0][i];
     return sum;
 }
 
@@ -234,14 +228,20 @@ INLINE vector choose(integers which, vector a, vector b) {
     return (vector)((which & (integers)a) | (~which & (integers)b));
 }
 
+/* The value at x, by Horner's rule: of `first` and so many terms after it, down to the constant one. */
+INLINE vector polynomial(vector x, vector first, const float *terms, const int count) {
+    UNROLL for (int i = 0; i < count; i++) first = multiply_add(first, x, all(terms[i]));
+    return first;
+}
+
 /* exp(x) to about 2 units of the last place; beyond -87 and 88, as there. NaN stays NaN. */
 INLINE vector exponential(vector x) {
     const vector bounded = choose(x < -87, all(-87), choose(x > 88, all(88), x));
-    const integers power = __builtin_convertvector(bounded * 1.44269504f + 127.5f, integers); /* 127 more than it is */
-    /* Taken off as an integer: of floats the compiler would add 127 ln 2 to x, and lose 7 bits of it. */
-    const vector r = bounded - __builtin_convertvector(power - 127, vector) * 0.693147181f;
-    const vector high = r * (r * (r * 1.9841270e-4f + 1.3888889e-3f) + 8.3333333e-3f) + 4.1666667e-2f;
-    return (vector)(power << 23) * (r * (r * (r * (r * high + 0.16666667f) + 0.5f) + 1) + 1);
+    const vector shifted = multiply_add(bounded, all(1.44269504f), all(127.5f));
+    const integers power = __builtin_convertvector(shifted, integers); /* 127 more than it is */
+    const vector r = multiply_add(__builtin_convertvector(power - 127, vector), all(-0.693147181f), bounded);
+    static const float terms[] = {1.3888889e-3f, 8.3333333e-3f, 4.1666667e-2f, 0.16666667f, 0.5f, 1, 1};
+    return (vector)(power << 23) * polynomial(r, all(1.9841270e-4f), terms, 7);
 }
 
 /* As many as there are, the rest zeros; and back. */
@@ -255,6 +255,21 @@ INLINE vector load_some(const float *at, int64_t count) {
 INLINE void store_some(float *at, vector value, int64_t count) {
     if (count >= LANES) store(at, value);
     else memcpy(at, &value, count * sizeof *at);
+}
+
+INLINE float squares(const float *x, int64_t count) {
+    vector sum[4] = {all(0), all(0), all(0), all(0)}; /* as one, each addition would wait for the last */
+    int64_t i = 0;
+    for (; i + 4 * LANES <= count; i += 4 * LANES)
+        UNROLL for (int v = 0; v < 4; v++) {
+            const vector some = load(x + i + v * LANES);
+            sum[v] = multiply_add(some, some, sum[v]);
+        }
+    for (; i < count; i += LANES) {
+        const vector some = load_some(x + i, count - i);
+        sum[0] = multiply_add(some, some, sum[0]);
+    }
+    return total((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
 /* The even and the odd elements of 2 * LANES to the first half of these and the second. */

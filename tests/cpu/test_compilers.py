@@ -1,0 +1,114 @@
+"""Protects that every compiler makes the same bits of the C kernels: none joins two operations, leaves one out or
+changes their order. So what other tests see of the wheel's kernels, a row's bits in any company above all, holds
+where the machine's own compiler makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import test_delta_rule as delta
+import test_mamba2 as mamba
+import test_weighed_kernels as weighed
+import torch
+
+from manylora.kernels import native
+from manylora.kernels.activations import ACTIVATIONS
+from manylora.kernels.compiled import CompiledOps
+from manylora.kernels.panels import Panels
+from manylora.kernels.quantised import QuantisedWeight
+from manylora.kernels.spec import AttentionBatch, AttentionParams
+from manylora.model.quant import quantise
+from manylora.quant.config import INTEGER, QuantConfig
+from manylora.system.compiler import build_library, find_compiler
+from manylora.system.processor import find_levels
+
+
+@pytest.fixture(scope="module")
+def both() -> list[CompiledOps]:
+    """The wheel's kernels, and this machine's compiler's, for the best level of instruction sets."""
+    level, compiler = find_levels()[0], find_compiler()
+    wheel, origin = native.open_level(level)
+    if compiler is None or compiler.kind == "zig" or origin != "of the wheel":
+        pytest.skip("needs kernels that zig made, and another compiler")
+    made = native.open_library(build_library(compiler, native.SOURCE, level))
+    return [CompiledOps(library) for library in (wheel, made)]
+
+
+def adapters(ops: CompiledOps) -> Iterator[torch.Tensor]:
+    """Of any rank, with DoRA, shared, scaled and mixed; alone, few and many rows."""
+    for pool in (torch.float32, torch.bfloat16):
+        for lengths in ([1] * 6, [2, 9, 1, 3, 1, 20], [3, 70, 5, 30, 4, 1]):
+            batch, _ = weighed.make(pool, lengths)
+            total = sum(lengths) + len(lengths) + 1
+            x, y = torch.randn(total, weighed.IN), torch.randn(total, sum(weighed.WIDTHS))
+            ops.lora_add(y, x, batch, weighed.LAYER, weighed.TARGETS, torch.randn(y.shape[1]))
+            yield y
+
+
+def linear_layers(ops: CompiledOps) -> Iterator[torch.Tensor]:
+    def weights(rows: int, columns: int) -> Iterator[torch.Tensor | QuantisedWeight]:
+        plain = torch.randn(rows, columns)
+        scales, offsets = torch.rand(2, rows, columns // 12)
+        eight = torch.randint(-128, 128, (rows, columns)).to(torch.int8)
+        four = torch.randint(0, 256, (rows, columns // 2)).to(torch.uint8)
+        yield from (plain, plain.bfloat16(), QuantisedWeight(eight, scales, offsets))
+        yield from (QuantisedWeight(four, scales, offsets), QuantisedWeight(four, scales))
+        yield from (quantise(plain, QuantConfig(algo)) for algo in INTEGER)
+
+    for rounds in (False, ops.has_bfloat16):
+        ops.rounds_inputs = rounds
+        for weight in weights(101, 1344):
+            packed = ops.pack(weight)
+            assert isinstance(packed, Panels)
+            for rows in (1, 3, 9, 40):
+                yield ops.linear(torch.randn(rows, 1344), packed, torch.randn(101))
+
+
+def attention(ops: CompiledOps) -> Iterator[torch.Tensor]:
+    lengths = [1, 17, 50]
+    table, nothing = torch.randperm(21).view(3, 7).int(), torch.empty(0, dtype=torch.int64)
+    batch = AttentionBatch(range(4), lengths, table, nothing)
+    for dim in (10, 64, 80):
+        k, v = torch.randn(2, 21, 8, 2, dim)
+        for params in (AttentionParams(0.2), AttentionParams(0.2, 30, 0.3), AttentionParams(1, None, 50.0)):
+            yield ops.attention(torch.randn(3, 6, dim), k, v, batch, params)
+        sinks = AttentionParams(0.2, sinks=torch.randn(6))
+        yield ops.attention(torch.randn(3, 6, dim), k, v, batch, sinks)
+
+
+def rows(ops: CompiledOps) -> Iterator[torch.Tensor]:
+    x, delta, weight = torch.randn(5, 300), torch.randn(5, 300), torch.randn(300)
+    yield ops.rms_norm(x, weight, 1e-5)
+    yield from ops.add_rms_norm(x, delta, weight, 1e-5)
+    for activation in ACTIVATIONS:
+        yield ops.gated(8 * x, activation)
+    q, k, v, cache = (torch.randn(5, heads, 72) for heads in (4, 2, 2, 2))
+    batch = AttentionBatch((0, 5), (5,), torch.zeros(1, 1, dtype=torch.int32), torch.arange(5))
+    caches = torch.zeros(2, 1, 5, *cache.shape[1:])
+    yield ops.rotate_and_store(q, k, v, (torch.randn(5, 40), torch.randn(5, 40)), *caches, batch)
+    yield caches
+
+
+def recurrent_layers(ops: CompiledOps) -> Iterator[torch.Tensor]:
+    tables = [5, 1, 7], [0, -1, 2], [0, 1, 3], [2, 0, 7], [7, -1, 8]
+    for shape in delta.SHAPES:
+        x, gates, weights, state = delta.make(*shape, 13)
+        yield ops.delta_rule(x, gates, weights, state, delta.table(*tables))
+        yield state.memory
+    for size in mamba.SHAPES:
+        x, mixer, state = mamba.make(*size, 13)
+        yield ops.mamba2(x, mixer, state, mamba.table(*tables))
+        yield state.memory
+
+
+@pytest.mark.parametrize("kernels", [adapters, linear_layers, attention, rows, recurrent_layers])
+def test_two_compilers_make_the_same_bits(both: list[CompiledOps], kernels: Any) -> None:
+    found = []
+    for ops in both:
+        torch.manual_seed(0)
+        found.append(list(kernels(ops)))
+    for number, (one, other) in enumerate(zip(*found, strict=True)):
+        assert torch.isfinite(one).all()
+        assert torch.equal(one, other), f"result {number}: {float((one - other).abs().max())} apart"

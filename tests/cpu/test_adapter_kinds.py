@@ -232,6 +232,57 @@ def test_kinds_on_other_families(family: str, tmp_path: Path) -> None:
         assert agree(found, reference_logits(model, path, IDS)), path.name
 
 
+# Of these nothing in the file says r: it was pruned, it only scales, or the numbers are drawn by it.
+WITHOUT_RANK = ("adalora", "lokr, neither split", "unilora, drawn")
+
+
+def test_a_rank_that_contradicts_the_tensors_is_refused(
+    adapters: dict[str, Path], options: ReadOptions, tmp_path: Path
+) -> None:
+    for name in CASES.keys() - {*WITHOUT_RANK}:
+        told = json.loads((adapters[name] / "adapter_config.json").read_text())["r"]
+        folder = edited(adapters[name], tmp_path / name.replace(" ", "_"), r=told + 1)
+        with pytest.raises(
+            AdapterInvalidError, match=rf"has rank \d+, and adapter_config.json says {told + 1}"
+        ):
+            read_whole(find_source(folder), options)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "told"),
+    [
+        ("gralora", {"hybrid_r": 2}, "0 for hybrid_r, and adapter_config.json says 2"),
+        ("vblora", {"vector_length": 8}, "16 for vector_length, and adapter_config.json says 8"),
+        ("miss, mini", {"mini_r": 2}, "4 for mini_r, and adapter_config.json says 2"),
+        ("unilora", {"theta_d_length": 41}, "40 for theta_d_length, and adapter_config.json says 41"),
+    ],
+)
+def test_another_size_that_contradicts_the_tensors_is_refused(
+    adapters: dict[str, Path],
+    options: ReadOptions,
+    tmp_path: Path,
+    name: str,
+    settings: dict[str, int],
+    told: str,
+) -> None:
+    folder = edited(adapters[name], tmp_path / "edited", **settings)
+    with pytest.raises(AdapterInvalidError, match=told):
+        read_whole(find_source(folder), options)
+
+
+@pytest.mark.parametrize(("name", "part"), [("delora", "delora_lambda"), ("deft", "deft_R")])
+def test_tensors_that_do_not_fit_together_are_refused_as_such(
+    adapters: dict[str, Path], options: ReadOptions, tmp_path: Path, name: str, part: str
+) -> None:
+    folder = edited(adapters[name], tmp_path / "edited")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    key = next(key for key in tensors if key.endswith(part))
+    tensors[key] = torch.cat((tensors[key], tensors[key][:1]))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(AdapterInvalidError, match="its tensors do not fit together"):
+        read_whole(find_source(folder), options)
+
+
 def test_variants_that_are_not_served_together_are_refused(
     adapters: dict[str, Path], options: ReadOptions, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.kinds.form import LoraForm, PeftFiles
 from manylora.lora.formats.kinds.pairs import Pairs
 
@@ -15,7 +16,10 @@ def read_delora(files: PeftFiles) -> LoraForm:
     pairs = Pairs(files, ("delora_A", "delora_B", "delora_lambda", "delora_w_norm"))
     for path in pairs.paths("delora_A", "delora_B", "delora_lambda"):
         (rank, in_dim), (out_dim, _) = pairs.shape(path, "delora_A"), pairs.shape(path, "delora_B")
-        pairs.shape(path, "delora_w_norm", 1), pairs.shape(path, "delora_lambda", 1)
+        pairs.check_rank(path, rank)
+        sizes = [pairs.shape(path, part, 1) for part in ("delora_w_norm", "delora_lambda")]
+        if sizes != [(in_dim,), (1,)]:
+            raise AdapterInvalidError(f"{path}: its tensors do not fit together")
 
         def make(path: str = path, rank: int = rank) -> tuple[np.ndarray, np.ndarray]:
             a, b = pairs.read(path, "delora_A"), pairs.read(path, "delora_B")

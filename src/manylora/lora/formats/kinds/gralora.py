@@ -22,6 +22,9 @@ def read_gralora(files: PeftFiles) -> LoraForm:
         if blocks != other or rank != rank_b or rank % blocks:
             raise AdapterInvalidError(f"{path}: its {A} and {B} do not fit together")
         plain = pairs.shape(path, PLAIN_A)[0] if pairs.has(path, PLAIN_A) or pairs.has(path, PLAIN_B) else 0
+        pairs.check_rank(path, rank)
+        pairs.check_count(path, "hybrid_r", plain)
+        pairs.check_count(path, "gralora_k", blocks)
         in_dim, out_dim, whole = blocks * width, blocks * height, blocks * rank + plain
 
         def make(

@@ -22,6 +22,7 @@ def read_hra(files: PeftFiles) -> LoraForm:
     pairs, orthogonal = Pairs(files, ("hra_u",)), bool(files.settings.get("apply_GS"))
     for path in pairs.paths("hra_u"):
         in_dim, rank = pairs.shape(path, "hra_u")
+        pairs.check_rank(path, rank)
         module = pairs.module(path)
         if module is None or module.in_dim != in_dim or module.transposed:
             raise AdapterInvalidError(

@@ -21,6 +21,9 @@ def read_miss(files: PeftFiles) -> LoraForm:
         )
     for path in pairs.paths("miss_block"):
         rank, columns = pairs.shape(path, "miss_block")
+        pairs.check_rank(path, rank)
+        if variant == "mini":
+            pairs.check_count(path, "mini_r", columns)
         module, in_dim = pairs.module(path), pairs.in_dim(path)
         out_dim = module.out_dim if module is not None and variant == "mini" else columns
         if out_dim % columns:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.kinds.form import LoraForm, PeftFiles
-from manylora.lora.formats.peft_config import CONFIG, config_of, peft_type
+from manylora.lora.formats.peft_config import CONFIG, PeftConfig, config_of, peft_type
 from manylora.lora.formats.peft_experts import EXPERT_KEY
 from manylora.lora.formats.peft_names import PEFT_KEY, module_id_of
 from manylora.lora.formats.peft_stacks import STACK_KEY, stack_module_id
@@ -107,7 +108,10 @@ class Pairs:
         if rank == 0:
             return
         self._check(path, rank, rank * (in_dim + out_dim))
-        a, b = make()
+        try:
+            a, b = make()
+        except (ValueError, RuntimeError, IndexError) as error:  # shapes that no reader has looked at
+            raise AdapterInvalidError(f"{path}: its tensors do not fit together") from error
         if a.shape != (rank, in_dim) or b.shape != (out_dim, rank):
             raise AdapterInvalidError(f"{path}: its tensors do not fit together")
         self._put(path, _raw(a), _raw(b))
@@ -141,6 +145,22 @@ class Pairs:
 
     def _put(self, path: str, a: RawTensor, b: RawTensor) -> None:
         self._made[f"{path}.lora_A.weight"], self._made[f"{path}.lora_B.weight"] = a, b
+
+    def check_rank(self, path: str, found: int) -> None:
+        """found: r of a module, as its tensors have it. Raises where the settings say another one."""
+        self._told_ranks.check_rank(path, found)
+
+    def check_count(self, path: str, name: str, found: int) -> None:
+        """Raises where a setting says another number than the tensors have."""
+        told = self.files.settings.get(name)
+        if told is not None and told != found:
+            raise AdapterInvalidError(f"{path} has {found} for {name}, and {CONFIG} says {str(told)[:40]}")
+
+    @cached_property
+    def _told_ranks(self) -> PeftConfig:
+        settings = self.files.settings
+        patterns = {"rank_pattern": settings.get("rank_pattern")}
+        return config_of({"lora_alpha": 1, "r": settings.get("r"), **patterns})
 
     def form(self) -> LoraForm:
         """With the tensors that are not of this kind as they are."""

@@ -29,6 +29,7 @@ def read_deft(files: PeftFiles) -> LoraForm:
         raise AdapterInvalidError(f"{CONFIG}: decomposition_method must be relu or qr")
     for path in pairs.paths("deft_P", "deft_R"):
         out_dim, rank = pairs.shape(path, "deft_P")
+        pairs.check_rank(path, rank)
         in_dim = pairs.in_dim(path) if bare else pairs.shape(path, "deft_R")[1]
         if rank > out_dim:
             raise AdapterInvalidError(f"{path}: deft_P has {rank} columns of {out_dim} numbers")
@@ -64,6 +65,7 @@ def read_peanut(files: PeftFiles) -> LoraForm:
     act = _activation(files.settings.get("act_fn", "relu"))
     for path in pairs.paths("peanut_A", "peanut_B"):
         rank, out_dim = pairs.shape(path, "peanut_A")
+        pairs.check_rank(path, rank)
         module = pairs.module(path)
         transposed = module is not None and module.transposed
         in_dim = pairs.in_dim(path)

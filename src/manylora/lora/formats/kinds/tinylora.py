@@ -26,6 +26,7 @@ def read_tinylora(files: PeftFiles) -> LoraForm:
     groups = _groups(pairs, list(pairs.paths("tinylora_A", "tinylora_B")))
     for place, (path, group) in enumerate(groups.items()):
         (rank, in_dim), (out_dim, _) = pairs.shape(path, "tinylora_A"), pairs.shape(path, "tinylora_B")
+        pairs.check_rank(path, rank)
         if group not in found:
             raise AdapterInvalidError(f"the adapter is missing tinylora_v.{group}, which {path} takes")
         numbers = decode(found[group], files.tensors[found[group]])

@@ -23,11 +23,13 @@ def read_unilora(files: PeftFiles) -> LoraForm:
     numbers = pairs.read(ROOT, NUMBERS)
     if numbers.ndim != 1 or not numbers.size:
         raise AdapterInvalidError(f"{NUMBERS} has shape {numbers.shape}, one dimension is expected")
+    pairs.check_count(NUMBERS, "theta_d_length", len(numbers))
     paths = list(pairs.paths(*PARTS))
     if not paths:
         return _drawn(pairs, numbers)
     for path in paths:
         (rank, in_dim), (out_dim, _) = (pairs.shape(path, f"unilora_indices_{side}") for side in "AB")
+        pairs.check_rank(path, rank)
 
         def make(path: str = path) -> tuple[np.ndarray, np.ndarray]:
             a, b = (_side(pairs, path, side, numbers) for side in "AB")

@@ -19,6 +19,8 @@ def read_vblora(files: PeftFiles) -> LoraForm:
     bank = pairs.read(ROOT, BANK)
     if bank.ndim != 2 or 0 in bank.shape:
         raise AdapterInvalidError(f"{BANK} has shape {bank.shape}, vectors and their length are expected")
+    pairs.check_count(BANK, "num_vectors", bank.shape[0])
+    pairs.check_count(BANK, "vector_length", bank.shape[1])
     topk = pairs.count("topk", 2)
     if topk > len(bank):
         raise AdapterInvalidError(f"topk is {topk}, and {BANK} has {len(bank)} vectors")
@@ -26,6 +28,7 @@ def read_vblora(files: PeftFiles) -> LoraForm:
         (rank, inputs, _), (outputs, other, _) = (_shape(pairs, path, side) for side in SIDES)
         if rank != other:
             raise AdapterInvalidError(f"{path} has rank {rank} in A and {other} in B")
+        pairs.check_rank(path, rank)
 
         def make(path: str = path, rank: int = rank) -> tuple[np.ndarray, np.ndarray]:
             a, b = (_mix(pairs, path, side, bank, topk) for side in SIDES)

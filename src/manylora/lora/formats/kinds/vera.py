@@ -45,6 +45,7 @@ def _read(files: PeftFiles, kind: str, times: int) -> LoraForm:
         d, b = pairs.read(path, f"{kind}_lambda_d"), pairs.read(path, f"{kind}_lambda_b")
         if d.shape != (rows,):
             raise AdapterInvalidError(f"{path} has {len(d)} numbers in {kind}_lambda_d, {paths[0]} {rows}")
+        pairs.check_rank(path, rank)
         pairs.add_shared(path, shared_a[:rank, :in_dim], shared_b[:out_dim], b, d[:rank])
     return pairs.form()
 

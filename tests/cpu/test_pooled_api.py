@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import base64
+import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,14 +13,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from peft import PeftModel
 from pooled_adapters import hidden, logits, make_classifier, near
+from safetensors.torch import load_file, save_file
 from serving import Running
+from test_encoders import make_encoder
 
 from manylora.config.pooling import PoolingSettings, read_pooling_settings
 from manylora.errors import ConfigError, RequestError
 from manylora.llmapi import LLM, LoRARequest, PoolingParams
 from manylora.llmapi.pooled_outputs import embedding, probabilities
-from manylora.testing.tiny_models import make_model
+from manylora.testing.tiny_models import load_transformers, make_adapter, make_model
 from manylora.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -66,7 +72,11 @@ def llm(shop: Shop) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def server(shop: Shop) -> Iterator[Running]:
     found = Running(
-        model=shop.model, lora_root=(shop.adapters,), served_model_name=("base",), dtype="float32"
+        model=shop.model,
+        lora_root=(shop.adapters,),
+        served_model_name=("base",),
+        dtype="float32",
+        allow_runtime_lora_updating=True,
     )
     yield found
     found.close()
@@ -97,6 +107,54 @@ def test_llm_classifies_and_scores(llm: LLM, shop: Shop) -> None:
     assert cosine.outputs.score == pytest.approx(expected, rel=1e-4)
     [tokens] = llm.encode("no", pooling_task="token_classify", lora_request=shop.lora("three"))
     assert tokens.outputs.data.shape == (len(shop.tokenizer.encode("no")), 3)
+
+
+def test_a_head_that_came_as_tensors_or_in_one_file_scores(llm: LLM, shop: Shop, tmp_path: Path) -> None:
+    """It gave the cosine of two embeddings."""
+    folder = Path(str(shop.lora("one").lora_path))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    in_memory = LoRARequest("in memory", 41, None)
+    llm.load_adapter(in_memory, tensors, settings)
+    save_file(tensors, tmp_path / "one.safetensors", {"adapter_config": json.dumps(settings)})
+    for given in (in_memory, LoRARequest("one file", 42, str(tmp_path / "one.safetensors"))):
+        [score] = llm.score("who?", TEXTS[0], lora_request=given)
+        assert score.outputs.score == pytest.approx(shop.pair("who?", TEXTS[0]), rel=1e-4)
+
+
+def test_scales_and_mixes_have_embeddings(llm: LLM, shop: Shop, tmp_path: Path) -> None:
+    folders = [make_adapter(tmp_path / str(n), shop.model, n, 4) for n in (1, 2)]
+    one, two = (LoRARequest(str(n), 50 + n, str(path)) for n, path in enumerate(folders))
+    merged = PeftModel.from_pretrained(load_transformers(shop.model), str(folders[0]), "one")
+    merged.load_adapter(str(folders[1]), "two")
+    merged.add_weighted_adapter(["one", "two"], [0.5, -1.5], "mixed", combination_type="cat")
+    merged.set_adapter("mixed")
+    ids = shop.tokenizer.encode("what a day")
+    with torch.inference_mode():
+        states = merged(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0, -1].numpy()
+    [found] = llm.embed("what a day", lora_request=[(one, 0.5), (two, -1.5)])
+    assert near(np.array(found.outputs.embedding), states / np.linalg.norm(states))
+    several = llm.embed(["no", "no"], lora_request=[(one, 0.5), one])
+    assert several[0].outputs.embedding != several[1].outputs.embedding
+    assert llm.embed("no", lora_request=(one, 0.5))[0].outputs == several[0].outputs
+
+
+def test_an_adapter_with_a_head_can_be_pinned(llm: LLM, server: Running, shop: Shop) -> None:
+    llm.pin_lora(shop.lora("three"))
+    llm.unpin_lora(shop.lora("three"))
+    answer = server.post("/v1/pin_lora_adapter", lora_name="three")
+    assert answer.status_code == 200, answer.text
+    assert server.post("/v1/pin_lora_adapter", lora_name="three", pinned=False).status_code == 200
+
+
+def test_an_encoder_is_healthy_without_text(shop: Shop, tmp_path: Path) -> None:
+    model = make_encoder(tmp_path / "encoder", "bert")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(shop.model / name, model / name)
+    server = Running(model=model, dtype="float32")
+    answer = server.http.get("/health/model")
+    server.close()
+    assert answer.status_code == 200, answer.text
 
 
 def test_llm_refuses(llm: LLM, shop: Shop) -> None:

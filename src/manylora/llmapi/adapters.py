@@ -12,7 +12,7 @@ from typing import Any
 
 from manylora.config.hub import is_hub_id, local_adapter
 from manylora.errors import AdapterError, AdapterInvalidError, AdapterNotCachedError, ConfigError
-from manylora.llmapi.lora import LoRARequest
+from manylora.llmapi.lora import LoRAChoice, LoRARequest, members_of
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.formats.peft_config import EMBEDDED
 from manylora.lora.formats.sources import find_source
@@ -28,6 +28,7 @@ class _Registered:
     ckpt_source: str
     num_open: int = 0  # requests under way
     accepted: bool = False  # the engine took it, or may have
+    labels: int | None = None  # of the classification head of tensors in memory; None: it has a path
 
 
 class AdapterRegistry:
@@ -44,6 +45,7 @@ class AdapterRegistry:
         self._lock = threading.Lock()
         self._entries: dict[int, _Registered] = {}
         self._downloaded: dict[Path, Path] = {}  # by id of the hub
+        self._labels: dict[Path, int] = {}  # by place: of the classification head that was read last
 
     def claim(self, request: LoRARequest) -> None:
         """Let the request's id mean its path; to be released when the request ends.
@@ -79,14 +81,15 @@ class AdapterRegistry:
         with temporary_folder("tensors") as folder:
             path = folder / "adapter.safetensors"
             save_file(plain, path, {EMBEDDED: settings})
-            adapter = self._reader.read(path).adapter
-        task_id = request.lora_int_id
+            read = self._reader.read(path)
+        adapter, task_id = read.adapter, request.lora_int_id
         with self._lock:
             entry = self._entries.get(task_id)
             if entry is None:
                 place = Path(f"tensors of {request.lora_name}")
                 entry = self._entries[task_id] = _Registered(place, request.lora_ckpt_source)
             entry.accepted = True
+            entry.labels = read.facts.labels
             self._library.register(task_id, entry.path, lambda: adapter)
         return adapter
 
@@ -101,9 +104,27 @@ class AdapterRegistry:
         adapter = self._read(path, source)
         with self._lock:
             entry = self._entries.setdefault(task_id, _Registered(path, source))
-            entry.path, entry.ckpt_source, entry.accepted = path, source, True
+            entry.path, entry.ckpt_source, entry.accepted, entry.labels = path, source, True, None
             self._library.register(task_id, path, partial(self._read, path, source))
         return adapter
+
+    def has_head(self, given: LoRAChoice | None) -> bool:
+        """Whether one of these that act is a classifier, by its tensors. Raises AdapterInvalidError."""
+        return any(self._num_labels(request) for request, scale in members_of(given) if scale)
+
+    def _num_labels(self, request: LoRARequest) -> int:
+        with self._lock:
+            entry = self._entries.get(request.lora_int_id)
+            if entry is not None and entry.labels is not None:
+                return entry.labels
+        if request.lora_path is None and entry is None:
+            return 0  # not known, as the request is told then
+        place = (
+            _place(request.lora_path) if request.lora_path is not None else entry.path if entry else Path()
+        )
+        if place not in self._labels:
+            self._read(place, request.lora_ckpt_source)
+        return self._labels[place]
 
     def path_of(self, request: LoRARequest) -> Path | None:
         """Where its adapter's files are; None: it came as tensors, or is not known, or of the hub."""
@@ -139,15 +160,18 @@ class AdapterRegistry:
     def _read(self, path: Path, ckpt_source: str) -> Adapter | FileAdapter:
         """ckpt_source: "nemo", or "hf" for every other kind of checkpoint. Raises AdapterInvalidError."""
         try:
-            path = self._local(path)
+            place, path = path, self._local(path)
             source = find_source(path)
             if (source.kind == "nemo") != (ckpt_source == "nemo"):
                 raise AdapterInvalidError(
                     f"{path.name} is not a checkpoint of kind {ckpt_source}, it is {source.kind}"
                 )
-            return self._reader.read(path, source).adapter
+            read = self._reader.read(path, source)
         except (AdapterError, ConfigError) as error:
             raise AdapterInvalidError(f"Failed to load LoRA adapter: {error}") from error
+        with self._lock:
+            self._labels[place] = read.facts.labels
+        return read.adapter
 
     def _local(self, path: Path) -> Path:
         """Raises ConfigError for an id of the hub that cannot be had."""

@@ -11,11 +11,11 @@ import numpy as np
 
 from manylora.llmapi.continuation import Continuation
 from manylora.llmapi.decoding import Decoding
-from manylora.llmapi.lora import LoRAChoice, members_of
+from manylora.llmapi.lora import LoRAChoice, lora_of, members_of
 from manylora.llmapi.outputs import RequestOutput, RequestTimings
 from manylora.llmapi.prompts import Prompt
 from manylora.llmapi.result import GenerationResult
-from manylora.request import Event, FinishReason, LoraInput, Request, RequestMetrics, mix
+from manylora.request import Event, FinishReason, Request, RequestMetrics
 from manylora.text.tokenizer import Tokenizer
 
 
@@ -54,17 +54,12 @@ class Generation:
 
     def request(self) -> Request:
         """What the engine gets, with adapters by their ids. Raises RequestError."""
-        members = members_of(self.lora_request)
-        adapters = [
-            (LoraInput(one.lora_int_id, follow=one.lora_version == "follow"), scale) for one, scale in members
-        ]
-        lora = mix(adapters, "lora_request")
         prompt = self._prompt
         return Request(
             prompt=prompt.token_ids if prompt.decoder_ids is None else prompt.decoder_ids,
             encoder_prompt=() if prompt.decoder_ids is None else prompt.token_ids,
             params=self._decoding.params,
-            lora=lora,
+            lora=lora_of(self.lora_request, follow=True),
             streaming=self._streaming or self._decoding.stepwise,
             request_id=str(self.request_id),
         )

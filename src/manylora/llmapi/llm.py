@@ -29,7 +29,7 @@ from manylora.llmapi.lora import LoRAChoice, LoraConfig, LoRARequest, is_choice,
 from manylora.llmapi.named_adapters import NamedAdapters, with_requests
 from manylora.llmapi.options import LlmArguments, check_known
 from manylora.llmapi.outputs import RequestOutput
-from manylora.llmapi.pooled import PooledRequests
+from manylora.llmapi.pooled import PooledRequests, hidden_state
 from manylora.llmapi.prompts import ChatText, Input, Prompt, PromptReader
 from manylora.llmapi.result import GenerationResult
 from manylora.llmapi.sampling import SamplingParams
@@ -219,7 +219,10 @@ class LLM(ChatRequests, PooledRequests):
         problem: RequestError | None = None
         request: LoRARequest = self._named(lora_request)
         for _ in range(PIN_ATTEMPTS):
-            self.generate([0], SamplingParams(max_tokens=1), request, use_tqdm=False)
+            if self._model.encoder is None:
+                hidden_state(self, 0, request)  # an adapter with a classification head makes no text
+            else:
+                self.generate([0], SamplingParams(max_tokens=1), request, use_tqdm=False)
             problem = self._service.pin(request.lora_int_id)
             if not isinstance(problem, AdapterNotCachedError):  # else it was evicted in between
                 break
@@ -318,7 +321,7 @@ class LLM(ChatRequests, PooledRequests):
         if adapter is not None:
             self._service.publish(LoraInput(lora_request.lora_int_id, checked=adapter))
 
-    def _encode(self, inputs: Input, params: SamplingParams, lora_request: LoRARequest | None) -> Prompt:
+    def _encode(self, inputs: Input, params: SamplingParams, lora_request: LoRAChoice | None) -> Prompt:
         own = self._text_of(lora_request)
         return self._prompts.read(inputs, params, self._tokenizer if own is None else own.tokenizer)
 

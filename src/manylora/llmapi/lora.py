@@ -10,6 +10,7 @@ from typing import Any
 from manylora.config.hub import is_hub_id
 from manylora.config.resolve import with_whole_qkv
 from manylora.lora.modules import MODULE_NAMES
+from manylora.request import LoraInput, LoraMix, mix
 
 SOURCES = ("hf", "nemo")
 MAX_ID = 2**64 - 1
@@ -149,6 +150,16 @@ def members_of(given: LoRAChoice | None) -> list[tuple[LoRARequest, float]]:
         return [] if given is None else [(given, 1.0)]
     pairs: Any = [given] if _is_scaled(given) else given
     return [(one, float(scale)) for one, scale in pairs]
+
+
+def lora_of(given: LoRAChoice | None, follow: bool = False) -> LoraInput | LoraMix | None:
+    """What the engine gets of these, by their ids. follow: those that ask for it go on with newer versions.
+    Raises RequestError, ValueError."""
+    adapters = [
+        (LoraInput(one.lora_int_id, follow=follow and one.lora_version == "follow"), scale)
+        for one, scale in members_of(given)
+    ]
+    return mix(adapters, "lora_request")
 
 
 def _is_scaled(given: object) -> bool:

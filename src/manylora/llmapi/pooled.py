@@ -6,15 +6,13 @@ import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from manylora.config.model_folder import read_json
 from manylora.config.pooling import PoolingSettings
 from manylora.errors import RequestCancelledError
-from manylora.llmapi.lora import LoRARequest
+from manylora.llmapi.lora import LoRAChoice, is_choice, lora_of, members_of
 from manylora.llmapi.pooled_outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -30,11 +28,11 @@ from manylora.llmapi.prompts import Prompt
 from manylora.llmapi.sampling import SamplingParams
 from manylora.llmapi.service import Service
 from manylora.lora.text.current import OwnText
-from manylora.request import Event, LoraInput, Pooling, Request
+from manylora.request import Event, Pooling, Request
 from manylora.text.tokenizer import Tokenizer
 
 TASKS = ("embed", "classify", "token_embed", "token_classify")
-Loras = str | LoRARequest | Sequence[str | LoRARequest | None] | None
+Loras = str | LoRAChoice | Sequence[str | LoRAChoice | None] | None
 
 
 class PooledResult(Future[np.ndarray]):
@@ -56,21 +54,21 @@ class PooledGeneration:
     request_id: int
     prompt: tuple[int, ...]
     pooling: Pooling
-    lora_request: LoRARequest | None
+    lora_request: LoRAChoice | None
     from_disk: bool = False
     result: PooledResult = field(default_factory=PooledResult)
 
     @property
     def task_ids(self) -> list[int]:
-        return [self.lora_request.lora_int_id] if self.lora_request else []
+        return [one.lora_int_id for one, _ in members_of(self.lora_request)]
 
     @property
     def done(self) -> bool:
         return self.result.finished
 
     def request(self) -> Request:
-        lora = LoraInput(self.lora_request.lora_int_id) if self.lora_request else None
-        return Request(self.prompt, lora=lora, pooling=self.pooling, request_id=str(self.request_id))
+        lora, name = lora_of(self.lora_request), str(self.request_id)
+        return Request(self.prompt, lora=lora, pooling=self.pooling, request_id=name)
 
     def take(self, event: Event) -> None:
         if self.result.finished:
@@ -93,18 +91,18 @@ class _Owner(Protocol):
 
     def _named(self, lora_request: Any) -> Any: ...
 
-    def _text_of(self, lora_request: LoRARequest | None) -> OwnText | None: ...
+    def _text_of(self, lora_request: LoRAChoice | None) -> OwnText | None: ...
 
-    def _encode(self, inputs: Any, params: SamplingParams, lora_request: LoRARequest | None) -> Prompt: ...
+    def _encode(self, inputs: Any, params: SamplingParams, lora_request: LoRAChoice | None) -> Prompt: ...
 
-    def _claim(self, lora_request: LoRARequest | None) -> None: ...
+    def _claim(self, lora_request: LoRAChoice | None) -> None: ...
 
     @property
     def _is_cross_encoder(self) -> bool: ...
 
 
 class PooledRequests:
-    """Of `LLM`. Every call waits; a list for several prompts, which may mix adapters, one for each.
+    """Of `LLM`. Every call waits; a list for several prompts, which may mix adapters, one choice for each.
 
     Raises RequestError or ValueError for the first prompt that cannot be served.
     """
@@ -169,14 +167,14 @@ class PooledRequests:
         text_2: str | Sequence[str],
         *,
         pooling_params: PoolingParams | None = None,
-        lora_request: str | LoRARequest | None = None,
+        lora_request: str | LoRAChoice | None = None,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """Of each pair; one text_1 goes with every text_2. With a head (the adapter's, or the model's of one
         label) it reads both texts together, and gives the sigmoid of its first value; else the cosine of
         both embeddings."""
         params = pooling_params or PoolingParams()
         pairs, lora = pair_up(text_1, text_2), self._named(lora_request)
-        if self._is_cross_encoder or has_own_head(lora):
+        if self._is_cross_encoder or self._service.registry.has_head(lora):
             own = self._text_of(lora)
             tokenizer = self._tokenizer if own is None else own.tokenizer
             if tokenizer is None:
@@ -230,14 +228,6 @@ def pair_score(logits: np.ndarray, settings: PoolingSettings, params: PoolingPar
     return float(probabilities(logits, settings, params.use_activation)[0])
 
 
-def has_own_head(lora_request: LoRARequest | None) -> bool:
-    """Whether the adapter's folder says that it is a classifier."""
-    if lora_request is None or lora_request.lora_path is None:
-        return False
-    config = read_json(Path(lora_request.lora_path) / "adapter_config.json") or {}
-    return config.get("task_type") == "SEQ_CLS"
-
-
 def _run(
     owner: _Owner, prompts: Any, task: str, params: PoolingParams, lora_request: Loras
 ) -> list[PooledGeneration]:
@@ -254,8 +244,13 @@ def _run(
     return _submit(owner, [(one, pooling) for one in ids], loras)
 
 
-def _for_each(prompts: Sequence[Any], lora_request: Any) -> list[LoRARequest | None]:
-    if not isinstance(lora_request, list | tuple):
+def hidden_state(owner: _Owner, token: int, lora_request: LoRAChoice | None) -> None:
+    """Compute one, which any adapter can. Raises RequestError."""
+    _submit(owner, [((token,), Pooling())], [lora_request])
+
+
+def _for_each(prompts: Sequence[Any], lora_request: Any) -> list[LoRAChoice | None]:
+    if is_choice(lora_request) or not isinstance(lora_request, list | tuple):
         return [lora_request] * len(prompts)
     if len(lora_request) != len(prompts):
         raise ValueError(
@@ -267,7 +262,7 @@ def _for_each(prompts: Sequence[Any], lora_request: Any) -> list[LoRARequest | N
 def _submit(
     owner: _Owner,
     prompts: Sequence[tuple[tuple[int, ...], Pooling]],
-    loras: Sequence[LoRARequest | None],
+    loras: Sequence[LoRAChoice | None],
 ) -> list[PooledGeneration]:
     made: list[PooledGeneration] = []
     try:

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from manylora.config.pooling import PoolingSettings
-from manylora.llmapi.lora import LoRARequest
+from manylora.llmapi.lora import LoRAChoice
 
 Output = TypeVar("Output")
 
@@ -63,7 +63,7 @@ class PoolingRequestOutput(Generic[Output]):
     request_id: int
     outputs: Output
     prompt_token_ids: list[int]
-    lora_request: LoRARequest | None = None
+    lora_request: LoRAChoice | None = None
     finished: bool = True
 
 

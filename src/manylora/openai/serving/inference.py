@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -27,6 +28,7 @@ from manylora.openai.serving.backend import Backend, Call
 from manylora.openai.serving.event_queue import Signal
 from manylora.openai.serving.generation import GenerationState
 from manylora.openai.serving.keys import ApiKey
+from manylora.openai.serving.pooled_state import PooledState
 from manylora.openai.serving.prompts import ChatPrompt, Prompts
 from manylora.openai.serving.responses import (
     ChatResponse,
@@ -37,6 +39,7 @@ from manylora.openai.serving.responses import (
 )
 from manylora.openai.serving.running_calls import RunningCalls
 from manylora.openai.serving.transport import EventStream, name_of
+from manylora.request import Pooling
 from manylora.text.tokenizer import Tokenizer
 
 BuildResponse = Callable[..., ResponseBuilder]
@@ -151,17 +154,31 @@ class Inference:
         return await self._respond(request, body, key, asked, prompts, build=build)
 
     async def probe(self) -> None:
-        """Generate two tokens with the base model, for health checks. Raises ApiError when that fails."""
-        await self._try_out(None)
+        """Generate two tokens with the base model, for health checks; of a model without a head for text,
+        compute a hidden state. Raises ApiError when that fails."""
+        if self.model.makes_text:
+            await self._generate_two(None)
+        else:
+            await self._compute_one(None)
 
     async def load(self, name: str) -> None:
         """Bring an adapter into the cache, as a request does. Raises ApiError."""
-        await self._try_out(name)
+        if self.model.encoder is None:
+            await self._compute_one(name)  # an adapter with a classification head makes no text
+        else:
+            await self._generate_two(name)
 
-    async def _try_out(self, name: str | None) -> None:
+    async def _generate_two(self, name: str | None) -> None:
         body = CompletionRequest.model_validate({"prompt": "a", "max_tokens": 2, "temperature": 0.0})
         asked = Asked(AdapterChoice(name=name), self.prompts)
-        call = self._call(body, tuple(self.tokenizer.encode("a")), asked, Signal(), "health")
+        await self._try_out(self._call(body, tuple(self.tokenizer.encode("a")), asked, Signal(), "health"))
+
+    async def _compute_one(self, name: str | None) -> None:
+        state = PooledState(tuple(self.tokenizer.encode("a")), Pooling(), "health", Signal())
+        choice = AdapterChoice(name=name)
+        await self._try_out(Call(state, choice.name, adapters=choice.adapters))
+
+    async def _try_out(self, call: Call[Any]) -> None:
         self.backend.submit(call)
         try:
             while not call.generation.finished:

@@ -1,6 +1,6 @@
-"""Protects that every compiler makes the same bits of the C kernels: none joins two operations, leaves one out or
-changes their order. So what other tests see of the wheel's kernels, a row's bits in any company above all, holds
-where the machine's own compiler makes them."""
+"""Protects that every compiler makes the same bits of the C kernels: none joins two operations, leaves
+one out or changes their order. So what other tests see of the wheel's kernels, of a row's bits in company
+above all, is true where the machine's own compiler makes them."""
 
 from __future__ import annotations
 

@@ -76,6 +76,12 @@ def test_an_adapter_serves_as_soon_as_it_was_sent(
     assert server.post("/v1/unload_lora_adapter", lora_name="team/zh.v2").status_code == 200
     assert server.post(model="team/zh.v2", prompt="a").status_code == 404
     assert held(folder) == []
+    assert send(server, "team/zh.v2", files["chinese"]).status_code == 200
+    removed = server.http.delete("/v1/lora_adapters/team/zh.v2")
+    told = {"id": "team/zh.v2", "object": "lora_adapter", "deleted": True, "running": 0}
+    assert (removed.status_code, removed.json()) == (200, told)
+    assert server.http.delete("/v1/lora_adapters/team/zh.v2").status_code == 404
+    assert held(folder) == []
 
 
 def test_what_is_no_adapter_leaves_nothing_behind(

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
@@ -20,6 +19,7 @@ from manylora.fleet.calls import Call
 from manylora.fleet.everyone import tell_everyone
 from manylora.fleet.member import Changed
 from manylora.fleet.options import FleetOptions
+from manylora.fleet.relay import FULL, LOST, unavailable
 from manylora.lora.library.aliases import Aliases
 from manylora.openai.api.errors import ApiError
 from manylora.openai.serving.adapter_record import AdapterRecord
@@ -62,8 +62,8 @@ class Changes:
         key = self._keyring.loader(request.headers.get("authorization", ""))
         if self._record is None:
             raise ApiError(403, "not_allowed", NO_FOLDER)
-        sent = content_type(request) == "application/octet-stream" and "/unload_" not in request.url.path
-        if not sent or request.method == "DELETE":
+        takes_file = request.method == "PUT" or "/load_" in request.url.path
+        if not takes_file or content_type(request) != "application/octet-stream":
             with self._reserve() as grow:
                 body = await read_body(request, self._options.max_request_bytes, grow, any_type=True)
             return await self._spread(request, Call.of(request, body))
@@ -105,14 +105,12 @@ class Changes:
         except (TimeoutError, asyncio.TimeoutError) as error:
             what = f"has not answered within {CHANGE_S:.0f} s"
             raise ApiError(503, "replica_late", LATE.format(what=what), retry_after=1) from error
-        except RayActorError as error:
+        except LOST as error:
             raise ApiError(503, "replica_lost", LATE.format(what="has ended"), retry_after=1) from error
         except BackPressureError as error:
-            text = "Too many requests wait for a replica, try again later"
-            raise ApiError(429, "overloaded", text, retry_after=1) from error
+            raise ApiError(429, "overloaded", FULL, retry_after=1) from error
         except DeploymentUnavailableError as error:
-            text = "The fleet cannot answer at the moment, try again"
-            raise ApiError(503, "engine_unavailable", text, retry_after=1) from error
+            raise unavailable() from error
 
     def _learn(self) -> None:
         """The aliases that requests have made and removed; an earlier fleet's too."""

@@ -65,10 +65,10 @@ class Relay(Response):
             except BackPressureError as error:
                 raise ApiError(429, "overloaded", FULL, retry_after=1) from error
             except DeploymentUnavailableError as error:
-                raise _unavailable() from error
+                raise unavailable() from error
             except RequestCancelledError as error:
                 raise ApiError(499, "client_left", "The client has closed the connection") from error
-        raise _unavailable()
+        raise unavailable()
 
     async def _first_messages(self) -> None:
         self._begun = []
@@ -110,6 +110,6 @@ class Relay(Response):
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
 
-def _unavailable() -> ApiError:
+def unavailable() -> ApiError:
     text = "The fleet cannot answer at the moment, try again"
     return ApiError(503, "engine_unavailable", text, retry_after=1)

@@ -76,15 +76,16 @@ class AdapterRecord:
         self.names: dict[str, Kept] = {}
         self.revision = 0
 
-    def read(self) -> bool:
-        """Whether the file is another one than was read or written last. Raises OSError, also where it is
-        not readable: nobody knows then whose these adapters are."""
+    def read(self, *, fresh: bool = False) -> bool:
+        """Whether the file was read: where it is not the one that was read or written last, as far as its
+        inode, size and time tell; fresh: in any case. Raises OSError, also where it is not readable: nobody
+        knows then whose these adapters are."""
         path = self._folder / FILE
         try:
             seen = _identity(path)
         except FileNotFoundError:
             return False
-        if seen == self._seen:
+        if seen == self._seen and not fresh:
             return False
         if path.stat().st_size > MAX_BYTES:
             raise OSError(errno.EFBIG, f"{FILE} has more than {MAX_BYTES} bytes")

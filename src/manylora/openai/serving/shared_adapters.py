@@ -91,7 +91,7 @@ class SharedAdapters:
         """Nobody else changes adapters meanwhile, and earlier changes have been followed. Raises ApiError."""
         async with self._lock, self._record.locked():
             try:
-                self._record.read()
+                self._record.read(fresh=True)
             except OSError as error:
                 raise unwritable(error) from error
             await self._follow()
@@ -117,7 +117,7 @@ class SharedAdapters:
         while True:
             async with self._lock:
                 try:
-                    self._record.read()
+                    self._record.read(fresh=self.revision < revision)
                 except OSError as error:
                     logger.warning("the record of adapters cannot be read: %s", error.strerror)
                 else:
@@ -179,6 +179,8 @@ class SharedAdapters:
                 await self._follow_one(name, kept, at_once=at_once)
                 self._problems.pop(name, None)
                 self._followed[name] = kept
+                if name not in self._record.names:
+                    del self._followed[name]
             except Exception as error:  # the other names are followed
                 found = as_api_error(error)
                 if found.code == "internal_error":

@@ -18,10 +18,11 @@ from manylora.kernels import native
 from manylora.system.compiler import Compiler, Source, compile_library, find_zig
 from manylora.system.processor import LEVELS, Level
 
-GUARD = Source("shape_guard", (SRC / "manylora" / "wire" / "shape_guard.c",))
+WIRE = SRC / "manylora" / "wire"
+GUARDS = [Source(name, (WIRE / f"{name}.c",)) for name in ("shape_guard", "lock_guard")]
 MADE = [
     *((native.SOURCE, level) for level in LEVELS),
-    *((GUARD, level) for level in LEVELS if not level.options),  # its processors' lowest
+    *((guard, level) for guard in GUARDS for level in LEVELS if not level.options),  # processors' lowest
 ]
 
 
@@ -68,7 +69,7 @@ class BuildKernels(Command):
         return root / source.prebuilt.relative_to(SRC) / source.file_name(level)
 
     def get_source_files(self) -> list[str]:
-        return [os.path.relpath(file) for source in (native.SOURCE, GUARD) for file in source.files]
+        return [os.path.relpath(file) for source in (native.SOURCE, *GUARDS) for file in source.files]
 
     def get_outputs(self) -> list[str]:
         paths = [] if self.editable_mode else [self._path(*made) for made in MADE]

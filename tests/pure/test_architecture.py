@@ -42,8 +42,8 @@ INSIDE = {
     "config": ["blocks", "values", "pooling", "engine", "build_record", "hub", "model_folder", "resolve"],
     "wire": [
         "parameters", "tensor_table", "server_types", "utf8", "word_lists", "client_errors",
-        "client_disconnects", "shape_guard", "text_worker", "metrics", "bls", "bls_generator", "bls_worker",
-        "server_calls", "decode", "encode", "engine_worker", "engine_client",
+        "client_disconnects", "shape_guard", "lock_guard", "text_worker", "metrics", "bls", "bls_generator",
+        "bls_worker", "server_calls", "decode", "encode", "engine_worker", "engine_client",
     ],
     "text": [
         "json_schema", "chat_template", "stream", "limits", "tokenizer", "item_text", "preprocessing",

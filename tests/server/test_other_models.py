@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 from conftest import Running, World, fill_repo, new_server
-from launched import wait_for
+from launched import children, wait_for
 from test_client_disconnects import generated
 from test_server import tensor
 from tritonclient.utils import InferenceServerException
 
 from manylora.testing.tiny_models import make_adapter, reference_generate
 from manylora.text.tokenizer import Tokenizer
+from manylora.wire import lock_guard
 
 TEXT, NEW = "Hello", 6
 NAMES = ("one", "two", "three", "four")
@@ -150,6 +151,18 @@ def scrape(server: Running) -> dict[str, float]:
     with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
     return {name: float(value) for line in lines if line[:1] != "#" for name, value in [line.rsplit(" ", 1)]}
+
+
+def test_their_processes_wait_for_mutexes_without_pythons_lock(server: Running) -> None:
+    if lock_guard.load() is None:
+        pytest.skip("there is no compiler")
+    found = [
+        (process / "maps").read_text()
+        for process in map(Path, map("/proc/{}".format, children(server.state()["server"])))
+        if b"/models/vllm_model/" in (process / "cmdline").read_bytes()
+    ]
+    assert len(found) == 1 and "lock_guard" in found[0]
+    assert "its mutexes are as they were" not in (server.run_dir / "server.log").read_text()
 
 
 def test_a_stream_over_grpc_and_over_http_is_the_whole_answer(

@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol
 from manylora.system.lifeline import Lifeline
 from manylora.wire.bls_generator import ClientRequest, Values
 from manylora.wire.client_errors import client_error, client_message
+from manylora.wire.lock_guard import share_lock
 from manylora.wire.server_types import FINAL, Response, ResponseSender, ServerRequest
 
 THREADS = 64
@@ -53,6 +54,7 @@ class BlsWorker(Generic[Response]):
         fail: Callable[[Exception], Response],
         before: Callable[[], None] = lambda: None,
     ) -> None:
+        share_lock()
         self._name, self._lifeline = name, lifeline
         self._generator, self._decoupled = generator, decoupled
         self._respond, self._fail, self._before = respond, fail, before

@@ -1,0 +1,58 @@
+"""Keeps Triton's stub from blocking for ever when several threads read streams of another model.
+
+A thread that takes a response of a stream waits for Python's lock while it holds the stream's mutex; the
+stub's own thread, which brings the next response, waits for that mutex while it holds the one of all streams;
+and a thread that opens a stream waits for the latter while it holds Python's lock. None of them goes on. With
+`share_lock` a thread that has to wait for a mutex of the stub lets others have Python's lock meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import subprocess
+from pathlib import Path
+
+from manylora.system.compiler import Source, find_library
+from manylora.system.processor import find_levels
+
+logger = logging.getLogger("manylora")
+
+STUB = "triton_python_backend_stub"
+SOURCE = Source("lock_guard", (Path(__file__).with_suffix(".c"),))
+OF_PYTHON = (
+    "_PyThreadState_UncheckedGet", "PyGILState_GetThisThreadState", "PyEval_SaveThread",
+    "PyEval_RestoreThread",
+)  # fmt: skip
+
+
+def share_lock() -> None:
+    """In this process, if it is Triton's stub. Without a compiler nothing changes: the launcher restarts a
+    server with a process that blocks."""
+    if os.environ.get("MANYLORA_NATIVE") == "0" or not _is_stub():
+        return
+    try:
+        library = load()
+        if library is not None and not library.install():
+            logger.warning("%s has another form than is known: its mutexes are as they were", STUB)
+    except (AttributeError, OSError, subprocess.SubprocessError) as error:
+        logger.warning("mutexes of %s are as they were: %s", STUB, error)
+
+
+def load() -> ctypes.CDLL | None:
+    """lock_guard.c; None without a compiler. Raises OSError, subprocess.SubprocessError, and AttributeError
+    where Python lacks a function."""
+    found = next((find_library(SOURCE, level) for level in find_levels()[-1:]), None)
+    if found is None:
+        return None
+    library = ctypes.CDLL(str(found[0]))
+    library.set_python(*(ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in OF_PYTHON))
+    return library
+
+
+def _is_stub() -> bool:
+    try:
+        return Path("/proc/self/exe").readlink().name == STUB
+    except OSError:
+        return False

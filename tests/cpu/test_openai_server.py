@@ -625,6 +625,7 @@ def test_a_server_whose_engine_dies_tells_its_clients_and_ends() -> None:
             wait_for(is_ready, 60)
             answer = http.post("/v1/completions", json={"prompt": "a", "n": 3, "max_tokens": 50})
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+            assert answer.json()["error"]["message"] == "The engine stopped: MemoryError"
         assert process.wait(60) == 1
     finally:
         process.kill()

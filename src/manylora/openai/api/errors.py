@@ -98,7 +98,7 @@ def as_api_error(error: Exception, adapter: str = "") -> ApiError:
     if isinstance(error, DrainingError):
         return ApiError(503, "stopping", str(error), retry_after=5)
     if isinstance(error, EngineDeadError):
-        return ApiError(503, "engine_dead", "The engine has stopped")
+        return ApiError(503, "engine_dead", str(error))
     if isinstance(error, RequestError) and str(error).startswith(SERVER_FAULT_PREFIXES):
         return ApiError(500, "engine_error", str(error))
     if isinstance(error, RequestError | ValueError):

@@ -18,11 +18,15 @@ from manylora.kernels import native
 from manylora.system.compiler import Compiler, Source, compile_library, find_zig
 from manylora.system.processor import LEVELS, Level
 
-WIRE = SRC / "manylora" / "wire"
-GUARDS = [Source(name, (WIRE / f"{name}.c",)) for name in ("shape_guard", "lock_guard")]
+PACKAGE = SRC / "manylora"
+# Beside the kernels; for their processors' lowest level.
+GUARDS = [
+    Source(Path(name).name, (PACKAGE / f"{name}.c",))
+    for name in ("system/lifeline", "wire/shape_guard", "wire/lock_guard")
+]
 MADE = [
     *((native.SOURCE, level) for level in LEVELS),
-    *((guard, level) for guard in GUARDS for level in LEVELS if not level.options),  # processors' lowest
+    *((guard, level) for guard in GUARDS for level in LEVELS if not level.options),
 ]
 
 

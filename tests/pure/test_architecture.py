@@ -29,7 +29,7 @@ RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, nam
 INSIDE = {
     "request": ["rules", "sampling", "adapter", "request", "event"],
     "system": [
-        "lifeline", "threads", "allocator", "text_threads", "processor", "folders", "compiler", "progress",
+        "threads", "allocator", "text_threads", "processor", "folders", "compiler", "lifeline", "progress",
         "own_clock",
     ],
     "kernels": [

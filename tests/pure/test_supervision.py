@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from manylora.launcher.roles import SUPERVISOR, Roles
 from manylora.launcher.server import MemoryLimit
 from manylora.launcher.state import State
 from manylora.launcher.supervisor import StoppedError, Supervisor
+from manylora.system import lifeline
+from manylora.system.compiler import load_library
 from manylora.system.lifeline import RUN_DIR, Report, read_reports
 
 PROGRAM = "import socket, time; s = socket.create_server(('127.0.0.1', {port})); time.sleep(600)"
@@ -287,6 +290,35 @@ def test_a_process_whose_server_is_gone_when_it_begins_ends_at_once(tmp_path: Pa
     shell = ["sh", "-c", f'{sys.executable} -c "{begin}"; exit $?']
     child = subprocess.run(shell, env=environment, capture_output=True, check=False)
     assert (child.returncode, child.stdout) == (0, b"lives\n")
+
+
+STUCK = """
+import ctypes
+from manylora.system.lifeline import Lifeline
+Lifeline("m")
+print("lives", flush=True)
+ctypes.PyDLL(None).pause()  # it keeps Python's lock
+"""
+
+
+def test_a_process_that_waits_for_its_server_with_pythons_lock_held_ends_with_it(tmp_path: Path) -> None:
+    if load_library(lifeline.SOURCE) is None:
+        pytest.skip("no compiler, or MANYLORA_NATIVE=0")
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK)
+    shell = ["sh", "-c", f"echo $$; {sys.executable} {script}; exit $?"]  # it stands for the server
+    environment = os.environ | {RUN_DIR: str(tmp_path)}
+    with subprocess.Popen(shell, env=environment, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert (server.stdout.readline(), server.stdout.readline()) == (f"{server.pid}\n", "lives\n")
+        task = Path(f"/proc/{server.pid}/task/{server.pid}/children")
+        (stuck,) = map(int, task.read_text().split())
+        server.kill()
+        try:
+            wait_for("its end", lambda: not Path(f"/proc/{stuck}").exists())
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(stuck, signal.SIGKILL)
 
 
 REPORTING = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib.util
 import os
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manylora.system.folders import make_temporary
-from manylora.system.processor import Level
+from manylora.system.processor import Level, find_levels
 
 TIMEOUT_S = 300  # half a minute on an idle machine
 
@@ -91,6 +92,15 @@ def find_library(source: Source, level: Level) -> tuple[Path, str] | None:
         return None
     path = build_library(compiler, source, level)
     return path, f"built by {compiler.kind}: {path}"
+
+
+def load_library(source: Source) -> ctypes.CDLL | None:
+    """One that any processor can run. None without a compiler, or with MANYLORA_NATIVE=0. Raises OSError,
+    subprocess.SubprocessError."""
+    if os.environ.get("MANYLORA_NATIVE") == "0":
+        return None
+    found = next((find_library(source, level) for level in find_levels()[-1:]), None)
+    return None if found is None else ctypes.CDLL(str(found[0]))
 
 
 def build_library(compiler: Compiler, source: Source, level: Level) -> Path:

@@ -1,6 +1,8 @@
 """Lifeline: a thread in each model's process that ends it with its server, and reports to the launcher.
 
-Triton never ends a Python model's process that is busy when the server dies, so the process ends itself.
+Triton never ends a Python model's process that is busy when the server dies, so the process ends itself. A
+thread of C's does so, where it can be compiled: the server's binding waits for the server, as when it sets a
+metric, with Python's lock held, and no thread of Python's runs then.
 
 Launcher and processes share a run directory. The launcher creates the file `drain` there to have new requests
 refused, and removes the file `starting` when the server is ready. Each process writes a report: whether it
@@ -10,13 +12,20 @@ overwrites the one before, of an earlier server too: that works on a full disk.
 
 from __future__ import annotations
 
+import logging
 import os
+import subprocess
 import threading
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from manylora.system.compiler import Source, load_library
+
+logger = logging.getLogger("manylora")
+
+SOURCE = Source("lifeline", (Path(__file__).with_suffix(".c"),))
 RUN_DIR = "MANYLORA_RUN_DIR"
 WORLD_SIZE = "MANYLORA_WORLD_SIZE"  # variable with the launcher's --world_size, where that was given
 DRAIN_FILE = "drain"
@@ -51,6 +60,7 @@ class Lifeline:
         self._run_dir = Path(folder) if folder else None
         if folder and not _is_child_of_server(folder):
             os._exit(1)
+        _end_with(self._parent)
         self._report: int | None = None
         self._report_name = REPORT + name
         threading.Thread(target=self._watch, name="manylora-lifeline", daemon=True).start()
@@ -89,6 +99,15 @@ class Lifeline:
                 os.utime(self._report)
         except OSError:
             pass  # the run directory is being removed
+
+
+def _end_with(parent: int) -> None:
+    try:
+        library = load_library(SOURCE)
+        if library is not None and (error := library.end_with(parent)):
+            raise OSError(error, os.strerror(error))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("a thread of Python's watches the server, which may be stopped by it: %s", error)
 
 
 def is_launched() -> bool:

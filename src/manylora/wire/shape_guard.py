@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
-import os
 import subprocess
 from collections.abc import Callable, Iterable
 from math import prod
@@ -21,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from manylora.errors import RequestError
-from manylora.system.compiler import Source, find_library
-from manylora.system.processor import find_levels
+from manylora.system.compiler import Source, load_library
 
 logger = logging.getLogger("manylora")
 
@@ -86,15 +84,12 @@ def _is_possible(shape: Iterable[int]) -> bool:
 
 def _compiled(numpys_own: int | None) -> Any:
     """The function of shape_guard.c; None without a compiler."""
-    if os.environ.get("MANYLORA_NATIVE") == "0":
-        return None
     try:
-        found = next((find_library(SOURCE, level) for level in find_levels()[-1:]), None)
-        if found is None:
-            return None
-        library = ctypes.CDLL(str(found[0]))
+        library = load_library(SOURCE)
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("shapes are checked in Python, which takes longer: %s", error)
+        return None
+    if library is None:
         return None
     library.set_numpys_own(POINTER(numpys_own))
     return library.checked

@@ -5,6 +5,7 @@ the engine; what cannot be served is refused with the reason."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -470,3 +471,22 @@ def test_the_normaliser_takes_biases_along(model: Path, workshop: Path) -> None:
     both = make_kind(workshop / "unnormal-head", model, "both + DoRA", 1)
     with pytest.raises(AdapterInvalidError, match=r"unknown weight: .*(lm_head|embed_tokens)\.lora_mag"):
         normalize_dora(both, model, workshop / "normal-head")
+
+
+def test_copies_beside_trained_biases_are_left_out(workshop: Path) -> None:
+    """With bias "all" PEFT saves a norm that is saved whole three times over, and reads the first alone."""
+    model = make_model(workshop / "gpt2-copies", "gpt2", seed=3)
+    settings = {"bias": "all", "modules_to_save": ["ln_1"], "fan_in_fan_out": True}
+    folder = make_adapter(workshop / "copies", model, 2, 4, ("c_attn",), **settings)
+    file = folder / "adapter_model.safetensors"
+    stored = load_file(file)
+    copies = [key for key in stored if "modules_to_save" in key or "original_module" in key]
+    assert copies
+    save_file({key: value + 9 * (key in copies) for key, value in stored.items()}, file)
+    decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
+    [found] = Driver(decoder, [tokens(20)], [read(folder, model)]).run()
+    assert agree(found, reference_logits(model, folder, tokens(20)))
+    del stored[copies[0].replace(".modules_to_save", "")]
+    save_file(stored, file)
+    with pytest.raises(AdapterInvalidError, match=re.escape(copies[0])):
+        read(folder, model)

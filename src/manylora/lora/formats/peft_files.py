@@ -20,6 +20,10 @@ PICKLED = "adapter_model.bin"
 # PEFT's own name of an adapter, which is in the names of a model's tensors and not in those of its files.
 OWN_NAME = re.compile(r"(?:\.modules_to_save)?\.default(?=(?:\.weight|\.bias)?$)")
 
+# Of a module that is saved whole: with bias "all" PEFT also saves its own copy and the base's, and passes
+# over both when it loads the adapter.
+COPY = re.compile(r"\.(?:modules_to_save|original_module)(?=\.(?:weight|bias)$)")
+
 
 def has_peft(folder: Path) -> bool:
     return is_plain(folder / CONFIG)
@@ -40,6 +44,8 @@ def _without_own_name(tensors: Mapping[str, RawTensor]) -> dict[str, RawTensor]:
     """As PEFT would have saved them, of a file that was written from the model's tensors as they were."""
     found: dict[str, RawTensor] = {}
     for key, tensor in tensors.items():
+        if COPY.search(key) and COPY.sub("", key) in tensors:
+            continue
         name = OWN_NAME.sub("", key)
         if name in found or (name != key and name in tensors):
             raise AdapterInvalidError(f"{key} and {name} mean the same tensor")

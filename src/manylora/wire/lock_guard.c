@@ -38,27 +38,32 @@ int lock_politely(pthread_mutex_t *mutex)
     return failed;
 }
 
-static int replace(void **slot)
+/* closed: whether the loader has made the slot's page read-only. Else it writes to it, when a function is first called. */
+static int replace(void **slot, int closed)
 {
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), start = (uintptr_t)slot & ~(page - 1);
-    if (mprotect((void *)start, page, PROT_READ | PROT_WRITE))
+    if (closed && mprotect((void *)start, page, PROT_READ | PROT_WRITE))
         return 0;
     __atomic_store_n(slot, (void *)lock_politely, __ATOMIC_SEQ_CST);
-    mprotect((void *)start, page, PROT_READ);
+    if (closed)
+        mprotect((void *)start, page, PROT_READ);
     return 1;
 }
 
 /* The first of all: the program itself. Its calls of other libraries go through slots, one for each function. */
 static int visit(struct dl_phdr_info *info, size_t size, void *count)
 {
-    uintptr_t base = info->dlpi_addr, strings = 0, symbols = 0, tables[2] = {0, 0};
+    uintptr_t base = info->dlpi_addr, strings = 0, symbols = 0, closed = 0, open = 0, tables[2] = {0, 0};
     size_t sizes[2] = {0, 0};
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
     (void)size;
     for (int i = 0; i < info->dlpi_phnum; i++) {
         const ElfW(Phdr) *part = &info->dlpi_phdr[i];
         uintptr_t start = base + part->p_vaddr, python = (uintptr_t)release;
         if (part->p_type == PT_LOAD && python >= start && python < start + part->p_memsz)
             return 1; /* Python is in it, and would be changed with it. */
+        if (part->p_type == PT_GNU_RELRO) /* whole pages, as the loader closes them */
+            closed = start & ~(page - 1), open = (start + part->p_memsz) & ~(page - 1);
         if (part->p_type != PT_DYNAMIC)
             continue;
         for (const ElfW(Dyn) *one = (void *)start; one->d_tag != DT_NULL; one++) {
@@ -75,8 +80,9 @@ static int visit(struct dl_phdr_info *info, size_t size, void *count)
         const ElfW(Rela) *table = (void *)tables[i];
         for (size_t n = 0; table && n < sizes[i] / sizeof *table; n++) {
             const ElfW(Sym) *symbol = (const ElfW(Sym) *)symbols + ELF64_R_SYM(table[n].r_info);
+            uintptr_t slot = base + table[n].r_offset;
             if (!strcmp((const char *)strings + symbol->st_name, "pthread_mutex_lock"))
-                *(int *)count += replace((void **)(base + table[n].r_offset));
+                *(int *)count += replace((void **)slot, slot >= closed && slot < open);
         }
     }
     return 1;

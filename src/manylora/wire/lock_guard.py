@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import subprocess
 from pathlib import Path
 
-from manylora.system.compiler import Source, find_library
-from manylora.system.processor import find_levels
+from manylora.system.compiler import Source, load_library
 
 logger = logging.getLogger("manylora")
 
@@ -30,7 +28,7 @@ OF_PYTHON = (
 def share_lock() -> None:
     """In this process, if it is Triton's stub. Without a compiler nothing changes: the launcher restarts a
     server with a process that blocks."""
-    if os.environ.get("MANYLORA_NATIVE") == "0" or not _is_stub():
+    if not _is_stub():
         return
     try:
         library = load()
@@ -43,10 +41,9 @@ def share_lock() -> None:
 def load() -> ctypes.CDLL | None:
     """lock_guard.c; None without a compiler. Raises OSError, subprocess.SubprocessError, and AttributeError
     where Python lacks a function."""
-    found = next((find_library(SOURCE, level) for level in find_levels()[-1:]), None)
-    if found is None:
+    library = load_library(SOURCE)
+    if library is None:
         return None
-    library = ctypes.CDLL(str(found[0]))
     library.set_python(*(ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in OF_PYTHON))
     return library
 

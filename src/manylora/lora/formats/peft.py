@@ -49,7 +49,7 @@ from manylora.lora.formats.peft_names import (
     module_id_of,
 )
 from manylora.lora.formats.peft_stacks import STACK_KEY, Parts, check_stacks, stack_parts
-from manylora.lora.formats.peft_strict import check_keys, check_pairs, tell_missing
+from manylora.lora.formats.peft_strict import check_keys, check_pairs, tell_left_out, tell_missing
 from manylora.lora.formats.peft_tables import is_whole_table
 from manylora.lora.formats.peft_unused import without_unused
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
@@ -137,6 +137,7 @@ def read_peft_whole(folder: Path, options: ReadOptions = DEFAULT) -> tuple[list[
         kind = _find_encoding(tensors, config) if options.float8 else None
         rows = _Reading(config, options, base, kind, form.vectors).rows(tensors)
         extras = read_extras(found, tensors, config, options.modules, base) + form.extras
+    tell_left_out(settings, tensors, options)
     tell_missing(settings, {(row.layer, row.module_id) for row in rows}, options)
     if config.invocation:
         # Whole tables that are copies of the base's were left out.

@@ -20,6 +20,7 @@ from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.modules import LoraModule
 
 MAX_SHOWN = 5  # names in one line
+IN_LAYER = re.compile(r".*?\.(\d{1,6})\.")
 SIDE = re.compile(r"(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
 
 
@@ -77,6 +78,38 @@ def tell_missing(
     lines = [line for name in sorted(set(names)) for line in _absent(name, layers, places, modules)]
     if lines:
         options.tell(f"target_modules names what the file does not have: {_some(lines)}")
+
+
+def tell_left_out(settings: Mapping[str, Any], keys: Iterable[str], options: ReadOptions) -> None:
+    """Of matrices in the file of modules that the settings leave out: PEFT passes over these, with a warning.
+    keys: of the tensors, by the names of a LoRA's. Settings that are regular expressions are not run."""
+    paths = {match["path"] for match in map(SIDE.fullmatch, keys) if match}
+    left_out = sorted(
+        path for path in paths if _is_left_out(path.removeprefix("base_model.model."), settings)
+    )
+    if left_out:
+        options.tell(
+            f"{CONFIG} leaves out what the file has, and PEFT does too; here it acts: {_some(left_out)}"
+        )
+
+
+def _is_left_out(path: str, settings: Mapping[str, Any]) -> bool:
+    """By target_modules, exclude_modules and layers_to_transform, where these are lists."""
+    named, excluded = settings.get("target_modules"), settings.get("exclude_modules")
+    if isinstance(excluded, list) and _is_named(path, excluded):
+        return True
+    others = settings.get("target_parameters") or settings.get("ensure_weight_tying")
+    if not isinstance(named, list) or not named or others or path in named:
+        return False
+    asked = settings.get("layers_to_transform")
+    layers = asked if isinstance(asked, list) else [] if asked is None else [asked]
+    layer = IN_LAYER.match(path)
+    elsewhere = bool(layers) and (layer is None or int(layer[1]) not in layers)
+    return elsewhere or not _is_named(path, named)
+
+
+def _is_named(path: str, names: Iterable[str]) -> bool:
+    return any(path == name or path.endswith(f".{name}") for name in names)
 
 
 def _absent(

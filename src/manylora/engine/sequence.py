@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from manylora.engine.sequence_parts import Following, KvBlocks, Output, QueueState, StateSlots, Times
+from manylora.engine.sequence_parts import (
+    Following,
+    KvBlocks,
+    Output,
+    QueueState,
+    StateSlots,
+    Times,
+    find_last,
+)
 from manylora.errors import RequestError
 from manylora.request import (
     ActivatedTokens,
@@ -397,8 +405,5 @@ def _acts_from(prompt: tuple[int, ...], lease: Lease | None) -> int:
     wanted = lease.invocation if lease is not None else ()
     if not wanted:
         return 0
-    count = len(wanted)
-    for start in range(len(prompt) - count, -1, -1):
-        if prompt[start] == wanted[0] and prompt[start : start + count] == wanted:
-            return start
-    return NEVER
+    place = find_last(prompt, wanted)
+    return NEVER if place is None else place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -123,3 +124,23 @@ class Following:
 
     versions: tuple[AdapterVersion, ...] = ()
     next: tuple[AdapterLease, AdapterVersion] | None = None
+
+
+def find_last(tokens: Rows[int], wanted: Rows[int]) -> int | None:
+    """Where `wanted`, which is not empty, last begins among tokens. By Knuth, Morris and Pratt, from the end:
+    both may come from strangers, so the time must not be that of one length times the other."""
+    back = wanted[::-1]
+    borders, known = [0] * len(back), 0  # of the longest beginning that each beginning ends with
+    for i in range(1, len(back)):
+        while known and back[i] != back[known]:
+            known = borders[known - 1]
+        known += back[i] == back[known]
+        borders[i] = known
+    known = 0
+    for place in range(len(tokens) - 1, -1, -1):
+        while known and tokens[place] != back[known]:
+            known = borders[known - 1]
+        known += tokens[place] == back[known]
+        if known == len(back):
+            return place
+    return None

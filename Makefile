@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := openvino llamacpp
 
-.PHONY: help install demo serve test check parity bench bench-peers chaos browser test-gpu bench-gpu gpu-static clean
+.PHONY: help install demo serve test test-slow check parity bench bench-peers chaos browser test-gpu bench-gpu gpu-static clean
 
 demo: $(STAMP) ## convert two adapters, serve them, ask one question three ways
 	@$(BIN)/python examples/demo/run.py demo
@@ -19,8 +19,11 @@ install: $(STAMP) ## .venv with everything in it, which the other targets make t
 serve: $(STAMP) ## the server of the demo, left running, with commands to try
 	@$(BIN)/python examples/demo/run.py serve
 
-test: $(STAMP) ## every test, also against a real tritonserver
+test: $(STAMP) ## the tests, also against a real tritonserver
 	$(BIN)/python -m pytest
+
+test-slow: $(STAMP) ## the slow tests, which `make test` skips
+	$(BIN)/python -m pytest --slow -m slow
 
 test-gpu: $(STAMP) ## the tests of the GPU and its kernels; needs a CUDA GPU
 	$(BIN)/python -m pytest tests/gpu $(addprefix tests/cpu/test_,$(addprefix cuda_,kernels.py blocks.py experts.py backends.py quantised.py recurrent.py) \

@@ -254,6 +254,7 @@ def test_fused_rows_are_the_references(dtype: torch.dtype) -> None:
     close(rows.clamped_swiglu(x, 1.7, 0.5), reference.clamped_swiglu(x, 1.7, 0.5))
 
 
+@pytest.mark.slow
 def test_eight_bit_floats_are_torchs() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     values = codes.view(FP8).float()

@@ -115,6 +115,7 @@ def test_replayed_steps_give_the_tokens_of_the_plain_loop(
     assert recorder.recorded == before, "a shape that was recorded is recorded again"
 
 
+@pytest.mark.slow
 def test_adapters_of_8_bits_are_recorded_apart(
     world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

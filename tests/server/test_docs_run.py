@@ -53,6 +53,7 @@ RUN = [
     if str(page.relative_to(ROOT)) not in NOT_RUN
     and any(kind in ("bash", "python") for kind, _ in blocks(page))
 ]
+LONG = ("docs/triton_server.md", "docs/openai_server.md")  # a minute or more each
 
 
 class Shell:
@@ -148,7 +149,9 @@ def as_pattern(line: str) -> str:
     return r"\d+(?:\.\d+)?".join(".*".join(map(re.escape, part.split("…"))) for part in words)
 
 
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in RUN]
+)
 @pytest.mark.timeout(600)
 def test_what_a_page_shows_runs(name: str, shell: Shell) -> None:
     output = ""

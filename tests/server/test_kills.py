@@ -85,6 +85,7 @@ def test_a_hung_server_is_replaced(world: World, tmp_path: Path) -> None:
         hung.launch("--stop")
 
 
+@pytest.mark.slow
 def test_a_pause_of_the_whole_service_is_no_hang(world: World, tmp_path: Path) -> None:
     """As of a container or a machine. The supervisor may be the first that goes on."""
     paused = new_server(fill_repo(tmp_path / "repo", world.model))

@@ -110,7 +110,7 @@ INSIDE = {
         "logprobs", "pooled_request", "responses_request", "ollama_request", "run_request", "openapi",
     ],
     "openai.serving": [
-        "logs", "connections", "host_check", "protocol", "event_queue", "generation",
+        "logs", "watching", "connections", "host_check", "protocol", "event_queue", "generation",
         "adapter_entry", "adapter_record", "copies", "catalog", "fairness", "history",
         "backend", "pinning", "shared_adapters", "keys", "responses",
         "transport", "prompts", "running_calls", "pooled_state", "inference",

@@ -17,7 +17,7 @@ from typing import Any
 import httpx2 as httpx
 from conftest import free_ports
 
-from manylora.testing.tiny_models import make_adapter, make_model
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
 
 REPLICAS = 2
 ADAPTERS = 4
@@ -34,6 +34,15 @@ class Fleet:
 
     def complete(self, adapter: str, tokens: int = 6, timeout: float = 60) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/completions", json=body(adapter, tokens), timeout=timeout)
+
+    def check_answers(self, *names: str) -> None:
+        """Those of base and adapters are the reference's."""
+        for name in names:
+            answer = self.complete(name)
+            assert answer.status_code == 200, answer.text
+            adapter = None if name == "base" else self.root / name
+            expected = reference_generate(self.model, adapter, PROMPT, 6)
+            assert answer.json()["choices"][0]["token_ids"] == expected
 
     def cache(self) -> dict[str, Any]:
         return httpx.get(f"{self.url}/v1/cache", timeout=30).json()

@@ -15,9 +15,7 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
-from fleets import ADAPTERS, PROMPT, REPLICAS, Fleet, body, started, wait_for
-
-from manylora.testing.tiny_models import reference_generate
+from fleets import ADAPTERS, REPLICAS, Fleet, body, started, wait_for
 
 pytest.importorskip("ray", reason="the extra fleet is not installed: pip install -e '.[fleet]'")
 pytestmark = pytest.mark.timeout(600)
@@ -30,12 +28,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 def test_answers_are_those_of_the_reference(fleet: Fleet) -> None:
-    for name in ("base", "a0", "a1"):
-        answer = fleet.complete(name)
-        assert answer.status_code == 200, answer.text
-        adapter = None if name == "base" else fleet.root / name
-        expected = reference_generate(fleet.model, adapter, PROMPT, 6)
-        assert answer.json()["choices"][0]["token_ids"] == expected
+    fleet.check_answers("base", "a0", "a1")
 
 
 def test_an_adapter_stays_where_it_is_and_the_status_says_where(fleet: Fleet) -> None:

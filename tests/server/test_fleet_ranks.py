@@ -8,9 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fleets import PROMPT, Fleet, is_ready, started, wait_for
-
-from manylora.testing.tiny_models import reference_generate
+from fleets import is_ready, started, wait_for
 
 pytest.importorskip("ray", reason="the extra fleet is not installed: pip install -e '.[fleet]'")
 pytestmark = pytest.mark.timeout(600)
@@ -23,18 +21,9 @@ def followers(pid: int) -> list[int]:
     return [int(number) for number, command in lines if "manylora.engine.follower" in command]
 
 
-def check(fleet: Fleet) -> None:
-    for name in ("base", "a0"):
-        answer = fleet.complete(name)
-        assert answer.status_code == 200, answer.text
-        adapter = None if name == "base" else fleet.root / name
-        expected = reference_generate(fleet.model, adapter, PROMPT, 6)
-        assert answer.json()["choices"][0]["token_ids"] == expected
-
-
 def test_a_replica_of_two_ranks_comes_back_whole_when_one_is_killed(tmp_path: Path) -> None:
     with started(tmp_path, 1, "--tp-size", "2", "--dtype", "float32") as fleet:
-        check(fleet)
+        fleet.check_answers("base", "a0")
         [replica] = fleet.replicas()
         [rank] = followers(replica["pid"])
         os.kill(rank, signal.SIGKILL)
@@ -44,6 +33,6 @@ def test_a_replica_of_two_ranks_comes_back_whole_when_one_is_killed(tmp_path: Pa
         assert another["pid"] != replica["pid"]
         [fresh] = followers(another["pid"])
         assert fresh != rank
-        check(fleet)
+        fleet.check_answers("base", "a0")
         left = fresh
     wait_for(lambda: not Path(f"/proc/{left}").exists(), 30)

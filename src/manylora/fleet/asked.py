@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manylora.lora.library.aliases import Aliases
-
-LATEST = ":latest"  # which Ollama's clients add to a name
+from manylora.openai.api.ollama_request import LATEST
 
 
 def asked_adapter(fields: Mapping[str, Any], bases: Sequence[str], aliases: Aliases) -> str | None:

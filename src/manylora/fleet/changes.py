@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -24,10 +23,8 @@ from manylora.lora.library.aliases import Aliases
 from manylora.openai.api.errors import ApiError
 from manylora.openai.serving.adapter_record import AdapterRecord
 from manylora.openai.serving.keys import ApiKey, Keyring
-from manylora.openai.serving.transport import check_encoding, content_type, read_body
+from manylora.openai.serving.transport import check_encoding, content_type, declared_length, read_body
 from manylora.openai.serving.uploads import Uploads
-
-logger = logging.getLogger("manylora")
 
 CHANGE_S = 120.0  # for one replica to read the adapter and do what is asked
 FOLLOW_S = 60.0  # for the others to read it
@@ -76,8 +73,7 @@ class Changes:
     async def _receive(self, request: Request, key: ApiKey) -> Path:
         """To the folder that all share: the replica checks what it is, and whose. Raises ApiError."""
         check_encoding(request)
-        given = request.headers.get("content-length", "")
-        return await self._uploads.receive(_bounded(request, key), int(given) if given.isdigit() else 0)
+        return await self._uploads.receive(_bounded(request, key), declared_length(request))
 
     async def _spread(self, request: Request, call: Call) -> Response:
         changed = await self._change(call)

@@ -21,7 +21,7 @@ from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.openai.serving.keys import ApiKey, Keyring
 from manylora.openai.serving.pinning import Pinning
 from manylora.openai.serving.shared_adapters import SharedAdapters
-from manylora.openai.serving.transport import check_encoding, content_type
+from manylora.openai.serving.transport import check_encoding, content_type, declared_length
 from manylora.openai.serving.uploads import Uploads
 
 ADAPTER_ROUTES = [
@@ -133,8 +133,7 @@ class AdapterRoutes:
         """The file that the body was, or now is, written to. Raises ApiError."""
         if received := request.scope.get(RECEIVED):
             return Path(received)
-        given = request.headers.get("content-length", "")
-        length = int(given) if given.isdigit() else 0
+        length = declared_length(request)
         self._check_quota(name, key, length)
         return await self._uploads.receive(self._bounded(request.stream(), name, key), length)
 

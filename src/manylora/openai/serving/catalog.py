@@ -28,6 +28,7 @@ from manylora.lora.tensors import Adapter
 from manylora.lora.text.adapter_text import AdapterTexts
 from manylora.lora.text.generation_defaults import GenerationDefaults
 from manylora.openai.api.errors import ApiError, adapter_problem
+from manylora.openai.serving import watching
 from manylora.openai.serving.adapter_entry import AdapterEntry, EntryReader, Terms, Version
 from manylora.openai.serving.copies import Copies
 from manylora.system.threads import lower_priority
@@ -113,10 +114,7 @@ class AdapterCatalog:
         self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watching
+        await watching.end(self._watching)
         reading = [entry.reading for entry in self._entries.values() if entry.reading is not None]
         for task in reading:
             task.cancel()

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from manylora.errors import AdapterCacheFullError, AdapterNotCachedError, RequestError
 from manylora.openai.api.errors import ApiError, as_api_error
+from manylora.openai.serving import watching
 from manylora.openai.serving.adapter_entry import AdapterEntry
 from manylora.openai.serving.backend import EnginePins
 from manylora.openai.serving.catalog import AdapterCatalog
@@ -34,9 +35,7 @@ class Pinning:
         self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
-        self._watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._watching
+        await watching.end(self._watching)
 
     def __len__(self) -> int:
         return len(self._pinned)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from manylora.lora.library.names import is_name
 from manylora.openai.api.errors import ApiError, as_api_error
+from manylora.openai.serving import watching
 from manylora.openai.serving.adapter_entry import AdapterEntry
 from manylora.openai.serving.adapter_record import (
     SUFFIX,
@@ -81,10 +82,7 @@ class SharedAdapters:
         self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watching
+        await watching.end(self._watching)
 
     @contextlib.asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:

@@ -87,6 +87,12 @@ def check_encoding(request: Request) -> None:
         raise ApiError(415, "unsupported_media_type", reason)
 
 
+def declared_length(request: Request) -> int:
+    """Of the body, by its Content-Length; 0: it does not say."""
+    given = request.headers.get("content-length", "")
+    return int(given) if given.isdigit() else 0
+
+
 async def read_body(
     request: Request, max_bytes: int, grow: Callable[[int], None], *, any_type: bool = False
 ) -> bytearray:
@@ -98,8 +104,7 @@ async def read_body(
     if not any_type and content_type(request) != "application/json":
         raise ApiError(415, "unsupported_media_type", "The Content-Type must be application/json")
     too_large = ApiError(413, "request_too_large", f"The body must have at most {max_bytes} bytes")
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > max_bytes:
+    if declared_length(request) > max_bytes:
         raise too_large
     body = bytearray()
     async for piece in request.stream():

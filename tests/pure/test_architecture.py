@@ -41,7 +41,7 @@ INSIDE = {
     "gguf": ["container", "parts", "cache", "config", "tokenizer", "folder", "blocks", "file"],
     "config": ["blocks", "values", "pooling", "engine", "build_record", "hub", "model_folder", "resolve"],
     "wire": [
-        "parameters", "tensor_table", "server_types", "utf8", "word_lists", "client_errors",
+        "parameters", "tensor_table", "server_types", "sending", "utf8", "word_lists", "client_errors",
         "client_disconnects", "shape_guard", "lock_guard", "text_worker", "metrics", "bls", "bls_generator",
         "bls_worker", "server_calls", "decode", "encode", "engine_worker", "engine_client",
     ],

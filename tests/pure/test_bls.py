@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from server_response import ServerResponse
 
 from manylora.errors import RequestError
 from manylora.system.lifeline import Lifeline
@@ -209,6 +210,9 @@ class Client:
         if len(self.sent) == self._bad:
             self._bad = None
             raise RuntimeError("no shared memory is left")
+        if response is not None:
+            response.drop_unwanted()
+            response = response.content
         self.sent.append(response)
         if flags == FINAL:
             self.done.set()
@@ -216,9 +220,15 @@ class Client:
 
 def worker(models: Models, decoupled: bool = True) -> BlsWorker[Any]:
     generator = TextGenerator(models, "engine", None, False)
-    return BlsWorker(
-        "tensorrt_llm_bls", Lifeline("bls"), generator, decoupled, lambda one: one["text_output"][0], str
-    )
+    return BlsWorker("tensorrt_llm_bls", Lifeline("bls"), generator, decoupled, respond, fail)
+
+
+def respond(outputs: Values) -> ServerResponse:
+    return ServerResponse(outputs["text_output"][0])
+
+
+def fail(error: Exception) -> ServerResponse:
+    return ServerResponse(str(error))
 
 
 def test_a_response_that_cannot_be_sent_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from server_response import ServerResponse
 
 from manylora.errors import EngineDeadError
 from manylora.request import Event, FinishReason, Request, Sink
@@ -86,18 +87,23 @@ class Client:
         if len(self.sent) == self._bad:
             self._bad = None
             raise RuntimeError("no shared memory is left")
-        self.sent.append(response)
+        response.drop_unwanted()
+        self.sent.append(response.content)
         if flags == FINAL:
             self.done.set()
 
 
-def respond(outputs: Any) -> Any:
-    return dict(outputs)["output_ids"].reshape(-1).tolist() if outputs else []
+def respond(outputs: Any) -> ServerResponse:
+    return ServerResponse(dict(outputs)["output_ids"].reshape(-1).tolist() if outputs else [])
+
+
+def fail(error: Exception) -> ServerResponse:
+    return ServerResponse(str(error))
 
 
 def started(*clients: Client) -> tuple[Engine, EngineWorker[Any]]:
     engine = Engine()
-    worker = EngineWorker(engine, OPTIONS, Lifeline("engine"), METRICS, respond, str)
+    worker = EngineWorker(engine, OPTIONS, Lifeline("engine"), METRICS, respond, fail)
     worker.execute(clients)
     return engine, worker
 

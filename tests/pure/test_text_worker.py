@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from server_response import ServerResponse
 
 from manylora.errors import RequestError
 from manylora.system.lifeline import Lifeline
@@ -40,14 +41,23 @@ class Sent:
 
     def send(self, response: Any, flags: int) -> None:
         assert flags == 1
-        self.response = response
+        response.drop_unwanted()
+        self.response = response.content
         self.answered.set()
 
 
 def worker(respond: Any) -> TextWorker[Any]:
     return TextWorker(
-        "reading", Lifeline("reading"), lambda arrays: int(arrays["length"][0, 0]), respond, str
+        "reading",
+        Lifeline("reading"),
+        lambda arrays: int(arrays["length"][0, 0]),
+        lambda arrays: ServerResponse(respond(arrays)),
+        ServerResponse,
     )
+
+
+def contents(responses: list[Any]) -> list[Any]:
+    return [response and response.content for response in responses]
 
 
 def test_a_short_text_is_answered_while_a_long_one_is_worked_on() -> None:
@@ -60,8 +70,8 @@ def test_a_short_text_is_answered_while_a_long_one_is_worked_on() -> None:
 
     long, huge = Sent(LONG), Sent(2**20)
     made = worker(work)
-    assert made.execute([long, Sent(7), huge, Sent(8)]) == [None, [7], None, [8]]
-    assert made.execute([Sent(9)]) == [[9]]
+    assert contents(made.execute([long, Sent(7), huge, Sent(8)])) == [None, [7], None, [8]]
+    assert contents(made.execute([Sent(9)])) == [[9]]
     assert not long.answered.is_set() and not huge.answered.is_set()
     may_end.set()
     made.close()
@@ -77,7 +87,9 @@ def test_a_failure_is_one_sentence_of_that_request_alone(caplog: pytest.LogCaptu
         return [1]
 
     made, long = worker(work), Sent(LONG)
-    answers = made.execute([Sent(1), Sent(3), Sent(4), long, Sent(5, '{"request_type":"context_only"}')])
+    answers = contents(
+        made.execute([Sent(1), Sent(3), Sent(4), long, Sent(5, '{"request_type":"context_only"}')])
+    )
     made.close()
     assert answers[:4] == [[1], "reading failed on this request: IndexError", "four is too many", None]
     assert "request_type 'context_only' is not supported" in answers[4]

@@ -13,6 +13,7 @@ from manylora.system.lifeline import Lifeline
 from manylora.wire.bls_generator import ClientRequest, Values
 from manylora.wire.client_errors import client_error, client_message
 from manylora.wire.lock_guard import share_lock
+from manylora.wire.sending import send
 from manylora.wire.server_types import FINAL, Response, ResponseSender, ServerRequest
 
 THREADS = 64
@@ -128,7 +129,7 @@ class BlsWorker(Generic[Response]):
                 response = self._fail(failures.pop(client))
             try:
                 self._before()
-                sender.send(flags=flags) if response is None else sender.send(response, flags)
+                send(sender, response, flags)
             except Exception as error:
                 refusal = client_error(error, self._name)
                 if flags != FINAL:

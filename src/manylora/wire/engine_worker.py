@@ -26,6 +26,7 @@ from manylora.wire.client_errors import check_parameters, client_error
 from manylora.wire.decode import decode_requests, is_stop
 from manylora.wire.encode import Item, ResponseEncoder, adapter_told, merge_waiting
 from manylora.wire.parameters import flag, logits_dtype, milliseconds, parameters_of, value_of
+from manylora.wire.sending import send
 from manylora.wire.server_types import FINAL, Arrays, Response, ResponseSender, ServerRequest
 from manylora.wire.shape_guard import read_inputs
 
@@ -296,13 +297,13 @@ class EngineWorker(Generic[Response]):
                 self._finish(call, response)
             else:
                 call.started = True
-                call.sender.send(response)
+                send(call.sender, response)
 
     def _finish(self, call: TritonCall[Response], response: Response) -> None:
         if not call.done:
             self._calls.discard(call)
             call.done = True
-            call.sender.send(response, flags=FINAL)
+            send(call.sender, response, FINAL)
 
     def _give_up(self, call: TritonCall[Response], error: Exception) -> None:
         """A response could not be made or sent: nothing more of its request is generated or sent."""
@@ -311,7 +312,7 @@ class EngineWorker(Generic[Response]):
         self._calls.discard(call)
         call.done = True
         with suppress(Exception):
-            call.sender.send(self._fail(refusal), flags=FINAL)
+            send(call.sender, self._fail(refusal), FINAL)
 
     def _cancel_abandoned(self) -> None:
         """Ask for some calls whether their client is there, for the rest in the next periods."""

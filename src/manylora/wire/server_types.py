@@ -13,8 +13,14 @@ FINAL = 1
 Arrays = Mapping[str, np.ndarray]
 """Tensors by name, each with its leading batch dimension."""
 
-Response = TypeVar("Response")
-"""The backend's InferenceResponse: only models make one."""
+
+class ServerResponse(Protocol):
+    """The backend's InferenceResponse: only models make one."""
+
+    def output_tensors(self) -> Sequence[object]: ...
+
+
+Response = TypeVar("Response", bound=ServerResponse)
 
 Sent = TypeVar("Sent", contravariant=True)
 

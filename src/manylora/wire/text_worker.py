@@ -12,6 +12,7 @@ from typing import Generic
 from manylora.system.lifeline import Lifeline
 from manylora.system.text_threads import TextThreads
 from manylora.wire.client_errors import check_parameters, client_message
+from manylora.wire.sending import send
 from manylora.wire.server_types import FINAL, Arrays, Response, ResponseSender, ServerRequest
 from manylora.wire.shape_guard import read_inputs
 
@@ -61,7 +62,7 @@ class TextWorker(Generic[Response]):
     def _send(self, sender: ResponseSender[Response], inputs: Arrays, busy: ExitStack) -> None:
         with busy:
             try:
-                sender.send(self._response(inputs), flags=FINAL)
+                send(sender, self._response(inputs), FINAL)
             except Exception as error:
                 client_message(error, self._name)  # for the log: this client cannot be told
 

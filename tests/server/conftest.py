@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,32 @@ from manylora.testing.tiny_models import make_adapter, make_model, make_tuned
 ROOT = Path(__file__).resolve().parents[2]
 BLS_VALUES = ("accumulate_tokens", "tensorrt_llm_draft_model_name")
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# The engine of a tiny model answers anything in a fraction of a second: what a test does in the middle of an
+# answer, or of a start, would come too late on a quick machine, or where the test gets no time for a moment.
+BRAKES = """
+
+def _brakes(slow: Path, held: Path) -> None:
+    import time
+
+    from manylora.engine.engine import Engine
+
+    step, start = Engine.step, EngineLoop.start
+
+    def slow_step(engine: Engine) -> object:
+        if slow.exists():
+            time.sleep(0.05)
+        return step(engine)
+
+    def held_start(*given: object) -> EngineLoop:
+        while held.exists():
+            time.sleep(0.02)
+        return start(*given)
+
+    Engine.step, EngineLoop.start = slow_step, staticmethod(held_start)
+
+
+_brakes(Path({slow!r}), Path({held!r}))
+"""
 
 
 def free_ports(count: int) -> list[int]:
@@ -61,6 +88,8 @@ def fill_repo(path: Path, model: Path, *, contracts: bool = False, **values: str
     for name, substitutions in fills.items():
         command = [sys.executable, ROOT / "tools/fill_template.py", "-i", path / name / "config.pbtxt"]
         subprocess.run([*command, substitutions], check=True)
+    with (path / "tensorrt_llm" / "1" / "model.py").open("a", encoding="utf-8") as file:
+        file.write(BRAKES.format(slow=f"{path}.slow", held=f"{path}.held"))
     return path
 
 
@@ -81,7 +110,7 @@ class Running:
             self.command(*flags),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=240,
             check=False,
         )
 
@@ -104,6 +133,24 @@ class Running:
 
     def state(self) -> dict:
         return json.loads(self.launch("--status").stdout)
+
+    def slow(self) -> AbstractContextManager[Path]:
+        """Each step of the engine takes 50 ms longer, an answer of 200 tokens 10 s: until the end, or until
+        the file that this gives is removed."""
+        return self._brake("slow")
+
+    def held(self) -> AbstractContextManager[Path]:
+        """What starts meanwhile does not load the model before the end."""
+        return self._brake("held")
+
+    @contextmanager
+    def _brake(self, name: str) -> Iterator[Path]:
+        brake = Path(f"{self.repo}.{name}")
+        brake.touch()
+        try:
+            yield brake
+        finally:
+            brake.unlink(missing_ok=True)
 
 
 def new_server(repo: Path) -> Running:

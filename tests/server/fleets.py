@@ -45,7 +45,7 @@ class Fleet:
             assert answer.json()["choices"][0]["token_ids"] == expected
 
     def cache(self) -> dict[str, Any]:
-        return httpx.get(f"{self.url}/v1/cache", timeout=30).json()
+        return httpx.get(f"{self.url}/v1/cache", timeout=60).json()
 
     def replicas(self) -> list[dict[str, Any]]:
         return self.cache().get("replicas", [])  # none while one does not answer
@@ -105,6 +105,6 @@ def started(folder: Path, replicas: int, *more: str) -> Iterator[Fleet]:
     finally:
         process.terminate()
         process.wait(60)
-    wait_for(lambda: not processes_of(process.pid), 30)
-    wait_for(lambda: not list(place.glob("manylora-*")), 30)
+    wait_for(lambda: not processes_of(process.pid))
+    wait_for(lambda: not list(place.glob("manylora-*")))
     shutil.rmtree(place)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpc
@@ -20,25 +23,47 @@ MODELS = ("preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls")
 
 
 def children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    found = list[int]()
+    with suppress(OSError):  # a process that has just ended, or a thread
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def command_line(pid: int) -> str:
+    """With a NUL after each word; empty for a process that has just ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+    return ""
 
 
 def models(pid: int) -> dict[str, int]:
     """The models' processes of the server `pid`, those that load included."""
     found = {}
     for child in children(pid):
-        command = Path(f"/proc/{child}/cmdline").read_bytes().decode()
+        command = command_line(child)
         found |= {model: child for model in MODELS if f"/{model}/1/model.py\0" in command}
     return found
 
 
 def processes(server: Running) -> dict[str, int]:
     """Of each model, of the server, of the supervisor and its deputies, when it serves."""
-    wait_for("the service", lambda: server.launch("--status").returncode == 0)
-    state = server.state()
+    state: dict[str, Any] = {}
+
+    def serves() -> bool:
+        state.update(served(server))
+        return len(state.get("deputies", ())) == 2
+
+    wait_for("the service", serves)
     deputies = {f"deputy {i}": pid for i, pid in enumerate(state["deputies"], 1)}
     return {"server": state["server"], "supervisor": state["supervisor"]} | deputies | models(state["server"])
+
+
+def served(server: Running) -> dict[str, Any]:
+    """What --status says of a service that is ready; nothing of another."""
+    shown = server.launch("--status")
+    return json.loads(shown.stdout) if shown.returncode == 0 else {}
 
 
 def is_gone(pid: int) -> bool:
@@ -48,7 +73,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def wait_for(what: str, condition: object, seconds: float = 60) -> None:
+def wait_for(what: str, condition: object, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():  # type: ignore[operator]
@@ -58,8 +83,34 @@ def wait_for(what: str, condition: object, seconds: float = 60) -> None:
 
 
 def is_back(server: Running, old: int) -> bool:
-    shown = server.launch("--status")
-    return shown.returncode == 0 and f'"server": {old},' not in shown.stdout
+    return is_gone(old) and is_ready(server) and served(server).get("server", old) != old
+
+
+def is_ready(server: Running) -> bool:
+    with suppress(OSError):
+        url = f"http://127.0.0.1:{server.http}/v2/health/ready"
+        return urllib.request.urlopen(url, timeout=5).status == 200
+    return False
+
+
+def scrape(server: Running) -> dict[str, float]:
+    """The server's metrics. What counts requests and tokens is exact once an answer is whole; the engine's
+    gauges and totals are those of its last stats period."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    pairs = [line.rsplit(" ", 1) for line in lines if line[:1] != "#"]
+    return {key: float(value) for key, value in pairs if value}
+
+
+def total(server: Running, family: str, label: str = "") -> float:
+    """Of all label sets of a family in which `label` stands."""
+    found = scrape(server).items()
+    return sum(value for key, value in found if key.startswith(f"{family}{{") and label in key)
+
+
+def active(server: Running) -> float:
+    """Sequences that the engine has, also those that wait."""
+    return total(server, "nv_trt_llm_request_metrics", 'request_type="active"')
 
 
 def text_inputs(text: str, new: int) -> list[grpc.InferInput]:
@@ -108,7 +159,7 @@ class Streams:
         return "end" if final else "data"
 
     def wait_for_data(self) -> None:
-        while self.events.get(timeout=30)[1] != "data":
+        while self.events.get(timeout=60)[1] != "data":
             pass
 
     def wait_for_ends(self, seconds: float) -> dict[int, str]:

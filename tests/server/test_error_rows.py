@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 from conftest import Running
-from test_contract import scrape
+from launched import scrape
 from test_server import NEW, PROMPT, ask, inputs, lora, new_ids, tensor
 from tritonclient.utils import InferenceServerException
 
@@ -140,7 +140,7 @@ def test_bad_adapters_among_good_streams_leave_them_alone(server: Running) -> No
             client.async_stream_infer("tensorrt_llm", request({}), request_id=f"good{number}")
         good, bad = [], 0
         for _ in range(2 * len(rows)):
-            result, error = answers.get(timeout=30)
+            result, error = answers.get(timeout=60)
             if error is not None:
                 bad += 1
             else:

@@ -57,10 +57,11 @@ def starting(supervisor: int) -> dict[str, int]:
 
 def test_what_is_killed_while_it_restarts_is_started_again(server: Running) -> None:
     before = processes(server)
-    os.kill(before["tensorrt_llm"], signal.SIGKILL)
-    wait_for("the old server is gone", lambda: is_gone(before["server"]))
-    wait_for("the new model's process", lambda: "tensorrt_llm" in starting(before["supervisor"]))
-    os.kill(starting(before["supervisor"])["tensorrt_llm"], signal.SIGKILL)
+    with server.held():
+        os.kill(before["tensorrt_llm"], signal.SIGKILL)
+        wait_for("the old server is gone", lambda: is_gone(before["server"]))
+        wait_for("the new model's process", lambda: "tensorrt_llm" in starting(before["supervisor"]))
+        os.kill(starting(before["supervisor"])["tensorrt_llm"], signal.SIGKILL)
     # Long before the start timeout, 300 s.
     wait_for("the reason", lambda: "(try 1 after: tensorrt_llm's process ended" in server.state()["reason"])
     reason = server.state()["reason"]  # as the launcher sees it, or as tritonserver says it, whoever is first
@@ -113,17 +114,22 @@ def test_a_pause_of_the_whole_service_is_no_hang(world: World, tmp_path: Path) -
 
 def test_a_deputy_goes_on_with_the_first_start(world: World, tmp_path: Path) -> None:
     served = new_server(fill_repo(tmp_path / "repo", world.model))
-    with subprocess.Popen(
-        served.command(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as starter:
+    with (
+        served.held() as brake,
+        subprocess.Popen(
+            served.command(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as starter,
+    ):
         wait_for("a supervisor", lambda: served.launch("--status").stdout.startswith("{"))
+        wait_for("both deputies", lambda: len(served.state()["deputies"]) == 2)
         supervisor = served.state()["supervisor"]
         wait_for("the model's process", lambda: "tensorrt_llm" in starting(supervisor))
         found = starting(supervisor)
         os.kill(supervisor, signal.SIGKILL)
-        output, _ = starter.communicate(timeout=60)
+        brake.unlink()
+        output, _ = starter.communicate(timeout=120)
     assert starter.returncode == 0, output
-    assert all(map(is_gone, found.values()))
+    wait_for("the end of what was started first", lambda: all(map(is_gone, found.values())))
     assert len(new_ids(ask(served, inputs()))) == len(PROMPT) + NEW
     assert served.launch("--stop").returncode == 0
 

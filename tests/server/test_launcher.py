@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import signal
 import subprocess
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import tritonclient.grpc as grpc
 from conftest import ROOT, Running, World, fill_repo, new_server
 from launched import children, is_gone, models, processes, streams, wait_for
 from test_server import ask, inputs
@@ -28,22 +31,29 @@ def test_stopping_finishes_what_is_in_flight_refuses_what_is_new_and_leaves_noth
     served = new_server(fill_repo(tmp_path / "repo", world.model))
     served.start()
     everyone = processes(served)
-    with streams(served, 20) as open_streams:
+    with served.slow() as brake, streams(served, 20) as open_streams:
         stopper = threading.Thread(target=served.launch, args=("--stop",))
         stopper.start()
-        refused = []
-        while stopper.is_alive() and not refused:
-            try:
-                ask(served, inputs())
-            except Exception as error:
-                refused.append(str(error))
+        refused = until_refused(served, stopper)
+        brake.unlink()
         ends = open_streams.wait_for_ends(60)
         stopper.join()
     assert set(ends.values()) == {"end"}
-    assert "Server is stopping" in refused[0]
+    assert "Server is stopping" in refused
     wait_for("all processes are gone", lambda: all(map(is_gone, everyone.values())))
     assert not list(Path("/dev/shm").glob(f"manylora_*_{served.http}_*"))
     assert served.launch("--status").returncode == 1
+
+
+def until_refused(server: Running, stopper: threading.Thread) -> str:
+    """Send requests until one of them is refused, and wait for none. Returns what it was told."""
+    errors: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+        client.start_stream(lambda _, error: errors.put(str(error)) if error else None)
+        while stopper.is_alive() and errors.empty():
+            client.async_stream_infer("tensorrt_llm", inputs(new=1))
+            time.sleep(0.05)
+        return errors.get(timeout=60)
 
 
 def test_process_1_of_a_container_starts_again_after_a_kill_and_drains_at_a_signal(
@@ -59,8 +69,9 @@ def test_process_1_of_a_container_starts_again_after_a_kill_and_drains_at_a_sign
             try:
                 wait_for("the server is up", lambda: served.launch("--status").returncode == 0, 60)
                 [launcher] = children(outside.pid)
-                with streams(served, 4) as open_streams:
+                with served.slow() as brake, streams(served, 4) as open_streams:
                     os.kill(launcher, name)
+                    brake.unlink()
                     ended = {kind[:5] for kind in open_streams.wait_for_ends(60).values()}
                 assert ended == ({"error"} if name == signal.SIGKILL else {"end"})
                 outside.wait(60)

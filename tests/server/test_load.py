@@ -44,7 +44,7 @@ def test_hundreds_of_streams_cancelled_while_they_run(server: Running) -> None:
             client.start_stream(lambda result, error, heard=started: heard.put(error))
             client.async_stream_infer("tensorrt_llm", request)
         for _ in range(50):
-            started.get(timeout=30)
+            started.get(timeout=60)
         for number, client in enumerate(clients):
             if number % 2:
                 client.stop_stream(cancel_requests=True)
@@ -91,12 +91,12 @@ def send_grpc(server: Running, values: dict[str, np.ndarray]) -> None:
     ask(server, inputs(new=1, **values))
 
 
-def unregister(client: grpc.InferenceServerClient, headers: dict[str, str]) -> None:
+def unregister(client: grpc.InferenceServerClient, region: str, headers: dict[str, str]) -> None:
     """The last response leaves a moment before the server lets go of the request."""
     until = time.monotonic() + 60
     while True:
         try:
-            client.unregister_system_shared_memory("adapter", headers=headers)
+            client.unregister_system_shared_memory(region, headers=headers)
             return
         except InferenceServerException as error:
             if "in use" not in str(error) or time.monotonic() > until:
@@ -116,7 +116,7 @@ def send_shared_memory(server: Running, values: dict[str, np.ndarray]) -> None:
             sent.set_shared_memory("adapter", weights.nbytes)
             rest = {name: value for name, value in values.items() if name != "lora_weights"}
             ask(server, [*inputs(new=1, **rest), sent])
-            unregister(client, server.management)
+            unregister(client, "adapter", server.management)
     finally:
         shm.destroy_shared_memory_region(region)
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 from conftest import Running, World, fill_repo, new_server
-from launched import children, wait_for
+from launched import active, children, scrape, wait_for
 from test_client_disconnects import generated
 from test_server import tensor
 from tritonclient.utils import InferenceServerException
@@ -147,12 +147,6 @@ def evictions(server: Running) -> float:
     return max(found)
 
 
-def scrape(server: Running) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics}/metrics", timeout=30) as answer:
-        lines = answer.read().decode().splitlines()
-    return {name: float(value) for line in lines if line[:1] != "#" for name, value in [line.rsplit(" ", 1)]}
-
-
 def test_their_processes_wait_for_mutexes_without_pythons_lock(server: Running) -> None:
     if lock_guard.load() is None:
         pytest.skip("there is no compiler")
@@ -281,7 +275,7 @@ def test_a_stop_request_ends_the_request_of_its_id(server: Running) -> None:
     }
     stop = {"text_input": np.empty([1], np.bytes_), "stop": np.array([True])}
     answers: queue.Queue = queue.Queue()
-    with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+    with server.slow(), grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
         made = [tensor(name, value) for name, value in long.items()]
         client.async_infer(
             "llmapi", made, lambda result, error: answers.put((result, error)), request_id="long"
@@ -300,39 +294,35 @@ def _raw(name: str, value: np.ndarray) -> grpc.InferInput:
     return made
 
 
-def active(server: Running) -> float:
-    found = scrape(server)
-    return next(value for name, value in found.items() if 'request_type="scheduled"' in name)
-
-
 def test_a_client_that_leaves_ends_its_generation(server: Running) -> None:
     wait_for("an idle engine", lambda: active(server) == 0)
     before = generated(server)
     given = json.dumps({"temperature": 1.0, "max_tokens": 400, "ignore_eos": True})
     inputs = {"text_input": words(TEXT), "stream": np.array([True]), "sampling_parameters": words(given)}
     answers: queue.Queue = queue.Queue()
-    with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+    with server.slow(), grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
         client.async_stream_infer("vllm_model", [tensor(name, value) for name, value in inputs.items()])
         assert answers.get(timeout=60)[1] is None
         client.stop_stream(cancel_requests=True)
-    wait_for("its end", lambda: active(server) == 0)
-    wait_for("its tokens", lambda: generated(server) > before)
-    assert generated(server) - before < 400
+        wait_for("its tokens", lambda: generated(server) > before)
+    assert generated(server) - before < 200
 
 
 def test_vllms_metrics_count_what_was_asked(server: Running) -> None:
     label = '{model="vllm_model",version="1"}'
     before = scrape(server)
+    after: dict[str, float] = {}
     for _ in range(3):
         vllm(server)
-    after = scrape(server)
 
     def grown(name: str) -> float:
         return after[f"vllm:{name}{label}"] - before.get(f"vllm:{name}{label}", 0)
 
+    gaps = "time_per_output_token_seconds_count"  # what is counted last, by a thread of its own
+    wait_for("the last count", lambda: after.update(scrape(server)) or grown(gaps) >= 3 * (NEW - 1))
     assert grown("generation_tokens_total") == 3 * NEW
     assert grown("request_generation_tokens_sum") == 3 * NEW
-    assert grown("time_per_output_token_seconds_count") == 3 * (NEW - 1)
+    assert grown(gaps) == 3 * (NEW - 1)
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_params_n"):
         assert grown(f"{name}_count") == 3

@@ -6,11 +6,10 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from conftest import Running, World, fill_repo, new_server
-from launched import children, is_back, is_gone, processes, streams, wait_for
+from launched import children, command_line, is_back, is_gone, processes, streams, wait_for
 from test_server import NEW, PROMPT, ask, inputs, lora, new_ids
 
 from manylora.testing.tiny_models import reference_generate
@@ -30,11 +29,7 @@ def ranks(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
 
 
 def followers(engine: int) -> list[int]:
-    return [
-        pid
-        for pid in children(engine)
-        if b"manylora.engine.follower" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    return [pid for pid in children(engine) if "manylora.engine.follower" in command_line(pid)]
 
 
 def follower(engine: int) -> int:
@@ -54,9 +49,9 @@ def test_a_killed_rank_ends_its_streams_and_comes_back_with_the_service(ranks: R
     check_answers(ranks, world)
     before = processes(ranks)
     rank = follower(before["tensorrt_llm"])
-    with streams(ranks, 10) as open_streams:
+    with ranks.slow(), streams(ranks, 10) as open_streams:
         os.kill(rank, signal.SIGKILL)
-        ends = open_streams.wait_for_ends(30)
+        ends = open_streams.wait_for_ends(60)
     assert any("rank 1 of 2 ended with signal 9" in kind for kind in ends.values()), set(ends.values())
     wait_for("the service is back", lambda: is_back(ranks, before["server"]), BACK_S)
     check_answers(ranks, world)
@@ -68,9 +63,9 @@ def test_a_killed_rank_0_leaves_nothing_and_comes_back_with_the_service(ranks: R
     """Its streams cannot be told by it: the server that is ended with it closes them."""
     before = processes(ranks)
     rank = follower(before["tensorrt_llm"])
-    with streams(ranks, 10) as open_streams:
+    with ranks.slow(), streams(ranks, 10) as open_streams:
         os.kill(before["tensorrt_llm"], signal.SIGKILL)
-        ends = open_streams.wait_for_ends(30)
+        ends = open_streams.wait_for_ends(60)
     assert len(ends) == 10
     wait_for("the service is back", lambda: is_back(ranks, before["server"]), BACK_S)
     ended = {pid for name, pid in before.items() if name != "supervisor" and not name.startswith("deputy")}

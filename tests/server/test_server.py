@@ -169,7 +169,7 @@ def test_a_stop_request_ends_a_stream_and_is_answered_empty(server: Running) -> 
             assert ask(server, stopper, "to-stop") == []
             if running.done():
                 break
-        last = running.result(timeout=30)[-1]
+        last = running.result(timeout=60)[-1]
         assert last.as_numpy("finish_reason")[0, 0] in (b"cancelled", b"length")
 
 

@@ -4,7 +4,6 @@ keeps nobody waiting, and who leaves `tensorrt_llm_bls` leaves no generation beh
 from __future__ import annotations
 
 import json
-import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 from conftest import Running
+from launched import active, total, wait_for
 from test_server import PROMPT, generate, tensor
 from tritonclient.utils import InferenceServerException
 
@@ -143,14 +143,11 @@ def test_who_leaves_bls_ends_the_generation(server: Running) -> None:
     """All of its items and sequences: nothing but the model in between can tell the engine."""
 
     def ended(reason: str) -> float:
-        url = f"http://127.0.0.1:{server.metrics}/metrics"
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
-        found = [one for one in lines if one.startswith("manylora_adapter_requests_total")]
-        return sum(float(one.rpartition(" ")[2]) for one in found if f'finish_reason="{reason}"' in one)
+        return total(server, "manylora_adapter_requests_total", f'finish_reason="{reason}"')
 
-    before = ended("cancelled")
-    for _ in range(8):
+    wait_for("an idle engine", lambda: active(server) == 0)
+    before = {reason: ended(reason) for reason in ("cancelled", "length")}
+    with server.slow():
         with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
             client.start_stream(lambda result, error: None)
             for name in ("one", "two"):
@@ -165,12 +162,9 @@ def test_who_leaves_bls_ends_the_generation(server: Running) -> None:
                     ],
                     request_id=name,
                 )
-            time.sleep(0.1)
+            wait_for("the engine has begun", lambda: active(server) > 0)
             client.stop_stream(cancel_requests=True)
-        if ended("cancelled") > before:
-            break
-    until = time.monotonic() + 60
-    while ended("cancelled") == before and time.monotonic() < until:
-        time.sleep(0.1)
-    assert ended("cancelled") > before
+        wait_for("one has ended", lambda: ended("cancelled") > before["cancelled"])
+        wait_for("an idle engine", lambda: active(server) == 0)
+    assert ended("length") == before["length"]
     assert b"text_output" in generate(server, text_input="Hello", max_tokens=4)

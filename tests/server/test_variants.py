@@ -69,7 +69,7 @@ def test_bfloat16_adapters_unary_over_grpc_and_http(plain: Running, world: World
 
 
 def test_a_stop_request_reaches_a_model_that_is_not_decoupled(plain: Running) -> None:
-    with grpc.InferenceServerClient(f"127.0.0.1:{plain.grpc}") as client:
+    with plain.slow() as brake, grpc.InferenceServerClient(f"127.0.0.1:{plain.grpc}") as client:
         answers: queue.Queue = queue.Queue()
         for number in range(3):
             client.async_infer(
@@ -81,9 +81,10 @@ def test_a_stop_request_reaches_a_model_that_is_not_decoupled(plain: Running) ->
         stop = inputs([0], 0, stop=np.array([[True]]))
         while answers.empty():
             assert client.infer("tensorrt_llm", stop, request_id="long1").get_response().outputs == []
+        brake.unlink()
         found = {}
         for _ in range(3):
-            result, error = answers.get(timeout=30)
+            result, error = answers.get(timeout=60)
             assert error is None, error
             found[result.get_response().id] = result
     reasons = {name: result.as_numpy("finish_reason")[0, 0] for name, result in found.items()}

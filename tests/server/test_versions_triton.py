@@ -4,6 +4,7 @@ and a stream keeps or follows."""
 from __future__ import annotations
 
 import json
+import os
 import queue
 from collections.abc import Iterator
 
@@ -11,13 +12,14 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 from conftest import Running, World
+from test_load import unregister
 from test_server import NEW, PROMPT, ask, inputs, lora, new_ids, tensor
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from tritonclient.utils import shared_memory as shm
 
 from manylora.testing.tiny_models import reference_generate
 
-ID, REGION = 4321, "manylora_versions"
+ID, REGION = 4321, f"manylora_versions_{os.getpid()}"
 
 
 class Trainer:
@@ -42,7 +44,7 @@ class Trainer:
 
     def close(self) -> None:
         with grpc.InferenceServerClient(f"127.0.0.1:{self._server.grpc}") as client:
-            client.unregister_system_shared_memory(REGION, headers=self._server.management)
+            unregister(client, REGION, self._server.management)
         shm.destroy_shared_memory_region(self._handle)
 
 
@@ -85,14 +87,15 @@ def test_streams_keep_and_follow(server: Running, world: World, trainer: Trainer
     first = versions(ask(server, inputs(**lora(ID))))[0]["version"]
     arrived: dict[str, queue.Queue] = {kind: queue.Queue() for kind in ("keep", "follow")}
     clients = []
-    for kind, answers in arrived.items():
-        client = grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}")
-        client.start_stream(lambda result, error, answers=answers: answers.put((result, error)))
-        flags = {"streaming": np.array([[True]]), "lora_version": np.array([[kind.encode()]], np.object_)}
-        client.async_stream_infer("tensorrt_llm", inputs(new=100, **lora(ID), **flags))
-        clients.append(client)
-    begun = {kind: [answers.get(timeout=60)] for kind, answers in arrived.items()}
-    trainer.put(*tensors(world, 2))
+    with server.slow():
+        for kind, answers in arrived.items():
+            client = grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}")
+            client.start_stream(lambda result, error, answers=answers: answers.put((result, error)))
+            flags = {"streaming": np.array([[True]]), "lora_version": np.array([[kind.encode()]], np.object_)}
+            client.async_stream_infer("tensorrt_llm", inputs(new=200, **lora(ID), **flags))
+            clients.append(client)
+        begun = {kind: [answers.get(timeout=60)] for kind, answers in arrived.items()}
+        trainer.put(*tensors(world, 2))
     for client in clients:
         client.stop_stream()
         client.close()
@@ -103,7 +106,7 @@ def test_streams_keep_and_follow(server: Running, world: World, trainer: Trainer
         found[kind] = versions([result for result, _ in everything])
     assert [one["version"] for one in found["keep"]] == [first]
     assert [one["version"] for one in found["follow"]] == [first, first + 1]
-    assert found["follow"][0]["end"] == found["follow"][1]["start"] and found["follow"][1]["end"] == 100
+    assert found["follow"][0]["end"] == found["follow"][1]["start"] and found["follow"][1]["end"] == 200
 
 
 def test_what_lora_version_may_be(server: Running) -> None:

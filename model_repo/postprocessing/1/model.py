@@ -48,6 +48,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._worker.close()
+        _cached_tensor.cache_clear()  # one that outlives the server's memory ends the process
 
     def _respond(self, inputs: Arrays) -> pb_utils.InferenceResponse:
         texts = self._postprocessor.run(inputs)

@@ -52,6 +52,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._worker.close()
+        _small_tensor.cache_clear()  # one that outlives the server's memory ends the process
 
 
 def _respond(outputs: Outputs) -> pb_utils.InferenceResponse:

@@ -12,6 +12,7 @@ overwrites the one before, of an earlier server too: that works on a full disk.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import subprocess
@@ -45,13 +46,15 @@ class Report(NamedTuple):
 
 
 class Lifeline:
-    """To be created before a model loads, which may take long. Ends the process if the server is gone.
+    """To be created before a model loads, which may take long. Ends the process if the server is gone. If C
+    code ends it, the server's log has the stack of each thread.
 
     name: of the model's instance. activity: returns the number of open requests and the progress, on any
     thread; may be set later; by default they are what `busy` counts.
     """
 
     def __init__(self, name: str) -> None:
+        faulthandler.enable()
         self.draining = False
         self._held = self._done = 0
         self.activity: Callable[[], tuple[int, int]] = lambda: (self._held, self._done)

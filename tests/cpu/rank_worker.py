@@ -37,7 +37,7 @@ from manylora.quant.config import QuantConfig
 from manylora.request import LoraExtra
 from manylora.testing.driver import Driver
 
-LIMIT = timedelta(seconds=60)
+LIMIT = timedelta(seconds=200)
 STACKS = ("encoder", "decoder")
 FUSED_PARTS = {part for parts in FUSED.values() for part in parts}
 

@@ -9,8 +9,9 @@ import fcntl
 import itertools
 import json
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from manylora.fleet.options import FleetOptions
 from manylora.openai.adapter_routes import RECEIVED
 from manylora.openai.server import open_app
 from manylora.openai.serving import adapter_record
+from manylora.openai.serving.adapter_entry import AdapterEntry
 from manylora.openai.serving.adapter_record import AdapterRecord, Kept, unwritable
-from manylora.openai.serving.shared_adapters import State
+from manylora.openai.serving.shared_adapters import USED, State
 from manylora.openai.serving.uploads import Uploads
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
 
@@ -203,12 +205,14 @@ def test_unloaded_is_unloaded_everywhere_and_later(model: Path, root: Path, tmp_
     run(model, tmp_path / "shared", play)
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_requests_under_way_are_waited_for_by_each(model: Path, root: Path, tmp_path: Path) -> None:
     async def play(fleet: Fleet) -> None:
         first, second = fleet.members
-        more = {"max_tokens": 60, "return_token_ids": True}
+        more = {"max_tokens": 200, "return_token_ids": True}
         running = asyncio.create_task(complete_long(second, **more))
         while not second._app.state.routes.context.backend.stats().running:
+            assert not running.done(), "it has ended before"
             await asyncio.sleep(0.005)
         changed = await first.change(post("unload_lora_adapter", lora_name="a0"))
         state = await second.look(changed.name, changed.revision, 30.0)
@@ -288,17 +292,39 @@ def test_owners_and_quotas_count_all_servers(model: Path, root: Path, tmp_path: 
     run(model, tmp_path / "shared", play, api_keys=file, allow_runtime_lora_updating=False)
 
 
-def test_an_idle_adapter_goes_when_nobody_uses_it(model: Path, root: Path, tmp_path: Path) -> None:
+def test_an_idle_adapter_goes_when_nobody_uses_it(
+    model: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time passes by hand; each server looks at its own clock and at the time of a file."""
+    looks: Counter[int] = Counter()
+    expired = AdapterEntry.has_expired.fget  # type: ignore[attr-defined]
+    noted = property(lambda entry: looks.update([id(entry)]) or expired(entry))
+    monkeypatch.setattr(AdapterEntry, "has_expired", noted)
+
     async def play(fleet: Fleet) -> None:
         first, second = fleet.members
-        await fleet.look(await fleet.send(first, "brief", root / "a0", idle_ttl_seconds="1.5"))
-        for _ in range(25):  # the second is asked all the time, the first never
-            assert (await complete(second, "brief"))["status"] == 200
-            await asyncio.sleep(0.1)
-        assert (await complete(first, "brief"))["status"] == 200
+        await fleet.look(await fleet.send(first, "brief", root / "a0", idle_ttl_seconds="1000"))
+        entries = [one._app.state.routes.context.backend.catalog.entry("brief") for one in fleet.members]
+        await looked(*entries)
+        [marker] = (fleet.folder / USED).iterdir()
+        os.utime(marker, (0, 0))
+        assert (await complete(second, "brief"))["status"] == 200
+        while marker.stat().st_mtime == 0:
+            await asyncio.sleep(0.02)
+        entries[0].used_at -= 1001
+        await looked(*entries)
+        assert await status(first) == 200, "the second has used it"
+        entries[1].used_at -= 1001
         while (await status(first)) != 404 or (await status(second)) != 404:
-            await asyncio.sleep(0.1)
+            with suppress(FileNotFoundError):
+                os.utime(marker, (0, 0))
+            await asyncio.sleep(0.02)
         assert not list(fleet.folder.rglob("*.safetensors"))
+
+    async def looked(*entries: AdapterEntry) -> None:
+        before = looks.copy()
+        while any(looks[id(one)] < before[id(one)] + 2 for one in entries):
+            await asyncio.sleep(0.02)
 
     async def status(member: Member) -> int:
         return (await member.whole_answer(request("GET", "/v1/models/brief"))).status

@@ -166,6 +166,7 @@ def test_answers_are_those_of_one_process(
     assert stats.max_adapters_in_step > 1
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_a_lost_process_ends_the_group_and_tells_every_request(world: World, engine: Engine) -> None:
     """By SIGKILL or, of a pipeline, by SIGSTOP."""
     (pid,), number = followers(), signal.SIGKILL

@@ -27,7 +27,7 @@ from manylora.group.watch import Watch
 from manylora.lora.tensors import Adapter
 from manylora.system.own_clock import OwnClock
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from manylora.group.agreement import check_identity, from_values, identity, to_v
 from manylora.group.collectives import interface_towards
 from manylora.group.place import Place, ends_with_launcher, find_place, started_rank
 from manylora.kernels import device
+from manylora.launcher.processes import free_port
 from manylora.quant.config import QuantConfig
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
@@ -173,10 +173,8 @@ def run_both(before: list[list[str]], both: dict[str, str], local_ranks: str) ->
 
 
 def test_two_processes_that_a_launcher_has_started_are_one_engine() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    both["MASTER_PORT"] = str(free_port())
     run_both([[], []], both, "01")
 
 

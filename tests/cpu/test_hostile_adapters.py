@@ -133,7 +133,7 @@ def test_a_pipe_that_takes_a_files_place_holds_nobody_up(
 
     reading = threading.Thread(target=read, daemon=True)
     reading.start()
-    reading.join(30)
+    reading.join(60)
     assert ended == [f"{WEIGHTS} is not a plain file"]
 
 

@@ -430,7 +430,7 @@ def test_shutdown_cancels_ends_the_threads_and_refuses_what_comes(tiny: Path) ->
         assert result.result(60).outputs[0].finish_reason == "cancelled"
     with pytest.raises(RequestError, match="has been shut down"):
         made.generate("one", use_tqdm=False)
-    assert own_threads() == before
+    assert own_threads() <= before
 
 
 def test_a_shutdown_among_callers_leaves_nobody_waiting(tiny: Path) -> None:
@@ -480,9 +480,9 @@ def test_an_llm_that_nobody_holds_goes_away_after_its_last_result(tiny: Path) ->
     assert result.result(60).outputs[0].finish_reason == "length"
     del result
     deadline = time.monotonic() + 60
-    while own_threads() != before and time.monotonic() < deadline:
+    while not own_threads() <= before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert own_threads() == before
+    assert own_threads() <= before
 
 
 @pytest.mark.parametrize(

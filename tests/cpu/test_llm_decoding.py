@@ -120,7 +120,7 @@ def test_beams_stop_at_tokens_and_at_the_models_longest_sequence(llm: LLM) -> No
         llm.generate_async(PROMPT, SamplingParams(use_beam_search=True, n=2), streaming=True)
     result = llm.generate_async(PROMPT, SamplingParams(use_beam_search=True, n=2, max_tokens=200))
     result.abort()
-    assert result.result(20).outputs[0].finish_reason in ("cancelled", "stop", "length")
+    assert result.result(60).outputs[0].finish_reason in ("cancelled", "stop", "length")
 
 
 def test_an_output_is_what_its_guide_allows(llm: LLM) -> None:

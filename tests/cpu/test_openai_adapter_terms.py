@@ -17,6 +17,7 @@ from manylora.commands.convert import main as convert
 from manylora.errors import ConfigError, RequestError
 from manylora.llmapi import LLM, LoraConfig, LoRARequest, SamplingParams
 from manylora.openai.arguments import parse_options
+from manylora.openai.serving.adapter_entry import AdapterEntry
 
 LINE = "What is the capital of France?\nAnswer:"
 OTHERS = [f"{name}{number}" for number in range(1, 6) for name in ("chinese", "japanese")]
@@ -207,17 +208,32 @@ def test_aliases_on_the_command_line_are_checked(given: list[str]) -> None:
         parse_options([str(DEMO / "base"), "--served-model-name", "demo", *flags])
 
 
-def test_an_idle_adapter_leaves(small: Running) -> None:
-    body = {"lora_name": "brief", "lora_path": "chinese3", "idle_ttl_seconds": 0.8}
+@pytest.mark.usefixtures("slow_steps")
+def test_an_idle_adapter_leaves(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is idle once nobody has used it for so long; a request that takes longer uses it all the time."""
+    looked: list[str] = []
+    expired = AdapterEntry.has_expired.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        AdapterEntry, "has_expired", property(lambda one: looked.append(one.name) or expired(one))
+    )
+    body = {"lora_name": "brief", "lora_path": "chinese3", "idle_ttl_seconds": 1000}
     assert small.post("/v1/load_lora_adapter", **body).status_code == 200
-    assert card(small, "brief")["idle_ttl_seconds"] == 0.8
-    with small.http.stream(
-        "POST",
-        "/v1/completions",
-        json={"model": "brief", "prompt": LINE, "max_tokens": 1500, "ignore_eos": True, "stream": True},
-    ) as stream:
-        chunks = [line for line in stream.iter_lines() if line.startswith("data: {")]
+    assert card(small, "brief")["idle_ttl_seconds"] == 1000
+    entry = small.app.state.routes.context.backend.catalog.entry("brief")
+    question = {"model": "brief", "prompt": LINE, "max_tokens": 150, "ignore_eos": True, "stream": True}
+    with small.http.stream("POST", "/v1/completions", json=question) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        entry.used_at -= 1001
+        looked.clear()
+        wait_for(lambda: looked.count("brief") > 1 or not entry.num_open)
+        assert entry.num_open, "the request has ended before"
+        chunks = [line for line in lines if line.startswith("data: {")]
     assert "error" not in chunks[-1]
+    looked.clear()
+    wait_for(lambda: looked.count("brief") > 1)
+    assert "brief" in names(small), "it was used until now"
+    entry.used_at -= 1001
     wait_for(lambda: "brief" not in names(small))
     assert error(ask(small, "brief")) == (404, "adapter_not_found")
     assert error(small.post("/v1/load_lora_adapter", **{**body, "idle_ttl_seconds": 0})) == (

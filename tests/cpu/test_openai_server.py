@@ -24,6 +24,7 @@ from safetensors.numpy import load_file, save_file
 from serving import DEMO, Running, wait_for
 
 from manylora.errors import RequestError
+from manylora.launcher.processes import free_port
 from manylora.llmapi import LoraConfig, PeftCacheConfig
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.library.memory import MemoryLevel
@@ -476,9 +477,10 @@ def test_loading_and_unloading_by_hand(server: Running, root: Path) -> None:
     assert code_of(server.post(unload, lora_name="hand")) == "adapter_not_found"
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_unloading_waits_for_the_requests_under_way(server: Running, root: Path) -> None:
     server.post("/v1/load_lora_adapter", lora_name="busy", lora_path=str(root / "chinese"))
-    body = {"model": "busy", "prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    body = {"model": "busy", "prompt": "a", "max_tokens": 150, "ignore_eos": True, "stream": True}
     with ThreadPoolExecutor(1) as pool, server.http.stream("POST", "/v1/completions", json=body) as answer:
         lines = answer.iter_lines()
         next(lines)
@@ -486,7 +488,7 @@ def test_unloading_waits_for_the_requests_under_way(server: Running, root: Path)
         wait_for(lambda: server.post(model="busy", prompt="a").status_code == 404)
         assert not unloading.done()
         assert list(lines)[-2] == "data: [DONE]"
-        assert unloading.result(30).status_code == 200
+        assert unloading.result(60).status_code == 200
 
 
 @pytest.mark.usefixtures("slow_steps")
@@ -508,6 +510,7 @@ def test_a_client_that_leaves_ends_its_request(server: Running, stream: bool) ->
     wait_for(lambda: open_requests() == 0)
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_an_error_in_a_stream_is_an_event_before_its_end(server: Running) -> None:
     body = {"model": "chinese", "prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
     backend = server.app.state.routes.context.backend
@@ -611,8 +614,7 @@ run(ServeOptions(Path(sys.argv[1]), device="cpu", port=int(sys.argv[2])))
 
 
 def test_a_server_whose_engine_dies_tells_its_clients_and_ends() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([sys.executable, "-c", DYING, str(DEMO / "base"), str(port)])
     try:
         with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
@@ -622,7 +624,7 @@ def test_a_server_whose_engine_dies_tells_its_clients_and_ends() -> None:
                     return http.get("/health/ready").status_code == 200
                 return False
 
-            wait_for(is_ready, 60)
+            wait_for(is_ready, 120)
             answer = http.post("/v1/completions", json={"prompt": "a", "n": 3, "max_tokens": 50})
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
             assert answer.json()["error"]["message"] == "The engine stopped: MemoryError"

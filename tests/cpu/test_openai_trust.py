@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from manylora.errors import ConfigError
 from manylora.lora.library import disk
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.schema import MAX_COMMAS, ChatRequest, CompletionRequest, parse
-from manylora.openai.serving import catalog
+from manylora.openai.serving import catalog, logs
 from manylora.openai.serving.host_check import HostCheck
 from manylora.openai.serving.logs import PlainFormatter, RateLimit
 
@@ -158,14 +159,26 @@ def test_a_name_forges_no_line_of_the_log(log: tuple[logging.Logger, io.StringIO
     assert lines[2] == "ERROR failed" and all(line.startswith("    ") for line in lines[3:])
 
 
-def test_equal_lines_are_folded_with_their_number(log: tuple[logging.Logger, io.StringIO]) -> None:
+def test_equal_lines_are_folded_with_their_number(
+    log: tuple[logging.Logger, io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
     logger, stream = log
+    timers: list[tuple[Any, ...]] = []
+
+    def timer(*given: Any) -> SimpleNamespace:
+        timers.append(given)
+        return SimpleNamespace(start=lambda: None)
+
+    monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=lambda: 1000.0))  # all in one window
+    monkeypatch.setattr(logs, "threading", SimpleNamespace(Timer=timer))
     for n in range(1000):
         logger.warning("the same of %d", n)
     logger.warning("another")
-    wait_for(lambda: "997 more" in stream.getvalue())
+    [(seconds, tell, given)] = timers
+    assert seconds == pytest.approx(0.3)
+    tell(*given)
     lines = stream.getvalue().splitlines()
-    assert len(lines) == 5 and "the same of 3" in lines[-1]
+    assert len(lines) == 5 and "997 more" in lines[-1] and "the same of 3" in lines[-1]
 
 
 def test_a_full_disk_costs_copies_and_nothing_else(
@@ -184,13 +197,15 @@ def test_a_full_disk_costs_copies_and_nothing_else(
     monkeypatch.setattr(disk, "RETRY_S", 0.0)
     root, copies = tmp_path / "adapters", tmp_path / "copies"
     shutil.copytree(DEMO / "adapters" / "chinese", root / "one")
+    failures = lambda: [one for one in caplog.messages if "copies cannot be written" in one]  # noqa: E731
     server = Running(lora_root=(root,), lora_disk_dir=copies, drain_seconds=1.0)
     try:
         assert server.post(model="one", prompt="a", max_tokens=2).status_code == 200
         shutil.copytree(DEMO / "adapters" / "japanese", root / "two")
         wait_for(lambda: server.http.get("/v1/models/two").status_code == 200)
         assert server.post(model="two", prompt="a", max_tokens=2).status_code == 200
-        assert len([one for one in caplog.messages if "copies cannot be written" in one]) == 1
+        wait_for(lambda: bool(failures()))
+        assert len(failures()) == 1
         full = False
         shutil.copytree(DEMO / "adapters" / "japanese", root / "three")
         (root / "one" / "adapter_config.json").touch()
@@ -216,7 +231,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_uploads_and_copies_on_a_disk_that_is_full(small_disk: Path) -> None:
+def test_uploads_and_copies_on_a_disk_that_is_full(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     server = Running(
         lora_root=(DEMO / "adapters",),
         lora_disk_dir=small_disk / "copies",
@@ -226,7 +243,9 @@ def test_uploads_and_copies_on_a_disk_that_is_full(small_disk: Path) -> None:
     )
     try:
         assert server.post(model="chinese", prompt="a", max_tokens=2).status_code == 200
-        assert not list((small_disk / "copies").iterdir()), "half a copy would fill the disk too"
+        wait_for(lambda: any("copies cannot be written" in one for one in caplog.messages))
+        # Half a copy would fill the disk too.
+        wait_for(lambda: not list((small_disk / "copies").iterdir()))
         headers = {"content-type": "application/octet-stream"}
         url = "/v1/load_lora_adapter?lora_name=mine"
         answer = server.http.post(url, content=b"x" * 200000, headers=headers)

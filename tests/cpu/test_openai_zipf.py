@@ -124,13 +124,14 @@ def test_every_answer_is_of_the_adapter_asked_for(model: Path, tmp_path: Path) -
     rng = random.Random(7)
     popularity = [1 / (rank + 1) for rank in range(ADAPTERS)]
     order = rng.choices(range(ADAPTERS), popularity, k=REQUESTS)
-    done = threading.Event()
+    done, answered = threading.Event(), threading.Semaphore(0)
     asked = [(i, PROMPTS[n % len(PROMPTS)], n % 3 == 0) for n, i in enumerate(order)]
 
     def ask(request: tuple[int, str, bool]) -> tuple[float, float, Any]:
         found = ask_once(request)
         while "adapter_changing" in found[2]:  # half of it is copied, and its older version is not cached
             found = ask_once(request)
+        answered.release()
         return found
 
     def ask_once(request: tuple[int, str, bool]) -> tuple[float, float, Any]:
@@ -155,7 +156,9 @@ def test_every_answer_is_of_the_adapter_asked_for(model: Path, tmp_path: Path) -
     def change() -> None:
         later = random.Random(8)
         for n in range(REPLACEMENTS):
-            if done.wait(0.15):
+            for _ in range(REQUESTS // (REPLACEMENTS + 1)):
+                answered.acquire()
+            if done.is_set():
                 return
             shelf.replace(min(later.randrange(ADAPTERS), later.randrange(ADAPTERS)), 1 + n % (VERSIONS - 1))
 
@@ -165,7 +168,6 @@ def test_every_answer_is_of_the_adapter_asked_for(model: Path, tmp_path: Path) -
         with ThreadPoolExecutor(12) as pool:
             answers = list(pool.map(ask, asked))
         evicted = server.metric('manylora_lora_cache_evictions_total{level="host"}')
-        done.set()
         changing.join()
         reference = Reference(model, shelf.first)
         for i, history in enumerate(shelf.history):
@@ -174,6 +176,7 @@ def test_every_answer_is_of_the_adapter_asked_for(model: Path, tmp_path: Path) -
                 wait_for(lambda i=i, newest=newest: ask((i, "Hello", False))[2] == newest, 120)
     finally:
         done.set()
+        answered.release(REQUESTS)
         changing.join()
         server.close()
     wrong, seen = [], Seen(shelf, reference)

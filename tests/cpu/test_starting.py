@@ -162,7 +162,7 @@ class Started:
         return next(line for line in self.lines if text in line)
 
     def until(self, condition: Callable[[], object], what: str) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 120
         while not condition():
             assert self.process.poll() is None and time.monotonic() < end, f"no {what}: {self.lines}"
             time.sleep(0.05)
@@ -171,7 +171,7 @@ class Started:
         """What Ctrl-C does. Returns the lines since then."""
         before = len(self.lines)
         self.process.send_signal(signal.SIGINT)
-        assert self.process.wait(60) == 130
+        assert self.process.wait(120) == 130
         return self.lines[before:]
 
     def __enter__(self) -> Started:
@@ -186,7 +186,8 @@ def get(url: str, key: str = "", **body: Any) -> Any:
     import httpx2
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    found = httpx2.post(url, json=body, headers=headers) if body else httpx2.get(url, headers=headers)
+    method, sent = ("POST", {"json": body}) if body else ("GET", {})
+    found = httpx2.request(method, url, headers=headers, timeout=60, **sent)
     return found.json() if found.status_code == 200 else found.text
 
 

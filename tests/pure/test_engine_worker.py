@@ -167,7 +167,8 @@ def test_requests_that_come_while_a_dead_engines_process_ends_are_told(
         sys.exit(status)  # of the thread
 
     monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(engine_worker, "SENT_S", 1.0)
+    monkeypatch.setattr(engine_worker, "SENT_S", 1000.0)
+    monkeypatch.setattr(engine_worker, "LAST_RESPONSES_S", 1000.0)
     early, late = Client(), Client()
     engine, worker = started(early)
     engine.death = EngineDeadError("rank 1 is gone")
@@ -175,5 +176,8 @@ def test_requests_that_come_while_a_dead_engines_process_ends_are_told(
     assert early.done.wait(60)
     time.sleep(0.1)
     worker.execute([late])
+    assert late.done.wait(60)
+    assert not ended.is_set()
+    monkeypatch.setattr(engine_worker, "SENT_S", 0.0)
     assert ended.wait(60)
     assert late.sent == ["rank 1 is gone"]

@@ -19,7 +19,7 @@ import pytest
 from manylora.errors import ConfigError
 from manylora.launcher import supervisor as keeper_module
 from manylora.launcher.logs import limit_size, open_log
-from manylora.launcher.processes import end_marked, is_alive
+from manylora.launcher.processes import end_marked, free_port, is_alive
 from manylora.launcher.roles import SUPERVISOR, Roles
 from manylora.launcher.server import MemoryLimit
 from manylora.launcher.state import State
@@ -44,7 +44,7 @@ sys.exit(code)
 """
 
 
-def wait_for(what: str, condition: Callable[[], object], seconds: float = 20) -> None:
+def wait_for(what: str, condition: Callable[[], object], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():
@@ -146,9 +146,7 @@ class Kept:
     line, and only these."""
 
     def __init__(self, program: str = PROGRAM) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         command = [sys.executable, "-c", KEEP, program.format(port=self.port), str(self.port)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -178,7 +176,8 @@ class Kept:
 
     def close(self) -> None:
         for pid in [pid for pids in self.pids() for pid in pids]:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.communicate()
 
 
@@ -211,7 +210,7 @@ def parent(pid: int) -> int:
 
 
 def test_a_signal_while_it_starts_ends_everything() -> None:
-    slow = Kept("import time; time.sleep(60)  # '127.0.0.1', {port})")
+    slow = Kept("import time; time.sleep(600)  # '127.0.0.1', {port})")
     wait_for("it starts", lambda: list(map(len, slow.pids())) == [3, 1])
     slow.process.terminate()
     assert slow.process.wait(60) == 0
@@ -223,7 +222,7 @@ def test_when_all_keepers_are_killed_the_service_ends_with_them(served: Kept) ->
     keepers, _ = served.wait()
     for pid in keepers:
         os.kill(pid, signal.SIGKILL)
-    wait_for("the end of all", lambda: served.pids() == ([], []), 5)
+    wait_for("the end of all", lambda: served.pids() == ([], []))
 
 
 def test_a_service_that_refuses_its_first_start_is_not_tried_again() -> None:
@@ -258,8 +257,8 @@ def test_roles_end_with_their_holder_and_name_it(tmp_path: Path) -> None:
 def test_leftovers_are_known_by_their_environment_alone() -> None:
     mine, other = ({"MANYLORA_TEST_MARK": f"{os.getpid()}{suffix}"} for suffix in ("", "0"))
     with (
-        subprocess.Popen(["sleep", "60"], env=mine) as left,
-        subprocess.Popen(["sleep", "60"], env=other) as stranger,
+        subprocess.Popen(["sleep", "600"], env=mine) as left,
+        subprocess.Popen(["sleep", "600"], env=other) as stranger,
     ):
         left.send_signal(signal.SIGSTOP)
         end_marked("MANYLORA_TEST_MARK", mine["MANYLORA_TEST_MARK"])

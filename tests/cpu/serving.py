@@ -35,9 +35,15 @@ class Running:
         self._thread.start()
         wait_for(lambda: self._server.started)
         self.http = httpx2.Client(base_url=self.url, timeout=60)
+        self._clients: dict[str, openai.OpenAI] = {}
 
     def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+        """The same for each key: to make one takes longer than most answers."""
+        made = self._clients.get(key)
+        if made is None:
+            made = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+            self._clients[key] = made
+        return made
 
     def post(self, path: str = "/v1/completions", key: str = "", **body: Any) -> httpx2.Response:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -48,13 +54,14 @@ class Running:
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
     def close(self) -> None:
-        self.http.close()
+        for client in (self.http, *self._clients.values()):
+            client.close()
         self._server.should_exit = True
         self._thread.join(60)
         assert not self._thread.is_alive(), "the server does not stop"
 
 
-def wait_for(done: Callable[[], bool], seconds: float = 60) -> None:
+def wait_for(done: Callable[[], bool], seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end, "it did not come about"

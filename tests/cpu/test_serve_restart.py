@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx2
 import pytest
 
+from manylora.launcher.processes import free_port
 from manylora.testing.tiny_models import make_model
 
 
@@ -27,7 +27,12 @@ def wait_for(what: str, condition: Callable[[], object], seconds: float = 120) -
 
 
 def children(pid: int) -> set[int]:
-    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    """The processes that a process has started, on whatever thread."""
+    found = set[int]()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # a thread that has just ended
+            found |= set(map(int, (task / "children").read_text().split()))
+    return found
 
 
 @contextmanager
@@ -43,9 +48,7 @@ def stream(url: str, n: int = 1) -> Iterator[Iterator[str]]:
 @contextmanager
 def served(model: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """`manylora serve --restart`, which is ready; and its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "manylora.commands.serve", str(model), "--port", str(port), "--restart"]
     with subprocess.Popen([*command, *flags]) as keeper:
@@ -69,11 +72,8 @@ def server_of(keeper: int) -> int:
 
 
 def followers_of(server: int) -> set[int]:
-    """The processes of other ranks, which threads of the server have started."""
-    found = set[int]()
-    for task in Path(f"/proc/{server}/task").iterdir():
-        found |= set(map(int, (task / "children").read_text().split()))
-    return {pid for pid in found if "manylora.engine.follower" in command_line(pid)}
+    """The processes of other ranks."""
+    return {pid for pid in children(server) if "manylora.engine.follower" in command_line(pid)}
 
 
 def gone(pids: set[int]) -> bool:
@@ -93,7 +93,7 @@ def test_serve_comes_back_after_a_kill_and_drains_at_a_signal(tmp_path: Path) ->
             keeper.send_signal(signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert keeper.wait(60) == 0
-    assert gone(everyone)
+    wait_for("everyone's end", lambda: gone(everyone))
 
 
 def test_a_killed_rank_0_leaves_no_rank_and_all_come_back(tmp_path: Path) -> None:
@@ -118,7 +118,9 @@ def test_a_killed_rank_0_leaves_no_rank_and_all_come_back(tmp_path: Path) -> Non
 
 
 def command_line(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
+    return ""  # it has just ended
 
 
 def test_restart_needs_a_port_that_stays(tmp_path: Path) -> None:

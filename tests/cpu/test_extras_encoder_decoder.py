@@ -67,7 +67,16 @@ def check_batch(model: Path, adapters: list[Path]) -> None:
         assert not agree(with_all, without)
 
 
-@pytest.mark.parametrize("family", ["t5", "t5-v1.1", "mt5", "bart", "bart-scaled-untied"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "t5", pytest.param("t5-v1.1", marks=SLOW), pytest.param("mt5", marks=SLOW),
+        pytest.param("bart", marks=SLOW), "bart-scaled-untied",
+    ],
+)  # fmt: skip
 def test_every_kind_in_one_batch(family: str, workshop: Path) -> None:
     model = make_model(workshop / family, family, seed=3)
     # T5 has no biases to train, and in an untied BART no stack looks at the shared table.
@@ -99,7 +108,7 @@ def test_parts_of_one_stack_and_parts_together(family: str, workshop: Path) -> N
 
 @pytest.mark.parametrize(
     ("family", "ranks"),
-    [("t5", {}), ("bart", {}), ("bart", STAGES), ("t5", {**STAGES, **SHARED})],
+    [("t5", {}), ("bart", {}), ("bart", STAGES), pytest.param("t5", {**STAGES, **SHARED}, marks=SLOW)],
     ids=["t5", "bart", "bart pp 2", "t5 tp 2, pp 2"],
 )
 def test_greedy_tokens_of_the_engine_whatever_is_evicted(

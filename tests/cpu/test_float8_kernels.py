@@ -111,7 +111,9 @@ def test_a_cpu_adds_what_the_numbers_mean(
         assert torch.equal(got[spare], y[spare]), "a base row was touched"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("lengths", "ranks"), SHAPES)
 def test_a_gpu_adds_what_the_numbers_mean(lengths: list[int], ranks: list[int], dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -151,7 +151,7 @@ class NothingWaits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
+@pytest.mark.parametrize("family", ["gemma2", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_soft_caps_windows_and_experts_are_recorded(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +181,7 @@ def test_soft_caps_windows_and_experts_are_recorded(
     assert recorder.replayed > 0
 
 
-@pytest.mark.parametrize("family", ["granite4", "qwen3.5"])
+@pytest.mark.parametrize("family", ["granite4", pytest.param("qwen3.5", marks=pytest.mark.slow)])
 def test_recurrent_layers_are_recorded(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded steps wait for nothing, and give the plain loop's tokens; neither a padded row nor the
     recording itself changes a state."""

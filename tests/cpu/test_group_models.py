@@ -34,36 +34,40 @@ MIXED = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_atten
 # A family, settings of its model, the modules of adapters, and the ranks.
 CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], dict[str, int]]] = {
     "linear attention": (
-        "qwen3-next", MIXED, ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"), BOTH,
+        "qwen3-next", MIXED, ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"), TENSOR,
     ),
     "convolutions": ("lfm2", {}, ("in_proj", "out_proj", "q_proj", "v_proj", "w1", "w2"), TENSOR),
     "latent attention": ("deepseek-v3", {}, ("q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"), TENSOR),
     "sinks and biased experts": ("gpt-oss", {}, ("q_proj", "v_proj", "o_proj"), TENSOR),
     "layers of two sizes that share keys": (
-        "gemma4-shared", {}, ("q_proj", "v_proj", "o_proj", "gate_proj", "per_layer_input_gate"), BOTH,
+        "gemma4-shared", {}, ("q_proj", "v_proj", "o_proj", "gate_proj", "per_layer_input_gate"), STAGES,
     ),
     "experts beside an MLP": (
         "gemma4-moe", {"num_experts": 4}, ("q_proj", "k_proj", "o_proj", "down_proj"),
         {**TENSOR, "moe_expert_parallel_size": 2},
     ),
     "several residual streams": (
-        "gemma3n", {}, ("q_proj", "v_proj", "down_proj", "linear_left", "modality_router"), BOTH,
+        "gemma3n", {}, ("q_proj", "v_proj", "down_proj", "linear_left", "modality_router"), STAGES,
     ),
     "mamba-2": (
-        "granite4", {**MIXED, "mamba_n_groups": 1}, ("in_proj", "out_proj", "q_proj", "o_proj"), BOTH,
+        "granite4", {**MIXED, "mamba_n_groups": 1}, ("in_proj", "out_proj", "q_proj", "o_proj"), TENSOR,
     ),
-    "mamba-2 beside attention": ("falcon-h1", {}, ("in_proj", "q_proj", "down_proj"), BOTH),
+    "mamba-2 beside attention": ("falcon-h1", {}, ("in_proj", "q_proj", "down_proj"), STAGES),
     "mamba-2 and experts": ("nemotron-h-moe", {}, ("in_proj", "v_proj", "up_proj"), TENSOR),
     "experts of fewer dimensions": (
         "nemotron-h-moe-latent", {"layers_block_type": ["linear_attention", "full_attention", "moe"] * 2},
-        ("in_proj", "v_proj", "fc1_latent_proj", "fc2_latent_proj"), BOTH,
+        ("in_proj", "v_proj", "fc1_latent_proj", "fc2_latent_proj"), STAGES,
     ),
-    "norms after the sums": ("opt-350m", {}, ("q_proj", "out_proj", "fc1", "fc2"), BOTH),
+    "norms after the sums": ("opt-350m", {}, ("q_proj", "out_proj", "fc1", "fc2"), TENSOR),
     "t5": ("t5", {}, ("q", "v", "o", "wi", "wo"), TENSOR),
     "bart": ("bart", {}, ("q_proj", "v_proj", "out_proj", "fc1", "fc2"), TENSOR),
     "t5 of stages": ("t5-v1.1", {}, ("q", "v", "o", "wi_0", "wo"), STAGES),
-    "bart of stages": ("bart", {}, ("q_proj", "v_proj", "out_proj", "fc1", "fc2"), BOTH),
+    "bart of stages": ("bart", {}, ("q_proj", "v_proj", "out_proj", "fc1", "fc2"), STAGES),
 }  # fmt: skip
+ON_FOUR = (  # of which the split of a layer and that into stages meet in something
+    "linear attention", "layers of two sizes that share keys", "several residual streams", "mamba-2",
+    "mamba-2 beside attention", "experts of fewer dimensions", "norms after the sums", "bart of stages",
+)  # fmt: skip
 
 
 def engine_of(model: Path, **settings: Any) -> Engine:
@@ -79,6 +83,17 @@ def told(events: list[list[Event]]) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_answers_are_those_of_one_process(name: str, tmp_path: Path) -> None:
+    check_answers(name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_answers_of_four_ranks_are_those_of_one_process(name: str, tmp_path: Path) -> None:
+    check_answers(name, tmp_path, BOTH)
+
+
+def check_answers(name: str, tmp_path: Path, on: dict[str, int] | None = None) -> None:
+    """on: other ranks than the case's own."""
     family, settings, modules, ranks = CASES[name]
     model = make_model(tmp_path / "model", family, seed=4, **settings)
     folders = [
@@ -96,7 +111,7 @@ def test_answers_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     ]
     plain = engine_of(model)
     expected = [told(run(plain, *requests)) for _ in range(2)]
-    engine = engine_of(model, **ranks)
+    engine = engine_of(model, **(on or ranks))
     try:
         assert [told(run(engine, *requests)) for _ in range(2)] == expected
         assert engine.stats().max_adapters_in_step > 1
@@ -115,16 +130,23 @@ def pooled(engine: Engine, requests: list[Request]) -> list[np.ndarray]:
 
 
 def check_pooled(model: Path, requests: list[Request], **ranks: int) -> None:
-    expected = pooled(engine_of(model), requests)
     engine = engine_of(model, **ranks)
     try:
-        for ours, theirs in zip(pooled(engine, requests), expected, strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
+        check_pooled_by(engine, model, requests)
     finally:
         engine.close()
 
 
-@pytest.mark.parametrize("family, ranks", [("bert", TENSOR), ("bert", STAGES), ("roberta", BOTH)])
+def check_pooled_by(engine: Engine, model: Path, requests: list[Request]) -> None:
+    expected = pooled(engine_of(model), requests)
+    for ours, theirs in zip(pooled(engine, requests), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize(
+    "family, ranks",
+    [("bert", TENSOR), ("bert", STAGES), pytest.param("roberta", BOTH, marks=pytest.mark.slow)],
+)
 def test_encoders_and_their_heads(family: str, ranks: dict[str, int], tmp_path: Path) -> None:
     """Of three layers, so that stages differ; the adapter brings biases and a head."""
     kind = "AutoModelForSequenceClassification"
@@ -142,8 +164,15 @@ def test_encoders_and_their_heads(family: str, ranks: dict[str, int], tmp_path: 
     check_pooled(model, requests, **ranks)
 
 
-@pytest.mark.parametrize("ranks", [TENSOR, STAGES, BOTH], ids=["tp 2", "pp 2", "tp 2, pp 2"])
-@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        ("modernbert", TENSOR), ("gemma3_text", STAGES),
+        *(pytest.param(*rest, marks=pytest.mark.slow) for rest in (
+            ("modernbert", STAGES), ("gemma3_text", TENSOR), *((family, BOTH) for family in ENCODERS)
+        )),
+    ],
+)  # fmt: skip
 def test_encoders_with_rotary_positions(family: str, ranks: dict[str, int], tmp_path: Path) -> None:
     kind, mode = "AutoModelForSequenceClassification", "last" if family == "gemma3_text" else "cls"
     model = make_encoder(tmp_path / "model", family, kind, num_labels=4)
@@ -181,9 +210,10 @@ def test_hidden_states_of_a_decoder_come_from_its_last_stage(tmp_path: Path) -> 
         Request(ids[: 50 - n], lora=own, pooling=Pooling(mode))
         for n, (own, mode) in enumerate([(None, "last"), (lora, "mean"), (lora, "all"), (None, "mean")])
     ]
-    check_pooled(model, asked, **BOTH)
     engine = engine_of(model, **STAGES)
-    try:  # beside prompts that are answered with tokens
+    try:
+        check_pooled_by(engine, model, asked)
+        # Beside prompts that are answered with tokens.
         events = run(engine, both[0], *asked, both[1])
         assert told([events[0], events[-1]]) == told(run(engine_of(model), *both))
     finally:

@@ -18,7 +18,7 @@ from manylora.kernels.device import open_device
 from manylora.lora.tensors import lora_input
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
-from manylora.quant.config import SERVED
+from manylora.quant.config import SERVED, QuantAlgo
 from manylora.testing.driver import Driver, agree
 from manylora.testing.tiny_models import make_model
 
@@ -29,6 +29,7 @@ FEW = ("LoRA", "DoRA", "bias")
 TP2, TP4, PP2, BOTH = {"tp": 2}, {"tp": 4}, {"pp": 2}, {"tp": 2, "pp": 2}
 EP2, TP4_EP2 = {"tp": 2, "ep": 2}, {"tp": 4, "ep": 2}
 ALL, FEW = ("base", "lora", "dora", "fused", "extras"), ("dora", "extras")
+ROUNDED = "gemma4-shared", "gemma4-moe", "gemma3n", "granite4", "falcon-h1", "nemotron-h-moe-latent"
 # Name of the case: family, ranks, kinds of adapters, quant_algo. llama has fewer key heads than 4 ranks.
 CASES: dict[str, tuple[str, dict[str, int], tuple[str, ...], str | None]] = {
     "llama tp2": ("llama", TP2, ALL, None),
@@ -104,13 +105,13 @@ CASES: dict[str, tuple[str, dict[str, int], tuple[str, ...], str | None]] = {
     "opt-350m both": ("opt-350m", BOTH, ALL, None),
     "mixtral W8A16": ("mixtral", EP2, ("lora",), "W8A16"),
     **{f"llama-128 {algo}": ("llama-128", TP2, ("lora", "dora"), algo) for algo in SERVED},
-    **{f"{family} {algo}": (f"{family}-128", TP2, ("lora", "dora"), algo) for algo in SERVED for family in (
-        "gemma4-shared", "gemma4-moe", "gemma3n", "granite4", "falcon-h1", "nemotron-h-moe-latent",
-    )},
+    **{f"{family} {algo}": (f"{family}-128", TP2, ("lora", "dora"), algo)
+       for algo in SERVED for family in ROUNDED},
     "gemma4 moe ep2 FP8": ("gemma4-moe-4", EP2, ("lora", "dora"), "FP8"),
     "granite4 pp2 W8A16": ("granite4-4", PP2, ("lora",), "W8A16"),
 }  # fmt: skip
 
+SLOW = {f"{family} {algo}" for family in ROUNDED for algo in SERVED if algo != QuantAlgo.W4A16}
 MIXED = ["linear_attention", "full_attention"] * 2
 CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss-4": ("gpt-oss", {"num_local_experts": 4}),
@@ -227,7 +228,8 @@ def run_group(folder: Path, world: int, cases: list[Case]) -> dict[str, list[dic
 def groups(folder: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, list[dict[str, Any]]]]:
     """Of the cases that are to run."""
     found: dict[str, list[dict[str, Any]]] = {}
-    chosen = [getattr(item, "callspec", None) for item in request.session.items]
+    to_run = [item for item in request.session.items if not item.get_closest_marker("skip")]
+    chosen = [getattr(item, "callspec", None) for item in to_run]
     names = {call.params["name"] for call in chosen if call is not None and "name" in call.params}
     for world in (2, 4):
         mine = [
@@ -254,7 +256,9 @@ def one_process(case: Case) -> tuple[list[torch.Tensor], int]:
     return driver.run(), decoder.weight_bytes
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
+)
 def test_ranks_compute_what_one_process_does(name: str, folder: Path, groups: dict[str, Any]) -> None:
     case = case_of(folder, name)
     ranks = groups[case.name]

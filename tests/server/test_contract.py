@@ -419,7 +419,7 @@ def test_the_verbose_log_says_what_the_gauges_say(server: Running) -> None:
         url = f"http://127.0.0.1:{server.http}/v2/logging"
         data = json.dumps({"log_verbose_level": level}).encode()
         request = urllib.request.Request(url, data, {"manylora-management": server.secret})
-        urllib.request.urlopen(request, timeout=10).close()
+        urllib.request.urlopen(request, timeout=60).close()
 
     def last_line() -> dict[str, Any]:
         whole = log.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0]

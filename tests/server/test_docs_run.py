@@ -40,7 +40,7 @@ SKIPPED = re.compile(r"make (?!serve)|pip install")  # other tests run what is b
 HTTP_PORTS = (8000, 8003)
 PORTS = (*HTTP_PORTS, 8001, 8002)
 READY = ("/v2/health/ready", "/health")
-START_S, COMMAND_S = 60, 120
+START_S, COMMAND_S = 180, 240
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
@@ -88,7 +88,7 @@ class Shell:
     def close(self) -> None:
         if self._server is not None:
             os.killpg(self._server.pid, signal.SIGINT)
-            self._server.wait(30)
+            self._server.wait(120)
             self._server = None
 
     def _run(self, command: list[str]) -> str:

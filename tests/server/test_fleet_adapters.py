@@ -42,7 +42,7 @@ def told(fleet: Fleet, name: str) -> dict[str, str]:
     """What each replica says that the name's digest is; those that a few requests have come to."""
     found = {}
     for _ in range(4 * REPLICAS):
-        answer = httpx.get(f"{fleet.url}/v1/models/{name}", timeout=30)
+        answer = httpx.get(f"{fleet.url}/v1/models/{name}", timeout=60)
         found[answer.headers["x-manylora-replica"]] = answer.json().get("digest", "")
     return found
 
@@ -151,7 +151,7 @@ def cards(fleet: Fleet, name: str) -> list[dict[str, Any]]:
     seen: dict[str, dict[str, Any]] = {}
 
     def asked() -> bool:
-        answer = httpx.get(f"{fleet.url}/v1/models/{name}", timeout=30)
+        answer = httpx.get(f"{fleet.url}/v1/models/{name}", timeout=60)
         seen[answer.headers["x-manylora-replica"]] = answer.json()
         return len(seen) == REPLICAS
 

@@ -12,7 +12,7 @@ import zlib
 
 import pytest
 from conftest import Running
-from launched import processes
+from launched import goes_on, processes
 
 GENERATE = "/v2/models/ensemble/generate"
 INFER = "/v2/models/postprocessing/infer"
@@ -71,21 +71,26 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def before(server: Running) -> dict[str, int]:
+    return processes(server)
+
+
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_would_end_the_server_is_refused(server: Running, what: str) -> None:
+def test_what_would_end_the_server_is_refused(server: Running, before: dict[str, int], what: str) -> None:
     path, body, headers, status, words = REFUSED[what]
-    before = processes(server)
     found, said = post(server, path, body, **headers)
     assert (found, words in said) == (status, True), said[:300]
     assert json.loads(said)["error"]
-    assert processes(server) == before
+    assert goes_on(server, before)
 
 
-def test_a_body_of_very_many_chunks_is_one_piece_to_the_server(server: Running) -> None:
-    before = processes(server)
+def test_a_body_of_very_many_chunks_is_one_piece_to_the_server(
+    server: Running, before: dict[str, int]
+) -> None:
     for path in (GENERATE, "/v2/logging"):
         assert raw(server, chunked(path, 600_000)).startswith((b"HTTP/1.1 500", b"HTTP/1.1 403"))
-    assert processes(server) == before
+    assert goes_on(server, before)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,12 @@ def wait_for_deputies(server: Running) -> None:
     wait_for("both deputies", lambda: len(server.state()["deputies"]) == 2)
 
 
-@pytest.mark.parametrize("which", [*MODELS, "server", "supervisor, deputy 1", "deputy 1"])
+TWO_MODELS = "postprocessing, tensorrt_llm_bls"  # in the same instant, as the supervisor and a deputy
+
+
+@pytest.mark.parametrize(
+    "which", ["preprocessing", "tensorrt_llm", TWO_MODELS, "server", "supervisor, deputy 1", "deputy 1"]
+)
 def test_killed_processes_are_replaced_every_client_hears_and_no_orphan_stays(
     server: Running, which: str
 ) -> None:

@@ -54,7 +54,7 @@ def http(server: Running, method: str, path: str, secret: str | None = None) -> 
         f"http://127.0.0.1:{server.http}{path}", b"{}" if method == "POST" else None, headers, method=method
     )
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status
     except urllib.error.HTTPError as error:
         return error.code

@@ -64,7 +64,7 @@ def serve(folder: Path, *flags: str, root: Path = DEMO / "adapters") -> Iterator
         yield url
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(60)
         log.close()
 
 

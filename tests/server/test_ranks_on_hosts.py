@@ -132,7 +132,7 @@ def over_http(server: Running, task: int) -> list[int]:
         "lora_task_id": task,
     }
     url = f"http://127.0.0.1:{server.http}/v2/models/tensorrt_llm/generate"
-    found = json.loads(urllib.request.urlopen(url, json.dumps(body).encode(), timeout=30).read())
+    found = json.loads(urllib.request.urlopen(url, json.dumps(body).encode(), timeout=60).read())
     return found["output_ids"]
 
 

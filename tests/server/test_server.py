@@ -161,16 +161,13 @@ def test_bad_input_gets_one_sentence_and_harms_nobody(server: Running, extra: di
 
 
 def test_a_stop_request_ends_a_stream_and_is_answered_empty(server: Running) -> None:
-    with ThreadPoolExecutor(1) as pool:
+    with server.slow(), ThreadPoolExecutor(1) as pool:
         flags = {"streaming": np.array([[True]])}
         running = pool.submit(ask, server, inputs(new=200, **flags), "to-stop")
         stopper = inputs([0], 0, stop=np.array([[True]]))
-        for _ in range(100):
+        while not running.done():  # a stop may come before what it is to stop
             assert ask(server, stopper, "to-stop") == []
-            if running.done():
-                break
-        last = running.result(timeout=60)[-1]
-        assert last.as_numpy("finish_reason")[0, 0] in (b"cancelled", b"length")
+        assert running.result()[-1].as_numpy("finish_reason")[0, 0] == b"cancelled"
 
 
 def test_an_activated_lora_reads_what_the_base_model_has_computed(

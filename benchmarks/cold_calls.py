@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.engine.sampler import NOT_FINITE, Sampler
+from manylora.engine.sampler import Sampler
 from manylora.engine.sequence import Sequence
+from manylora.kernels.device import open_device
+from manylora.kernels.spec import NOT_FINITE
 from manylora.model.rope import Rope, RotaryTable
 from manylora.request import Request, SamplingConfig
 
@@ -40,16 +42,16 @@ def chosen_by_torch(logits: Tensor) -> Tensor:
 def main() -> None:
     torch.set_num_threads(2)
     memory = np.ones(READ)
-    device = torch.device("cpu")
+    device, best = torch.device("cpu"), open_device("cpu").ops.best
     rope = Rope(1 / 10000 ** (torch.arange(0, DIM, 2) / DIM))
     table = RotaryTable(rope, torch.float32, device)
     for rows in (1, 16):
         positions, logits = torch.arange(rows) + 50, torch.randn(rows, VOCAB)
         asked = [Sequence(i, Request((0,), SamplingConfig()), 0, 9, None) for i in range(rows)]
-        sampler = Sampler([(one, 1) for one in asked], VOCAB, device)
+        sampler = Sampler([(one, 1) for one in asked], VOCAB, device, best=best)
         calls: dict[str, Callable[[], Any]] = {
             "cosines and sines by torch": lambda at=positions: turned_by_torch(rope, at),  # type: ignore[misc]
-            "cosines and sines": lambda at=positions: table(at, None),  # type: ignore[misc]
+            "cosines and sines": lambda at=positions: table.placed(at, None),  # type: ignore[misc]
             "a greedy token by torch": lambda of=logits: chosen_by_torch(of),  # type: ignore[misc]
             "a greedy token": lambda of=logits, by=sampler: by(of),  # type: ignore[misc]
         }

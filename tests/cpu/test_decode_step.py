@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from running import tokens
 
 from manylora.kernels import native
+from manylora.kernels.decode_step import DecodeStep
 from manylora.kernels.device import open_device
 from manylora.kernels.huge_pages import PIECE, huge_zeros
+from manylora.kernels.spec import AttentionBatch
+from manylora.model.batch import ForwardBatch
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.weights import load_decoder
@@ -53,21 +57,61 @@ def test_a_step_as_one_call_gives_the_same_bits(
     ]
     sequences = [tokens(5 + 4 * n, n) for n in range(num_sequences)]
     decoder, calls = load(model, quant), 0
-    step = decoder._decode_step
-    assert step is not None
+    assert decoder._decode_step is not None
+    call = DecodeStep.__call__
 
     def count(*arguments):
         nonlocal calls
-        found = step(*arguments)
+        found = call(*arguments)
         calls += found is not None
         return found
 
-    monkeypatch.setattr(decoder, "_decode_step", count)
+    monkeypatch.setattr(DecodeStep, "__call__", count)
     whole = Driver(decoder, sequences, adapters).run()
     assert calls >= 2
     monkeypatch.setattr(decoder, "_decode_step", None)
     for found, expected in zip(whole, Driver(decoder, sequences, adapters).run(), strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.usefixtures("_compiled")
+@pytest.mark.parametrize("family", ["llama-biases", "gemma2", "gemma3", "phi3-partial-rotary"])
+def test_a_batch_that_is_given_again_is_read_anew(family: str, tmp_path: Path, monkeypatch) -> None:
+    """Its arrays move on in place, beyond the cosines and sines that were there first."""
+    monkeypatch.setattr("manylora.model.rope.LEAST_KEPT", 4)
+    model = make_model(tmp_path, family, seed=4)
+    count, steps = 3, 12
+    ids, first = np.zeros(count, np.int64), np.array([0, 3, 1])
+    moving = np.stack((first, first + 1, first + 32 * np.arange(count)))  # positions, lengths, slots
+    decoders = [load(model), load(model)]
+    config, blocks = decoders[0].config, torch.arange(2 * count, dtype=torch.int32).view(count, 2)
+    shape = config.num_layers, 2, 2 * count, 16, config.num_kv_heads, config.head_dim
+    kv = [torch.zeros(shape), torch.zeros(shape)]
+
+    def make(*arrays: np.ndarray) -> ForwardBatch:
+        given, positions, lengths, slots = arrays
+        attention = AttentionBatch(range(count + 1), lengths, blocks, torch.from_numpy(slots))
+        rows = torch.arange(count)
+        return ForwardBatch(torch.from_numpy(given), torch.from_numpy(positions), attention, None, rows)
+
+    kept, calls, again = make(ids, *moving), 0, DecodeStep.again
+
+    def count_calls(step: DecodeStep):
+        nonlocal calls
+        found = again(step)
+        calls += found is not None
+        return found
+
+    monkeypatch.setattr(DecodeStep, "again", count_calls)
+    for step in range(steps):
+        ids[:] = tokens(count, step)
+        found = decoders[0].forward(kept, kv[0])
+        new = make(*(one.copy() for one in (ids, *moving)))
+        assert torch.equal(found, decoders[1].forward(new, kv[1]))
+        for batch in (kept, new):
+            assert batch.best.tokens is None or torch.equal(batch.best.tokens, found.argmax(-1))
+        moving += 1
+    assert steps // 2 <= calls < steps - 1, "there were not enough cosines, once or more"
 
 
 @pytest.mark.parametrize("most_rows", [1024, 5])

@@ -11,10 +11,13 @@ import torch
 from penalties import Formula, tensorrt_llm, vllm
 
 from manylora.engine import penalties, sampler
-from manylora.engine.sampler import NOT_FINITE, Sampler, adjust, sample, uniform
+from manylora.engine.sampler import Sampler, adjust, sample, uniform
 from manylora.engine.sequence import PENDING, Sequence
 from manylora.engine.token_counts import TokenCounts
 from manylora.engine.top_p import NEARLY, UNITS, cut_by_top_p
+from manylora.kernels.device import open_device
+from manylora.kernels.reference import best_tokens
+from manylora.kernels.spec import NOT_FINITE
 from manylora.request import Request, SamplingConfig
 
 
@@ -29,6 +32,21 @@ def sequence(
 def one(logits: list[float], made: Sequence) -> tuple[int, float | None]:
     tokens, log_probs = sample(torch.tensor([logits]), [(made, len(made.tokens))])
     return int(tokens[0]), None if log_probs is None else float(log_probs[0])
+
+
+@pytest.mark.parametrize("width", [1, 5, 8, 16, 33, 1000, 40_000])
+def test_the_best_token_of_each_row_is_the_same_by_all_operations(width: int) -> None:
+    """The first of equal ones, at either end and between; none where a logit is not finite."""
+    rows = torch.randn(9, width, generator=torch.Generator().manual_seed(width)).round(decimals=1)
+    rows[1], rows[2] = -3.5, -torch.arange(width)
+    rows[3], rows[4] = torch.arange(width), -0.0
+    rows[4, width // 2 :] = 0.0
+    rows[5, width - 1], rows[6, 0], rows[7, width // 2] = torch.nan, torch.inf, -torch.inf
+    expected = [*(int(row.argmax()) for row in rows[:5].numpy()), *[NOT_FINITE] * 3]
+    for best in (open_device("cpu").ops.best, best_tokens):
+        found = best(rows)
+        assert found.tolist()[:8] == expected
+        assert int(found[8]) == int(rows[8].numpy().argmax())
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class StateRows:
         return StateRows(self.reads + none, self.writes + none, self.cuts + zeros, self.saves + none)
 
     def plan(self, starts: list[int]) -> StateBatch:
-        return StateBatch(*map(_int, (starts, self.reads, self.writes, self.cuts, self.saves)))
+        return StateBatch(*map(_copied, (starts, self.reads, self.writes, self.cuts, self.saves)))
 
 
 @dataclass  # not frozen, which takes longer to make
@@ -76,12 +76,13 @@ class StepInputs:
     virtual: rows that are virtual tokens of their adapter, and for each which of them.
     token_types: [T], of models that tell two texts in a prompt apart.
     pooled_rows: rows whose hidden states are wanted. hidden: these, on the device, written by the runner.
+    best: as `Best` has them, written by the runner.
     """
 
     input_ids: Ints
     positions: Ints
     starts: list[int]
-    lengths: list[int]
+    lengths: Ints
     blocks: Blocks
     slots: Ints
     logits_rows: Ints
@@ -97,6 +98,7 @@ class StepInputs:
     token_types: Ints | None = None
     pooled_rows: Ints = ()
     hidden: Tensor | None = None
+    best: Tensor | None = None
 
     @property
     def decodes(self) -> bool:
@@ -120,7 +122,7 @@ class StepInputs:
             input_ids=_pad(self.input_ids, count, 0),
             positions=_pad(self.positions, count, 0),
             starts=[*self.starts, *range(known + 1, rows + 1)],
-            lengths=self.lengths + [1] * count,
+            lengths=_pad(self.lengths, count, 1),
             blocks=self._padded_blocks(count),
             slots=_pad(self.slots, count, -1),
             logits_rows=np.concatenate((self.logits_rows, np.arange(known, rows))),
@@ -138,8 +140,12 @@ class StepInputs:
         blocks = self.blocks
         return blocks.shape[1] if isinstance(blocks, np.ndarray) else max(map(len, blocks))
 
-    def plan(self, ops: ReferenceOps, width: int = 0, fixed: bool = False) -> ForwardBatch:
-        """The tensors, on the host. width: of the block table; 0: as the longest sequence needs."""
+    def plan(
+        self, ops: ReferenceOps, width: int = 0, fixed: bool = False, shares: bool = False
+    ) -> ForwardBatch:
+        """The tensors, on the host. width: of the block table; 0: as the longest sequence needs. shares:
+        arrays of rows and lengths are the batch's own, which so changes with them."""
+        _int = _shared if shares else _copied
         attention = AttentionBatch(
             query_starts=self.starts,
             kv_lens=self.lengths,
@@ -177,7 +183,7 @@ class StepInputs:
         """The same without pending tokens; waits for them."""
         if self.pending is None:
             return self
-        where, ids = self.pending.where, _int(self.input_ids)
+        where, ids = self.pending.where, _copied(self.input_ids)
         host = Pending(None if where is None else where.cpu(), self.pending.tokens.cpu())
         replace(self, pending=host).fill(ids)
         return replace(self, input_ids=ids.numpy(), pending=None)
@@ -185,7 +191,7 @@ class StepInputs:
     def _cross(self) -> AttentionBatch | None:
         if not len(self.cross_blocks):
             return None
-        return AttentionBatch(self.starts, self.cross_lengths, block_table(self.cross_blocks), _int([]))
+        return AttentionBatch(self.starts, self.cross_lengths, block_table(self.cross_blocks), _copied([]))
 
 
 def encoder_inputs(sequences: list[Sequence], tokens_per_block: int) -> StepInputs:
@@ -210,41 +216,50 @@ def slots_of(spans: Iterable[tuple[range, list[int]]], size: int) -> list[int]:
 
 
 class KeptInputs:
-    """Of the steps of a run: those of its first step, with other tokens, positions and blocks."""
+    """Of the steps of a run: those of its first step, with other tokens, positions, lengths and slots, whose
+    arrays change in place, and other blocks."""
 
     def __init__(self, run: DecodeRun, first: StepInputs, tokens_per_block: int) -> None:
-        self.run = run
-        self._first, self._size = first, tokens_per_block
-        self._places = np.arange(len(run.sequences))
-        self._known = np.zeros(len(run.sequences), np.int64)  # blocks of each sequence that are in the table
-        self._table = np.zeros((len(run.sequences), 0), np.int32)
-        self._slots = self._known
+        self.run, self._size = run, tokens_per_block
+        count = len(run.sequences)
+        self._places = np.arange(count)
+        self._known = np.zeros(count, np.int64)  # blocks of each sequence that are in the table
+        self._table = np.zeros((count, 0), np.int32)
         self._columns = self._num_same = 0  # steps for which no sequence begins another block
+        self._ids, *_ = rows = np.zeros((4, count), np.int64)
+        self._moving = rows[1:]  # one further in each step
+        ids, positions, lengths, slots = rows
+        state = None if first.state is None else first.state.going_on()
+        own = {"input_ids": ids, "positions": positions, "lengths": lengths, "slots": slots, "state": state}
+        self._inputs = replace(first, **own)
+        self._batch: ForwardBatch | None = None
 
     def next(self, tokens: Tensor | None) -> StepInputs:
-        """Of the next step. tokens: [S] of the step before, in flight; None: the host has them."""
-        positions = self.run.positions
+        """Of the next step; the same object. tokens: [S] of the step before, in flight; None: the host has
+        them."""
         if self._num_same:
-            self._slots, self._num_same = self._slots + 1, self._num_same - 1
+            self._moving += 1
+            self._num_same -= 1
         else:
-            self._find_slots(positions)
-        ids = [0] * len(positions) if tokens is not None else [one.tokens[-1] for one in self.run.sequences]
-        return replace(
-            self._first,
-            input_ids=ids,
-            positions=positions,
-            lengths=(positions + 1).tolist(),
-            blocks=self._table[:, : self._columns],
-            slots=self._slots,
-            pending=None if tokens is None else Pending(None, tokens),
-            state=None if self._first.state is None else self._first.state.going_on(),
-        )
+            self._find_slots(self.run.positions)
+        self._ids[:] = 0 if tokens is not None else [one.tokens[-1] for one in self.run.sequences]
+        self._inputs.pending = None if tokens is None else Pending(None, tokens)
+        return self._inputs
+
+    def batch(self, ops: ReferenceOps) -> ForwardBatch:
+        """The tensors of the next step, on the host: the same batch as long as the block table is."""
+        if self._batch is None:
+            self._batch = self._inputs.plan(ops, shares=True)
+        return self._batch
 
     def _find_slots(self, positions: np.ndarray) -> None:
         columns, places = np.divmod(positions, self._size)
         self._add_blocks(columns)
-        self._columns = int(columns.max()) + 1
-        self._slots = self._table[self._places, columns] * np.int64(self._size) + places
+        if self._columns != int(columns.max()) + 1:
+            self._columns = int(columns.max()) + 1
+            self._inputs.blocks, self._batch = self._table[:, : self._columns], None
+        slots = self._table[self._places, columns] * np.int64(self._size) + places
+        self._moving[:] = positions, positions + 1, slots
         self._num_same = self._size - 1 - int(places.max())
 
     def _add_blocks(self, columns: np.ndarray) -> None:
@@ -254,6 +269,7 @@ class KeptInputs:
             if missing > 0:
                 self._table = np.pad(self._table, ((0, 0), (0, missing)))
             self._table[row, : len(blocks)], self._known[row] = blocks, len(blocks)
+            self._columns = 0  # whoever has the table so far needs another
 
 
 def _pad(values: Ints, count: int, value: int) -> np.ndarray:
@@ -274,5 +290,10 @@ def block_table(rows: Blocks, width: int = 0) -> Tensor:
     return torch.from_numpy(table)
 
 
-def _int(values: Ints) -> Tensor:
+def _copied(values: Ints) -> Tensor:
     return torch.from_numpy(np.array(values, np.int64))
+
+
+def _shared(values: Ints) -> Tensor:
+    """Of an int64 array, with its memory."""
+    return torch.from_numpy(np.asarray(values, np.int64))

@@ -11,10 +11,10 @@ from manylora.engine.beam import BeamCandidate, extend_beams, select_beams
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.launched import LaunchedStep, SampledTokens
 from manylora.engine.runner import Runner
-from manylora.engine.sampler import NOT_FINITE
 from manylora.engine.scheduler import Scheduler
 from manylora.engine.sequence import BeamGroup, Sequence
 from manylora.errors import AdapterNotFiniteError, RequestError
+from manylora.kernels.spec import NOT_FINITE
 from manylora.request import Event
 
 

@@ -133,13 +133,13 @@ class Runner:
         assert kept is not None and sampler is not None
         tokens = None if previous is None else previous.tokens
         inputs = kept.next(tokens)
-        logits = self._logits(inputs)
+        logits = self._logits(inputs, kept)
         if sampler.sees_tokens and tokens is None:
             tokens = self._tensor(list(inputs.input_ids))
-        sampler.go_on(inputs.lengths, tokens if sampler.sees_tokens else None)
+        sampler.go_on(np.asarray(inputs.lengths).tolist(), tokens if sampler.sees_tokens else None)
         if not run.can_run_ahead:  # as those whose logits are returned cannot
             self._return_logits(logits, sampler.rows)
-        return LaunchedStep(step, sampler.rows, *sampler(logits))
+        return LaunchedStep(step, sampler.rows, *sampler(logits, inputs.best))
 
     def _launch_anew(self, step: Step, previous: LaunchedStep | None) -> LaunchedStep:
         chunks = [one for chunk in step.chunks for one in one_by_one(chunk)]
@@ -168,12 +168,13 @@ class Runner:
         candidates = {group: self._candidates(logits, members, group) for group, members in beams.items()}
         if not rows:
             return LaunchedStep(step, [], logits[:0, 0], None, candidates, pooled)
+        best = inputs.best
         if len(rows) < logits.shape[0]:
-            logits = logits.index_select(0, self._tensor(indices))
+            best, logits = None, logits.index_select(0, self._tensor(indices))
         self._return_logits(logits, rows)
         pending = self._last_tokens(rows, previous)
-        self._sampler = Sampler(rows, logits.shape[-1], logits.device, pending)
-        return LaunchedStep(step, rows, *self._sampler(logits), candidates, pooled)
+        self._sampler = Sampler(rows, logits.shape[-1], logits.device, pending, self._ops.best)
+        return LaunchedStep(step, rows, *self._sampler(logits, best), candidates, pooled)
 
     def _pool(self, chunks: list[Chunk], inputs: StepInputs, hidden: Tensor) -> list[PooledChunk]:
         extras = {} if inputs.lora is None else {one.start: one.values for one in inputs.lora.extras}
@@ -263,19 +264,27 @@ class Runner:
         for sequence in sequences:
             sequence.kv.is_encoded = True
 
-    def _logits(self, inputs: StepInputs) -> Tensor:
+    def _logits(self, inputs: StepInputs, kept: KeptInputs | None = None) -> Tensor:
+        """kept: what gave the inputs."""
         if self._graphs is not None and inputs.decodes:
             logits = self._graphs.run(inputs)
             if logits is not None:
                 return logits
         if self._leader is not None:
             self._leader.tell(step_message(FORWARD, inputs))
+        # A batch that is given again overwrites its results: those of a step in flight are not read yet.
+        if kept is not None and inputs.pending is None and self._ops.reads_tables:
+            batch = kept.batch(self._ops)
+            logits = self._forward(batch)
+            inputs.best = batch.best.tokens
+            return logits
         batch = inputs.plan(self._ops)
         if inputs.embeddings is not None:
             batch = replace(batch, embeddings=inputs.embeddings)
         moved = to_device(batch, self._device.torch)
         inputs.fill(moved.input_ids)
         logits = self._forward(moved)
+        inputs.best = moved.best.tokens
         if moved.pooled is not None:
             inputs.hidden = moved.pooled.hidden
         return logits

@@ -4,7 +4,7 @@ sequence and seed, never on the rest of the batch."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 
 import numpy as np
@@ -14,10 +14,11 @@ from torch import Tensor
 from manylora.engine.penalties import Penalties
 from manylora.engine.sequence import PENDING, Sequence
 from manylora.engine.top_p import cut_by_top_p
+from manylora.kernels.reference import best_tokens
+from manylora.kernels.spec import NOT_FINITE
 from manylora.kernels.transfer import upload
 from manylora.request import SamplingConfig
 
-NOT_FINITE = -1  # in place of a token: the row's logits hold a NaN or an infinity
 NO_TOKEN = -2  # equal to none that is drawn
 LEAST_ORDERED = 64  # logits, of a row with a top-k
 GUIDES_S = 0.05  # at most for the masks of all guides of a step
@@ -40,14 +41,20 @@ def adjust(logits: Tensor, rows: Rows[Row]) -> Tensor:
 class Sampler:
     """What rows of logits ask for, found out once: the steps of a run keep it.
 
+    best: the device's way to do what `best_tokens` does.
     pending: [L] int64 on the device, of each row the last token where only the device knows it, else a
     negative number; None: the host knows all.
     """
 
     def __init__(
-        self, rows: Rows[Row], vocab: int, device: torch.device, pending: Tensor | None = None
+        self,
+        rows: Rows[Row],
+        vocab: int,
+        device: torch.device,
+        pending: Tensor | None = None,
+        best: Callable[[Tensor], Tensor] = best_tokens,
     ) -> None:
-        self.rows, self._vocab, self._device = rows, vocab, device
+        self.rows, self._vocab, self._device, self._best = rows, vocab, device, best
         self._sequences = [sequence for sequence, _ in rows]
         params = [sequence.request.params for sequence in self._sequences]
         kinds = [*enumerate(params)]
@@ -59,6 +66,9 @@ class Sampler:
         self._wanted = _Some([i for i, p in kinds if p.return_log_probs], len(rows), device)
         self._penalties = self._new_penalties(pending) if self._penalised.rows else None
         self._groups = self._new_groups()
+        rules = self._ruled or self._biases or self._penalised.rows
+        self._adjusts = bool(rules) or self._divisors is not None
+        self._is_plain = not (self._adjusts or self._drawn.rows or self._wanted.rows)
         if pending is not None:
             self._see_drawn(pending)
 
@@ -79,15 +89,23 @@ class Sampler:
         elif self._penalties is not None:
             self._penalties.count(self._penalised.of(tokens))
 
-    @torch.inference_mode()
-    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, logits: Tensor, best: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """A token for each row [L] int64, NOT_FINITE where the logits are not finite; and log probabilities
         [L] float32 for the rows that ask for them, None where none does.
 
-        logits [L, vocab] float32, changed in place.
+        logits [L, vocab] float32, changed in place. best [L]: what `best_tokens` says of them, where it is
+        known.
         """
-        finite = self.adjust(logits)
-        tokens = _best(logits)
+        tokens = self._best(logits) if best is None else best
+        return (tokens, None) if self._is_plain else self._choose(logits, tokens)
+
+    @torch.inference_mode()
+    def _choose(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """tokens: the best ones as the logits are."""
+        finite = tokens != NOT_FINITE
+        if self._adjusts:
+            self._adjust(logits, finite)
+            tokens = _largest_of(logits)
         for group in self._groups:
             drawn = group.draw(group.some.of(logits), [self.rows[i] for i in group.some.rows])
             tokens = drawn if group.some.is_all else tokens.index_copy(0, group.some.where, drawn)
@@ -97,14 +115,19 @@ class Sampler:
             found = torch.log_softmax(self._wanted.of(logits), dim=-1).gather(1, taken).squeeze(1)
             log_probs = torch.zeros(len(logits), device=logits.device)
             log_probs.index_copy_(0, self._wanted.where, found)
-        return _or_not_finite(tokens, finite), log_probs
+        return torch.where(finite, tokens, NOT_FINITE), log_probs
 
     def adjust(self, logits: Tensor) -> Tensor:
         """Apply in place, in this order: biases, temperatures, penalties, bans, guides.
 
         Returns which rows can be sampled, [L] bool: their logits were finite, and their guide was ready.
         """
-        finite = _are_finite(logits)
+        finite = self._best(logits) != NOT_FINITE
+        self._adjust(logits, finite)
+        return finite
+
+    def _adjust(self, logits: Tensor, finite: Tensor) -> None:
+        """As `adjust`; writes False where a guide was not ready."""
         deadline = time.monotonic() + GUIDES_S
         for row, bias in self._biases:
             logits[row, : len(bias)] += upload(bias, torch.float32, logits.device)
@@ -123,7 +146,6 @@ class Sampler:
                     finite[row] = False
                 else:
                     _apply_guide(logits[row], allowed)
-        return finite
 
     def _new_penalties(self, pending: Tensor | None) -> Penalties:
         rows = [(i, *self.rows[i]) for i in self._penalised.rows]
@@ -162,27 +184,8 @@ class _Some:
         return values if self.is_all else values.index_select(0, self.where)
 
 
-# What every step does is done with NumPy on a CPU: its calls take a fraction of torch's, and leave torch's
-# threads asleep, which compete with those of the compiled step.
-
-
-def _are_finite(logits: Tensor) -> Tensor:
-    """For each row. A NaN or infinity makes the sum one; testing every logit costs thirty times more."""
-    if logits.device.type == "cpu":
-        with np.errstate(all="ignore"):
-            return torch.from_numpy(np.isfinite(logits.numpy().sum(-1)))
-    return torch.isfinite(logits.sum(dim=-1))
-
-
-def _or_not_finite(tokens: Tensor, finite: Tensor) -> Tensor:
-    """NOT_FINITE in place of the tokens of rows that are not."""
-    if tokens.device.type == "cpu":
-        return torch.from_numpy(np.where(finite.numpy(), tokens.numpy(), NOT_FINITE))
-    return torch.where(finite, tokens, NOT_FINITE)
-
-
-def _best(logits: Tensor) -> Tensor:
-    """The first largest logit of each row."""
+def _largest_of(logits: Tensor) -> Tensor:
+    """The first largest logit of each row, [L] int64; by NumPy on a CPU, as in `best_tokens`."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(-1))
     return torch.argmax(logits, dim=-1)

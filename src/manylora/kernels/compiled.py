@@ -118,6 +118,13 @@ class CompiledOps(CpuOps):
         shift = None if bias is None else bias.float()
         return self._panels_linear(x.float(), packed, shift).to(x.dtype)
 
+    def best(self, logits: Tensor) -> Tensor:
+        if not _plain(logits):
+            return super().best(logits)
+        best = torch.empty(len(logits), dtype=torch.int64)
+        self._library.best_tokens(best.data_ptr(), logits.data_ptr(), *logits.shape)
+        return best
+
     def lora_add(
         self, y: Tensor, x: Tensor, batch: LoraBatch, layer: int, targets: Targets, bias: Tensor | None = None
     ) -> None:

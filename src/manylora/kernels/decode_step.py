@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from manylora.kernels.panels import Panels, address
-from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Rotary, Weight
+from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Weight
 
 # Tokens of a prompt that is attended row by row: no slower than torch's attention, without its start.
 SHORT = 256
@@ -31,7 +31,7 @@ CALLS = 2  # for the adapters of a linear layer: a fused projection's, then thos
 NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "k_norm")
 SIZES = (
     "layers", "hidden", "heads", "kv_heads", "dim", "size", "inner", "widest", "activation", "norm_heads",
-    "pairs",
+    "pairs", "most_scores",
 )  # fmt: skip
 
 
@@ -45,13 +45,17 @@ WEIGHT = _structure("w", "scale", "offset", "bias", "kind", "in", "out", "group"
 LAYER = _structure(
     *NORMS, ("linear", WEIGHT, LINEARS), "keys", "values", "window", "rotary", ("scale", "f4"), ("cap", "f4")
 )
-DECODER = _structure("layer", *SIZES, "norm", ("head", WEIGHT), ("eps", "f4"))
+DECODER = _structure(
+    *("layer", *SIZES, "norm", ("head", WEIGHT), "embedding", "embedding_kind", "vocabulary"),
+    *(("eps", "f4"), ("embedding_scale", "f4")),
+)
 STEP = _structure(
-    *("x", "logits", "memory", ("cos", "i8", 2), ("sin", "i8", 2), "slots", "lengths", "wanted", "table"),
-    *("adapters", "last", "pool", "pool_kind", "rows", "turned", "columns", "longest", "wanted_rows"),
+    *("ids", "x", "logits", "best", ("cos", "i8", 2), ("sin", "i8", 2), ("places", "i8", 2), "slots"),
+    *("lengths", "wanted", "table", "adapters", "last", "pool", "pool_kind", "rows", ("turns", "i8", 2)),
+    *("turned", "columns", "wanted_rows"),
 )
 ADAPTERS = _structure("segments", "count", "parts", "rows")
-POOLS = (torch.float32, torch.bfloat16)  # by their numbers in native/vectors.h
+KINDS = (torch.float32, torch.bfloat16)  # by their numbers in native/vectors.h
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,13 @@ class LayerParts:
 class DecoderParts:
     """A decoder whose layers are RMS norms, attention and a gated MLP, each added to the residual stream.
 
+    embedding: [vocab, hidden]; of its rows, scaled, a step can make x itself; None: it cannot.
     norm_heads: q and k are normalised head by head. pairs: neighbours are rotated together. activation: its
     number in native/elementwise.c. eps: of all norms.
     """
 
+    embedding: Tensor | None
+    embedding_scale: float
     layers: tuple[LayerParts, ...]
     norm: Tensor
     head: LinearParts
@@ -126,6 +133,16 @@ class Adapters(Protocol):
 FindAdapters = Callable[[LoraBatch, int, tuple[LoraTarget, ...]], Sequence[Adapters]]
 
 
+@dataclass(frozen=True)
+class PlacedRotary:
+    """Cosines and sines [turns, R], contiguous, by which rows are rotated. places [T] int64: which of them is
+    whose; None: they are in the order of the rows."""
+
+    cos: Tensor
+    sin: Tensor
+    places: Tensor | None
+
+
 class DecodeStep:
     """parts: must be plain. find: the adapters of a layer's linear, the same list until segments change."""
 
@@ -133,6 +150,7 @@ class DecodeStep:
         self._library, self._parts, self._find = library, parts, find
         self._memory = torch.empty(1)
         self._kv: Tensor | None = None
+        self._last: _Steps | None = None  # where they can be run again
         self._adapters: tuple[list[Any], np.ndarray | None] = ([], None)
         self._layers = np.zeros(len(parts.layers), LAYER)
         for row, layer in zip(self._layers, parts.layers, strict=True):
@@ -143,82 +161,120 @@ class DecodeStep:
             row["window"] = -1 if layer.params.window is None else layer.params.window
             row["scale"], row["cap"] = layer.params.scale, layer.params.softcap or 0
         self._decoder = np.zeros(1, DECODER)
+        self._decoder_at = self._decoder.ctypes.data
         self._decoder["layer"] = self._layers.ctypes.data
-        for name in {*SIZES, "eps"} - {"layers", "size", "widest"}:
+        for name in {*SIZES, "eps", "embedding_scale"} - {"layers", "size", "widest", "most_scores"}:
             self._decoder[name] = getattr(parts, name)
-        self._decoder["layers"] = len(parts.layers)
+        self._decoder["layers"], self._decoder["most_scores"] = len(parts.layers), MOST_SCORES
         self._decoder["widest"] = max(max(w.rows, w.columns) for w in map(_panels, parts.linears()))
         self._decoder["norm"], self._decoder["head"] = parts.norm.data_ptr(), _weight(parts.head)
+        table = parts.embedding
+        if table is not None:
+            self._decoder["embedding"], self._decoder["vocabulary"] = table.data_ptr(), len(table)
+            self._decoder["embedding_kind"] = KINDS.index(table.dtype)
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it makes x of tokens."""
+        return self._parts.embedding is not None
 
     def __call__(
         self,
         x: Tensor,
-        rotary: list[Rotary],
+        rotary: list[PlacedRotary],
         batch: AttentionBatch,
         lora: LoraBatch | None,
         kv: Tensor,
         logits_rows: Tensor,
-    ) -> Tensor | None:
-        """Logits [L, vocab] float32, or None where something must be done by other code.
+    ) -> tuple[Tensor, Tensor] | None:
+        """Logits [L, vocab] float32, and of each row what `best_tokens` says; or None where something must be
+        done by other code.
 
-        x [T, hidden] float32, is changed. logits_rows [L], ascending. The rest as for `Decoder.forward`.
+        x [T, hidden] float32, is changed; or, where it `embeds`, tokens [T] int64. logits_rows [L],
+        ascending. The rest as for `Decoder.forward`.
         """
-        plain = x.dtype == kv.dtype == torch.float32 and x.is_contiguous()
+        self._last = None
+        plain = x.dtype in (torch.int64, kv.dtype) and kv.dtype == torch.float32 and x.is_contiguous()
         if not plain or (lora is not None and lora.extras):
-            return None
-        slices = _slices(len(x))
-        if slices[0].stop * self._parts.heads * max(batch.kv_lens) > MOST_SCORES:
             return None
         tables = _one_by_one(batch)
         adapters = None if lora is None else self._find_adapters(lora)
-        if tables is None or (lora is not None and (adapters is None or lora.pool.dtype not in POOLS)):
+        if tables is None or (lora is not None and (adapters is None or lora.pool.dtype not in KINDS)):
             return None
         if kv is not self._kv:
             self._place(kv)
         table, ends = tables
-        turns = [part.contiguous() for pair in rotary for part in pair]
+        slices, embeds = _slices(len(x)), x.dtype == torch.int64
         logits = torch.empty(len(logits_rows), _panels(self._parts.head).rows)
+        best = torch.empty(len(logits_rows), dtype=torch.int64)
         borders = np.searchsorted(logits_rows.numpy(), [rows.stop for rows in slices])
+        steps, held = list[np.ndarray](), list[Any]([x, rotary, batch, lora, table, ends, adapters])
         for rows, first, last in zip(slices, [0, *borders], borders, strict=False):
             wanted = logits_rows[first:last]
-            step = self._step_of(rows, x, turns, table, ends, batch.slots)
+            step = self._step_of(rows, x, rotary, table, ends, batch.slots)
             among = wanted - rows.start
-            step["logits"] = logits[first:last].data_ptr()
+            step["logits"], step["best"] = logits[first:last].data_ptr(), best[first:last].data_ptr()
             step["wanted"], step["wanted_rows"] = among.data_ptr(), len(among)
-            step["longest"] = max(batch.kv_lens)
+            held.append(among)
             if lora is not None and adapters is not None:
                 used = adapters
                 if len(slices) > 1:
                     these = self._narrow_adapters(np.arange(rows.start, rows.stop))
                     used = these.table
+                    held.append(these)
                 step["adapters"], step["pool"] = used.ctypes.data, lora.pool.data_ptr()
-                step["pool_kind"] = POOLS.index(lora.pool.dtype)
+                step["pool_kind"] = KINDS.index(lora.pool.dtype)
                 if len(wanted) < rows.stop - rows.start:
                     narrowed = self._narrow_adapters(wanted.numpy(), LINEARS)
                     step["last"] = narrowed.table.ctypes.data
-            self._run(step)
-        return logits
+                    held.append(narrowed)
+            steps.append(step)
+        made = _Steps(steps, [step.ctypes.data for step in steps], logits, best, held)
+        decodes = batch.query_starts[-1] == len(batch.kv_lens)
+        if decodes and embeds and all(one.places is not None for one in rotary):
+            self._last = made
+        return self._run(made)
+
+    def again(self) -> tuple[Tensor, Tensor] | None:
+        """The last call once more, with what its arrays of tokens, places, slots, blocks and lengths hold by
+        now. Overwrites the results that it gave. None: this is to be called anew."""
+        return None if self._last is None else self._run(self._last)
 
     def _step_of(
-        self, rows: slice, x: Tensor, turns: list[Tensor], table: Tensor, ends: np.ndarray, slots: Tensor
+        self,
+        rows: slice,
+        x: Tensor,
+        rotary: list[PlacedRotary],
+        table: Tensor,
+        ends: np.ndarray,
+        slots: Tensor,
     ) -> np.ndarray:
         """STEP for some rows, of tensors for all of them; without logits and adapters."""
         step = np.zeros((), STEP)
-        cos, sin = ([part[rows].data_ptr() for part in turns[i::2]] for i in (0, 1))
-        step["x"], step["slots"] = x[rows].data_ptr(), slots[rows].data_ptr()
-        step["cos"][: len(cos)], step["sin"][: len(sin)] = cos, sin
+        step["ids" if x.dtype == torch.int64 else "x"] = x[rows].data_ptr()
+        for number, one in enumerate(rotary):
+            first = rows.start if one.places is None else 0
+            step["cos"][number], step["sin"][number] = one.cos[first:].data_ptr(), one.sin[first:].data_ptr()
+            if one.places is not None:
+                step["places"][number], step["turns"][number] = one.places[rows].data_ptr(), len(one.cos)
+            step["turned"] = one.cos.shape[1]
+        step["slots"] = slots[rows].data_ptr()
         step["lengths"], step["table"] = ends[rows].ctypes.data, table[rows].data_ptr()
-        step["columns"] = table.shape[1]
-        step["rows"], step["turned"] = rows.stop - rows.start, turns[0].shape[1] if turns else 0
+        step["columns"], step["rows"] = table.shape[1], rows.stop - rows.start
         return step
 
-    def _run(self, step: np.ndarray) -> None:
-        decoder = self._decoder.ctypes.data
-        size = self._library.decode_memory(decoder, step.ctypes.data)
-        if self._memory.numel() < size:
-            self._memory = torch.empty(2 * size)
-        step["memory"] = self._memory.data_ptr()
-        self._library.decode_step(decoder, step.ctypes.data)
+    def _run(self, steps: _Steps) -> tuple[Tensor, Tensor] | None:
+        """None: it is to be made anew, or done by other code."""
+        run, decoder = self._library.decode_step, self._decoder_at
+        for step in steps.places:
+            missing = run(decoder, step, self._memory.data_ptr(), self._memory.numel())
+            if missing > 0:
+                self._memory = torch.empty(2 * missing)
+                missing = run(decoder, step, self._memory.data_ptr(), self._memory.numel())
+            if missing:
+                self._last = None
+                return None
+        return steps.logits, steps.best
 
     def _place(self, kv: Tensor) -> None:
         """kv [layers, 2, blocks, size, kv_heads, dim]"""
@@ -249,6 +305,17 @@ class DecodeStep:
         found = self._adapters[0][-linears:]
         segments = [[_narrow(call.segments, rows) for call in calls] for calls in found]
         return _Narrowed(_adapter_table(segments, found), segments)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Some rows after others. steps: of STEP, at `places`. held: what they point to."""
+
+    steps: list[np.ndarray]
+    places: list[int]
+    logits: Tensor
+    best: Tensor
+    held: list[Any]
 
 
 @dataclass(frozen=True)
@@ -287,7 +354,7 @@ def _slices(rows: int) -> list[slice]:
 
 def _one_by_one(batch: AttentionBatch) -> tuple[Tensor, np.ndarray] | None:
     """The blocks [T, columns] and number of tokens [T] that each row sees; None where a prompt is long."""
-    ends = np.array(batch.kv_lens, np.int64)
+    ends = np.asarray(batch.kv_lens, np.int64)
     if batch.query_starts[-1] == len(ends):
         return batch.block_table.contiguous(), ends
     counts = np.diff(np.asarray(batch.query_starts))

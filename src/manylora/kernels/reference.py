@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,6 +30,7 @@ from manylora.kernels.recurrent import RecurrentState, StateBatch
 from manylora.kernels.row_format import Encoding
 from manylora.kernels.short_conv import short_conv
 from manylora.kernels.spec import (
+    NOT_FINITE,
     AttentionBatch,
     AttentionParams,
     BatchLimits,
@@ -52,6 +54,8 @@ class ReferenceOps:
 
     has_bfloat16 = True
     """Whether the processor multiplies bfloat16 itself."""
+    reads_tables = True
+    """Whether operations read a batch's tables on the host, each time: `plan` makes no others of them."""
     rounds_inputs = False
     """Whether linear layers round their inputs to bfloat16, which holds their weights exactly, and all other
     tensors are float32."""
@@ -103,6 +107,10 @@ class ReferenceOps:
     def decode_step(self, parts: DecoderParts) -> DecodeStep | None:
         """A decoder's step of one token for each sequence as one call, where the device has that."""
         return None
+
+    def best(self, logits: Tensor) -> Tensor:
+        """As `best_tokens`."""
+        return best_tokens(logits)
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
         """Semantics: x @ weight.T + bias, of a packed weight; x [T, K] -> [T, N]."""
@@ -368,6 +376,17 @@ class ReferenceOps:
         segments = group_segments(batch, pairs.groups, layer, sized)
         if segments:
             self.lora_add(y, x, LoraBatch(batch.pool, segments), layer, targets)
+
+
+@torch.inference_mode()
+def best_tokens(logits: Tensor) -> Tensor:
+    """The first largest of each row of logits [L, vocab], [L] int64; NOT_FINITE where one is a NaN or
+    infinite, which makes their sum so: testing every logit costs thirty times more."""
+    if logits.device.type != "cpu":
+        return torch.where(torch.isfinite(logits.sum(dim=-1)), torch.argmax(logits, dim=-1), NOT_FINITE)
+    rows = logits.numpy()  # its calls take a fraction of torch's, and leave torch's threads asleep
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(np.where(np.isfinite(rows.sum(-1)), rows.argmax(-1), NOT_FINITE))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,8 @@ from manylora.kernels.panels import Panels
 from manylora.kernels.quantised import PackedInt4, QuantisedWeight, StackedWeight
 from manylora.kernels.row_format import RowFormat
 
+NOT_FINITE = -1
+"""In place of a token: the row's logits hold a NaN or an infinity."""
 Weight = Tensor | QuantisedWeight | PackedInt4 | StackedWeight | Panels
 """A weight [N, K] of a linear layer, as it is or packed."""
 Rotary = tuple[Tensor, Tensor]
@@ -116,7 +119,7 @@ class AttentionBatch:
     """
 
     query_starts: Sequence[int]
-    kv_lens: Sequence[int]
+    kv_lens: Sequence[int] | np.ndarray
     block_table: Tensor
     slots: Tensor
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -19,6 +19,13 @@ class HiddenRows:
     hidden: Tensor | None = None
 
 
+@dataclass
+class Best:
+    """tokens [L] int64: what `best_tokens` says of the logits, where the forward pass finds it on its way."""
+
+    tokens: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class ForwardBatch:
     """T token rows, packed over all sequences.
@@ -32,6 +39,7 @@ class ForwardBatch:
     state: where the states of recurrent layers are; None: each sequence begins, and nothing is kept of it.
     token_types: [T] int64; None: all are 0.
     pooled: None where no hidden states are wanted.
+    best: written by the forward pass.
     lora: None when no row has an adapter; then no LoRA kernel runs.
     """
 
@@ -46,3 +54,4 @@ class ForwardBatch:
     state: StateBatch | None = None
     pooled: HiddenRows | None = None
     token_types: Tensor | None = None
+    best: Best = field(default_factory=Best)

@@ -64,38 +64,57 @@ class Decoder(DecoderLayers):
             self._rotary = [RotaryTable(rope, dtype, self._device) for rope in ropes]
 
         self._decode_step = None
-        parts = decoder_parts(config, self._blocks, norm, self._head, self._head_bias)
+        self._last: tuple[ForwardBatch, KvTensors] | None = None  # that went through it
+        parts = decoder_parts(
+            config, self._blocks, norm, self._head, self._head_bias, self._plain_embedding()
+        )
         if parts is not None and dtype == torch.float32 and not config.bidirectional:
             self._decode_step = ops.decode_step(parts)
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KvTensors, states: RecurrentState | None = None) -> Tensor:
         """Logits [L, vocab] float32 of `batch.logits_rows`; writes keys and values into kv.
 
-        states: of recurrent layers.
+        states: of recurrent layers. The batch of the last call, with other contents in its tensors, takes
+        much less time on a CPU, and may overwrite the logits that this gave.
         """
-        config = self.config
-        x = self._embed(batch)
+        found = self._in_one_call(batch, kv)
+        logits, best = found or (self._in_layers(batch, kv, states), None)
+        bounded = self._bounded(logits)
+        batch.best.tokens = best if bounded is logits else None
+        return bounded
+
+    def _in_one_call(self, batch: ForwardBatch, kv: KvTensors) -> tuple[Tensor, Tensor] | None:
+        """None where the layers must be called one by one."""
+        step, last = self._decode_step, self._last
+        if step is None or not isinstance(kv, Tensor):
+            return None
+        if batch.pooled is not None or self._growth(batch) is not None:
+            return None
+        if last is not None and last[0] is batch and last[1] is kv:
+            found = step.again()
+            if found is not None:
+                return found
+        self._last = (batch, kv) if step.embeds and batch.embeddings is None else None
+        x = self._embed(batch) if self._last is None else batch.input_ids
+        rotary = [table.placed(batch.positions, batch.rope_lengths) for table in self._rotary]
+        return step(x, rotary, batch.attention, batch.lora, kv, batch.logits_rows)
+
+    @torch.inference_mode()
+    def _in_layers(self, batch: ForwardBatch, kv: KvTensors, states: RecurrentState | None) -> Tensor:
+        x, growth = self._embed(batch), self._growth(batch)
         rotary = [table(batch.positions, batch.rope_lengths) for table in self._rotary]
-        growth = self._growth(batch)
-        still = self._unrotated_growth(batch, growth)
-        logits = None
-        if (
-            isinstance(kv, Tensor)
-            and self._decode_step is not None
-            and growth is None
-            and batch.pooled is None
-        ):
-            logits = self._decode_step(x, rotary, batch.attention, batch.lora, kv, batch.logits_rows)
-        if logits is None:
-            turns = [Turns(None, still), *(Turns(one, growth) for one in rotary)]
-            own = None if self._layer_inputs is None else self._vectors(self._layer_inputs, x, batch)
-            logits = self._layers(x, turns, batch, kv, states, own)
-        if config.logits_scale != 1:
-            logits *= config.logits_scale
-        if config.logits_softcap is not None:
-            logits = torch.tanh(logits / config.logits_softcap) * config.logits_softcap
-        return logits
+        turns = [Turns(None, self._unrotated_growth(batch, growth)), *(Turns(one, growth) for one in rotary)]
+        own = None if self._layer_inputs is None else self._vectors(self._layer_inputs, x, batch)
+        return self._layers(x, turns, batch, kv, states, own)
+
+    def _bounded(self, logits: Tensor) -> Tensor:
+        """Scaled, and capped softly, where the family does so."""
+        scale, cap = self.config.logits_scale, self.config.logits_softcap
+        if scale == 1 and cap is None:
+            return logits
+        with torch.inference_mode():
+            logits = logits * scale if scale != 1 else logits
+            return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _layers(
         self,
@@ -218,6 +237,17 @@ class Decoder(DecoderLayers):
             adapt_head(logits, x, lora.extras, self._head_bias, self.config.tie_word_embeddings)
         return logits
 
+    def _plain_embedding(self) -> Tensor | None:
+        """The table of which the first layer gets rows, scaled alone; None: more is done to them, or it is
+        one that the compiled step does not read."""
+        table = self._weights["embed"]
+        more = (self._project_in, self._embedding_norm, self._streams, self._weights.get("positions"))
+        if any(one is not None for one in more) or not isinstance(table, Tensor):
+            return None
+        plain = table.is_contiguous() and table.dtype in (torch.float32, torch.bfloat16)
+        return table if plain else None
+
+    @torch.inference_mode()
     def _embed(self, batch: ForwardBatch) -> Tensor:
         """The embedding's scale is for tokens: a request's own vectors are used as they are."""
         x = self._embed_tokens(batch, self._weights["embed"], "embed")

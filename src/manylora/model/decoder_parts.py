@@ -20,8 +20,10 @@ def decoder_parts(
     norm: Norm,
     head: Weight,
     head_bias: Tensor | None,
+    embedding: Tensor | None,
 ) -> DecoderParts | None:
-    """None where layers differ from a sequence of attention and gated MLP with RMS norms."""
+    """None where layers differ from a sequence of attention and gated MLP with RMS norms. embedding: of which
+    the first layer gets rows, scaled alone."""
     if config.parallel_blocks or config.residual_scale != 1 or norm.bias is not None:
         return None
     if config.qkv_clip is not None or config.attention_chunk or config.unrotated_growth:
@@ -35,6 +37,8 @@ def decoder_parts(
     if len(plain) < len(layers):
         return None
     return DecoderParts(
+        embedding=embedding,
+        embedding_scale=config.embedding_scale,
         layers=tuple(plain),
         norm=norm.weight,
         head=LinearParts(head, head_bias),

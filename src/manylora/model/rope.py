@@ -16,6 +16,7 @@ from torch import Tensor
 
 from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
+from manylora.kernels.decode_step import PlacedRotary
 
 LEAST_KEPT, MOST_KEPT = 256, 8192  # positions of a table; 8 MiB, of heads of 128
 
@@ -55,16 +56,22 @@ class RotaryTable:
 
     def __call__(self, positions: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """cos and sin [T, rotary_dim] in the compute dtype; angles in float32. See `Rope.angles`."""
+        found = self.placed(positions, lengths)
+        if found.places is None:
+            return found.cos, found.sin
+        return found.cos.index_select(0, found.places), found.sin.index_select(0, found.places)
+
+    def placed(self, positions: Tensor, lengths: Tensor | None) -> PlacedRotary:
+        """The same, as they are kept."""
         end = int(positions.numpy().max(initial=-1)) + 1 if self._keeps else 0
         if not 0 < end <= MOST_KEPT:
-            return self._find(positions, lengths)
+            return PlacedRotary(*self._find(positions, lengths), None)
         known = len(self._kept[0])
         if end > known:
             more = self._find(torch.arange(known, min(max(2 * known, end, LEAST_KEPT), MOST_KEPT)), None)
             cos, sin = (torch.cat(parts) for parts in zip(self._kept, more, strict=True))
             self._kept = cos, sin
-        cos, sin = self._kept
-        return cos.index_select(0, positions), sin.index_select(0, positions)
+        return PlacedRotary(*self._kept, positions)
 
     def _find(self, positions: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         angles, factor = self._rope.angles(positions, lengths), self._rope.factor

@@ -47,6 +47,8 @@ class CudaOps(ReferenceOps):
     one that does not measure.
     """
 
+    reads_tables = False
+
     def __init__(self, part_keys: int = PART_KEYS, chooser: BlockChooser | None = None) -> None:
         self._part_keys = part_keys
         self.chooser = chooser or BlockChooser()

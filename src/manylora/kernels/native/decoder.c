@@ -29,28 +29,33 @@ typedef struct {
     int64_t layers, hidden, heads, kv_heads, dim, size, inner, widest, activation;
     int64_t norm_heads; /* whether q and k are normalised head by head */
     int64_t pairs;      /* whether neighbours are rotated together */
+    int64_t most_scores; /* of all rows and heads */
     const float *norm;
     Weight head;
-    float eps;
+    const char *embedding; /* [vocabulary, hidden] of its kind, float32 or bfloat16 */
+    int64_t embedding_kind, vocabulary;
+    float eps, embedding_scale;
 } Decoder;
 
 typedef struct {
-    float *x;      /* [rows, hidden], is changed */
-    float *logits; /* [wanted, vocabulary] */
-    float *memory; /* room for decode_memory(...) floats */
-    const float *cos[2], *sin[2]; /* [rows, turned] */
+    const int64_t *ids; /* [rows], tokens; NULL: x is given */
+    float *x;           /* [rows, hidden], is changed; NULL where there are ids */
+    float *logits;      /* [wanted, head rows] */
+    int64_t *best;      /* [wanted], as of best_tokens */
+    const float *cos[2], *sin[2]; /* [turns, turned] */
+    const int64_t *places[2];     /* [rows], where in cos and sin a row's are; NULL: in the order of the rows */
     const int64_t *slots, *lengths; /* [rows] */
     const int64_t *wanted;          /* rows whose logits are computed, ascending */
     const int32_t *table; /* [rows, columns] */
     const Adapters *adapters; /* [layers, LINEARS, CALLS]; NULL: none */
     const Adapters *last;     /* the last layer's [LINEARS, CALLS], of the wanted rows among themselves */
     const char *pool;
-    int64_t pool_kind, rows, turned, columns, longest, wanted_rows;
+    int64_t pool_kind, rows, turns[2], turned, columns, wanted_rows;
 } Step;
 
 typedef struct {
     float *x, *seen, *wide, *q, *mixed, *gated, *delta, *post, *room, *scores;
-    int64_t widest; /* room: 2 * rows * widest */
+    int64_t widest, longest; /* room: 2 * rows * widest; the most tokens that a row attends to */
 } Memory;
 
 INLINE float *take(float **from, int64_t size) {
@@ -59,13 +64,27 @@ INLINE float *take(float **from, int64_t size) {
     return taken;
 }
 
-static Memory divide(const Decoder *d, const Step *s, float *at, float **end) {
+static Memory divide(const Decoder *d, const Step *s, int64_t longest, float *at, float **end) {
     const int64_t q = s->rows * d->heads * d->dim, hidden = s->rows * d->hidden;
-    const Memory m = {s->x, take(&at, hidden), take(&at, s->rows * d->widest), take(&at, q), take(&at, 2 * q),
-                      take(&at, s->rows * d->inner), take(&at, hidden), take(&at, hidden),
-                      take(&at, 2 * s->rows * d->widest), take(&at, s->rows * d->heads * s->longest), d->widest};
+    const Memory m = {s->x ? s->x : take(&at, hidden), take(&at, hidden), take(&at, s->rows * d->widest), take(&at, q),
+                      take(&at, 2 * q), take(&at, s->rows * d->inner), take(&at, hidden), take(&at, hidden),
+                      take(&at, 2 * s->rows * d->widest), take(&at, s->rows * d->heads * longest), d->widest, longest};
     *end = at;
     return m;
+}
+
+static void embed(const Decoder *d, const Step *s, float *x) {
+    const int64_t size = size_of(d->embedding_kind);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < s->rows; row++) {
+        const int64_t id = s->ids[row];
+        const char *const from = d->embedding + (0 <= id && id < d->vocabulary ? id : 0) * d->hidden * size;
+        float *const to = x + row * d->hidden;
+        if (d->embedding_kind == FLOAT32)
+            for (int64_t i = 0; i < d->hidden; i++) to[i] = widen_one(FLOAT32, from + i * 4) * d->embedding_scale;
+        else
+            for (int64_t i = 0; i < d->hidden; i++) to[i] = widen_one(BFLOAT16, from + i * 2) * d->embedding_scale;
+    }
 }
 
 INLINE const Adapters *of(const Adapters *layer, int linear) { return layer ? layer + linear * CALLS : NULL; }
@@ -101,7 +120,7 @@ static const float *attend(const Decoder *d, const Layer *l, const Adapters *ada
     const int64_t turned = l->rotary < 0 ? 0 : s->turned, number = l->rotary < 0 ? 0 : l->rotary;
     Rotation r = {m->q, m->wide, m->wide + q_size, m->wide + q_size + kv_size, width, width, width,
                   s->cos[number], s->sin[number], l->keys, l->values, s->slots, s->rows, d->heads, d->kv_heads,
-                  d->dim, turned, d->pairs};
+                  d->dim, turned, d->pairs, s->places[number]};
     apply(&l->linear[QKV], of(adapters, QKV), s, m, m->wide, seen);
     if (l->q_norm) { /* `mixed` is not in use yet */
         float *const q = m->mixed, *const k = m->mixed + s->rows * q_size;
@@ -114,7 +133,7 @@ static const float *attend(const Decoder *d, const Layer *l, const Adapters *ada
     float *const mixed = queries == m->mixed ? m->q : m->mixed;
     const Attention a = {mixed, queries, l->keys, l->values, s->table, s->lengths, m->scores, q_size,
                          turned ? q_size : r.q_stride, s->columns, s->rows, d->heads, d->kv_heads, d->dim, d->size,
-                         s->longest, l->window, l->scale, l->cap, NULL};
+                         m->longest, l->window, l->scale, l->cap, NULL};
     attention_team(&a);
     return mixed;
 }
@@ -134,9 +153,11 @@ static const float *post_norm(const Decoder *d, const Step *s, const Memory *m, 
 
 static void step(const Decoder *d, const Step *s, const Memory *m) {
     const float *delta = NULL;
-    const Memory apart = {m->seen, m->x, m->wide, m->q, m->mixed, m->gated, m->delta, m->post, m->room, m->scores};
+    Memory apart = *m;
+    apart.x = m->seen, apart.seen = m->x;
     Step few = *s;
     few.rows = s->wanted_rows;
+    if (s->ids) embed(d, s, m->x);
     for (int64_t i = 0; i < d->layers; i++) {
         const Layer *const l = d->layer + i;
         const Adapters *adapters = s->adapters ? s->adapters + i * LINEARS * CALLS : NULL;
@@ -157,19 +178,29 @@ static void step(const Decoder *d, const Step *s, const Memory *m) {
         delta = post_norm(d, s, m, m->delta, l->mlp_post_norm);
     }
     const float *const seen = add(d, s, m->x, delta, d->norm, m->seen);
-    if (s->rows) apply(&d->head, NULL, s, m, s->logits, seen);
+    if (!s->rows) return;
+    apply(&d->head, NULL, s, m, s->logits, seen);
+    best_team(s->best, s->logits, s->rows, d->head.out); /* while they are in the caches */
 }
 
-/* Floats that a step needs. s->memory may be any address. */
-int64_t decode_memory(const Decoder *d, const Step *s) {
-    float *end;
-    divide(d, s, s->memory, &end);
-    return end - s->memory;
+static int64_t largest(const int64_t *of, int64_t count) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (of[i] > found) found = of[i];
+    return found;
 }
 
-void decode_step(const Decoder *d, const Step *s) {
+/* memory: for so many floats. 0: done. Otherwise nothing was: it needs so many; or, negative, a row has grown beyond
+ * cos and sin, or there are too many scores. */
+int64_t decode_step(const Decoder *d, const Step *s, float *memory, int64_t floats) {
+    const int64_t longest = largest(s->lengths, s->rows);
+    if (s->rows * d->heads * longest > d->most_scores) return -1;
+    for (int i = 0; i < 2; i++)
+        if (s->places[i] && largest(s->places[i], s->rows) >= s->turns[i]) return -1;
     float *end;
-    const Memory m = divide(d, s, s->memory, &end);
+    const Memory m = divide(d, s, longest, memory, &end);
+    if (end - memory > floats) return end - memory;
 #pragma omp parallel
     step(d, s, &m);
+    return 0;
 }

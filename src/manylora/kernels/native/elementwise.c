@@ -2,7 +2,7 @@
 
 #include "team.h"
 
-enum { MANY = 64 };
+enum { MANY = 64 /* rows */, MANY_LOGITS = 1 << 17 };
 enum { SILU, GELU, GELU_TANH };
 
 void ONCE norm_row(float *to, const float *in, const float *weight, int64_t width, float eps) {
@@ -84,8 +84,8 @@ void rotate_team(const Rotation *r) {
     const int64_t width = r->kv_heads * r->dim;
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < r->rows; row++) {
-        const float *const c = r->cos + row * r->turned, *const s = r->sin + row * r->turned;
-        const int64_t at = r->slots[row] * width;
+        const int64_t place = (r->places ? r->places[row] : row) * r->turned, at = r->slots[row] * width;
+        const float *const c = r->cos + place, *const s = r->sin + place;
         if (r->turned)
             turn(r->q_out + row * r->heads * r->dim, r->q + row * r->q_stride, c, s, r->heads, r->dim, r->turned, r->pairs);
         turn(r->k_cache + at, r->k + row * r->k_stride, c, s, r->kv_heads, r->dim, r->turned, r->pairs);
@@ -99,7 +99,43 @@ void rotate_and_store(float *q_out, const float *q, int64_t q_stride, const floa
                       int64_t v_stride, const float *cos, const float *sin, float *k_cache, float *v_cache,
                       const int64_t *slots, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t turned) {
     const Rotation r = {q_out, q, k, v, q_stride, k_stride, v_stride, cos, sin, k_cache, v_cache, slots, rows, heads,
-                        kv_heads, dim, turned, 0};
+                        kv_heads, dim, turned, 0,
+                        NULL};
 #pragma omp parallel if (rows > MANY)
     rotate_team(&r);
+}
+
+/* The first of the largest numbers of a row; -1 where one is a NaN or infinite. */
+static int64_t ONCE best_of(const float *x, int64_t width) {
+    vector most = all(-INFINITY), sum = {0};
+    integers places = {0}, here = {0};
+    for (int i = 0; i < LANES; i++) here[i] = i;
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES, here += LANES) {
+        const vector some = load(x + i);
+        const integers more = some > most;
+        most = choose(more, some, most);
+        places = (more & here) | (~more & places);
+        sum += some - some; /* 0, or a NaN for good */
+    }
+    float largest = -INFINITY, wrong = total(sum);
+    int64_t place = 0;
+    for (int lane = 0; lane < LANES; lane++)
+        if (most[lane] > largest || (most[lane] == largest && places[lane] < place)) largest = most[lane], place = places[lane];
+    for (; i < width; i++) {
+        wrong += x[i] - x[i];
+        if (x[i] > largest) largest = x[i], place = i;
+    }
+    return wrong == 0 ? place : -1;
+}
+
+/* best [rows] of logits [rows, width]; width below 2^31 */
+void best_team(int64_t *best, const float *logits, int64_t rows, int64_t width) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; row++) best[row] = best_of(logits + row * width, width);
+}
+
+void best_tokens(int64_t *best, const float *logits, int64_t rows, int64_t width) {
+#pragma omp parallel if (rows > 1 && rows * width > MANY_LOGITS)
+    best_team(best, logits, rows, width);
 }

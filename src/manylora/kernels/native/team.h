@@ -51,11 +51,12 @@ typedef struct { /* of elementwise.c */
     float *q_out; /* [rows, heads, dim] */
     const float *q, *k, *v;
     int64_t q_stride, k_stride, v_stride;
-    const float *cos, *sin; /* [rows, turned] */
+    const float *cos, *sin; /* [..., turned] */
     float *k_cache, *v_cache;
     const int64_t *slots;
     int64_t rows, heads, kv_heads, dim, turned; /* turned 0: q is left alone */
     int64_t pairs;                              /* neighbours are turned together, not the two halves' elements */
+    const int64_t *places; /* [rows], of each in cos and sin, of which there are any number; NULL: row by row */
 } Rotation;
 
 /* Of a linear layer that rounds x, kind is that of W + FORMS * form: one of bfloat16.c, or of integer.c. */
@@ -73,3 +74,4 @@ void norm_team(float *total, float *out, const float *x, int64_t x_stride, const
                const float *weight, int64_t rows, int64_t width, float eps);
 void gate_team(float *out, const float *y, int64_t y_stride, int64_t rows, int64_t width, int64_t activation);
 void rotate_team(const Rotation *r);
+void best_team(int64_t *best, const float *logits, int64_t rows, int64_t width);

@@ -226,12 +226,9 @@ class EngineLoop:
             command = self._inbox.get()
             self._turn_at, self._idle = time.monotonic(), False
             command()
-        while True:
-            try:
-                command = self._inbox.get_nowait()
-            except queue.Empty:
-                return self._death is None
-            command()
+        while not self._inbox.empty():  # nobody else takes from it
+            self._inbox.get()()
+        return self._death is None
 
     def _take_stats(self) -> None:
         self._stats, self._stats_at = self._engine.stats(), time.monotonic()

@@ -264,8 +264,9 @@ class Scheduler:
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """Remove sequences, waiting or running, and free their blocks. The caller releases their leases."""
         removed = set(sequences)
-        if removed:
-            self._run = None
+        if not removed:
+            return
+        self._run = None
         for sequence in removed:
             self._kv.free(sequence)
         self.running = [s for s in self.running if s not in removed]

@@ -83,7 +83,7 @@ class Arrival:
 
     def __init__(self, tensor: Tensor) -> None:
         self._host, self._event = tensor, None
-        if tensor.device.type == "cuda":
+        if tensor.is_cuda:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.current_stream(tensor.device).record_event()

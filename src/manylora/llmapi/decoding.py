@@ -56,8 +56,9 @@ class Decoding:
     def within(self, num_tokens: int) -> Decoding:
         """The same with at most this many new tokens, so that it is known which beams were cut off. Unchanged
         for 0 or less: the engine refuses such a prompt."""
-        limit = min(self.params.max_tokens, num_tokens)
-        return replace(self, params=replace(self.params, max_tokens=limit)) if limit > 0 else self
+        if not 0 < num_tokens < self.params.max_tokens:
+            return self
+        return replace(self, params=replace(self.params, max_tokens=num_tokens))
 
     @property
     def stepwise(self) -> bool:

@@ -22,7 +22,7 @@ from manylora.engine.loop import EngineLoop
 from manylora.errors import AdapterNotCachedError, ConfigError, RequestError
 from manylora.llmapi.adapters import AdapterRegistry
 from manylora.llmapi.chat import ChatRequests
-from manylora.llmapi.decoding import decoding_of, with_defaults
+from manylora.llmapi.decoding import Decoding, decoding_of, with_defaults
 from manylora.llmapi.engine_config import NO_ADAPTERS, engine_config, modules_to_read, parameter_names
 from manylora.llmapi.generation import Generation
 from manylora.llmapi.lora import LoRAChoice, LoraConfig, LoRARequest, is_choice, members_of
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("manylora")
 
 PIN_ATTEMPTS = 3
+Known = dict[int, tuple[SamplingParams, Decoding]]
+"""By the id of the parameters, of one call."""
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 
 
@@ -180,9 +182,10 @@ class LLM(ChatRequests, PooledRequests):
         lora_request = self._named(lora_request)
         adapters = _for_each(prompts, "lora_request", lora_request, is_choice(lora_request))
         made: list[Generation] = []
+        known: Known = {}
         try:
             for prompt, one_params, one_adapter in zip(prompts, params, adapters, strict=True):
-                made.append(self._make(prompt, one_params, one_adapter, streaming=False))
+                made.append(self._make(prompt, one_params, one_adapter, False, known))
         except BaseException:
             for generation in made:
                 self._service.discard(generation)
@@ -208,7 +211,7 @@ class LLM(ChatRequests, PooledRequests):
         Raises RequestError or ValueError for a request that cannot be served; what only the engine can know
         is raised by the result.
         """
-        made = self._make(inputs, sampling_params, self._named(lora_request), streaming)
+        made = self._make(inputs, sampling_params, self._named(lora_request), streaming, {})
         return self._service.submit(made)
 
     def pin_lora(self, lora_request: LoRARequest | str) -> None:
@@ -271,13 +274,21 @@ class LLM(ChatRequests, PooledRequests):
         sampling_params: SamplingParams | None,
         lora_request: LoRAChoice | None,
         streaming: bool,
+        known: Known,
     ) -> Generation:
-        params, end_ids = replace(sampling_params) if sampling_params else SamplingParams(), None
+        """known: what was made of parameters before, without an adapter's own text."""
         tokenizer, own = self._tokenizer, self._text_of(lora_request)
-        if own is not None:
-            params = with_defaults(params, own.defaults, own_length=sampling_params is not None)
-            tokenizer, end_ids = own.tokenizer, own.defaults.end_ids
-        decoding = decoding_of(params, tokenizer, self._model.eos_token_ids if end_ids is None else end_ids)
+        if own is None and id(sampling_params) in known:
+            params, decoding = known[id(sampling_params)]
+        else:
+            params, end_ids = replace(sampling_params) if sampling_params else SamplingParams(), None
+            if own is not None:
+                params = with_defaults(params, own.defaults, own_length=sampling_params is not None)
+                tokenizer, end_ids = own.tokenizer, own.defaults.end_ids
+            end_ids = self._model.eos_token_ids if end_ids is None else end_ids
+            decoding = decoding_of(params, tokenizer, end_ids)
+            if own is None:
+                known[id(sampling_params)] = params, decoding
         if streaming and decoding.n < params.num_samples:
             raise ValueError(f"best_of ({params.best_of}) must equal n ({params.n}) when streaming")
         if streaming and decoding.params.beam_width > 1:

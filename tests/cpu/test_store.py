@@ -8,6 +8,8 @@ import os
 import random
 import threading
 import time
+from concurrent import futures
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from safetensors.numpy import save_file
 
 from manylora.config.engine import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterInvalidError, AdapterNotCachedError
-from manylora.lora import staging, tensors
+from manylora.lora import arrivals, staging, tensors
 from manylora.lora.formats import peft
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.peft import read_peft, read_peft_whole
@@ -25,6 +27,7 @@ from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.tensor_files import decode, read_safetensors
 from manylora.lora.library import fingerprint, reader
 from manylora.lora.number_types import BFLOAT16, narrow_to_bfloat16
+from manylora.lora.pool import AdapterPool
 from manylora.lora.rules import AdapterRules
 from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.model.checkpoint import read_model_config
@@ -81,6 +84,52 @@ def written(store: AdapterStore) -> None:
 
 def take(store: AdapterStore, lora: LoraInput) -> AdapterLease:
     return store.acquire(lora, store.prepare(lora))
+
+
+def test_memory_is_ready_for_the_next_adapter(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One piece at a time while the engine works, the rest once it is idle, and nothing twice."""
+    store, made = open_store(model, 3, 3), list[int]()
+    monkeypatch.setattr(arrivals, "make_resident", lambda piece: made.append(piece.data_ptr()))
+    places = [store._arrivals._pool.pieces(page)[0].data_ptr() for page in range(3)]
+    for count in (1, 2):
+        store.make_ready(lambda: False)
+        written(store)
+        assert made == places[:count]
+    for _ in range(2):
+        store.make_ready(lambda: True)
+        written(store)
+        assert made == places
+    take(store, adapter(1))
+    store.make_ready(lambda: True)
+    written(store)
+    assert made == places + places[1:], "one is taken, others come next"
+
+
+def test_a_step_waits_once_and_briefly_for_a_small_adapter(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, gate = open_store(model, 3, 3), threading.Event()
+    waits: list[float] = []
+
+    def wait(writing: list[Future[None]], most: float) -> None:
+        waits.append(most)
+        gate.set()
+        writing[0].result()
+
+    monkeypatch.setattr(futures, "wait", wait)
+    write = AdapterPool.write_host
+    monkeypatch.setattr(AdapterPool, "write_host", lambda *what: gate.wait() and write(*what))
+    lease = take(store, adapter(1))
+    assert store.admit(lease) and store.is_loaded(lease) and waits == [arrivals.BRIEF_S]
+    monkeypatch.setattr(futures, "wait", lambda writing, most: waits.append(most))
+    gate.clear()
+    second, third = (take(store, adapter(number)) for number in (2, 3))
+    assert store.admit(second) and store.admit(third)
+    assert not store.is_loaded(second) and not waits[1:], "another one is written, too"
+    gate.set()
+    written(store)
+    assert store.is_loaded(second) and store.is_loaded(third)
+    store.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -29,6 +29,7 @@ class FakeEngine:
         self.known: set[int] = set()
         self.order: list[tuple[int, bool]] = []
         self.adapters = SimpleNamespace(
+            make_ready=lambda is_idle: None,
             resident=lambda task_id: task_id in self.known,
             loader=SimpleNamespace(wait_for_memory=lambda: None, end_waits=lambda: None),
             close=lambda: None,

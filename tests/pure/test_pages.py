@@ -24,6 +24,15 @@ def test_a_claim_is_all_or_nothing() -> None:
     assert pages.num_free == 3
 
 
+def test_what_comes_next_is_what_is_claimed_next() -> None:
+    pages = PageAllocator(6)
+    pages.claim(3)
+    pages.release([1])
+    upcoming = pages.upcoming(3)
+    assert upcoming == [1, 3, 4] == pages.claim(3)
+    assert pages.upcoming(9) == [5]
+
+
 def test_a_shared_page_is_free_after_its_last_release() -> None:
     pages = PageAllocator(1)
     [page] = pages.claim(1) or []

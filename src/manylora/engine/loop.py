@@ -206,6 +206,7 @@ class EngineLoop:
                 self._delivered()
                 if time.monotonic() - self._stats_at > STATS_S:
                     self._take_stats()
+                    self._make_ready()
         except BaseException as error:
             if self._death is not None:  # it was given up before
                 return
@@ -223,6 +224,7 @@ class EngineLoop:
                 return False
             self._take_stats()
             self._idle = True
+            self._make_ready()
             command = self._inbox.get()
             self._turn_at, self._idle = time.monotonic(), False
             command()
@@ -232,6 +234,9 @@ class EngineLoop:
 
     def _take_stats(self) -> None:
         self._stats, self._stats_at = self._engine.stats(), time.monotonic()
+
+    def _make_ready(self) -> None:
+        self._engine.adapters.make_ready(lambda: self._idle)
 
     def _begin(self, ticket: int, request: Request, matcher: LLMatcher | None) -> None:
         if ticket not in self._sinks:  # cancelled

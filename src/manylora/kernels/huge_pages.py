@@ -6,6 +6,7 @@ its hardware fetches ahead without stopping at every 4 KiB.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import sys
 import threading
@@ -16,7 +17,9 @@ from torch import Tensor
 
 PIECE = 2**26  # bytes asked for at once; what is not written takes no memory
 ALIGNMENT = 64
+HUGE_BYTES = 2**21  # of one page
 LEAST = 2**16  # bytes; smaller tensors are plain ones
+POPULATE_WRITE = 23  # of Linux since 5.14
 
 _lock = threading.Lock()
 _piece: mmap.mmap | None = None
@@ -32,6 +35,20 @@ def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
     piece, offset = _take(size)
     return torch.frombuffer(piece, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+def make_resident(tensor: Tensor) -> None:
+    """Have the system give a contiguous tensor on the CPU its memory now, which the first write to each page
+    waits for otherwise. Its values stay. No effect where the system cannot. Any thread, also while others
+    write to it."""
+    if sys.platform != "linux":
+        return
+    first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    size = tensor.data_ptr() + tensor.nbytes - first
+    with suppress(OSError, AttributeError):
+        advise = ctypes.CDLL(None).madvise
+        advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        advise(first, size, POPULATE_WRITE)
 
 
 def _take(size: int) -> tuple[mmap.mmap, int]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from manylora.errors import AdapterError, RequestError
+from manylora.kernels.huge_pages import make_resident
 from manylora.lora.cache import AdapterCache
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.geometry import Layout
@@ -19,6 +22,10 @@ from manylora.lora.tensors import Adapter
 from manylora.system.threads import lower_priority
 
 logger = logging.getLogger("manylora")
+
+BRIEF_BYTES = 2**23  # of an adapter whose writing takes less time than the step that would go without it
+BRIEF_S = 0.005  # for which steps wait for that, once
+READY_BYTES = 2**23  # at least, of pages that get their memory before they are written
 
 
 class Arrivals:
@@ -39,15 +46,34 @@ class Arrivals:
         self._cache, self._pool, self._slicer, self._others = cache, pool, slicer, others
         self._writer = ThreadPoolExecutor(1, "manylora-write", lower_priority)
         self._writing: dict[str, Future[None]] = {}
+        self._brief: set[str] = set()  # of these, that steps wait for
         self._to_copy: set[str] = set()  # of these, which then go to their pages on the device
         self._loading: dict[str, torch.Event] = {}  # on their way to the device
         self.lost: dict[str, RequestError] = {}
         self.num_loads = 0
+        self._ready: list[int] = []  # pages that are claimed next
+        self._unready: deque[torch.Tensor] = deque()  # pieces of these that may have no memory yet
+        self._most_pages = 0  # that an adapter took
 
     def write(self, digest: str, adapter: Adapter | FileAdapter, layout: Layout) -> None:
         """Begin to write an adapter into its pages on the host."""
         held = self._cache.host.entries[digest]
         self._writing[digest] = self._writer.submit(self._write, adapter, layout, held.pages, held.shared)
+        if len(held.pages) * self._pool.page_bytes <= BRIEF_BYTES:
+            self._brief.add(digest)
+        self._most_pages = max(self._most_pages, len(held.pages))
+
+    def make_ready(self, is_idle: Callable[[], bool]) -> None:
+        """Begin to have the system give memory to the pages that are claimed next, as many as another adapter
+        takes: all of it while the engine is idle, else one piece. On a virtual machine the first write to
+        2 MiB of new memory may take longer than to read an adapter, and hold up a core."""
+        least = -(-READY_BYTES // self._pool.page_bytes)
+        pages = self._cache.host.pages.upcoming(max(self._most_pages, least))
+        if pages != self._ready:
+            self._ready = pages
+            self._unready = deque(piece for page in pages for piece in self._pool.pieces(page))
+        if self._unready:
+            self._writer.submit(_make_resident, self._unready, is_idle)
 
     def load(self, digest: str) -> None:
         """Begin to bring it to its pages on the device, as soon as the host has it."""
@@ -61,6 +87,7 @@ class Arrivals:
     def forget(self, digest: str) -> None:
         """It was evicted from the host."""
         self._writing.pop(digest, None)
+        self._brief.discard(digest)
         self._to_copy.discard(digest)
         self._loading.pop(digest, None)
         self.lost.pop(digest, None)
@@ -86,6 +113,10 @@ class Arrivals:
         """Whether one that was to be loaded has arrived on the device."""
         if not self._writing and not self._loading:
             return True
+        if digest in self._brief:
+            self._brief.discard(digest)
+            if len(self._writing) == 1 and digest in self._writing:
+                futures.wait([self._writing[digest]], BRIEF_S)
         if not self.is_written(digest, wait=False):
             return False
         event = self._loading.get(digest)
@@ -135,3 +166,10 @@ class Arrivals:
             logger.error("an adapter could not be written into the cache", exc_info=error)
             error = RequestError(f"The adapter could not be loaded: {type(error).__name__}")
         self.lost[digest] = error
+
+
+def _make_resident(pieces: deque[torch.Tensor], is_idle: Callable[[], bool]) -> None:
+    while pieces:
+        make_resident(pieces.popleft())
+        if not is_idle():
+            return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 
 
 class PageAllocator:
@@ -37,6 +38,10 @@ class PageAllocator:
         for page in pages:
             self._references[page] = 1
         return pages
+
+    def upcoming(self, count: int) -> list[int]:
+        """The free pages that are claimed next, at most so many."""
+        return list(islice(self._free, count))
 
     def share(self, page: int) -> None:
         """One more reference to a page in use."""

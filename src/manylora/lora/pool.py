@@ -13,6 +13,7 @@ from torch import Tensor
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import CopyStream, host_tensor
 from manylora.kernels.extras import Extra
+from manylora.kernels.huge_pages import HUGE_BYTES
 from manylora.kernels.loading import FILE_ROW, can_lay_out, lay_out, read_rows
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.kernels.spec import LoraRow
@@ -47,7 +48,8 @@ class AdapterPool:
     routed-expert module as such a pair for each expert, one after the other. Numbers of 8 bits stay what they
     are, so many of them in each element of a page.
 
-    Memory that was never written is not resident yet, so an empty cache on a CPU costs nothing.
+    Memory that was never written is not resident yet, so an empty cache on a CPU costs nothing the first
+    of its pages.
     """
 
     def __init__(
@@ -160,6 +162,11 @@ class AdapterPool:
             table.append((payload.ctypes.data, start + offset * size, *sizes))
         large = sum(payload.nbytes for payload in payloads) >= PARALLEL_BYTES
         lay_out(table, target, source, min(THREADS, os.cpu_count() or 1) if large else 1)
+
+    def pieces(self, page: int) -> Sequence[Tensor]:
+        """A page on the host in parts whose memory the system gives at once; none beside a GPU, where all of
+        it is there."""
+        return self._host[page].split(HUGE_BYTES // self.element_bytes) if self._shared else ()
 
     def write_shared(self, matrices: SharedMatrices, layout: Layout, pages: Sequence[int]) -> None:
         """As `write_host`, of what shared rows have in common."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -271,6 +271,10 @@ class AdapterStore:
             for start, stop, lease in segments
         ]
         return lora_batch(self._pool, loaded)
+
+    def make_ready(self, is_idle: Callable[[], bool]) -> None:
+        """As of `Arrivals`. is_idle: called on any thread."""
+        self._arrivals.make_ready(is_idle)
 
     def close(self) -> None:
         """End the threads that write; nothing can be acquired any more. Idempotent."""

@@ -5,8 +5,9 @@ With the compiled kernels where the process has loaded them; NumPy takes two to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 
@@ -14,6 +15,10 @@ from manylora.kernels import native
 
 WIDE, NARROW = "float32", "bfloat16"
 COPIED = (WIDE, NARROW, "float16")
+BEGIN, LINE = b"float32\0", 64  # of what is digested; between two of it: as in native/loading.c
+IN_CACHE = 2**19  # bytes that are digested after they were read
+TOGETHER = 2**20  # numbers of rows that are not worth a second thread
+Digest = Callable[[memoryview], bytes]
 # A row in a file: offsets of A [rank, in] and B [out, rank] in bytes, target address, sizes, factor of B.
 FILE_ROW = np.dtype(
     [(name, np.int64) for name in ("a", "b", "target", "rank", "in", "out")] + [("scale", np.float64)]
@@ -111,3 +116,44 @@ def read_rows(descriptor: int, rows: np.ndarray, target: str, source: str, threa
         return read(rows)
     with ThreadPoolExecutor(threads) as pool:
         return all(pool.map(read, np.array_split(rows, 4 * threads)))  # rows differ in size
+
+
+def can_take(source: str) -> bool:
+    """Whether `take_rows` is for a file's type, and this machine."""
+    return source in (WIDE, NARROW) and native.loaded() is not None
+
+
+def take_rows(
+    descriptor: int, rows: np.ndarray, target: str, source: str, threads: int, digest: Digest
+) -> list[bytes] | None:
+    """Read rows of a file into memory: A [rank, in], then B [out, rank] times its factor. Returns what
+    `digest` says of b"float32\\0" and the numbers of each in float32. None: the file has not all of them, or
+    not all are finite.
+
+    As `read_rows`; `target` is the type of the numbers in memory. digest: called on several threads.
+    """
+    library = native.loaded()
+    assert library is not None
+    call = getattr(library, f"take_rows_{target}_{source}")
+    sizes = len(BEGIN) + 4 * rows["rank"] * (rows["in"] + rows["out"])
+    ends = np.cumsum(-(-sizes // LINE) * LINE)
+
+    def take(bounds: tuple[int, int]) -> list[bytes]:
+        found, (first, stop) = list[bytes](), bounds
+        while first < stop:
+            start = ends[first] - -(-sizes[first] // LINE) * LINE
+            last = max(first + 1, int(np.searchsorted(ends[:stop], start + IN_CACHE, "right")))
+            part, room = np.ascontiguousarray(rows[first:last]), np.empty(ends[last - 1] - start, np.uint8)
+            if call(descriptor, part.ctypes.data, len(part), room.ctypes.data) < len(part):
+                break
+            places = zip([0, *(ends[first : last - 1] - start)], sizes[first:last], strict=True)
+            found += [digest(room[place : place + size].data) for place, size in places]
+            first = last
+        return found
+
+    threads = 1 if sizes.sum() < 4 * TOGETHER else threads
+    shares = list(pairwise(np.linspace(0, len(rows), threads + 1).astype(int).tolist()))
+    with ThreadPoolExecutor(threads) as pool:  # starts no thread that has nothing to do
+        others = [pool.submit(take, share) for share in shares[1:]]
+        taken = [*take(shares[0]), *(one for other in others for one in other.result())]
+    return taken if len(taken) == len(rows) else None

@@ -15,6 +15,7 @@ from manylora.kernels import native
 from manylora.lora.bounds import Bounds
 from manylora.lora.expert_rules import beside_experts
 from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.plain_rows import Alike
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.geometry import CachePlan, pages_of_rank, plan_cache
 from manylora.lora.library.disk import DiskLevel
@@ -61,6 +62,7 @@ class StoreParts:
             bfloat16=narrow,
             text_only=self.text_only,
             shared=not self.in_parts,
+            alike=Alike(),
         )
         return AdapterReader(self.rules, options, "" if self.in_parts else pages)
 

@@ -56,6 +56,10 @@ FUNCTIONS = {
     "read_rows_float32_bfloat16": "ipip>i",
     "read_rows_bfloat16_float32": "ipip>i",
     "read_rows_bfloat16_bfloat16": "ipip>i",
+    "take_rows_float32_float32": "ipip>i",
+    "take_rows_float32_bfloat16": "ipip>i",
+    "take_rows_bfloat16_float32": "ipip>i",
+    "take_rows_bfloat16_bfloat16": "ipip>i",
 }
 
 

@@ -236,3 +236,35 @@ READ_ROWS(read_rows_float32_float32, FLOAT32, FLOAT32)
 READ_ROWS(read_rows_float32_bfloat16, FLOAT32, BFLOAT16)
 READ_ROWS(read_rows_bfloat16_float32, BFLOAT16, FLOAT32)
 READ_ROWS(read_rows_bfloat16_bfloat16, BFLOAT16, BFLOAT16)
+
+/* Rows of a file: A [rank, in] and B [out, rank] with its scale, to their targets as kind `to`; and in float32 to room,
+ * whole lines each, behind the eight bytes with which digests of such numbers begin. Gives back the row that could not be
+ * read or is not finite, or `count`. */
+INLINE int64_t take_rows(const Kind to, const Kind from, int file, const Stored *rows, int64_t count, char *room) {
+    static const char name[8] = "float32";
+    for (int64_t i = 0; i < count; i++) {
+        const Stored *row = rows + i;
+        const int64_t a = row->rank * row->in, b = row->rank * row->out, size = sizeof name + 4 * (a + b);
+        char *numbers = memcpy(room, name, sizeof name);
+        numbers += sizeof name;
+        char *stored_b = numbers + 4 * (a + b) - size_of(from) * b; /* the rear part, which is widened last */
+        char *stored_a = numbers + 4 * a - size_of(from) * a;
+        if (!read_all(file, stored_a, a * size_of(from), row->a)) return i;
+        if (!widen_all(from, (float *)numbers, stored_a, a, 1)) return i;
+        if (!read_all(file, stored_b, b * size_of(from), row->b)) return i;
+        if (!widen_all(from, (float *)(numbers + 4 * a), stored_b, b, (float)row->scale)) return i;
+        move(to, FLOAT32, row->target, numbers, a + b, NULL);
+        room += (size + LINE - 1) / LINE * LINE;
+    }
+    return count;
+}
+
+#define TAKE_ROWS(name, to, from)                                                                           \
+    int64_t name(int64_t file, const Stored *rows, int64_t count, char *room) {                             \
+        return take_rows(to, from, (int)file, rows, count, room);                                           \
+    }
+
+TAKE_ROWS(take_rows_float32_float32, FLOAT32, FLOAT32)
+TAKE_ROWS(take_rows_float32_bfloat16, FLOAT32, BFLOAT16)
+TAKE_ROWS(take_rows_bfloat16_float32, BFLOAT16, FLOAT32)
+TAKE_ROWS(take_rows_bfloat16_bfloat16, BFLOAT16, BFLOAT16)

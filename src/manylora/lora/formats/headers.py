@@ -34,14 +34,24 @@ class HeaderEntry:
     size: int
 
 
+def header_of(file: OpenFile, bounds: Bounds) -> bytes:
+    """Read once, so that whoever comes later has what was judged. Raises ValueError, AdapterInvalidError."""
+    if not file.header:
+        length = int.from_bytes(file.read(0, 8), "little")
+        if length > bounds.header_bytes:
+            raise ValueError(
+                f"its header has {length} bytes, that of an adapter at most {bounds.header_bytes}"
+            )
+        file.header = file.read(8, length)
+    return file.header
+
+
 def read_header(file: OpenFile, bounds: Bounds) -> dict[str, HeaderEntry]:
     """By key. The tensors lie side by side and fill the file. Raises ValueError, AdapterInvalidError."""
-    length = int.from_bytes(file.read(0, 8), "little")
-    if length > bounds.header_bytes:
-        raise ValueError(f"its header has {length} bytes, that of an adapter at most {bounds.header_bytes}")
-    first = 8 + length
+    header = header_of(file, bounds)
+    first = 8 + len(header)
     found: dict[str, HeaderEntry] = {}
-    for key, entry in _members(file.read(8, length).decode()):
+    for key, entry in _members(header.decode()):
         if key in found:
             raise ValueError(f"its header names {key[:MAX_KEY]} twice")
         if key == METADATA:
@@ -63,10 +73,7 @@ def read_header(file: OpenFile, bounds: Bounds) -> dict[str, HeaderEntry]:
 
 def read_metadata(file: OpenFile, bounds: Bounds) -> dict[str, str]:
     """What the header says beside the tensors. Raises ValueError, AdapterInvalidError."""
-    length = int.from_bytes(file.read(0, 8), "little")
-    if length > bounds.header_bytes:
-        raise ValueError(f"its header has {length} bytes, that of an adapter at most {bounds.header_bytes}")
-    members = _members(file.read(8, length).decode())
+    members = _members(header_of(file, bounds).decode())
     found: Any = next((value for key, value in members if key == METADATA), {})
     return found if isinstance(found, dict) else {}
 

@@ -55,12 +55,14 @@ def open_plain(path: Path, bounds: Bounds) -> int:
 
 
 class OpenFile:
-    """A file until no one holds it any more. size: in bytes, when it was opened. Raises as `open_plain`."""
+    """A file until no one holds it any more. size: in bytes, when it was opened. header: of safetensors, as
+    it was read. Raises as `open_plain`."""
 
     def __init__(self, path: Path, bounds: Bounds) -> None:
         self.name = path.name
         self.descriptor = open_plain(path, bounds)
         self.size = os.fstat(self.descriptor).st_size
+        self.header = b""
 
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.lora import staging
 from manylora.lora.file_adapter import FileRows
 from manylora.lora.formats.base_weights import BaseReader
+from manylora.lora.formats.headers import header_of
 from manylora.lora.formats.kinds.form import LoraForm, PeftFiles
 from manylora.lora.formats.kinds.table import check_kind, read_form
+from manylora.lora.formats.opened import OpenFile
 from manylora.lora.formats.peft_config import (
     ALORA,
     CONFIG,
@@ -48,10 +51,12 @@ from manylora.lora.formats.peft_names import (
     layer_of,
     module_id_of,
 )
+from manylora.lora.formats.peft_plain import find_plain
 from manylora.lora.formats.peft_stacks import STACK_KEY, Parts, check_stacks, stack_parts
 from manylora.lora.formats.peft_strict import check_keys, check_pairs, tell_left_out, tell_missing
 from manylora.lora.formats.peft_tables import is_whole_table
 from manylora.lora.formats.peft_unused import without_unused
+from manylora.lora.formats.plain_rows import PlainRows
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.tensor_files import (
     RawTensor,
@@ -59,7 +64,7 @@ from manylora.lora.formats.tensor_files import (
     decode,
     read_encoded,
 )
-from manylora.lora.modules import EXPERT_IDS, LoraModule, LoraModuleId
+from manylora.lora.modules import LoraModule, LoraModuleId
 from manylora.lora.number_types import BFLOAT16, BY_SAFETENSORS, NumberType
 from manylora.lora.shared import SharedMatrices, share
 from manylora.lora.tensors import AdapterRow, check_dims, check_layer, digest_values
@@ -69,8 +74,6 @@ from manylora.request import LoraExtra
 PARALLEL, PARALLEL_ROWS = 2**21, 2**16
 NARROWED = 2**22  # elements of an adapter whose memory is worth the narrowing of each row
 THREADS = 4
-SPECIAL_MODULES = (*EXPERT_IDS, LoraModuleId.CROSS_ATTN_QKV)  # modules whose rows are not one pair each
-IN_PLACE = {"F32": "float32", "BF16": "bfloat16"}  # types that `stored_rows` is for
 LOW_RANK = re.compile(r"\.lora_[AB]\.")  # in the names of what PEFT applies to some tokens only
 DORA = re.compile(r"lora_magnitude_vector|weight_m_wdecomp")
 DORA_REASON = "DoRA magnitudes are divided by the row norms of the base model: name it with --base"
@@ -130,12 +133,19 @@ def read_peft_whole(folder: Path, options: ReadOptions = DEFAULT) -> tuple[list[
     beside each; with DoRA they do not.
     """
     settings = read_settings(folder, options.bounds)
+    if options.digest and (alike := _find_alike(folder, settings, options)) is not None:
+        plain, file = alike
+        if (made := plain.read(file, options.bfloat16)) is not None:
+            return made, []
+    told: list[str] = []
+    options = replace(options, tell=_both(told.append, options.tell))
     with options.open_base() as base:
         form, found = _open(folder, settings, options, base)
         config, tensors = form.config, form.tensors
         check_extra_shapes(found, options.bounds)
         kind = _find_encoding(tensors, config) if options.float8 else None
-        rows = _Reading(config, options, base, kind, form.vectors).rows(tensors)
+        reading = _Reading(config, options, base, kind, form.vectors)
+        rows = reading.rows(tensors)
         extras = read_extras(found, tensors, config, options.modules, base) + form.extras
     tell_left_out(settings, tensors, options)
     tell_missing(settings, {(row.layer, row.module_id) for row in rows}, options)
@@ -145,7 +155,17 @@ def read_peft_whole(folder: Path, options: ReadOptions = DEFAULT) -> tuple[list[
         extras.append(LoraExtra.invocation(config.invocation))
     if not rows and not extras:
         raise AdapterInvalidError("the adapter holds no LoRA matrices")
+    if options.alike is not None and reading.plain and not (extras or told):
+        options.alike.keep(settings, *reading.plain[0])
     return rows, extras
+
+
+def _both(one: Callable[[str], None], other: Callable[[str], None]) -> Callable[[str], None]:
+    def tell(line: str) -> None:
+        one(line)
+        other(line)
+
+    return tell
 
 
 def stored_rows(folder: Path, options: ReadOptions = DEFAULT) -> FileRows | None:
@@ -154,25 +174,30 @@ def stored_rows(folder: Path, options: ReadOptions = DEFAULT) -> FileRows | None
     settings = read_settings(folder, options.bounds)
     if not is_plain_lora(settings):
         return None
+    if (alike := _find_alike(folder, settings, options)) is not None:
+        return alike[0].table
     config, tensors = config_of(settings), without_unused(peft_tensors(folder, options), options)
-    kinds = {tensor.dtype for tensor in tensors.values()}
     special = any(is_extra(key) or EXPERT_KEY.fullmatch(key) or STACK_KEY.fullmatch(key) for key in tensors)
-    special = special or bool(config.invocation)
-    if special or config.use_dora or len(kinds) != 1 or not kinds <= IN_PLACE.keys():
+    if special or config.invocation or config.use_dora:
         return None
-    rows = []
-    for (layer, module_id), parts in _gather(tensors, None, options.modules).items():
-        if set(parts) != {"A", "B"} or module_id in SPECIAL_MODULES:
-            return None
-        (path, _, a), (_, _, b) = parts["A"], parts["B"]
-        order = np.arange(b.shape[0])
-        for turned in (in_peft_order, in_our_order):
-            order = turned(path, module_id, order, options.module(module_id, layer))
-        if a.offset is None or b.offset is None or (np.diff(order) != 1).any():
-            return None
-        scale = config.scale(_pattern_name(config, path, module_id), a.shape[0])
-        rows.append((module_id, layer, a.shape[0], a.offset, b.offset, scale))
-    return FileRows.of(weights_file(folder).name, IN_PLACE[kinds.pop()], rows)
+    plain = find_plain(_gather(tensors, None, options.modules), options, partial(_scale, config))
+    return plain.table if plain is not None else None
+
+
+def _find_alike(
+    folder: Path, settings: Mapping[str, Any], options: ReadOptions
+) -> tuple[PlainRows, OpenFile] | None:
+    """Of an adapter like one that was read in full: its rows, in this file. None: there was none, or there is
+    something to tell."""
+    if options.alike is None:
+        return None
+    try:
+        file = OpenFile(weights_file(folder), options.bounds)
+        header_of(file, options.bounds)
+    except (AdapterInvalidError, OSError, ValueError):
+        return None
+    known = options.alike.find(settings, file)
+    return None if known is None else (known, file)
 
 
 def _open(
@@ -250,6 +275,10 @@ def _leave_out(key: str, partial: list[str] | None) -> None:
     partial.append(f"no match {key}: {reason}")
 
 
+def _scale(config: PeftConfig, path: str, module_id: int, rank: int) -> float:
+    return config.scale(_pattern_name(config, path, module_id), rank)
+
+
 def _pattern_name(config: PeftConfig, path: str, module_id: int) -> str:
     """What patterns call the module at `path`: a router is a parameter to newer PEFT."""
     is_parameter = module_id == LoraModuleId.MOE_ROUTER and config.target_parameters
@@ -259,7 +288,8 @@ def _pattern_name(config: PeftConfig, path: str, module_id: int) -> str:
 @dataclass(frozen=True)
 class _Reading:
     """One adapter that is read. base: open. kind: the type with an encoding that all tensors have, and rows
-    keep. vectors: as of `LoraForm`."""
+    keep. vectors: as of `LoraForm`. plain: the file and what all rows are in it, if
+    `rows` found them to be plain."""
 
     config: PeftConfig
     options: ReadOptions
@@ -267,6 +297,7 @@ class _Reading:
     kind: NumberType | None = None
     vectors: Mapping[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     common: dict[object, SharedMatrices] = field(default_factory=dict)  # found so far
+    plain: list[tuple[OpenFile, PlainRows]] = field(default_factory=list)
 
     def rows(self, tensors: Mapping[str, RawTensor], partial: list[str] | None = None) -> list[AdapterRow]:
         modules, bounds, kind = self.options.modules, self.options.bounds, self.kind
@@ -286,9 +317,25 @@ class _Reading:
         bounds.check_rows(len(found))
         bounds.check_elements(elements, float8=kind is not None)
         read = decode if kind is None else read_encoded
+        if not experts and kind is None and (made := self._read_plain(found)) is not None:
+            return made
         decoded = {key: read(key, tensor) for key, tensor in experts.items()}
         rows = expert_rows(decoded, self.config, modules, kind) + self._read_rows(found)
         return sorted(rows, key=lambda row: (row.layer, row.module_id))
+
+    def _read_plain(self, found: Mapping[tuple[int, int], Parts]) -> list[AdapterRow] | None:
+        """None: they are not, or one of them is wrong, as will be told."""
+        if self.vectors or not self.options.digest:
+            return None
+        plain = find_plain(found, self.options, partial(_scale, self.config))
+        if plain is None or not plain.can_be_read:
+            return None
+        file = next(iter(found.values()))["A"][2].file
+        assert file is not None
+        rows = plain.read(file, self.options.bfloat16)
+        if rows is not None:
+            self.plain.append((file, plain))
+        return rows
 
     def _read_rows(self, found: Mapping[tuple[int, int], Parts]) -> list[AdapterRow]:
         """All payloads in one piece of memory; a large adapter's are read by several threads."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from manylora.kernels.row_format import RowFormat
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.formats.base_weights import BaseReader, BaseWeights
+from manylora.lora.formats.plain_rows import Alike
 from manylora.lora.modules import LoraModule
 from manylora.lora.rules import AdapterRules
 
@@ -23,7 +24,8 @@ class ReadOptions:
     then, for pages of that type, where they are large; those of routed experts stay as they are. text_only:
     leave out what an adapter has for a model's vision part, which is refused otherwise. num_layers: of the
     model, where the bounds do not know it. shared: rows may be vectors beside matrices that others have too;
-    else each has its own. tell: takes a line for each thing that is served and may not be
+    else each has its own. alike: remembers what adapters have in common; None: each is judged on its own.
+    tell: takes a line for each thing that is served and may not be
     what was meant.
     """
 
@@ -37,6 +39,7 @@ class ReadOptions:
     text_only: bool = False
     num_layers: int | None = None
     shared: bool = False
+    alike: Alike | None = None
     tell: Callable[[str], None] = lambda line: None
 
     @property

@@ -78,6 +78,11 @@ class RawTensor:
         return self.source.start if isinstance(self.source, _Span) else None
 
     @property
+    def file(self) -> OpenFile | None:
+        """Where the values are; None: in memory."""
+        return self.source.file if isinstance(self.source, _Span) else None
+
+    @property
     def num_bytes(self) -> int:
         return self.source.size if isinstance(self.source, _Span) else memoryview(self.source).nbytes
 

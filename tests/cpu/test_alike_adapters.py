@@ -1,0 +1,221 @@
+"""Protects first uses: rows that compiled code takes from a file are what they were, with the digest that
+others take; what adapters have in common is judged once, and what is wrong with one of them is still told."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from blake3 import blake3
+from safetensors.torch import load_file, save_file
+
+from manylora.errors import AdapterInvalidError
+from manylora.kernels import loading, native
+from manylora.kernels.huge_pages import huge_zeros, make_resident
+from manylora.lora.arrivals import READY_BYTES
+from manylora.lora.formats import peft
+from manylora.lora.formats.peft import read_peft_whole, stored_rows
+from manylora.lora.formats.plain_rows import MOST_ALIKE, Alike
+from manylora.lora.formats.read_options import ReadOptions
+from manylora.lora.modules import lora_modules
+from manylora.lora.number_types import narrow_to_bfloat16, widen_bfloat16
+from manylora.lora.tensors import AdapterRow, digest_values
+from manylora.model.checkpoint import read_model_config
+from manylora.testing.tiny_models import make_adapter, make_model
+
+WEIGHTS = "adapter_model.safetensors"
+# rank, in, out: many of them together, and some that are more than that alone
+SHAPES = [
+    (1, 1, 1), (1, 5, 3), (1, 100, 153), (1, 100, 154), (1, 127, 129), (2, 300, 200), (5, 333, 77),
+    (16, 64, 128), (8, 768, 256), (16, 300, 783), *((1, n, n + 1) for n in range(600, 4000, 371)),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> tuple[ReadOptions, list[Path]]:
+    folder = tmp_path_factory.mktemp("alike")
+    model = make_model(folder / "model", seed=1)
+    adapters = [make_adapter(folder / f"made{seed}", model, seed=seed) for seed in (1, 2)]
+    return ReadOptions(lora_modules(read_model_config(model), ()), digest=True), adapters
+
+
+@pytest.fixture(autouse=True)
+def loaded() -> None:
+    if native.load() is None:
+        pytest.skip("needs compiled kernels")
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("target", ["float32", "bfloat16"])
+@pytest.mark.parametrize("source", ["float32", "bfloat16"])
+def test_rows_are_taken_with_their_digests(
+    compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, target: str, threads: int
+) -> None:
+    monkeypatch.setattr(loading, "TOGETHER", 0)
+    monkeypatch.setattr(loading, "IN_CACHE", 20_000)
+    rows, content, expected, at = [], b"head", [], 8
+    room = np.full(2**19, 0xAB, np.uint8)
+    for number, (rank, into, out) in enumerate(SHAPES):
+        rng, scale = np.random.default_rng(number), (1.0, 0.3, -2.0)[number % 3]
+        a, b = (rng.standard_normal(shape, np.float32) for shape in ((rank, into), (out, rank)))
+        if source == "bfloat16":
+            a, b = (widen_bfloat16(narrow_to_bfloat16(values)) for values in (a, b))
+        numbers = np.concatenate((a.ravel(), (b * np.float32(scale)).ravel()))
+        made = narrow_to_bfloat16(numbers) if target == "bfloat16" else numbers
+        expected.append((at, made, blake3(b"float32\0" + numbers.tobytes()).digest()))
+        stored = [narrow_to_bfloat16(values) if source == "bfloat16" else values for values in (b, a)]
+        rows.append(
+            (len(content) + stored[0].nbytes, len(content), room.ctypes.data + at, rank, into, out, scale)
+        )
+        content += b"".join(values.tobytes() for values in stored)
+        at += made.nbytes + 12
+    table, file = np.array(rows, loading.FILE_ROW), tmp_path / "rows"
+
+    def take(content: bytes | bytearray) -> list[bytes] | None:
+        file.write_bytes(content)
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            digest = lambda numbers: blake3(numbers).digest()  # noqa: E731
+            return loading.take_rows(descriptor, table, target, source, threads, digest)
+        finally:
+            os.close(descriptor)
+
+    digests = take(content)
+    assert digests is not None
+    for (start, made, digest), found in zip(expected, digests, strict=True):
+        assert found == digest
+        assert room[start : start + made.nbytes].tobytes() == made.tobytes()
+        room[start : start + made.nbytes] = 0xAB
+    assert (room == 0xAB).all(), "something was written beside the rows"
+    size = 2 if source == "bfloat16" else 4
+    for place in (*table["a"][::7], table["b"][-1], *(table["a"][1::7] - size)):  # first of A, last of B
+        for value in (np.nan, np.inf):
+            broken = bytearray(content)
+            broken[place : place + size] = np.array([value], np.float32).tobytes()[4 - size :]
+            assert take(broken) is None
+    assert take(content[:-1]) is None
+    assert take(content) is not None
+
+
+def rows_of(folder: Path, options: ReadOptions) -> list[AdapterRow]:
+    rows, extras = read_peft_whole(folder, options)
+    assert not extras
+    return rows
+
+
+def with_alike(options: ReadOptions) -> ReadOptions:
+    return ReadOptions(options.modules, digest=True, alike=Alike())
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peft, "_open", lambda *_: pytest.fail("it was judged again"))
+
+
+def test_another_adapter_like_the_first_is_not_judged_again(
+    workshop: tuple[ReadOptions, list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, folders = workshop
+    monkeypatch.setattr(loading, "can_take", lambda source: False)
+    monkeypatch.setattr("manylora.lora.formats.plain_rows.can_take", lambda source: False)
+    expected = [rows_of(folder, plain) for folder in folders]
+    monkeypatch.undo()
+    options = with_alike(plain)
+    rows_of(folders[0], options)
+    forbid(monkeypatch)
+    for folder, wanted in zip(folders, expected, strict=True):
+        for row, other in zip(rows_of(folder, options), wanted, strict=True):
+            assert (row.module_id, row.layer, row.format) == (other.module_id, other.layer, other.format)
+            np.testing.assert_array_equal(row.payload, other.payload)
+            assert row.content == other.content == digest_values(row.payload)
+    monkeypatch.setattr(peft, "peft_tensors", lambda *_: pytest.fail("its header was parsed again"))
+    assert stored_rows(folders[1], options) is not None
+
+
+@pytest.mark.parametrize("target", ["q_proj", "v_proj"])
+def test_what_is_wrong_with_one_of_them_is_told(
+    workshop: tuple[ReadOptions, list[Path]], tmp_path: Path, target: str
+) -> None:
+    options = with_alike(workshop[0])
+    rows_of(workshop[1][0], options)
+    shutil.copytree(workshop[1][1], tmp_path / "bad")
+    file = tmp_path / "bad" / WEIGHTS
+    values = load_file(file)
+    key = next(name for name in values if target in name and "lora_B" in name)
+    values[key][-1, -1] = float("nan")
+    save_file(values, file, {"format": "pt"})
+    with pytest.raises(AdapterInvalidError, match=f"{key}.*holds a NaN"):
+        rows_of(tmp_path / "bad", options)
+
+
+def test_those_that_differ_are_judged(
+    workshop: tuple[ReadOptions, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another scaling, a tensor of another name or type, a longer file; but not the order of a set."""
+    options = with_alike(workshop[0])
+    first = rows_of(workshop[1][0], options)
+    shutil.copytree(workshop[1][0], tmp_path / "other")
+    file, config = tmp_path / "other" / WEIGHTS, tmp_path / "other" / "adapter_config.json"
+    settings = json.loads(config.read_text(encoding="utf-8"))
+    config.write_text(json.dumps(settings | {"lora_alpha": 1}), encoding="utf-8")
+    other = rows_of(tmp_path / "other", options)
+    assert all(one.content != two.content for one, two in zip(first, other, strict=True))
+    config.write_text(json.dumps(settings | {"use_unheard_of": 1}), encoding="utf-8")
+    with pytest.raises(AdapterInvalidError, match="use_unheard_of"):
+        rows_of(tmp_path / "other", options)
+    names = settings["target_modules"][::-1]
+    config.write_text(json.dumps(settings | {"target_modules": names}), encoding="utf-8")
+    with monkeypatch.context() as patch:
+        forbid(patch)
+        rows_of(tmp_path / "other", options)
+    kept = file.read_bytes()
+    file.write_bytes(kept + b"0000")
+    with pytest.raises(AdapterInvalidError, match="bytes, by its header"):
+        rows_of(tmp_path / "other", options)
+    file.write_bytes(kept.replace(b"v_proj.lora_A", b"v_prox.lora_A", 1))
+    with pytest.raises(AdapterInvalidError, match="v_prox"):
+        rows_of(tmp_path / "other", options)
+    save_file(
+        {key: tensor.to(torch.float16) for key, tensor in load_file(workshop[1][0] / WEIGHTS).items()}, file
+    )
+    assert rows_of(tmp_path / "other", options)
+
+
+def test_one_of_which_something_was_told_is_told_of_again(
+    workshop: tuple[ReadOptions, list[Path]], tmp_path: Path
+) -> None:
+    told: list[str] = []
+    options = ReadOptions(workshop[0].modules, digest=True, alike=Alike(), tell=told.append)
+    shutil.copytree(workshop[1][0], tmp_path / "odd")
+    config = tmp_path / "odd" / "adapter_config.json"
+    settings = json.loads(config.read_text(encoding="utf-8"))
+    config.write_text(json.dumps(settings | {"strange": 1}), encoding="utf-8")
+    for count in (1, 2):
+        rows_of(tmp_path / "odd", options)
+        assert len(told) == count
+
+
+def test_no_more_than_so_many_are_remembered(
+    workshop: tuple[ReadOptions, list[Path]], tmp_path: Path
+) -> None:
+    options = with_alike(workshop[0])
+    shutil.copytree(workshop[1][0], tmp_path / "one")
+    config = tmp_path / "one" / "adapter_config.json"
+    settings = json.loads(config.read_text(encoding="utf-8"))
+    for alpha in range(1, MOST_ALIKE + 4):
+        config.write_text(json.dumps(settings | {"lora_alpha": alpha}), encoding="utf-8")
+        rows_of(tmp_path / "one", options)
+    assert options.alike is not None and len(options.alike._rows) == MOST_ALIKE
+
+
+def test_memory_that_is_made_resident_keeps_its_values() -> None:
+    memory = huge_zeros((READY_BYTES,), torch.uint8)
+    memory[5::4096] = 7
+    make_resident(memory[3:-3])
+    assert int(memory.sum()) == 7 * len(memory[5::4096])
+    make_resident(torch.ones(3))

@@ -9,6 +9,12 @@ a ratio of 1; loading uses a processor, so it can reach that only where one is f
 
     cold_loads.py --rounds 3
     cold_loads.py --hidden 192 --layers 4 --cold-per-second 20
+    cold_loads.py --first-use 10                # one request after the other, to a server that is idle
+    cold_loads.py --first-use 10 --streams 16   # and while so many others get their tokens
+
+--first-use: time to first token of requests for no adapter, for one that was never used and for the same one
+again, in turn, 64 tokens in, the 125M model in bfloat16; adapters of rank 8 on q, k, v, and of rank 16 on all
+linear layers. With --streams also the longest time between two tokens of any other meanwhile.
 
 Needs an otherwise idle machine; the processor seconds that others took are shown beside the figures.
 """
@@ -17,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import socket
@@ -28,7 +35,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from loads import make_llama
+from loads import ALL, QKV, make_llama, prompts, save_adapter, save_model
 from safetensors.numpy import save_file
 
 PORT = 8004
@@ -91,10 +98,12 @@ def serve(model: Path, root: Path, work: Path, cache_bytes: int) -> subprocess.P
     raise RuntimeError("the server does not start")
 
 
-async def first_token(adapter: str, tokens: int) -> float:
-    """Seconds from the request to its first text; reads on to the end."""
+async def first_token(
+    adapter: str, tokens: int, prompt: str | list[int] = TEXT, seen: list[float] | None = None
+) -> float:
+    """Seconds from the request to its first text; reads on to the end. seen: takes when each part came."""
     body = json.dumps(
-        {"model": adapter, "prompt": TEXT, "max_tokens": tokens, "temperature": 0, "stream": True,
+        {"model": adapter, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True,
          "ignore_eos": True, "logprobs": 0}
     ).encode()  # fmt: skip
     head = (
@@ -106,7 +115,10 @@ async def first_token(adapter: str, tokens: int) -> float:
     writer.write(head.encode() + body)
     answer = await reader.readuntil(b"data: ")
     found = time.perf_counter() - began
-    answer += await reader.read()
+    while part := await reader.read(65536):
+        answer += part
+        if seen is not None:
+            seen.append(time.perf_counter())
     writer.close()
     if not answer.startswith(b"HTTP/1.1 200") or b"[DONE]" not in answer:
         raise RuntimeError(answer[:500].decode())
@@ -131,6 +143,65 @@ async def measure(beside: list[str], options: argparse.Namespace) -> tuple[list[
             paced(beside, options.cold_per_second, options.seconds, 1),
         )
     )  # type: ignore[return-value]
+
+
+async def first_uses(names: list[str], streams: int) -> dict[str, list[tuple[float, float]]]:
+    """By what was asked for: seconds to the first token, and the longest gap of a stream meanwhile."""
+    texts, found = prompts(3 * len(names) + streams, 64), dict[str, list[tuple[float, float]]]()
+    for text in texts[:3]:
+        await first_token("model", 2, text)
+    seen: list[list[float]] = [[] for _ in range(streams)]
+    others = [
+        asyncio.create_task(first_token("model", 900, text, one))
+        for text, one in zip(texts[3 * len(names) :], seen, strict=True)
+    ]
+    while any(len(one) < 3 for one in seen):
+        await asyncio.sleep(0.05)
+    asked = [(kind, name) for name in names for kind in ("none", "first use", "warm")]
+    for (kind, name), text in zip(asked, texts, strict=False):
+        await asyncio.sleep(0.2)
+        began = time.perf_counter()
+        taken = await first_token("model" if kind == "none" else name, 1, text)
+        await asyncio.sleep(0.1 if streams else 0)  # for the tokens that waited
+        times = [[at for at in one if began - 0.2 < at < began + taken + 0.1] for one in seen]
+        gaps = [later - at for one in times for at, later in itertools.pairwise(one) if later > began]
+        found.setdefault(kind, []).append((taken, max(gaps, default=0.0)))
+    for one in others:
+        one.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    return found
+
+
+def measure_first_uses(count: int, streams: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        model = save_model(work / "model", "small", "bfloat16")
+        sets = {"rank 8 on q, k, v": (8, QKV), "rank 16 on all layers": (16, ALL)}
+        names = {title: [f"r{rank}-{n}" for n in range(count + 1)] for title, (rank, _) in sets.items()}
+        for title, (rank, modules) in sets.items():
+            for seed, name in enumerate(names[title]):
+                save_adapter(work / "adapters" / name, "small", rank, modules, seed, "bfloat16")
+        server = serve(model, work / "adapters", work, 2**28)
+        try:
+            for title, (one, *others) in names.items():
+                asyncio.run(first_token(one, 2))  # of this kind one was used before
+                found = asyncio.run(first_uses(others, streams))
+                median = {
+                    kind: [1000 * statistics.median(part) for part in zip(*times, strict=True)]
+                    for kind, times in found.items()
+                }
+                pairs = zip(found["first use"], found["warm"], strict=True)
+                beyond = sorted(1000 * (first[0] - warm[0]) for first, warm in pairs)
+                words = [f"{kind} {first:.1f} ms" for kind, (first, _) in median.items()]
+                shown = ", ".join(f"{one:.0f}" for one in beyond)
+                print(f"{title}: first token {', '.join(words)}")
+                print(f"  first use beyond warm {statistics.median(beyond):.1f} ms ({shown})", flush=True)
+                if streams:
+                    gaps = [f"{kind} {gap:.0f} ms" for kind, (_, gap) in median.items()]
+                    print(f"  longest gap of {streams} streams meanwhile: {', '.join(gaps)}", flush=True)
+        finally:
+            server.terminate()
+            server.wait()
 
 
 def busy(pid: int) -> tuple[float, float]:
@@ -165,7 +236,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8, help="of a warm request")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each half of a round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--first-use", type=int, default=0, metavar="N", help="of N adapters, instead")
+    parser.add_argument("--streams", type=int, default=0, help="other requests meanwhile, with --first-use")
     options = parser.parse_args()
+    if options.first_use:
+        measure_first_uses(options.first_use, options.streams)
+        return
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         model = make_llama(work / "model", options.hidden, options.layers)

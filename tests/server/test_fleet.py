@@ -174,6 +174,7 @@ def test_a_pause_of_the_whole_fleet_costs_no_replica(fleet: Fleet) -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
+    wait_for(lambda: len(fleet.replicas()) == REPLICAS, 120)
     before = {one["pid"] for one in fleet.replicas()}
     signal_all(signal.SIGSTOP)
     time.sleep(25)  # more than three times the seconds that a replica has for an answer

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -159,10 +160,16 @@ def cards(fleet: Fleet, name: str) -> list[dict[str, Any]]:
     return list(seen.values())
 
 
+def spans(answer: httpx.Response) -> tuple[int, str]:
+    """The version that made it, and its content."""
+    [span] = answer.json()["choices"][0]["lora_versions"]
+    return span["version"], span["digest"]
+
+
 def versions(fleet: Fleet, name: str) -> set[tuple[int, str]]:
     """By the numbers of an answer, and the contents of each replica."""
-    span = fleet.complete(name, 1).raise_for_status().json()["choices"][0]["lora_versions"][0]
-    return {(span["version"], one.get("digest", "")) for one in cards(fleet, name)}
+    number, _ = spans(fleet.complete(name, 1).raise_for_status())
+    return {(number, one.get("digest", "")) for one in cards(fleet, name)}
 
 
 def test_what_was_sent_is_everywhere_when_the_answer_comes(fleet: Fleet) -> None:
@@ -207,18 +214,30 @@ def test_an_alias_routes_as_its_adapter_and_a_wrong_file_is_refused(fleet: Fleet
 
 
 def test_a_replica_that_stands_still_is_named_and_follows_later(fleet: Fleet) -> None:
-    victim = fleet.replicas()[0]
-    os.kill(victim["pid"], signal.SIGSTOP)
+    """The one that serves the adapter: requests for it, and for others, are answered meanwhile."""
+    old = send(fleet, "behind", "a0").raise_for_status().json()["digest"]
+    owner = fleet.complete("behind", 1).headers["x-manylora-replica"]
+    pid = next(one["pid"] for one in fleet.replicas() if one["replica"] == owner)
+    os.kill(pid, signal.SIGSTOP)
     try:
-        wait_for(lambda: fleet.cache()["missing"] == [victim["replica"]])
-        answer = send(fleet, "behind", "a3")
+        wait_for(lambda: fleet.cache()["missing"] == [owner])
+        with ThreadPoolExecutor(4) as pool:
+            sent = pool.submit(send, fleet, "behind", "a3")
+            others = [pool.submit(fleet.complete, name, 1) for name in ("behind", "a1", "a2") * 4]
+        answer = sent.result()
         assert answer.status_code == 202, answer.text
-        assert list(answer.json()["late"]) == [victim["replica"]]
-        assert len(answer.json()["replicas"]) == REPLICAS - 1
+        new = answer.json()["digest"]
+        assert list(answer.json()["late"]) == [owner] and len(answer.json()["replicas"]) == REPLICAS - 1
+        assert {one.result().status_code for one in others} == {200}
+        assert {spans(one.result()) for one in others[::3]} <= {(1, old), (2, new)}
+        assert spans(fleet.complete("behind", 1)) == (2, new)
     finally:
-        os.kill(victim["pid"], signal.SIGCONT)
+        with suppress(ProcessLookupError):  # on a busy machine Ray may have replaced it
+            os.kill(pid, signal.SIGCONT)
+    answered = [fleet.complete("behind", 1) for _ in range(12)]
+    assert {spans(one) for one in answered} == {(2, new)}
     wait_for(lambda: len(fleet.replicas()) == REPLICAS, 120)
-    assert versions(fleet, "behind") == {(1, answer.json()["digest"])}
+    assert versions(fleet, "behind") == {(2, new)}
 
 
 def post(fleet: Fleet, path: str, **fields: Any) -> httpx.Response:

@@ -23,7 +23,7 @@ from manylora.kernels.delta_rule import DeltaWeights
 from manylora.kernels.integer import to_integer_panels
 from manylora.kernels.mamba2 import Mamba2Weights
 from manylora.kernels.panels import Panels, PanelsLinear, WeightRows, address, read_panels, to_panels
-from manylora.kernels.products import NONE, choose_form
+from manylora.kernels.products import NONE, choose_form, rounds_adapters
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.kernels.recurrent import LARGEST_DIM, MOST_TAPS, RecurrentState, StateBatch
 from manylora.kernels.row_format import TABLE_ROW
@@ -76,6 +76,7 @@ class CompiledOps(CpuOps):
         self._panels_linear = PanelsLinear(library)
         self._form = choose_form(library)
         self.has_bfloat16 = self._form != NONE
+        self._has_pairs = rounds_adapters(library, self._form)
         self._scores = torch.empty(0)
         self._parts: dict[tuple[int, tuple[LoraTarget, ...]], dict[int, _Parts]] = {}
         self._calls: dict[tuple[int, tuple[LoraTarget, ...]], list[_LoraCall]] = {}  # for `_segments`
@@ -105,12 +106,17 @@ class CompiledOps(CpuOps):
         panels = read_panels(self._library, rows, self._panels_linear.width)
         return super().pack_rows(rows, routed) if panels is None else self._rounding(panels)
 
+    @property
+    def _rounds_adapters(self) -> bool:
+        """Those in bfloat16."""
+        return self.rounds_inputs and self._has_pairs
+
     def _rounding(self, panels: Panels) -> Panels:
         return panels.rounding(self._form) if self.rounds_inputs else panels
 
     def decode_step(self, parts: DecoderParts) -> DecodeStep | None:
         fits = parts.dim <= LARGEST_HEAD and parts.is_plain
-        return DecodeStep(self._library, parts, self._find_calls) if fits else None
+        return DecodeStep(self._library, parts, self._find_calls, self._rounds_adapters) if fits else None
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
         if not isinstance(packed, Panels):
@@ -147,7 +153,8 @@ class CompiledOps(CpuOps):
         most_parts: int,
         most_rows: int,
     ) -> None:
-        getattr(self._library, POOLS[pool.dtype])(
+        rounds = self._rounds_adapters and pool.dtype == torch.bfloat16
+        getattr(self._library, "lora_add_rounded" if rounds else POOLS[pool.dtype])(
             y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), x.shape[1], pool.data_ptr(), address(bias),
             segments.ctypes.data, len(segments), most_parts, most_rows,
         )  # fmt: skip

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.kernels.panels import Panels, address
+from manylora.kernels.panels import FORMS, Panels, address
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Weight
 
 # Tokens of a prompt that is attended row by row: no slower than torch's attention, without its start.
@@ -144,10 +144,14 @@ class PlacedRotary:
 
 
 class DecodeStep:
-    """parts: must be plain. find: the adapters of a layer's linear, the same list until segments change."""
+    """parts: must be plain. find: the adapters of a layer's linear, the same list until segments change.
+    rounds_adapters: whether those in bfloat16 round their inputs to it."""
 
-    def __init__(self, library: ctypes.CDLL, parts: DecoderParts, find: FindAdapters) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, parts: DecoderParts, find: FindAdapters, rounds_adapters: bool = False
+    ) -> None:
         self._library, self._parts, self._find = library, parts, find
+        self._rounds_adapters = rounds_adapters
         self._memory = torch.empty(1)
         self._kv: Tensor | None = None
         self._last: _Steps | None = None  # where they can be run again
@@ -223,7 +227,8 @@ class DecodeStep:
                     used = these.table
                     held.append(these)
                 step["adapters"], step["pool"] = used.ctypes.data, lora.pool.data_ptr()
-                step["pool_kind"] = KINDS.index(lora.pool.dtype)
+                rounds = self._rounds_adapters and lora.pool.dtype == torch.bfloat16
+                step["pool_kind"] = KINDS.index(lora.pool.dtype) + (FORMS if rounds else 0)
                 if len(wanted) < rows.stop - rows.start:
                     narrowed = self._narrow_adapters(wanted.numpy(), LINEARS)
                     step["last"] = narrowed.table.ctypes.data

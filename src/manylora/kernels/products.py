@@ -16,7 +16,7 @@ logger = logging.getLogger("manylora")
 
 FORMS = {1: "AVX512-BF16", 2: "AMX"}
 """By their numbers in native/bfloat16.c."""
-NONE = 0
+NONE, DOTS = 0, 1
 ROWS, COLUMNS, OUTPUTS = 64, 1024, 192  # of the trial: as many rows as a step of many requests has
 ROUNDS = 20
 
@@ -35,6 +35,14 @@ def choose_form(library: ctypes.CDLL) -> int:
         FORMS.get(form, "slower than of float32" if forms else "none"),
     )
     return form
+
+
+def rounds_adapters(library: ctypes.CDLL, form: int) -> bool:
+    """Whether adapters of bfloat16 round their inputs where linear layers do, in this form: they use
+    AVX512-BF16 beside AMX, too."""
+    if form in (NONE, DOTS):
+        return form == DOTS
+    return bool(library.bfloat16_forms() >> DOTS & 1) and is_right(PanelsLinear(library), DOTS)
 
 
 def fastest(multiply: PanelsLinear, forms: list[int]) -> int:

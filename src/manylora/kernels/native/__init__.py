@@ -38,6 +38,7 @@ FUNCTIONS = {
     "integer_dots": ">i",
     "lora_add_float32": "pipiipppiii",
     "lora_add_bfloat16": "pipiipppiii",
+    "lora_add_rounded": "pipiipppiii",
     "decode_attention": "pipipppipiiiiififppi",
     "decode_step": "pppi>i",
     "add_rms_norm": "pppipipiif",

@@ -12,6 +12,7 @@
  * other of the call, so the last one begins among the rows of the one before it. A row's sums are one chain over the
  * inputs of a block, whatever rows are beside it. */
 
+#include "bfloat16.h"
 #include "panels.h"
 #if defined(__x86_64__) && defined(__linux__)
 #include <unistd.h>
@@ -30,37 +31,7 @@ enum {
 
 typedef enum { NONE, DOTS, TILES } Form;
 
-/* Compilers whose assemblers know both instructions; EMULATED: in plain C, for tests. */
-#if defined(EMULATED)
-#define HAS_FORMS 1
-#elif defined(__x86_64__) && defined(__AVX512F__) && defined(__linux__)
-#define HAS_FORMS KNOWN_SINCE(11, 12)
-#else
-#define HAS_FORMS 0
-#endif
-
 #if HAS_FORMS
-#if defined(EMULATED)
-INLINE vector flush(vector value) {
-    const words size = (words)value & 0x7fffffff;
-    return (vector)((words)value & ~((words)(size < 0x00800000) & 0x7fffffff));
-}
-
-INLINE vector fused(words a, words b, vector sum) {
-    return flush(multiply_add(flush((vector)a), flush((vector)b), flush(sum)));
-}
-#endif
-
-/* sum + a[1] b[1] + a[0] b[0], of pairs of bfloat16. */
-INLINE vector add_pairs(vector sum, words a, words b) {
-#if defined(EMULATED)
-    return fused(a << 16, b << 16, fused(a & 0xffff0000u, b & 0xffff0000u, sum));
-#else
-    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
-    return sum;
-#endif
-}
-
 /* sums [rows, PANEL] += x W^T over `inputs`. x: bfloat16, rows `stride` elements apart. w: pairs [inputs / 2, PANEL];
  * up to a whole tile both have more, w zeros. Meanwhile `pace` bytes are fetched for each pair, from `next` on. */
 typedef struct {
@@ -73,12 +44,6 @@ typedef struct {
     int64_t pace;
 } Tile;
 typedef void Run(int rows, const Tile *t);
-
-INLINE words load_words(const char *at) {
-    words some;
-    memcpy(&some, at, sizeof some);
-    return some;
-}
 
 INLINE void dots(const int rows, const Tile *t) {
     const uint16_t *const x = t->x;
@@ -180,19 +145,11 @@ static void run_tiles(int rows, const Tile *t) {
 }
 #endif
 
-/* Elements from row to row of the rounded x: zeros for a whole tile that begins anywhere, and an odd number of lines,
- * as rows a power of two apart would push each other out of the cache. */
-INLINE int64_t stride_of(const Linear *c) { return (((c->in + DEPTH - 1) / DEPTH + 1) | 1) * DEPTH; }
-INLINE uint16_t *rounded(const Linear *c, int64_t row) { return (uint16_t *)c->room + row * stride_of(c); }
+INLINE uint16_t *rounded(const Linear *c, int64_t row) { return (uint16_t *)c->room + row * rounded_stride(c->in); }
 
 static void round_row(const Linear *c, int64_t row) {
-    const float *const x = c->x + row * c->x_stride;
     uint16_t *const to = rounded(c, row);
-    for (int64_t k = 0; k < c->in; k += LANES) {
-        const words bits = (words)load_some(x + k, c->in - k), nan = (words)((bits & 0x7fffffff) > 0x7f800000);
-        narrow(BFLOAT16, (char *)(to + k), (bits & ~nan) | (nan & 0x7fc00000)); /* of some NaNs it would make zeros */
-    }
-    memset(to + c->in, 0, (stride_of(c) - c->in) * sizeof *to);
+    round_inputs(to, c->x + row * c->x_stride, c->in);
     for (int64_t g = 0; c->offset && g < blocks_of(c); g++) {
         const int64_t first = g * block_of(c), stop = least(c->in, first + block_of(c));
         totals_of(c)[row * blocks_of(c) + g] = sum_of(BFLOAT16, (const char *)(to + first), stop - first);
@@ -227,7 +184,7 @@ INLINE void one_panel(const Kind kind, const Form form, int64_t height, const Li
     Run *const run = form == TILES ? run_tiles : run_dots;
     float sums[BAND * PANEL];
     char room[CHUNK * 2 * PANEL] __attribute__((aligned(LINE)));
-    const int64_t stride = stride_of(c), block = block_of(c), last = c->rows - height;
+    const int64_t stride = rounded_stride(c->in), block = block_of(c), last = c->rows - height;
     for (int64_t first = 0; first < c->rows; first += BAND)
         for (int64_t k = 0; k < c->in; k += block) {
             const int64_t stop = least(c->in, k + block), rows = least(c->rows - first, BAND);

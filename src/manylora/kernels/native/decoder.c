@@ -4,7 +4,7 @@
  * pages of adapters, and the tables. What the last layer does after its attention is for rows alone whose logits are
  * wanted: no other row is read again. */
 
-#include "team.h"
+#include "bfloat16.h"
 
 typedef struct {
     const char *w;
@@ -92,10 +92,12 @@ INLINE const Adapters *of(const Adapters *layer, int linear) { return layer ? la
 static void apply(const Weight *w, const Adapters *adapters, const Step *s, const Memory *m, float *y, const float *x) {
     const Linear c = {y, x, w->out, w->in, s->rows, w->w, w->in, w->out, w->scale, w->offset, w->group, w->bias, m->room};
     linear_team(w->kind, &c);
+    const int rounded = w->kind >= FORMS && w->kind < FORMS * INTEGERS; /* x is in `room` */
+    const int64_t used = rounded ? s->rows * rounded_stride(w->in) / 2 : 0;
     for (int i = 0; adapters && i < CALLS; i++)
         if (adapters[i].count)
-            lora_team(s->pool_kind, s->pool, y, w->out, x, w->in, w->in, w->bias, adapters + i, m->room,
-                      2 * s->rows * m->widest);
+            lora_team(s->pool_kind, s->pool, y, w->out, x, w->in, w->in, w->bias, adapters + i,
+                      rounded ? (const uint16_t *)m->room : NULL, m->room + used, 2 * s->rows * m->widest - used);
 }
 
 /* x += delta, where there is one; returns their norm. */

@@ -1,8 +1,11 @@
 /* y[row, columns] += (x[row] A^T) B^T for the rows of every adapter of a batch, in place in the page pool; with DoRA
  * what is then in y, less the bias, is multiplied by a magnitude. Numbers are float32, or bfloat16 that is widened in
- * registers, and so are 8-bit floats, of which an adapter may be beside others of the pool's type; sums are float32. A
- * pair of vectors of bfloat16 is one of words, whose halves are its even and its odd elements; those of A, and what is
+ * registers, and so are 8-bit floats, of which an adapter may be beside others of the pool's type; sums are float32.
+ * A pair of vectors of bfloat16 is one of words, whose halves are its even and its odd elements; those of A, and what is
  * added to y, are joined.
+ *
+ * Where linear layers round x to bfloat16, x A^T of a row in bfloat16 does so too, by the processor's products of pairs:
+ * along the inputs, lane by lane, whatever rows come with it.
  *
  * With few rows each byte of an adapter is used once or twice, so this runs at the speed of memory. The order of reading
  * is known, but jumps from row to row of B and from adapter to adapter, which the processor does not foresee: what
@@ -10,7 +13,7 @@
  * from their first byte to the last, as memory is read fastest. With many rows, parts of A and B are widened once and multiplied from the cache. In
  * both, and whatever rows come with it, the sums of a row are made in the same order. */
 
-#include "team.h"
+#include "bfloat16.h"
 
 enum {
 #ifdef __AVX512F__
@@ -32,7 +35,8 @@ enum {
     LOW = 32768,      /* room for all coefficients of these rows */
     ROOM = 16384,     /* room for those of few rows that threads share; */
     LONELY = 4,       /* which they do where there are fewer tasks for a thread. */
-    LARGE = 65536     /* numbers of A and B that are worth a start of threads */
+    LARGE = 65536,    /* numbers of A and B that are worth a start of threads */
+    LEAST_ROUNDED = 128 /* inputs of a linear layer that rounds them, as in panels.py */
 };
 _Static_assert(SUMS >= 2 * ROWS, "`expand` goes on by pairs of vectors for each row");
 
@@ -71,6 +75,8 @@ typedef struct {
     const float *bias;     /* [width], which is in y; NULL: none */
     const char *next;      /* the A of the next part, or this one's again */
     float scale;
+    int rounds;              /* x is rounded to bfloat16, as A is, */
+    const uint16_t *rounded; /* which was done, rows rounded_stride(in) apart; NULL: not yet */
 } Work;
 
 /* The next 2 * LANES elements; of bfloat16 the even ones first, which `join` undoes. */
@@ -90,13 +96,17 @@ static float ONCE last_inputs(Kind kind, const char *a, const float *x, int64_t 
     return sum;
 }
 
+INLINE float scaled(const Kind kind, const Work *w, int64_t r, float sum) {
+    return w->ranks ? sum * (w->scale * widen_one(kind, w->ranks + r * size_of(kind))) : sum * w->scale;
+}
+
 /* h = scale * x[row] . A[r], of which `sum` has whole pairs of vectors. */
 INLINE float coefficient(const Kind kind, const Work *w, int64_t row, int64_t r, float sum) {
     const int64_t whole = w->in - w->in % (2 * LANES);
     if (whole < w->in)
         sum = last_inputs(kind, w->a + (r * w->in + whole) * size_of(kind), w->x + row * w->x_stride + whole,
                           w->in - whole, sum);
-    return w->ranks ? sum * (w->scale * widen_one(kind, w->ranks + r * size_of(kind))) : sum * w->scale;
+    return scaled(kind, w, r, sum);
 }
 
 /* Takes a row's sums for two vectors of columns to y. */
@@ -163,6 +173,59 @@ INLINE void shrink(const int rows, const int ranks, const Kind kind, const Work 
         UNROLL for (int j = 0; j < ranks; j++) sums[i][j] = total(sum[i][j]); /* here, where i and j are known */
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < ranks; j++) h[i * w.rank + r + j] = coefficient(kind, &w, i, r + j, sums[i][j]);
+}
+
+/* As `shrink`, of bfloat16, by products of pairs: x is rounded, rows `stride` elements apart. */
+INLINE void shrink_pairs(const int rows, const int ranks, const Work *w, const uint16_t *x, int64_t stride, int64_t r,
+                         float *h) {
+    const int64_t step = w->in * 2, whole = w->in - w->in % (2 * LANES);
+    const char *a = w->a + r * step, *const end = end_of(BFLOAT16, w);
+    vector sum[ROWS][WIDE];
+    words one[WIDE];
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < ranks; j++) sum[i][j] = all(0);
+    for (int64_t k = 0; k < whole; k += 2 * LANES) {
+        UNROLL for (int j = 0; j < ranks; j++) {
+            if (ranks == 1) fetch_far(w, end, a + k * 2 + FAR);
+            one[j] = load_words(a + j * step + k * 2);
+        }
+        UNROLL for (int i = 0; i < rows; i++) {
+            const words in = load_words((const char *)(x + i * stride + k));
+            UNROLL for (int j = 0; j < ranks; j++) sum[i][j] = add_pairs(sum[i][j], one[j], in);
+        }
+    }
+    if (whole < w->in) UNROLL for (int j = 0; j < ranks; j++) {
+        words some = {0};
+        memcpy(&some, a + j * step + whole * 2, (w->in - whole) * 2);
+        UNROLL for (int i = 0; i < rows; i++)
+            sum[i][j] = add_pairs(sum[i][j], some, load_words((const char *)(x + i * stride + whole)));
+    }
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < ranks; j++) h[i * w->rank + r + j] = scaled(BFLOAT16, w, r + j, total(sum[i][j]));
+}
+
+INLINE void shrink_tall(const int rows, const Work *w, const uint16_t *x, int64_t from, int64_t to, float *h) {
+    const int64_t stride = rounded_stride(w->in);
+    int64_t r = from;
+    for (; rows > ALONG && r + WIDE <= to; r += WIDE) shrink_pairs(rows, WIDE, w, x, stride, r, h);
+    for (; r < to; r++) shrink_pairs(rows, 1, w, x, stride, r, h);
+}
+
+/* h[row, from:to] of so many rows, x being rounded. */
+static void ONCE shrink_rounded(int64_t rows, const Work *w, int64_t from, int64_t to, float *h) {
+    const int64_t stride = rounded_stride(w->in);
+    uint16_t room[w->rounded ? 1 : ROWS * stride];
+    for (int64_t i = 0, height; i < rows; i += height, h += height * w->rank) {
+        const uint16_t *const x = w->rounded ? w->rounded + i * stride : room;
+        const int64_t left = rows - i;
+        height = left >= ROWS ? ROWS : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        for (int64_t n = 0; !w->rounded && n < height; n++)
+            round_inputs(room + n * stride, w->x + (i + n) * w->x_stride, w->in);
+        if (height == ROWS) shrink_tall(ROWS, w, x, from, to, h);
+        else if (height == 4) shrink_tall(4, w, x, from, to, h);
+        else if (height == 2) shrink_tall(2, w, x, from, to, h);
+        else shrink_tall(1, w, x, from, to, h);
+    }
 }
 
 /* y[row, c:] += h[row] B[:, c:] for so many pairs of vectors of columns; those that follow are fetched meanwhile. */
@@ -268,7 +331,10 @@ INLINE void expand_heights(const Kind kind, int64_t rows, Work w, int64_t from, 
 static void ONCE shrink_few(Kind kind, int64_t rows, const Work *w, int64_t from, int64_t to, float *h) {
     switch (kind) {
         case FLOAT32: shrink_heights(FLOAT32, rows, *w, from, to, h); break;
-        case BFLOAT16: shrink_heights(BFLOAT16, rows, *w, from, to, h); break;
+        case BFLOAT16:
+            if (w->rounds) shrink_rounded(rows, w, from, to, h);
+            else shrink_heights(BFLOAT16, rows, *w, from, to, h);
+            break;
         case FLOAT8: shrink_heights(FLOAT8, rows, *w, from, to, h); break;
         default: break; /* no pool is of integers */
     }
@@ -420,8 +486,10 @@ INLINE void many_rows(int64_t rows, const Kind kind, Work w) {
     float h[block * w.rank];
     for (; rows > 0; rows -= block, w.x += block * w.x_stride, w.y += block * w.y_stride) {
         const int64_t height = least(rows, block);
-        shrink_many(height, kind, &w, h);
+        if (kind == BFLOAT16 && w.rounds) shrink_rounded(height, &w, 0, w.rank, h);
+        else shrink_many(height, kind, &w, h);
         expand_many(height, kind, &w, h);
+        if (w.rounded) w.rounded += block * rounded_stride(w.in);
     }
 }
 
@@ -436,6 +504,8 @@ static void many(Kind kind, int64_t rows, const Work *w) {
 
 typedef struct {
     Kind stored;
+    int rounds; /* as of Work */
+    const uint16_t *rounded;
     const char *pool;
     float *y;
     const float *x, *bias;
@@ -469,7 +539,8 @@ INLINE Work work_of(const Call *c, const Task *task, const Part *part, const Par
                   c->x_stride, c->in, part->width, rank, a, b,
                   part->row.dora == DORA ? end : NULL, part->row.dora == DORA_MIXED ? end : own,
                   own ? own + part->width * size : NULL, c->bias ? c->bias + part->column : NULL, begin(c, next),
-                  part->row.scale};
+                  part->row.scale, c->rounds,
+                  c->rounded ? c->rounded + task->start * rounded_stride(c->in) : NULL};
 }
 
 /* Goes through the adapters that are mixed, in the one order in which they are added. */
@@ -606,14 +677,14 @@ static void shared_tasks(const Call *c, const Sizes *all, float *room) {
 #pragma omp barrier
 }
 
-void lora_team(Kind stored, const char *pool, float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t in,
-               const float *bias, const Adapters *adapters, float *room, int64_t floats) {
+void lora_team(int64_t stored, const char *pool, float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t in,
+               const float *bias, const Adapters *adapters, const uint16_t *rounded, float *room, int64_t floats) {
     const int64_t rows = adapters->rows, pieces = adapters->count * adapters->parts;
     int64_t block = TALL; /* rows of a task, fewer where threads would be idle */
     while (block > ROWS && pieces * ((rows + block - 1) / block) < (block > 2 * FEW ? 8 : 4)) block /= 2;
     const int64_t blocks = (rows + block - 1) / block;
-    const Call c = {stored, pool, y, x, bias, y_stride, x_stride, in, adapters->parts, adapters->segments,
-                    block, blocks, pieces * blocks};
+    const Call c = {stored % FORMS, stored >= FORMS && in >= LEAST_ROUNDED, rounded, pool, y, x, bias, y_stride,
+                    x_stride, in, adapters->parts, adapters->segments, block, blocks, pieces * blocks};
     const int64_t threads = number_of_threads();
     if (threads > 1 && least(rows, block) <= FEW && c.tasks < LONELY * threads) {
         const Sizes all = sizes_of_all(&c);
@@ -638,8 +709,9 @@ static int is_large(const Segment *segments, int64_t count, int64_t parts, int64
         const Adapters adapters = {segments, count, parts, rows};                                         \
         float room[ROOM];                                                                                 \
         _Pragma("omp parallel if (is_large(segments, count, parts, rows, in))")                           \
-            lora_team(kind, pool, y, y_stride, x, x_stride, in, bias, &adapters, room, ROOM);             \
+            lora_team(kind, pool, y, y_stride, x, x_stride, in, bias, &adapters, NULL, room, ROOM);       \
     }
 
 LORA_ADD(lora_add_float32, FLOAT32)
 LORA_ADD(lora_add_bfloat16, BFLOAT16)
+LORA_ADD(lora_add_rounded, BFLOAT16 + FORMS)

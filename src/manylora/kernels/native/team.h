@@ -65,8 +65,10 @@ enum { FORMS = 8, INTEGERS = 3, INTEGER_DOTS };
 void linear_team(int64_t kind, const Linear *c);
 void bfloat16_team(int64_t kind, const Linear *c);
 void integer_team(int64_t kind, const Linear *c);
-void lora_team(Kind pool_kind, const char *pool, float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t in,
-               const float *bias, const Adapters *adapters, float *room, int64_t floats); /* bias: part of y, or NULL */
+/* kind: of the pool, + FORMS where x is rounded to bfloat16, as by a linear layer; rounded: what that has made of x, or
+ * NULL. bias: part of y, or NULL. */
+void lora_team(int64_t kind, const char *pool, float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t in,
+               const float *bias, const Adapters *adapters, const uint16_t *rounded, float *room, int64_t floats);
 void attention_team(const Attention *a);
 void norm_row(float *to, const float *in, const float *weight, int64_t width, float eps);
 /* As add_rms_norm; without a weight only the sum. */

@@ -1,0 +1,181 @@
+"""Protects adapters whose inputs are rounded to bfloat16 as the linear layer's are: right within the layer's
+own error, the same bits in any company and in the step as one call, and nothing rounded elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from levels import SIMULATED, open_library
+from running import tokens
+from torch import Tensor
+
+from manylora.kernels import compiled as compiled_ops
+from manylora.kernels import native
+from manylora.kernels.compiled import CompiledOps
+from manylora.kernels.device import open_device
+from manylora.kernels.panels import PanelsLinear
+from manylora.kernels.products import DOTS, FORMS, NONE, is_right, rounds_adapters
+from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.row_format import Encoding, RowFormat
+from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment, LoraTarget
+from manylora.model.checkpoint import read_model_config
+from manylora.model.weights import load_decoder
+from manylora.quant.config import QuantConfig
+from manylora.testing.driver import Driver
+from manylora.testing.parity import make_kind, read_from
+from manylora.testing.tiny_models import make_model
+
+WIDTHS = (40, 64, 133)
+TARGETS = tuple(LoraTarget(m, sum(WIDTHS[:m]), width) for m, width in enumerate(WIDTHS))
+TILES = next(form for form in FORMS if form != DOTS)
+
+
+@pytest.fixture(params=["emulated", "processor", SIMULATED])
+def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CompiledOps:
+    """In plain C, for vectors of this processor's width and of AVX-512's, and by the instruction itself."""
+    if request.param == "processor":
+        library = native.load()
+        if library is None or not library.bfloat16_forms() >> DOTS & 1:
+            pytest.skip("this processor has no AVX512-BF16")
+    else:
+        emulated = request.param == "emulated"
+        library = request.getfixturevalue("emulated") if emulated else open_library(request.param)
+    monkeypatch.setattr(compiled_ops, "choose_form", lambda library: DOTS)
+    made = CompiledOps(library)
+    assert made.compute_in(torch.bfloat16) == torch.float32 and made.rounds_inputs
+    return made
+
+
+def make_batch(inputs: int, lengths: list[int], ranks: list[int], dora: bool = False) -> LoraBatch:
+    """A segment of so many rows for each rank, a row of the base before each."""
+    segments, used, start = [], 0, 1
+    for length, rank in zip(lengths, ranks, strict=True):
+        rows = {}
+        for target in TARGETS:
+            kind = RowFormat(rank, dora=dora)
+            rows[0, target.module_id] = LoraRow(used, kind)
+            used += rank * (inputs + target.width) + dora * target.width
+        segments.append(LoraSegment(start, start + length, rows))
+        start += length + 1
+    return LoraBatch(torch.randn(used).bfloat16(), tuple(segments))
+
+
+def apply(ops: Any, batch: LoraBatch, x: Tensor, y: Tensor) -> Tensor:
+    found = y.clone()
+    ops.lora_add(found, x, batch, 0, TARGETS)
+    return found
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("inputs", [128, 320, 1034])
+def test_they_are_as_exact_as_rounded_inputs_are(ops: CompiledOps, inputs: int, dora: bool) -> None:
+    torch.manual_seed(inputs)
+    batch = make_batch(inputs, [1, 2, 5, 19, 90], [1, 3, 8, 16, 37], dora)
+    rows = batch.segments[-1].stop + 1
+    x, y = torch.randn(rows, inputs), torch.randn(rows, sum(WIDTHS))
+    wide = LoraBatch(batch.pool.double(), batch.segments)
+    found = apply(ops, batch, x, y)
+    rounded, exact = (apply(ReferenceOps(), wide, one.double(), y.double()) for one in (x.bfloat16(), x))
+    largest = float(rounded.abs().max())
+    torch.testing.assert_close(found.double(), rounded, rtol=0, atol=2e-6 * largest)
+    # What rounding itself costs: half a unit of 8 bits for each input, as in the linear layer.
+    error = float((found - exact).norm() / exact.norm())
+    assert 1e-4 < error < 2**-8
+
+
+@pytest.mark.parametrize("inputs", [128, 1034])
+def test_a_row_has_the_same_bits_in_any_company(ops: CompiledOps, inputs: int) -> None:
+    """Few rows and many, alone in a call, which threads then share, and at any place in a task; and of a rank
+    so large that few rows' coefficients are kept at a time."""
+    torch.manual_seed(inputs)
+    batch = make_batch(inputs, [150, 40], [16, 600])
+    x, y = torch.randn(194, inputs), torch.randn(194, sum(WIDTHS))
+    whole = apply(ops, batch, x, y)
+    for segment in batch.segments:
+        for start, stop in ((0, 1), (0, 2), (3, 6), (1, 18), (5, 40), (39, 40)):
+            rows = slice(segment.start + start, segment.start + stop)
+            alone = LoraBatch(batch.pool, (LoraSegment(0, stop - start, segment.rows),))
+            assert torch.equal(apply(ops, alone, x[rows], y[rows]), whole[rows]), (start, stop)
+
+
+def test_nothing_else_rounds(ops: CompiledOps) -> None:
+    """Narrow layers, float32 pages, 8-bit rows, models in float32: the bits of kernels that do not round."""
+    plain = CompiledOps(ops._library)
+    torch.manual_seed(0)
+    for inputs, dtype in ((96, torch.bfloat16), (160, torch.float32)):
+        batch = make_batch(inputs, [1, 30], [8, 8])
+        batch = LoraBatch(batch.pool.to(dtype), batch.segments)
+        x, y = torch.randn(33, inputs), torch.randn(33, sum(WIDTHS))
+        assert torch.equal(apply(ops, batch, x, y), apply(plain, batch, x, y))
+    row = {(0, 0): LoraRow(0, RowFormat(4, encoding=Encoding.FLOAT8, scale=0.5))}
+    codes = torch.randint(0, 64, (4 * (160 + WIDTHS[0]),)).to(torch.uint8)
+    eight = LoraBatch(codes.view(torch.bfloat16), (LoraSegment(0, 20, row),))
+    x, y = torch.randn(20, 160), torch.randn(20, sum(WIDTHS))
+    assert torch.equal(apply(ops, eight, x, y), apply(plain, eight, x, y))
+    batch = make_batch(160, [12], [8])
+    assert not torch.equal(apply(ops, batch, x, y), apply(plain, batch, x, y))
+    ops.compute_in(torch.float32)
+    assert torch.equal(apply(ops, batch, x, y), apply(plain, batch, x, y))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_so_in_its_row_only(ops: CompiledOps, value: float) -> None:
+    batch = make_batch(160, [12], [8])
+    x, y = torch.randn(14, 160), torch.randn(14, sum(WIDTHS))
+    whole = apply(ops, batch, x, y)
+    x[7, 40] = value
+    found = apply(ops, batch, x, y)
+    others = [row for row in range(14) if row != 7]
+    assert not torch.isfinite(found[7]).any() and torch.equal(found[others], whole[others])
+
+
+@pytest.mark.parametrize("quant", [None, "W8A8"])
+def test_a_step_as_one_call_gives_the_bits_of_single_operations(
+    ops: CompiledOps, quant: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the linear layer has rounded the inputs already; one that rounds to 8 bits has not."""
+    for name in ("load", "loaded"):
+        monkeypatch.setattr(native, name, lambda: ops._library)
+    sizes = {"hidden_size": 160, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 40}
+    model = make_model(tmp_path / "model", "llama", seed=4, **sizes)
+    device = open_device("cpu")
+    assert device.ops.compute_in(torch.bfloat16) == torch.float32
+    config = QuantConfig(quant) if quant else None
+    decoder = load_decoder(model, read_model_config(model), torch.float32, device, quant=config)
+    kinds = ("rank 64", None, "DoRA + rsLoRA + patterns", "patterns")
+    adapters = [
+        read_from("peft", make_kind(tmp_path / str(seed), model, kind, seed), model) if kind else None
+        for seed, kind in enumerate(kinds)
+    ]
+    sequences = [tokens(length, length) for length in (40, 3, 9, 1)]
+    assert decoder._decode_step is not None
+
+    def run(pages: torch.dtype) -> list[Tensor]:
+        driver = Driver(decoder, sequences, adapters)
+        driver._pool = driver._pool.bfloat16().to(pages)
+        return driver.run()
+
+    whole, wide = run(torch.bfloat16), run(torch.float32)
+    monkeypatch.setattr(decoder, "_decode_step", None)
+    assert all(map(torch.equal, whole, run(torch.bfloat16)))
+    assert not all(map(torch.equal, whole, wide)), "nothing was rounded"
+
+
+def test_they_are_chosen_with_the_products_of_linear_layers(emulated: Any) -> None:
+    class Offering:
+        def __init__(self, forms: int) -> None:
+            self.forms = forms
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(emulated, name)
+
+        def bfloat16_forms(self) -> int:
+            return self.forms
+
+    both, tiles = Offering(1 << DOTS | 1 << TILES), Offering(1 << TILES)
+    assert is_right(PanelsLinear(emulated), DOTS)
+    assert not rounds_adapters(both, NONE) and rounds_adapters(both, DOTS)  # type: ignore[arg-type]
+    assert rounds_adapters(both, TILES) and not rounds_adapters(tiles, TILES)  # type: ignore[arg-type]

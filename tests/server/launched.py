@@ -49,13 +49,14 @@ def models(pid: int) -> dict[str, int]:
 
 def processes(server: Running) -> dict[str, int]:
     """Of each model, of the server, of the supervisor and its deputies, when it serves."""
-    state: dict[str, Any] = {}
+    states: list[dict[str, Any]] = []
 
     def serves() -> bool:
-        state.update(served(server))
-        return len(state.get("deputies", ())) == 2
+        states[:] = [served(server)]
+        return len(states[0].get("deputies", ())) == 2
 
     wait_for("the service", serves)
+    [state] = states
     deputies = {f"deputy {i}": pid for i, pid in enumerate(state["deputies"], 1)}
     return {"server": state["server"], "supervisor": state["supervisor"]} | deputies | models(state["server"])
 
@@ -105,6 +106,18 @@ def scrape(server: Running) -> dict[str, float]:
         lines = answer.read().decode().splitlines()
     pairs = [line.rsplit(" ", 1) for line in lines if line[:1] != "#"]
     return {key: float(value) for key, value in pairs if value}
+
+
+def scrape_until(what: str, server: Running, done: Callable[[dict[str, float]], bool]) -> dict[str, float]:
+    """The first of its metrics for which `done` is true."""
+    found: list[dict[str, float]] = []
+
+    def is_done() -> bool:
+        found[:] = [scrape(server)]
+        return done(found[0])
+
+    wait_for(what, is_done)
+    return found[0]
 
 
 def total(server: Running, family: str, label: str = "") -> float:

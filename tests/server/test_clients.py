@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import tritonclient.grpc as grpc
 from conftest import ROOT, Running, World, fill_repo, new_server
-from launched import scrape, wait_for
+from launched import scrape, scrape_until
 from safetensors import safe_open
 from test_server import generate, inputs
 from tritonclient.utils import InferenceServerException
@@ -168,8 +168,7 @@ def test_a_fresh_server_counts_what_users_send(world: World, tmp_path: Path) -> 
         for _ in range(5):
             assert b"text_output" in generate(served, text_input="Hello", max_tokens=12, end_id=-1)
         # A request counts when the server lets go of it, which is a moment after its answer.
-        found: dict[str, float] = {}
-        wait_for("equal counts", lambda: found.update(scrape(served)) or all_equal(found))
+        found = scrape_until("equal counts", served, all_equal)
     finally:
         served.launch("--stop")
     for kind, bucket in (("input", "10"), ("output", "50")):

@@ -19,7 +19,7 @@ import torch
 import tritonclient.grpc as grpc
 from conftest import Running, World
 from dashboard import without_samples
-from launched import scrape, wait_for
+from launched import scrape, scrape_until
 from test_server import NEW, PROMPT, ask, generate, inputs, lora, new_ids, tensor
 from tritonclient.utils import InferenceServerException
 
@@ -283,9 +283,8 @@ def test_metrics_have_upstreams_names_and_true_values(server: Running, world: Wo
     before = scrape(server)
     for _ in range(3):
         ask(server, inputs(**lora(2)))
-    after: dict[str, float] = {}
     steps = 'nv_trt_llm_general_metrics{general_type="iteration_counter",model="tensorrt_llm",version="1"}'
-    wait_for("the next period", lambda: after.update(scrape(server)) or after[steps] >= before[steps] + 3)
+    after = scrape_until("the next period", server, lambda found: found[steps] >= before[steps] + 3)
 
     def grown(name: str, **labels: str) -> float:
         pairs = sorted({"model": "tensorrt_llm", "version": "1", **labels}.items())
@@ -426,20 +425,19 @@ def test_the_verbose_log_says_what_the_gauges_say(server: Running) -> None:
         lines = [line for line in whole.splitlines() if "Active Request Count" in line]
         return json.loads(re.findall("{.*}", lines[-1])[0].replace('\\"', '"')) if lines else {}
 
-    def are_of_one_moment() -> bool:
+    def are_of_one_moment(found: dict[str, float]) -> bool:
         line.update(last_line())
-        found.update(scrape(server))
         if line.get("Active Request Count") != 0:
             return False
         logged = datetime.strptime(line[STAMP], "%m-%d-%Y %H:%M:%S.%f").replace(tzinfo=timezone.utc)
         [shown] = [value for key, value in found.items() if 'general_type="timestamp"' in key]
         return abs(logged.timestamp() - shown / 1e6) < 1e-3
 
-    log, line, found = Path(server.state()["log"]), dict[str, Any](), dict[str, float]()
+    log, line = Path(server.state()["log"]), dict[str, Any]()
     set_verbosity(1)
     try:
         ask(server, inputs(new=3))
-        wait_for("the last line and what is scraped of one moment", are_of_one_moment)
+        found = scrape_until("the last line and what is scraped of one moment", server, are_of_one_moment)
     finally:
         set_verbosity(0)
     shown = {key: value for key, value in found.items() if key.startswith("nv_trt_llm_")}

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 from conftest import Running, World, fill_repo, new_server
-from launched import active, children, scrape, wait_for
+from launched import active, children, scrape, scrape_until, wait_for
 from test_client_disconnects import generated
 from test_server import tensor
 from tritonclient.utils import InferenceServerException
@@ -312,15 +312,16 @@ def test_a_client_that_leaves_ends_its_generation(server: Running) -> None:
 def test_vllms_metrics_count_what_was_asked(server: Running) -> None:
     label = '{model="vllm_model",version="1"}'
     before = scrape(server)
-    after: dict[str, float] = {}
     for _ in range(3):
         vllm(server)
+    gaps = "time_per_output_token_seconds_count"  # what is counted last, by a thread of its own
+    last = f"vllm:{gaps}{label}"
+    enough = before.get(last, 0) + 3 * (NEW - 1)
+    after = scrape_until("the last count", server, lambda found: found.get(last, 0) >= enough)
 
     def grown(name: str) -> float:
         return after[f"vllm:{name}{label}"] - before.get(f"vllm:{name}{label}", 0)
 
-    gaps = "time_per_output_token_seconds_count"  # what is counted last, by a thread of its own
-    wait_for("the last count", lambda: after.update(scrape(server)) or grown(gaps) >= 3 * (NEW - 1))
     assert grown("generation_tokens_total") == 3 * NEW
     assert grown("request_generation_tokens_sum") == 3 * NEW
     assert grown(gaps) == 3 * (NEW - 1)

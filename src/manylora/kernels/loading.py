@@ -136,17 +136,18 @@ def take_rows(
     assert library is not None
     call = getattr(library, f"take_rows_{target}_{source}")
     sizes = len(BEGIN) + 4 * rows["rank"] * (rows["in"] + rows["out"])
-    ends = np.cumsum(-(-sizes // LINE) * LINE)
+    rooms = -(-sizes // LINE) * LINE
+    ends = np.cumsum(rooms)
 
     def take(bounds: tuple[int, int]) -> list[bytes]:
         found, (first, stop) = list[bytes](), bounds
+        room = np.empty(max(IN_CACHE, int(rooms.max(initial=0))), np.uint8)
         while first < stop:
-            start = ends[first] - -(-sizes[first] // LINE) * LINE
-            last = max(first + 1, int(np.searchsorted(ends[:stop], start + IN_CACHE, "right")))
-            part, room = np.ascontiguousarray(rows[first:last]), np.empty(ends[last - 1] - start, np.uint8)
-            if call(descriptor, part.ctypes.data, len(part), room.ctypes.data) < len(part):
+            starts = ends - rooms - (ends[first] - rooms[first])
+            last = max(first + 1, int(np.searchsorted((starts + rooms)[:stop], IN_CACHE, "right")))
+            if call(descriptor, rows[first:last].ctypes.data, last - first, room.ctypes.data) < last - first:
                 break
-            places = zip([0, *(ends[first : last - 1] - start)], sizes[first:last], strict=True)
+            places = zip(starts[first:last].tolist(), sizes[first:last].tolist(), strict=True)
             found += [digest(room[place : place + size].data) for place, size in places]
             first = last
         return found

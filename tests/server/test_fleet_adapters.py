@@ -205,8 +205,9 @@ def test_writers_at_once_end_in_one_state(fleet: Fleet) -> None:
 
 
 def test_an_alias_routes_as_its_adapter_and_a_wrong_file_is_refused(fleet: Fleet) -> None:
-    post(fleet, "load_lora_adapter", lora_name="stable", alias_of="a2").raise_for_status()
-    owners = {fleet.complete(name, 1).headers["x-manylora-replica"] for name in ("a2", "stable") * 3}
+    send(fleet, "meant", "a2").raise_for_status()  # of which no replica has taken a request yet
+    post(fleet, "load_lora_adapter", lora_name="stable", alias_of="meant").raise_for_status()
+    owners = {fleet.complete(name, 1).headers["x-manylora-replica"] for name in ("meant", "stable") * 3}
     assert len(owners) == 1
     headers = {"content-type": "application/octet-stream"}
     wrong = httpx.put(f"{fleet.url}/v1/lora_adapters/wrong", content=b"x", headers=headers, timeout=60)

@@ -132,7 +132,7 @@ def test_what_is_not_finite_is_so_in_its_row_only(ops: CompiledOps, value: float
     assert not torch.isfinite(found[7]).any() and torch.equal(found[others], whole[others])
 
 
-@pytest.mark.parametrize("quant", [None, "W8A8"])
+@pytest.mark.parametrize("quant", [None, "W8A16", "W4A16", "W8A8"])
 def test_a_step_as_one_call_gives_the_bits_of_single_operations(
     ops: CompiledOps, quant: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

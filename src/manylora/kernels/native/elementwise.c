@@ -99,8 +99,7 @@ void rotate_and_store(float *q_out, const float *q, int64_t q_stride, const floa
                       int64_t v_stride, const float *cos, const float *sin, float *k_cache, float *v_cache,
                       const int64_t *slots, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t turned) {
     const Rotation r = {q_out, q, k, v, q_stride, k_stride, v_stride, cos, sin, k_cache, v_cache, slots, rows, heads,
-                        kv_heads, dim, turned, 0,
-                        NULL};
+                        kv_heads, dim, turned, 0, NULL};
 #pragma omp parallel if (rows > MANY)
     rotate_team(&r);
 }

@@ -227,15 +227,15 @@ INLINE int64_t read_rows(const Kind to, const Kind from, int file, const Stored 
     return count;
 }
 
-#define READ_ROWS(name, to, from)                                                           \
-    int64_t name(int64_t file, const Stored *rows, int64_t count, char *room) {             \
-        return read_rows(to, from, (int)file, rows, count, room);                           \
+#define ROWS_OF(call, name, to, from)                                           \
+    int64_t name(int64_t file, const Stored *rows, int64_t count, char *room) { \
+        return call(to, from, (int)file, rows, count, room);                    \
     }
 
-READ_ROWS(read_rows_float32_float32, FLOAT32, FLOAT32)
-READ_ROWS(read_rows_float32_bfloat16, FLOAT32, BFLOAT16)
-READ_ROWS(read_rows_bfloat16_float32, BFLOAT16, FLOAT32)
-READ_ROWS(read_rows_bfloat16_bfloat16, BFLOAT16, BFLOAT16)
+ROWS_OF(read_rows, read_rows_float32_float32, FLOAT32, FLOAT32)
+ROWS_OF(read_rows, read_rows_float32_bfloat16, FLOAT32, BFLOAT16)
+ROWS_OF(read_rows, read_rows_bfloat16_float32, BFLOAT16, FLOAT32)
+ROWS_OF(read_rows, read_rows_bfloat16_bfloat16, BFLOAT16, BFLOAT16)
 
 /* Rows of a file: A [rank, in] and B [out, rank] with its scale, to their targets as kind `to`; and in float32 to room,
  * whole lines each, behind the eight bytes with which digests of such numbers begin. Gives back the row that could not be
@@ -259,12 +259,7 @@ INLINE int64_t take_rows(const Kind to, const Kind from, int file, const Stored 
     return count;
 }
 
-#define TAKE_ROWS(name, to, from)                                                                           \
-    int64_t name(int64_t file, const Stored *rows, int64_t count, char *room) {                             \
-        return take_rows(to, from, (int)file, rows, count, room);                                           \
-    }
-
-TAKE_ROWS(take_rows_float32_float32, FLOAT32, FLOAT32)
-TAKE_ROWS(take_rows_float32_bfloat16, FLOAT32, BFLOAT16)
-TAKE_ROWS(take_rows_bfloat16_float32, BFLOAT16, FLOAT32)
-TAKE_ROWS(take_rows_bfloat16_bfloat16, BFLOAT16, BFLOAT16)
+ROWS_OF(take_rows, take_rows_float32_float32, FLOAT32, FLOAT32)
+ROWS_OF(take_rows, take_rows_float32_bfloat16, FLOAT32, BFLOAT16)
+ROWS_OF(take_rows, take_rows_bfloat16_float32, BFLOAT16, FLOAT32)
+ROWS_OF(take_rows, take_rows_bfloat16_bfloat16, BFLOAT16, BFLOAT16)

@@ -56,7 +56,7 @@ from manylora.lora.formats.peft_stacks import STACK_KEY, Parts, check_stacks, st
 from manylora.lora.formats.peft_strict import check_keys, check_pairs, tell_left_out, tell_missing
 from manylora.lora.formats.peft_tables import is_whole_table
 from manylora.lora.formats.peft_unused import without_unused
-from manylora.lora.formats.plain_rows import PlainRows
+from manylora.lora.formats.plain_rows import THREADS, PlainRows
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.tensor_files import (
     RawTensor,
@@ -73,7 +73,6 @@ from manylora.request import LoraExtra
 # Elements of an adapter that several threads read, and of its rows: with smaller ones they wait for Python.
 PARALLEL, PARALLEL_ROWS = 2**21, 2**16
 NARROWED = 2**22  # elements of an adapter whose memory is worth the narrowing of each row
-THREADS = 4
 LOW_RANK = re.compile(r"\.lora_[AB]\.")  # in the names of what PEFT applies to some tokens only
 DORA = re.compile(r"lora_magnitude_vector|weight_m_wdecomp")
 DORA_REASON = "DoRA magnitudes are divided by the row norms of the base model: name it with --base"
@@ -288,8 +287,8 @@ def _pattern_name(config: PeftConfig, path: str, module_id: int) -> str:
 @dataclass(frozen=True)
 class _Reading:
     """One adapter that is read. base: open. kind: the type with an encoding that all tensors have, and rows
-    keep. vectors: as of `LoraForm`. plain: the file and what all rows are in it, if
-    `rows` found them to be plain."""
+    keep. vectors: as of `LoraForm`. plain: the file and what all rows are in it, if `rows` found
+    them to be plain."""
 
     config: PeftConfig
     options: ReadOptions

@@ -25,8 +25,7 @@ class ReadOptions:
     leave out what an adapter has for a model's vision part, which is refused otherwise. num_layers: of the
     model, where the bounds do not know it. shared: rows may be vectors beside matrices that others have too;
     else each has its own. alike: remembers what adapters have in common; None: each is judged on its own.
-    tell: takes a line for each thing that is served and may not be
-    what was meant.
+    tell: takes a line for each thing that is served and may not be what was meant.
     """
 
     modules: Mapping[int, LoraModule] | None = None

@@ -26,7 +26,7 @@ TABLE_ROW = np.dtype(
         "itemsize": 48,
     }
 )
-"""A row in the tables that kernels read: `Row` of native/lora.c, and six int64 of the GPU kernels, of
+"""A row in the tables that kernels read: `Row` of native/lora.h, and six int64 of the GPU kernels, of
 which the fifth holds the scale's bits and `next`. Rank 0: there is no row. dora: 0, 1, or DORA_MIXED. next:
 where the row is that is added after this one, as each says; 0: none. vectors: offset of those of a row whose
 matrices are shared; -1: it has none."""

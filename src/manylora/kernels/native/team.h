@@ -28,7 +28,7 @@ typedef struct { /* of linear.c */
     float *room;                 /* x packed, then the sums of its blocks */
 } Linear;
 
-typedef struct Segment Segment; /* of lora.c */
+typedef struct Segment Segment; /* of lora.h */
 
 typedef struct { /* the adapters of a linear layer; count 0: none */
     const Segment *segments;

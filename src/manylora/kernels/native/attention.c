@@ -1,17 +1,18 @@
 /* Decode attention over pages in place. float32.
  *
- * It runs at the speed of memory, so a token's row is read once, for all heads of the task, and the next run is fetched
- * by hand meanwhile: rows are short, and the processor does not foresee the jump from one to the next. The sums of a head are
- * made in the same order however heads are divided among threads. */
+ * The speed of memory is the limit, so a token's keys and values are read from it once, for all heads of the task.
+ * Those of the next run are prefetched meanwhile: they are short pieces, and the hardware's prefetching does not
+ * follow the jumps between them. The sums of a head are made in the same order however heads are divided among
+ * threads. */
 
 #include "team.h"
 
-enum { MOST = 32 /* vectors in a head */, RUN = 16 /* tokens that stay in the cache from head to head */ };
+enum { MOST = 32 /* vectors in a head */, RUN = 16 /* tokens that stay in the cache from query to query */ };
 
 typedef struct {
     const float *keys, *values;
     const int32_t *blocks;                    /* of this sequence */
-    int64_t size, stride, dim, begin, end;    /* tokens of a block; floats from token to token, of a head; tokens seen */
+    int64_t size, stride, dim, begin, end;    /* tokens of a block; floats from token to token, of a head; tokens */
     int64_t group, first, last;               /* queries of a kv head; kv heads of this task */
 } Task;
 
@@ -25,13 +26,13 @@ INLINE int64_t place(const Task *t, int64_t token) {
         if (at = place(t, token),                                                                        \
             stop = least(least((t)->end, token + RUN), (token / (t)->size + 1) * (t)->size), 1)
 
-/* Vector v of a head, which fills it or is the last and does not. */
+/* Vector v of a head. whole: heads are whole vectors; otherwise the last one may be a part. */
 INLINE vector piece(const int whole, const Task *t, const float *head, int v) {
     return whole ? load(head + v * LANES) : load_some(head + v * LANES, t->dim - v * LANES);
 }
 
-/* What a run of tokens [token, stop) that begins at `at` fetches for the next one, head by head: the lines as they lie,
- * where all heads are read. */
+/* What the run of tokens [token, stop), which begins at `at`, prefetches of the next run, head by head; in the order of
+ * memory where the task reads all heads. */
 typedef struct {
     const float *from;
     int64_t head, step; /* floats from head to head, and from token to token of one */
@@ -86,7 +87,7 @@ INLINE void mix(const int count, const int whole, const Task *t, float *out, con
     }
 }
 
-/* score = cap tanh(score / cap): near 0 by a polynomial, for what is left of 1 - 2 / (1 + exp(2x)) there is rounding */
+/* score = cap tanh(score / cap); near 0 by a polynomial, as 1 - 2 / (1 + exp(2x)) loses its digits there */
 static void bound(float *score, int64_t begin, int64_t end, float cap) {
     static const float terms[] = {2.06390888e-2f, -5.37397155e-2f, 1.33314422e-1f, -3.33332819e-1f};
     for (int64_t t = begin; t < end; t += LANES) {
@@ -97,7 +98,7 @@ static void bound(float *score, int64_t begin, int64_t end, float cap) {
     }
 }
 
-/* sink: one more score, which takes its share and is dropped, or NULL */
+/* sink: one more score, which counts in the sum but belongs to no token; or NULL */
 static void softmax(float *score, int64_t begin, int64_t end, const float *sink) {
     vector sums = all(0), tops = all(score[begin]);
     float top = sink && *sink > score[begin] ? *sink : score[begin], sum;
@@ -130,7 +131,7 @@ INLINE void attend(const int count, const int whole, const Task *t, float *out, 
     case n: attend(n, 1, &t, to, from, scale, cap, a->sinks, score, longest); break;
 
 void attention_team(const Attention *a) {
-    const int few = a->n < 2 * number_of_threads(); /* then heads are divided, too */
+    const int few = a->n < 2 * number_of_threads(); /* then heads are divided among threads, too */
     const int64_t parts = few ? a->kv_heads : 1, each = a->kv_heads / parts;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t p = 0; p < a->n * parts; p++) {
@@ -142,7 +143,7 @@ void attention_team(const Attention *a) {
         const float *const from = a->q + s * a->q_stride, scale = a->scale, cap = a->cap;
         switch (a->dim % LANES ? 0 : a->dim / LANES) {
             HEAD(1) HEAD(2) HEAD(3) HEAD(4) HEAD(5) HEAD(6) HEAD(8) HEAD(16)
-            default: attend((a->dim + LANES - 1) / LANES, 0, &t, to, from, scale, cap, a->sinks, score, longest); /* sizes of few models */
+            default: attend((a->dim + LANES - 1) / LANES, 0, &t, to, from, scale, cap, a->sinks, score, longest); /* for few models */
         }
     }
 }

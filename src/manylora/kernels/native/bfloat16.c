@@ -1,16 +1,17 @@
-/* y = x W^T + bias by the processor's products of bfloat16. x is rounded to it once for a call; W is bfloat16, or
- * integers of 8 or 4 bits, which bfloat16 holds exactly; sums are float32.
+/* y = x W^T + bias by the processor's instructions for bfloat16. x is rounded to bfloat16 once for each call; W is
+ * bfloat16, or integers of 8 or 4 bits, which bfloat16 represents exactly; sums are float32.
  *
- * DOTS:  vdpbf16ps. A sum takes the product of the odd input of a pair, then that of the even one, each fused.
- * TILES: tdpbf16ps. Of 32 inputs the even ones are summed from zero, one fused product after the other, and so are the
- *        odd ones; both are added, then this to the sum.
- * Both round to nearest, even, and take numbers below 2^-126, in and out, as zeros, whatever MXCSR says. A process
- * uses one of them: their bits differ.
+ * DOTS:  vdpbf16ps. For each pair of inputs the product of the odd one is added to the sum, then that of the even one,
+ *        each by a fused multiply-add.
+ * TILES: tdpbf16ps. Of 32 inputs the products of the even ones are summed from zero, each by a fused multiply-add, and
+ *        so are those of the odd ones. The two sums are added, and the result is added to the sum of all inputs.
+ * Both round to nearest even, and take numbers below 2^-126, operands and results, as zeros, whatever MXCSR says. A
+ * process uses only one of them, as their bits differ.
  *
- * All rows pass over some inputs of a panel, at most CHUNK, which stay in the nearest cache; integers are unpacked for
- * that. Sums wait in memory meanwhile, and each tile fetches a share of the next inputs. A tile has as many rows as every
- * other of the call, so the last one begins among the rows of the one before it. A row's sums are one chain over the
- * inputs of a block, whatever rows are beside it. */
+ * A panel is taken in chunks of at most CHUNK inputs. A chunk stays in the L1 cache while all rows are multiplied by
+ * it, and integers are unpacked once for all of them. Between chunks sums are kept in memory; each tile prefetches a
+ * share of the next chunk. All tiles of a call have the same number of rows, so the last one may overlap the one
+ * before it. A row's sum is one chain of additions over the inputs of a block, whatever rows are beside it. */
 
 #include "bfloat16.h"
 #include "panels.h"
@@ -22,18 +23,18 @@ enum {
     DEPTH = 32,       /* inputs of a tile */
     CHUNK = 8 * DEPTH,
     TALL = 16,        /* rows of a tile of TILES */
-    WIDE = 8,         /* rows of DOTS */
+    WIDE = 8,         /* rows of a tile of DOTS */
     BAND = 256,       /* rows whose sums are kept at once */
-    NEAR = 4,         /* tiles of DOTS so few that two chunks have to be in the nearest cache */
+    NEAR = 4,         /* tiles of DOTS, at most, for which chunks are so short that the L1 cache holds two */
     PANELS_IN_A_ROW = 4,
-    AHEAD = 4096      /* bytes between reading and fetching */
+    AHEAD = 4096      /* bytes from what is read to what is prefetched */
 };
 
 typedef enum { NONE, DOTS, TILES } Form;
 
 #if HAS_FORMS
-/* sums [rows, PANEL] += x W^T over `inputs`. x: bfloat16, rows `stride` elements apart. w: pairs [inputs / 2, PANEL];
- * up to a whole tile both have more, w zeros. Meanwhile `pace` bytes are fetched for each pair, from `next` on. */
+/* sums [rows, PANEL] += x W^T over `inputs`. x: bfloat16, rows `stride` elements apart. w: pairs [inputs / 2, PANEL].
+ * Both go on up to a whole tile, w with zeros. For each pair `pace` bytes are prefetched, from `next` on. */
 typedef struct {
     float *sums;
     const uint16_t *x;
@@ -101,7 +102,7 @@ static void run_tiles(int rows, const Tile *t) {
             }
 }
 #else
-/* Sums are in tiles 0 to 2, rows of x in 3, weights in 4 to 6. No compiler uses them by itself. */
+/* Tile registers 0 to 2 are for sums, 3 for rows of x, 4 to 6 for weights. Compilers use none by themselves. */
 static void configure(int rows) {
     struct {
         uint8_t palette, start, zeros[14];
@@ -156,14 +157,14 @@ static void round_row(const Linear *c, int64_t row) {
     }
 }
 
-/* Two inputs' weights side by side; `odd` may be past the last input. */
+/* The weights of an even input and the next one, as pairs. odd: whether there is a next one. */
 INLINE words pair(const Kind kind, const char *row, int v, int odd) {
     const vector low = weights(kind, row, v, 0), none = all(0);
     const vector high = is_four_bits(kind) ? weights(kind, row, v, 1) : odd ? weights(kind, row + PANEL, v, 0) : none;
     return (words)low >> 16 | ((words)high & 0xffff0000u);
 }
 
-/* Weights of the inputs [k, k + depth) of a panel as a Run reads them; `room` is used unless W is so itself. */
+/* The weights of inputs [k, k + depth) of a panel as a Run reads them: W itself where it has that form, else `room`. */
 INLINE const char *pairs_of(const Kind kind, const Linear *c, int64_t p, int64_t k, int64_t depth, char *room) {
     const char *w = c->w + (p * c->in + k) / inputs_of(kind) * bytes_of(kind);
     const int64_t used = (depth + 1) / 2 * 4 * PANEL, whole = (depth + DEPTH - 1) / DEPTH * DEPTH / 2 * 4 * PANEL;
@@ -193,8 +194,8 @@ INLINE void one_panel(const Kind kind, const Form form, int64_t height, const Li
             for (int64_t at = k; at < stop; at += chunk) {
                 const int64_t depth = least(stop - at, chunk), bytes = depth * 2 * PANEL;
                 const char *const w = pairs_of(kind, c, p, at, depth, room);
-                const char *const next = tiles == 1 ? w + AHEAD : w + bytes; /* the next chunk, a share for each tile */
-                const int64_t pace = w == room ? 0 : 4 * PANEL / tiles;      /* what is unpacked was fetched */
+                const char *const next = tiles == 1 ? w + AHEAD : w + bytes; /* next chunk: a share for each tile */
+                const int64_t pace = w == room ? 0 : 4 * PANEL / tiles;      /* unpacking prefetches W itself */
                 for (int64_t i = 0; i < tiles; i++) {
                     const int64_t r = i * height;
                     run(height, &(Tile){sums + r * PANEL, rounded(c, least(first + r, last)) + at, stride, w, depth,
@@ -202,14 +203,14 @@ INLINE void one_panel(const Kind kind, const Form form, int64_t height, const Li
                 }
             }
             for (int64_t r = 0; r < rows; r += height) {
-                const int64_t again = first + r - least(first + r, last); /* rows of the tile before */
+                const int64_t again = first + r - least(first + r, last); /* rows that the tile before has done */
                 finish_panel(c, sums + (r + again) * PANEL, first + r, least(rows - r, height), p, k);
             }
         }
 }
 
-/* Panels are taken some in a row, so that the next one is this thread's, too, and in the end one by one, so that all
- * threads end together. */
+/* A thread takes several panels in a row, so that it prefetches what it needs next itself. The last panels are taken
+ * one by one, so that all threads end at about the same time. */
 INLINE void linear(const Kind kind, const Form form, const Linear *c) {
     const int64_t panels = (c->out + PANEL - 1) / PANEL, height = least(c->rows, form == TILES ? TALL : WIDE);
     const int64_t some = panels / PANELS_IN_A_ROW - number_of_threads(), runs = some > 0 ? some : 0;
@@ -225,7 +226,7 @@ INLINE void linear(const Kind kind, const Form form, const Linear *c) {
     if (form == TILES) release();
 }
 
-/* Bits of the forms that this processor has and the system allows; its answer for TILES is the process's. */
+/* A bit for each form that the processor has and the system allows. To ask for TILES allows them to the process. */
 int64_t bfloat16_forms(void) {
 #if defined(EMULATED)
     return 0;
@@ -244,8 +245,8 @@ INLINE void linear(const Kind kind, const Form form, const Linear *c) { (void)ki
 int64_t bfloat16_forms(void) { return 0; }
 #endif
 
-/* By all threads of a team. kind: of W, + FORMS * form. `in` is at least ROUNDED_INPUTS of panels.py: then x, rounded,
- * takes no more memory than it did. */
+/* By all threads of a team. kind: of W, + FORMS * form. `in` is at least ROUNDED_INPUTS of panels.py, from which on
+ * rounded x, padded, needs no more memory than x. */
 void bfloat16_team(int64_t kind, const Linear *c) {
     switch (kind) { /* known to the compiler in each case */
         case BFLOAT16 + FORMS * DOTS: linear(BFLOAT16, DOTS, c); break;

@@ -1,11 +1,11 @@
-/* The processor's products of bfloat16 in vectors, `vdpbf16ps`, and what they multiply with: inputs that are rounded. They
- * round to nearest, even, and take numbers below 2^-126, in and out, as zeros, whatever MXCSR says. */
+/* Products of pairs of bfloat16 by the instruction vdpbf16ps, and the rounding of inputs for it. It rounds to nearest
+ * even, and takes numbers below 2^-126, operands and results, as zeros, whatever MXCSR says. */
 
 #pragma once
 
 #include "team.h"
 
-/* Compilers whose assemblers know the instructions; EMULATED: in plain C, for tests. */
+/* Whether the compiler's assembler knows the instructions. EMULATED: they are computed in plain C, for tests. */
 #if defined(EMULATED)
 #define HAS_FORMS 1
 #elif defined(__x86_64__) && defined(__AVX512F__) && defined(__linux__)
@@ -43,15 +43,15 @@ INLINE words load_words(const char *at) {
     return some;
 }
 
-/* Elements from row to row of inputs that are rounded: zeros for a whole tile that begins anywhere, and an odd number of
- * lines, as rows a power of two apart would push each other out of the cache. */
+/* Elements from one row of rounded inputs to the next. Zeros follow the inputs, so that a whole tile can be read from
+ * any of them on. It is an odd number of cache lines: rows a power of two apart would share few sets of the cache. */
 INLINE int64_t rounded_stride(int64_t in) { return (((in + 31) / 32 + 1) | 1) * 32; }
 
 /* A row of inputs in bfloat16, and zeros up to the next one. */
 INLINE void round_inputs(uint16_t *to, const float *x, int64_t in) {
     for (int64_t k = 0; k < in; k += LANES) {
         const words bits = (words)load_some(x + k, in - k), nan = (words)((bits & 0x7fffffff) > 0x7f800000);
-        narrow(BFLOAT16, (char *)(to + k), (bits & ~nan) | (nan & 0x7fc00000)); /* of some NaNs it would make zeros */
+        narrow(BFLOAT16, (char *)(to + k), (bits & ~nan) | (nan & 0x7fc00000)); /* rounding makes some NaNs zeros */
     }
     memset(to + in, 0, (rounded_stride(in) - in) * sizeof *to);
 }

@@ -1,8 +1,8 @@
-/* A step through a decoder as one parallel region: each row attends to tokens of its sequence one by one, as decoding
- * rows do; short prompts are so many of them. Between operations threads meet at a barrier, which takes a microsecond, where a call from outside takes ten and lets them fall asleep.
- * The operations are those that are called one by one otherwise, so the bits are the same. float32 but for weights,
- * pages of adapters, and the tables. What the last layer does after its attention is for rows alone whose logits are
- * wanted: no other row is read again. */
+/* A step of a whole decoder in one parallel region. All rows are computed as in decoding, each with its own length; a
+ * short prompt is several such rows. Between operations threads wait at a barrier, which takes a microsecond; a call
+ * from Python for each operation takes ten, and lets the threads fall asleep. The operations are those that are
+ * otherwise called one by one, so the bits are the same. All is float32 but weights, pages of adapters and the tables.
+ * After its attention the last layer computes only rows whose logits are wanted, as no other row is read again. */
 
 #include "bfloat16.h"
 
@@ -28,8 +28,8 @@ typedef struct {
     const Layer *layer;
     int64_t layers, hidden, heads, kv_heads, dim, size, inner, widest, activation;
     int64_t norm_heads; /* whether q and k are normalised head by head */
-    int64_t pairs;      /* whether neighbours are rotated together */
-    int64_t most_scores; /* of all rows and heads */
+    int64_t pairs;      /* as of Rotation */
+    int64_t most_scores; /* at most, of all rows and heads */
     const float *norm;
     Weight head;
     const char *embedding; /* [vocabulary, hidden] of its kind, float32 or bfloat16 */
@@ -43,19 +43,19 @@ typedef struct {
     float *logits;      /* [wanted, head rows] */
     int64_t *best;      /* [wanted], as of best_tokens */
     const float *cos[2], *sin[2]; /* [turns, turned] */
-    const int64_t *places[2];     /* [rows], where in cos and sin a row's are; NULL: in the order of the rows */
+    const int64_t *places[2];     /* [rows], as of Rotation */
     const int64_t *slots, *lengths; /* [rows] */
     const int64_t *wanted;          /* rows whose logits are computed, ascending */
     const int32_t *table; /* [rows, columns] */
     const Adapters *adapters; /* [layers, LINEARS, CALLS]; NULL: none */
-    const Adapters *last;     /* the last layer's [LINEARS, CALLS], of the wanted rows among themselves */
+    const Adapters *last;     /* [LINEARS, CALLS] of the last layer, whose rows count the wanted ones */
     const char *pool;
     int64_t pool_kind, rows, turns[2], turned, columns, wanted_rows;
 } Step;
 
 typedef struct {
     float *x, *seen, *wide, *q, *mixed, *gated, *delta, *post, *room, *scores;
-    int64_t widest, longest; /* room: 2 * rows * widest; the most tokens that a row attends to */
+    int64_t widest, longest; /* `room` has 2 * rows * widest; the most tokens that a row attends to */
 } Memory;
 
 INLINE float *take(float **from, int64_t size) {
@@ -106,7 +106,7 @@ static const float *add(const Decoder *d, const Step *s, float *x, const float *
     return weight ? out : x;
 }
 
-/* [rows, heads, dim] from the part of a wider row; by heads or whole. */
+/* Norms of heads that are a part of wider rows, to [rows, heads, dim]: of each head, or of all heads of a row. */
 static void norm_heads(const Decoder *d, const Step *s, float *out, const float *x, int64_t stride, int64_t heads,
                        const float *weight) {
     const int64_t width = d->norm_heads ? d->dim : heads * d->dim, parts = heads * d->dim / width;
@@ -115,7 +115,7 @@ static void norm_heads(const Decoder *d, const Step *s, float *out, const float 
         norm_row(out + i * width, x + i / parts * stride + i % parts * width, weight, width, d->eps);
 }
 
-/* What the rows read of their sequences, [rows, heads * dim]. */
+/* The output of the attention, [rows, heads * dim]. */
 static const float *attend(const Decoder *d, const Layer *l, const Adapters *adapters, const Step *s, const Memory *m,
                            const float *seen) {
     const int64_t q_size = d->heads * d->dim, kv_size = d->kv_heads * d->dim, width = l->linear[QKV].out;
@@ -140,7 +140,7 @@ static const float *attend(const Decoder *d, const Layer *l, const Adapters *ada
     return mixed;
 }
 
-/* The wanted rows of [rows, width], one after the other. */
+/* Copies the wanted rows of [rows, width] to contiguous rows. */
 static void gather(const Step *s, float *to, const float *from, int64_t width) {
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < s->wanted_rows; i++)
@@ -167,7 +167,7 @@ static void step(const Decoder *d, const Step *s, const Memory *m) {
         const float *mixed = attend(d, l, adapters, s, m, seen);
         if (i == d->layers - 1 && s->wanted_rows < s->rows) {
             const int64_t width = d->heads * d->dim;
-            gather(s, m->wide, mixed, width); /* neither it nor `seen` is read again */
+            gather(s, m->wide, mixed, width); /* `wide` and `seen` are not read again */
             gather(s, m->seen, m->x, d->hidden);
             mixed = m->wide, adapters = s->last, s = &few, m = &apart;
             if (!s->rows) return;
@@ -182,7 +182,7 @@ static void step(const Decoder *d, const Step *s, const Memory *m) {
     const float *const seen = add(d, s, m->x, delta, d->norm, m->seen);
     if (!s->rows) return;
     apply(&d->head, NULL, s, m, s->logits, seen);
-    best_team(s->best, s->logits, s->rows, d->head.out); /* while they are in the caches */
+    best_team(s->best, s->logits, s->rows, d->head.out); /* while the logits are in the caches */
 }
 
 static int64_t largest(const int64_t *of, int64_t count) {
@@ -192,8 +192,9 @@ static int64_t largest(const int64_t *of, int64_t count) {
     return found;
 }
 
-/* memory: for so many floats. 0: done. Otherwise nothing was: it needs so many; or, negative, a row has grown beyond
- * cos and sin, or there are too many scores. */
+/* memory: room for `floats` floats. Returns 0 if the step is done. Otherwise nothing is done: a positive number says
+ * how many floats are needed, a negative one that a row is beyond the end of cos and sin, or that there would be too
+ * many scores. */
 int64_t decode_step(const Decoder *d, const Step *s, float *memory, int64_t floats) {
     const int64_t longest = largest(s->lengths, s->rows);
     if (s->rows * d->heads * longest > d->most_scores) return -1;

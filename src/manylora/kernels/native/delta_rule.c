@@ -1,5 +1,6 @@
-/* Gated delta rules behind a causal convolution: the rows of each sequence one after another, each head on its own. A row
- * is computed alike whatever is beside it, so neither the parts of a prompt nor other sequences change a bit. */
+/* The gated delta rule after a causal convolution. Heads are independent of each other; the rows of a sequence are
+ * computed one after another, always in the same way, so neither the chunks of a prompt nor other sequences change a
+ * bit. */
 
 #include "recurrent.h"
 
@@ -20,8 +21,8 @@ INLINE void scaled(float *to, const float *x, int64_t dim, float scale) {
     for (int64_t i = 0; i < dim; i += LANES) store_some(to + i, load_some(x + i, dim - i) * scale, dim - i);
 }
 
-/* One row of one head: `from` [value_dim, key_dim] is its memory before, NULL: zeros; `to` after, perhaps the same. y has
- * room for value_dim. dim is key_dim: with a constant the loops over a row of memory need no test of its length. */
+/* One row of one head. from: its memory before, [value_dim, key_dim], or NULL for zeros; to: its memory after, which
+ * may be `from`. y: room for value_dim. dim: key_dim, in the machine code a constant where it is common. */
 INLINE void remember(const DeltaRule *c, const float *from, float *to, const float *q, const float *k, const float *v,
                      float beta, float keep, float *y, int64_t dim) {
     vector both = all(0);

@@ -1,4 +1,5 @@
-/* What would be several small calls otherwise. float32, rows in parallel where there are many. */
+/* Norms, activations, rotary embeddings and greedy choice, which torch would do in several small calls each. float32;
+ * rows in parallel where there are many. */
 
 #include "team.h"
 
@@ -27,14 +28,15 @@ void norm_team(float *total, float *out, const float *x, int64_t x_stride, const
     }
 }
 
-/* total = x + delta, where there is a delta, else x itself; out [rows, width] = weight * total / sqrt(mean(total^2) + eps) */
+/* total = x + delta, or x itself where there is no delta;
+ * out [rows, width] = weight * total / sqrt(mean(total^2) + eps) */
 void add_rms_norm(float *total, float *out, const float *x, int64_t x_stride, const float *delta, int64_t delta_stride,
                   const float *weight, int64_t rows, int64_t width, float eps) {
 #pragma omp parallel if (rows > MANY)
     norm_team(total, out, x, x_stride, delta, delta_stride, weight, rows, width, eps);
 }
 
-/* gate * share(gate) is the activation; (1 + tanh(a)) / 2 = 1 / (1 + exp(-2a)) */
+/* The activation is gate * share(gate). (1 + tanh(a)) / 2 = 1 / (1 + exp(-2a)) */
 INLINE vector share(int activation, vector gate) {
     if (activation == SILU) return 1 / (1 + exponential(-gate));
     if (activation == GELU_TANH) return 1 / (1 + exponential(-1.5957691216057308f * (gate + 0.044715f * gate * gate * gate)));
@@ -61,8 +63,8 @@ void gated(float *out, const float *y, int64_t y_stride, int64_t rows, int64_t w
     gate_team(out, y, y_stride, rows, width, activation);
 }
 
-/* x [heads, dim] with its first `turned` dimensions turned: x cos + (-x2, x1) sin, halves of these. pairs: they are the
- * first and the second ones of pairs, and are put in halves before. */
+/* x [heads, dim] with the first `turned` dimensions of each head rotated: x cos + (-x2, x1) sin, where x1 and x2 are
+ * their halves. pairs: x1 and x2 are the even and the odd ones, which become the halves. */
 static void ONCE turn(float *to, const float *x, const float *cos, const float *sin, int64_t heads, int64_t dim, int64_t turned,
                       int64_t pairs) {
     const int64_t half = turned / 2;
@@ -93,8 +95,8 @@ void rotate_team(const Rotation *r) {
     }
 }
 
-/* Turned q to q_out [rows, heads, dim]; turned k, and v, to row slots[row] of the caches. The heads of a row lie
- * together; cos, sin [rows, turned]; turned 0: q is left alone. */
+/* Rotated q to q_out [rows, heads, dim]; rotated k, and v, to row slots[row] of the caches. The heads of a row are
+ * contiguous; cos, sin [rows, turned]; turned 0: q is left alone. */
 void rotate_and_store(float *q_out, const float *q, int64_t q_stride, const float *k, int64_t k_stride, const float *v,
                       int64_t v_stride, const float *cos, const float *sin, float *k_cache, float *v_cache,
                       const int64_t *slots, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t turned) {
@@ -104,7 +106,7 @@ void rotate_and_store(float *q_out, const float *q, int64_t q_stride, const floa
     rotate_team(&r);
 }
 
-/* The first of the largest numbers of a row; -1 where one is a NaN or infinite. */
+/* Where the largest number of a row is, the first of equal ones; -1 if any is NaN or infinite. */
 static int64_t ONCE best_of(const float *x, int64_t width) {
     vector most = all(-INFINITY), sum = {0};
     integers places = {0}, here = {0};
@@ -115,7 +117,7 @@ static int64_t ONCE best_of(const float *x, int64_t width) {
         const integers more = some > most;
         most = choose(more, some, most);
         places = (more & here) | (~more & places);
-        sum += some - some; /* 0, or a NaN for good */
+        sum += some - some; /* 0, or NaN from then on */
     }
     float largest = -INFINITY, wrong = total(sum);
     int64_t place = 0;

@@ -2,18 +2,18 @@
  * BLOCK inputs; x is rounded here to 8 bits with a scale for each row and BLOCK inputs.
  *
  * The sum of a block is an integer, exact and the same in every form below. Blocks are added in float32, in order of
- * their inputs, one fused operation each: a row's bits depend neither on other rows nor on the form.
+ * their inputs, each by one fused multiply-add. So a row's bits depend neither on other rows nor on the form.
  *
  * W [out, in] lies in panels of PANEL outputs, `in` padded with zeros to whole blocks. 8 bits: [panels, in / 4, PANEL,
  * 4], signed. 4 bits: [panels, in / 8, PANEL, 4] bytes, inputs 0 to 3 in the low halves, 4 to 7 in the high ones, as
- * value + 8. A block is unpacked for the form at hand, then all rows pass over it: W is read once, whatever the rows.
- * For a FEW it is unpacked in registers.
+ * value + 8. Some blocks are unpacked to what the form multiplies, then up to ROWS rows use them, so W is read once for
+ * all of these. For at most FEW rows blocks are unpacked in registers.
  *
  * PAIRS: 16-bit integers, two products to a sum of 32 bits (pmaddwd).
  * BYTES: 4 bits only: unsigned times signed bytes, two products to a sum of 16 bits (pmaddubsw). It cannot saturate:
  *        a product is at most 15 * 127, and 16 of them are added in 16 bits before they are widened: 30,480.
  * DOTS:  four products of bytes to a sum of 32 bits (vpdpbusd, sdot), which never saturates.
- * Where weights are unsigned there, they are value + zero, and zero times the sum of the inputs is taken off. */
+ * Where a form takes weights as unsigned, they are value + zero; zero times the sum of the inputs is subtracted. */
 
 #include "team.h"
 #ifdef __SSE2__
@@ -25,7 +25,7 @@
 
 enum { VECTORS = 2, PANEL = LANES * VECTORS, BLOCK = 32, DEPTH = 8 /* blocks unpacked at a time */ };
 #ifdef __AVX512F__
-enum { HEIGHT = 8, ROWS = 64 }; /* rows of a tile, whose sums are in registers; rows that pass over an unpacked part */
+enum { HEIGHT = 8, ROWS = 64 }; /* rows of a tile, whose sums are in registers; rows that use unpacked blocks */
 #else
 enum { HEIGHT = 6, ROWS = 96 };
 #endif
@@ -42,7 +42,8 @@ typedef enum { PAIRS, BYTES, DOTS } Form;
 #endif
 
 #define NOT_UNROLLED _Pragma("GCC unroll 1")
-/* One row's sums are in registers before the words of the next are read: all at once would leave no room for them. */
+/* Keeps the compiler from loading words of the next row before the sums of this one are done: all words at once would
+ * leave too few registers for the sums. */
 #if defined(EMULATED)
 #define SETTLE(sum) __asm__ volatile("" ::: "memory")
 #elif defined(__AVX512F__)
@@ -53,7 +54,7 @@ typedef enum { PAIRS, BYTES, DOTS } Form;
 #define SETTLE(sum) __asm__ volatile("" ::: "memory")
 #endif
 
-/* Compilers whose assemblers know the instruction of DOTS; EMULATED: in plain C, for tests. */
+/* Whether the compiler's assembler knows the instruction of DOTS. EMULATED: it is computed in plain C, for tests. */
 #if defined(EMULATED)
 #define HAS_DOTS 1
 #elif defined(__x86_64__) && defined(__AVX2__)
@@ -64,7 +65,7 @@ typedef enum { PAIRS, BYTES, DOTS } Form;
 #define HAS_DOTS 0
 #endif
 
-INLINE int step_inputs(Form form) { return form == PAIRS ? 2 : 4; } /* that one word of x has */
+INLINE int step_inputs(Form form) { return form == PAIRS ? 2 : 4; } /* in 32 bits of x */
 INLINE int steps_of(Form form) { return BLOCK / step_inputs(form); }
 
 INLINE int zero_of(Bits bits, Form form) {
@@ -105,8 +106,8 @@ INLINE integers add_bytes(integers sum, integers a, integers b) {
 #endif
 }
 
-/* sum + four products of bytes, those of b signed, those of a unsigned or, on aarch64, signed. By the name of the
- * instruction, which the rest of the library need not be compiled for. */
+/* sum + four products of bytes, those of b signed, those of a unsigned or, on aarch64, signed. As inline assembly, so
+ * that the library can be compiled for processors without the instruction. */
 INLINE integers add_dots(integers sum, integers a, integers b) {
 #if defined(EMULATED)
     for (int i = 0; i < 32; i += 8)
@@ -133,7 +134,7 @@ INLINE integers add_dots(integers sum, integers a, integers b) {
 int64_t integer_dots(void) {
 #if defined(EMULATED) || !HAS_DOTS
     return HAS_DOTS;
-#elif defined(__x86_64__) /* by number: compilers learned the names late */
+#elif defined(__x86_64__) /* by bit numbers: older compilers have no names for them */
     unsigned eax = 7, ebx, ecx = LANES == 8, edx;
     __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
     return LANES == 8 ? eax >> 4 & 1 : ecx >> 11 & 1; /* AVX-VNNI, AVX512-VNNI */
@@ -160,7 +161,7 @@ INLINE void to_pairs(integers word, int is_signed, integers *even, integers *odd
 
 INLINE int words_of(Bits bits, Form form) { return (bits == FOUR ? 2 : 1) * (form == PAIRS ? 2 : 1); }
 
-/* A word of W to those that a form multiplies with, words_of(bits, form) of them, in order of their inputs. */
+/* Unpacks a word of W to the words_of(bits, form) words that a form multiplies, in order of their inputs. */
 INLINE void expand(const Bits bits, const Form form, integers word, integers *to) {
     if (bits == FOUR) {
         const integers low = word & 0x0f0f0f0f, high = (integers)((words)word >> 4) & 0x0f0f0f0f;
@@ -172,8 +173,8 @@ INLINE void expand(const Bits bits, const Form form, integers word, integers *to
     else to[0] = zero_of(bits, form) ? word ^ (int32_t)0x80808080 : word;
 }
 
-/* `count` blocks of a panel to the words that a form multiplies with: [steps, VECTORS] of WORD bytes. `ahead`: bytes
- * from what is read to what is fetched. */
+/* Unpacks `count` blocks of a panel to the words that a form multiplies: [steps, VECTORS] of WORD bytes. ahead: bytes
+ * from what is read to what is prefetched. */
 INLINE void unpack(const Bits bits, const Form form, char *to, const char *w, int64_t count, int64_t ahead) {
     const int64_t lines = count * BLOCK / (bits == FOUR ? 8 : 4), step = VECTORS * WORD;
     const int wide = words_of(bits, form);
@@ -197,11 +198,11 @@ typedef struct {
     const float *bias;
     char *rounded;  /* [rows, blocks, BLOCK] of 1 or, in PAIRS, 2 bytes */
     float *steps;   /* [rows, blocks]: the scales of x */
-    int32_t *moves; /* [rows, blocks]: less zero times the sum */
+    int32_t *moves; /* [rows, blocks]: -zero times the sum of the inputs */
     int64_t blocks;
 } Call;
 
-/* The rows of x in 8 bits. What is not finite makes its scale so, and with it the row. */
+/* A block of x to 8 bits. A value that is not finite makes the scale, and so the row of y, not finite either. */
 INLINE void round_block(const Form form, const int zero, const float *x, char *to, float *step, int32_t *move) {
     int32_t n[BLOCK], most = 0, sum = 0;
     memcpy(n, x, sizeof n);
@@ -210,7 +211,7 @@ INLINE void round_block(const Form form, const int zero, const float *x, char *t
     memcpy(&largest, &most, sizeof largest);
     const int none = most < 0x0da24260; /* below 1e-30, where 127 / largest might not be finite */
     const float by = none ? 0 : (float)(127.0 / (double)largest);
-    UNROLL for (int i = 0; i < BLOCK; i += LANES) { /* to nearest, even: the last bits of a large enough number */
+    UNROLL for (int i = 0; i < BLOCK; i += LANES) { /* to nearest even: 1.5 * 2^23 + n has n in its lowest bits */
         const integers whole = (integers)(load(x + i) * by + 12582912.0f) - 0x4b400000;
         memcpy(n + i, &whole, sizeof whole);
     }
@@ -241,8 +242,8 @@ INLINE void round_row(const Bits bits, const Form form, const Call *c, int64_t r
     }
 }
 
-/* Adds the products of some rows, from `row` on, with `count` blocks from `block` on: those of W itself where it is
- * `packed`, else unpacked ones. */
+/* Adds the products of some rows, from `row` on, with `count` blocks, from `block` on. packed: w is W itself, not
+ * unpacked blocks. */
 INLINE void tile(const int rows, const int packed, const Bits bits, const Form form, const Call *c, int64_t row,
                  int64_t block, int64_t count, const char *w, const char *scale, float *sums) {
     const int steps = steps_of(form), wide = packed ? words_of(bits, form) : 1;
@@ -308,7 +309,7 @@ INLINE void few_rows(const Bits bits, const Form form, const Call *c, const char
     switch (c->rows) { FEW_CASE(1) FEW_CASE(2) FEW_CASE(3) FEW_CASE(4) }
 }
 
-/* Takes the sums of some rows, from `row` on, to y. */
+/* Writes the sums of some rows, from `row` on, to y. scale: of each output, or NULL. */
 static void ONCE finish(const Call *c, int64_t row, int64_t rows, int64_t column, const float *scale,
                         const float *sums) {
     const int64_t columns = least(c->out - column, PANEL);
@@ -334,7 +335,7 @@ INLINE void one_panel(const Bits bits, const Form form, const Call *c, int64_t p
         else for (int64_t b = 0; b < c->blocks; b += depth) {
             const int64_t count = least(c->blocks - b, depth);
             unpack(bits, form, wide, c->w + p * panel + b * bytes, count, tiles == 1 ? AHEAD : count * bytes);
-            for (int64_t i = 0; i < tiles; i++) { /* of equal height: 7 rows are 3 and 4 */
+            for (int64_t i = 0; i < tiles; i++) { /* of nearly equal height: 7 rows are 3 and 4 */
                 const int64_t start = rows * i / tiles, height = rows * (i + 1) / tiles - start;
                 one_tile(bits, form, c, height, row + start, b, count, wide,
                          bits == FOUR ? scale + b * PANEL * 2 : NULL, sums + start * PANEL);
@@ -347,7 +348,7 @@ INLINE void one_panel(const Bits bits, const Form form, const Call *c, int64_t p
 /* By all threads of a team. */
 INLINE void linear(const Bits bits, const Form form, const Linear *l) {
     const int64_t blocks = (l->in + BLOCK - 1) / BLOCK, all = l->rows * blocks, panels = (l->out + PANEL - 1) / PANEL;
-    const int64_t run = panels < 16 ? 1 : 4; /* panels in a row, so that the next one is this thread's, too */
+    const int64_t run = panels < 16 ? 1 : 4; /* panels in a row for a thread, which prefetches the next one itself */
     float *const steps = l->room;
     const Call c = {l->y, l->x, l->y_stride, l->x_stride, l->rows, l->w, l->in, l->out, l->scale, l->bias,
                     (char *)(steps + 2 * all), steps, (int32_t *)(steps + all), blocks};

@@ -1,12 +1,13 @@
 /* y = x W^T + bias in float32, W in panels of any kind.
  *
- * A tile of up to TILE_ROWS rows and one panel is summed in registers. A few rows are bound by memory, which is read
- * fastest as several streams: they take several panels at once. More rows are packed first, those of a tile side by
- * side, so that a tile reads one stream; a chunk of W stays in the nearest cache for all tiles, and the next one is
- * fetched meanwhile. For many rows a chunk is widened once for all of them, but not from bfloat16 with AVX2, which widens
- * beside its multiplications: then a longer chunk stays in that cache. No block is in two groups: integers are
- * summed, and scale and offset enter once for each block. A sum is one chain of multiply-adds over a block, kept in
- * memory between chunks, so it is the same whatever rows come with it. */
+ * A tile of up to TILE_ROWS rows and one panel is summed in registers. With few rows the speed of memory is the limit,
+ * and memory is read fastest as several streams: they take several panels at once. More rows are packed first, those
+ * of a tile side by side, so that a tile reads one stream. A chunk of W then stays in the L1 cache for all tiles,
+ * while the next one is prefetched. For many rows a chunk is widened once for all tiles. Not so bfloat16 with AVX2,
+ * which is widened at no cost beside the multiplications: there a longer chunk stays in the cache as it is.
+ *
+ * Scale and offset are applied to the sums of a block, which never belongs to two groups. A sum is one chain of
+ * multiply-adds over a block, kept in memory between chunks, so it is the same whatever rows come with it. */
 
 #include "panels.h"
 
@@ -19,19 +20,19 @@ enum { TILE_ROWS = 6, CHUNK = 256, MANY = 6 * TILE_ROWS, WIDENS_PAIRS = 0 };
 enum {
     STREAMS = 4,      /* panels that few rows read at once, at most */
     FEW = TILE_ROWS / 2, /* rows */
-    RUN = 4,          /* panels in a row, so that the next one is this thread's, too */
+    RUN = 4,          /* panels in a row for a thread, which prefetches the next one itself */
     TALL = 128,       /* tiles whose sums are kept at once */
-    AHEAD = 2048,     /* bytes between reading and fetching, for rows of one tile */
-    SMALL = 1 << 15   /* multiplications that other threads are not woken for */
+    AHEAD = 2048,     /* bytes from what is read to what is prefetched, with one tile */
+    SMALL = 1 << 15   /* multiplications, at most, that one thread does alone */
 };
 
 typedef struct {
     float *sums;    /* [panels, rows, PANEL] */
-    const float *x; /* one panel: packed [depth, rows]; several: rows as they lie, so far apart */
+    const float *x; /* for one panel: packed [depth, rows]; for several: rows, `stride` apart */
     int64_t stride;
     const char *w;
     int64_t hop, depth; /* bytes from panel to panel; inputs */
-    const char *next;   /* to be fetched meanwhile, */
+    const char *next;   /* is prefetched meanwhile: */
     int64_t pace;       /* so many bytes for each row of the panel */
 } Tile;
 
@@ -46,7 +47,7 @@ INLINE void tile(const int rows, const int panels, const Kind kind, const Tile t
         UNROLL for (int v = 0; v < wide; v++)
             sum[r][v] = load(t.sums + (v / VECTORS * rows + r) * PANEL + v % VECTORS * LANES);
     for (int64_t k = 0; k < t.depth; k += inputs, w += bytes_of(kind), x += step, next += t.pace) {
-        if (panels == 1) __builtin_prefetch(next); /* several streams the processor foresees */
+        if (panels == 1) __builtin_prefetch(next); /* several streams the hardware prefetches */
         UNROLL for (int i = 0; i < inputs; i++) {
             vector few[TILE_ROWS];
             if (panels > 1) UNROLL for (int r = 0; r < rows; r++) few[r] = all(x[r * t.stride + i]);
@@ -68,7 +69,7 @@ INLINE void tile(const int rows, const int panels, const Kind kind, const Tile t
             store(t.sums + (v / VECTORS * rows + r) * PANEL + v % VECTORS * LANES, sum[r][v]);
 }
 
-/* Functions of their own: inlined into one, compilers keep some of the sums in memory. */
+/* Separate functions: if all were inlined into one, compilers would keep some of the sums in memory. */
 #define TILE(kind, n, p) \
     static void ONCE tile_##kind##_##n##_##p(const Tile t) { tile(n, p, kind, t); }
 #define COLUMN(kind, n) TILE(kind, n, 1)
@@ -93,7 +94,7 @@ typedef void Run(Tile t);
 #define STREAMS_OF(kind) [kind] = {FEW_HEIGHTS(STREAM_NAME, kind)},
 static Run *const TILES[FLOAT8][TILE_ROWS] = {KINDS(COLUMNS)}, *const FEW_TILES[FLOAT8][FEW] = {KINDS(STREAMS_OF)};
 
-/* The rows of a tile: 9 are 4 and 5. */
+/* The first row of a tile. Tiles are of nearly equal height: 9 rows are 4 and 5. */
 INLINE int64_t start_of(const Linear *c, int64_t tile, int64_t tiles) { return c->rows * tile / tiles; }
 
 /* The rows of a tile side by side: [in, rows]. */
@@ -137,7 +138,7 @@ void ONCE finish_panel(const Linear *c, const float *sums, int64_t row, int64_t 
     }
 }
 
-/* Few rows and the panels [first, last), as many as FEW_TILES take, or fewer one by one. */
+/* Few rows and the panels [first, last): at once, if they are as many as FEW_TILES take, else one by one. */
 INLINE void few_rows(const Kind kind, const Linear *c, int64_t first, int64_t last) {
     const int64_t size = bytes_of(kind) / inputs_of(kind), hop = c->in * size, block = block_of(c);
     const int64_t most = SEVERAL(c->rows), count = last - first == most ? most : 1;
@@ -147,7 +148,7 @@ INLINE void few_rows(const Kind kind, const Linear *c, int64_t first, int64_t la
             const char *const w = c->w + p * hop + k * size;
             Tile t = {sums, c->x + k, c->x_stride, w, hop, least(c->in - k, block), w, 0};
             memset(sums, 0, sizeof sums);
-            if (count < most) { /* of one panel packed rows are read */
+            if (count < most) { /* for one panel rows are packed */
                 float some[BLOCK * FEW];
                 for (int64_t i = 0; i < t.depth; i++)
                     for (int64_t r = 0; r < c->rows; r++) some[i * c->rows + r] = c->x[r * c->x_stride + k + i];
@@ -178,7 +179,7 @@ INLINE void many_rows(const Kind kind, const Linear *c, int64_t p, int64_t first
         for (int64_t at = k; at < stop; at += chunk) {
             const int64_t depth = least(stop - at, chunk), height = depth / inputs;
             const char *const w = c->w + (p * c->in + at) / inputs * row_bytes, *const next = w + height * row_bytes;
-            const int64_t pace = row_bytes / count / (widens ? inputs : 1); /* each tile fetches its share */
+            const int64_t pace = row_bytes / count / (widens ? inputs : 1); /* each tile prefetches its share */
             if (widens) widen_chunk(kind, wide, w, depth);
             for (int64_t t = 0; t < count; t++) {
                 const int64_t row = start_of(c, first + t, tiles), rows = start_of(c, first + t + 1, tiles) - row;
@@ -234,7 +235,7 @@ void linear_team(int64_t kind, const Linear *c) {
     }
 }
 
-/* room: for x, [rows, in], and where there are offsets for [rows, in / the lesser of group and BLOCK, rounded up] more.
+/* room: for x, [rows, in], and, with offsets, for [rows, blocks] more, where a block is of min(group, BLOCK) inputs.
  * group: inputs that share a scale, a divisor of `in` and, above BLOCK, a multiple of it; without scales `in`. */
 void linear_layer(int64_t kind, float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t rows,
                   const char *w, int64_t in, int64_t out, const float *scale, const float *offset, float *room,
@@ -244,8 +245,8 @@ void linear_layer(int64_t kind, float *y, int64_t y_stride, const float *x, int6
     linear_team(kind, &c);
 }
 
-/* Rows of W, elements of `size` bytes, to panels; `rows` may end within the last. A few inputs at a time, so that
- * the lines that are written stay in the cache until they are full. */
+/* Copies rows of W, elements of `size` bytes, to panels; the last panel is padded with zeros. A few inputs at a time,
+ * so that cache lines are full before they leave the cache. */
 #define LAY_OUT(TYPE)                                                                                                \
     for (int64_t panel = 0; panel * PANEL < rows; panel++)                                                           \
         for (int64_t block = 0; block < in; block += 64)                                                             \

@@ -1,5 +1,5 @@
-/* Bringing an adapter in: the values of a file to float32, and rows into their pages, at the speed of memory.
- * Callers have threads of their own; none is started here. */
+/* Loading an adapter: values of a file to float32, and rows to their pages, at the speed of memory. No threads are
+ * started here; callers have their own. */
 
 #include <errno.h>
 #include <unistd.h>
@@ -9,8 +9,8 @@
 enum { TILE = 128 }; /* a multiple of LANES */
 
 typedef struct {
-    const char *source;             /* A [experts, rank, in], B [experts, out, rank], then so many more */
-    char *target;                   /* for each expert A [rank, in] and B [rank, out]; then the same */
+    const char *source;             /* A [experts, rank, in], B [experts, out, rank], `more` numbers */
+    char *target;                   /* for each expert A [rank, in] and B [rank, out]; the same numbers */
     int64_t experts, rank, in, out; /* of one expert */
     int64_t more;
 } Row;
@@ -22,7 +22,8 @@ typedef struct {
     double scale; /* of B, as float32 */
 } Stored;
 
-/* What was seen of values: the highest bit is set by an exponent of all ones. */
+/* Words whose highest bit is set where a value is infinite or NaN, its exponent being all ones; those of many values
+ * are combined by OR. */
 INLINE words exponents(words bits) { return (bits & 0x7fffffff) + 0x00800000; }
 
 INLINE uint32_t exponent(float value) {
@@ -37,8 +38,8 @@ INLINE int is_finite(words seen) {
     return !(any >> 31);
 }
 
-/* target = source * scale as float32; source may be the target, or, half as wide, its rear half: no value is written
- * over before it was read. Whether all of target is finite. */
+/* target = source * scale as float32; returns whether all of target is finite. source may be the target or, of 2 bytes
+ * each, its second half: no value is overwritten before it is read. */
 INLINE int64_t widen_all(const Kind kind, float *target, const char *source, int64_t count, float scale) {
     const int64_t size = size_of(kind);
     const int written = (const char *)target != source || scale != 1;
@@ -72,7 +73,7 @@ INLINE void narrow_one(Kind kind, char *at, float value) {
     memcpy(at, (char *)&bits + 4 - size_of(kind), size_of(kind)); /* little-endian: the upper half */
 }
 
-/* A run of elements to another kind. seen: what was seen of them; NULL: nobody asks. */
+/* Converts `count` elements to another kind. seen: takes their `exponents`, or NULL. */
 INLINE void move(const Kind to, const Kind from, char *target, const char *source, int64_t count, words *seen) {
     const int64_t size = size_of(from), made = size_of(to);
     if (to == from && !seen) {
@@ -98,7 +99,7 @@ INLINE void see(const Kind kind, const char *source, int64_t count, words *seen)
     for (; i < count; i++) (*seen)[0] |= exponent(widen_one(kind, source + i * size_of(kind)));
 }
 
-/* LANES rows of LANES elements to their columns. */
+/* Transposes LANES rows of LANES elements. */
 INLINE void turn(words *v) {
 #if defined(__AVX512F__)
     __m512i a[16], b[16];
@@ -145,8 +146,8 @@ INLINE void turn(words *v) {
 #endif
 }
 
-/* B [out, rank] to [rank, out]: LANES x LANES of it in registers, columns in tiles that stay in the cache while their
- * coefficients are gone through. seen: what was seen of them times scale; NULL: nobody asks, and scale is 1. */
+/* Transposes B [out, rank] to [rank, out], LANES x LANES elements at a time in registers. TILE rows of B stay in the
+ * cache until they are done. seen: takes the `exponents` of the values times scale; NULL: scale is 1. */
 INLINE void turn_all(const Kind to, const Kind from, char *target, const char *source, int64_t rank, int64_t out,
                      float scale, words *seen) {
     const int64_t size = size_of(from), made = size_of(to);
@@ -209,14 +210,14 @@ INLINE int read_all(int file, char *target, int64_t size, int64_t at) {
     return 1;
 }
 
-/* Rows of a file into their pages, each by way of room for the larger of its matrices, which stays in the cache.
- * Gives back the row that could not be read or is not finite, or `count`. */
+/* Reads rows of a file to their pages. room: for the larger of a row's matrices, which stays in the cache. Returns the
+ * index of a row that could not be read or is not finite, or `count`. */
 INLINE int64_t read_rows(const Kind to, const Kind from, int file, const Stored *rows, int64_t count, char *room) {
     for (int64_t i = 0; i < count; i++) {
         const Stored *row = rows + i;
         const int64_t a = row->rank * row->in, b = row->rank * row->out;
         words seen = {0};
-        char *first = to == from ? row->target : room; /* what stays as it is, is checked where it is */
+        char *first = to == from ? row->target : room; /* what needs no conversion is checked in its page */
         if (!read_all(file, first, a * size_of(from), row->a)) return i;
         if (to == from) see(from, first, a, &seen);
         else move(to, from, row->target, room, a, &seen);
@@ -237,9 +238,9 @@ ROWS_OF(read_rows, read_rows_float32_bfloat16, FLOAT32, BFLOAT16)
 ROWS_OF(read_rows, read_rows_bfloat16_float32, BFLOAT16, FLOAT32)
 ROWS_OF(read_rows, read_rows_bfloat16_bfloat16, BFLOAT16, BFLOAT16)
 
-/* Rows of a file: A [rank, in] and B [out, rank] with its scale, to their targets as kind `to`; and in float32 to room,
- * whole lines each, behind the eight bytes with which digests of such numbers begin. Gives back the row that could not be
- * read or is not finite, or `count`. */
+/* Reads rows of a file, A [rank, in] and B [out, rank] times its scale, to their targets as kind `to`, and to `room` as
+ * float32. There a row begins with the eight bytes that precede such numbers in a digest, and takes whole cache lines.
+ * Returns the index of a row that could not be read or is not finite, or `count`. */
 INLINE int64_t take_rows(const Kind to, const Kind from, int file, const Stored *rows, int64_t count, char *room) {
     static const char name[8] = "float32";
     for (int64_t i = 0; i < count; i++) {
@@ -247,7 +248,7 @@ INLINE int64_t take_rows(const Kind to, const Kind from, int file, const Stored 
         const int64_t a = row->rank * row->in, b = row->rank * row->out, size = sizeof name + 4 * (a + b);
         char *numbers = memcpy(room, name, sizeof name);
         numbers += sizeof name;
-        char *stored_b = numbers + 4 * (a + b) - size_of(from) * b; /* the rear part, which is widened last */
+        char *stored_b = numbers + 4 * (a + b) - size_of(from) * b; /* at the end of its float32, as widen_all allows */
         char *stored_a = numbers + 4 * a - size_of(from) * a;
         if (!read_all(file, stored_a, a * size_of(from), row->a)) return i;
         if (!widen_all(from, (float *)numbers, stored_a, a, 1)) return i;

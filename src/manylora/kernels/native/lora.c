@@ -1,6 +1,6 @@
-/* y[row, columns] += (x[row] A^T) B^T for the rows of every adapter of a batch, in place in the page pool; with DoRA
- * what is then in y, less the bias, is multiplied by a magnitude. Numbers are float32, or bfloat16 that is widened in
- * registers, and so are 8-bit floats, of which an adapter may be beside others of the pool's type; sums are float32.
+/* y[row, columns] += (x[row] A^T) B^T for the rows of every adapter of a batch, A and B being read in the page pool;
+ * with DoRA what is then in y, less the bias, is multiplied by a magnitude. The pool is of float32 or bfloat16, and any
+ * adapter in it may be of 8-bit floats instead. Numbers are widened in registers; sums are float32.
  *
  * lora_few.h and lora_many.h do the work of one adapter, for few rows and for many; here it is divided among threads.
  * Whatever rows come with it, the sums of a row are made in the same order. */
@@ -9,10 +9,10 @@
 #include "lora_many.h"
 
 enum {
-    ROOM = 16384,     /* room for the coefficients of few rows that threads share; */
-    LONELY = 4,       /* which they do where there are fewer tasks for a thread */
-    LARGE = 65536,    /* numbers of A and B that are worth a start of threads */
-    LEAST_ROUNDED = 128 /* inputs of a linear layer that rounds them, as in panels.py */
+    ROOM = 16384,     /* coefficients, at most, of tasks that are shared among threads, */
+    LONELY = 4,       /* as they are where there are fewer of them for each thread */
+    LARGE = 65536,    /* numbers of A and B for which threads are started */
+    LEAST_ROUNDED = 128 /* inputs, at least, of a linear layer that rounds them: ROUNDED_INPUTS of panels.py */
 };
 
 typedef struct {
@@ -43,7 +43,7 @@ INLINE const char *begin(const Call *c, const Part *part) {
     return c->pool + part->row.offset * size_of(kind_of(&part->row, c->stored));
 }
 
-/* part: the task's, or one that is mixed with it. next: what is read after it. */
+/* part: the task's, or one that is mixed with it. next: the part that is read after it. */
 INLINE Work work_of(const Call *c, const Task *task, const Part *part, const Part *next) {
     const int64_t size = size_of(kind_of(&part->row, c->stored)), rank = part->row.rank;
     const char *const a = begin(c, part), *const b = a + rank * c->in * size, *const end = b + rank * part->width * size;
@@ -56,12 +56,12 @@ INLINE Work work_of(const Call *c, const Task *task, const Part *part, const Par
                   c->rounded ? c->rounded + task->start * rounded_stride(c->in) : NULL};
 }
 
-/* Goes through the adapters that are mixed, in the one order in which they are added. */
+/* For each adapter of a mix, in the order in which they are always added. */
 #define EACH_MEMBER(part, first) \
     for (const Part *part = first, *last = NULL; part != last; last = part, part += part->row.next)
 
-/* What y has of the base, less the bias, times 1 and scale * (magnitude - 1) of each member with DoRA: before any member
- * adds to y. Columns from a multiple of 2 * LANES on, to one or to the last. */
+/* Before any adapter of a mix is added to y: multiplies y, less the bias, by 1 + the sum of scale * (magnitude - 1) of
+ * those with DoRA. Columns [from, to): `from` is a multiple of 2 * LANES, and so is `to`, or the width. */
 static void ONCE weigh_base(const Call *c, const Task *task, int64_t from, int64_t to) {
     int mixed = 0;
     EACH_MEMBER(part, task->part) mixed |= part->row.dora == DORA_MIXED;
@@ -98,7 +98,7 @@ static void ONCE weigh_base(const Call *c, const Task *task, int64_t from, int64
 }
 
 static void whole_tasks(const Call *c) {
-    const int64_t run = c->tasks < 32 ? 1 : 4; /* in a row, so that the next one is this thread's, too */
+    const int64_t run = c->tasks < 32 ? 1 : 4; /* tasks in a row for a thread, which prefetches the next one itself */
 #pragma omp for schedule(dynamic, run)
     for (int64_t n = 0; n < c->tasks; n++) {
         const Task task = task_at(c, n);
@@ -116,7 +116,7 @@ static void whole_tasks(const Call *c) {
     }
 }
 
-/* What tasks add up to: coefficients, floats of them for all rows, and vectors of B that are read. */
+/* Sums over tasks: of ranks, coefficients of all rows, and pairs of vectors in a row of B and in all its rows. */
 typedef struct {
     int64_t ranks, floats, pairs, vectors;
 } Sizes;
@@ -140,14 +140,15 @@ static Sizes sizes_of_all(const Call *c) {
     return all;
 }
 
-/* Where the share of a thread begins: a multiple of so many, unless some threads would then have none. */
+/* Where the share of a thread begins: at a multiple of `unit`, unless some threads would then have nothing to do. */
 INLINE int64_t border(int64_t whole, int64_t thread, int64_t unit) {
     const int64_t threads = number_of_threads();
     if (whole < unit * threads) unit = 1;
     return least(whole, (whole * thread / threads + unit - 1) / unit * unit);
 }
 
-/* Fewer tasks than would keep all threads busy: each has a share of all coefficients, then of all columns. */
+/* For fewer tasks than would keep all threads busy: each thread does a share of all coefficients, then, when all of
+ * them are there, a share of all columns. */
 static void shared_tasks(const Call *c, const Sizes *all, float *room) {
     const int64_t thread = thread_number(), threads = number_of_threads();
     int64_t from = border(all->ranks, thread, 4), to = border(all->ranks, thread + 1, 4);
@@ -193,7 +194,7 @@ static void shared_tasks(const Call *c, const Sizes *all, float *room) {
 void lora_team(int64_t stored, const char *pool, float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t in,
                const float *bias, const Adapters *adapters, const uint16_t *rounded, float *room, int64_t floats) {
     const int64_t rows = adapters->rows, pieces = adapters->count * adapters->parts;
-    int64_t block = TALL; /* rows of a task, fewer where threads would be idle */
+    int64_t block = TALL; /* rows of a task: fewer, where threads would be idle otherwise */
     while (block > ROWS && pieces * ((rows + block - 1) / block) < (block > 2 * FEW ? 8 : 4)) block /= 2;
     const int64_t blocks = (rows + block - 1) / block;
     const Call c = {stored % FORMS, stored >= FORMS && in >= LEAST_ROUNDED, rounded, pool, y, x, bias, y_stride,
@@ -209,7 +210,7 @@ void lora_team(int64_t stored, const char *pool, float *y, int64_t y_stride, con
     whole_tasks(&c);
 }
 
-/* Whether the sums are worth a team of threads. */
+/* Whether there is enough to do for several threads. */
 static int is_large(const Segment *segments, int64_t count, int64_t parts, int64_t rows, int64_t in) {
     if (count * parts * rows != 1 || !segments->count) return count * parts * rows > 1;
     const Task task = {segments->parts, segments->start, 1};

@@ -1,8 +1,9 @@
-/* What the work for few rows and for many has in common: the tables that Python fills, a row's numbers in registers, and
- * how its sums go to y.
+/* What the work for few rows and for many has in common: the tables that Python fills, the numbers of A and B in
+ * registers, and how sums are added to y.
  *
- * A pair of vectors of bfloat16 is one of words, whose halves are its even and its odd elements; those of A, and what is
- * added to y, are joined. */
+ * A and B are read by pairs of vectors, 2 * LANES elements. Of bfloat16 that is one vector of words, whose low halves
+ * are the even elements and whose high halves are the odd ones. Those of A are put in order at once, by `join`; those
+ * of B stay apart until the sums are added to y. */
 
 #pragma once
 
@@ -10,32 +11,32 @@
 
 enum {
 #ifdef __AVX512F__
-    ROWS = 8,  /* that share each reading of A and B, at most */
-    SUMS = 16, /* in registers, at least two for a row */
+    ROWS = 8,  /* at most, for which A and B are read once */
+    SUMS = 16, /* vectors in registers, at least two for a row */
 #else
     ROWS = 4,
     SUMS = 8,
 #endif
-    ALONG = 2, /* rows at most that read A and B as they lie, */
-    FAR = 8192 /* so many bytes before they are needed */
+    ALONG = 2, /* rows, at most, for which A and B are read in the order of memory */
+    FAR = 8192 /* and prefetched so many bytes ahead */
 };
 
 typedef struct { /* TABLE_ROW of kernels/row_format.py */
     int64_t offset, rank;   /* in the pool: A [rank, in], B transposed [rank, width], with DoRA a magnitude [width] */
     int64_t dora, encoding; /* offset is in numbers of the encoding */
     float scale;            /* of x A^T */
-    int32_t next; /* so many parts later is the row of another adapter, for the same rows and columns; 0: none */
-    int64_t vectors; /* of a row whose A and B others have too: weights of columns [width], of ranks [rank]; -1: none */
+    int32_t next; /* in a mix: how many parts later the next adapter is, for the same rows and columns; 0: none */
+    int64_t vectors; /* where A and B are shared, offset of weights of columns [width], then of ranks [rank]; or -1 */
 } Row;
 
-enum { DORA = 1, DORA_MIXED }; /* mixed: its change of y is added to those of others, each times its scale */
+enum { DORA = 1, DORA_MIXED }; /* mixed: the changes of y by all of a mix are added, each times its scale */
 
 typedef struct {
     int64_t column, width; /* of y */
     Row row;
 } Part;
 
-/* The type of a row's numbers: the pool's, or that of an encoding. */
+/* The kind of an adapter's numbers: the pool's, or that of its encoding. */
 INLINE Kind kind_of(const Row *row, Kind pool) { return row->encoding == 1 ? FLOAT8 : pool; }
 
 struct Segment {
@@ -53,13 +54,13 @@ typedef struct {
     const char *weights;   /* [width], of what is added to y; NULL: 1 */
     const char *ranks;     /* [rank], of the coefficients; NULL: 1 */
     const float *bias;     /* [width], which is in y; NULL: none */
-    const char *next;      /* the A of the next part, or this one's again */
+    const char *next;      /* A of the next part, or of this one again: is prefetched */
     float scale;
-    int rounds;              /* x is rounded to bfloat16, as A is, */
-    const uint16_t *rounded; /* which was done, rows rounded_stride(in) apart; NULL: not yet */
+    int rounds;              /* whether x is rounded to bfloat16 */
+    const uint16_t *rounded; /* x so rounded, rows rounded_stride(in) apart; NULL: not done yet */
 } Work;
 
-/* The next 2 * LANES elements; of bfloat16 the even ones first, which `join` undoes. */
+/* 2 * LANES elements; of bfloat16 the even ones, then the odd ones. */
 INLINE void widen_two(Kind kind, const char *at, vector two[2]) {
     UNROLL for (int i = 0; i < 2; i++)
         two[i] = kind == BFLOAT16 ? widen_pairs(at, i) : widen(kind, at + i * LANES * size_of(kind));
@@ -70,7 +71,7 @@ INLINE void widen_joined(Kind kind, const char *at, vector two[2]) {
     if (kind == BFLOAT16) join(&two[0], &two[1]);
 }
 
-/* What the last inputs add to a sum, where they are no pair of vectors. */
+/* Adds the last inputs, which do not fill a pair of vectors, to a dot product. */
 static float ONCE last_inputs(Kind kind, const char *a, const float *x, int64_t count, float sum) {
     for (int64_t k = 0; k < count; k++) sum += widen_one(kind, a + k * size_of(kind)) * x[k];
     return sum;
@@ -80,7 +81,7 @@ INLINE float scaled(const Kind kind, const Work *w, int64_t r, float sum) {
     return w->ranks ? sum * (w->scale * widen_one(kind, w->ranks + r * size_of(kind))) : sum * w->scale;
 }
 
-/* h = scale * x[row] . A[r], of which `sum` has whole pairs of vectors. */
+/* The coefficient scale * x[row] . A[r]; `sum` has the dot product of all whole pairs of vectors. */
 INLINE float coefficient(const Kind kind, const Work *w, int64_t row, int64_t r, float sum) {
     const int64_t whole = w->in - w->in % (2 * LANES);
     if (whole < w->in)
@@ -89,7 +90,7 @@ INLINE float coefficient(const Kind kind, const Work *w, int64_t row, int64_t r,
     return scaled(kind, w, r, sum);
 }
 
-/* Takes a row's sums for two vectors of columns to y. */
+/* Adds a row's sums for two vectors of columns to y, which is then multiplied by the magnitude. */
 INLINE void settle(const Kind kind, const Work *w, int64_t row, int64_t c, vector low, vector high) {
     float *const y = w->y + row * w->y_stride + c;
     vector magnitude[2];
@@ -109,7 +110,7 @@ INLINE void settle(const Kind kind, const Work *w, int64_t row, int64_t c, vecto
     store(y + LANES, sum[1]);
 }
 
-/* y[row, c:] for columns that are no pair of vectors. */
+/* y[row, c:] from h, as `expand` and `settle`, for the last columns, which do not fill a pair of vectors. */
 static void ONCE last_columns(Kind kind, const Work *w, int64_t rows, int64_t c, const float *h) {
     const int64_t size = size_of(kind);
     for (; c < w->width; c++)
@@ -122,7 +123,7 @@ static void ONCE last_columns(Kind kind, const Work *w, int64_t rows, int64_t c,
         }
 }
 
-/* Begins to bring a line of the part into the second cache, or one of the next part. */
+/* Prefetches a line of A and B, or beyond their end one of the next part, into the L2 cache. */
 INLINE void fetch_far(const Work *w, const char *end, const char *at) {
     __builtin_prefetch(at < end ? at : w->next + (at - end), 0, 2);
 }

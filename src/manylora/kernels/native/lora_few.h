@@ -1,7 +1,7 @@
-/* Few rows: each byte of an adapter is used once or twice, so this runs at the speed of memory. The order of reading is
- * known, but jumps from row to row of B and from adapter to adapter, which the processor does not foresee: what comes
- * next is fetched by hand. A row or two alone, as where every sequence has its own adapter, go along A and then B from
- * their first byte to the last, as memory is read fastest. */
+/* Few rows. Each byte of an adapter is used once or twice, so the speed of memory is the limit. Reading jumps from row
+ * to row of B and from adapter to adapter, which the hardware's prefetching does not follow, so what comes next is
+ * prefetched here. For one row or two, as where every sequence has its own adapter, A and then B are read from the
+ * first byte to the last, the fastest way to read memory. */
 
 #pragma once
 
@@ -9,12 +9,12 @@
 
 enum {
     FEW = 2 * ROWS,
-    AHEAD = 2048, /* bytes of the next part */
-    RUN = 4096    /* columns whose sums are kept by rows that read A and B as they lie */
+    AHEAD = 2048, /* bytes of the next part that are prefetched */
+    RUN = 4096    /* columns whose sums are kept where B is read in the order of memory */
 };
 _Static_assert(SUMS >= 2 * ROWS, "`expand` goes on by pairs of vectors for each row");
 
-/* h[row, r:] = scale * x[row] . A[r:] for so many coefficients; those that follow are fetched meanwhile. */
+/* h[row, r:] = scale * x[row] . A[r:] for `ranks` coefficients; A is prefetched for the next ones. */
 INLINE void shrink(const int rows, const int ranks, const Kind kind, const Work w, int64_t r, float *h) {
     const int64_t whole = w.in - w.in % (2 * LANES), size = size_of(kind), step = w.in * size;
     const char *a = w.a + r * step, *const end = end_of(kind, &w);
@@ -35,12 +35,12 @@ INLINE void shrink(const int rows, const int ranks, const Kind kind, const Work 
     }
     float sums[ROWS][SUMS];
     UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int j = 0; j < ranks; j++) sums[i][j] = total(sum[i][j]); /* here, where i and j are known */
+        UNROLL for (int j = 0; j < ranks; j++) sums[i][j] = total(sum[i][j]); /* where i and j are constants */
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < ranks; j++) h[i * w.rank + r + j] = coefficient(kind, &w, i, r + j, sums[i][j]);
 }
 
-/* y[row, c:] += h[row] B[:, c:] for so many pairs of vectors of columns; those that follow are fetched meanwhile. */
+/* y[row, c:] += h[row] B[:, c:] for `pairs` pairs of vectors of columns; B is prefetched for the next ones. */
 INLINE void expand(const int rows, const int pairs, const Kind kind, const Work w, int64_t c, const float *h) {
     const int64_t size = size_of(kind), run = pairs * 2 * LANES * size, step = w.width * size;
     const char *b = w.b + c * size;
@@ -64,7 +64,7 @@ INLINE void expand(const int rows, const int pairs, const Kind kind, const Work 
         }
 }
 
-/* sums[row] += h[row, r] B[r, c:], for so many pairs of vectors of columns; first: they begin with 0. */
+/* sums[row] += h[row, r] B[r, c:] for `pairs` pairs of vectors of columns. first: the sums are 0 before. */
 INLINE void add_along(const int rows, const int first, const Kind kind, const Work *w, int64_t r, int64_t c,
                       int64_t pairs, const float *h, vector (*sums)[RUN / LANES]) {
     const int64_t size = size_of(kind);
@@ -79,7 +79,7 @@ INLINE void add_along(const int rows, const int first, const Kind kind, const Wo
     }
 }
 
-/* As `expand`, along the rows of B, for columns that are whole pairs of vectors. The sums are the same. */
+/* As `expand`, with the same bits, but along the rows of B. [from, to) are whole pairs of vectors. */
 INLINE void expand_along(const int rows, const Kind kind, const Work w, int64_t from, int64_t to, const float *h) {
     vector sums[ALONG][RUN / LANES];
     for (int64_t c = from; c < to; c += RUN) {
@@ -95,7 +95,7 @@ INLINE void expand_along(const int rows, const Kind kind, const Work w, int64_t 
     }
 }
 
-/* h[row, from:to] of so many rows, and below y[row, from:to]. A sum has the same bits in every such share. */
+/* h[row, from:to] and, below, y[row, from:to] for `rows` rows. A sum has the same bits in whatever share it is. */
 INLINE void shrink_share(const int rows, const Kind kind, const Work w, int64_t from, int64_t to, float *h) {
     const int ranks = rows <= ALONG ? 1 : SUMS / rows < 4 ? SUMS / rows : 4;
     int64_t r = from;
@@ -115,7 +115,7 @@ INLINE void expand_share(const int rows, const Kind kind, const Work w, int64_t 
     if (c < to) last_columns(kind, &w, rows, c, h);
 }
 
-/* Does `share` for all rows of w, in which `height` is known, as many as it takes. */
+/* Does all rows of w by `share`, whose argument is a constant number of rows. */
 #define HEIGHTS(rows, share)                                                       \
     for (int64_t left = rows; left > 0;) {                                         \
         const int64_t height = left >= ROWS ? ROWS : left >= 4 ? 4 : left;         \

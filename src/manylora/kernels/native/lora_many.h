@@ -1,18 +1,18 @@
-/* Many rows: parts of A and B are widened once and multiplied from the cache. The sums of a row are made in the same order
- * as with few rows. */
+/* Many rows. Parts of A and B are widened once, and stay in the cache while all rows are multiplied by them. The sums
+ * of a row are made in the same order as with few rows. */
 
 #pragma once
 
 #include "lora_rounded.h"
 
 enum {
-    TALL = 64,        /* rows of a task; */
+    TALL = 64,        /* rows of a task */
     DEPTH = 256,      /* inputs, a multiple of 2 * LANES, */
-    RANKS = 8 * WIDE, /* and coefficients, whose part of A stays in the cache; */
-    LOW = 32768       /* room for all coefficients of these rows */
+    RANKS = 8 * WIDE, /* and ranks of the part of A that stays in the cache */
+    LOW = 32768       /* coefficients of all rows that are computed together */
 };
 
-/* Loaded once, rather than by each instruction that has it as an operand. */
+/* Keeps a value in a register: it is loaded once, rather than by each instruction that uses it. */
 INLINE vector in_register(vector value) {
 #if defined(__AVX2__) && !defined(EMULATED)
     __asm__("" : "+v"(value));
@@ -20,7 +20,7 @@ INLINE vector in_register(vector value) {
     return value;
 }
 
-/* sums[row, j] += x[row] . a[j] over `depth` inputs, lane by lane; a [WIDE, DEPTH]; first: they begin with 0. */
+/* sums[row, j] += x[row] . a[j] over `depth` inputs, lane by lane; a [WIDE, DEPTH]. first: the sums are 0 before. */
 INLINE void shrink_tile(const int rows, const float *x, int64_t x_stride, const float *a, int64_t depth, int first,
                         vector *sums) {
     vector sum[ROWS][WIDE];
@@ -38,7 +38,7 @@ INLINE void shrink_tile(const int rows, const float *x, int64_t x_stride, const 
         UNROLL for (int j = 0; j < WIDE; j++) sums[i * RANKS + j] = sum[i][j];
 }
 
-/* sums[row] = h[row] b; b [rank, WIDE] vectors, sums [rows, 2 * WIDE], of which these are a half. */
+/* sums[row] = h[row] b; b [rank, WIDE] vectors, sums [rows, 2 * WIDE] vectors, of which a half is written. */
 INLINE void expand_tile(const int rows, const float *h, int64_t rank, const vector *b, vector *sums) {
     vector sum[ROWS][WIDE];
     UNROLL for (int i = 0; i < rows; i++)
@@ -55,7 +55,7 @@ INLINE void expand_tile(const int rows, const float *h, int64_t rank, const vect
         UNROLL for (int v = 0; v < WIDE; v++) sums[i * 2 * WIDE + v] = sum[i][v];
 }
 
-/* Does `TILE`, in which `height` and `i` are known, for the rows from i on, as many as it takes. */
+/* Does all rows by `tile`, whose argument is a constant number of rows: it does those from i on, and adds them to i. */
 #define TILES(rows, tile)                        \
     for (int64_t i = 0, left; (left = (rows) - i) > 0;) { \
         if (left >= ROWS) tile(ROWS)             \
@@ -64,7 +64,7 @@ INLINE void expand_tile(const int rows, const float *h, int64_t rank, const vect
         else tile(1)                             \
     }
 
-/* For `ranks` rows of a, rounded up to WIDE. */
+/* For `ranks` rows of a, rounded up to a multiple of WIDE. */
 static void ONCE shrink_tiles(int64_t rows, int64_t ranks, const float *x, int64_t x_stride, const float *a,
                               int64_t depth, int first, vector *sums) {
 #define TILE(height)                                                                                          \
@@ -97,7 +97,7 @@ INLINE void shrink_many(int64_t rows, const Kind kind, const Work *w, float *h) 
         const int64_t ranks = least(RANKS, w->rank - r), tiled = (ranks + WIDE - 1) / WIDE * WIDE;
         for (int64_t k = 0; k < whole; k += DEPTH) {
             const int64_t depth = least(DEPTH, whole - k);
-            for (int64_t j = 0; j < tiled; j++) /* after the last, that one again */
+            for (int64_t j = 0; j < tiled; j++) /* the last one is repeated up to a whole tile */
                 for (int64_t n = 0; n < depth; n += 2 * LANES) {
                     widen_joined(kind, w->a + (least(r + j, w->rank - 1) * w->in + k + n) * size, two);
                     store(a + j * DEPTH + n, two[0]);

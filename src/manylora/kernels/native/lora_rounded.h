@@ -1,5 +1,5 @@
-/* x A^T where linear layers round x to bfloat16, and A is bfloat16: by the processor's products of pairs, along the inputs,
- * lane by lane, whatever rows come with it. For few rows and for many. */
+/* h = scale * x A^T where A is bfloat16 and linear layers round x to it, for few rows and for many: by the processor's
+ * products of pairs. Every lane has a sum of its own; they are added in the end, whatever rows come with it. */
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 enum { WIDE = 3 /* with many rows: coefficients, or vectors of columns, of a tile */ };
 
-/* As `shrink`, of bfloat16, by products of pairs: x is rounded, rows `stride` elements apart. */
+/* h[row, r:] for `ranks` coefficients. x is rounded, its rows `stride` elements apart. */
 INLINE void shrink_pairs(const int rows, const int ranks, const Work *w, const uint16_t *x, int64_t stride, int64_t r,
                          float *h) {
     const int64_t step = w->in * 2, whole = w->in - w->in % (2 * LANES);
@@ -44,7 +44,7 @@ INLINE void shrink_tall(const int rows, const Work *w, const uint16_t *x, int64_
     for (; r < to; r++) shrink_pairs(rows, 1, w, x, stride, r, h);
 }
 
-/* h[row, from:to] of so many rows, x being rounded. */
+/* h[row, from:to] for all rows; x is rounded here, unless it was before. */
 static void ONCE shrink_rounded(int64_t rows, const Work *w, int64_t from, int64_t to, float *h) {
     const int64_t stride = rounded_stride(w->in);
     uint16_t room[w->rounded ? 1 : ROWS * stride];

@@ -1,5 +1,5 @@
-/* Mamba-2 behind a causal convolution: the rows of each sequence one after another, each head on its own. A row is computed
- * alike whatever is beside it, so neither the parts of a prompt nor other sequences change a bit. */
+/* Mamba-2 after a causal convolution. Heads are independent of each other; the rows of a sequence are computed one
+ * after another, always in the same way, so neither the chunks of a prompt nor other sequences change a bit. */
 
 #include "recurrent.h"
 
@@ -16,8 +16,8 @@ typedef struct {
     float least, most, eps;
 } Mamba2;
 
-/* One row of one head: `from` [head_dim, state_dim] is its memory before, NULL: zeros; `to` after, perhaps the same. dim is
- * state_dim: with a constant the loops over a row of memory need no test of its length. */
+/* One row of one head. from: its memory before, [head_dim, state_dim], or NULL for zeros; to: its memory after, which
+ * may be `from`. dim: state_dim, in the machine code a constant where it is common. */
 INLINE void remember(const Mamba2 *m, const float *from, float *to, const float *b, const float *c, const float *v, float step,
                      float keep, float skip, float *y, int64_t dim) {
     const vector kept = all(keep);

@@ -1,12 +1,13 @@
-/* OpenMP for code that clang compiled, on the runtime of which torch has brought the only copy into the process.
+/* OpenMP for code that clang compiled, on the runtime that torch has loaded, so that the process has only that one.
  *
- * clang calls functions of LLVM's runtime, which neither torch nor the compiler's wheel has. These are they, as far as
- * the kernels need them, on three functions that GCC's runtime, LLVM's and Intel's all have. Until `use_openmp` was
- * called, and in a program without a runtime, there is one thread. GCC calls its own runtime itself.
+ * clang's code calls functions of LLVM's runtime, which neither torch nor the compiler's wheel has. Those that the
+ * kernels need are here, on top of three functions that the runtimes of GCC, LLVM and Intel all have. Until
+ * `use_openmp` is called there is one thread. GCC's code calls GCC's runtime and needs nothing of this.
  *
- * Within a region threads meet here and not in the runtime. GCC's has a team for each thread that ever began a region,
- * and where their members are more than the processors, as in an engine beside the thread that loaded it, it lets them
- * sleep after 2 microseconds. A step has hundreds of meetings, and to wake a thread takes ten times as long. */
+ * Barriers within a region are here as well, not in the runtime. GCC's keeps a team for each thread that ever began a
+ * region. Where these have more threads than there are processors, as after an engine was loaded by another thread
+ * than its own, it lets a waiting thread sleep after 2 microseconds. A step has hundreds of barriers, and to wake a
+ * thread takes ten times as long. */
 
 #ifdef __clang__
 
@@ -23,7 +24,7 @@
 
 enum { SPINS = 1000 /* before a thread sleeps: some 20 to 50 microseconds */ };
 enum { ARGUMENTS = 40, LOOPS = 8, DEPTH = 4, STATIC_CHUNKS = 33, MODIFIERS = 3 << 29 };
-#define OURS __attribute__((visibility("hidden"))) /* another runtime of the process may have such names, too */
+#define OURS __attribute__((visibility("hidden"))) /* another runtime in the process may have the same names */
 
 typedef void (*Body)(int32_t *thread, int32_t *bound, ...);
 typedef struct Place Place; /* in the source; not read */
@@ -49,17 +50,17 @@ void use_openmp(void *parallel, void *number, void *count) {
     runtime.processors = processors();
 }
 
-/* A loop whose iterations are taken one by one. A region has many, one after the other: each place is used again by
- * the loop that is LOOPS later, once all threads have left it. */
+/* A loop whose iterations threads take as they get to them. A region has many loops, one after another: each entry is
+ * used again LOOPS loops later, once all threads have left it. */
 typedef struct {
     _Alignas(64) _Atomic int64_t taken;
     _Atomic int64_t left, uses;
 } Loop;
 
-/* Where all threads wait for the last one. */
+/* A barrier. */
 typedef struct {
     _Alignas(64) _Atomic int32_t arrived, sleeping;
-    _Alignas(64) _Atomic int32_t meetings; /* that are over */
+    _Alignas(64) _Atomic int32_t meetings; /* how often all threads have met */
 } Meeting;
 
 typedef struct {
@@ -100,14 +101,14 @@ static void run(void *data) {
 OURS void __kmpc_fork_call(Place *place, int32_t count, Body body, ...) {
     Team team = {.body = body};
     va_list given;
-    if (count > ARGUMENTS) __builtin_trap(); /* a region that uses so many variables is to be written otherwise */
+    if (count > ARGUMENTS) __builtin_trap(); /* the region uses too many variables */
     va_start(given, body);
     for (int32_t i = 0; i < count; i++) team.arguments[i] = va_arg(given, void *);
     va_end(given);
     const unsigned threads = wanted;
     wanted = 0;
     if (runtime.parallel && !self.team) runtime.parallel(run, &team, threads, 0);
-    else run(&team); /* within another region there is one thread */
+    else run(&team); /* a region inside another has one thread */
 }
 
 OURS void __kmpc_push_num_threads(Place *place, int32_t thread, int32_t count) { wanted = count; }
@@ -132,7 +133,7 @@ static void relax(void) {
 #endif
 }
 
-/* Until *at is no longer `value`; it may return before. */
+/* Sleeps until *at is no longer `value`, or less. */
 static void sleep_while(_Atomic int32_t *at, int32_t value) {
 #ifdef __linux__
     syscall(SYS_futex, at, FUTEX_WAIT_PRIVATE, value, NULL);
@@ -161,7 +162,7 @@ OURS void __kmpc_barrier(Place *place, int32_t thread) {
         if (m->meetings != before) return;
         relax();
     }
-    m->sleeping++; /* before it looks again, as the last one looks here after it has changed `meetings` */
+    m->sleeping++; /* before `meetings` is read again: the last thread changes that and then reads this */
     while (m->meetings == before) sleep_while(&m->meetings, before);
     m->sleeping--;
 }
@@ -219,7 +220,7 @@ static int next(int64_t *first, int64_t *last) {
     return 1;
 }
 
-/* This thread's share of [*first, *last], which is in one piece without a chunk. */
+/* This thread's share of [*first, *last]; without a chunk it is in one piece. */
 static void share(int32_t kind, int64_t *first, int64_t *last, int64_t *stride, int64_t step, int64_t chunk) {
     const int64_t count = self.count, number = self.number;
     const int64_t trips = (*last - *first) / step + 1;

@@ -1,4 +1,5 @@
-/* What the C kernels of recurrent layers share: the convolution over a sequence's last inputs, and where its states are. */
+/* What the kernels of recurrent layers have in common: the convolution over the last inputs of a sequence, and where
+ * its states are. */
 
 #pragma once
 
@@ -21,7 +22,7 @@ typedef struct { /* as StateBatch */
 
 INLINE float one_exponential(float x) { return exponential(all(x))[0]; }
 
-/* log(1 + exp(x)), without losing small values: log1p(u) = u * log(1 + u) / ((1 + u) - 1). */
+/* log(1 + exp(x)), also where exp(x) is far below 1. */
 INLINE float softplus(float x) {
     if (x > 20) return x;
     return log1pf(one_exponential(x));
@@ -29,8 +30,8 @@ INLINE float softplus(float x) {
 
 INLINE vector silu(vector x) { return x / (1 + exponential(-x)); }
 
-/* The input of the convolution at `position`, counted from the sequence's first row; before that, what its state has.
- * NULL: zeros. */
+/* The input of the convolution at `position`, counted from the first row of the sequence; inputs before that row are in
+ * the state. NULL: zeros. */
 INLINE const float *input_at(const Convolution *c, const States *states, int64_t s, int64_t position) {
     if (position >= 0) return c->x + (states->starts[s] + position) * c->x_stride;
     if (states->reads[s] < 0) return NULL;
@@ -50,7 +51,7 @@ static void ONCE convolve(const Convolution *c, const States *states, int64_t s,
     }
 }
 
-/* The last inputs after the first `rows` rows of a sequence, to a slot, which may be the one that is read. */
+/* Stores the last inputs up to row `rows` of a sequence in a slot, which may be the one that they are read from. */
 static void keep_inputs(const Convolution *c, const States *states, int64_t s, int64_t rows, int64_t slot) {
     const int64_t channels = c->channels, count = c->count - 1;
     float *const to = c->inputs + slot * count * channels;

@@ -1,12 +1,12 @@
-/* What the threads of a team do together. Each function is called by all of them, and returns when all is done; outside
- * a parallel region the caller does it alone. So a step of a decoder is one region, and an operation alone another,
- * with the same bits. */
+/* Operations that a team of threads does together: all of them call the function, which returns when the work is done.
+ * Outside a parallel region the caller does it alone. So a whole step of a decoder can be one region, or each operation
+ * a region of its own, with the same bits. */
 
 #pragma once
 
 #include "vectors.h"
 
-#ifdef _OPENMP /* omp.h comes with few compilers */
+#ifdef _OPENMP /* few compilers come with omp.h */
 int omp_get_num_threads(void);
 int omp_get_thread_num(void);
 INLINE int64_t number_of_threads(void) { return omp_get_num_threads(); }
@@ -25,7 +25,7 @@ typedef struct { /* of linear.c */
     const float *scale, *offset; /* NULL: none */
     int64_t group;               /* inputs that share a scale; without scales `in` */
     const float *bias;           /* NULL: none */
-    float *room;                 /* x packed, then the sums of its blocks */
+    float *room;                 /* x packed, then its sums over blocks of inputs */
 } Linear;
 
 typedef struct Segment Segment; /* of lora.h */
@@ -54,19 +54,19 @@ typedef struct { /* of elementwise.c */
     const float *cos, *sin; /* [..., turned] */
     float *k_cache, *v_cache;
     const int64_t *slots;
-    int64_t rows, heads, kv_heads, dim, turned; /* turned 0: q is left alone */
-    int64_t pairs;                              /* neighbours are turned together, not the two halves' elements */
-    const int64_t *places; /* [rows], of each in cos and sin, of which there are any number; NULL: row by row */
+    int64_t rows, heads, kv_heads, dim, turned; /* turned: dimensions that are rotated; 0: q is left alone */
+    int64_t pairs;                              /* whether 2i and 2i + 1 are rotated together, or i and i + turned / 2 */
+    const int64_t *places; /* [rows], the row of cos and sin for each; NULL: in order */
 } Rotation;
 
-/* Of a linear layer that rounds x, kind is that of W + FORMS * form: one of bfloat16.c, or of integer.c. */
+/* The kind of a linear layer that rounds x is that of W + FORMS * form: a form of bfloat16.c, or these of integer.c. */
 enum { FORMS = 8, INTEGERS = 3, INTEGER_DOTS };
 
 void linear_team(int64_t kind, const Linear *c);
 void bfloat16_team(int64_t kind, const Linear *c);
 void integer_team(int64_t kind, const Linear *c);
-/* kind: of the pool, + FORMS where x is rounded to bfloat16, as by a linear layer; rounded: what that has made of x, or
- * NULL. bias: part of y, or NULL. */
+/* kind: of the pool, + FORMS where x is rounded to bfloat16 as in a linear layer. rounded: x, if the layer has rounded
+ * it already, else NULL. bias: what was added to y before, or NULL. room: for `floats` floats. */
 void lora_team(int64_t kind, const char *pool, float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t in,
                const float *bias, const Adapters *adapters, const uint16_t *rounded, float *room, int64_t floats);
 void attention_team(const Attention *a);

@@ -1,4 +1,4 @@
-/* Vectors as wide as the processor has, by the compiler's extension; loads may be unaligned. */
+/* Vectors of the processor's width, by the compilers' vector extension. Loads and stores may be unaligned. */
 
 #pragma once
 
@@ -35,15 +35,15 @@ typedef uint8_t octets __attribute__((vector_size(LANES), aligned(1)));
 #define KNOWN_SINCE(gcc, clang) (__GNUC__ >= gcc)
 #endif
 #define UNROLL _Pragma("GCC unroll 16")
-/* Loads that follow stay behind it: values that could be kept from before would take registers. */
+/* Keeps the compiler from moving later loads before it, where what they load would occupy registers. */
 #define KEEP_ORDER __asm__ volatile("" ::: "memory")
 
 INLINE vector load(const float *at) { return *(const vector *)at; }
 INLINE void store(float *at, vector value) { *(vector *)at = value; }
-INLINE vector all(float value) { return value - (vector){0}; } /* 0 + value would make 0 of -0, in one more instruction */
+INLINE vector all(float value) { return value - (vector){0}; } /* 0 + value: one instruction more, and -0 becomes 0 */
 
-/* a * b + c, rounded once where the level has an instruction for it. Compilers neither join a product and a sum
- * themselves nor reorder sums (the options in __init__.py): what rounds how is written here, not chosen by them. */
+/* a * b + c, rounded once where the instruction set has a fused multiply-add. By the options in __init__.py compilers
+ * neither fuse operations nor reorder sums themselves, so rounding is as it is written here. */
 INLINE vector multiply_add(vector a, vector b, vector c) {
 #if defined(__AVX512F__)
     return (vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -62,17 +62,17 @@ INLINE vector multiply_add(vector a, vector b, vector c) {
 #endif
 }
 
-/* Elements in memory; all are float32 in registers. */
+/* Types of elements in memory; in registers all are float32. */
 typedef enum { FLOAT32, BFLOAT16, INT8, INT4, FLOAT4, FLOAT8 } Kind; /* FLOAT8: e4m3, without infinities */
 
-/* INT4 and FLOAT4 (twice e2m1, whole numbers), two of which share a byte. */
+/* INT4, and FLOAT4 (e2m1 times 2, so that all values are integers): two elements to a byte. */
 INLINE int is_four_bits(Kind kind) { return kind == INT4 || kind == FLOAT4; }
 
-/* Not of these. */
+/* Bytes of an element of the other kinds. */
 INLINE int64_t size_of(Kind kind) { return kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1; }
 
-/* LANES integers of 16 or 8 bits as 32. By name where there is one: what GCC makes of __builtin_convertvector is
- * several times slower. */
+/* LANES integers of 16 or 8 bits, widened to 32. By intrinsics where there are any: what GCC makes of
+ * __builtin_convertvector is several times slower. */
 INLINE words widen_uint16(const char *at) {
 #if defined(__AVX512F__)
     return (words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)at));
@@ -103,17 +103,17 @@ INLINE integers widen_int8(const char *at) {
 #endif
 }
 
-/* A NaN, which is never stored, becomes 480. */
+/* A NaN becomes 480; none is ever stored. */
 INLINE vector widen_float8(const char *at) {
 #if defined(__AVX512F__) && defined(__F16C__)
-    /* The exponent of float16 starts 8 higher, and its subnormals cost nothing more here. */
+    /* float16's exponent has a bias that is 8 larger, hence the factor 256. Its subnormals are no slower here. */
     const __m256i code = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)at)), 7);
     return (vector)_mm512_cvtph_ps(_mm256_and_si256(code, _mm256_set1_epi16((short)0xBFFF))) * all(256);
 #elif defined(__AVX2__) && defined(__F16C__)
     const __m128i code = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)at)), 7);
     return (vector)_mm256_cvtph_ps(_mm_and_si128(code, _mm_set1_epi16((short)0xBFFF))) * all(256);
 #else
-    /* Below 2^-6 mantissas count steps of 2^-9: what they would be with a leading 1, less that, twice. */
+    /* A subnormal is m * 2^-9. Read as a normal number it is 2^-7 + m * 2^-10, so twice that less 2^-6 is right. */
     const words code = widen_uint8(at), size = code & 0x7F;
     const vector number = (vector)((size << 20) + (120u << 23));
     const words step = (words)(number - all(0.015625f)) & (words)(size < 8);
@@ -128,10 +128,10 @@ INLINE vector widen(Kind kind, const char *at) {
     return (vector)(widen_uint16(at) << 16);
 }
 
-/* INT4: the low or the high halves of LANES bytes, as -8 to 7. */
+/* INT4: the low or the high 4 bits of LANES bytes, as -8 to 7. */
 INLINE vector widen_halves(const char *at, int high) {
     const words both = widen_uint8(at), index = high ? both >> 4 : both;
-#ifdef __AVX512F__ /* the four lowest bits choose from a table: two instructions less */
+#ifdef __AVX512F__ /* the lowest four bits index a table: two instructions less */
     const __m512 table = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
     return (vector)_mm512_permutexvar_ps((__m512i)index, table);
 #else
@@ -139,13 +139,13 @@ INLINE vector widen_halves(const char *at, int high) {
 #endif
 }
 
-/* FLOAT4: the same of these, as 0, 1, 2, 3, 4, 6, 8, 12 and what is below zero. */
+/* FLOAT4: the low or the high 4 bits of LANES bytes, as 0, 1, 2, 3, 4, 6, 8, 12 or the negative of these. */
 INLINE vector widen_float4(const char *at, int high) {
     const words both = widen_uint8(at), index = high ? both >> 4 : both;
 #if defined(__AVX512F__)
     const __m512 table = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
     return (vector)_mm512_permutexvar_ps((__m512i)index, table);
-#elif defined(__AVX2__) /* three bits choose, the fourth is the sign */
+#elif defined(__AVX2__) /* three bits index it, the fourth is the sign */
     const __m256 table = {0, 1, 2, 3, 4, 6, 8, 12};
     return (vector)((words)_mm256_permutevar8x32_ps(table, (__m256i)index) ^ (index & 8) << 28);
 #else
@@ -156,7 +156,7 @@ INLINE vector widen_float4(const char *at, int high) {
 }
 
 #if defined(__x86_64__) && !defined(__AVX512F__)
-/* Of 16 registers none is free for a constant, so this one is read each time. */
+/* None of the 16 registers is free for this constant, so it is loaded each time. */
 static const volatile words UPPER = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
                                      0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
 #else
@@ -170,7 +170,7 @@ INLINE vector widen_pairs(const char *at, int high) {
     return (vector)(high ? both & UPPER : both << 16);
 }
 
-/* The upper half of float32, to the nearest, ties to even; bfloat16 that was widened comes out as it was. */
+/* float32 to bfloat16: rounded to nearest, ties to even. What was widened from bfloat16 is unchanged. */
 INLINE words nearest(words bits) { return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16; }
 
 INLINE void narrow(Kind kind, char *at, words bits) {
@@ -204,7 +204,7 @@ INLINE float widen_one(Kind kind, const char *at) {
     return value;
 }
 
-/* The sum of the lanes, as a tree: GCC and clang make few instructions of these halves. */
+/* The sum of the lanes. Adding halves of the vector takes few instructions with GCC and clang. */
 INLINE float total(vector v) {
     typedef float half __attribute__((vector_size(2 * LANES)));
     typedef float quarter __attribute__((vector_size(LANES)));
@@ -219,7 +219,7 @@ INLINE float total(vector v) {
     return sum;
 }
 
-/* Begins to bring memory into the cache; it need not exist. */
+/* Prefetches memory into the L1 cache. The address need not be valid. */
 INLINE void fetch(const char *from, int64_t size) {
     UNROLL for (int64_t i = 0; i < size; i += LINE) __builtin_prefetch(from + i);
 }
@@ -228,23 +228,23 @@ INLINE vector choose(integers which, vector a, vector b) {
     return (vector)((which & (integers)a) | (~which & (integers)b));
 }
 
-/* The value at x, by Horner's rule: of `first` and so many terms after it, down to the constant one. */
+/* A polynomial at x, by Horner's rule: `first` is the leading coefficient, the last of `terms` the constant one. */
 INLINE vector polynomial(vector x, vector first, const float *terms, const int count) {
     UNROLL for (int i = 0; i < count; i++) first = multiply_add(first, x, all(terms[i]));
     return first;
 }
 
-/* exp(x) to about 2 units of the last place; beyond -87 and 88, as there. NaN stays NaN. */
+/* exp(x) to about 2 units in the last place. x is limited to [-87, 88]; NaN stays NaN. */
 INLINE vector exponential(vector x) {
     const vector bounded = choose(x < -87, all(-87), choose(x > 88, all(88), x));
     const vector shifted = multiply_add(bounded, all(1.44269504f), all(127.5f));
-    const integers power = __builtin_convertvector(shifted, integers); /* 127 more than it is */
+    const integers power = __builtin_convertvector(shifted, integers); /* with the exponent's bias of 127 */
     const vector r = multiply_add(__builtin_convertvector(power - 127, vector), all(-0.693147181f), bounded);
     static const float terms[] = {1.3888889e-3f, 8.3333333e-3f, 4.1666667e-2f, 0.16666667f, 0.5f, 1, 1};
     return (vector)(power << 23) * polynomial(r, all(1.9841270e-4f), terms, 7);
 }
 
-/* As many as there are, the rest zeros; and back. */
+/* The first `count` lanes, or all if there are more; the others are zeros, and are not stored. */
 INLINE vector load_some(const float *at, int64_t count) {
     if (count >= LANES) return load(at);
     float some[LANES] = {0};
@@ -258,7 +258,7 @@ INLINE void store_some(float *at, vector value, int64_t count) {
 }
 
 INLINE float squares(const float *x, int64_t count) {
-    vector sum[4] = {all(0), all(0), all(0), all(0)}; /* as one, each addition would wait for the last */
+    vector sum[4] = {all(0), all(0), all(0), all(0)}; /* with one each addition would wait for the last */
     int64_t i = 0;
     for (; i + 4 * LANES <= count; i += 4 * LANES)
         UNROLL for (int v = 0; v < 4; v++) {
@@ -272,7 +272,7 @@ INLINE float squares(const float *x, int64_t count) {
     return total((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
-/* The even and the odd elements of 2 * LANES to the first half of these and the second. */
+/* The even and the odd ones of 2 * LANES elements to the first LANES of them and the last. */
 INLINE void join(vector *even, vector *odd) {
     const vector e = *even, o = *odd;
 #if defined(__AVX512F__)

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from manylora.config.engine import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterInvalidError, AdapterNotCachedError
 from manylora.lora import arrivals, staging, tensors
-from manylora.lora.formats import peft
+from manylora.lora.formats import peft_rows
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.peft import read_peft, read_peft_whole
 from manylora.lora.formats.read_options import ReadOptions
@@ -462,10 +462,10 @@ def test_pages_of_bfloat16_hold_what_those_of_float32_hold_under_the_same_digest
     """Also when it is read again and when several threads read. Rows that are not read straight into pages
     are narrowed as they are read."""
     monkeypatch.setattr(fingerprint, "SETTLED_NS", 5 * 10**7)
-    monkeypatch.setattr(peft, "NARROWED", 0)
+    monkeypatch.setattr(peft_rows, "NARROWED", 0)
     if large:
-        monkeypatch.setattr(peft, "PARALLEL", 0)
-        monkeypatch.setattr(peft, "PARALLEL_ROWS", 0)
+        monkeypatch.setattr(peft_rows, "PARALLEL", 0)
+        monkeypatch.setattr(peft_rows, "PARALLEL_ROWS", 0)
         monkeypatch.setattr(staging, "LEAST", 0)
     for name in ("1", "2"):
         write_peft(tmp_path / name, int(name), kind)

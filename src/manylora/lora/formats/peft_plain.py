@@ -9,7 +9,7 @@ import numpy as np
 from manylora.kernels.row_format import RowFormat
 from manylora.lora.file_adapter import FileRows
 from manylora.lora.formats.peft_names import in_our_order, in_peft_order
-from manylora.lora.formats.peft_stacks import Parts
+from manylora.lora.formats.peft_parts import Parts
 from manylora.lora.formats.plain_rows import PlainRows
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.modules import EXPERT_IDS, LoraModuleId

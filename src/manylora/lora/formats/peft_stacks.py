@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.formats.peft_parts import Parts, add_part
 from manylora.lora.formats.tensor_files import RawTensor
 from manylora.lora.modules import LoraModule
 from manylora.lora.modules import LoraModuleId as Id
@@ -37,8 +38,6 @@ STACK_NORM = re.compile(
 )
 """final: of the stack's output; neither that nor a name: of its input."""
 
-Parts = dict[str, tuple[str, str, RawTensor]]  # "A", "B", "magnitude" -> path of the module, key, values
-
 
 def stack_parts(
     tensors: Mapping[str, RawTensor], modules: Mapping[int, LoraModule] | None
@@ -53,10 +52,7 @@ def stack_parts(
         if module_id is None:
             raise AdapterInvalidError(f"{key}: no such LoRA module is known")
         place = stack_layer(key, match, modules), module_id
-        part, parts = match["side"] or "magnitude", found.setdefault(place, {})
-        if part in parts:
-            raise AdapterInvalidError(f"{key} and {parts[part][0]} mean the same module")
-        parts[part] = (match["path"], key, tensor)
+        add_part(found.setdefault(place, {}), match, tensor)
     return found
 
 

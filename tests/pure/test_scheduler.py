@@ -12,6 +12,7 @@ from manylora.config.engine import EngineConfig
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.scheduler import MAX_OVERTAKES, Scheduler
 from manylora.engine.sequence import Sequence
+from manylora.engine.sequence_events import take_event
 from manylora.request import FinishReason, Request, SamplingConfig
 
 
@@ -269,11 +270,11 @@ def test_stop_words_and_the_end_id() -> None:
     sequence.append(5, None)
     sequence.append(6, None)
     assert sequence.finish_reason is FinishReason.STOP
-    assert sequence.take_event(True).token_ids == (6, 5, 6)
+    assert take_event(sequence, True).token_ids == (6, 5, 6)
     other = Sequence(0, Request((5,), params), 0, 10)
     other.append(2, None)
     assert other.finish_reason is FinishReason.STOP
-    assert other.take_event(True).token_ids == ()
+    assert take_event(other, True).token_ids == ()
 
 
 def test_who_waits_for_an_adapters_bytes_keeps_nobody_waiting() -> None:

@@ -17,6 +17,7 @@ from manylora.engine.launched import FailedStep, LaunchedStep
 from manylora.engine.results import Counters, ResultProcessor
 from manylora.engine.scheduler import Scheduler, Step
 from manylora.engine.sequence import BeamGroup, Sequence
+from manylora.engine.sequence_events import take_event
 from manylora.engine.state_pool import StatePool
 from manylora.engine.version_swaps import VersionSwaps
 from manylora.errors import AdapterNotCachedError, QueueFullError, RequestError
@@ -383,7 +384,7 @@ class Engine:
                 self._logits_memory.release(sequence.handle)
                 self._counters.requests_finished += 1
                 self._counters.requests_failed += sequence.finish_reason is FinishReason.ERROR
-            events.append((sequence.handle, sequence.take_event(last=not others)))
+            events.append((sequence.handle, take_event(sequence, last=not others)))
         self._swaps.drop_superseded(self._open_sequences())
         return events
 

@@ -13,6 +13,7 @@ from manylora.engine.launched import LaunchedStep, SampledTokens
 from manylora.engine.runner import Runner
 from manylora.engine.scheduler import Scheduler
 from manylora.engine.sequence import BeamGroup, Sequence
+from manylora.engine.sequence_events import take_event
 from manylora.errors import AdapterNotFiniteError, RequestError
 from manylora.kernels.spec import NOT_FINITE
 from manylora.request import Event
@@ -65,7 +66,7 @@ class ResultProcessor:
             if sequence.finish_reason is not None:
                 ended.append(sequence)
             elif sequence.request.streaming and self._is_due(sequence):
-                events.append((sequence.handle, sequence.take_event(last=False)))
+                events.append((sequence.handle, take_event(sequence, last=False)))
         ended += self._take_pooled(launched, now_ns)
         if not launched.assumed_done:
             self._scheduler.advance(step)

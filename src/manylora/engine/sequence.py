@@ -18,15 +18,7 @@ from manylora.engine.sequence_parts import (
     find_last,
 )
 from manylora.errors import RequestError
-from manylora.request import (
-    ActivatedTokens,
-    AdapterVersion,
-    Beam,
-    Event,
-    FinishReason,
-    Request,
-    RequestMetrics,
-)
+from manylora.request import AdapterVersion, Beam, FinishReason, Request
 
 if TYPE_CHECKING:
     from manylora.engine.guide import GuideState
@@ -305,66 +297,6 @@ class Sequence:
 
     def fail(self, error: Exception) -> None:
         self.finish_reason, self.error = FinishReason.ERROR, error
-
-    def take_event(self, last: bool) -> Event:
-        """What happened since the last event."""
-        output, num_output = self.output, self.num_output
-        start, output.num_reported = output.num_reported, num_output
-        first, logits = self.num_prompt + start, output.generation_logits
-        if logits and (self.finished or self.request.streaming):
-            output.generation_logits = []
-        elif logits:
-            logits = []
-        return Event(
-            token_ids=() if output.beams else tuple(self.tokens[first : self.num_prompt + num_output]),
-            log_probs=tuple(output.log_probs[start:]) if output.log_probs else (),
-            sequence_index=self.index,
-            finish_reason=self.finish_reason,
-            last=last,
-            error=self.error,
-            beams=output.beams,
-            context_logits=output.context_logits if start == 0 else None,
-            generation_logits=np.stack(logits) if logits else None,
-            pooled=self._pooled(),
-            metrics=self._metrics() if self.finish_reason or output.metrics is None else output.metrics,
-            versions=self.following.versions,
-        )
-
-    def _pooled(self) -> np.ndarray | None:
-        if self.request.pooling is None or self.finish_reason is not FinishReason.STOP:
-            return None
-        parts = self.output.pooled
-        return np.concatenate(parts) if self.request.pooling.mode == "all" else parts[-1]
-
-    def _metrics(self) -> RequestMetrics:
-        """Made with the first event and the last."""
-        self.output.metrics = self._new_metrics()
-        return self.output.metrics
-
-    def _new_metrics(self) -> RequestMetrics:
-        beams, times, kv = self.output.beams, self.times, self.kv
-        return RequestMetrics(
-            arrival_ns=times.arrival_ns,
-            first_scheduled_ns=times.first_scheduled_ns,
-            first_token_ns=times.first_token_ns,
-            last_token_ns=times.last_token_ns if self.finished else 0,
-            kv_new_blocks=kv.num_new,
-            kv_taken_blocks=kv.num_claimed,
-            kv_reused_blocks=kv.num_reused,
-            draft_tokens=self.num_drafted,
-            accepted_draft_tokens=self.num_accepted,
-            prompt_tokens=self.num_encoder + self.num_prompt - self.num_virtual,
-            output_tokens=sum(len(beam.token_ids) for beam in beams) if beams else self.num_output,
-            adapter_tier=self.lease.tier if self.lease is not None else "",
-            activated=self._activated_tokens(),
-        )
-
-    def _activated_tokens(self) -> ActivatedTokens | None:
-        if self.lease is None or not self.lease.invocation:
-            return None
-        count = self.num_prompt + self.num_output
-        before = min(self.acts_from, count)
-        return ActivatedTokens(before, min(self.kv.num_reused_tokens, before), count - before)
 
     def _ends_with(self, word: tuple[int, ...]) -> bool:
         return (

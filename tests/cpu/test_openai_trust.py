@@ -24,7 +24,7 @@ from manylora.errors import ConfigError
 from manylora.lora.library import disk
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.schema import MAX_COMMAS, ChatRequest, CompletionRequest, parse
-from manylora.openai.serving import catalog, logs
+from manylora.openai.serving import catalog, logs, root_scan
 from manylora.openai.serving.host_check import HostCheck
 from manylora.openai.serving.logs import PlainFormatter, RateLimit
 
@@ -261,7 +261,7 @@ def test_uploads_and_copies_on_a_disk_that_is_full(
 def test_what_passes_is_tried_again_and_withdraws_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without descriptors, adapters were broken for good, or gone with a folder that could not be listed."""
     short, failed = False, list[Any]()
-    real_find, real_read = catalog.find_adapters, catalog.AdapterReader.read
+    real_find, real_read = root_scan.find_adapters, catalog.AdapterReader.read
 
     def find_adapters(*arguments: Any) -> Any:
         if short:
@@ -274,7 +274,7 @@ def test_what_passes_is_tried_again_and_withdraws_nobody(monkeypatch: pytest.Mon
             raise OSError(errno.EMFILE, "Too many open files")
         return real_read(self, *arguments)
 
-    monkeypatch.setattr(catalog, "find_adapters", find_adapters)
+    monkeypatch.setattr(root_scan, "find_adapters", find_adapters)
     monkeypatch.setattr(catalog.AdapterReader, "read", read)
     server = Running(lora_root=(DEMO / "adapters",), lora_refresh_seconds=0.2, drain_seconds=1.0)
     try:

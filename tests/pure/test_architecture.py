@@ -111,7 +111,7 @@ INSIDE = {
     ],
     "openai.serving": [
         "logs", "watching", "connections", "host_check", "protocol", "event_queue", "generation",
-        "adapter_entry", "adapter_record", "copies", "catalog", "fairness", "history",
+        "adapter_entry", "adapter_record", "copies", "root_scan", "catalog", "fairness", "history",
         "backend", "pinning", "shared_adapters", "keys", "responses",
         "transport", "prompts", "running_calls", "pooled_state", "inference",
         "pooled_api", "fitting", "recent_items",

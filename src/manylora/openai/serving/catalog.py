@@ -22,7 +22,7 @@ from manylora.lora.library.fingerprint import Fingerprint, fingerprint
 from manylora.lora.library.memory import MemoryLevel
 from manylora.lora.library.names import is_name
 from manylora.lora.library.reader import AdapterReader, ReadAdapter
-from manylora.lora.library.roots import Found, find_adapters, folders_of, path_below
+from manylora.lora.library.roots import folders_of, path_below
 from manylora.lora.library.versions import Versions
 from manylora.lora.tensors import Adapter
 from manylora.lora.text.adapter_text import AdapterTexts
@@ -31,6 +31,7 @@ from manylora.openai.api.errors import ApiError, adapter_problem
 from manylora.openai.serving import watching
 from manylora.openai.serving.adapter_entry import AdapterEntry, EntryReader, Terms, Version
 from manylora.openai.serving.copies import Copies
+from manylora.openai.serving.root_scan import RootScanner
 from manylora.system.threads import lower_priority
 from manylora.text.tokenizer import Tokenizer
 
@@ -45,19 +46,21 @@ MAX_QUIET_S = 1.0  # after the last change of files, before they are read
 class AdapterCatalog:
     """Belongs to the event loop; files are read on threads of its own, each adapter once at a time.
 
-    texts:      reads what comes with adapters.
-    roots:      scanned for adapters. allowed: more folders that adapters may be named in by path.
-    named:      adapters by name, wherever they lie: these paths are no client's to name.
-    refresh_s:  within which a changed adapter serves; the roots are scanned twice in it.
-    keep_bytes: tensors held in memory beside the engine's cache, where they could not come back without.
+    texts:      reads the template, defaults and tokenizer that come with an adapter.
+    roots:      scanned for adapters. allowed: more folders in which a client may name adapters by path.
+    named:      adapters by name, wherever they lie; no client may name these paths.
+    refresh_s:  seconds within which a changed adapter serves; the roots are scanned twice in this time.
+    keep_bytes: of tensors held in memory, of adapters that the engine's cache may evict and that could not
+                be read again.
     disk:       copies of what was read, so that a version outlives its files.
     reserved:   names that no adapter may have.
-    pinned:     of the named ones.
+    pinned:     names, among `named`, of adapters that stay in the engine's cache.
     aliases:    name -> what it stands for.
-    expired:    called with the name of an adapter that was unloaded as nobody used it; None: others decide.
-    terms_of:   of an adapter that is found at a path below a root.
+    expired:    called with the name of an adapter that was unloaded because nobody used it for its time to
+                live; None: such adapters are unloaded by someone else, and not here.
+    terms_of:   the terms of an adapter that is found at a path below a root.
     versions:   counts the contents of each name; the engine's, where that is in this process.
-    shared:     folder of files that are taken as `put` and `load` say, and are no client's to name.
+    shared:     folder whose files are read again only when `put` or `load` is called.
     """
 
     def __init__(
@@ -79,8 +82,8 @@ class AdapterCatalog:
         versions: Versions | None = None,
         shared: Path | None = None,
     ) -> None:
-        self._roots = [root.resolve() for root in roots]
-        self._allowed = [*self._roots, *(root.resolve() for root in allowed)]
+        scanned = [root.resolve() for root in roots]
+        self._allowed = [*scanned, *(root.resolve() for root in allowed)]
         self._shared = [] if shared is None else [shared.resolve()]
         self._reader = reader.within([*self._allowed, *self._shared, *folders_of(named.values())])
         self._named = named
@@ -93,11 +96,20 @@ class AdapterCatalog:
         # Called when a name that was served means another content: with its adapter, and the old digest.
         self.on_change: Callable[[Version, Adapter | FileAdapter, str], None] = lambda *_: None
         self._reserved, self._pinned, self._expired = reserved, pinned, expired
-        self._terms_of = terms_of
         self.aliases = Aliases(aliases)
         self._entries: dict[str, AdapterEntry] = {}
         self._leaving: list[AdapterEntry] = []  # withdrawn, with requests under way
-        self._unloaded: dict[str, Fingerprint] = {}  # by request; not loaded again until the files change
+        self._scanner = RootScanner(
+            self._entries,
+            scanned,
+            self._allowed,
+            told=self._shared,
+            missing_s=refresh_s / 2,
+            on_thread=self._on_thread,
+            may_have=lambda name: name not in self._reserved and name not in self.aliases,
+            terms_of=terms_of,
+            gone=self.versions.withdraw,
+        )
         self.disk = disk or DiskLevel(0)
         self._copies = Copies(self._reader, MemoryLevel(keep_bytes), self.disk)
         self._files = ThreadPoolExecutor(2, "manylora-catalog", lower_priority)
@@ -110,7 +122,8 @@ class AdapterCatalog:
             found = await self._on_thread(fingerprint, path)
             terms = Terms(pinned=name in self._pinned)
             self._entries[name] = AdapterEntry(name, path.resolve(), False, found, terms=terms)
-        await self._scan(first=True)
+        await self._scanner.scan()
+        logger.info("%d adapters below the lora roots", len(self._entries))
         self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
@@ -234,7 +247,7 @@ class AdapterCatalog:
 
     def unloaded_files(self, name: str) -> Fingerprint:
         """Of an adapter that was unloaded: it is not loaded again from a root until these change."""
-        return self._unloaded.get(name, ())
+        return self._scanner.unloaded.get(name, ())
 
     def enter(self, name: str) -> AdapterEntry | None:
         """Count a request in; None for a name that is gone."""
@@ -289,7 +302,7 @@ class AdapterCatalog:
             entry.found = entry.tried = await self._on_thread(fingerprint, entry.path)
         if old is not None and old.scanned and old.path == entry.path:
             entry.scanned = True
-        self._unloaded.pop(name, None)
+        self._scanner.unloaded.pop(name, None)
         entry.used_at = time.monotonic()
         self._entries[name] = entry
         self._announce(entry, read, number)
@@ -298,7 +311,7 @@ class AdapterCatalog:
 
     def put(self, name: str, path: Path, terms: Terms) -> None:
         """Add an adapter that nobody has checked yet, in place of any: it is read when it is asked for."""
-        self._unloaded.pop(name, None)
+        self._scanner.unloaded.pop(name, None)
         self._entries[name] = AdapterEntry(name, path.resolve(), False, fingerprint(path), terms=terms)
 
     def _announce(self, entry: AdapterEntry, read: ReadAdapter, number: int = 0) -> None:
@@ -346,7 +359,7 @@ class AdapterCatalog:
             try:
                 if self._expired is not None:
                     self._unload_expired(self._expired)
-                await self._scan(first=False)
+                await self._scanner.scan()
                 await self._read_changed()
                 await self._free_memory()
             except Exception:
@@ -361,61 +374,11 @@ class AdapterCatalog:
 
     def _withdraw(self, entry: AdapterEntry) -> None:
         """Until its files change."""
-        self._unloaded[entry.name] = entry.found
+        self._scanner.unloaded[entry.name] = entry.found
         del self._entries[entry.name]
         self.versions.withdraw(entry.name)
         if entry.num_open:
             self._leaving.append(entry)
-
-    async def _scan(self, *, first: bool) -> None:
-        known = {entry.path: entry.found for entry in self._entries.values()}
-        found: dict[str, Found] = {}
-        complete = True
-        for root in self._roots:
-            try:
-                below = await self._on_thread(find_adapters, root, known, self._allowed)
-            except Exception as error:  # the other roots are scanned, and no adapter is withdrawn
-                logger.warning("lora root: it cannot be scanned now: %s", error)
-                complete = False
-                continue
-            for name, one in below.items():
-                if name not in self._reserved and name not in self.aliases:
-                    found.setdefault(name, one)
-        for name, one in found.items():
-            self._note_found(name, one)
-        for entry in list(self._entries.values()):
-            if any(entry.path.is_relative_to(one) for one in self._shared):
-                continue
-            if not entry.scanned:
-                with contextlib.suppress(OSError):
-                    entry.note_files(await self._on_thread(fingerprint, entry.path) or entry.found)
-            elif entry.name not in found and complete:
-                self._note_missing(entry)
-        if first:
-            logger.info("%d adapters below the lora roots", len(self._entries))
-
-    def _note_found(self, name: str, found: Found) -> None:
-        if self._unloaded.get(name) == found.fingerprint:
-            return
-        self._unloaded.pop(name, None)
-        entry = self._entries.get(name)
-        if entry is None:
-            terms = self._terms_of(found.path)
-            self._entries[name] = AdapterEntry(name, found.path, True, found.fingerprint, terms=terms)
-        elif entry.scanned:
-            entry.missing_since = None
-            entry.path = found.path
-            entry.note_files(found.fingerprint)
-
-    def _note_missing(self, entry: AdapterEntry) -> None:
-        """Removed, or about to be replaced: a later scan decides."""
-        now = time.monotonic()
-        if entry.missing_since is None:
-            entry.missing_since = now
-        elif now - entry.missing_since >= self._refresh_s / 2:
-            logger.info("adapter %s is withdrawn: its files are gone", entry.name)
-            del self._entries[entry.name]
-            self.versions.withdraw(entry.name)
 
     async def _read_changed(self) -> None:
         """One after the other, so that requests that need an adapter at once do not wait for all of them."""

@@ -4,7 +4,6 @@ others take; what adapters have in common is judged once, and what is wrong with
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from blake3 import blake3
+from row_files import RowFile
 from safetensors.torch import load_file, save_file
 
 from manylora.errors import AdapterInvalidError
@@ -24,7 +24,6 @@ from manylora.lora.formats.peft import read_peft_whole, stored_rows
 from manylora.lora.formats.plain_rows import MOST_ALIKE, Alike
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.modules import lora_modules
-from manylora.lora.number_types import narrow_to_bfloat16, widen_bfloat16
 from manylora.lora.tensors import AdapterRow, digest_values
 from manylora.model.checkpoint import read_model_config
 from manylora.testing.tiny_models import make_adapter, make_model
@@ -59,48 +58,17 @@ def test_rows_are_taken_with_their_digests(
 ) -> None:
     monkeypatch.setattr(loading, "TOGETHER", 0)
     monkeypatch.setattr(loading, "IN_CACHE", 20_000)
-    rows, content, expected, at = [], b"head", [], 8
-    room = np.full(2**19, 0xAB, np.uint8)
-    for number, (rank, into, out) in enumerate(SHAPES):
-        rng, scale = np.random.default_rng(number), (1.0, 0.3, -2.0)[number % 3]
-        a, b = (rng.standard_normal(shape, np.float32) for shape in ((rank, into), (out, rank)))
-        if source == "bfloat16":
-            a, b = (widen_bfloat16(narrow_to_bfloat16(values)) for values in (a, b))
-        numbers = np.concatenate((a.ravel(), (b * np.float32(scale)).ravel()))
-        made = narrow_to_bfloat16(numbers) if target == "bfloat16" else numbers
-        expected.append((at, made, blake3(b"float32\0" + numbers.tobytes()).digest()))
-        stored = [narrow_to_bfloat16(values) if source == "bfloat16" else values for values in (b, a)]
-        rows.append(
-            (len(content) + stored[0].nbytes, len(content), room.ctypes.data + at, rank, into, out, scale)
-        )
-        content += b"".join(values.tobytes() for values in stored)
-        at += made.nbytes + 12
-    table, file = np.array(rows, loading.FILE_ROW), tmp_path / "rows"
+    made = RowFile(tmp_path / "rows", SHAPES, source, target, lambda a, b: np.concatenate((a, b), None))
 
-    def take(content: bytes | bytearray) -> list[bytes] | None:
-        file.write_bytes(content)
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            digest = lambda numbers: blake3(numbers).digest()  # noqa: E731
-            return loading.take_rows(descriptor, table, target, source, threads, digest)
-        finally:
-            os.close(descriptor)
+    def take(descriptor: int) -> list[bytes] | None:
+        digest = lambda numbers: blake3(numbers).digest()  # noqa: E731
+        return loading.take_rows(descriptor, made.table, target, source, threads, digest)
 
-    digests = take(content)
-    assert digests is not None
-    for (start, made, digest), found in zip(expected, digests, strict=True):
-        assert found == digest
-        assert room[start : start + made.nbytes].tobytes() == made.tobytes()
-        room[start : start + made.nbytes] = 0xAB
-    assert (room == 0xAB).all(), "something was written beside the rows"
-    size = 2 if source == "bfloat16" else 4
-    for place in (*table["a"][::7], table["b"][-1], *(table["a"][1::7] - size)):  # first of A, last of B
-        for value in (np.nan, np.inf):
-            broken = bytearray(content)
-            broken[place : place + size] = np.array([value], np.float32).tobytes()[4 - size :]
-            assert take(broken) is None
-    assert take(content[:-1]) is None
-    assert take(content) is not None
+    digests = made.read(take)
+    assert digests == [blake3(b"float32\0" + numbers.tobytes()).digest() for numbers in made.numbers]
+    made.check_memory()
+    assert all(made.read(take, content) is None for content in made.broken(every=7))
+    assert made.read(take) is not None
 
 
 def rows_of(folder: Path, options: ReadOptions) -> list[AdapterRow]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from row_files import RowFile
 from safetensors.torch import load_file, save_file
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -24,7 +25,6 @@ from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.tensor_files import RawTensor, write_safetensors
 from manylora.lora.library import fingerprint
 from manylora.lora.modules import lora_modules
-from manylora.lora.number_types import narrow_to_bfloat16, widen_bfloat16
 from manylora.lora.store import AdapterStore
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, Request, SamplingConfig
@@ -44,48 +44,15 @@ def test_rows_of_a_file_lie_in_their_pages(
 ) -> None:
     assert loading.can_read(target, source)
     assert not loading.can_read("float16", source) and not loading.can_read(target, "float16")
-    sizes = {"float32": 4, "bfloat16": 2}
-    rows, content, expected, at = [], b"head", [], 8
-    room = np.full(2**20, 0xAB, np.uint8)
-    for number, (rank, into, out) in enumerate(SHAPES):
-        rng, scale = np.random.default_rng(number), (1.0, 0.3, -2.0)[number % 3]
-        a, b = (rng.standard_normal(shape, np.float32) for shape in ((rank, into), (out, rank)))
-        if source == "bfloat16":
-            a, b = (widen_bfloat16(narrow_to_bfloat16(values)) for values in (a, b))
-        laid = np.concatenate((a.ravel(), (b * np.float32(scale)).T.ravel()))
-        expected.append((at, narrow_to_bfloat16(laid) if target == "bfloat16" else laid))
-        stored = [narrow_to_bfloat16(values) if source == "bfloat16" else values for values in (b, a)]
-        places = (len(content) + stored[0].nbytes, len(content))  # B comes first in the file
-        content += b"".join(values.tobytes() for values in stored)
-        rows.append((*places, room.ctypes.data + at, rank, into, out, scale))
-        at += sizes[target] * laid.size + 10
-    file = tmp_path / "rows"
-    file.write_bytes(content)
-    table = np.array(rows, loading.FILE_ROW)
+    made = RowFile(tmp_path / "rows", SHAPES, source, target, lambda a, b: np.concatenate((a, b.T), None), 10)
 
-    def read() -> bool:
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            return loading.read_rows(descriptor, table, target, source, threads)
-        finally:
-            os.close(descriptor)
+    def read(descriptor: int) -> bool:
+        return loading.read_rows(descriptor, made.table, target, source, threads)
 
-    assert read()
-    for start, laid in expected:
-        assert room[start : start + laid.nbytes].tobytes() == laid.tobytes()
-        room[start : start + laid.nbytes] = 0xAB
-    assert (room == 0xAB).all(), "something was written beside the rows"
-    size, bad = sizes[source], np.array([np.nan, np.inf], np.float32)
-    for place in (*table["a"], table["b"][-1], *(table["a"] - size)):  # first of A, last of B
-        for value in bad:
-            broken = bytearray(content)
-            broken[place : place + size] = np.array([value]).tobytes()[4 - size :]
-            file.write_bytes(broken)
-            assert not read()
-    file.write_bytes(content[:-1])
-    assert not read()
-    file.write_bytes(content)
-    assert read()
+    assert made.read(read)
+    made.check_memory()
+    assert not any(made.read(read, content) for content in made.broken())
+    assert made.read(read)
 
 
 @pytest.fixture(scope="module")

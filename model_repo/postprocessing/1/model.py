@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from threading import get_ident
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -52,13 +53,19 @@ class TritonPythonModel:
 
     def _respond(self, inputs: Arrays) -> pb_utils.InferenceResponse:
         texts = self._postprocessor.run(inputs)
-        tensor = _cached_tensor(texts) if sum(map(len, texts)) <= SMALL_BYTES else _tensor(texts)
+        small = sum(map(len, texts)) <= SMALL_BYTES
+        tensor = _cached_tensor(texts, get_ident()) if small else _tensor(texts)
         return pb_utils.InferenceResponse([tensor])
 
 
 @lru_cache(CACHED)
-def _cached_tensor(texts: tuple[bytes, ...]) -> pb_utils.Tensor:
-    """Texts of a token or two come again and again, and making a tensor costs more than the text."""
+def _cached_tensor(texts: tuple[bytes, ...], thread: int) -> pb_utils.Tensor:
+    """Texts of a token or two come again and again, and making a tensor costs more than the text.
+
+    thread: that responds with it. The binding copies a tensor to the server's memory when it is first sent,
+    without a lock, so no two threads may have the same one: many tokens, decoded beside `execute`, can have
+    a short text too.
+    """
     return _tensor(texts)
 
 

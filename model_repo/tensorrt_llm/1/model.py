@@ -60,7 +60,8 @@ def _respond(outputs: Outputs) -> pb_utils.InferenceResponse:
 
 
 def _tensor(name: str, array: np.ndarray) -> pb_utils.Tensor:
-    """Small tensors, a token or a length, come again and again, and making one costs more than sending it."""
+    """Small tensors, a token or a length, come again and again, and making one costs more than sending it.
+    One thread sends all responses, so none of them is sent by two at once."""
     if array.nbytes > SMALL_BYTES or array.dtype.hasobject:
         return pb_utils.Tensor(name, array)
     return _small_tensor(name, array.shape, array.dtype.str, array.tobytes())

@@ -215,30 +215,53 @@ def test_an_alias_routes_as_its_adapter_and_a_wrong_file_is_refused(fleet: Fleet
 
 
 def test_a_replica_that_stands_still_is_named_and_follows_later(fleet: Fleet) -> None:
-    """The one that serves the adapter: requests for it, and for others, are answered meanwhile."""
+    """The one that serves an adapter: every change is made without it, and says so, and requests for that
+    adapter, and for others, are answered meanwhile."""
     old = send(fleet, "behind", "a0").raise_for_status().json()["digest"]
+    for name in ("deleted", "unloaded"):
+        send(fleet, name, "a1").raise_for_status()
     owner = fleet.complete("behind", 1).headers["x-manylora-replica"]
     pid = next(one["pid"] for one in fleet.replicas() if one["replica"] == owner)
     os.kill(pid, signal.SIGSTOP)
     try:
         wait_for(lambda: fleet.cache()["missing"] == [owner])
-        with ThreadPoolExecutor(4) as pool:
-            sent = pool.submit(send, fleet, "behind", "a3")
+        path = str(fleet.root / "a2")
+        with ThreadPoolExecutor(8) as pool:  # together, before Ray replaces it
+            objects = [
+                pool.submit(send, fleet, "behind", "a3"),
+                pool.submit(httpx.delete, f"{fleet.url}/v1/lora_adapters/deleted", timeout=90),
+            ]
+            texts = [
+                pool.submit(post, fleet, "load_lora_adapter", lora_name="loaded", lora_path=path),
+                pool.submit(post, fleet, "unload_lora_adapter", lora_name="unloaded"),
+            ]
             others = [pool.submit(fleet.complete, name, 1) for name in ("behind", "a1", "a2") * 4]
-        answer = sent.result()
-        assert answer.status_code == 202, answer.text
-        new = answer.json()["digest"]
-        assert list(answer.json()["late"]) == [owner] and len(answer.json()["replicas"]) == REPLICAS - 1
+        assert [one.result().status_code for one in objects + texts] == [202] * 4
+        for one in objects:
+            told = one.result().json()
+            assert list(told["late"]) == [owner] and len(told["replicas"]) == REPLICAS - 1
+        for one in texts:
+            lines = one.result().text.splitlines()
+            assert lines[0].startswith("Success") and lines[1].startswith(f"On {REPLICAS - 1} replica")
+            assert [line for line in lines if "Not yet" in line] == lines[2:]
+            assert lines[2].startswith(f"Not yet on replica {owner}:")
+        new = objects[0].result().json()["digest"]
         assert {one.result().status_code for one in others} == {200}
         assert {spans(one.result()) for one in others[::3]} <= {(1, old), (2, new)}
         assert spans(fleet.complete("behind", 1)) == (2, new)
+        statuses = [fleet.complete(name, 1).status_code for name in ("deleted", "unloaded", "loaded")]
+        assert statuses == [404, 404, 200]
     finally:
         with suppress(ProcessLookupError):  # on a busy machine Ray may have replaced it
             os.kill(pid, signal.SIGCONT)
-    answered = [fleet.complete("behind", 1) for _ in range(12)]
-    assert {spans(one) for one in answered} == {(2, new)}
+    for name, status in (("behind", 200), ("deleted", 404), ("unloaded", 404), ("loaded", 200)):
+        answered = [fleet.complete(name, 1) for _ in range(12)]
+        assert {one.status_code for one in answered} == {status}, name
+        if name == "behind":
+            assert {spans(one) for one in answered} == {(2, new)}
     wait_for(lambda: len(fleet.replicas()) == REPLICAS, 120)
     assert versions(fleet, "behind") == {(2, new)}
+    assert len(versions(fleet, "loaded")) == 1
 
 
 def post(fleet: Fleet, path: str, **fields: Any) -> httpx.Response:

@@ -1,6 +1,6 @@
 """manylora: one base LLM, very many LoRA adapters, served by Triton Inference Server or from Python.
 
-Names are imported when they are first asked for, so that the package itself costs nothing.
+Names are imported on first use, so that importing the package is cheap.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-# Before torch is imported here or in processes started from here, the launcher's Triton for one.
+# Set before torch is imported, here or in child processes such as the launcher's Triton.
 os.environ.update(thread_settings(os.environ))
 
 

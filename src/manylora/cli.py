@@ -12,22 +12,22 @@ from importlib import import_module
 import manylora
 
 COMMANDS = {
-    "bench": ("manylora.commands.bench", "throughput and latency of a model with many adapters"),
-    "build": ("manylora.commands.build", "a model directory to one with quantised weights and limits"),
-    "convert": ("manylora.commands.convert", "an adapter from any source to the tensors of requests"),
-    "fleet": ("manylora.commands.fleet", "several OpenAI servers behind one endpoint, on Ray Serve"),
-    "inspect": ("manylora.commands.inspect", "what an adapter is, and whether a base model would serve it"),
-    "prepare-dataset": ("manylora.commands.prepare_dataset", "random requests for bench"),
-    "repo": ("manylora.commands.repo", "a filled Triton model repository for a model and its adapters"),
-    "serve": ("manylora.commands.serve", "the OpenAI server: a model and its adapters over HTTP"),
-    "tool": ("manylora.commands.tool", "scripts and clients by the names they have in tensorrtllm_backend"),
+    "bench": ("manylora.commands.bench", "measure throughput and latency with many adapters"),
+    "build": ("manylora.commands.build", "write a model directory, quantised and with limits"),
+    "convert": ("manylora.commands.convert", "convert an adapter to the tensors that requests carry"),
+    "fleet": ("manylora.commands.fleet", "run several OpenAI servers behind one endpoint, on Ray Serve"),
+    "inspect": ("manylora.commands.inspect", "show an adapter and whether a base model can serve it"),
+    "prepare-dataset": ("manylora.commands.prepare_dataset", "write random requests for bench"),
+    "repo": ("manylora.commands.repo", "write a Triton model repository for a model and its adapters"),
+    "serve": ("manylora.commands.serve", "serve a model and its adapters over HTTP (OpenAI API)"),
+    "tool": ("manylora.commands.tool", "run the scripts and clients known from tensorrtllm_backend"),
     "triton": (
         "manylora.commands.triton",
-        "a Triton server with a model and its adapters; stops it, shows it",
+        "start, stop or show a Triton server with a model and its adapters",
     ),
 }
 """Name -> module with `main(arguments) -> exit status`, description."""
-INTERRUPTED = 130  # the exit status after Ctrl-C, by the rule of shells
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells report it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,11 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return import_module(COMMANDS[name][0]).main(given[1:])
     except KeyboardInterrupt:
-        newline = "\n" if sys.stderr.isatty() else ""  # behind the terminal's ^C
+        newline = "\n" if sys.stderr.isatty() else ""  # the terminal has printed ^C on this line
         print(f"{newline}manylora {name}: stopped by Ctrl-C", file=sys.stderr, flush=True)
         logging.shutdown()
-        os._exit(INTERRUPTED)  # a thread that downloads or computes is not waited for
-    except BrokenPipeError:  # the reader of the output has closed it, as `head` does
+        os._exit(INTERRUPTED)  # do not wait for threads that download or compute
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

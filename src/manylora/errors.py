@@ -1,6 +1,6 @@
-"""The exceptions of manylora, each under the one that it is a kind of.
+"""The exceptions of manylora, as a tree.
 
-The text of a RequestError goes to the client as it is: one sentence, no path of the server, no stack trace.
+The text of a RequestError is sent to the client unchanged: one sentence, no server paths, no stack trace.
 """
 
 from __future__ import annotations
@@ -9,41 +9,43 @@ MAX_TEXT = 1000  # characters
 
 
 def printable(text: str) -> str:
-    """Text from outside in one line of bounded length: what a terminal or a log would act on is escaped."""
+    """Text from outside as one line of limited length. Characters that a terminal or log would act on are
+    escaped.
+    """
     short = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"
     return short if short.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in short)
 
 
 class ManyloraError(Exception):
-    """Base of everything raised on purpose."""
+    """Base of all exceptions that manylora raises on purpose."""
 
 
 class ConfigError(ManyloraError):
-    """A setting, checkpoint or repository the service cannot start with."""
+    """A setting, checkpoint or repository with which the service cannot start."""
 
 
 class EngineDeadError(ManyloraError):
-    """The engine thread ended; nothing more will be answered."""
+    """The engine thread ended. No request will be answered any more."""
 
 
 class DeviceLostError(ManyloraError):
-    """The device answers nothing any more; the process must be started again."""
+    """The device no longer responds. The process must be restarted."""
 
 
 class GroupLostError(ManyloraError):
-    """A rank of the group ended or hangs; all of its processes must be started again."""
+    """A rank of the group ended or hangs. All of the group's processes must be restarted."""
 
 
 class RequestError(ManyloraError):
-    """This one request cannot be served as asked."""
+    """This request cannot be served as asked."""
 
 
 class UnavailableError(RequestError):
-    """Nothing is wrong with the request: it can be answered later, or elsewhere."""
+    """The request is fine but cannot be answered now. It can be retried later or elsewhere."""
 
 
 class QueueFullError(UnavailableError):
-    """Too many requests wait already. Clients match either half: the executor's words, and Triton's."""
+    """Too many requests are waiting. Clients match either half of the text: the executor's, or Triton's."""
 
     def __init__(self, max_queue_size: int | str) -> None:
         super().__init__(
@@ -53,14 +55,14 @@ class QueueFullError(UnavailableError):
 
 
 class DrainingError(UnavailableError):
-    """The service is about to stop and takes nothing new."""
+    """The service is about to stop and accepts no new requests."""
 
     def __init__(self) -> None:
         super().__init__("Server is stopping: no new requests are taken, please send this one elsewhere")
 
 
 class RequestCancelledError(RequestError):
-    """What is told to who asked for a stop, under Triton's status for it."""
+    """The answer to a cancelled request, with Triton's status for it."""
 
 
 class TextTooLongError(RequestError):
@@ -68,37 +70,39 @@ class TextTooLongError(RequestError):
 
 
 class AdapterError(RequestError):
-    """The request's adapter is the reason it cannot be served. The text may quote names of the adapter's own,
-    so it is made one line that can be shown and logged."""
+    """The request cannot be served because of its adapter.
+
+    The text may quote names from the adapter, so it is made one printable line.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(printable(text))
 
 
 class AdapterInvalidError(AdapterError):
-    """Tensors or files that are not a usable adapter for this model."""
+    """Tensors or files that are not an adapter this model can use."""
 
 
 class AdapterChangedError(AdapterError):
-    """Its files changed between their check and their loading."""
+    """The adapter's files changed between check and load."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"adapter {name[:128]} changed while it was loaded, please send the request again")
 
 
 class AdapterNotFiniteError(AdapterInvalidError):
-    """Logits under it are a NaN or an infinity. The same request would fail again."""
+    """The adapter makes logits NaN or infinite. The same request would fail again."""
 
 
 class AdapterNotFoundError(AdapterError):
-    """No adapter of this name is in the catalog."""
+    """The catalog has no adapter of this name."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"adapter {name[:128]!r} is not in this server's catalog")
 
 
 class AdapterNotCachedError(AdapterError):
-    """Only a task id came, and its adapter is not (or no longer) here.
+    """The request has only a task id, and its adapter is not, or no longer, in the cache.
 
     Clients match the words "Please send LoRA weights with request" to send the tensors again.
     """

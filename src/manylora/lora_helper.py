@@ -1,4 +1,4 @@
-"""LoraConfig under the path that TensorRT-LLM has it at."""
+"""LoraConfig under TensorRT-LLM's import path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoraConfig under the path that TensorRT-LLM had it at first."""
+"""LoraConfig under the import path of early TensorRT-LLM versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SamplingParams and GuidedDecodingParams under the path that TensorRT-LLM has them at."""
+"""SamplingParams and GuidedDecodingParams under TensorRT-LLM's import path."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ WORLD = {
     "pp": "pipeline_parallel_size",
     "ep": "moe_expert_parallel_size",
 }
-# Flags that are arguments of `LLM`, as PART.FIELD in a part.
+# Flags that set arguments of `LLM`. PART.FIELD is a field of one of its nested configs.
 ENGINE_FLAGS = {name: name for name in NAMES if "." not in name} | {
     "scheduler_policy": "batch_scheduler_policy",
     "enable_chunked_context": "enable_chunked_prefill",
@@ -69,16 +69,16 @@ def _common(**settings: Any) -> argparse.ArgumentParser:
     _add(
         parser,
         "--model",
-        help="a Hugging Face directory or an id of the hub, or the name the report gives it",
+        help="Hugging Face directory or hub id; with --model_path only a name for the report",
     )
-    _add(parser, "--model_path", type=Path, help="the directory, where --model is a name")
+    _add(parser, "--model_path", type=Path, help="the model directory, if --model is only a name")
     return parser
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _common(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    throughput = commands.add_parser("throughput", help="many requests at a time")
+    throughput = commands.add_parser("throughput", help="many concurrent requests")
     latency = commands.add_parser("latency", help="one request at a time, streaming")
     commands.add_parser("prepare-dataset", help="see manylora prepare-dataset --help")
     for command in (throughput, latency):
@@ -91,36 +91,59 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add(parser: Any, name: str, **settings: Any) -> None:
-    """An option, spelt with underscores and with dashes."""
+    """Add an option under both spellings: with underscores and with dashes."""
     parser.add_argument(*dict.fromkeys((name, "--" + name[2:].replace("_", "-"))), **settings)
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
-    _add(group, "--dataset", type=Path, required=True, help="JSON Lines, one request a line")
-    _add(group, "--num_requests", type=int, default=0, help="the first so many; 0: all")
-    _add(group, "--warmup", type=int, default=2, help="requests to the base model before; default 2")
-    _add(group, "--concurrency", type=int, default=-1, help="requests under way at one time; -1: no limit")
-    _add(group, "--request_rate", type=float, help="open loop: Poisson arrivals, requests a second")
-    _add(group, "--streaming", action="store_true", help="take tokens as they come; measures TTFT and TPOT")
+    _add(group, "--dataset", type=Path, required=True, help="JSON Lines file, one request per line")
+    _add(group, "--num_requests", type=int, default=0, help="use only the first N requests; 0: all")
+    _add(group, "--warmup", type=int, default=2, help="warm-up requests to the base model; default 2")
+    _add(
+        group,
+        "--concurrency",
+        type=int,
+        default=-1,
+        help="maximum number of concurrent requests; -1: no limit",
+    )
+    _add(group, "--request_rate", type=float, help="open loop with Poisson arrivals, requests per second")
+    _add(group, "--streaming", action="store_true", help="stream tokens; measures TTFT and TPOT")
     _add(
         group,
         "--endpoint",
         metavar="HOST:PORT",
-        help="gRPC of a running Triton server, or http://HOST:PORT of an OpenAI server, not an own engine",
+        help="benchmark a running server instead: HOST:PORT (Triton gRPC) or http://HOST:PORT (OpenAI)",
     )
-    _add(group, "--eos_id", type=int, default=-1, help="ends an answer; -1: all have their output_tokens")
+    _add(group, "--eos_id", type=int, default=-1, help="id of the end token; -1: generate all output_tokens")
     _add(group, "--beam_width", type=int, default=1)
-    _add(group, "--sampler_options", type=Path, help="fields of SamplingParams, YAML or JSON")
-    _add(group, "--random_seed", type=int, default=420, help="of arrivals and popularity")
+    _add(group, "--sampler_options", type=Path, help="YAML or JSON file with fields of SamplingParams")
+    _add(group, "--random_seed", type=int, default=420, help="seed of arrivals and of adapter choice")
 
 
 def _add_adapters(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("adapters (without these, each request has its line's lora_request)")
-    _add(group, "--lora_dir", type=Path, help="share out the adapters in its directories")
-    _add(group, "--popularity", choices=POPULARITIES, help="share adapters out so; default: uniform")
-    _add(group, "--num_adapters", type=int, nargs="+", default=[], help="so many; several: one run for each")
-    _add(group, "--compare_base", action="store_true", help="run again without adapters, and give the ratio")
+    group = parser.add_argument_group("adapters (by default each request uses the lora_request of its line)")
+    _add(
+        group,
+        "--lora_dir",
+        type=Path,
+        help="assign the adapters in the subfolders of this folder to requests",
+    )
+    _add(
+        group,
+        "--popularity",
+        choices=POPULARITIES,
+        help="how adapters are assigned to requests; default: uniform",
+    )
+    _add(
+        group,
+        "--num_adapters",
+        type=int,
+        nargs="+",
+        default=[],
+        help="number of adapters; several values: one run each",
+    )
+    _add(group, "--compare_base", action="store_true", help="also run without adapters and report the ratio")
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -130,21 +153,21 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--config",
         "--extra_llm_api_options",
         type=Path,
-        help="arguments of LLM, YAML or JSON; flags override",
+        help="YAML or JSON file with arguments of LLM; flags override it",
     )
     _add(group, "--device", help="auto, cpu, cuda, cuda:N")
     _add(group, "--dtype")
     for name in ("max_batch_size", "max_num_tokens", "max_seq_len"):
         _add(group, f"--{name}", type=int)
     _add(group, "--kv_cache_free_gpu_mem_fraction", type=float)
-    _add(group, "--max_draft_len", type=int, help="drafts of so many tokens, by n-grams")
+    _add(group, "--max_draft_len", type=int, help="length of n-gram drafts, in tokens")
     _add(group, "--scheduler_policy", choices=("guaranteed_no_evict", "max_utilization"))
     chunks = group.add_mutually_exclusive_group()
     _add(chunks, "--enable_chunked_context", dest="enable_chunked_context", action="store_true", default=None)
     _add(
         chunks, "--disable_chunked_context", dest="enable_chunked_context", action="store_false", default=None
     )
-    _add(group, "--no_skip_tokenizer_init", action="store_true", help="make text of the answers")
+    _add(group, "--no_skip_tokenizer_init", action="store_true", help="detokenise the outputs")
     for name, argument in WORLD.items():
         _add(group, f"--{name}", type=int, help=argument)
 
@@ -154,8 +177,8 @@ def _add_reports(parser: argparse.ArgumentParser) -> None:
     _add(group, "--report_json", type=Path, help="the report")
     _add(group, "--output_json", type=Path, help="the answers")
     _add(group, "--request_json", type=Path, help="each request's times")
-    _add(group, "--iteration_log", type=Path, help="the engine's figures every 50 ms, JSON Lines")
-    _add(group, "--plot", type=Path, help="a .png or .html file")
+    _add(group, "--iteration_log", type=Path, help="write engine statistics every 50 ms as JSON Lines")
+    _add(group, "--plot", type=Path, help="write charts to a .png or .html file")
 
 
 def _plan(options: argparse.Namespace) -> BenchOptions:
@@ -188,9 +211,11 @@ def _plan(options: argparse.Namespace) -> BenchOptions:
 
 
 def _llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Flags over the file. Prefix reuse is off unless the file has it on: datasets repeat prompts."""
+    """Arguments of LLM: flags override the file. Prefix reuse is off by default because datasets repeat
+    prompts.
+    """
     found = read_options(options.config) if options.config else {}
-    llm_arguments(found)  # names what is wrong in the file
+    llm_arguments(found)  # raises an error that names a wrong key of the file
     found["kv_cache_config"] = {"enable_block_reuse": False} | (found.get("kv_cache_config") or {})
     for flag, name in ENGINE_FLAGS.items():
         value = getattr(options, flag, None)

@@ -1,4 +1,4 @@
-"""manylora build: a Hugging Face directory to one that serves as it is, quantised if asked, with limits."""
+"""manylora build: writes a model directory, optionally quantised, with the limits it is served with."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _with_flags(text: str, names: Iterable[str]) -> str:
-    """Settings are named as those who gave them wrote them."""
+    """The text with setting names replaced by the flags that the user typed."""
     return re.sub(rf"(?<![\w/-])({'|'.join(names)})\b(?![/.])", r"--\1", text)
 
 
@@ -83,34 +83,45 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--model_dir", "--checkpoint_dir", required=True,
-        help="a Hugging Face directory, or an id of the hub: org/name[@revision]",
+        help="Hugging Face directory or hub id: org/name[@revision]",
     )  # fmt: skip
-    add("--output_dir", type=Path, required=True, help="empty, or an earlier build")
+    add("--output_dir", type=Path, required=True, help="empty directory, or an earlier build")
     add("--dtype", choices=("auto", "float32", "float16", "bfloat16"), default="auto")
-    add("--max_batch_size", type=int, help="sequences in one step")
-    add("--max_seq_len", "--max_decoder_seq_len", type=int, help="prompt and output, tokens")
-    add("--max_beam_width", type=int, help="beams of one request")
-    add("--max_num_tokens", type=int, help="token rows in one step")
-    add("--lora_target_modules", nargs="+", default=[], metavar="MODULE", help="such as attn_q attn_k attn_v")
+    add("--max_batch_size", type=int, help="maximum number of sequences in one step")
+    add(
+        "--max_seq_len",
+        "--max_decoder_seq_len",
+        type=int,
+        help="maximum tokens of prompt and output together",
+    )
+    add("--max_beam_width", type=int, help="maximum number of beams of one request")
+    add("--max_num_tokens", type=int, help="maximum number of tokens in one step")
+    add(
+        "--lora_target_modules",
+        nargs="+",
+        default=[],
+        metavar="MODULE",
+        help="for example attn_q attn_k attn_v",
+    )
     add("--max_lora_rank", type=int, help="default: 64 when adapters are served")
     add("--lora_dir", nargs="+", default=[], help="adapters to infer the target modules from")
     add("--lora_ckpt_source", choices=("hf", "nemo"), default="hf")
-    add("--quant_algo", help=f"{', '.join((*SERVED, *INTEGER))}; default: not quantised")
+    add("--quant_algo", help=f"{', '.join((*SERVED, *INTEGER))}; default: no quantisation")
     add("--kv_cache_quant_algo", help="FP8; default: the compute dtype")
-    add("--group_size", type=int, default=128, help="inputs that share a scale with W4A16")
-    add("--exclude_modules", nargs="+", metavar="PATTERN", help="linear layers to leave as they are")
-    add("--tp_size", type=int, default=1, help="ranks that share each layer; recorded for serving")
-    add("--pp_size", type=int, default=1, help="stages of such ranks; recorded for serving")
+    add("--group_size", type=int, default=128, help="W4A16: number of inputs that share a scale")
+    add("--exclude_modules", nargs="+", metavar="PATTERN", help="linear layers that are not quantised")
+    add("--tp_size", type=int, default=1, help="tensor-parallel ranks; recorded for serving")
+    add("--pp_size", type=int, default=1, help="pipeline stages; recorded for serving")
     add(
         "--trtllm-flags",
         action="store_true",
-        help="take the other flags of trtllm-build too, as far as they have a meaning here",
+        help="also accept the other flags of trtllm-build that apply here",
     )
     return parser
 
 
 def _check_ranks(options: argparse.Namespace) -> None:
-    """Raises ConfigError unless so many ranks can share the model."""
+    """Raises ConfigError unless this many ranks can share the model."""
     for name in ("tp_size", "pp_size"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(options, name)}")
@@ -124,7 +135,7 @@ def _check_ranks(options: argparse.Namespace) -> None:
 
 
 def _lora(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Fields of LoraConfig, the target modules resolved; None: adapters are not mentioned."""
+    """Fields of LoraConfig, with target modules resolved. None if no flag mentions adapters."""
     from manylora.config.resolve import with_whole_qkv
     from manylora.llmapi.engine_config import inferred_targets
     from manylora.llmapi.lora import LoraConfig

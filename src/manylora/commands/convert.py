@@ -1,4 +1,4 @@
-"""manylora convert: an adapter from any format to the .npy pair or to llgtrt's single file."""
+"""manylora convert: converts an adapter of any format to the .npy pair or to llgtrt's single file."""
 
 from __future__ import annotations
 
@@ -24,15 +24,20 @@ FORMS = ("llgtrt", "npy")
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="manylora convert", description=__doc__)
-    parser.add_argument("-i", "--input", type=Path, required=True, help="adapter: folder or file")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="npy: a folder; llgtrt: a file")
-    parser.add_argument("--to", choices=FORMS, default="npy")
-    parser.add_argument("--storage-type", choices=STORAGE_TYPES, help="default: the adapter's own")
+    parser.add_argument("-i", "--input", type=Path, required=True, help="adapter folder or file")
     parser.add_argument(
-        "--base", type=Path, metavar="MODEL", help="base model: normalises DoRA of PEFT, orders fused rows"
+        "-o", "--output", type=Path, required=True, help="output folder (npy) or file (llgtrt)"
+    )
+    parser.add_argument("--to", choices=FORMS, default="npy")
+    parser.add_argument("--storage-type", choices=STORAGE_TYPES, help="default: the adapter's own dtype")
+    parser.add_argument(
+        "--base",
+        type=Path,
+        metavar="MODEL",
+        help="base model, needed to normalise PEFT's DoRA and to order fused rows",
     )
     parser.add_argument("--allow-bin", action="store_true", help=ALLOW_BIN)
-    parser.add_argument("--lora-text-only", action="store_true", help="leave out a vision part")
+    parser.add_argument("--lora-text-only", action="store_true", help="drop the adapter's vision part")
     options = parser.parse_args(arguments)
     invocation: list[int] = []
     try:

@@ -10,10 +10,14 @@ from manylora.errors import ConfigError
 
 
 def close_ray() -> None:
-    """Nobody without our token reaches the Ray that this process starts. Before ray is imported, which reads
-    this then; a token that Ray makes would stay in the home folder.
+    """Protect the Ray instance that this process starts: only processes with our token may connect.
 
-    A replica that does not answer is killed at once: its requests would wait for it as long as it may drain.
+    Call this before ray is imported, because ray reads these variables at import. A token that Ray generates
+    itself
+    would stay in the home folder.
+
+    A replica that does not answer is killed at once. Otherwise its requests would wait for the whole drain
+    time.
     """
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
     os.environ["RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"] = "1"
@@ -23,7 +27,7 @@ def close_ray() -> None:
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        # Imported here, so that a missing extra is one line and not a trace.
+        # Imported here so that a missing extra prints one line instead of a traceback.
         from manylora.fleet.options import parse_options
         from manylora.openai.serving.logs import log_to_stderr
 

@@ -1,4 +1,4 @@
-"""manylora inspect: shows an adapter, and whether a base model can serve it. Exit status 0: it can."""
+"""manylora inspect: shows an adapter, and whether a base model can serve it. Exit status 0 if it can."""
 
 from __future__ import annotations
 
@@ -24,9 +24,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("adapter", type=Path, help="folder or file")
     parser.add_argument("--base", type=Path, metavar="MODEL", help="check it against this model directory")
     parser.add_argument("--max-adapter-size", type=int, default=64, help="lora_cache_max_adapter_size")
-    parser.add_argument("--allow-bin", action="store_true", help="read adapter_model.bin, as converters do")
-    parser.add_argument("--tensors", action="store_true", help="say what each module id's A and B are")
-    parser.add_argument("--lora-text-only", action="store_true", help="leave out a vision part")
+    parser.add_argument(
+        "--allow-bin", action="store_true", help="also read adapter_model.bin, as the converters do"
+    )
+    parser.add_argument(
+        "--tensors", action="store_true", help="describe the A and B matrices of each module id"
+    )
+    parser.add_argument("--lora-text-only", action="store_true", help="ignore the adapter's vision part")
     options = parser.parse_args(arguments)
     base = None
     try:
@@ -84,7 +88,7 @@ def _lines(report: AdapterReport, judged: bool) -> Iterator[tuple[str, object]]:
 
 
 def _tensors(report: AdapterReport, modules: Mapping[int, LoraModule]) -> Iterator[str]:
-    """A line for each module id of the adapter: its matrices in the tensor form. modules: of the base."""
+    """A line for each module id of the adapter: its matrices in tensor form. modules: the base model's."""
     ids = [one for one in LoraModuleId if one.name.lower() in (report.modules or {})]
     for one in ids:
         experts, inputs, outputs = "", "in", "out"
@@ -106,7 +110,7 @@ def _ranks(ranks: Mapping[int, int]) -> str:
 
 
 def _extras(extras: Sequence[LoraExtra]) -> Iterator[str]:
-    """A line for each kind of extra, with all its layers."""
+    """A line for each kind of extra, listing all its layers."""
     layers: dict[str, list[int]] = defaultdict(list)
     for extra in extras:
         name = extra.name

@@ -24,7 +24,7 @@ from manylora.text.tokenizer import Tokenizer
 
 
 def main(arguments: list[str] | None = None, tokenizer: Path | None = None) -> int:
-    """tokenizer: the model directory that `manylora bench --model` named; the default of --tokenizer."""
+    """tokenizer: the default of --tokenizer, the model directory given as `manylora bench --model`."""
     options = _parser(tokenizer).parse_args(arguments)
     rng = random.Random(options.random_seed)
     try:
@@ -58,12 +58,21 @@ def _parser(tokenizer: Path | None) -> argparse.ArgumentParser:
     add("--output", type=Path, default=Path("preprocessed_dataset.json"), help="JSON Lines")
     add("--stdout", action="store_true", help="print it instead")
     add("--random-seed", type=int, default=420)
-    add("--task-id", type=int, default=-1, help="the adapter of every request; -1: none")
+    add("--task-id", type=int, default=-1, help="adapter id of every request; -1: no adapter")
     add(
-        "--rand-task-id", type=int, nargs=2, metavar=("LO", "HI"), help="adapters LO to HI, -1 the base model"
+        "--rand-task-id",
+        type=int,
+        nargs=2,
+        metavar=("LO", "HI"),
+        help="random adapter ids from LO to HI; -1: the base model",
     )
     add("--lora-dir", type=Path, help="adapters are <lora-dir>/<id>")
-    add("--popularity", choices=POPULARITIES, default="uniform", help="of the adapters; default: uniform")
+    add(
+        "--popularity",
+        choices=POPULARITIES,
+        default="uniform",
+        help="popularity of the adapters; default: uniform",
+    )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     normal = kinds.add_parser("token-norm-dist", help="lengths from a normal distribution")
     uniform = kinds.add_parser("token-unif-dist", help="lengths from a uniform distribution")

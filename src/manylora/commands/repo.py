@@ -1,4 +1,4 @@
-"""manylora repo: a Triton model repository for a model and its adapters, filled and ready to launch."""
+"""manylora repo: writes a Triton model repository for a model and its adapters, ready to launch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from manylora.config.hub import local_model
 from manylora.errors import ConfigError
 from manylora.launcher.new_repository import RepositoryPlan, write_repository
 
-MODEL = "Hugging Face directory, or an id of the hub: org/name[@revision]"
+MODEL = "Hugging Face directory or hub id: org/name[@revision]"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
         type=Path,
         required=True,
         metavar="DIR",
-        help="new, or an earlier one of this command",
+        help="a new folder, or one that this command wrote before",
     )
     add_arguments(parser)
     options = parser.parse_args(arguments)
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """How a repository is filled, beside MODEL."""
+    """Arguments that say how a repository is filled, besides MODEL."""
     parser.add_argument(
         "--lora-root",
         "--lora_root",
@@ -58,12 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a template variable, in every model that has it; may be repeated",
+        help="set a template variable in every model that has it; may be repeated",
     )
 
 
 def plan_of(options: argparse.Namespace) -> RepositoryPlan:
-    """Raises ConfigError. A model of the hub is downloaded."""
+    """Raises ConfigError. A model given by hub id is downloaded."""
     return RepositoryPlan(local_model(options.model), options.lora_root, options.models, dict(options.values))
 
 

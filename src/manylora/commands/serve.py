@@ -1,4 +1,4 @@
-"""manylora serve: the OpenAI server on a model and its adapters, here or in a process that it keeps alive."""
+"""manylora serve: the OpenAI server for a model and its adapters, in this process or under a supervisor."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from manylora.launcher.supervisor import Supervisor
 if TYPE_CHECKING:
     from manylora.openai.options import ServeOptions
 
-END_S = 10.0  # beyond the time for draining, before the server's process is killed
+END_S = 10.0  # after the drain time, before the server's process is killed
 
 
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        # Imported here, so that a missing extra is one line and not a trace.
+        # Imported here so that a missing extra prints one line instead of a traceback.
         from manylora.openai.arguments import parse_options
         from manylora.openai.serving.logs import log_to_stderr
 
         options = parse_options(given)
         log_to_stderr(options.log_level)
-        if options.is_local:  # before what takes long to import
+        if options.is_local:  # before the slow imports
             options = options.located()
         if options.restart:
             return _keep(options, given)
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _keep(options: ServeOptions, given: list[str]) -> int:
-    """Serve in a process of its own, again and again."""
+    """Serve in a child process, which is restarted when it ends."""
     command = [sys.executable, "-m", "manylora.cli", "serve", *given, "--no-restart"]
     child = CommandService(command, options.host, options.port, options.drain_seconds + END_S)
     state = State()

@@ -1,4 +1,4 @@
-"""manylora tool NAME …: the scripts of tools/ and client/, by the names that TensorRT-LLM's users know."""
+"""manylora tool NAME …: runs the scripts of tools/ and client/ by the names that TensorRT-LLM users know."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"manylora tool: there is no script {given[0]!r}\n{_usage(scripts)}", file=sys.stderr)
         return 2
     sys.argv = [f"manylora tool {path.stem}", *given[1:]]
-    sys.path.insert(0, str(path.parent))  # as for a script that is run by its path
+    sys.path.insert(0, str(path.parent))  # as Python does for a script
     try:
         runpy.run_path(str(path), run_name="__main__")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""manylora triton: tritonserver with a model and its adapters, or with a filled repository; the launcher."""
+"""manylora triton: launches tritonserver for a model and its adapters, or for a filled model repository."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from manylora.launcher import arguments as launcher
 from manylora.launcher.cli import run
 from manylora.launcher.new_repository import write_repository
 
-OWN = "repository"  # below the run directory, and gone with it
+OWN = "repository"  # in the run directory, removed with it
 WRITING = {"repo": "--repo", "lora_root": "--lora-root", "models": "--models", "values": "--set"}
 
 
@@ -38,18 +38,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def argument_parser() -> ArgumentParser:
-    """The launcher's, and how a repository is filled."""
+    """The launcher's arguments, and those that say how a repository is filled."""
     parser = launcher.argument_parser()
     parser.prog, parser.description = "manylora triton", __doc__
     parser.add_argument("model", nargs="?", metavar="MODEL", help=repo.MODEL)
-    parser.add_argument("--repo", type=Path, metavar="DIR", help="write the repository there, to keep it")
+    parser.add_argument("--repo", type=Path, metavar="DIR", help="write the repository here and keep it")
     repo.add_arguments(parser)
     parser.set_defaults(model_repo=None)
     return parser
 
 
 def _check(options: Namespace) -> None:
-    """Raises ConfigError for flags that contradict each other, and for what is not installed."""
+    """Raises ConfigError for flags that contradict each other and for missing packages."""
     if options.model is None:
         given = [flag for name, flag in WRITING.items() if getattr(options, name)]
         if given:
@@ -60,7 +60,7 @@ def _check(options: Namespace) -> None:
         raise ConfigError(
             "--model_repo is a repository that is filled already: leave out MODEL, or use --repo to write one"
         )
-    if find_spec("httptools") is None:  # in front of tritonserver, in a process of its own
+    if find_spec("httptools") is None:  # needed by the HTTP proxy in front of tritonserver
         raise ConfigError("httptools is not installed: pip install 'manylora[server]'")
 
 

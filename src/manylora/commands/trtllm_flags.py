@@ -1,6 +1,6 @@
 """The flags of trtllm-build that `manylora build` does not share.
 
-They are those of TensorRT-LLM 0.17 to 0.20, and older ones that scripts still have.
+The flags of TensorRT-LLM 0.17 to 0.20, and older ones that scripts still use.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from manylora.errors import ConfigError
 
 DISABLED = ("disable", "None")
-# About TensorRT's kernels, its builder, or what is always so here.
+# About TensorRT's kernels or its builder, or always enabled here.
 WITHOUT_EFFECT = (
     "bert_attention_plugin", "gpt_attention_plugin", "gemm_plugin", "gemm_swiglu_plugin", "nccl_plugin",
     "fp8_rowwise_gemm_plugin", "dora_plugin", "moe_plugin", "mamba_conv1d_plugin", "low_latency_gemm_plugin",
@@ -27,7 +27,7 @@ WITHOUT_EFFECT = (
     "profiling_verbosity", "log_level", "enable_debug_output", "visualize_network", "monitor_memory",
     "workers", "gpus_per_node", "cluster_key",
 )  # fmt: skip
-# Flag -> the values that ask for nothing, and why others cannot be had.
+# Flag -> values that change nothing, and why other values are refused.
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "streamingllm": (DISABLED, "tokens are never dropped from the middle of a sequence"),
     "speculative_decoding_mode": (("draft_tokens_external",), "drafts come with requests: draft_input_ids"),
@@ -54,8 +54,7 @@ def help_text() -> str:
 
 
 def take_flags(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Values of the flags of trtllm-build that are among the arguments, empty where it has none; and the
-    other arguments."""
+    """Split arguments into the trtllm-build flags among them, with their values, and the rest."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     for name in (*WITHOUT_EFFECT, *REFUSED, *WITH_MEANING):
         parser.add_argument(f"--{name}", nargs="?", const="", default=SUPPRESS)
@@ -63,7 +62,7 @@ def take_flags(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
 
 
 def check_flags(given: Namespace, wanted: bool) -> None:
-    """wanted: whether such flags may be given at all. Raises ConfigError naming those that may not."""
+    """wanted: whether these flags are accepted at all. Raises ConfigError naming those that are not."""
     names = [f"--{name}" for name in vars(given)]
     if names and not wanted:
         raise ConfigError(
@@ -77,12 +76,12 @@ def check_flags(given: Namespace, wanted: bool) -> None:
 
 
 def enables_lora(given: Namespace) -> bool | None:
-    """What --lora_plugin says; None: nothing."""
+    """Whether --lora_plugin enables LoRA. None if it was not given."""
     return given.lora_plugin not in DISABLED if hasattr(given, "lora_plugin") else None
 
 
 def max_input_len(given: Namespace) -> int | None:
-    """In tokens. Raises ConfigError."""
+    """The limit in tokens. Raises ConfigError."""
     text = getattr(given, "max_input_len", None)
     if text is not None and not text.isdecimal():
         raise ConfigError(f"--max_input_len must be a whole number, got {text or 'none'}")
@@ -90,6 +89,6 @@ def max_input_len(given: Namespace) -> int | None:
 
 
 def without_effect(given: Namespace) -> str:
-    """A line that names the flags that change nothing; empty: there are none."""
+    """A line that names the flags without effect. Empty if there are none."""
     names = [f"--{name}" for name in vars(given) if name != "lora_plugin"]
     return f"without effect here: {', '.join(names)}" if names else ""

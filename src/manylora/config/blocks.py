@@ -1,5 +1,7 @@
-"""The shapes of blocks that few families have: attention over latent keys and values, recurrent layers, and
-how tokens are routed to experts. Frozen."""
+"""Configurations of blocks that only few families have: latent attention (MLA), recurrent layers, and the
+routing
+of tokens to experts. All are frozen.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer has of its own, where layers differ. As the fields of ModelConfig with these names."""
+    """What one layer overrides where layers differ. Fields are those of ModelConfig with the same names."""
 
     head_dim: int
     num_kv_heads: int
@@ -19,15 +21,18 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Attention of DeepSeek (MLA): keys and values of all heads are products of one vector for each token,
-    its latent. Sizes in elements; those of queries and values are of one head."""
+    """DeepSeek's attention (MLA). Keys and values of all heads are projections of one vector per token, its
+    latent.
 
-    q_rank: int  # of the vector that queries are made of; 0: they are made of the hidden states
-    kv_rank: int  # of the latent
-    plain_dim: int  # of a query that is not rotated
-    rope_dim: int  # of a query and of the token's key that are; all heads share that key
+    Sizes in elements; those of queries and values are per head.
+    """
+
+    q_rank: int  # size of the latent for queries; 0: queries come from the hidden states
+    kv_rank: int  # size of the latent for keys and values
+    plain_dim: int  # part of a query that is not rotated
+    rope_dim: int  # rotated part of a query, and of the key that all heads share
     value_dim: int
-    norm_eps: float = 1e-6  # of the norms of both vectors
+    norm_eps: float = 1e-6  # of the norms of both latents
 
     @property
     def query_dim(self) -> int:
@@ -35,36 +40,39 @@ class LatentConfig:
 
     @property
     def cached_dim(self) -> int:
-        """Of a token in the cache: its rotated key, then its latent."""
+        """Elements of a token in the KV cache: its rotated key, then its latent."""
         return self.rope_dim + self.kv_rank
 
 
 @dataclass(frozen=True)
 class LayerInputsConfig:
-    """Per-layer embeddings: each layer has a vector for each token, the sum of one that is looked up and one
-    that is made of the token's embedding."""
+    """Per-layer embeddings: each layer gets a vector per token, the sum of a lookup and of a projection of
+    the
+    token's embedding.
+    """
 
-    dim: int  # of the vector of one layer
-    vocab_size: int  # rows of the table; tokens beyond it have the first one
-    layers: int  # that have one
+    dim: int  # size of the vector of one layer
+    vocab_size: int  # rows of the table; tokens beyond it use row 0
+    layers: int  # number of layers that get a vector
 
 
 @dataclass(frozen=True)
 class AltUpConfig:
-    """AltUp and Laurel of Gemma 3n: several residual streams, and a residual of low rank in each layer."""
+    """Gemma 3n's AltUp and Laurel: several residual streams, and a low-rank residual in each layer."""
 
     streams: int
-    active: int  # the stream that goes through the layers
-    scaled: bool  # whether it has a scale where a layer's own input is made of it
+    active: int  # index of the stream that goes through the layers
+    scaled: bool  # whether it is scaled before a per-layer input is computed from it
     laurel_rank: int
 
 
 @dataclass(frozen=True)
 class HeadLayerConfig:
-    """The layer that an encoder's hidden states go through before a classification head of one layer.
+    """The layer between an encoder's hidden states and a single-layer classification head.
 
-    activation: of `kernels.activations`, tanh, or none if empty. norm: a norm follows it. each: it comes
-    before the labels of each token too, not only before those of a prompt.
+    activation: a name in `kernels.activations`, tanh, or empty for none. norm: whether a norm follows it.
+    each: whether
+    it also runs before the labels of each token, not only before those of a whole prompt.
     """
 
     activation: str
@@ -75,16 +83,19 @@ class HeadLayerConfig:
 
 @dataclass(frozen=True)
 class RoutingConfig:
-    """How a router's scores become experts and their weights.
+    """How a router's scores choose experts and their weights.
 
-    scores: softmax (over all experts), sigmoid, or top (the sigmoid of the chosen ones' scores, by which a
-    token is multiplied before its expert rather than after it).
-    corrected: to choose by, each expert's score has a number of its own added.
-    groups: the experts are so many groups; a token's experts are in the `top_groups` best ones. group_best: a
-    group is worth its so many best experts together.
-    least, added: where the weights of a token are to add up to 1, they are divided by their sum plus `added`,
-    and by `least` at least.
-    scale: on the weights. wide: the router computes in float32.
+    scores: softmax (over all experts), sigmoid, or top (the sigmoid of the chosen scores; a token is
+    multiplied by it
+    before its expert rather than after).
+    corrected: each expert has a bias that is added to its score for the choice only.
+    groups: number of groups of experts; a token's experts come from the best `top_groups` groups. group_best:
+    a group's
+    score is the sum of its `group_best` best experts.
+    least, added: where a token's weights are normalised to sum to 1, the divisor is their sum plus `added`,
+    and at least
+    `least`.
+    scale: factor on the weights. wide: the router computes in float32.
     """
 
     scores: str = "softmax"
@@ -100,30 +111,32 @@ class RoutingConfig:
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """The layers that have a state of one size in place of keys and values."""
+    """Layers with a recurrent state of fixed size instead of keys and values."""
 
     layers: frozenset[int]
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of one sequence in one layer, float32: its convolution's last inputs, and the heads' memory."""
+        """Shapes of one sequence's state in one layer, float32: the convolution's last inputs, the heads'
+        memory.
+        """
         raise NotImplementedError
 
     @property
     def state_bytes(self) -> int:
-        """Of one sequence in all layers."""
+        """Bytes of one sequence's state in all layers."""
         return 4 * len(self.layers) * sum(math.prod(shape) for shape in self.state_shapes)
 
 
 @dataclass(frozen=True)
 class DeltaConfig(RecurrentConfig):
-    """Gated delta rules, each behind a causal convolution over its last inputs."""
+    """Gated delta rules, each after a causal convolution over the last inputs."""
 
-    key_heads: int  # of queries and keys; each serves value_heads / key_heads heads of values
+    key_heads: int  # heads of queries and keys; each serves value_heads / key_heads value heads
     value_heads: int
-    key_dim: int  # of a head
+    key_dim: int  # size of a head
     value_dim: int
-    taps: int  # inputs that the convolution sees, the newest among them
+    taps: int  # inputs that the convolution sees, including the newest
 
     @property
     def key_size(self) -> int:
@@ -135,7 +148,7 @@ class DeltaConfig(RecurrentConfig):
 
     @property
     def channels(self) -> int:
-        """Of the convolution: q, k and v."""
+        """Channels of the convolution: q, k and v."""
         return 2 * self.key_size + self.value_size
 
     @property
@@ -145,20 +158,20 @@ class DeltaConfig(RecurrentConfig):
 
 @dataclass(frozen=True)
 class Mamba2Config(RecurrentConfig):
-    """Mamba-2, behind a causal convolution."""
+    """Mamba-2, after a causal convolution."""
 
     heads: int
-    groups: int  # heads of one group have the same b and c
+    groups: int  # heads of one group share b and c
     head_dim: int
     state_dim: int
-    taps: int  # inputs that the convolution sees, the newest among them
+    taps: int  # inputs that the convolution sees, including the newest
     conv_bias: bool = True
-    biased: bool = False  # the matrix before it
-    out_biased: bool = False  # the one behind it
-    scales: tuple[float, ...] = ()  # on what becomes z, values, b, c and d; empty: there are none
-    steps: tuple[float, float] = (0.0, math.inf)  # least and largest step
-    normed: bool = True  # the norm in the layer
-    gate_first: bool = True  # the gate is on what this norm gets, else on what it gives
+    biased: bool = False  # whether the input projection has a bias
+    out_biased: bool = False  # whether the output projection has a bias
+    scales: tuple[float, ...] = ()  # factors on z, values, b, c and d; empty: none
+    steps: tuple[float, float] = (0.0, math.inf)  # smallest and largest step
+    normed: bool = True  # whether the layer has a norm
+    gate_first: bool = True  # whether the gate is applied before that norm or after it
 
     @property
     def value_size(self) -> int:
@@ -166,12 +179,12 @@ class Mamba2Config(RecurrentConfig):
 
     @property
     def channels(self) -> int:
-        """Of the convolution: values, b and c."""
+        """Channels of the convolution: values, b and c."""
         return self.value_size + 2 * self.groups * self.state_dim
 
     @property
     def in_size(self) -> int:
-        """Rows of the matrix before it: [z; values; b; c; d]."""
+        """Rows of the input projection: [z; values; b; c; d]."""
         return self.value_size + self.channels + self.heads
 
     @property
@@ -181,8 +194,10 @@ class Mamba2Config(RecurrentConfig):
 
 @dataclass(frozen=True)
 class BesideConfig:
-    """Layers that have attention and a recurrent layer, which read the same input and whose outputs are
-    added. What their inputs and outputs are multiplied by."""
+    """Layers in which attention and a recurrent layer read the same input and their outputs are added.
+
+    The fields are the factors on their inputs and outputs.
+    """
 
     attention_in: float = 1.0
     attention_out: float = 1.0
@@ -192,10 +207,10 @@ class BesideConfig:
 
 @dataclass(frozen=True)
 class ConvConfig(RecurrentConfig):
-    """Gated causal convolutions over the last inputs, without a memory beyond these."""
+    """Gated causal convolutions over the last inputs, with no other state."""
 
     channels: int
-    taps: int  # inputs that the convolution sees, the newest among them
+    taps: int  # inputs that the convolution sees, including the newest
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

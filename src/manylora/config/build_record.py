@@ -1,4 +1,4 @@
-"""What `manylora build` recorded in a directory: limits that are defaults and upper bounds in serving."""
+"""What `manylora build` recorded in a directory: limits that serve as defaults and as upper bounds."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens", "max_beam_width")
 
 @dataclass(frozen=True)
 class BuildRecord:
-    """None: not recorded. max_seq_len and max_num_tokens in tokens; target modules as attn_q, empty: all.
+    """None means not recorded. max_seq_len and max_num_tokens in tokens; target modules as attn_q, empty:
+    all.
 
-    quant_algo: of the weights; None: plain. kv_cache_quant_algo: of keys and values. lora: the recorded
-    fields of a LoraConfig. tp_size, pp_size: the ranks that share each layer, and stages of such ranks.
+    quant_algo: of the weights; None: not quantised. kv_cache_quant_algo: of keys and values. lora: the
+    recorded fields
+    of a LoraConfig. tp_size: tensor-parallel ranks. pp_size: pipeline stages.
     """
 
     max_batch_size: int | None = None
@@ -37,7 +39,7 @@ class BuildRecord:
     pp_size: int = 1
 
     def settings(self) -> dict[str, Any]:
-        """What was recorded, as settings of `resolve`; without quant_algo, which the weights imply."""
+        """The record as settings of `resolve`, without quant_algo, which the weights imply."""
         found = {name: getattr(self, name) for name in (*LIMITS, "max_lora_rank", "kv_cache_quant_algo")}
         found["target_modules"] = self.lora_target_modules or None
         if self.tp_size * self.pp_size > 1:
@@ -46,15 +48,21 @@ class BuildRecord:
 
 
 def weights_algo(model_dir: Path, quant: QuantConfig | None) -> str | None:
-    """The quant_algo of a model's weights, as asked for or as they were built; None: plain, or by another
-    tool. Raises ConfigError."""
+    """The quant_algo of a model's weights, requested or recorded.
+
+    None: not quantised, or quantised by another tool. Raises ConfigError.
+    """
     asked = quant.quant_algo if quant is not None and quant.any_weights else None
     return asked or read_build_record(model_dir).quant_algo
 
 
 def read_build_record(model_dir: Path) -> BuildRecord:
-    """All None for a directory that `manylora build` did not write, or that does not exist, which opening the
-    model reports. Raises ConfigError for a record that cannot be read."""
+    """Read the record. All fields are None for a directory that `manylora build` did not write.
+
+    They are None, too, for a directory that does not exist: opening the model reports that. Raises
+    ConfigError for a record that
+    cannot be read.
+    """
     path = Path(model_dir) / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

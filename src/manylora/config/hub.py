@@ -1,8 +1,10 @@
-"""Models and adapters by their id on the Hugging Face hub, as `org/name` or `org/name@revision`.
+"""Models and adapters by their id on the Hugging Face hub: `org/name` or `org/name@revision`.
 
-huggingface_hub does the work, with its cache and its environment: HF_HOME, HF_TOKEN, HF_ENDPOINT,
-HF_HUB_OFFLINE. Only files that we read are fetched, never pickles or code. Only what starts a process asks
-here, never a request to a server.
+huggingface_hub does the work, with its own cache and environment variables: HF_HOME, HF_TOKEN, HF_ENDPOINT
+and
+HF_HUB_OFFLINE. Only files that we read are fetched, never pickles or code. Only code that starts a process
+calls
+this, never a request to a server.
 """
 
 from __future__ import annotations
@@ -27,37 +29,40 @@ logger = logging.getLogger("manylora")
 ID = re.compile(r"(\w[\w.-]{0,95}/\w[\w.-]{0,95})(?:@([\w./-]{1,200}))?", re.ASCII)
 MODEL_FILES = ("*.json", "*.jinja", "*.safetensors")
 ADAPTER_FILES = ("*.json", "*.jinja", "adapter_model*.safetensors", "*.npy")
-# Folders hold other formats, and consolidated.* the same weights once more.
+# Subfolders hold other formats, and consolidated.* holds the same weights again.
 NOT_READ = ("*/*", "consolidated*")
-LOOK_S = 0.5  # between two looks at what has arrived
+LOOK_S = 0.5  # between two checks of the download's progress
 
 
 def is_hub_id(given: str | Path) -> bool:
-    """Whether this may be an id, and is no path of this machine."""
+    """Whether this may be a hub id: it has the form of one, and is not a path on this machine."""
     return ID.fullmatch(str(given)) is not None and not Path(given).exists()
 
 
 def hub_name(given: str | Path) -> str:
-    """An id without its revision."""
+    """The id without its revision."""
     return str(given).partition("@")[0]
 
 
 def local_model(given: str | Path, revision: str | None = None, cache: Path | None = None) -> Path:
-    """A folder as it is; that of a GGUF file; the files of a model's or tokenizer's id, downloaded if they
-    are not in the cache.
+    """Return the folder of a model or tokenizer.
 
-    revision: branch, tag or commit of an id. cache: in place of huggingface_hub's own. Raises ConfigError.
+    A folder is returned as it is, a GGUF file as the folder that stands for it. The files of a hub id are
+    downloaded
+    unless they are in the cache. revision: branch, tag or commit of an id. cache: used instead of
+    huggingface_hub's own.
+    Raises ConfigError.
     """
     return model_folder(_local(given, revision, cache, MODEL_FILES))
 
 
 def model_folder(path: Path) -> Path:
-    """The folder that stands for a GGUF file; any other path as it is. Raises ConfigError."""
+    """The folder that stands for a GGUF file. Any other path is returned as it is. Raises ConfigError."""
     return gguf_folder(path) if is_gguf(path) else path
 
 
 def local_adapter(given: str | Path, revision: str | None = None, cache: Path | None = None) -> Path:
-    """As `local_model`, for an adapter's folder or file."""
+    """As `local_model`, for the folder or file of an adapter."""
     return _local(given, revision, cache, ADAPTER_FILES)
 
 
@@ -78,7 +83,7 @@ def _fetch(name: str, revision: str | None, cache: Path | None, files: tuple[str
     from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
     from huggingface_hub.utils import disable_progress_bars
 
-    disable_progress_bars()  # ours is shown in logs too
+    disable_progress_bars()  # our own is also shown in logs
     place = Path(cache or constants.HF_HUB_CACHE).expanduser()
     get: Callable[..., Any] = partial(
         snapshot_download,
@@ -92,7 +97,7 @@ def _fetch(name: str, revision: str | None, cache: Path | None, files: tuple[str
     try:
         todo = sum(one.file_size for one in get(dry_run=True) if one.will_download)
         return Path(_download(get, shown, place, todo) if todo else get())
-    except DryRunError as error:  # no network, or not for us: what is in the cache may do
+    except DryRunError as error:  # no network or no access: the cache may be enough
         cause = error.__cause__ or error
         try:
             folder = get(local_files_only=True)
@@ -100,12 +105,12 @@ def _fetch(name: str, revision: str | None, cache: Path | None, files: tuple[str
             raise ConfigError(_problem(shown, place, cause)) from error
         logger.warning("%s: %s; the files in the cache are used", shown, _reason(cause))
         return Path(folder)
-    except Exception as error:  # of its libraries, too
+    except Exception as error:  # including those of its libraries
         raise ConfigError(_problem(shown, place, error)) from error
 
 
 def _download(get: Callable[[], str], shown: str, place: Path, todo: int) -> str:
-    """Raises ConfigError when there is no room; and whatever `get` does."""
+    """Raises ConfigError if there is not enough disk space, and whatever `get` raises."""
     place.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(place).free
     if free < todo:
@@ -122,7 +127,7 @@ def _download(get: Callable[[], str], shown: str, place: Path, todo: int) -> str
         except BaseException as error:
             future.set_exception(error)
 
-    # On a thread, as huggingface_hub waits for its own: Ctrl-C would wait for whole files.
+    # On a thread because huggingface_hub joins its own: otherwise Ctrl-C would wait for whole files.
     threading.Thread(target=run, name="manylora-download", daemon=True).start()
     with Progress("downloading", "downloaded", shown, todo) as progress:
         while not wait([future], LOOK_S).done:
@@ -131,18 +136,18 @@ def _download(get: Callable[[], str], shown: str, place: Path, todo: int) -> str
 
 
 def _stored(folder: Path) -> int:
-    """Bytes of the files that are there, whole or not."""
+    """Bytes of the files in a folder, complete or not."""
     count = 0
     try:
         for one in folder.iterdir():
             count += one.stat().st_blocks * 512
-    except OSError:  # not there yet, or just renamed
+    except OSError:  # not created yet, or just renamed
         pass
     return count
 
 
 def _problem(shown: str, place: Path, error: BaseException) -> str:
-    """In one line why it cannot be had, and what to do."""
+    """One line that says why it cannot be fetched, and what to do."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, ConfigError):

@@ -1,6 +1,6 @@
-"""What a folder is that was given as a model, and in one line what to do when it is none.
+"""Checks of a path that was given as a model. The error says in one line what it is and what to do.
 
-Every way in asks here: `serve`, `LLM`, `build`, `bench`, and the models of Triton's repository.
+All entry points use this: `serve`, `LLM`, `build`, `bench`, and the models of Triton's repository.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_LISTED = 5
 
 
 def check_model_folder(folder: Path, *, weights: bool = True) -> None:
-    """Raises ConfigError unless there is a config.json and, with `weights`, what `weight_files` gives."""
+    """Raises ConfigError unless there is a config.json and, with `weights`, the files of `weight_files`."""
     if not (folder / "config.json").is_file():
         raise ConfigError(_no_model(folder))
     if weights:
@@ -31,7 +31,7 @@ def check_model_folder(folder: Path, *, weights: bool = True) -> None:
 
 
 def check_adapter_path(path: Path) -> None:
-    """Raises ConfigError for a path where nothing is, or a base model."""
+    """Raises ConfigError if the path does not exist or is a base model."""
     if not path.exists():
         raise ConfigError(_no_folder(path, "adapter's folder"))
     if (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
@@ -39,8 +39,9 @@ def check_adapter_path(path: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of the checkpoint, which are all there, or the parts of the GGUF file. Raises
-    ConfigError."""
+    """The checkpoint's safetensors files, all of which exist, or the parts of the GGUF file. Raises
+    ConfigError.
+    """
     names = _weights_of(folder)
     if not names:
         raise ConfigError(_no_weights(folder))
@@ -68,7 +69,7 @@ def check_tokenizer_folder(folder: Path) -> None:
 
 
 def _weights_of(folder: Path) -> list[str]:
-    """Names of the safetensors files that the checkpoint has, or should have. Raises ConfigError."""
+    """Names of the safetensors files that the checkpoint should have. Raises ConfigError."""
     index = folder / INDEX
     if not index.is_file():
         return [WEIGHTS] if (folder / WEIGHTS).is_file() else [file.name for file in linked_files(folder)]
@@ -96,7 +97,7 @@ def _check_files(folder: Path, names: list[str]) -> None:
 
 
 def _no_model(folder: Path) -> str:
-    """Why a path is no model's folder, where there is no config.json."""
+    """Why a path without a config.json is not a model's folder."""
     if not folder.exists():
         return _no_folder(folder)
     if folder.is_file():
@@ -186,7 +187,7 @@ def _no_weights(folder: Path) -> str:
 
 
 def _gguf(file: Path) -> str:
-    return f"{file} is a GGUF file, which is read by itself: give its own path, {file}"
+    return f"{file} is a GGUF file: give its own path, {file}"
 
 
 def _engine(folder: Path) -> str:
@@ -197,7 +198,7 @@ def _engine(folder: Path) -> str:
 
 
 def _python(folder: Path, *classes: str) -> str:
-    """The command that saves the same with transformers: safetensors and tokenizer.json."""
+    """The command that makes transformers save it as safetensors and tokenizer.json."""
     out = folder.absolute().name + ("-safetensors" if len(classes) > 1 else "")
     target = str(folder) if len(classes) == 1 else out
     steps = "; ".join(
@@ -207,7 +208,7 @@ def _python(folder: Path, *classes: str) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """None: there is no such file, or no object in it."""
+    """None if the file does not exist or does not hold an object."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

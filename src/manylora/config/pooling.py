@@ -1,4 +1,4 @@
-"""What a model's folder says of embeddings and labels: config.json, and files of sentence-transformers."""
+"""Pooling settings from a model's folder: config.json, and the files of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from manylora.config.values import read_settings
 from manylora.errors import ConfigError
 
-DEFAULT_LABELS = 2  # what transformers takes where config.json names none
+DEFAULT_LABELS = 2  # the default of transformers
 POOLINGS = {
     "pooling_mode_lasttoken": "last",
     "pooling_mode_mean_tokens": "mean",
@@ -24,8 +24,10 @@ DENSE_ACTIVATIONS = {"Identity": "", "Tanh": "tanh", "GELU": "gelu", "ReLU": "re
 
 @dataclass(frozen=True)
 class DenseModule:
-    """A layer that sentence-transformers has behind pooling. folder: of its weights. activation: as of
-    `HeadLayerConfig`; empty: none."""
+    """A dense layer that sentence-transformers applies after pooling.
+
+    folder: of its weights. activation: as in `HeadLayerConfig`; empty: none.
+    """
 
     folder: Path
     inputs: int
@@ -36,11 +38,12 @@ class DenseModule:
 
 @dataclass(frozen=True)
 class PoolingSettings:
-    """How hidden states become embeddings, and logits probabilities.
+    """How hidden states become embeddings, and logits become probabilities.
 
-    mode: of `Pooling`, for embeddings; head_mode: for labels. normalise: embeddings have length 1.
-    dimensions: that embeddings may be cut to; None: to none. labels: names of the base's own.
-    problem: transformers' problem_type. prompts: texts before an input, by name, of sentence-transformers.
+    mode: a `Pooling`, for embeddings. head_mode: for labels. normalise: scale embeddings to length 1.
+    dimensions: sizes to which embeddings may be cut; None: they may not. labels: names of the base model's
+    labels.
+    problem: transformers' problem_type. prompts: sentence-transformers' texts before an input, by name.
     """
 
     mode: str = "last"
@@ -52,30 +55,32 @@ class PoolingSettings:
     prompts: Mapping[str, str] = field(default_factory=dict)
 
     def label_names(self, count: int) -> tuple[str, ...]:
-        """Of a head with so many labels: the base's, where it has as many."""
+        """Names for a head with this many labels: the base model's if it has as many."""
         if len(self.labels) == count:
             return self.labels
         return tuple(f"LABEL_{number}" for number in range(count))
 
 
 def num_labels(raw: Mapping[str, Any]) -> int:
-    """raw: config.json."""
+    """raw: the content of config.json."""
     names = raw.get("id2label")
     return len(names) if names else int(raw.get("num_labels") or DEFAULT_LABELS)
 
 
 def attends_both_ways(raw: Mapping[str, Any]) -> bool:
-    """Whether each token of a text sees all others. Under `vision` those of an image do, text is causal."""
+    """Whether every token attends to all others. With `vision` only an image's tokens do; text stays
+    causal.
+    """
     return raw.get("use_bidirectional_attention") not in (None, False, "vision")
 
 
 def read_pooling_settings(folder: Path) -> PoolingSettings:
-    """Raises ConfigError for a way of pooling that is not supported."""
+    """Raises ConfigError for a kind of pooling that is not supported."""
     raw = read_settings(folder / "config.json")
     modules = dict(_modules(folder))
     kind = raw.get("model_type")
     head_mode = "cls" if kind in ENCODERS else "last"
-    mode, normalise = head_mode, True  # of a folder that says nothing
+    mode, normalise = head_mode, True  # the default
     if kind == "modernbert":
         head_mode = "mean" if raw.get("classifier_pooling") == "mean" else "cls"
     if attends_both_ways(raw):
@@ -91,7 +96,7 @@ def read_pooling_settings(folder: Path) -> PoolingSettings:
 
 
 def read_dense_modules(folder: Path) -> list[DenseModule]:
-    """In their order. Raises ConfigError."""
+    """The dense layers in their order. Raises ConfigError."""
     found = []
     for kind, name in _modules(folder):
         if kind != "Dense":
@@ -112,8 +117,10 @@ def read_dense_modules(folder: Path) -> list[DenseModule]:
 
 
 def read_score_tokens(folder: Path) -> tuple[str | int, str | int] | None:
-    """The tokens, or their ids, whose logits make a score of a model for text: that against, and that for.
-    None: it gives no scores. Raises ConfigError."""
+    """The tokens against and for, as texts or ids, whose logits give a text model's score.
+
+    None: the model gives no scores. Raises ConfigError.
+    """
     named = read_settings(folder / "config.json").get("classifier_from_token")
     if named is None:
         path = next((path for kind, path in _modules(folder) if kind == "LogitScore"), None)
@@ -124,14 +131,14 @@ def read_score_tokens(folder: Path) -> tuple[str | int, str | int] | None:
     pair = isinstance(named, list) and len(named) == 2
     if not pair or not all(isinstance(one, str) or type(one) is int for one in named):
         raise ConfigError(
-            f"{folder}: classifier_from_token must be two tokens, that against and that for (no and yes); "
-            "LogitScore must have false_token_id and true_token_id"
+            f"{folder}: classifier_from_token must be two tokens, first the one against, then the one for "
+            "(no, yes); LogitScore must have false_token_id and true_token_id"
         )
     return named[0], named[1]
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
-    """Kind and folder of each module of sentence-transformers; none: it has not saved this model."""
+    """Kind and folder of each sentence-transformers module. Empty if that library did not save this model."""
     path = folder / "modules.json"
     if not path.is_file():
         return []
@@ -156,7 +163,7 @@ def _mode(folder: Path, modules: Mapping[str, str]) -> str:
 
 
 def _dimensions(raw: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Of a matryoshka embedding, as vLLM reads them from config.json."""
+    """Sizes of a matryoshka embedding, read from config.json as vLLM does."""
     named = raw.get("matryoshka_dimensions")
     if named:
         return tuple(map(int, named))

@@ -1,7 +1,8 @@
-"""The one way to an EngineConfig: the user's settings, over the build record, over the defaults.
+"""The only way to an EngineConfig: the user's settings override the build record, which overrides defaults.
 
-The Triton parameters, `LLM`, `manylora serve` and `manylora bench` each have a table of their names. `rename`
-translates these into the names here, and `resolve` does everything else.
+The Triton parameters, `LLM`, `manylora serve` and `manylora bench` each have a table of their own names.
+`rename`
+translates these to the names used here, and `resolve` does everything else.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from manylora.errors import ConfigError
 from manylora.quant.config import QuantConfig
 
 Settings = Mapping[str, Any]
-"""Values by the names in KEYS. A name that is absent was not set."""
+"""Values by the names in KEYS. A missing name was not set."""
 
 ENGINE_KEYS = tuple(
     one.name for one in fields(EngineConfig) if one.name not in ("model_dir", "quant", "lora")
@@ -39,10 +40,11 @@ _CONVERT = {
 
 
 def rename(given: Mapping[str, Any], table: Mapping[str, str], what: str = "") -> dict[str, Any]:
-    """Settings from values by the names of a front end.
+    """Translate a front end's settings to the names in KEYS.
 
-    given: text, or what YAML makes of it. None: not set. table: those names, to names in KEYS.
-    what:  stands before a name in errors. Raises ConfigError.
+    given: values as text or as parsed from YAML; None: not set. table: the front end's names, to names in
+    KEYS.
+    what: prefix of a name in errors. Raises ConfigError.
     """
     settings: dict[str, Any] = {}
     for name, key in table.items():
@@ -56,12 +58,14 @@ def rename(given: Mapping[str, Any], table: Mapping[str, str], what: str = "") -
 
 
 def resolve(model_dir: Path, settings: Settings, defaults: Settings = NOTHING) -> EngineConfig:
-    """settings, else what `manylora build` recorded in model_dir, else `defaults`, else the fields' defaults.
+    """Each setting comes from `settings`, else the build record of model_dir, else `defaults`, else the
+    field's default.
 
-    A value None in settings is not set. max_beam_width None means max_batch_size. max_num_tokens is raised to
-    max_batch_size unless it was set, and max_adapter_size to max_lora_rank.
+    None in settings means not set. max_beam_width None means max_batch_size. Unless set, max_num_tokens is
+    raised to
+    max_batch_size, and max_adapter_size to max_lora_rank.
 
-    Raises ConfigError, also when more is set than model_dir was built for.
+    Raises ConfigError, also if a setting exceeds what model_dir was built for.
     """
     settings = {name: value for name, value in settings.items() if value not in (None, ())}
     recorded = read_build_record(model_dir).settings()
@@ -85,7 +89,7 @@ def resolve(model_dir: Path, settings: Settings, defaults: Settings = NOTHING) -
 
 
 def quant_config(settings: Settings) -> QuantConfig | None:
-    """None: weights and KV cache as the model directory has them. Raises ConfigError."""
+    """None: keep weights and KV cache as in the model directory. Raises ConfigError."""
     found = {name: settings[name] for name in QUANT_KEYS if name in settings}
     try:
         return QuantConfig(**found) if found else None
@@ -94,7 +98,7 @@ def quant_config(settings: Settings) -> QuantConfig | None:
 
 
 def with_whole_qkv(targets: tuple[str, ...]) -> tuple[str, ...]:
-    """targets, and the rest of each q, k, v group of which they name a part."""
+    """targets, completed to whole q, k, v groups where they name only a part of one."""
     missing = [
         name for group in QKV_GROUPS if set(group) & set(targets) for name in group if name not in targets
     ]
@@ -112,7 +116,7 @@ def _check_limits(settings: Settings, recorded: Settings) -> None:
 
 
 def _targets(asked: tuple[str, ...], built: tuple[str, ...] | None) -> tuple[str, ...]:
-    """built: target modules that were recorded; None: any."""
+    """built: the recorded target modules; None: all."""
     for name in asked:
         if built is not None and name not in built:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Values of settings: from text and YAML to their types, and whether they are in range."""
+"""Values of settings: conversion from text and YAML to their types, and range checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TRUE, FALSE = ("true", "1", "t", "y", "yes"), ("false", "0", "f", "n", "no")
 
 
 def read_settings(path: Path, kind: type = dict) -> Any:
-    """Empty where there is no such file. kind: dict, or list. Raises ConfigError for anything else."""
+    """Empty if the file does not exist. kind: dict or list. Raises ConfigError for anything else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else kind()
     except (OSError, ValueError, RecursionError) as error:
@@ -24,7 +24,7 @@ def read_settings(path: Path, kind: type = dict) -> Any:
 
 
 def at_least(least: float, settings: object, *names: str) -> None:
-    """None is no value."""
+    """Raises ConfigError for a smaller value. None counts as not set."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and value < least:
@@ -84,7 +84,7 @@ def _parsed(value: Any, kind: Callable[[Any], Any], accepted: tuple[type, ...], 
 
 
 def _items(value: Any) -> list[Any]:
-    """Of a list, or of a text with commas."""
+    """Items of a list, or of a text with commas."""
     items = [item.strip() for item in value.split(",")] if isinstance(value, str) else value
     if not isinstance(items, list | tuple):
         raise ValueError(f"must be a list, got {value!r}")
@@ -102,4 +102,4 @@ CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "list[str]": lambda value: [*map(_text, _items(value))],
     "QuantAlgo | str": _text,
 }
-"""By the annotation of a dataclass's field, `| None` left out. Each raises ValueError: "must be …"."""
+"""Converters by a field's annotation, without `| None`. Each raises ValueError: "must be …"."""

@@ -13,8 +13,7 @@ def close_ray() -> None:
     """Protect the Ray instance that this process starts: only processes with our token may connect.
 
     Call this before ray is imported, because ray reads these variables at import. A token that Ray generates
-    itself
-    would stay in the home folder.
+    itself would stay in the home folder.
 
     A replica that does not answer is killed at once. Otherwise its requests would wait for the whole drain
     time.

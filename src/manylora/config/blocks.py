@@ -1,6 +1,5 @@
 """Configurations of blocks that only few families have: latent attention (MLA), recurrent layers, and the
-routing
-of tokens to experts. All are frozen.
+routing of tokens to experts. All are frozen.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class LatentConfig:
 @dataclass(frozen=True)
 class LayerInputsConfig:
     """Per-layer embeddings: each layer gets a vector per token, the sum of a lookup and of a projection of
-    the
-    token's embedding.
+    the token's embedding.
     """
 
     dim: int  # size of the vector of one layer
@@ -71,8 +69,7 @@ class HeadLayerConfig:
     """The layer between an encoder's hidden states and a single-layer classification head.
 
     activation: a name in `kernels.activations`, tanh, or empty for none. norm: whether a norm follows it.
-    each: whether
-    it also runs before the labels of each token, not only before those of a whole prompt.
+    each: whether it also runs before the labels of each token, not only before those of a whole prompt.
     """
 
     activation: str
@@ -86,16 +83,14 @@ class RoutingConfig:
     """How a router's scores choose experts and their weights.
 
     scores: softmax (over all experts), sigmoid, or top (the sigmoid of the chosen scores; a token is
-    multiplied by it
-    before its expert rather than after).
+    multiplied by it before its expert rather than after).
     corrected: each expert has a bias that is added to its score for the choice only.
-    groups: number of groups of experts; a token's experts come from the best `top_groups` groups. group_best:
-    a group's
-    score is the sum of its `group_best` best experts.
+    groups: number of groups of experts; a token's experts come from the best `top_groups` groups.
+    group_best: a group's score is the sum of its `group_best` best experts.
     least, added: where a token's weights are normalised to sum to 1, the divisor is their sum plus `added`,
-    and at least
-    `least`.
-    scale: factor on the weights. wide: the router computes in float32.
+    and at least `least`.
+    scale: factor on the weights.
+    wide: the router computes in float32.
     """
 
     scores: str = "softmax"

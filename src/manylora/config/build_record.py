@@ -22,8 +22,7 @@ class BuildRecord:
     all.
 
     quant_algo: of the weights; None: not quantised. kv_cache_quant_algo: of keys and values. lora: the
-    recorded fields
-    of a LoraConfig. tp_size: tensor-parallel ranks. pp_size: pipeline stages.
+    recorded fields of a LoraConfig. tp_size: tensor-parallel ranks. pp_size: pipeline stages.
     """
 
     max_batch_size: int | None = None
@@ -60,8 +59,7 @@ def read_build_record(model_dir: Path) -> BuildRecord:
     """Read the record. All fields are None for a directory that `manylora build` did not write.
 
     They are None, too, for a directory that does not exist: opening the model reports that. Raises
-    ConfigError for a record that
-    cannot be read.
+    ConfigError for a record that cannot be read.
     """
     path = Path(model_dir) / "config.json"
     try:

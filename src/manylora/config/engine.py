@@ -153,8 +153,7 @@ class EngineConfig:
         """Where a prompt that does not fit one step is split: at multiples of this, a power of two.
 
         A prompt's chunks therefore do not depend on the other sequences in a step. One chunk always fits a
-        step beside all
-        other sequences.
+        step beside all other sequences.
         """
         fits = self.max_num_tokens - self.max_batch_size + 1
         return 1 << min(MAX_CHUNK, fits).bit_length() - 1
@@ -240,8 +239,8 @@ class ModelConfig:
     norm_bias: bool = True  # whether LayerNorm has a bias
     first_norm: bool = True  # whether the first layer has a norm before attention
     # Norm of q and k before rotary: head (over head_dim), each (over head_dim, with weights per head and no
-    # biases),
-    # all (over all heads at once), plain (over head_dim, without weights, in layers with rotary), or none.
+    # biases), all (over all heads at once), plain (over head_dim, without weights, in layers with rotary), or
+    # none.
     qk_norm: str = ""
     v_norm: bool = False  # also normalise the values of each head, without weights
     # attention
@@ -253,8 +252,7 @@ class ModelConfig:
     qkv_clip: float | None = None  # clamp q, k and v to this magnitude, after their norms
     sliding_windows: tuple[int | None, ...] = ()  # per layer; empty: full attention everywhere
     # Per layer, the layer whose keys and values it reads. Below 0: one before the first layer, whose keys and
-    # values
-    # are in the cache, too. Empty: each layer reads its own.
+    # values are in the cache, too. Empty: each layer reads its own.
     kv_sources: tuple[int, ...] = ()
     # If set, num_kv_heads is 1 and head_dim is the size of a token in the cache.
     latent: LatentConfig | None = None
@@ -365,9 +363,7 @@ class ModelConfig:
         if not self.layer_shapes:
             return ((self.kv_planes, self.num_kv_heads, self.head_dim),) * self.kv_layers
         layers = [layer for layer in range(self.num_layers) if layer not in self.kv_readers]
-        layers += [
-            self.kv_sources.index(source) for source in self.kv_before
-        ]  # of the same shape as the layer that reads it
+        layers += [self.kv_sources.index(source) for source in self.kv_before]  # a reader has the same shape
         own = (self.layer_shapes[layer] for layer in layers)
         return tuple((self.kv_planes, one.num_kv_heads, one.head_dim) for one in own)
 

@@ -1,10 +1,8 @@
 """Models and adapters by their id on the Hugging Face hub: `org/name` or `org/name@revision`.
 
 huggingface_hub does the work, with its own cache and environment variables: HF_HOME, HF_TOKEN, HF_ENDPOINT
-and
-HF_HUB_OFFLINE. Only files that we read are fetched, never pickles or code. Only code that starts a process
-calls
-this, never a request to a server.
+and HF_HUB_OFFLINE. Only files that we read are fetched, never pickles or code. Only code that starts a
+process calls this, never a request to a server.
 """
 
 from __future__ import annotations
@@ -48,10 +46,8 @@ def local_model(given: str | Path, revision: str | None = None, cache: Path | No
     """Return the folder of a model or tokenizer.
 
     A folder is returned as it is, a GGUF file as the folder that stands for it. The files of a hub id are
-    downloaded
-    unless they are in the cache. revision: branch, tag or commit of an id. cache: used instead of
-    huggingface_hub's own.
-    Raises ConfigError.
+    downloaded unless they are in the cache. revision: branch, tag or commit of an id. cache: used instead of
+    huggingface_hub's own. Raises ConfigError.
     """
     return model_folder(_local(given, revision, cache, MODEL_FILES))
 

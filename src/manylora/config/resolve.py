@@ -1,8 +1,7 @@
 """The only way to an EngineConfig: the user's settings override the build record, which overrides defaults.
 
 The Triton parameters, `LLM`, `manylora serve` and `manylora bench` each have a table of their own names.
-`rename`
-translates these to the names used here, and `resolve` does everything else.
+`rename` translates these to the names used here, and `resolve` does everything else.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ def resolve(model_dir: Path, settings: Settings, defaults: Settings = NOTHING) -
     field's default.
 
     None in settings means not set. max_beam_width None means max_batch_size. Unless set, max_num_tokens is
-    raised to
-    max_batch_size, and max_adapter_size to max_lora_rank.
+    raised to max_batch_size, and max_adapter_size to max_lora_rank.
 
     Raises ConfigError, also if a setting exceeds what model_dir was built for.
     """

@@ -31,19 +31,23 @@ def argument_parser() -> ArgumentParser:
         "--world_size",
         type=int,
         metavar="N",
-        help="ranks of the engine, each with a GPU of its own; they share every layer, unless the parameters "
-        "tensor_parallel_size and pipeline_parallel_size say otherwise; default: as these say",
+        help="number of engine ranks, each with its own GPU; they share every layer, unless the parameters "
+        "tensor_parallel_size and pipeline_parallel_size say otherwise; default: their product",
     )
     parser.add_argument("--tritonserver", help="the executable; default: the container's, PATH, or the wheel")
     parser.add_argument("--grpc_port", type=int, default=8001)
     parser.add_argument("--http_port", type=int, default=8000)
     parser.add_argument("--metrics_port", type=int, default=8002)
-    parser.add_argument("--address", default="0.0.0.0", help="where all three ports listen")
-    parser.add_argument("--force", "-f", action="store_true", help="start although another tritonserver runs")
-    parser.add_argument("--log", action="store_true", help="verbose server log into --log-file")
+    parser.add_argument("--address", default="0.0.0.0", help="address that all three ports listen on")
+    parser.add_argument(
+        "--force", "-f", action="store_true", help="start even if another tritonserver is running"
+    )
+    parser.add_argument("--log", action="store_true", help="write a verbose server log to --log-file")
     parser.add_argument("--log-file", default="triton_log.txt")
     parser.add_argument(
-        "--no-mpi", action="store_true", help="always the case: mpirun may start this, not this mpirun"
+        "--no-mpi",
+        action="store_true",
+        help="no effect: the launcher never calls mpirun, but mpirun may call it",
     )
     parser.add_argument("--model_repo", type=Path, default=FOLDER)
     parser.add_argument("--tensorrt_llm_model_name", default="tensorrt_llm", help="only tensorrt_llm")
@@ -52,56 +56,66 @@ def argument_parser() -> ArgumentParser:
     parser.add_argument("--multimodal_gpu0_cuda_mem_pool_bytes", type=int, default=0, help="refused unless 0")
     parser.add_argument("--oversubscribe", action="store_true", help="refused")
     parser.add_argument("--trtllm_llmapi_launch", action="store_true", help="refused")
-    parser.add_argument("--foreground", action="store_true", help="stay, and pass signals on")
+    parser.add_argument(
+        "--foreground", action="store_true", help="stay in the foreground and forward signals"
+    )
     parser.add_argument("--stop", action="store_true", help="drain and end the server on --http_port")
     parser.add_argument("--status", action="store_true", help="print the state of the server on --http_port")
     parser.add_argument("--start-timeout", type=float, default=300.0, metavar="SECONDS")
     parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS")
     parser.add_argument(
-        "--exit_timeout", type=int, default=5, metavar="SECONDS", help="for an idle tritonserver to end"
+        "--exit_timeout",
+        type=int,
+        default=5,
+        metavar="SECONDS",
+        help="time that an idle tritonserver has to exit",
     )
     parser.add_argument(
         "--hang-timeout",
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="restart an engine that makes no step for so long with requests open, or a server that does not "
-        "answer for so long (30 s at most); 0: never",
+        help="restart an engine that makes no step for this long while requests are open, or a server that "
+        "does not respond for this long (30 s at most); 0: never",
     )
     parser.add_argument(
         "--server-memory",
         type=int,
         default=4096,
         metavar="MIB",
-        help="start tritonserver, which itself holds no model, anew when it has grown beyond this and nobody "
-        "asks for anything, or at twice as much; 0: never; default 4096",
+        help="restart tritonserver (which holds no model itself) when its memory exceeds this limit and it "
+        "is idle, or at twice the limit; 0: never; default 4096",
     )
-    parser.add_argument("--no-restart", action="store_true", help="end with the reason when a process dies")
+    parser.add_argument("--no-restart", action="store_true", help="exit with the reason when a process dies")
     parser.add_argument(
         "--restart-tries",
         type=int,
         default=0,
         metavar="N",
-        help="end with the reason after so many failed restarts in a row; 0: never",
+        help="exit with the reason after N failed restarts in a row; 0: never",
     )
     parser.add_argument(
         "--open-management",
         action="store_true",
-        help="let everybody register shared memory, load models, and change logging and tracing",
+        help="let all clients register shared memory, load models, and change logging and tracing",
     )
     parser.add_argument(
         "--management-secret-file",
         type=Path,
         metavar="FILE",
-        help="holds what clients send for that as header manylora-management; default: made at each start",
+        help="holds the secret that clients send for this in header manylora-management; default: a new one",
     )
-    parser.add_argument("--triton-arg", action="append", default=[], help="passed on to tritonserver")
+    parser.add_argument(
+        "--triton-arg", action="append", default=[], help="passed to tritonserver; may be repeated"
+    )
     return parser
 
 
 def check_arguments(options: Namespace) -> Place:
-    """Which rank is to be started here: another than 0 is not a server. Raises ConfigError for arguments that
-    cannot work, and for what is in the way of a start."""
+    """Returns the rank to start here; ranks other than 0 have no server.
+
+    Raises ConfigError for arguments that cannot work, and for anything that prevents a start.
+    """
     for name, text in REFUSED.items():
         if getattr(options, name):
             raise ConfigError(text)
@@ -133,7 +147,7 @@ def check_arguments(options: Namespace) -> Place:
 
 
 def _find_place(repo: Path, world_size: int | None) -> Place:
-    """By the variables of torchrun or mpirun, if there are any and the engine has several ranks."""
+    """From the variables of torchrun or mpirun, if they are set and the engine has several ranks."""
     if not is_one_of_several() or not (repo / ENGINE).is_dir():
         return Place.alone(world_size or 1)
     try:
@@ -163,7 +177,7 @@ def _check_least(options: Namespace, name: str, flag: str, least: int) -> None:
 
 
 def _check_ports(options: Namespace) -> None:
-    """Each its own: a second service on a port would fail with words of Triton's, or not be reached."""
+    """Ports must be distinct. Otherwise a service would fail with an error of Triton's, or be unreachable."""
     flags: dict[int, str] = {}
     for name in PORTS:
         port = getattr(options, name)

@@ -32,8 +32,8 @@ from manylora.launcher.supervisor import SupervisedService, Supervisor
 from manylora.launcher.triton_service import FAILED, TritonService
 
 LOCK = "lock"
-RANK = "-rank"  # in the name of the run directory of a rank without a server
-LAST_S = 5.0  # for rank 0 to end, beyond its own times
+RANK = "-rank"  # suffix of the run directory of a rank without a server
+LAST_S = 5.0  # extra time for rank 0 to exit, after its own timeouts
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,15 +41,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: Namespace, write: Callable[[Path], Path] | None = None) -> int:
-    """The exit status. options: of argument_parser.
+    """Run the launcher and return its exit status. options: of argument_parser.
 
-    write: makes the repository that is served in place of options.model_repo, in the run directory that it is
-    given or elsewhere, and returns where; before the start and after it is sure that no server runs there.
+    write: writes the repository to serve, used instead of options.model_repo. It gets the run directory and
+    returns the folder of the repository, in the run directory or elsewhere. It is called before the start,
+    once it is certain that no server runs there.
     """
     run_dir = _temporary() / f"manylora-{os.getuid()}-{options.http_port}"
     try:
         options.rank = started_rank()
-        if options.rank:  # of which a host may have several
+        if options.rank:  # a host may have several
             run_dir = run_dir.with_name(f"{run_dir.name}{RANK}{options.rank}")
         if options.stop or options.status:
             own = _own_directories(run_dir, options)
@@ -62,19 +63,21 @@ def run(options: Namespace, write: Callable[[Path], Path] | None = None) -> int:
 
 
 def _temporary() -> Path:
-    """As in `tempfile`, but also if it is full: elsewhere, --stop would not find the server."""
+    """The folder of `tempfile`, also when it is full: with any other, --stop would not find the server."""
     given = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
     return next((Path(path) for path in given if path and Path(path).is_dir()), Path("/tmp")).absolute()
 
 
 def _own_directories(run_dir: Path, options: Namespace) -> list[Path]:
-    """Run directories to stop or to show: the server's, else those of this host's ranks of one elsewhere; to
-    stop, both."""
+    """Run directories to stop or to show: the server's, or else those of this host's ranks without a server.
+
+    To stop, both.
+    """
     check_own_directory(run_dir)
     found = [run_dir] if run_dir.exists() else []
     if not options.rank and (options.stop or not found):
         ranks = run_dir.parent.glob(f"{run_dir.name}{RANK}*")
-        with suppress(FileNotFoundError):  # one that is ending
+        with suppress(FileNotFoundError):  # it is being removed
             found += sorted(path for path in ranks if path.lstat().st_uid == os.getuid())
     return found or [run_dir]
 
@@ -87,7 +90,7 @@ def _start(options: Namespace, run_dir: Path, write: Callable[[Path], Path] | No
             if write is not None:
                 options.model_repo = write(run_dir)
             place = check_arguments(options)
-            # Else what has started this would take its end for the end of the server.
+            # Otherwise torchrun or mpirun would take the launcher's exit for the end of the server.
             options.foreground = options.foreground or (bool(place.address) and ends_with_launcher())
             if not place.rank:
                 options.management_secret = management_secret(run_dir, options.management_secret_file)
@@ -109,7 +112,7 @@ def _claim(run_dir: Path) -> Roles:
             run_dir.mkdir(mode=0o700, exist_ok=True)
             check_own_directory(run_dir)
             roles = Roles.of(run_dir / LOCK, create=True)
-        except FileNotFoundError:  # a launcher that was ending has removed it
+        except FileNotFoundError:  # removed by a launcher that was exiting
             continue
         except OSError as error:
             raise ConfigError(f"the run directory {run_dir} cannot be made: {error.strerror}") from error
@@ -122,7 +125,7 @@ def _claim(run_dir: Path) -> Roles:
 
 
 def _empty(options: Namespace, run_dir: Path) -> None:
-    """Remove what a server that was killed has left."""
+    """Remove what a killed server left behind."""
     _remove_leftovers(options, run_dir)
     for path in run_dir.iterdir():
         if path.is_dir() and not path.is_symlink():
@@ -138,7 +141,7 @@ def _remove_leftovers(options: Namespace, run_dir: Path) -> None:
 def _keeper(options: Namespace, place: Place, run_dir: Path, roles: Roles) -> tuple[Supervisor, State]:
     repo, state = with_defaults(options.model_repo.resolve(), run_dir), State()
     tries = 0 if options.no_restart else options.restart_tries or None
-    # In the foreground whoever runs the launcher starts it again.
+    # In the foreground, whatever runs the launcher restarts it.
     deputies = 0 if options.foreground or options.no_restart else len(DEPUTIES)
     service = (_follower if place.rank else _server)(options, repo, run_dir)
     return Supervisor(service, roles, state, deputies, tries), state
@@ -170,7 +173,7 @@ def _foreground(_: Namespace, keeper: Supervisor, state: State, _roles: Roles, r
 
 
 def _background(options: Namespace, keeper: Supervisor, state: State, roles: Roles, run_dir: Path) -> int:
-    """Fork a supervisor with a session of its own, and wait until the server is ready or given up."""
+    """Fork a supervisor into its own session, and wait until the server is ready or given up."""
     child = os.fork()
     if child == 0:
         _be_supervisor(keeper, run_dir)
@@ -224,14 +227,14 @@ def _be_supervisor(keeper: Supervisor, run_dir: Path) -> NoReturn:
 def _report_failure(state: State, run_dir: Path) -> None:
     print(state.read()["reason"] or "the server did not start", file=sys.stderr)
     kept = run_dir.with_suffix(".log")
-    with suppress(OSError):  # a move: it needs no disk space, and follows no link
+    with suppress(OSError):  # a rename needs no disk space and follows no symlink
         (run_dir / "server.log").replace(kept)
         print(f"the server's log: {kept}", file=sys.stderr)
     shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def _end_supervision(options: Namespace, roles: Roles, child: int = 0) -> None:
-    """Have the supervisor end the service in order. child: the process that is about to supervise."""
+    """Make the supervisor stop the service in order. child: the process that is about to supervise."""
     signalled = 0
     deadline = time.monotonic() + options.drain_timeout + options.exit_timeout + LAST_S + 20
     while is_child(child) or roles.holders():
@@ -247,7 +250,7 @@ def _end_supervision(options: Namespace, roles: Roles, child: int = 0) -> None:
 
 
 def _find(run_dir: Path) -> Roles | None:
-    """Roles of a running server; None: there is none."""
+    """Roles of the running server. None if there is none."""
     try:
         roles = Roles.of(run_dir / LOCK)
     except OSError:

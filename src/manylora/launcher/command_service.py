@@ -1,4 +1,4 @@
-"""A program that listens on a port, as a service to supervise."""
+"""A supervised service that is one program listening on a port."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PORT_S = 10.0
 
 
 class CommandService:
-    """stop_s: how long it may take to end after SIGTERM."""
+    """stop_s: how long it may take to exit after SIGTERM."""
 
     def __init__(self, command: Sequence[str], address: str, port: int, stop_s: float) -> None:
         self._command = command
@@ -28,10 +28,10 @@ class CommandService:
         self._process: subprocess.Popen | None = None
 
     def start(self, stopping: Callable[[], bool]) -> None:
-        """Until it listens, however long it loads."""
+        """Start it and wait until it listens. Loading may take any time."""
         deadline = time.monotonic() + PORT_S
         address, port = self._place
-        while not port_is_free(port, address):  # a process that was killed may hold it a moment longer
+        while not port_is_free(port, address):  # a killed process may hold it a moment longer
             if stopping():
                 raise StoppedError
             if time.monotonic() > deadline:
@@ -54,7 +54,7 @@ class CommandService:
         return [self._process.pid if self._process else 0]
 
     def tidy(self) -> None:
-        """It writes no files."""
+        """Nothing to do: it writes no files."""
 
     def stop(self, hurry: Callable[[], bool]) -> None:
         if self._process and self._process.poll() is None:
@@ -65,17 +65,17 @@ class CommandService:
         self.kill()
 
     def kill(self) -> None:
-        if self._process and self._process.poll() is None:  # otherwise its number may be another's
+        if self._process and self._process.poll() is None:  # otherwise its id may belong to another process
             self._process.kill()
             self._process.wait()
         end_marked(MARK, self._mark)
 
     def close(self, reason: str | None) -> None:
-        """It leaves nothing."""
+        """Nothing to do: it leaves nothing behind."""
 
     def _listens(self) -> bool:
         address, port = self._place
-        # A connection may name an address that stands for all of them, too.
+        # Connecting works for wildcard addresses such as 0.0.0.0, too.
         with suppress(OSError), socket.create_connection((address, port), timeout=1):
             return True
         return False

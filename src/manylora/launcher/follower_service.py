@@ -1,5 +1,6 @@
-"""The service on a host without rank 0: one process after another that is a rank of the engine of another
-launcher's tritonserver."""
+"""The service on a host without rank 0: a process that is one rank of the engine in a tritonserver elsewhere.
+It is restarted with that server.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ from manylora.system.lifeline import RUN_DIR, WORLD_SIZE
 logger = logging.getLogger("manylora.launcher")
 
 COMMAND = "manylora.engine.repository_rank"
-STOPPED_S = 5.0  # that the process is stopped by a signal, before it counts as hung
+STOPPED_S = 5.0  # a process stopped by a signal for this long counts as hung
 REPORT_BYTES = 4096
 
 
 class FollowerService(InRunDirectory):
-    """stop_s: how long rank 0 may take to end, once this has been told to stop: both usually are."""
+    """stop_s: how long rank 0 may take to exit once this host was told to stop: usually both are told."""
 
     def __init__(
         self, repo: Path, rank: int, world_size: int | None, run_dir: Path, stop_s: float, hang_timeout: float
@@ -39,7 +40,7 @@ class FollowerService(InRunDirectory):
         self._stopped_since: float | None = None
 
     def start(self, stopping: Callable[[], bool]) -> None:
-        """Until rank 0 was found and this rank has its part, however long that takes to load."""
+        """Wait until rank 0 was found and this rank has loaded its part. Loading may take any time."""
         heard, report = os.pipe()
         os.set_blocking(heard, False)
         try:
@@ -84,14 +85,14 @@ class FollowerService(InRunDirectory):
         return [self._process.pid if self._process else 0]
 
     def stop(self, hurry: Callable[[], bool]) -> None:
-        """Rank 0 needs this rank to finish its work."""
+        """Wait for rank 0: it needs this rank to finish its work."""
         deadline = time.monotonic() + self._stop_s
         while self._process and self._process.poll() is None and time.monotonic() < deadline and not hurry():
             time.sleep(0.05)
         self.kill()
 
     def kill(self) -> None:
-        if self._process and self._process.poll() is None:  # otherwise its number may be another's
+        if self._process and self._process.poll() is None:  # otherwise its id may belong to another process
             self._process.kill()
             self._process.wait()
         end_marked(RUN_DIR, str(self._run_dir))
@@ -110,7 +111,9 @@ class FollowerService(InRunDirectory):
 
 
 def _read(heard: int) -> str | None:
-    """What the process has said: why it does not start, or nothing: it has its part. None: not yet."""
+    """The process's report: why it does not start, or empty once it has loaded its part. None: no report
+    yet.
+    """
     try:
         text = os.read(heard, REPORT_BYTES).decode(errors="replace")
     except BlockingIOError:

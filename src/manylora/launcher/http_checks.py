@@ -1,4 +1,6 @@
-"""What of an HTTP request goes on to tritonserver, and limits beyond which its own readers may crash."""
+"""Checks of HTTP requests before they reach tritonserver, with limits beyond which its own parsers may
+crash.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +16,25 @@ import numpy as np
 
 from manylora.launcher.management_access import MANAGEMENT_HEADER
 
-MAX_JSON = 2**24  # bytes of a body or of its part that is JSON; read, they are some twenty times as many
+MAX_JSON = 2**24  # bytes of JSON in a body; parsed, it takes about twenty times as many
 MAX_BODY = 5 * 2**28  # bytes, JSON and tensors: 1.25 GiB
-MAX_INFER_JSON = 2**22  # bytes; it is read here, too, while others wait
+MAX_INFER_JSON = 2**22  # bytes; it is also parsed here, while other requests wait
 SLICE = 2**18
-MAX_DEPTH = 64  # of lists and objects in each other; the server's reader calls itself for each
+MAX_DEPTH = 64  # nested lists and objects; the server's parser recurses for each
 
 Headers = Sequence[tuple[bytes, bytes]]
-"""Names in lower case, and values."""
+"""Names in lower case, with values."""
 
 LENGTH, JSON_LENGTH = b"content-length", b"inference-header-content-length"
 DROPPED = {b"connection", LENGTH, b"transfer-encoding", b"expect", b"keep-alive"}
-PUBLIC = re.compile(  # whatever else there is needs the client's own secret
+PUBLIC = re.compile(  # everything else requires the secret from the client
     rb"/v2/?|/v2/health/(?:live|ready)|/v2/models/stats"
     rb"|/v2/models/[^/]+(?:/versions/\d+)?(?:/(?:infer|generate|generate_stream|ready|config|stats))?"
 )
 
 
 class RefusedError(Exception):
-    """status and one sentence for the client."""
+    """Refuses a request. status and one sentence for the client."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -40,7 +42,7 @@ class RefusedError(Exception):
 
 
 def check_json(text: bytes, inference: bool) -> None:
-    """Raises RefusedError. inference: of an `infer` request, whose shapes are looked at."""
+    """Raises RefusedError. inference: whether it is an `infer` request, whose shapes are checked."""
     if _is_deep(text):
         raise RefusedError(400, f"the request's JSON is nested more than {MAX_DEPTH} deep")
     if inference:
@@ -53,8 +55,10 @@ def check_json(text: bytes, inference: bool) -> None:
 
 
 def _is_deep(text: bytes) -> bool:
-    """A slice at a time: other connections are served in between, and little memory is taken."""
-    plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote left begins or ends a string
+    """Works on a slice at a time, so that other connections are served in between and little memory is
+    used.
+    """
+    plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # each remaining quote starts or ends a string
     quotes = depth = 0
     for start in range(0, len(plain), SLICE):
         signs = np.frombuffer(plain, np.uint8, min(SLICE, len(plain) - start), start)
@@ -86,7 +90,7 @@ def _check_shapes(text: bytes) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The server reads the first of two entries with one name, Python the last."""
+    """Refuse duplicate keys: the server uses the first of them, Python the last."""
     made = dict(pairs)
     if len(made) < len(pairs):
         raise RefusedError(400, "the request's JSON has two entries of one name in an object")
@@ -94,7 +98,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def inflate(body: bytes) -> bytes:
-    """Of gzip or zlib, at most MAX_JSON bytes. Raises RefusedError."""
+    """Decompress gzip or zlib to at most MAX_JSON bytes. Raises RefusedError."""
     reader = zlib.decompressobj(wbits=15 | 32)
     try:
         plain = reader.decompress(body, MAX_JSON)
@@ -109,7 +113,9 @@ def inflate(body: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class BodyInfo:
-    """length: bytes, if given. json_length: bytes of JSON, if given, before the rest, which is tensors."""
+    """length: of the body in bytes, if given. json_length: bytes of JSON at its start, if given; tensors
+    follow.
+    """
 
     length: int | None = None
     json_length: int | None = None
@@ -117,7 +123,7 @@ class BodyInfo:
 
     @property
     def checked_length(self) -> int | None:
-        """How much has to be checked; None: all."""
+        """How many bytes have to be checked. None: all."""
         return None if self.length is None or self.compressed else self.json_length
 
 
@@ -137,7 +143,9 @@ def body_info(headers: Headers) -> BodyInfo:
 def forwarded_head(
     method: bytes, url: bytes, headers: Headers, body: BodyInfo, length: int, secret: bytes, is_open: bool
 ) -> bytes:
-    """length: of the body that is sent. secret: added where anybody may ask, and everywhere if is_open."""
+    """length: of the body to send. secret: added to requests that need no permission, and to all if
+    is_open.
+    """
     dropped = DROPPED | ({b"content-encoding"} if body.compressed else set())
     management = MANAGEMENT_HEADER.encode()
     is_public = is_open or PUBLIC.fullmatch(path_of(url))

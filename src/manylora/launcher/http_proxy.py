@@ -1,9 +1,11 @@
-"""The HTTP proxy: a process in front of tritonserver's HTTP port, which passes on only what that can bear.
+"""The HTTP proxy: a process in front of tritonserver's HTTP port that forwards only what the server can
+handle.
 
-One request can end this Triton: JSON nested a million deep, a body of a million chunks, a shape with more
-elements than there is memory. So this process listens where clients come, looks at what a request says of
-itself, and hands on the rest as it is; answers go back as they are. tritonserver's own port is on this
-machine only and takes nothing without the secret of this start, which is added here where everybody may ask.
+A single request can crash this version of Triton: JSON nested a million deep, a body of a million chunks, or
+a shape with more elements than fit in memory. This process therefore listens on the public port, checks
+requests, and forwards them unchanged; responses pass through unchanged. tritonserver's own port is bound to
+this machine and requires a secret that is new at each start. The proxy adds it to requests that any client
+may send.
 """
 
 from __future__ import annotations
@@ -33,16 +35,16 @@ from manylora.system.allocator import release_free_memory
 
 logger = logging.getLogger("manylora.launcher")
 
-MAX_HEAD = 64 * 2**10  # bytes of the request line and the headers
+MAX_HEAD = 64 * 2**10  # bytes of request line and headers
 MAX_CONNECTIONS = 1024
-MAX_WAITING = 2**28  # bytes of bodies that wait for their rest, of all connections
-HEAD_S, SILENCE_S, IDLE_S = 20.0, 60.0, 300.0  # to send a head; between pieces of a body; between requests
-LINGER_S = 2.0  # after a refusal
-SMALL = 2**18  # bytes of a body that is looked at on the spot
+MAX_WAITING = 2**28  # bytes of incomplete bodies, over all connections
+HEAD_S, SILENCE_S, IDLE_S = 20.0, 60.0, 300.0  # for a head; between parts of a body; between requests
+LINGER_S = 2.0  # to read on after a refusal
+SMALL = 2**18  # bodies up to this many bytes are checked at once
 
 
 class ClientConnection(asyncio.Protocol):
-    """One connection of a client, with one of ours to tritonserver; one request at a time."""
+    """A client's connection, and the matching connection to tritonserver. One request at a time."""
 
     def __init__(self, proxy: HttpProxy) -> None:
         self._proxy = proxy
@@ -87,7 +89,7 @@ class ClientConnection(asyncio.Protocol):
         except httptools.HttpParserUpgrade:
             self._refuse(RefusedError(400, "there is nothing to upgrade to"))
         except httptools.HttpParserError as error:
-            cause = error.__context__  # what one of the methods below raised
+            cause = error.__context__  # raised by one of the methods below
             known = isinstance(cause, RefusedError)
             self._refuse(cause if known else RefusedError(400, "this is not an HTTP request"))  # type: ignore[arg-type]
 
@@ -99,7 +101,7 @@ class ClientConnection(asyncio.Protocol):
         if self._server is not None:
             self._server.resume()
 
-    # Of the parser.
+    # Called by the parser.
 
     def on_message_begin(self) -> None:
         if self._complete:
@@ -146,7 +148,9 @@ class ClientConnection(asyncio.Protocol):
             raise RefusedError(431, f"the headers of a request may have at most {MAX_HEAD} bytes")
 
     def _check(self, whole: bool) -> None:
-        """At what has to be seen of the body before the request goes on. whole: nothing more of it comes."""
+        """Check the part of the body that has to be seen before the request is forwarded. whole: it is
+        complete.
+        """
         self._sent = True
         self._transport.pause_reading()
         body = bytes(self._body)
@@ -162,7 +166,7 @@ class ClientConnection(asyncio.Protocol):
             if len(body) <= SMALL and not self._info.compressed:
                 body = self._checked(body)
             else:
-                async with self._proxy.large:  # JSON takes much more memory when it is read
+                async with self._proxy.large:  # parsed JSON takes much more memory
                     body = await asyncio.to_thread(self._checked, body)
                     release_free_memory()
             if self._server is None or self._server.is_closed:
@@ -186,7 +190,7 @@ class ClientConnection(asyncio.Protocol):
                 self.resume()
 
     def _checked(self, body: bytes) -> bytes:
-        """The body, inflated. Raises RefusedError."""
+        """The decompressed body. Raises RefusedError."""
         if self._info.compressed:
             body = inflate(body)
         check_json(body[: self._info.json_length], path_of(self._url).endswith(b"/infer"))
@@ -196,13 +200,13 @@ class ClientConnection(asyncio.Protocol):
         if self._server is not None and data:
             self._server.write(data)
 
-    # Of the answers.
+    # Called for the response.
 
     def write(self, data: bytes) -> None:
         self._transport.write(data)
 
     def on_answered(self) -> None:
-        """The whole answer is written."""
+        """The whole response has been written."""
         if not self._complete or not self._keeps:
             self._transport.close()
             return
@@ -210,7 +214,7 @@ class ClientConnection(asyncio.Protocol):
         self._close_after(IDLE_S)
 
     def pause(self) -> None:
-        """The server takes no more for now."""
+        """The server cannot take more for now."""
         self._full = True
         if not self._closed:
             self._transport.pause_reading()
@@ -221,7 +225,7 @@ class ClientConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def server_closed(self, in_between: bool) -> None:
-        """Within an answer the client has to hear of it; between two, a new connection will do."""
+        """Within a response the client must be told. Between two, a new connection will do."""
         if not in_between and not self._refused:
             self._transport.close()
 
@@ -238,7 +242,7 @@ class ClientConnection(asyncio.Protocol):
         return self._parser.get_method()
 
     def _close_after(self, seconds: float) -> None:
-        """Close the connection if nothing comes for so long."""
+        """Close the connection if nothing arrives for this long."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(seconds, self._on_silence)
@@ -259,12 +263,12 @@ class ClientConnection(asyncio.Protocol):
         self._transport.write(head.encode() + body)
         if self._server is not None:
             self._server.close()
-        # Closed at once, with more to read, the system would take the answer back.
+        # Closing now, with unread data, would make the system discard the response (TCP reset).
         asyncio.get_running_loop().call_later(LINGER_S, self._transport.close)
 
 
 class ServerConnection(asyncio.Protocol):
-    """Our connection to tritonserver: what comes goes to the client as it is."""
+    """The connection to tritonserver. Its data is forwarded to the client unchanged."""
 
     def __init__(self, client: ClientConnection) -> None:
         self._client = client
@@ -291,7 +295,7 @@ class ServerConnection(asyncio.Protocol):
             self._client.server_closed(False)
 
     def on_headers_complete(self) -> None:
-        if self._status_only:  # of a HEAD request
+        if self._status_only:  # the response to a HEAD request has no body
             self.on_message_complete()
 
     def on_message_complete(self) -> None:
@@ -325,7 +329,7 @@ class ServerConnection(asyncio.Protocol):
 
 
 class HttpProxy:
-    """secret: of this start. port: tritonserver's own. is_open: management is for everybody."""
+    """secret: of this start. port: tritonserver's own. is_open: whether all clients may use management."""
 
     def __init__(self, secret: bytes, port: int, is_open: bool) -> None:
         self.secret, self.open = secret, is_open

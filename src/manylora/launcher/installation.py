@@ -1,4 +1,6 @@
-"""Finds tritonserver: the given one, the container's, one on PATH, or that of the nvidia-pytriton wheel."""
+"""Finds tritonserver: a given path, the container's, the one on PATH, or that of the nvidia-pytriton
+wheel.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from manylora.errors import ConfigError
 
 CONTAINER = Path("/opt/tritonserver/bin/tritonserver")
 BINARY = Path("bin/tritonserver")
-STUBS = "python_backend_stubs"  # of the nvidia-pytriton wheel alone
+STUBS = "python_backend_stubs"  # only in the nvidia-pytriton wheel
 
 
 @dataclass(frozen=True)
 class Installation:
-    """The binary, further arguments it needs, and its environment."""
+    """The binary, the additional arguments it needs, and its environment."""
 
     binary: Path
     arguments: tuple[str, ...] = ()
@@ -28,8 +30,10 @@ class Installation:
 
 
 def find_tritonserver(wanted: str | None, run_dir: Path) -> Installation:
-    """wanted: the executable, or None. run_dir takes the wheel's backend directory. Raises ConfigError saying
-    what to install."""
+    """wanted: the executable, or None to search. run_dir: gets the backend directory if the wheel is used.
+
+    Raises ConfigError that says what to install.
+    """
     found = _given(wanted) if wanted is not None else _found()
     server = found.resolve().parent.parent
     if (server / STUBS).is_dir():
@@ -59,8 +63,10 @@ def _found() -> Path:
 
 
 def _from_wheel(server: Path, run_dir: Path) -> Installation:
-    """server: the folder of the nvidia-pytriton wheel that holds bin/tritonserver. Its Python backend is in
-    parts, one for each Python, and its libraries are in a folder of their own."""
+    """server: the folder of the nvidia-pytriton wheel with bin/tritonserver.
+
+    The wheel has one Python backend stub for each Python version, and its libraries in a separate folder.
+    """
     libraries = server.parent.parent / "nvidia_pytriton.libs"
     backend = run_dir / "backends" / "python"
     backend.mkdir(parents=True, exist_ok=True)
@@ -74,7 +80,7 @@ def _from_wheel(server: Path, run_dir: Path) -> Installation:
     if not source.is_file():
         raise ConfigError(f"the tritonserver wheel has no stub for Python {version}: use 3.10, 3.11 or 3.12")
     stub.unlink(missing_ok=True)
-    shutil.copy(source, stub)  # a copy: a stub that fails to start makes its own file unreadable
+    shutil.copy(source, stub)  # a copy, because a stub that fails to start makes its own file unreadable
     paths = (sysconfig.get_config_var("LIBDIR"), str(libraries), os.environ.get("LD_LIBRARY_PATH"))
     environment = dict(os.environ)
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', '')}"
@@ -84,7 +90,7 @@ def _from_wheel(server: Path, run_dir: Path) -> Installation:
 
 
 def _check_stub(stub: Path, environment: dict[str, str]) -> None:
-    """A stub whose libraries are missing would make the server hang without a word."""
+    """Check that the stub starts. With missing libraries the server would hang without an error."""
     result = subprocess.run(["ldd", str(stub)], env=environment, capture_output=True, text=True, check=False)
     missing = [line.split()[0] for line in result.stdout.splitlines() if "not found" in line]
     if missing:

@@ -1,4 +1,4 @@
-"""Log files, of limited size: a service that runs for years must not fill the disk."""
+"""Log files of limited size. A service that runs for years must not fill the disk."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-LOG_BYTES = 2**24  # of one file; as much again is kept of what came before
+LOG_BYTES = 2**24  # per file; the same amount of older output is kept
 
 
 def open_log(path: Path) -> int:
-    """Open for appending, for this user alone; if that fails, as on a full disk, output is discarded."""
+    """Open for appending, readable by this user only. If that fails, as on a full disk, output is
+    discarded.
+    """
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError:
@@ -20,9 +22,9 @@ def open_log(path: Path) -> int:
 
 
 def limit_size(path: Path, limit: int = LOG_BYTES) -> None:
-    """Empty a file that has grown beyond `limit` bytes; the last `limit` of them are copied to NAME.1.
+    """Truncate a file that has grown beyond `limit` bytes, after copying its last `limit` bytes to NAME.1.
 
-    It is not renamed, because processes have it open and go on writing to it.
+    It is not renamed, because other processes have it open and keep writing to it.
     """
     with suppress(OSError):
         if path.stat().st_size <= limit:
@@ -36,16 +38,16 @@ def limit_size(path: Path, limit: int = LOG_BYTES) -> None:
 
 
 class ServerLog:
-    """Why tritonserver did not start. To be created before it: what was in the file then is not read."""
+    """Finds out why tritonserver did not start. Create it before the server: earlier content is skipped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._start = path.stat().st_size if path.exists() else 0
 
     def refusal(self) -> str | None:
-        """The sentence that says why a model did not load."""
+        """The message that says why a model did not load."""
         found = re.findall(r"(?:UNAVAILABLE|Internal|Invalid argument): ([^|\n]+)", self._read())
-        return found[0].split("\\n")[0].strip(' "') if found else None  # without Python's trace
+        return found[0].split("\\n")[0].strip(' "') if found else None  # without Python's traceback
 
     def complaint(self) -> str | None:
         """The first error of any kind."""

@@ -1,4 +1,4 @@
-"""Who may use which of the server's interfaces, and files that only this user may read or write."""
+"""Access to the server's interfaces, and files that only this user may read or write."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from manylora.errors import ConfigError
 
-# Whoever may use these reads and writes other programs' memory, loads models, or fills the disk with logs.
+# Clients with access to these can touch other programs' memory, load models, or fill the disk with logs.
 MANAGEMENT = "shared-memory,model-repository,trace,logging"
 PUBLIC = "health,metadata,inference,model-config,statistics"
 MANAGEMENT_HEADER = "manylora-management"
@@ -19,9 +19,9 @@ SECRET_FILE = "management.secret"
 
 
 def management_secret(run_dir: Path, given: Path | None) -> str:
-    """What a client has to send for management: the content of `given`, or made for this start.
+    """The secret that clients must send for management: the content of `given`, or a new one.
 
-    It lies in `run_dir` as well, for this user only. Raises ConfigError.
+    It is also written to `run_dir`, readable by this user only. Raises ConfigError.
     """
     secret = secrets.token_hex(32) if given is None else _read(given)
     _write_private(run_dir / SECRET_FILE, secret.encode())
@@ -29,7 +29,7 @@ def management_secret(run_dir: Path, given: Path | None) -> str:
 
 
 def management_flags(secret: str, is_open: bool, given: tuple[str, ...]) -> list[str]:
-    """Of tritonserver, whose HTTP port is behind our proxy. given: the user's flags, which go first."""
+    """Flags for tritonserver, whose HTTP port is behind our proxy. given: the user's flags, which win."""
     theirs = {argument.split("=", 1)[0] for argument in given}
     flags = {"--http-restricted-api": f"{MANAGEMENT},{PUBLIC}"}
     if not is_open:
@@ -38,14 +38,14 @@ def management_flags(secret: str, is_open: bool, given: tuple[str, ...]) -> list
 
 
 def http_proxy_command(address: str, port: int, inner_port: int, run_dir: Path, is_open: bool) -> list[str]:
-    """Of the process of `http_proxy`. Its port is `port`, the server's own `inner_port`."""
+    """The command of the `http_proxy` process. port: public. inner_port: tritonserver's own."""
     command = [sys.executable, "-m", "manylora.launcher.http_proxy", f"--address={address}", f"--port={port}"]
     command += [f"--inner-port={inner_port}", f"--secret-file={run_dir / SECRET_FILE}"]
     return [*command, *(["--open"] if is_open else [])]
 
 
 def describe_access(address: str, run_dir: Path, management_is_open: bool) -> str:
-    """For the terminal: what is open to whom."""
+    """Text for the terminal: which interfaces are open to whom."""
     whose = "from this machine only" if address in ("127.0.0.1", "localhost") else f"on {address}"
     if management_is_open:
         kind = "management, which reads and writes memory of this machine, is open too"
@@ -55,7 +55,7 @@ def describe_access(address: str, run_dir: Path, management_is_open: bool) -> st
 
 
 def check_own_directory(path: Path) -> None:
-    """Raises ConfigError where another user could have laid something in the place of our directory."""
+    """Raises ConfigError if another user could have created something in place of our directory."""
     try:
         found = path.lstat()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Writes a model repository: the templates of `model_repo`, filled for one model and its adapters."""
+"""Writes a model repository: the templates of `model_repo`, filled in for one model and its adapters."""
 
 from __future__ import annotations
 
@@ -18,28 +18,31 @@ from manylora.launcher.repository import MANDATORY
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.parameters import ENGINE, engine_config, written_parameters
 
-MARK = "manylora-repo.json"  # in a repository that was written here: its models may be written again
+MARK = "manylora-repo.json"  # marks a repository written by this command, which may be overwritten
 CONFIG = "config.pbtxt"
-# Values of bare variables, and those without which no model starts. The rest stays open, which means the
-# default. Those that are not numbers are checked by their form here.
+# Values of bare variables, and those that models need to start. All others stay open, which selects the
+# default. Values that are not numbers are checked here for their form.
 BASICS = {
     **templates.DEFAULTS,
     "triton_backend": "python",
-    "triton_max_batch_size": "64",  # rows of one request; how many run at once is max_num_sequences
+    "triton_max_batch_size": "64",  # rows per request; max_num_sequences limits how many run at once
     "decoupled_mode": "True",
     "batching_strategy": "inflight_fused_batching",
     "encoder_input_features_data_type": "TYPE_FP16",
     "logits_datatype": "TYPE_FP32",
 }
-INSTANCES = "_instance_count"  # variables that end so have the value 1
+INSTANCES = "_instance_count"  # variables with this suffix get the value 1
 TYPES = ("TYPE_FP16", "TYPE_BF16", "TYPE_FP32")
 
 
 @dataclass(frozen=True)
 class RepositoryPlan:
-    """model: a Hugging Face directory. lora_root: its subfolders are adapters, asked for by their names, and
-    by task id where the name is a number. models: of the templates; empty: all. values: template variables,
-    before everything else."""
+    """What to write.
+
+    model: a Hugging Face directory. lora_root: its subfolders are adapters, chosen by name, and by task id
+    where the name is a number. models: which templates; empty: all. values: template variables, which
+    override everything else.
+    """
 
     model: Path
     lora_root: Path | None = None
@@ -48,8 +51,10 @@ class RepositoryPlan:
 
 
 def write_repository(plan: RepositoryPlan, folder: Path) -> list[str]:
-    """The models' names. folder: new, empty, or written here before. Raises ConfigError before anything is
-    written, OSError."""
+    """Write the repository and return the names of its models. folder: new, empty, or written by this before.
+
+    Raises ConfigError before anything is written, and OSError.
+    """
     texts = _templates(plan.models)
     values = _values(plan, texts)
     filled = {name: templates.fill(text, values) for name, text in texts.items()}
@@ -68,7 +73,7 @@ def write_repository(plan: RepositoryPlan, folder: Path) -> list[str]:
 
 
 def _templates(names: Sequence[str]) -> dict[str, str]:
-    """Model -> text of its config.pbtxt. Raises ConfigError, also for what was filled in place."""
+    """Model -> text of its config.pbtxt. Raises ConfigError, also for templates that were filled in place."""
     known = sorted(path.parent.name for path in templates.FOLDER.glob(f"*/{CONFIG}"))
     for name in names:
         if name not in known:
@@ -120,14 +125,16 @@ def _adapters(root: Path | None) -> dict[str, str]:
 
 
 def _quoted(name: str, value: str) -> str:
-    """Raises ConfigError for what cannot stand between quotes."""
+    """Raises ConfigError for text that cannot stand between quotes."""
     if not value.isprintable() or set(value) & set('"\\'):
         raise ConfigError(f"{name} must not contain quotes, backslashes or control characters: {value!r}")
     return value
 
 
 def _bare(name: str, value: str) -> str:
-    """Raises ConfigError for what Triton could not read: its own message would not name the variable."""
+    """Raises ConfigError for text that Triton could not parse. Triton's own error does not name the
+    variable.
+    """
     usual = BASICS.get(name, "1")
     try:
         if usual.startswith("TYPE_"):
@@ -143,7 +150,7 @@ def _bare(name: str, value: str) -> str:
 
 
 def _check(plan: RepositoryPlan, filled: Mapping[str, str]) -> None:
-    """What the models would refuse when they start. Raises ConfigError."""
+    """Raises ConfigError for values that the models would refuse at start."""
     check_model_folder(plan.model)
     folders = {written_parameters(text).get("tokenizer_dir", "") for text in filled.values()}
     for folder in folders - {""}:
@@ -153,7 +160,7 @@ def _check(plan: RepositoryPlan, filled: Mapping[str, str]) -> None:
 
 
 def _written_before(folder: Path) -> list[str]:
-    """Models that were written into the folder here. Raises ConfigError if there is anything else in it."""
+    """Models that were written to the folder before. Raises ConfigError if it contains anything else."""
     if not folder.exists():
         return []
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""Child processes that end with their parent, and are found again by a variable of their environment."""
+"""Child processes that end with their parent, and can be found again by an environment variable."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
-GONE_S = 5.0  # for the system to end what was killed
-PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")  # of ports that the system gives to connections
-PORTS = range(20000, 32000)  # that are chosen from, those below that range
+GONE_S = 5.0  # for killed processes to disappear
+PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")  # ephemeral ports
+PORTS = range(20000, 32000)  # candidates, below the ephemeral range
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -29,7 +29,8 @@ def spawn(
     prepare: Callable[[], None] = lambda: None,
     pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen:
-    """Start a process in its own session, which gets no signals of the terminal. Killed when its parent ends.
+    """Start a process in its own session, so that it gets no terminal signals. It is killed when its parent
+    ends.
 
     prepare: called in the new process before the command runs.
     """
@@ -37,7 +38,7 @@ def spawn(
 
     def tie() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it was killed before the line above
+        if os.getppid() != parent:  # the parent was killed before the line above
             os._exit(1)
         prepare()
 
@@ -54,30 +55,31 @@ def spawn(
 
 
 def end_marked(name: str, value: str) -> None:
-    """Kill every process of this user that was started with this environment variable; wait for their end.
+    """Kill every process of this user that was started with this environment variable, and wait until they
+    end.
 
-    A process number can be another's by now; what a process was started with stays its own.
+    Process ids may be reused. The environment a process was started with cannot change.
     """
     mark = f"{name}={value}".encode()
     end_all(lambda: marked(mark))
 
 
 def end_all(find: Callable[[], list[int]]) -> None:
-    """Kill what `find` gives, until it gives nothing more."""
+    """Kill the processes that `find` returns, until it returns none."""
     deadline = time.monotonic() + GONE_S
     while (pids := find()) and time.monotonic() < deadline:
         for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    # Orphans become children of a supervisor that is process 1 of a container.
+    # Orphans become children of a supervisor that is process 1 of a container: reap them.
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
 def marked(mark: bytes) -> list[int]:
-    """Processes with this NAME=VALUE in the environment that they were started with."""
+    """Processes that were started with this NAME=VALUE in their environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -92,7 +94,7 @@ def exit_text(code: int) -> str:
 
 
 def stat_of(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the third (its state) on; None when there is no such process."""
+    """The fields of /proc/PID/stat from the third (state) on. None if there is no such process."""
     with contextlib.suppress(OSError):
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         return text.rsplit(")", 1)[1].split()
@@ -100,13 +102,13 @@ def stat_of(pid: int) -> list[str] | None:
 
 
 def is_alive(pid: int) -> bool:
-    """Running, and not a zombie that nobody has waited for."""
+    """Whether it runs. A zombie does not count."""
     fields = stat_of(pid)
     return fields is not None and fields[0] not in "ZX"
 
 
 def is_child(pid: int) -> bool:
-    """Whether it is alive; one that has ended is waited for."""
+    """Whether it is alive. Reaps it if it has ended."""
     try:
         return pid > 0 and os.waitpid(pid, os.WNOHANG)[0] == 0
     except ChildProcessError:
@@ -114,8 +116,7 @@ def is_child(pid: int) -> bool:
 
 
 def free_port() -> int:
-    """Of this machine's own address, for somebody who takes it soon. Where there is one, a port that the
-    system gives to no connection meanwhile. Raises OSError."""
+    """A free port for immediate use, outside the ephemeral range if there is one. Raises OSError."""
     try:
         first_given = int(PORT_RANGE.read_text(encoding="utf-8").split()[0])
     except (OSError, ValueError, IndexError):

@@ -1,5 +1,6 @@
-"""Checks that a model repository is filled in. Sets what has a default, and the Python backend in place of
-TensorRT-LLM's."""
+"""Checks that a model repository is filled in. Fills in defaults, and replaces TensorRT-LLM's backend by
+Python's.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from pathlib import Path
 from manylora.errors import ConfigError
 from manylora.launcher.templates import DEFAULTS, bare_variables, fill
 
-CPP_BACKEND = "tensorrtllm"  # runs engines; what fills the template with it gets the model that is there
-MANDATORY = {  # template variables that may not stay open although they stand in quotes, by model
+CPP_BACKEND = "tensorrtllm"  # templates filled for TensorRT-LLM's backend get our model instead
+MANDATORY = {  # quoted template variables that must be filled, by model
     "tensorrt_llm": ("engine_dir", "triton_backend"),
     "preprocessing": ("tokenizer_dir",),
     "postprocessing": ("tokenizer_dir",),
@@ -18,7 +19,9 @@ MANDATORY = {  # template variables that may not stay open although they stand i
 
 
 def check_filled(config: Path) -> None:
-    """Raises ConfigError naming the first template variable of a config.pbtxt that needs a value."""
+    """Raises ConfigError that names the first template variable of a config.pbtxt without a required
+    value.
+    """
     text = config.read_text(encoding="utf-8")
     quoted = [name for name in MANDATORY.get(config.parent.name, ()) if f"${{{name}}}" in text]
     missing = [name for name in (*bare_variables(text), *quoted) if name not in DEFAULTS]
@@ -30,7 +33,7 @@ def check_filled(config: Path) -> None:
 
 
 def with_defaults(repo: Path, run_dir: Path) -> Path:
-    """The repository itself, or one in `run_dir` that links to it and has the defaults filled in."""
+    """The repository itself, or one in `run_dir` that links to it with the defaults filled in."""
     texts = {path: path.read_text(encoding="utf-8") for path in sorted(repo.glob("*/config.pbtxt"))}
     filled = {path: _filled(text) for path, text in texts.items()}
     if filled == texts:

@@ -1,7 +1,7 @@
-"""Which process supervises a service and which stand by: each role is a lock on one byte of a file.
+"""Which process supervises a service and which ones stand by. Each role is a lock on one byte of a file.
 
-The kernel releases a lock when its process ends, and says which process holds it. A process id in a file
-could be that of another process by now.
+The kernel releases a lock when its process ends, and tells which process holds it. A process id written to a
+file could belong to another process by now.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from contextlib import suppress
 from pathlib import Path
 
 SUPERVISOR = 0
-DEPUTIES = (1, 2)  # two, so that the supervisor and one of them may be killed in the same instant
+DEPUTIES = (1, 2)  # two, so that one survives if the supervisor and the other are killed together
 LAUNCH = 3  # held by the command that starts a service until that has started
 FLOCK = "@hhqqi"  # struct flock: type, whence, start, length, pid
 
 
 class Roles:
-    """fd: of the file, open for writing. A child of `fork` shares the file and holds no role.
+    """fd: of the file, open for writing. A forked child shares the file but holds no role.
 
-    Nothing else in this process may open the file: closing that would release the locks.
+    Nothing else in this process may open the file, because closing it would release the locks.
     """
 
     def __init__(self, fd: int, folder: int | None = None) -> None:
@@ -34,18 +34,18 @@ class Roles:
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
         fd = os.open(path, flags, 0o600)
         folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-        # systemd-tmpfiles removes old files of /tmp, but not from a locked folder.
+        # systemd-tmpfiles removes old files of /tmp, but skips locked folders.
         fcntl.flock(folder, fcntl.LOCK_SH)
         return cls(fd, folder)
 
     def is_at(self, path: Path) -> bool:
-        """Whether the file still has this name: a process that ended meanwhile may have removed it."""
+        """Whether the file still has this name. Another process may have removed it when it ended."""
         with suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(self._fd), path.lstat())
         return False
 
     def take(self, role: int) -> bool:
-        """False when another process has it."""
+        """Return False if another process has it."""
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, role)
         except (BlockingIOError, PermissionError):
@@ -53,20 +53,20 @@ class Roles:
         return True
 
     def wait(self, role: int) -> None:
-        """Take it as soon as its holder ends."""
+        """Block until the holder ends, then take the role."""
         fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, role)
 
     def leave(self, role: int) -> None:
         fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, role)
 
     def holder(self, role: int) -> int:
-        """Process id of the other process that has it; 0: none; -1: one outside this container."""
+        """Process id of the other process that has it. 0: none; -1: a process outside this container."""
         asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, role, 1, 0).ljust(64, b"\0")
         kind, *_, pid = struct.unpack_from(FLOCK, fcntl.fcntl(self._fd, fcntl.F_GETLK, asked))
         return 0 if kind == fcntl.F_UNLCK else pid or -1
 
     def holders(self) -> list[int]:
-        """Of the supervisor's and the deputies' roles."""
+        """Holders of the supervisor's and the deputies' roles."""
         return [pid for role in (SUPERVISOR, *DEPUTIES) if (pid := self.holder(role))]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One tritonserver process tree: its command, its readiness, its end."""
+"""One tritonserver process tree: its command line, readiness, and end."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ from manylora.system.own_clock import OwnClock
 
 logger = logging.getLogger("manylora.launcher")
 
-SILENCE_S = 30.0  # of the HTTP port, before the server counts as hung
-STOPPED_S = 5.0  # that a process is stopped by a signal, before it counts as hung
-UNCLAIMED_S = 1.0  # that the server leaves a model's dead process alone, which it has not seen then
+SILENCE_S = 30.0  # an HTTP port silent for this long counts as hung
+STOPPED_S = 5.0  # a process stopped by a signal for this long counts as hung
+UNCLAIMED_S = 1.0  # a dead model process the server ignores for this long was not noticed by it
 PROBE_S = 0.5
-LOOK_S = 2.0  # of `OwnClock`: what a look, which may wait for the HTTP port, can count
-QUIET_S = 2.0  # without a request, before a server that has grown is restarted
-# glibc's, for whatever large came in a request to be given back to the system.
+LOOK_S = 2.0  # of `OwnClock`: the most that one check, which may wait for HTTP, can add
+QUIET_S = 2.0  # idle time before a server that has grown is restarted
+# Makes glibc return the memory of large requests to the system.
 ALLOCATOR = {"MALLOC_ARENA_MAX": 2, "MALLOC_MMAP_THRESHOLD_": 2**17, "MALLOC_TRIM_THRESHOLD_": 2**17}
-RESIDENT = 21  # of `stat_of`, in pages
+RESIDENT = 21  # index of resident pages in `stat_of`
 PAGE = os.sysconf("SC_PAGE_SIZE")
-STACK = 128 * 2**20  # bytes of a thread of tritonserver; only what is used takes memory
+STACK = 128 * 2**20  # stack bytes per tritonserver thread; only used pages take memory
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What the user asked for."""
+    """The user's options."""
 
     model_repo: Path
     http_port: int
@@ -60,32 +60,33 @@ class ServerOptions:
     address: str
     start_timeout: float
     drain_timeout: float
-    exit_timeout: int  # seconds, for tritonserver itself
+    exit_timeout: int  # seconds for tritonserver to exit
     hang_timeout: float
     server_memory: int  # bytes
     verbose_log: str | None
     triton_args: tuple[str, ...]
     management_secret: str
     open_management: bool
-    world_size: int | None = None  # ranks of the engine; None: as its parameters say
+    world_size: int | None = None  # ranks of the engine; None: from its parameters
 
     @property
     def loads_models(self) -> bool:
-        """Whether models come and go while the server runs: `--triton-arg=--model-control-mode=explicit`."""
+        """Whether models can be loaded at run time: `--triton-arg=--model-control-mode=explicit`."""
         return any("model-control-mode" in one for one in self.triton_args)
 
 
 class MemoryLimit:
-    """When tritonserver is restarted because of the memory it has taken. limit: bytes, 0 for none.
+    """Decides when tritonserver is restarted because of its memory. limit: bytes, 0 for none.
 
-    The server never frees what large tensors and refused gRPC requests took."""
+    The server never frees the memory of large tensors and refused gRPC requests.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._quiet_since: float | None = None
 
     def exceeded(self, resident: int, held: int, now: float) -> str | None:
-        """The reason to restart now: no request for a moment, or twice the limit.
+        """The reason to restart now: over the limit and idle for a moment, or over twice the limit.
 
         resident: bytes of the server. held: open requests. now: seconds of a monotonic clock.
         """
@@ -100,20 +101,22 @@ class MemoryLimit:
 
 
 class TritonServer:
-    """Started by the constructor; `wait_ready` waits until it serves, `loss` says if a part died or hangs."""
+    """Started by the constructor. `wait_ready` waits until it serves; `loss` tells if a part died or
+    hangs.
+    """
 
     def __init__(self, installation: Installation, options: ServerOptions, run_dir: Path) -> None:
         self._options = options
         self._run_dir = run_dir
-        self._models: dict[int, str] = {}  # process -> model, of those that loaded or load
-        self._since: dict[tuple[str, int], float] = {}  # (what is wrong with it, process) -> since when
-        self._clock = OwnClock(LOOK_S)  # by which something lasts; read at every look
+        self._models: dict[int, str] = {}  # process -> model, loading or loaded
+        self._since: dict[tuple[str, int], float] = {}  # (problem, process) -> since when
+        self._clock = OwnClock(LOOK_S)  # measures how long a problem lasts; read at every check
         self._last_answer = self._last_progress = self._clock.read()
         self._last_probe = time.monotonic()
-        self._seen = (0, 0)  # requests held and progress of the engine
+        self._seen = (0, 0)  # open requests and progress of the engine
         self._memory = MemoryLimit(options.server_memory)
-        self._written: dict[int, tuple[int, float]] = {}  # process -> time of its report, when that was new
-        with contextlib.suppress(OSError):  # on a full disk the marks of a server before this one may stay
+        self._written: dict[int, tuple[int, float]] = {}  # process -> time of its report, first seen at
+        with contextlib.suppress(OSError):  # on a full disk an earlier server's marks may remain
             (run_dir / DRAIN_FILE).unlink(missing_ok=True)
             (run_dir / STARTING_FILE).touch()
         self._log = ServerLog(run_dir / "server.log")
@@ -139,7 +142,7 @@ class TritonServer:
 
     @property
     def pids(self) -> list[int]:
-        """Of the server and its models' processes."""
+        """Ids of the server and its models' processes."""
         return [self.pid, self._proxy.pid, *sorted(self._models)]
 
     def wait_ready(self, stopping: Callable[[], bool]) -> None:
@@ -154,11 +157,11 @@ class TritonServer:
             return not stopping() and self._broken() is None and time.monotonic() < deadline
 
         while going():
-            # Asked within the loop: an answer may never come from a server whose models died.
+            # Polled within the loop, because a server whose models died may never respond.
             if self._answers("/v2/health/ready", going) and self._canary(going):
                 with contextlib.suppress(OSError):
                     for region in _shared_memory(self._options.http_port):
-                        region.chmod(0o600)  # Triton makes them readable for everybody, whatever the umask
+                        region.chmod(0o600)  # Triton makes them world-readable, whatever the umask
                     (self._run_dir / STARTING_FILE).unlink(missing_ok=True)
                 self._find_models()
                 self._last_answer = self._last_progress = self._clock.read()
@@ -175,7 +178,7 @@ class TritonServer:
         )
 
     def _broken(self) -> Exception | None:
-        """Why the start cannot succeed any more."""
+        """Why the start can no longer succeed. None: it still can."""
         code = self._process.poll()
         if code is not None:
             if code < 0:
@@ -185,7 +188,7 @@ class TritonServer:
                 return RuntimeError(reason or f"tritonserver ended with status {code} while starting")
             return ConfigError(reason)
         if (code := self._proxy.poll()) is not None:
-            return RuntimeError(f"the HTTP door ended with status {code} while starting")
+            return RuntimeError(f"the HTTP proxy ended with status {code} while starting")
         self._find_models()
         for pid in self._children():
             model, fields = self._models.get(pid, "a model"), stat_of(pid)
@@ -198,7 +201,7 @@ class TritonServer:
         return None
 
     def _lasts(self, what: str, pid: int, now: bool) -> float:
-        """For how many seconds it has been so."""
+        """For how many seconds the problem has lasted."""
         if not now:
             self._since.pop((what, pid), None)
             return 0.0
@@ -218,12 +221,12 @@ class TritonServer:
         return self._hangs() or self._has_grown()
 
     def _died(self) -> str | None:
-        for name, process in (("tritonserver", self._process), ("the HTTP door", self._proxy)):
+        for name, process in (("tritonserver", self._process), ("the HTTP proxy", self._proxy)):
             if (code := process.poll()) is not None:
                 return f"{name} ended with {exit_text(code)}"
         for pid, model in list(self._models.items()):
             fields = stat_of(pid)
-            if fields is None or fields[0] == "Z":  # the server waits for those alone that it has ended
+            if fields is None or fields[0] == "Z":  # the server reaps only processes that it ended itself
                 if self._options.loads_models and not _how(fields):
                     logger.info("%s was unloaded, or could not be loaded", model)
                     del self._models[pid]
@@ -233,8 +236,9 @@ class TritonServer:
         return None
 
     def _hangs(self) -> str | None:
-        """Whether a process was stopped, the server stopped answering, a model's process stopped reporting,
-        or the engine stopped stepping with requests open."""
+        """Whether a process was stopped, the server stopped responding, a model's process stopped reporting,
+        or the engine stopped stepping while requests are open.
+        """
         limit = self._options.hang_timeout
         if not limit:
             return None
@@ -270,9 +274,10 @@ class TritonServer:
         return self._memory.exceeded(int(fields[RESIDENT]) * PAGE, held, time.monotonic())
 
     def drain(self, hurry: Callable[[], bool]) -> None:
-        """Have new requests refused, and wait until every model's process is idle, at most the drain timeout.
+        """Make the server refuse new requests, and wait until all models are idle, at most for the drain
+        timeout.
 
-        Idle for as long as two reports take: a last response may be on its way from one model to the next.
+        Idle must last for two reports: a last response may be on its way from one model to the next.
         """
         try:
             (self._run_dir / DRAIN_FILE).touch()
@@ -288,7 +293,7 @@ class TritonServer:
                 idle_since = now
 
     def stop(self) -> None:
-        """End it in order, then by force."""
+        """Shut it down in order, then by force."""
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -296,9 +301,9 @@ class TritonServer:
         self.kill()
 
     def kill(self) -> None:
-        """The server and its proxy: `remove_leftovers` ends what is left of its models."""
+        """Kill the server and its proxy. `remove_leftovers` ends what remains of its models."""
         for process in (self._process, self._proxy):
-            if process.poll() is None:  # otherwise its number may be another's
+            if process.poll() is None:  # otherwise its id may belong to another process
                 process.kill()
                 process.wait()
 
@@ -336,18 +341,20 @@ class TritonServer:
                     found = re.search(
                         rb"/([^/\0]+)/[0-9]+/model\.py\0", Path(f"/proc/{pid}/cmdline").read_bytes()
                     )
-                    if found:  # otherwise it has not become the model's process yet
+                    if found:  # otherwise it is not yet the model's process
                         self._models[pid] = found[1].decode(errors="replace")
 
     def _canary(self, going: Callable[[], bool]) -> bool:
-        """One token through the ensemble, where there is one."""
+        """Send one token through the ensemble, if there is one."""
         if not (self._options.model_repo / "ensemble").is_dir():
             return True
         body = json.dumps({"text_input": "a", "max_tokens": 1})
         return self._answers("/v2/models/ensemble/generate", going, body)
 
     def _answers(self, path: str, going: Callable[[], bool], body: str | None = None) -> bool:
-        """Whether it answers with success while `going` says yes, which is asked several times a second."""
+        """Whether it answers with success while `going` returns True. `going` is called several times a
+        second.
+        """
         o = self._options
         host = "127.0.0.1" if o.address == "0.0.0.0" else o.address
         connection = http.client.HTTPConnection(host, o.http_port, timeout=1)
@@ -364,21 +371,23 @@ class TritonServer:
 
 
 def _widen_stacks() -> None:
-    """Triton's HTTP threads keep 16 bytes on their stack for every piece in which a body has come."""
+    """Raise the stack limit: Triton's HTTP threads use 16 bytes of stack per chunk of a body."""
     _, most = resource.getrlimit(resource.RLIMIT_STACK)
     wanted = STACK if most == resource.RLIM_INFINITY else min(STACK, most)
     resource.setrlimit(resource.RLIMIT_STACK, (wanted, most))
 
 
 def _how(fields: list[str] | None) -> str:
-    """Of a process that nobody has waited for."""
+    """How a process that nobody has reaped has ended."""
     code = os.waitstatus_to_exitcode(int(fields[-1])) if fields else 0
     return f" with {exit_text(code)}" if code else ""
 
 
 def remove_leftovers(run_dir: Path, http_port: int | None) -> None:
-    """End what is left of a server of this run directory, and remove its shared memory. http_port: None where
-    there was no server, but a rank of one elsewhere."""
+    """End what remains of a server in this run directory, and remove its shared memory.
+
+    http_port: None if there was no server, only a rank of one elsewhere.
+    """
     end_marked(RUN_DIR, str(run_dir))
     for region in [] if http_port is None else _shared_memory(http_port):
         with contextlib.suppress(OSError):
@@ -386,7 +395,7 @@ def remove_leftovers(run_dir: Path, http_port: int | None) -> None:
 
 
 def _prefix(http_port: int) -> str:
-    """Of the shared-memory files: one server at a time for one user and port."""
+    """Prefix of the shared-memory files. One server at a time per user and port."""
     return f"manylora_{os.getuid()}_{http_port}_"
 
 

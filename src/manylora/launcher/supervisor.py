@@ -1,7 +1,8 @@
 """Supervisor: the loop that starts, watches, restarts and stops one service of any kind.
 
-If a supervisor is killed nothing else would restart its service. So it may have deputies: processes that only
-wait, and of which one takes over when the supervisor is gone. The supervisor replaces deputies that end.
+Nothing else would restart the service if a supervisor is killed. A supervisor may therefore have deputies:
+processes that only wait, one of which takes over when the supervisor is gone. The supervisor replaces
+deputies that end.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from manylora.launcher.state import State
 
 logger = logging.getLogger("manylora.launcher")
 
-START_TRIES = 3  # of a first start that crashes; one that is refused is final
+START_TRIES = 3  # attempts if the first start crashes; a refused start is final
 POLL_S = 0.1
 WATCH_S = 0.5
 FIRST_PAUSE_S = 1.0
@@ -30,21 +31,21 @@ LAST_PAUSE_S = 30.0
 
 
 class StoppedError(Exception):
-    """A start was ended by a signal, or the service has done its work."""
+    """A start was interrupted by a signal, or the service has done its work."""
 
 
 class SupervisedService(Protocol):
     """What a Supervisor starts and stops."""
 
     def start(self, stopping: Callable[[], bool]) -> None:
-        """Start it, and return when it serves. Calls `stopping` several times a second.
+        """Start it, and return when it is ready. Calls `stopping` several times a second.
 
         Raises ConfigError if it refuses to start, RuntimeError if it crashed, TimeoutError if it took too
         long, StoppedError if `stopping` returned True.
         """
 
     def loss(self) -> str | None:
-        """The reason why it has to be restarted, or None. Raises StoppedError when it has ended for good."""
+        """The reason why it has to be restarted, or None. Raises StoppedError if it has ended for good."""
 
     def processes(self) -> list[int]:
         """Ids of its processes, the main one first."""
@@ -53,18 +54,19 @@ class SupervisedService(Protocol):
         """Called about twice a second."""
 
     def stop(self, hurry: Callable[[], bool]) -> None:
-        """Let it finish its work, until `hurry` returns True after a second signal, and end it."""
+        """Let it finish its work, until `hurry` returns True after a second signal. Then end it."""
 
     def kill(self) -> None:
-        """End it at once, with what an earlier supervisor may have left of it."""
+        """Kill it at once, with anything that an earlier supervisor may have left of it."""
 
     def close(self, reason: str | None) -> None:
-        """Clean up: it is not restarted, because of `reason` or, if None, because it was stopped."""
+        """Clean up. It will not be restarted: because of `reason`, or if None because it was stopped."""
 
 
 class Supervisor:
-    """deputies: how many processes stand by. tries: failed restarts in a row after which the service is given
-    up; 0: it is not restarted; None: never given up."""
+    """deputies: number of processes that stand by. tries: failed restarts in a row after which the service is
+    given up. 0: never restart; None: never give up.
+    """
 
     def __init__(
         self,
@@ -78,20 +80,20 @@ class Supervisor:
         self._roles = roles
         self._state = state
         self._wanted = DEPUTIES[:deputies]
-        self._forked: dict[int, int] = {}  # role -> the process that is to take it
+        self._forked: dict[int, int] = {}  # role -> the process that will take it
         self._tries = tries
         self._signals = 0
         self.last_signal = 0
         self._last_care = 0.0
 
     def run(self) -> int:
-        """Until a signal (0) or until the service is given up (1); the state says why."""
+        """Run until a signal (returns 0) or until the service is given up (returns 1). The state says why."""
         if not self._roles.take(SUPERVISOR):
             raise ConfigError(f"process {self._roles.holder(SUPERVISOR)} supervises this service already")
         return self._supervise(None)
 
     def _supervise(self, loss: str | None) -> int:
-        """loss: what happened to the service before, if it has served."""
+        """loss: what happened to the service before, if it was serving."""
         for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN:  # nohup
                 signal.signal(name, self._on_signal)
@@ -123,7 +125,7 @@ class Supervisor:
         self.last_signal = number
 
     def _stopping(self) -> bool:
-        """Whether a signal came. It is called all the time, so regular work is done here."""
+        """Whether a signal came. This is called all the time, so regular work is done here, too."""
         if time.monotonic() - self._last_care > WATCH_S:
             self._last_care = time.monotonic()
             self._renew_deputies()
@@ -131,7 +133,7 @@ class Supervisor:
         return self._signals > 0
 
     def _watch(self) -> str | None:
-        """Return why the service has to be restarted, or None when it is to stop."""
+        """Return why the service has to be restarted, or None if it has to stop."""
         while not self._stopping():
             if (loss := self._service.loss()) is not None:
                 return loss
@@ -139,7 +141,7 @@ class Supervisor:
         return None
 
     def _start_first(self) -> None:
-        """Raises ConfigError when it cannot work."""
+        """Raises ConfigError if the service cannot work."""
         for attempt in range(1, START_TRIES + 1):
             try:
                 self._start()
@@ -153,7 +155,7 @@ class Supervisor:
                 logger.warning("%s; trying again", error)
 
     def _start_again(self, loss: str) -> None:
-        """Raises ConfigError when it is given up."""
+        """Raises ConfigError if it is given up."""
         if self._tries == 0:
             raise ConfigError(loss)
         restarts = self._state.read()["restarts"] + 1
@@ -195,7 +197,7 @@ class Supervisor:
                 continue
             try:
                 pid = os.fork()
-            except OSError as error:  # no room for a process now; perhaps the next time
+            except OSError as error:  # no resources for a process now; retried later
                 logger.warning("a deputy could not be started: %s", error)
                 return
             if pid == 0:
@@ -203,8 +205,9 @@ class Supervisor:
             self._forked[role] = pid
 
     def _stand_by(self, role: int) -> NoReturn:
-        """A deputy: wait for the end of the supervisor, and take over. A supervisor that is stopped ends its
-        deputies first."""
+        """Body of a deputy: wait for the end of the supervisor, and take over. A supervisor that is told to
+        stop ends its deputies first.
+        """
         code = 1
         try:
             os.setsid()
@@ -229,14 +232,14 @@ class Supervisor:
             os._exit(code)
 
     def _close_files(self) -> None:
-        """A connection that the supervisor has open must end when the supervisor closes it."""
+        """Close inherited connections: one that the supervisor closes must really be closed."""
         keep = {0, 1, 2, self._state.fd, *self._roles.files}
         for fd in {int(path.name) for path in Path("/proc/self/fd").iterdir()} - keep:
             with contextlib.suppress(OSError):
                 os.close(fd)
 
     def _end_for(self, before: dict) -> int:
-        """The supervisor was killed while it ended."""
+        """Finish the shutdown of a supervisor that was killed during it."""
         self._service.kill()
         self._end_deputies()
         self._service.close(before["reason"] if before["state"] == "failed" else None)

@@ -1,4 +1,4 @@
-"""Template variables of config.pbtxt files: `${name}`, in quotes or bare, and the values they are given."""
+"""Template variables of config.pbtxt files, `${name}` with or without quotes, and their values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from string import Template
 
 FOLDER = Path(__file__).parents[1] / "model_repo"
-# Bare variables that TensorRT-LLM's own lines do not name, since its repository does not have them.
+# Bare variables that TensorRT-LLM's fill_template commands do not set, because its repository lacks them.
 DEFAULTS = {
     "lora_weights_data_type": "TYPE_FP16",
     "max_queue_delay_microseconds": "0",
@@ -18,7 +18,7 @@ DEFAULTS = {
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """The text with the values of these variables; others stay as they are."""
+    """The text with these variables replaced. Others stay as they are."""
     return Template(text).safe_substitute(values)
 
 
@@ -27,5 +27,5 @@ def variables(text: str) -> set[str]:
 
 
 def bare_variables(text: str) -> list[str]:
-    """Those outside quotes and comments: Triton cannot read a file with one of them."""
+    """Variables outside quotes and comments. Triton cannot parse a file that has any."""
     return re.findall(r"\$\{(\w+)\}", re.sub(r'"[^"\n]*"|#[^\n]*', "", text))

@@ -1,4 +1,4 @@
-"""The service that the launcher keeps: one tritonserver after another on the same ports."""
+"""The service that the launcher supervises: a tritonserver that is restarted on the same ports."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from manylora.launcher.supervisor import StoppedError
 
 logger = logging.getLogger("manylora.launcher")
 
-FAILED = "failed"  # file with the reason, when the service was given up
+FAILED = "failed"  # file with the reason why the service was given up
 PORTS_S = 10.0
 
 
 class InRunDirectory:
-    """run_dir: logs, marks, reports and the backend directory; removed when the service is stopped."""
+    """run_dir: logs, marks, reports and the backend directory. It is removed when the service is stopped."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -40,7 +40,7 @@ class InRunDirectory:
 
 
 class TritonService(InRunDirectory):
-    """A tritonserver after another."""
+    """A tritonserver that is restarted when it is lost."""
 
     def __init__(self, installation: Installation, options: ServerOptions, run_dir: Path) -> None:
         super().__init__(run_dir)
@@ -71,7 +71,7 @@ class TritonService(InRunDirectory):
         remove_leftovers(self._run_dir, self._options.http_port)
 
     def _wait_for_ports(self, stopping: Callable[[], bool]) -> None:
-        """A server that was killed may keep its ports a moment longer."""
+        """Wait for free ports: a killed server may hold them a moment longer."""
         o, deadline = self._options, time.monotonic() + PORTS_S
         while time.monotonic() < deadline and not all(
             port_is_free(port, o.address) for port in (o.http_port, o.grpc_port, o.metrics_port)

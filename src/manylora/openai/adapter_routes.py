@@ -1,4 +1,4 @@
-"""The routes that load, unload and pin adapters; and who may do that, how many, and how large."""
+"""Routes that load, unload and pin adapters. They check who may do that, how many adapters, and how large."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ RECEIVED = "manylora.received"  # in the scope of a request: the file that its b
 
 
 class AdapterRoutes:
-    """read: a request's body, as one kind. drain_s: that requests under way have
-    when their adapter is unloaded. shared: of several servers with one catalog, whose requests then come
-    within `changing`; for the others' requests under way waits who has sent this one."""
+    """read: parses a request's body. drain_s: time for running requests when their adapter is unloaded.
+    shared: set if several servers have one catalog. Requests then run within `changing`, and the caller waits
+    for the running requests on the other servers.
+    """
 
     def __init__(
         self,
@@ -54,10 +55,10 @@ class AdapterRoutes:
         self._read, self._keyring = read, keyring
         self._catalog, self._uploads, self._pinning = catalog, uploads, pinning
         self._drain_s, self._shared = drain_s if shared is None else 0.0, shared
-        self._locks: dict[str, asyncio.Lock] = {}  # by owner: two loads at once could exceed a quota
+        self._locks: dict[str, asyncio.Lock] = {}  # by owner: two concurrent loads could exceed a quota
 
     async def load(self, request: Request) -> Response:
-        """By path, in JSON; or with the adapter's file as the body and its name in the query."""
+        """Load by path, given as JSON, or with the adapter's file as the body and its name in the query."""
         key = self._loader(request)
         if content_type(request) == "application/octet-stream":
             return await self._load_body(request, key)
@@ -85,7 +86,9 @@ class AdapterRoutes:
         return PlainTextResponse(f"Success: {name!r} stands for {self._catalog.aliases.resolve(name)!r}.")
 
     async def put(self, request: Request) -> Response:
-        """The adapter's file as the body, new or in place of the one that the name means; serves at once."""
+        """Load the adapter's file in the body under a new name or in place of an old version. It serves at
+        once.
+        """
         key = self._loader(request)
         if content_type(request) != "application/octet-stream":
             reason = "The body must be a safetensors file, sent as application/octet-stream"
@@ -130,7 +133,7 @@ class AdapterRoutes:
             self._uploads.drop(path)  # no effect after `place`
 
     async def _receive(self, request: Request, key: ApiKey, name: str) -> Path:
-        """The file that the body was, or now is, written to. Raises ApiError."""
+        """The file that the body was written to. It is written now if necessary. Raises ApiError."""
         if received := request.scope.get(RECEIVED):
             return Path(received)
         length = declared_length(request)
@@ -148,14 +151,14 @@ class AdapterRoutes:
         return deleted(name, await self._unload(name, key))
 
     async def _unload(self, name: str, key: ApiKey) -> int:
-        """Returns how many requests are still under way."""
+        """Returns how many requests are still running."""
         self._check_own(name, key)
         running = await self._catalog.unload(name, self._drain_s)
         await self._forget(name)
         return running
 
     async def _forget(self, name: str) -> None:
-        """What is kept of an adapter that was unloaded."""
+        """Drop everything that is stored for an unloaded adapter."""
         self._keep(name)
         self._uploads.discard(name)
         await self._pinning.follow()
@@ -173,8 +176,9 @@ class AdapterRoutes:
         return PlainTextResponse(f"Success: LoRA adapter {name!r} is pinned.")
 
     async def _loaded(self, name: str, pinned: bool, known: bool, notes: Sequence[str]) -> Response:
-        """known: one had this name before; else it is unloaded again when it cannot be pinned. notes:
-        what of it may not be what was meant."""
+        """known: an adapter had this name before. Otherwise it is unloaded again if it cannot be pinned.
+        notes: warnings about settings that may not be what was meant.
+        """
         self._keep(name)
         if pinned:
             try:
@@ -193,7 +197,7 @@ class AdapterRoutes:
         return PlainTextResponse("\n".join([*lines, *(f"Warning: {note}" for note in notes)]))
 
     def _keep(self, name: str) -> None:
-        """What a name means by now, for other servers and for the next start. Raises ApiError."""
+        """Record what a name means now, for other servers and for the next start. Raises ApiError."""
         if self._shared is not None:
             self._shared.note(name)
         elif self._uploads.folder is not None and self._catalog.has(name):
@@ -224,8 +228,9 @@ class AdapterRoutes:
             raise ApiError(403, "not_allowed", reason)
 
     def _check_own(self, name: str, key: ApiKey, *, new: bool = False) -> None:
-        """Whether a key may load or unload a name. Raises ApiError, the same for what is another's and for
-        what it may not see."""
+        """Whether a key may load or unload a name. Raises ApiError, the same for names it does not own and
+        names it must not see.
+        """
         if key.admin:
             return
         free = new and not self._catalog.has(name) and name not in self._catalog.aliases
@@ -234,7 +239,7 @@ class AdapterRoutes:
             raise ApiError(403, "not_allowed", f"This API key may not use adapter {name!r}", "lora_name")
 
     def _check_quota(self, name: str, key: ApiKey, num_bytes: int) -> None:
-        """Whether a key may own one more, of so many bytes. Raises ApiError."""
+        """Whether a key may own one more adapter of this size in bytes. Raises ApiError."""
         if key.admin:
             return
         others = [entry for entry in self._catalog.owned_by(key.name) if entry.name != name]
@@ -257,7 +262,7 @@ class AdapterRoutes:
 
 
 def unloaded(name: str, running: int) -> Response:
-    """running: requests that are still under way."""
+    """running: number of requests that are still running."""
     if running:
         text = f"LoRA adapter {name!r} takes no more requests; {running} are still under way."
         return PlainTextResponse(text, HTTPStatus.ACCEPTED)
@@ -265,7 +270,7 @@ def unloaded(name: str, running: int) -> Response:
 
 
 def deleted(name: str, running: int) -> Response:
-    """The same as an object."""
+    """The same as a JSON object."""
     told = {"id": name, "object": "lora_adapter", "deleted": True, "running": running}
     return JSONResponse(told, HTTPStatus.ACCEPTED if running else HTTPStatus.OK)
 

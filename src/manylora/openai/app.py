@@ -46,14 +46,15 @@ from manylora.openai.serving.uploads import Uploads
 
 logger = logging.getLogger("manylora")
 
-BODIES_AT_ONCE = 16  # of the largest size, that may be received at the same time
+BODIES_AT_ONCE = 16  # bodies of the maximum size that may be received concurrently
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(eq=False)
 class AppContext:
-    """What the routes work with. uploads: adapters that come as request bodies. created: Unix time. shared:
-    of several servers with one catalog."""
+    """What the routes work with. uploads: adapters sent as request bodies. created: Unix time. shared: set if
+    several servers have one catalog.
+    """
 
     backend: Backend
     inference: Inference
@@ -69,7 +70,7 @@ class AppContext:
 
 
 def make_app(start: Callable[[], Awaitable[AppContext]]) -> Starlette:
-    """start: makes the context, on the event loop that will serve it."""
+    """start: creates the context, on the event loop that will serve it."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -122,7 +123,7 @@ ROUTES = [
     *OTHER_ROUTES,
 ]
 """HTTP method, path, method of _Routes."""
-UNCHECKED = ("live", "ready")  # probes of load balancers, which may use any host name
+UNCHECKED = ("live", "ready")  # load balancers' probes may use any host name
 
 
 class _Routes:
@@ -251,7 +252,7 @@ class _Routes:
     async def _body(
         self, request: Request, kind: type[schema.BodyT], *, any_type: bool = False
     ) -> schema.BodyT:
-        """any_type: whatever the Content-Type says."""
+        """any_type: accept any Content-Type."""
         with self._body_memory.reserve() as grow:
             most = self.context.options.max_request_bytes
             raw = await read_body(request, most, grow, any_type=any_type)
@@ -268,7 +269,7 @@ class _Routes:
 
 
 def _number(request: Request, name: str) -> int:
-    """A number in the query; 0 when it is left out. Raises ApiError."""
+    """A number in the query, or 0 if absent. Raises ApiError."""
     text = request.query_params.get(name, "0")
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise invalid_value(f"{name} must be a number, 0 or more", name)
@@ -276,7 +277,7 @@ def _number(request: Request, name: str) -> int:
 
 
 def _endpoint(name: str, path: str) -> Handler:
-    """The handler of one route: every exception becomes an error object, every response is counted."""
+    """The handler of one route. Every exception becomes an error object, and every response is counted."""
 
     async def handle(request: Request) -> Response:
         routes: _Routes = request.app.state.routes
@@ -285,7 +286,7 @@ def _endpoint(name: str, path: str) -> Handler:
             if name not in UNCHECKED:
                 routes.context.hosts.check(request)
             response: Response = await attrgetter(name)(routes)(request)
-        except ClientDisconnect:  # while sending the body: nobody reads this response
+        except ClientDisconnect:  # it left while sending the body: nobody reads this response
             response = error_at(path, ApiError(499, "client_left", "The client has closed the connection"))
         except Exception as error:
             api_error = as_api_error(error)

@@ -1,4 +1,4 @@
-"""The command line of `manylora serve`, and its YAML file, to ServeOptions."""
+"""Reads the command line of `manylora serve` and its YAML file into ServeOptions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALIASES = {
 }
 MANY = ("served_model_name", "lora_modules", "api_key")  # flags that take several values at once, as vLLM's
 SIZES = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
-# Fields of peft_cache_config that are options of the server, as it reads the adapters.
+# Fields of peft_cache_config that are options of the server, because it reads the adapters itself.
 CACHE_OPTIONS = {
     "lora_prefetch_dir": "lora_root",
     "disk_cache_dir": "lora_disk_dir",
@@ -39,7 +39,7 @@ OptionsT = TypeVar("OptionsT", bound=ServeOptions)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, with what was meant perhaps."""
+    """Reports an error in one line, with a suggestion if there is one."""
 
     def error(self, message: str) -> NoReturn:
         unknown = message.partition("unrecognized arguments: ")[2].split()
@@ -53,7 +53,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_options(arguments: Sequence[str]) -> ServeOptions:
-    """The command line, over the file that it names. Raises ConfigError; argparse ends the process."""
+    """Options from the command line, which overrides the file it names. Raises ConfigError; argparse may
+    exit.
+    """
     return parse(arguments, ServeOptions, "serve", "An OpenAI server with adapters.")
 
 
@@ -64,15 +66,18 @@ def parse(
     purpose: str,
     refused: Collection[str] = (),
 ) -> OptionsT:
-    """The same for a command with more options than the server's. refused: options that it does not take, and
-    says why; its help does not list them."""
+    """The same for a command with more options than the server. refused: options it does not accept, with the
+    reason; they are left out of its help.
+    """
     parser = _Parser(prog=f"manylora {command}", description=purpose)
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="Hugging Face folder, or id: org/name[@revision]"
+        "model", nargs="?", metavar="MODEL", help="Hugging Face folder, or hub id: org/name[@revision]"
     )
     parser.add_argument("--model", dest="model_flag", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"manylora {manylora.__version__}")
-    _add(parser, "config", type=Path, metavar="FILE", help="YAML file: keys as the flags, with underscores")
+    _add(
+        parser, "config", type=Path, metavar="FILE", help="YAML file; its keys are the flags with underscores"
+    )
     for one in fields(kind):
         if one.metadata:
             _add_option(parser, one, hidden=one.name in refused)
@@ -88,7 +93,7 @@ def parse(
 
 
 def options_of(settings: Mapping[str, Any], kind: type[OptionsT]) -> OptionsT:
-    """The keys of an option file that is in memory. Raises ConfigError."""
+    """Options from the keys of an option file that is already in memory. Raises ConfigError."""
     found = _settings(settings, {}, None, kind)
     if "model" not in found:
         raise ConfigError("model is missing: a folder, or an id of the hub")
@@ -126,7 +131,7 @@ def _add_other(parser: argparse.ArgumentParser) -> None:
 
 
 def _add(parser: argparse.ArgumentParser, name: str, **how: Any) -> None:
-    """With dashes and with underscores, under every name."""
+    """Add a flag with dashes and with underscores, under all its names."""
     names = [name, *ALIASES.get(name, ())]
     flags = dict.fromkeys(flag for one in names for flag in (f"--{one.replace('_', '-')}", f"--{one}"))
     short = [other_flags.SHORT[name]] if name in other_flags.SHORT else []
@@ -134,7 +139,7 @@ def _add(parser: argparse.ArgumentParser, name: str, **how: Any) -> None:
 
 
 def _whole(text: str) -> int:
-    """A number, perhaps as vLLM takes it: 32k is 32000, 32K is 32768."""
+    """A whole number, also in vLLM's form: 32k is 32000, 32K is 32768."""
     unit = SIZES.get(text[-1:], 1)
     try:
         return int(float(text[:-1]) * unit) if unit > 1 else int(text)
@@ -145,7 +150,9 @@ def _whole(text: str) -> int:
 def _settings(
     file: Mapping[str, Any], flags: Mapping[str, Any], path: Path | None, kind: type[ServeOptions]
 ) -> dict[str, Any]:
-    """Fields of the kind, and the model if the file has it. path: of the file. Raises ConfigError."""
+    """Fields of the options class, and the model if the file names it. path: of the file. Raises
+    ConfigError.
+    """
     own, parts = other_flags.take(flags)
     settings = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
     try:

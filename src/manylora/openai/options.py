@@ -23,8 +23,8 @@ from manylora.lora.library.names import is_name
 from manylora.lora.text.adapter_text import PARTS, TOKENIZER_BYTES, TextSource, TrustedFolder
 from manylora.openai.serving.connections import HttpLimits
 
-# Arguments of `LLM` that the file may have beside the options. max_queue_size is the server's own queue here,
-# and adapters are always served.
+# Arguments of `LLM` that the file may also have. max_queue_size means the server's own queue here, and
+# adapters are always enabled.
 LLM_ARGUMENTS = [name for name in (*llm.KNOWN, *llm.NEUTRAL) if name not in ("max_queue_size", "enable_lora")]
 PERIODS = ("header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout", "lora_refresh_seconds")
 
@@ -35,8 +35,9 @@ def _option(default: Any, text: str, kind: Callable[[Any], Any] = str) -> Any:
 
 @dataclass(frozen=True)
 class NamedAdapter:
-    """path: a folder, a file, or an id of the hub. text: what of its own it is served with. pinned: it
-    stays in the cache."""
+    """path: a folder, a file, or a hub id. text: which of its own text settings are used. pinned: it stays in
+    the cache.
+    """
 
     name: str
     path: str
@@ -45,8 +46,11 @@ class NamedAdapter:
 
     @classmethod
     def parse(cls, given: str | Mapping[str, Any]) -> NamedAdapter:
-        """NAME=PATH, or vLLM's JSON object, whose base_model_name has no effect; with more keys, of
-        `TextSource`. Raises ArgumentTypeError."""
+        """NAME=PATH, or vLLM's JSON object (base_model_name has no effect), also with the keys of
+        `TextSource`.
+
+        Raises ArgumentTypeError.
+        """
         name, equals, path = given.partition("=") if isinstance(given, str) else ("", "", "")
         text, pinned = TextSource(), False
         if isinstance(given, Mapping) or name.lstrip().startswith("{"):
@@ -97,41 +101,45 @@ def _trusted_folder(given: str) -> TrustedFolder:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Each field is a flag, and a key of the file; tuples are flags that may be repeated.
+    """Each field is a flag and a key of the file. Tuples are flags that may be repeated.
 
-    model, tokenizer: folders, or ids of the hub until `located`.
+    model, tokenizer: folders, or hub ids until `located`.
     """
 
     model: str | Path
-    host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
-    port: int = _option(8000, "0 chooses a free one", int)
+    host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 for all interfaces")
+    port: int = _option(8000, "port to listen on; 0 chooses a free one", int)
     served_model_name: tuple[str, ...] = _option((), "names of the base model; default: its folder's")
-    revision: str | None = _option(None, "branch, tag or commit of a model that is an id of the hub")
-    tokenizer: str | Path | None = _option(None, "folder or id of a tokenizer; default: the model's")
-    tokenizer_revision: str | None = _option(None, "branch, tag or commit of a tokenizer that is an id")
-    download_dir: Path | None = _option(None, "folder for what is downloaded; default: that of HF_HOME", Path)
-    chat_template: Path | None = _option(None, "Jinja file; default: the tokenizer's own template", Path)
+    revision: str | None = _option(None, "branch, tag or commit, if the model is a hub id")
+    tokenizer: str | Path | None = _option(None, "tokenizer folder or hub id; default: the model's")
+    tokenizer_revision: str | None = _option(None, "branch, tag or commit, if the tokenizer is a hub id")
+    download_dir: Path | None = _option(None, "download folder; default: that of HF_HOME", Path)
+    chat_template: Path | None = _option(None, "Jinja file; default: the tokenizer's template", Path)
     triton_url: str | None = _option(
-        None, "host:port of a running Triton's gRPC: its model answers in place of an engine in this process"
+        None, "host:port (gRPC) of a running Triton server to use instead of an engine in this process"
     )
-    triton_model: str = _option("tensorrt_llm", "the model of that Triton to ask, with token ids")
+    triton_model: str = _option("tensorrt_llm", "name of the model on that Triton server")
     device: str | None = _option(None, "auto, cpu, cuda, cuda:N")
     dtype: str | None = _option(None, "auto, float32, float16, bfloat16")
-    max_batch_size: int | None = _option(None, "sequences in one step", int)
-    max_num_tokens: int | None = _option(None, "token rows in one step, at least max_batch_size", int)
-    max_seq_len: int | None = _option(None, "prompt and output, in tokens; default: the model's", int)
+    max_batch_size: int | None = _option(None, "maximum number of sequences in one step", int)
+    max_num_tokens: int | None = _option(
+        None, "maximum number of tokens in one step, at least max_batch_size", int
+    )
+    max_seq_len: int | None = _option(None, "maximum tokens of prompt and output; default: the model's", int)
     gpu_memory_utilization: float | None = _option(
-        None, "of the device's memory, what weights, KV cache and adapters may take", float
+        None, "share of the device's memory for weights, KV cache and adapters", float
     )
     batch_scheduler_policy: str | None = _option(None, "guaranteed_no_evict or max_utilization")
-    enable_chunked_prefill: bool | None = _option(None, "long prompts in pieces", bool)
+    enable_chunked_prefill: bool | None = _option(None, "process long prompts in chunks", bool)
     lora_modules: tuple[NamedAdapter, ...] = _option(
-        (), "NAME=PATH of an adapter, or NAME=ORG/NAME of the hub; several at once", NamedAdapter.parse
+        (), "adapters as NAME=PATH or NAME=HUB_ID; takes several values", NamedAdapter.parse
     )
-    lora_root: tuple[Path, ...] = _option((), "folder of adapters by name; watched", Path)
+    lora_root: tuple[Path, ...] = _option(
+        (), "folder with one adapter per subfolder; watched for changes", Path
+    )
     lora_allowed_path: tuple[Path, ...] = _option(
         (),
-        "another folder that links in the roots may lead to and requests may name adapters in by path",
+        "further folder that links in the roots may point to, and that requests may name paths in",
         Path,
     )
     lora_alias: tuple[tuple[str, str], ...] = _option(
@@ -139,65 +147,66 @@ class ServeOptions:
     )
     lora_trust: tuple[TrustedFolder, ...] = _option(
         (),
-        "FOLDER, or FOLDER=PART,PART: adapters in it are served with their own "
-        f"{', '.join(PARTS)}, where they have them",
+        f"FOLDER or FOLDER=PART,PART: use the adapters' own {', '.join(PARTS)} where they have them",
         _trusted_folder,
     )
     lora_tokenizer_bytes: int = _option(
-        TOKENIZER_BYTES, "of adapters' own tokenizers in memory, each counted as eight times its file", int
+        TOKENIZER_BYTES, "memory for adapters' own tokenizers; each counts as eight times its file", int
     )
     lora_text_only: bool = _option(
-        False, "of adapters of a vision model, serve the text part; without it they are refused", bool
+        False, "serve the text part of vision-model adapters; otherwise they are refused", bool
     )
-    lora_refresh_seconds: float = _option(5.0, "in which a new or changed adapter serves", float)
+    lora_refresh_seconds: float = _option(5.0, "seconds until a new or changed adapter is served", float)
     lora_keep_bytes: int = _option(
         2**28,
-        "tensors in memory beside the cache, of adapters that cannot be read again straight from their files",
+        "memory beside the cache for adapters that cannot be reloaded directly from their files",
         int,
     )
     lora_disk_bytes: int = _option(
         LoraCacheConfig.disk_cache_bytes,
-        "copies of adapters on disk, which outlive their files' changes; 0: none",
+        "disk space for copies of adapters, which survive changes of their files; 0: none",
         int,
     )
-    lora_disk_dir: Path | None = _option(None, "folder of these copies; default: a temporary one", Path)
+    lora_disk_dir: Path | None = _option(None, "folder for these copies; default: a temporary one", Path)
     lora_upload_bytes: int = _option(
-        2**30, "adapters that come in requests to load_lora_adapter, all together; 0: none may", int
+        2**30, "total size of adapters sent to load_lora_adapter; 0: refuse them", int
     )
     lora_upload_dir: Path | None = _option(
-        None, "folder that keeps these, and serves them after a restart; default: a temporary one", Path
+        None, "folder that keeps these across restarts; default: a temporary one", Path
     )
     api_keys: Path | None = _option(None, "file of API keys and what they may use", Path)
-    api_key: tuple[str, ...] = _option((), "a key that may use every model; several at once")
+    api_key: tuple[str, ...] = _option((), "API key that may use all models; takes several values")
     allow_runtime_lora_updating: bool = _option(
-        False, "everyone whom --api-keys does not name may load and unload adapters", bool
+        False, "let clients without an entry in --api-keys load and unload adapters", bool
     )
-    open_metrics: bool = _option(False, "/metrics without a key", bool)
-    max_request_bytes: int = _option(2**24, "larger bodies are refused", int)
-    max_queue_size: int = _option(1024, "requests that wait; more are refused; 0: no limit", int)
+    open_metrics: bool = _option(False, "serve /metrics without a key", bool)
+    max_request_bytes: int = _option(2**24, "maximum size of a request body", int)
+    max_queue_size: int = _option(1024, "maximum number of waiting requests; 0: no limit", int)
     max_connections: int = _option(
-        4096, "open at one time; where idle ones do not give way, new ones get 503", int
+        4096, "maximum number of open connections; beyond it idle ones are closed, or new ones get 503", int
     )
     max_connections_per_address: int | None = _option(
-        None, "of these from one address, or one IPv6 /64; default: half of them", int
+        None, "the same per address, or per IPv6 /64; default: half of it", int
     )
-    max_header_bytes: int = _option(2**16, "request line and headers; more are refused", int)
-    header_timeout: float = _option(15.0, "seconds in which request line and headers must come", float)
-    body_timeout: float = _option(30.0, "seconds in which so many KiB of a body must come", float)
-    keep_alive_timeout: float = _option(5.0, "seconds between two requests on one connection", float)
-    write_timeout: float = _option(60.0, "seconds in which a client must read what was sent", float)
+    max_header_bytes: int = _option(2**16, "maximum size of request line and headers", int)
+    header_timeout: float = _option(15.0, "seconds for a client to send request line and headers", float)
+    body_timeout: float = _option(
+        30.0, "seconds, in each of which a client must send 1 KiB of a body on average", float
+    )
+    keep_alive_timeout: float = _option(5.0, "seconds that a connection may be idle between requests", float)
+    write_timeout: float = _option(60.0, "seconds for a client to read what was sent", float)
     allowed_hosts: tuple[str, ...] = _option(
-        (), "names that clients know this server by, and whose pages may use it; *.NAME, * for any"
+        (), "host names that clients use for this server, and whose pages may use it; *.NAME, or * for any"
     )
-    drain_seconds: float = _option(30.0, "that requests under way have when the server stops", float)
+    drain_seconds: float = _option(30.0, "seconds that running requests have when the server stops", float)
     hang_timeout: float = _option(
-        300.0, "seconds at one step after which the engine counts as dead; 0: never", float
+        300.0, "seconds without progress after which the engine counts as dead; 0: never", float
     )
     restart: bool = _option(
-        False, "serve in a process of its own; it, or this one, is started again when it was killed", bool
+        False, "run the server in a supervised child process, and restart either if it is killed", bool
     )
-    ssl_certfile: Path | None = _option(None, "PEM file, for HTTPS", Path)
-    ssl_keyfile: Path | None = _option(None, "PEM file, for HTTPS", Path)
+    ssl_certfile: Path | None = _option(None, "PEM file with the certificate, for HTTPS", Path)
+    ssl_keyfile: Path | None = _option(None, "PEM file with the key, for HTTPS", Path)
     log_level: str = _option("info", "debug, info, warning, error")
     sections: Mapping[str, Any] = field(default_factory=dict)  # LLM_ARGUMENTS of the file
 
@@ -236,8 +245,10 @@ class ServeOptions:
                 )
 
     def _check_triton(self) -> None:
-        """Raises ConfigError for a setting of the engine, as it has no effect on Triton's. max_batch_size and
-        max_seq_len stand in where Triton's configuration has none."""
+        """Raises ConfigError for a setting of the engine, which has no effect on Triton's.
+
+        max_batch_size and max_seq_len are allowed: they are used where Triton's configuration lacks them.
+        """
         given = [
             name
             for name, value in {**self.sections, **self._engine_flags()}.items()
@@ -268,8 +279,10 @@ class ServeOptions:
         return not any(map(is_hub_id, given))
 
     def located(self) -> ServeOptions:
-        """The same with folders in place of ids of the hub, which are downloaded where they are not in the
-        cache. Raises ConfigError, also for a folder that is no model, tokenizer or adapter."""
+        """The same with hub ids replaced by folders. Files that are not in the cache are downloaded.
+
+        Raises ConfigError, also for a folder that is not a model, tokenizer or adapter.
+        """
         model = local_model(self.model, self.revision, self.download_dir)
         check_model_folder(model, weights=self.triton_url is None)
         tokenizer = model
@@ -291,7 +304,7 @@ class ServeOptions:
 
     @property
     def folder(self) -> Path:
-        """The model's."""
+        """The model's folder."""
         return Path(self.model)
 
     @property
@@ -300,11 +313,11 @@ class ServeOptions:
 
     @property
     def shared_dir(self) -> Path | None:
-        """Of one catalog that several servers have; None: each has its own."""
+        """The folder of a catalog that several servers share. None: this server has its own."""
         return None
 
     def http_limits(self, connections: int) -> HttpLimits:
-        """connections: max_connections, or what the process can hold of them."""
+        """connections: max_connections, or as many as the process can hold."""
         return HttpLimits(
             header_bytes=self.max_header_bytes,
             header_s=self.header_timeout,
@@ -323,5 +336,5 @@ class ServeOptions:
             tokenizer_dir=self.tokenizer_folder,
             disk_cache_dir=self.lora_disk_dir,
             disk_cache_bytes=self.lora_disk_bytes,
-            **({"text_only": True} if self.lora_text_only else {}),  # else what the file says
+            **({"text_only": True} if self.lora_text_only else {}),  # otherwise the file decides
         )

@@ -1,6 +1,6 @@
-"""Flags of `vllm serve` and `trtllm-serve`, and keys of their option files: what each means here.
+"""Flags of `vllm serve` and `trtllm-serve` and keys of their option files, and what each means here.
 
-A flag that has an option of our own under another name is in ALIASES of `options`. Here are the others.
+Flags that only have another name here are in ALIASES of `options`. This module has the others.
 """
 
 from __future__ import annotations
@@ -24,42 +24,50 @@ def json_object(text: str) -> dict[str, Any]:
     return found
 
 
-# Options that are fields of a part of the arguments of `LLM`: type, PART.FIELD, and what --help says.
+# Options that set a field in the arguments of `LLM`: type, PART.FIELD, and the text for --help.
 FIELDS: dict[str, tuple[Callable[[str], Any], str, str]] = {
-    "max_loras": (int, "lora_config.max_loras", "adapters of the largest rank on the device"),
-    "max_cpu_loras": (int, "lora_config.max_cpu_loras", "adapters of the largest rank in the host's memory"),
-    "max_lora_rank": (int, "lora_config.max_lora_rank", "larger ranks are refused"),
-    "lora_dtype": (str, "lora_config.lora_adapter_dtype", "type of adapters in memory"),
+    "max_loras": (
+        int,
+        "lora_config.max_loras",
+        "number of adapters at the rank limit that fit on the device",
+    ),
+    "max_cpu_loras": (
+        int,
+        "lora_config.max_cpu_loras",
+        "number of adapters at the rank limit in host memory",
+    ),
+    "max_lora_rank": (int, "lora_config.max_lora_rank", "maximum rank of an adapter"),
+    "lora_dtype": (str, "lora_config.lora_adapter_dtype", "dtype of adapters in memory"),
     "enable_prefix_caching": (
         bool,
         "kv_cache_config.enable_block_reuse",
-        "share KV blocks of equal beginnings",
+        "share KV blocks of equal prompt prefixes",
     ),
     "block_size": (int, "kv_cache_config.tokens_per_block", "tokens in a block of the KV cache"),
     "kv_cache_dtype": (str, "kv_cache_config.dtype", "auto, or fp8"),
     "enforce_eager": (bool, "enable_cuda_graph", "no CUDA graphs"),
-    "max_beam_width": (int, "max_beam_width", "beams of one request"),
-    "stream_interval": (int, "stream_interval", "new tokens in an event of a stream"),
-    "tensor_parallel_size": (int, "tensor_parallel_size", "ranks that share each layer"),
+    "max_beam_width": (int, "max_beam_width", "maximum number of beams of one request"),
+    "stream_interval": (int, "stream_interval", "new tokens per streamed event"),
+    "tensor_parallel_size": (int, "tensor_parallel_size", "number of ranks that share each layer"),
     "tp_size": (int, "tensor_parallel_size", "the same"),
-    "pipeline_parallel_size": (int, "pipeline_parallel_size", "stages that share the layers"),
+    "pipeline_parallel_size": (int, "pipeline_parallel_size", "number of pipeline stages"),
     "pp_size": (int, "pipeline_parallel_size", "the same"),
-    "ep_size": (int, "moe_expert_parallel_size", "groups of ranks with experts of their own"),
-    "enable_expert_parallel": (bool, "moe_expert_parallel_size", "each rank has experts of its own"),
+    "ep_size": (int, "moe_expert_parallel_size", "number of expert-parallel groups of ranks"),
+    "enable_expert_parallel": (bool, "moe_expert_parallel_size", "divide whole experts among the ranks"),
     "kv_cache_free_gpu_memory_fraction": (
         float,
         "kv_cache_config.free_gpu_memory_fraction",
-        "of what weights leave",
+        "share of the memory left after the weights",
     ),
-    "speculative_config": (json_object, "speculative_config", "drafts by n-grams, as JSON"),
+    "speculative_config": (json_object, "speculative_config", "n-gram drafts, as JSON"),
 }
-# Values that are called otherwise here. True of enforce_eager is no graphs.
+# Values with another name here. enforce_eager true means no CUDA graphs.
 VALUES: dict[str, dict[Any, Any]] = {
     "kv_cache_dtype": {"fp8_e4m3": "fp8", "bfloat16": "auto", "float16": "auto"},
     "enforce_eager": {True: False, False: None},
 }
 DTYPES = {"half": "float16", "float": "float32"}
-# Without effect here; values that ask for nothing else. Empty: any.
+# Without effect here, with the values that are accepted. Empty: any value.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "enable_lora": (True,),
     "enable_activated_lora": (),
@@ -83,7 +91,7 @@ ONLY_ONE = (
     "cluster_size",
 )
 NEUTRAL_VALUES: dict[str, tuple[str, ...]] = {
-    # Calls are looked for in the forms of all of these.
+    # Tool calls are found in all of these formats.
     "tool_call_parser": (
         "hermes",
         "llama3_json",
@@ -95,7 +103,7 @@ NEUTRAL_VALUES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(ONLY_ONE, ("1",)),
     "backend": ("pytorch",),
     "distributed_executor_backend": ("mp", "uni", "ray", "external_launcher"),
-    # Every server answers requests of every kind.
+    # Every server handles all kinds of requests.
     "task": ("auto", "generate", "embed", "embedding", "classify", "score", "reward"),
     "runner": ("auto", "generate", "pooling"),
     "convert": ("auto", "none", "embed", "classify"),
@@ -129,45 +137,47 @@ NEUTRAL_VALUES: dict[str, tuple[str, ...]] = {
     "gpus_per_node": (),
     "num_postprocess_workers": (),
 }
-ONE_COPY = "one server has one copy of the model; `manylora fleet` serves several"
+ONE_COPY = "one server runs one copy of the model; `manylora fleet` runs several"
 
-CHECKPOINT = "the checkpoint's own quantisation is read by itself; plain weights: quant_config in --config"
+CHECKPOINT = (
+    "the checkpoint's own quantisation is detected; to quantise plain weights use quant_config in --config"
+)
 CONFIG = "change config.json in a copy of the model's folder"
 REFUSED: dict[str, str] = {
     "quantization": CHECKPOINT,
-    "speculative_model": "--speculative-config has drafts by n-grams; no other model drafts",
+    "speculative_model": "drafts come from n-grams (--speculative-config), not from a draft model",
     "rope_scaling": CONFIG,
     "rope_theta": CONFIG,
     "hf_overrides": CONFIG,
-    "pooler_config": "the folder's modules.json and 1_Pooling/config.json say how states are pooled",
-    "override_pooler_config": "the folder's modules.json and 1_Pooling/config.json say how states are pooled",
+    "pooler_config": "modules.json and 1_Pooling/config.json in the model's folder set the pooling",
+    "override_pooler_config": "modules.json and 1_Pooling/config.json in the model's folder set the pooling",
     "override_generation_config": "give sampling parameters in requests",
     "default_chat_template_kwargs": "give chat_template_kwargs in requests",
     "limit_mm_per_prompt": "only text is served",
-    "reasoning_parser": "thoughts stay in the answer's text",
-    "enable_reasoning": "thoughts stay in the answer's text",
-    "tool_parser_plugin": "calls in the forms of Hermes, Llama 3, Mistral and Qwen are found without",
+    "reasoning_parser": "reasoning stays in the text of the output",
+    "enable_reasoning": "reasoning stays in the text of the output",
+    "tool_parser_plugin": "tool calls of Hermes, Llama 3, Mistral and Qwen are parsed without a plugin",
     "enable_prompt_adapter": "PEFT folders of prompt tuning are served like any other adapter",
     "num_gpu_blocks_override": "kv_cache_config.max_tokens in --config bounds the KV cache",
     "kv_cache_memory_bytes": "kv_cache_config.max_tokens in --config bounds the KV cache",
     "kv_transfer_config": "the KV cache stays in one process",
     "uds": "give --host and --port",
-    "root_path": "let the proxy remove its prefix",
+    "root_path": "let the proxy strip its path prefix",
     "allowed_origins": "give --allowed-hosts, whose pages may use this server",
     "allowed_methods": "give --allowed-hosts, whose pages may use this server",
     "allowed_headers": "give --allowed-hosts, whose pages may use this server",
     "allow_credentials": "give --allowed-hosts, whose pages may use this server",
-    "ssl_ca_certs": "clients are known by --api-keys",
-    "ssl_cert_reqs": "clients are known by --api-keys",
+    "ssl_ca_certs": "clients are identified by --api-keys",
+    "ssl_cert_reqs": "clients are identified by --api-keys",
     "middleware": "put a proxy in front",
     "nnodes": "start the same command on each host by torchrun or mpirun",
     "enable_sleep_mode": "stop the server, and start it again",
     "lora_target_modules": "lora_config.lora_target_modules in --config, with names such as attn_q",
-    "fully_sharded": "each rank has its part of every adapter as it is",
-    "logits_processors": "logit_bias and guides in requests",
-    "server_role": "this server does both, prefill and decode",
-    "metadata_server_config_file": "this server does both, prefill and decode",
-    "otlp_traces_endpoint": "there are no traces; /metrics has times",
+    "fully_sharded": "adapters are always sharded over the ranks",
+    "logits_processors": "use logit_bias and guided decoding in requests",
+    "server_role": "this server does both prefill and decode",
+    "metadata_server_config_file": "this server does both prefill and decode",
+    "otlp_traces_endpoint": "there is no tracing; /metrics has latencies",
     "media_io_kwargs": "only text is served",
     "custom_tokenizer": "--tokenizer takes a folder with tokenizer.json",
     "return_tokens_as_token_ids": "ask for return_token_ids in requests",
@@ -181,8 +191,9 @@ SHORT = {
 
 
 def take(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """given: values by name, with underscores. Returns what is left of them, and fields of the arguments of
-    `LLM` by PART.FIELD. Raises ConfigError for what cannot be had here, saying what can."""
+    """given: values by name, with underscores. Returns the remaining values, and fields of the arguments of
+    `LLM` by PART.FIELD. Raises ConfigError for what is not available here, with what to use instead.
+    """
     left, found = _divide_experts(given), dict[str, Any]()
     for name in list(left):
         if name in REFUSED:
@@ -200,8 +211,9 @@ def take(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _divide_experts(given: Mapping[str, Any]) -> dict[str, Any]:
-    """given, with vLLM's flag in the terms of the other one: as many groups of experts as ranks share a
-    layer. Raises ConfigError."""
+    """given, with vLLM's flag translated to the other one: one group of experts per tensor-parallel rank.
+    Raises ConfigError.
+    """
     given = dict(given)
     if not given.pop("enable_expert_parallel", False):
         return given

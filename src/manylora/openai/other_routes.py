@@ -1,4 +1,4 @@
-"""Routes beside those that generate as OpenAI does: of Ollama, llgtrt and pooled outputs."""
+"""Routes besides OpenAI's generation: Ollama's, llgtrt's, and those for pooled outputs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ OTHER_ROUTES = [
 
 
 class OtherRoutes:
-    """identify: the API key of a request. read: its body, as one kind."""
+    """identify: returns the API key of a request. read: parses its body."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class OtherRoutes:
 
 
 def error_at(path: str, error: ApiError) -> Response:
-    """An error in the form of the API that the path belongs to."""
+    """An error in the format of the API that the path belongs to."""
     if not path.startswith(OLLAMA):
         return error_response(error)
     error = renamed(error, NAMES)

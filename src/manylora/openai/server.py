@@ -1,4 +1,4 @@
-"""Builds the server from its options, and runs it."""
+"""Builds the server from its options and runs it."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ from manylora.wire.parameters import quant_config
 
 logger = logging.getLogger("manylora")
 
-START_FAILED = 3  # the exit status of uvicorn's own command
-BATCHES_QUEUED = 2  # that the engine has at one time: one runs, one is ready to follow
+START_FAILED = 3  # exit status of uvicorn's own command
+BATCHES_QUEUED = 2  # in the engine at a time: one runs, one is ready to follow
 
 
 def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason: None) -> Starlette:
-    """Load the model, the tokenizer and the keys, and return the application. Raises ConfigError, ValueError.
+    """Load model, tokenizer and keys, and return the application. Raises ConfigError, ValueError.
 
-    options: with ids of the hub, too. ended: called once, from any thread, with the reason why the engine
-    will not answer any more.
+    options: may have hub ids. ended: called once, from any thread, with the reason why the engine will not
+    answer any more.
     """
     options = options.located()
     for name in options.bases:
@@ -96,9 +96,10 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
 
 
 def run(options: ServeOptions) -> None:
-    """Serve until a signal; running requests then have drain_seconds to finish. When the engine has ended,
-    the process exits with status 1. Raises ConfigError, ValueError; KeyboardInterrupt when the signal was
-    Ctrl-C.
+    """Serve until a signal. Running requests then have drain_seconds to finish.
+
+    If the engine dies, the process exits with status 1. Raises ConfigError, ValueError, and KeyboardInterrupt
+    after Ctrl-C.
     """
     reasons: list[str] = []
 
@@ -125,10 +126,10 @@ def run(options: ServeOptions) -> None:
 
 
 def http_server(options: ServeOptions, app: Starlette, clients: Clients) -> uvicorn.Server:
-    """A server for the sockets that `listen` made with the same clients."""
+    """A server for the sockets that `listen` created with the same clients."""
     config = uvicorn.Config(
         app,
-        loop="asyncio",  # its servers call `Listener.accept`
+        loop="asyncio",  # asyncio's servers call `Listener.accept`
         http=partial(BoundedHttp, clients),  # type: ignore[arg-type]
         ws="none",
         backlog=AT_ONCE,
@@ -145,7 +146,7 @@ def http_server(options: ServeOptions, app: Starlette, clients: Clients) -> uvic
 
 
 class _UvicornServer(uvicorn.Server):
-    """Logs the addresses it listens on, which uvicorn does only for sockets that it opened itself."""
+    """Logs the addresses it listens on. uvicorn does that only for sockets it opened itself."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -158,7 +159,9 @@ class _UvicornServer(uvicorn.Server):
 
 @dataclass(frozen=True)
 class _ServedModel:
-    """The engine and what the HTTP server needs to know of it. start: makes the engine, on the event loop."""
+    """The engine, and what the HTTP server needs to know about it. start: creates the engine, on the event
+    loop.
+    """
 
     start: Callable[[], EngineClient]
     model: ModelConfig
@@ -179,7 +182,7 @@ def _in_process(options: ServeOptions, ended: Callable[[str], None]) -> _ServedM
         engine.model,
         engine.max_seq_len,
         engine.config.max_batch_size,
-        # Not narrowed: what is copied to disk is checked by its digest.
+        # Not narrowed: copies on disk are checked by their digest.
         engine.adapters.parts.reader(modules, narrow=False),
         engine.adapters.library.versions,
     )
@@ -209,16 +212,16 @@ def _through_triton(options: ServeOptions) -> _ServedModel:
         model,
         options.max_seq_len or found.number("max_seq_len") or model.max_seq_len,
         found.number("max_num_sequences") or options.max_batch_size or EngineConfig.max_batch_size,
-        # Tensors of a Triton request cannot be 8-bit floats.
+        # Triton tensors cannot be 8-bit floats.
         AdapterReader(rules, ReadOptions(read, base, bounds, float8=False, text_only=text_only)),
     )
 
 
 def _triton_base_weights(model_dir: Path, model: ModelConfig, parameters: Mapping[str, str]) -> BaseWeights:
-    """The base weights as Triton's engine has them, by its parameters, which do not give the dtype."""
+    """The base weights as Triton's engine has them, from its parameters. These do not give the dtype."""
     quant = quant_config(parameters)
     if quant is None:
-        return BaseWeights(model_dir)  # does not import torch before a DoRA magnitude is read
+        return BaseWeights(model_dir)  # imports torch only when a DoRA magnitude is read
     from manylora.model.effective_weights import EffectiveWeights
 
     return BaseWeights(model_dir, EffectiveWeights(model, quant))
@@ -233,7 +236,7 @@ def _adapter_texts(options: ServeOptions, tokenizer: Tokenizer, vocab_size: int)
 
 
 def _check_adapters(options: ServeOptions, reader: AdapterReader, texts: AdapterTexts) -> None:
-    """Raises ConfigError for one of lora_modules that cannot be served."""
+    """Raises ConfigError for an adapter of lora_modules that cannot be served."""
     for one in options.lora_modules:
         try:
             texts.read(one.name, Path(one.path))

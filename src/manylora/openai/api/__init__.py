@@ -1,1 +1,1 @@
-"""What OpenAI's HTTP API says: request and response bodies, their checks and errors."""
+"""OpenAI's HTTP API: request and response bodies, their validation, and errors."""

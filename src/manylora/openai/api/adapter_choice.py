@@ -1,4 +1,4 @@
-"""Which adapters a request asks for. Six fields can name one; those that are given must agree."""
+"""Which adapters a request asks for. Six fields can name one. All that are given must agree."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from manylora.request import MAX_MIXED, MAX_SCALE
 
 @dataclass(frozen=True)
 class AdapterChoice:
-    """field: that named the adapter. name: None is the base model. source: "hf" or "nemo", if given.
+    """field: the field that named the adapter. name: None is the base model. source: "hf" or "nemo", if
+    given.
 
-    mix: several adapters, or one with a scale, as names and scales; `name` is then all with a + between.
+    mix: several adapters, or one with a scale, as names and scales. `name` is then all names joined by +.
     """
 
     field: str = "model"
@@ -26,12 +27,14 @@ class AdapterChoice:
 
     @property
     def adapters(self) -> tuple[tuple[str, float], ...]:
-        """All of them with their scales."""
+        """All adapters with their scales."""
         return self.mix or (() if self.name is None else ((self.name, 1.0),))
 
     @property
     def alone(self) -> str | None:
-        """The one adapter that acts, whose text then goes with it; None: the base model's does."""
+        """The adapter, if exactly one acts: its own text settings then apply. None: the base model's
+        apply.
+        """
         acting = {name for name, scale in self.adapters if scale}
         return acting.pop() if len(acting) == 1 else None
 
@@ -42,8 +45,8 @@ def choose_adapter(
     known: Callable[[str], bool],
     name_of_path: Callable[[str], str],
 ) -> AdapterChoice:
-    """bases: the base model's names. known: whether an adapter has this name. name_of_path: the name of the
-    adapter at a path; raises ApiError where none may be read.
+    """bases: the base model's names. known: whether an adapter has this name. name_of_path: returns the name
+    of the adapter at a path, or raises ApiError if the path may not be read.
 
     Raises ApiError 400, naming both fields when two of them disagree.
     """
@@ -62,11 +65,12 @@ def choose_adapter(
 def _by_model(
     model: str, bases: Sequence[str], known: Callable[[str], bool], *, others: bool
 ) -> Iterator[AdapterChoice]:
-    """others: other fields name an adapter. An unknown `model` then stands for the base model, because many
-    servers do not check that field and clients put anything into it."""
+    """others: whether other fields name an adapter. An unknown `model` then means the base model: many
+    servers ignore that field, so clients put anything into it.
+    """
     if not model or model in bases:
         return
-    if not known(model):  # an adapter's own name may begin with "BASE:"
+    if not known(model):  # an adapter's name may itself begin with "BASE:"
         base = next((base for base in bases if model.startswith(base + ":")), None)
         if base is None and others:
             return
@@ -84,7 +88,7 @@ def _mix(field: str, members: Sequence[tuple[str, float]]) -> AdapterChoice:
     names = [check_name(name, field) for name, _ in members]
     if any(abs(sum(s for other, s in members if other == name)) > MAX_SCALE for name in names):
         raise invalid_value(
-            f"{field}: scales of one adapter add up to {MAX_SCALE:g} up or down at most", field
+            f"{field}: the scales of one adapter may add up to at most {MAX_SCALE:g} in magnitude", field
         )
     if len(members) == 1 and members[0][1] == 1:
         return AdapterChoice(field, names[0])
@@ -107,7 +111,7 @@ def _by_other_fields(
         return
     if lora.lora_path is None and lora.lora_name is None:
         raise ApiError(400, "missing_field", "lora_request needs a lora_name or a lora_path", "lora_request")
-    # With a path, a name that no adapter has is only the client's label.
+    # With a path, an unknown name is only the client's label.
     if lora.lora_name is not None and (lora.lora_path is None or known(lora.lora_name)):
         field = "lora_request.lora_name"
         yield AdapterChoice(field, check_name(lora.lora_name, field), lora.lora_ckpt_source)

@@ -1,4 +1,6 @@
-"""ApiError: an error as HTTP status, stable code and message, and how other exceptions become one."""
+"""ApiError: an error with HTTP status, stable code and message, and the conversion of other exceptions to
+it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ ERROR_TYPES = {
     429: "rate_limit_error",
 }
 
-# Adapter readers raise one exception type; the first pattern found in its message gives the error code.
+# Adapter readers raise a single exception type. The first pattern that matches its message gives the error
+# code.
 ADAPTER_CODES = (
     ("adapter_too_large", r"too large for the LoRA cache"),
     ("adapter_rank_too_large", r"low_rank|rank .*(limit|larger)"),
@@ -37,13 +40,14 @@ ADAPTER_CODES = (
     ),
     ("adapter_unsupported", r"support|would be|pickle|not served|cannot be served"),
 )
-FORMAT = "response_format"  # the field that an error of a guide names; `renamed` gives it that of the body
+FORMAT = "response_format"  # named in errors about guided decoding; `renamed` translates it
 SERVER_FAULT_PREFIXES = ("The model's logits", "Encountered an error in", "The adapter could not be read")
 
 
 class ApiError(Exception):
-    """code: stable, for programs. message: for people, without paths of this server. param: the field that is
-    wrong. retry_after: seconds, the Retry-After header."""
+    """code: stable, for programs. message: for people, without paths of this server. param: the wrong field.
+    retry_after: seconds, sent as the Retry-After header.
+    """
 
     def __init__(
         self, status: int, code: str, message: str, param: str | None = None, retry_after: int | None = None
@@ -77,7 +81,7 @@ def unsupported_field(message: str, param: str | None = None) -> ApiError:
 
 
 def context_length(num_tokens: int) -> str:
-    """How a message about too long a prompt begins: clients know the error by OpenAI's first words."""
+    """Start of the message about a prompt that is too long. Clients recognise OpenAI's first words."""
     return f"This model's maximum context length is {num_tokens} tokens"
 
 
@@ -110,7 +114,7 @@ def as_api_error(error: Exception, adapter: str = "") -> ApiError:
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """The same error for a client that has written its fields elsewhere. names: where, by field."""
+    """The same error for a client whose API has other field names. names: the client's names, by field."""
     head, dot, tail = (error.param or "").partition(".")
     if names.get(head, head) == head:
         return error

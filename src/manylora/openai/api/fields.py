@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Item = TypeVar("Item")
-# fail_fast: a union collects the errors of all its branches, 2 KiB for every wrong item.
+# fail_fast: otherwise a union collects the errors of all branches, 2 KiB per wrong item.
 Items = Annotated[list[Item], Field(fail_fast=True)]
 Text = Annotated[str, Field(max_length=512)]
 Grammar = Annotated[str, Field(min_length=1, max_length=65536)]
@@ -19,7 +19,7 @@ TEMPLATE_OWN = ("messages", "tools", "add_generation_prompt", "continue_final_me
 
 
 def at_most(count: int, what: str) -> BeforeValidator:
-    """Before anything else: pydantic collects an error for every wrong value of a dict."""
+    """Check the size before anything else: pydantic collects an error for every wrong value of a dict."""
 
     def check(given: Any) -> Any:
         if isinstance(given, dict) and len(given) > count:
@@ -54,20 +54,20 @@ class Body(BaseModel):
 
 
 class StructuredOutputs(Body):
-    """As in vLLM: exactly one of the first five. grammar: EBNF where it has `::=`, else Lark."""
+    """As in vLLM: exactly one of the first five. grammar: EBNF if it contains `::=`, otherwise Lark."""
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     regex: Grammar | None = None
     choice: Annotated[Items[WordText], Field(min_length=1, max_length=1024)] | None = None
     grammar: Grammar | None = None
     json_object: bool | None = None
-    whitespace_pattern: Text | None = None  # between the parts of JSON
+    whitespace_pattern: Text | None = None  # allowed between JSON tokens
     disable_any_whitespace: bool = True
-    disable_fallback: bool = True  # without effect: there is one backend
+    disable_fallback: bool = True  # no effect: there is only one backend
 
 
 class GuideFields(Body):
-    """What binds the answer, under the names of vLLM and of SGLang (the last three)."""
+    """Constraints on the output, under the names of vLLM and of SGLang (the last three)."""
 
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -75,14 +75,14 @@ class GuideFields(Body):
     guided_choice: Annotated[Items[WordText], Field(min_length=1, max_length=1024)] | None = None
     guided_grammar: Grammar | None = None
     guided_whitespace_pattern: Text | None = None
-    guided_decoding_backend: Text | None = None  # without effect: there is one
+    guided_decoding_backend: Text | None = None  # no effect: there is only one backend
     regex: Grammar | None = None
     ebnf: Grammar | None = None
     json_schema: str | dict[str, Any] | None = None
 
 
 class NeutralFields(Body):
-    """Fields of OpenAI that cannot change an answer here. They are checked, and have no effect."""
+    """Fields of OpenAI that cannot change an answer here. They are validated and have no effect."""
 
     metadata: Annotated[
         dict[Annotated[str, Field(max_length=64)], Text],
@@ -98,9 +98,11 @@ class NeutralFields(Body):
 
 
 class TemplateFields(Body):
-    """How messages become a prompt. chat_template_kwargs: variables that the chat template sees.
-    continue_final_message: the prompt ends inside the last message, which the answer continues.
-    add_generation_prompt: false: nothing begins the assistant's turn."""
+    """How messages become a prompt.
+
+    chat_template_kwargs: variables for the chat template. continue_final_message: the prompt ends inside the
+    last message, and the output continues it. add_generation_prompt: false: do not start an assistant turn.
+    """
 
     chat_template_kwargs: Annotated[
         dict[str, Any], Field(max_length=64), at_most(64, "are taken"), BeforeValidator(_check_variables)

@@ -1,4 +1,4 @@
-"""What binds the answer of a body: tools, response_format, and the fields of vLLM and SGLang."""
+"""Output constraints of a request body: tools, response_format, and the fields of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from manylora.openai.api.schema import ChatRequest, GenerationRequest, ResponseF
 from manylora.openai.api.tools import json_guide, tool_use
 from manylora.request import Guide
 
-FORMATS = {  # type of response_format -> the engine's guide type, the field with the text
+FORMATS = {  # response_format type -> the engine's guide type, and the field with the text
     "regex": ("regex", "regex"),
     "ebnf": ("ebnf_grammar", "ebnf"),
     "lark_grammar": ("lark_grammar", "lark_grammar"),
     "llguidance": ("llguidance", "grammar"),
 }
 SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$]")
-SOME_SPACE = r"[ \n\t]{0,20}"  # more, and small models write nothing else
+SOME_SPACE = r"[ \n\t]{0,20}"  # without a limit, small models write nothing else
 ANY_OBJECT = {"type": "object"}
 OF_STRUCTURED = ("json_", "regex", "choice", "grammar", "json_object")
 
 
 def guide_of(body: GenerationRequest) -> tuple[str, Guide | None]:
-    """The field that binds the answer, and its guide. None: free text. Raises ApiError, also where two fields
-    bind the answer."""
+    """The field that constrains the output, and its guide. None: free text. Raises ApiError, also if two
+    fields constrain it.
+    """
     use = tool_use(body) if isinstance(body, ChatRequest) else None
     made = [(field, _made(field, make)) for field, make in _wanted(body)]
     found = [(field, guide) for field, guide in made if guide is not None]
     if use is not None:
-        # Where a call is all there is, a format of text binds nothing: some clients send both.
+        # If only tool calls are allowed, a text format has no effect. Some clients send both.
         found = [one for one in found if not (use.only_calls and one[0] == FORMAT)]
         if found:
             reason = f"tools and {found[0][0]} cannot be combined: leave one out"
@@ -47,7 +48,7 @@ def guide_of(body: GenerationRequest) -> tuple[str, Guide | None]:
 
 
 def _made(field: str, make: Callable[[], Guide | None]) -> Guide | None:
-    """The guide of a field. Raises ApiError, with the field's name."""
+    """The guide of a field. Raises ApiError that names the field."""
     try:
         return make()
     except RequestError as error:
@@ -55,7 +56,7 @@ def _made(field: str, make: Callable[[], Guide | None]) -> Guide | None:
 
 
 def _wanted(body: GenerationRequest) -> Iterator[tuple[str, Callable[[], Guide | None]]]:
-    """Field, and what makes its guide."""
+    """Each field that is set, and a function that makes its guide."""
     if body.response_format is not None:
         yield FORMAT, partial(_of_format, body.response_format)
     if body.structured_outputs is not None:
@@ -76,7 +77,7 @@ def _wanted(body: GenerationRequest) -> Iterator[tuple[str, Callable[[], Guide |
 
 
 def _of_format(wanted: ResponseFormat) -> Guide | None:
-    """Raises ApiError when a field that its type needs is missing."""
+    """Raises ApiError if a field that its type requires is missing."""
     if wanted.type == "text":
         return None
     if wanted.type == "json_object":
@@ -112,14 +113,14 @@ def _of_structured(wanted: StructuredOutputs) -> Guide | None:
 
 
 def _of_schema(schema: str | dict[str, Any], field: str, space: str | None) -> Guide:
-    """space: a regular expression of the white space between the parts; None: there is none."""
+    """space: regular expression for white space between JSON tokens. None: no white space."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
-            raise invalid_value(f"{field}: it is no JSON text", field) from error
+            raise invalid_value(f"{field}: not valid JSON", field) from error
         if not isinstance(schema, dict):
-            raise invalid_value(f"{field}: it must be a JSON schema", field)
+            raise invalid_value(f"{field}: must be a JSON schema", field)
     if space is not None:
         schema = {"x-guidance": {"whitespace_pattern": space}, **schema}
     return json_guide(schema)
@@ -131,5 +132,5 @@ def choice_pattern(texts: Sequence[str]) -> str:
 
 
 def _of_grammar(text: str) -> Guide:
-    """EBNF is known by its sign for "is", which Lark does not have."""
+    """EBNF is recognised by `::=`, which Lark does not have."""
     return Guide("ebnf_grammar" if "::=" in text else "lark_grammar", text)

@@ -15,8 +15,9 @@ from manylora.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """logprob: None for the first token of a prompt. top: (token id, log probability), the best first. rank:
-    1 for the most probable token; None: not known."""
+    """logprob: None for the first token of a prompt. top: (token id, log probability), best first. rank: 1
+    for the most probable token; None: unknown.
+    """
 
     token_id: int
     logprob: float | None
@@ -27,7 +28,9 @@ class TokenLogprob:
 def output_logprobs(
     output: CompletionOutput, alternatives: Sequence[TokenLogprob], start: int = 0
 ) -> list[TokenLogprob]:
-    """For the output's tokens from `start` on. alternatives: for each token so far, or empty."""
+    """Log probabilities of the output's tokens from `start` on. alternatives: for each token so far, or
+    empty.
+    """
     if alternatives:
         return list(alternatives[start : len(output.token_ids)])
     ids, known = output.token_ids[start:], (output.logprobs or [])[start:]
@@ -44,7 +47,7 @@ def chat_logprobs(tokens: Sequence[TokenLogprob], tokenizer: Tokenizer) -> dict[
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         text = tokenizer.decode([token_id], skip_special_tokens=False)
-        # A token that is a part of a character decodes to a replacement character: its bytes are not known.
+        # A token that is part of a character decodes to a replacement character, so its bytes are unknown.
         data = None if "\ufffd" in text else list(text.encode())
         return {"token": text, "logprob": logprob, "bytes": data}
 
@@ -56,14 +59,16 @@ def chat_logprobs(tokens: Sequence[TokenLogprob], tokenizer: Tokenizer) -> dict[
 
 
 class TextOffsets:
-    """Where the tokens of a choice begin in its text. stream: makes that text. start: where the first begins.
-    num_unseen: tokens before it that have no text."""
+    """Where the tokens of a choice start in its text.
+
+    stream: decodes that text. start: offset of the first token. num_unseen: preceding tokens without text.
+    """
 
     def __init__(self, stream: TextStream, start: int, num_unseen: int = 0) -> None:
         self._stream, self._at, self._num_unseen = stream, start, num_unseen
 
     def take(self, ids: Sequence[int]) -> list[int]:
-        """Of the next tokens. The parts of a character all begin where it begins."""
+        """Offsets of the next tokens. All parts of a character have the offset of that character."""
         offsets = []
         for token_id in ids:
             offsets.append(self._at)
@@ -88,7 +93,7 @@ def completion_logprobs(
 
 
 def joined(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Two such objects as one."""
+    """Two such objects joined to one."""
     if first is None or second is None:
         return first or second
     return {name: None if one is None else one + second[name] for name, one in first.items()}
@@ -97,8 +102,11 @@ def joined(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[
 def ranked_logprobs(
     ids: Sequence[int], logits: np.ndarray, top: int, tokenizer: Tokenizer
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's `prompt_logprobs`: for each token of a prompt its own entry and those of the most probable ones,
-    by their ids; None for the first. logits: as in `prompt_logprobs`."""
+    """vLLM's `prompt_logprobs`: for each prompt token its own entry and those of the most probable tokens, by
+    id.
+
+    None for the first token. logits: as in `prompt_logprobs`.
+    """
 
     def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         text = tokenizer.decode([token_id], skip_special_tokens=False)
@@ -115,7 +123,7 @@ def ranked_logprobs(
 
 
 def _by_text(one: TokenLogprob, tokenizer: Tokenizer) -> dict[str, float]:
-    """Alternatives by their text. Parts of characters have one text; the most probable of them is shown."""
+    """Alternatives by their text. Parts of characters share one text; only the most probable is shown."""
     found: dict[str, float] = {}
     for token_id, value in one.top:
         found.setdefault(tokenizer.decode([token_id], skip_special_tokens=False), value)

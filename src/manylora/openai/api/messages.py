@@ -17,7 +17,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def num_characters(messages: Sequence[Message]) -> int:
-    """Of all texts, and of the arguments of tool calls."""
+    """Characters of all texts and of the arguments of tool calls."""
     calls = [call for message in messages for call in message.tool_calls]
     return sum(len(message.text) for message in messages) + sum(len(c.function.arguments) for c in calls)
 
@@ -33,7 +33,9 @@ def _template_message(message: Message) -> dict[str, Any]:
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """Arguments are JSON text in a request and an object in templates. Raises ApiError."""
+    """Convert a tool call: arguments are JSON text in a request and an object in templates. Raises
+    ApiError.
+    """
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):

@@ -7,7 +7,7 @@ from manylora.openai.api.errors import ApiError
 
 
 def check_name(name: str, param: str) -> str:
-    """Return the name. Raises ApiError. param: the field that it stands in."""
+    """Return the name if it is valid. Raises ApiError. param: the field that contains it."""
     if not is_name(name):
         raise ApiError(
             400,

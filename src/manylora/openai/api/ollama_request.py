@@ -1,4 +1,4 @@
-"""Bodies of Ollama's API, and the chats and completions that they ask for."""
+"""Request bodies of Ollama's API, and their conversion to chats and completions."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from manylora.openai.api.fields import Body, Items, Text, WordText
 from manylora.openai.api.pooled_request import MAX_INPUTS
 from manylora.openai.api.schema import MAX_TOKENS, BodyT, ChatRequest, CompletionRequest, Tool, validate
 
-LATEST = ":latest"  # the tag of a name without one
-NAMES = {FORMAT: "format"}  # fields of chats and completions, as this API calls them
+LATEST = ":latest"  # the default tag
+NAMES = {FORMAT: "format"}  # this API's names for fields of chats and completions
 Number = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
 class Options(Body):
     """As in a Modelfile, with Ollama's defaults.
 
-    num_predict: 0 and less: until the end, or the context is full. repeat_penalty is of the whole output, so
-    repeat_last_n cannot be another. Without effect: what Ollama's runner is started with, from num_ctx on.
+    num_predict: 0 or less: until the end of the answer or of the context. repeat_penalty applies to the whole
+    output, so repeat_last_n cannot be changed. From num_ctx on: options for starting Ollama's runner, without
+    effect.
     """
 
     num_predict: int = Field(-1, ge=-2, le=MAX_TOKENS)
@@ -29,14 +30,14 @@ class Options(Body):
     top_k: int = Field(40, ge=-1, le=MAX_TOKENS)
     top_p: float = Field(0.9, ge=0, le=1)
     min_p: float = Field(0.0, ge=0, le=1)
-    seed: int = Field(-1, ge=-(2**63), le=2**63 - 1)  # -1: another for each answer
+    seed: int = Field(-1, ge=-(2**63), le=2**63 - 1)  # -1: a new one for each answer
     stop: WordText | Annotated[Items[WordText], Field(max_length=16)] = Field([])
     repeat_penalty: float = Field(1.0, ge=0.001, le=100)
     repeat_last_n: int | None = Field(None, ge=-1, le=MAX_TOKENS)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     mirostat: Literal[0] = 0
-    mirostat_tau: float | None = None  # of mirostat, as mirostat_eta
+    mirostat_tau: float | None = None  # mirostat parameters
     mirostat_eta: float | None = None
     tfs_z: float = Field(1.0, ge=1, le=1)
     typical_p: float = Field(1.0, ge=1, le=1)
@@ -57,8 +58,9 @@ class Options(Body):
 
 
 class _Generation(Body):
-    """format: "json", or a JSON schema. think: a model's thoughts are not told apart from its answer.
-    truncate: a chat that is too long loses its oldest messages. keep_alive has no effect."""
+    """format: "json", or a JSON schema. think: reasoning is not separated from the answer. truncate: drop the
+    oldest messages of a chat that is too long. keep_alive has no effect.
+    """
 
     model: str = Field(min_length=1, max_length=512)
     stream: bool = True
@@ -69,7 +71,7 @@ class _Generation(Body):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     truncate: bool = True
-    shift: Literal[False] = False  # the context is not moved when it is full
+    shift: Literal[False] = False  # the context window is not shifted when it is full
 
 
 class _Function(Body):
@@ -85,7 +87,7 @@ class _Call(Body):
 
 
 class _Message(Body):
-    """tool_name: of the tool that has answered."""
+    """tool_name: the tool that produced this result."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
@@ -93,7 +95,7 @@ class _Message(Body):
     images: Items[str] = Field([])
     tool_calls: Items[_Call] = Field([], max_length=128)
     tool_name: Text | None = None
-    name: Text | None = None  # an older word for tool_name
+    name: Text | None = None  # older name of tool_name
     tool_call_id: Text | None = None
 
 
@@ -103,7 +105,7 @@ class OllamaChat(_Generation):
 
 
 class OllamaGenerate(_Generation):
-    """raw: the prompt as it is, without the chat template. context: what older servers returned."""
+    """raw: use the prompt as it is, without the chat template. context: returned by older servers."""
 
     prompt: str = ""
     system: str = ""
@@ -123,7 +125,7 @@ class _Embedded(Body):
 
 
 class OllamaEmbed(_Embedded):
-    """input: a text, or several. truncate: of a text that is too long its beginning is used."""
+    """input: one or several texts. truncate: use only the start of a text that is too long."""
 
     input: str | Annotated[Items[str], Field(max_length=MAX_INPUTS)] = Field([])
     truncate: bool = True
@@ -135,13 +137,13 @@ class OllamaEmbed(_Embedded):
 
 
 class OllamaEmbeddings(_Embedded):
-    """The older endpoint. prompt: one text, which is cut like those of OllamaEmbed."""
+    """The older endpoint. prompt: one text, truncated as in OllamaEmbed."""
 
     prompt: str = ""
 
 
 class OllamaShow(Body):
-    """name: an older word for model."""
+    """name: older name of model."""
 
     model: str = Field("", max_length=512)
     name: str = Field("", max_length=512)
@@ -152,12 +154,12 @@ class OllamaShow(Body):
 
 
 def chat_request(body: OllamaChat | OllamaGenerate, model: str) -> ChatRequest:
-    """model: the name that the request means. Raises ApiError."""
+    """model: the name of the served model that the request means. Raises ApiError."""
     _check(body)
     messages = _messages(body) if isinstance(body, OllamaChat) else _question(body)
     chat = {"messages": messages, **_sampling(body, model)}
     chat |= {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
-    if "think" in body.model_fields_set:  # the word of templates whose models would think
+    if "think" in body.model_fields_set:  # the variable that templates of reasoning models use
         chat["chat_template_kwargs"] = {"enable_thinking": False}
     if isinstance(body, OllamaChat) and body.tools:
         chat["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
@@ -165,7 +167,7 @@ def chat_request(body: OllamaChat | OllamaGenerate, model: str) -> ChatRequest:
 
 
 def completion_request(body: OllamaGenerate, model: str) -> CompletionRequest:
-    """Of a raw prompt. Raises ApiError."""
+    """The completion for a raw prompt. Raises ApiError."""
     _check(body)
     if body.system:
         raise invalid_value("system needs raw false", "system")
@@ -175,7 +177,7 @@ def completion_request(body: OllamaGenerate, model: str) -> CompletionRequest:
 
 
 def _as_given(made: BodyT, options: Options) -> BodyT:
-    """With Ollama's defaults as if left out: an adapter's own come before them."""
+    """Mark Ollama's defaults as not set, so that an adapter's own defaults apply before them."""
     for name in Options.model_fields.keys() - options.model_fields_set:
         made.model_fields_set.discard({"repeat_penalty": "repetition_penalty"}.get(name, name))
     return made
@@ -192,7 +194,7 @@ def _check(body: OllamaChat | OllamaGenerate) -> None:
         raise unsupported_field("context is not supported: send the conversation to /api/chat", "context")
     options = body.options
     if options.repeat_penalty != 1 and options.repeat_last_n not in (None, -1, 0):
-        reason = "options.repeat_last_n must be -1: repeat_penalty is of the whole output"
+        reason = "options.repeat_last_n must be -1: repeat_penalty applies to the whole output"
         raise invalid_value(reason, "options.repeat_last_n")
 
 
@@ -229,8 +231,9 @@ def _question(body: OllamaGenerate) -> list[dict[str, Any]]:
 
 
 def _messages(body: OllamaChat) -> list[dict[str, Any]]:
-    """Ollama's calls may have no ids: a result then belongs to the first call of its name that has none yet,
-    else to the first call that has none."""
+    """Ollama's tool calls may have no ids. A result then belongs to the first open call of its name, or else
+    to the first open call.
+    """
     found: list[dict[str, Any]] = []
     open_calls: list[tuple[str, str]] = []  # ids and names
     number = 0

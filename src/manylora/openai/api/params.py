@@ -1,4 +1,4 @@
-"""From the fields of a request body to the engine's sampling parameters and the stop rules above it."""
+"""Converts the fields of a request body to the engine's sampling parameters, and to stop rules on text."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from manylora.openai.api.schema import ChatRequest, CompletionRequest, Generatio
 from manylora.request import Guide
 from manylora.text.tokenizer import Tokenizer
 
-DEFAULT_COMPLETION_TOKENS = 16  # of the API; a chat has the rest of the model's context
-GREEDY_BELOW = 1e-5  # temperatures below are greedy: dividing by them would overflow the logits
-# Fields with one name and meaning in a body and in the LLM API's SamplingParams are copied.
+DEFAULT_COMPLETION_TOKENS = 16  # the API's default; a chat may use the rest of the context
+GREEDY_BELOW = 1e-5  # lower temperatures mean greedy: dividing by them would overflow the logits
+# Fields with the same name and meaning in a body and in the LLM API's SamplingParams are copied.
 CONVERTED_FIELDS = {"max_tokens", "temperature", "top_p", "top_k", "seed", "logprobs", "prompt_logprobs"}
 COPIED_FIELDS = {f.name for f in fields(SamplingParams)} & set(CompletionRequest.model_fields)
 COPIED_FIELDS -= CONVERTED_FIELDS
-FORBIDDEN = -1e9  # added to the logits of tokens that are not allowed; an infinity is no bias
+FORBIDDEN = -1e9  # added to logits of forbidden tokens; infinity is not allowed as a bias
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Limits:
     """What one request may ask for.
 
     max_seq_len: prompt and output, in tokens. max_sequences: outputs of all prompts together. logits_bytes:
-    float32 logits of one prompt, which log probabilities with echo need. max_samples: outputs of one prompt,
-    as many as the engine runs at once.
+    float32 logits of one prompt, needed for log probabilities with echo. max_samples: outputs of one prompt;
+    the engine's batch size.
     """
 
     max_seq_len: int
@@ -46,10 +46,10 @@ class Limits:
 class Plan:
     """How one prompt is continued.
 
-    top: number of alternatives shown for each token; None: no log probabilities at all. prompt_only:
-    max_tokens is 0; the engine generates one token, which is not shown. prompt_top: as top, for the tokens of
-    the prompt in an answer's prompt_logprobs. cache_salt: of `Request`. temperature, top_p: as answers
-    show them. guide_field: of `Shared`.
+    top: number of alternatives shown per token; None: no log probabilities. prompt_only: max_tokens is 0; the
+    engine generates one token that is not shown. prompt_top: as top, for the prompt's tokens in
+    prompt_logprobs. cache_salt: of `Request`. temperature, top_p: as shown in responses. guide_field: of
+    `Shared`.
     """
 
     decoding: Decoding
@@ -64,8 +64,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Shared:
-    """What is computed once for all prompts of a body. logit_bias: [vocabulary] float32. guide_field: where
-    the guide comes from."""
+    """Computed once for all prompts of a body. logit_bias: [vocabulary] float32. guide_field: the field that
+    the guide came from.
+    """
 
     logit_bias: np.ndarray | None
     guide: Guide | None
@@ -87,8 +88,11 @@ def plan(
     shared: Shared | None = None,
     defaults: GenerationDefaults = NO_DEFAULTS,
 ) -> Plan:
-    """num_prompt: its tokens. shared: None computes it. defaults: for what the body leaves out. Raises
-    ApiError, and what `decoding_of` raises."""
+    """num_prompt: number of prompt tokens. shared: computed if None. defaults: for fields that the body
+    leaves out.
+
+    Raises ApiError, and what `decoding_of` raises.
+    """
     own_minimum = "min_tokens" in body.model_fields_set
     more = {name: value for name, value in defaults.fields.items() if name not in body.model_fields_set}
     body = body.model_copy(update=more)
@@ -100,7 +104,7 @@ def plan(
         if echo or shows_prompt:
             name = "echo" if echo else "prompt_logprobs"
             raise unsupported_field(f"{name} is not supported on encoder-decoder models", name)
-        num_prompt = 1  # the encoder reads the prompt; the decoder begins with its start token
+        num_prompt = 1  # the encoder reads the prompt; the decoder starts from its start token
     max_tokens, prompt_only = _max_tokens(body, num_prompt, limits, defaults.max_tokens)
     _check_samples(body, limits)
     _check_order(body)
@@ -138,16 +142,16 @@ def _sampling_params(body: GenerationRequest, max_tokens: int, top: int | None) 
 
 
 def _check_order(body: GenerationRequest) -> None:
-    """Fields of vLLM that need a server of another kind, or another kind of answer."""
+    """Refuse fields of vLLM that need another kind of server or response."""
     if body.priority != 0:
-        reason = "priority: adapters take turns, and no request goes first: leave it out, or give 0"
+        reason = "priority: only 0 is supported, as adapters take turns: leave it out, or set it to 0"
         raise unsupported_field(reason, "priority")
     if body.prompt_logprobs is not None and body.stream:
         raise unsupported_field("prompt_logprobs needs stream false", "prompt_logprobs")
 
 
 def _check_samples(body: GenerationRequest, limits: Limits) -> None:
-    """Whether n and best_of fit together, and into the engine's batch."""
+    """Check that n and best_of are consistent and fit the engine's batch."""
     best_of = body.best_of if isinstance(body, CompletionRequest) else None
     if body.stream and best_of is not None and best_of != body.n:
         raise unsupported_field("best_of other than n needs stream false", "best_of")
@@ -170,7 +174,7 @@ def _num_alternatives(body: GenerationRequest) -> int | None:
 def _max_tokens(
     body: GenerationRequest, num_prompt: int, limits: Limits, default: int | None = None
 ) -> tuple[int, bool]:
-    """Tokens that the engine generates, and `Plan.prompt_only`. default: None: the API's."""
+    """Number of tokens to generate, and `Plan.prompt_only`. default: None: the API's."""
     wanted, field = body.max_tokens, "max_tokens"
     left = limits.max_seq_len - num_prompt
     if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
@@ -196,7 +200,7 @@ def _max_tokens(
 
 
 def _check_logits(num_prompt: int, limits: Limits, field: str) -> None:
-    """Log probabilities of a prompt need a row of logits for each of its tokens, all at once."""
+    """Check the size: log probabilities of a prompt need a row of logits for each of its tokens at once."""
     if num_prompt * limits.vocab_size * 4 > limits.logits_bytes:
         most = limits.logits_bytes // (4 * limits.vocab_size)
         of = "with echo" if field == "logprobs" else "with it"
@@ -204,18 +208,20 @@ def _check_logits(num_prompt: int, limits: Limits, field: str) -> None:
 
 
 def _logit_bias(body: GenerationRequest, vocab_size: int) -> np.ndarray | None:
-    """[vocabulary] float32, also of allowed_token_ids."""
+    """[vocabulary] float32, which includes allowed_token_ids."""
     allowed = body.allowed_token_ids
     if not body.logit_bias and allowed is None:
         return None
     bias = np.zeros(vocab_size, np.float32)
     if allowed is not None:
         if max(allowed) >= vocab_size:
-            raise invalid_value("allowed_token_ids: one is no token of this model", "allowed_token_ids")
+            raise invalid_value(
+                "allowed_token_ids: one id is not in this model's vocabulary", "allowed_token_ids"
+            )
         bias[:] = FORBIDDEN
         bias[allowed] = 0
     for key, value in body.logit_bias.items():
         if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < vocab_size):
-            raise invalid_value(f"logit_bias: {key[:20]!r} is no token of this model", "logit_bias")
+            raise invalid_value(f"logit_bias: {key[:20]!r} is not a token id of this model", "logit_bias")
         bias[int(key)] += value
     return bias

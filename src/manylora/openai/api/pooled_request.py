@@ -15,8 +15,9 @@ Texts = Annotated[Items[str], Field(min_length=1, max_length=MAX_INPUTS)]
 
 
 class PooledRequest(AdapterFields):
-    """Fields of all of them. truncate_prompt_tokens: the last so many are used; -1: as many as fit.
-    normalize, activation, softmax: other names of use_activation, vLLM's older ones."""
+    """Fields of all pooled requests. truncate_prompt_tokens: use only the last N; -1: as many as fit.
+    normalize, activation, softmax: vLLM's older names of use_activation.
+    """
 
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS)
     add_special_tokens: bool = True
@@ -54,7 +55,7 @@ class EmbeddingRequest(PooledRequest):
 
 
 class PoolingRequest(EmbeddingRequest):
-    """task: None: what the adapter or the model is for, labels or embeddings."""
+    """task: None: labels or embeddings, depending on the adapter or model."""
 
     task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None
 
@@ -64,7 +65,7 @@ class ClassifyRequest(PooledRequest):
 
 
 class ScoreRequest(PooledRequest):
-    """text_1: one, or one for each text_2."""
+    """text_1: one text, or one for each text_2."""
 
     text_1: str | Texts
     text_2: str | Texts
@@ -75,7 +76,7 @@ class RerankDocument(Body):
 
 
 class RerankRequest(PooledRequest):
-    """top_n: documents that are returned; 0: all."""
+    """top_n: number of documents to return; 0: all."""
 
     query: str
     documents: Annotated[Items[str | RerankDocument], Field(min_length=1, max_length=MAX_INPUTS)]

@@ -1,4 +1,4 @@
-"""A body of /v1/responses, and the chat that it asks for."""
+"""The body of /v1/responses, and its conversion to a chat."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from manylora.openai.api.schema import MAX_TOKENS, ChatRequest, GenerationReques
 
 MAX_ITEMS = 4096
 STATELESS = {
-    "previous_response_id": "this server keeps no responses: send the earlier items in input",
-    "conversation": "this server keeps no conversations: send the earlier items in input",
-    "prompt": "this server keeps no prompts: send the text in instructions and input",
-    "context_management": "this server compacts nothing: send fewer items, or truncation auto",
-    "background": "this server answers while the client waits: leave it out, or set stream",
-    "moderation": "this server moderates nothing: leave it out",
+    "previous_response_id": "this server does not store responses: send the earlier items in input",
+    "conversation": "this server does not store conversations: send the earlier items in input",
+    "prompt": "this server does not store prompts: send the text in instructions and input",
+    "context_management": "context compaction is not supported: send fewer items, or truncation auto",
+    "background": "background responses are not supported: leave it out, or set stream",
+    "moderation": "moderation is not supported: leave it out",
 }
-"""Fields that need what this server does not have, and what to do."""
+"""Fields that need a feature this server does not have, with what to do instead."""
 CHAT_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-"""Fields of a chat, as an error names them, and where a client of this API has written them."""
+"""Fields of a chat as named in errors, to the names in this API."""
 PASSED = set(GenerationRequest.model_fields) | set(TemplateFields.model_fields)
 NOT_SHOWN = {"n": 1, "prompt_logprobs": None, "return_token_ids": False}
-"""Fields of chats that ask for more than one output, or for parts that a response does not have."""
+"""Fields of chats that ask for several outputs, or for parts that a response does not have."""
 LOGPROBS = "message.output_text.logprobs"
 
 
 class _TextFormat(Body):
-    """type json_schema needs schema; name, description and strict are for the caller's own records."""
+    """json_schema needs schema. name, description and strict are only for the caller."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Text | None = None
@@ -49,7 +49,7 @@ class _TextConfig(Body):
 
 
 class _Tool(Body):
-    """parameters: a JSON schema of an object. strict: arguments must match it."""
+    """parameters: JSON schema of an object. strict: arguments must match it."""
 
     type: Literal["function"]
     name: str
@@ -59,10 +59,10 @@ class _Tool(Body):
 
 
 class ResponsesRequest(TemplateFields, GenerationRequest):
-    """input: a text, or items. The fields of chats that this API does not have act as they do in chats.
+    """input: a text, or items. Fields of chats that this API does not have work as they do in chats.
 
-    store: whether items of the answer are remembered for a while. Without effect: text.verbosity, and what
-    belongs to tools and caches of OpenAI's servers.
+    store: remember the items of the answer for a while. No effect: text.verbosity, and fields for tools and
+    caches of OpenAI's servers.
     """
 
     input: str | Items[dict[str, Any]]
@@ -99,14 +99,15 @@ class ResponsesRequest(TemplateFields, GenerationRequest):
 
 
 class _Item(BaseModel):
-    """Items come back from earlier answers, of other servers too: fields that say nothing to a model are
-    dropped."""
+    """An item, perhaps from the answer of another server. Fields that carry nothing for the model are
+    dropped.
+    """
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
 class _Part(_Item):
-    """A part of a text; a refusal was the model's text in place of one."""
+    """A part of a text. A refusal is a text that the model gave instead of an answer."""
 
     type: Literal["input_text", "output_text", "text", "refusal"]
     text: str | None = None
@@ -130,7 +131,7 @@ class _OutputItem(_Item):
 
 
 def chat_request(body: ResponsesRequest) -> ChatRequest:
-    """Raises ApiError, with the names of this API."""
+    """Raises ApiError with this API's field names."""
     for name, reason in STATELESS.items():
         if getattr(body, name):
             raise unsupported_field(f"{name} is not supported: {reason}", name)
@@ -158,9 +159,9 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
 
 
 def in_words_of_responses(error: ApiError) -> ApiError:
-    """An error of the chat that a response was made from, with the names of this API."""
+    """An error of the underlying chat, with this API's field names."""
     given = error.param or ""
-    if given.startswith("messages."):  # a message's place among the messages is not its place among the items
+    if given.startswith("messages."):  # the index of a message is not the index of its item
         message = error.message.replace(given, "messages", 1)
         error = ApiError(error.status, error.code, message, "messages", error.retry_after)
     return renamed(error, CHAT_NAMES)
@@ -187,7 +188,7 @@ def _tool(given: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _tool_choice(given: str | dict[str, Any]) -> str | dict[str, Any]:
-    """In the form of chats."""
+    """tool_choice in the form that chats use."""
     if isinstance(given, str):
         return given
     if given.get("type") == "allowed_tools":
@@ -204,7 +205,7 @@ def _tool_choice(given: str | dict[str, Any]) -> str | dict[str, Any]:
 
 
 def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """As chats have them: calls that follow each other, or an assistant's text, are of one message."""
+    """Messages as in a chat. Consecutive calls, and an assistant's text before them, become one message."""
     found: list[dict[str, Any]] = []
     if body.instructions:
         found.append({"role": "system", "content": body.instructions})
@@ -226,9 +227,9 @@ def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
             text = _text(output.output, f"{where}.output")
             found.append({"role": "tool", "tool_call_id": output.call_id, "content": text})
         elif kind == "item_reference":
-            reason = f"{where}: this server does not have that item any more: send the item itself"
+            reason = f"{where}: this server no longer has that item: send the item itself"
             raise unsupported_field(reason, where)
-        elif kind != "reasoning":  # which is not shown to a model again
+        elif kind != "reasoning":  # reasoning is not shown to the model again
             reason = f"{where}: items of type {str(kind)[:50]!r} are not supported: leave it out"
             raise unsupported_field(reason, where)
     if not found:

@@ -1,4 +1,4 @@
-"""A body of llgtrt's /v1/run, and the chat or completion that it asks for."""
+"""The body of llgtrt's /v1/run, and its conversion to a chat or completion."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from manylora.openai.api.schema import (
     validate,
 )
 
-DEFAULT_TOKENS = 16  # of llgtrt
-NAMES = {FORMAT: "controller_arg.grammar"}  # fields of chats and completions, as this API calls them
+DEFAULT_TOKENS = 16  # llgtrt's default
+NAMES = {FORMAT: "controller_arg.grammar"}  # this API's names for fields of chats and completions
 
 
 class _ControllerArg(Body):
@@ -28,7 +28,7 @@ class _ControllerArg(Body):
 
 
 class RunRequest(Body):
-    """prompt or messages, one of them. The answer is always a stream. What chooses an adapter is ours."""
+    """Either prompt or messages. The answer is always streamed. The adapter fields are our extension."""
 
     controller: Literal["llguidance"]
     controller_arg: _ControllerArg

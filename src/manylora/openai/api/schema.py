@@ -23,7 +23,7 @@ from manylora.openai.api.fields import (
 )
 from manylora.request import MAX_MIXED, MAX_SCALE
 
-# Fields of other servers that do nothing here, and the values that are accepted because they ask for nothing.
+# Fields of other servers without effect here, with the values that are accepted.
 IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "detokenize": (True,),
@@ -41,7 +41,7 @@ IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
 }
 UNION_BRANCHES = ("str", "constrained-str", "TextPart", "NamedToolChoice", "AllowedToolChoice")
-BOUNDS = (  # errors of values whose type is right
+BOUNDS = (  # pydantic errors about values of the right type
     "too_long",
     "too_short",
     "string_too_long",
@@ -51,13 +51,15 @@ BOUNDS = (  # errors of values whose type is right
 )
 
 MAX_TOKENS = 2**31 - 1
-MAX_COMMAS, MAX_BRACKETS = 2**20, 2**17  # of a body, outside of its strings; brackets: opening ones
+MAX_COMMAS, MAX_BRACKETS = 2**20, 2**17  # limits outside of strings; only opening brackets count
 MAX_BIAS = 2**16
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 
 
 class LoraRequest(Body):
-    """As in TensorRT-LLM's servers. lora_int_id is checked but not used: content identifies an adapter."""
+    """As in TensorRT-LLM's servers. lora_int_id is validated but not used: adapters are identified by
+    content.
+    """
 
     lora_name: Text | None = None
     lora_int_id: int | None = Field(None, ge=0, le=2**64 - 1)
@@ -66,15 +68,16 @@ class LoraRequest(Body):
 
 
 class LoraMember(Body):
-    """One of several adapters that act together, and what it is multiplied by."""
+    """One of several adapters that act together, and its scale."""
 
     name: Text
     scale: float = Field(1.0, ge=-MAX_SCALE, le=MAX_SCALE)
 
 
 class ResponseFormat(Body):
-    """type json_schema needs json_schema.schema; regex, ebnf and lark_grammar need a field of their own name;
-    llguidance needs grammar, in llguidance's JSON form."""
+    """json_schema needs json_schema.schema. regex, ebnf and lark_grammar need a field of the same name.
+    llguidance needs grammar, in llguidance's JSON form.
+    """
 
     type: Literal["text", "json_object", "json_schema", "regex", "ebnf", "lark_grammar", "llguidance"]
     json_schema: dict[str, Any] | None = None
@@ -91,7 +94,7 @@ class ResponseFormat(Body):
 
 
 class StreamOptions(Body):
-    """continuous_usage_stats, of vLLM: every chunk has the usage so far."""
+    """continuous_usage_stats, as in vLLM: every chunk has the usage so far."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -99,7 +102,7 @@ class StreamOptions(Body):
 
 
 class AdapterFields(Body):
-    """What can name the adapter of a request."""
+    """The fields that can name a request's adapter."""
 
     model: str = Field("", max_length=512)
     lora: Annotated[Items[LoraMember], Field(max_length=MAX_MIXED)] | None = None
@@ -111,14 +114,14 @@ class AdapterFields(Body):
 
 
 class GenerationRequest(AdapterFields, GuideFields, NeutralFields):
-    """Fields of completions and of chats. max_tokens: None is the API's default."""
+    """Fields of completions and chats. max_tokens: None is the API's default."""
 
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, ge=0, le=1)
     top_k: int = Field(-1, ge=-1, le=MAX_TOKENS)
     min_p: float = Field(0.0, ge=0, le=1)
-    use_drafts: bool = True  # of n-grams, where the engine makes any
+    use_drafts: bool = True  # use n-gram drafts, if they are enabled
     n: int = Field(1, ge=1, le=128)
     stop: WordText | Annotated[Items[WordText], Field(max_length=16)] = Field([])
     stop_token_ids: Items[TokenId] = Field([], max_length=64)
@@ -141,14 +144,14 @@ class GenerationRequest(AdapterFields, GuideFields, NeutralFields):
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
     return_token_ids: bool = False
-    request_id: RequestId | None = None  # the answer's id is made of it
+    request_id: RequestId | None = None  # the response's id contains it
     cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    priority: int = Field(0, ge=-(2**31), le=2**31 - 1)  # 0 only
-    lora_version: Literal["keep", "follow"] = "keep"  # follow: go on with newer versions of the adapter
+    priority: int = Field(0, ge=-(2**31), le=2**31 - 1)  # only 0 is allowed
+    lora_version: Literal["keep", "follow"] = "keep"  # follow: switch to newer adapter versions while running
 
 
 class CompletionRequest(GenerationRequest):
-    """prompt: a text, token ids, or a list of either. logprobs: number of alternatives for each token."""
+    """prompt: a text, token ids, or a list of either. logprobs: number of alternatives per token."""
 
     prompt: str | Items[TokenId] | Items[str] | Items[Items[TokenId]]
     best_of: int | None = Field(None, ge=1, le=128)
@@ -233,7 +236,7 @@ class AllowedTools(Body):
 
 
 class AllowedToolChoice(Body):
-    """Some of the tools: the others are not shown to the model."""
+    """A subset of the tools. The others are not shown to the model."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -245,7 +248,7 @@ class Prediction(Body):
 
 
 class ChatRequest(TemplateFields, GenerationRequest):
-    """reasoning_effort: a variable of the chat template. verbosity and prediction have no effect."""
+    """reasoning_effort: a variable for the chat template. verbosity and prediction have no effect."""
 
     messages: Items[Message] = Field(min_length=1, max_length=4096)
     tools: Items[Tool] = Field([], max_length=128)
@@ -254,11 +257,11 @@ class ChatRequest(TemplateFields, GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    return_expanded_prompt: bool = False  # of llgtrt: the answer has the chat template's text
+    return_expanded_prompt: bool = False  # llgtrt: return the rendered chat template
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     prediction: Prediction | None = None
-    # of llgtrt: whether the chat template is shown tools, and the schema of response_format as json_schema
+    # llgtrt: whether the chat template gets tools, and the schema of response_format as json_schema
     include_json_schema_in_prompt: bool = True
 
 
@@ -277,7 +280,7 @@ class DetokenizeRequest(Body):
 
 
 class LoadTerms(Body):
-    """On which terms an adapter is loaded. owner: name of an API key; None: who loads it."""
+    """Terms of a loaded adapter. owner: name of an API key; None: that of the caller."""
 
     load_inplace: bool = False
     pinned: bool = False
@@ -344,12 +347,13 @@ def validate(value: dict[str, Any], kind: type[BodyT]) -> BodyT:
 
 
 def _check_size(raw: bytes | bytearray) -> None:
-    """Limit the number of JSON values: each becomes a Python object, which takes a hundred times the time and
-    memory of its text. Raises ApiError 413."""
-    if _has_few_values(raw):  # nearly all bodies, although commas in strings are counted too
+    """Limit the number of JSON values. Each becomes a Python object, which takes a hundred times the time and
+    memory of its text. Raises ApiError 413.
+    """
+    if _has_few_values(raw):  # true for nearly all bodies, even though commas in strings count
         return
     bare = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
-    few_strings = _count(bare, b'"') <= 4 * MAX_COMMAS  # an object has two strings for each comma
+    few_strings = _count(bare, b'"') <= 4 * MAX_COMMAS  # an object has two strings per comma
     if not (few_strings and _has_few_values(b"".join(bare.split(b'"')[::2]))):
         most = f"at most {MAX_COMMAS} commas and {MAX_BRACKETS} brackets are taken"
         raise ApiError(413, "request_too_large", f"The body has too many parts: {most}")
@@ -360,7 +364,7 @@ def _has_few_values(raw: bytes | bytearray) -> bool:
 
 
 def _count(raw: bytes | bytearray, byte: bytes) -> int:
-    """As `raw.count(byte)`, which takes ten times as long where there are many."""
+    """As `raw.count(byte)`, which is ten times slower if there are many."""
     return int(np.count_nonzero(np.frombuffer(raw, np.uint8) == byte[0]))
 
 
@@ -369,13 +373,13 @@ def _not_supported(name: str) -> ApiError:
 
 
 def api_error(error: ValidationError, where: str = "") -> ApiError:
-    """The first error. An unknown field comes before all others, since a union reports every branch.
+    """The first error. Unknown fields come before all others, because a union reports every branch.
 
-    where: the path in the body of what was validated.
+    where: path of the validated value in the body.
     """
     found = error.errors(include_url=False, include_context=False, include_input=False)
     first = next((one for one in found if one["type"] == "extra_forbidden"), _most_telling(found))
-    # Names of union branches are not part of the path in the body.
+    # Names of union branches in the path are not part of the body.
     path = [str(part) for part in first["loc"] if not (isinstance(part, str) and _is_branch(part))]
     name = ".".join([where, *path] if where else path)[:200]
     if first["type"] == "extra_forbidden":
@@ -386,7 +390,7 @@ def api_error(error: ValidationError, where: str = "") -> ApiError:
 
 
 def _most_telling(found: list[ErrorDetails]) -> ErrorDetails:
-    """The first error, or of a union's the one of the branch whose type fits."""
+    """The first error. For a union, the first error of the branch whose type fits."""
     first = found[0]
     fits = (one for one in found if one["type"] in BOUNDS and one["loc"][0] == first["loc"][0])
     return next(fits, first) if first["loc"] and first["type"].endswith("_type") else first

@@ -1,4 +1,6 @@
-"""Tools of a chat: showing them to the model, guided decoding for them, and tool calls in its output."""
+"""Tools of a chat: how they are shown to the model, guided decoding for calls, and parsing calls from the
+output.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,10 @@ from manylora.openai.api.schema import (
 from manylora.request import Guide
 from manylora.text.json_schema import closed
 
-COMPACT = {"x-guidance": {"whitespace_flexible": False}}  # as the engine compiles a schema by itself
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}  # as the engine compiles a plain schema
 TAG, END_TAG = "<tool_call>", "</tool_call>"
-CALL_STARTS = ("{", "[", TAG, "<|python_tag|>")  # an output that is a call begins with one of these
-# A call that was cut off: its name, and what there is of its arguments.
+CALL_STARTS = ("{", "[", TAG, "<|python_tag|>")  # an output that is a call starts with one of these
+# A truncated call: its name, and the start of its arguments.
 UNFINISHED = re.compile(
     r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*(?:,\s*"(?:arguments|parameters)"\s*:\s*(.*))?', re.DOTALL
 )
@@ -41,7 +43,7 @@ def json_guide(schema: dict[str, Any]) -> Guide:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """required: the model must call one. named: it must call this one. parallel: it may call several."""
+    """required: the model must call a tool. named: it must call this one. parallel: it may call several."""
 
     tools: Sequence[Tool]
     required: bool = False
@@ -54,7 +56,7 @@ class ToolUse:
 
     @property
     def only_calls(self) -> bool:
-        """Whether calls are all that the output has, and no text."""
+        """Whether the output consists of calls only, without text."""
         return self.required or self.named is not None
 
     @property
@@ -63,7 +65,7 @@ class ToolUse:
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     def guide(self) -> Guide | None:
-        """The guide of the output. None: free text, in which calls are searched. Raises ApiError."""
+        """The guide of the output. None: free text, which is searched for calls. Raises ApiError."""
         if self.named is not None:
             wanted = next(tool for tool in self.tools if tool.function.name == self.named)
             return json_guide(_arguments(wanted))
@@ -78,14 +80,14 @@ class ToolUse:
         return None
 
     def instructions(self) -> str:
-        """A system message for models whose chat template does not know tools."""
+        """A system message for models whose chat template does not support tools."""
         lines = [json.dumps(spec["function"], ensure_ascii=False) for spec in self.specs]
         how = 'To call one, answer with nothing but JSON: {"name": its name, "arguments": {its arguments}}'
         return "\n".join(["You can call these functions:", *lines, how])
 
 
 def tool_use(body: ChatRequest) -> ToolUse | None:
-    """None: the answer has no tool calls. Raises ApiError."""
+    """None: the output cannot have tool calls. Raises ApiError."""
     choice, tools = body.tool_choice, body.tools
     if isinstance(choice, AllowedToolChoice):
         tools, choice = _allowed(body.tools, choice.allowed_tools), choice.allowed_tools.mode
@@ -112,7 +114,7 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
 
 
 def _allowed(tools: Sequence[Tool], allowed: AllowedTools) -> list[Tool]:
-    """Those of the tools that tool_choice names. Raises ApiError."""
+    """The tools that tool_choice names. Raises ApiError."""
     names = {one.function.name for one in allowed.tools}
     unknown = sorted(names - {tool.function.name for tool in tools})
     if unknown:
@@ -121,7 +123,7 @@ def _allowed(tools: Sequence[Tool], allowed: AllowedTools) -> list[Tool]:
 
 
 class ToolCallParser:
-    """Splits one growing output into content and tool calls. Holds back text that may become a call."""
+    """Splits a growing output into content and tool calls. Withholds text that may become a call."""
 
     def __init__(self, use: ToolUse) -> None:
         self._use = use
@@ -131,10 +133,10 @@ class ToolCallParser:
         self.num_calls = 0
 
     def add(self, text: str, final: bool, cut: bool = False) -> tuple[str, Calls]:
-        """New content, and the calls, which are complete with the final text only.
+        """New content, and the calls. Calls are returned only with the final text.
 
-        cut: the output has reached its limit of tokens, so the last call may be incomplete: it is returned
-        with the beginning of its arguments, or left out where its name is incomplete.
+        cut: the output reached its token limit, so the last call may be incomplete. It is returned with the
+        start of its arguments, or left out if its name is incomplete.
         """
         self._pending += text
         if final:
@@ -155,7 +157,7 @@ class ToolCallParser:
         return self._take_content(), []
 
     def _take_content(self) -> str:
-        """The pending text up to what is, or may become, the tag of a call."""
+        """The pending text up to the tag of a call, or up to text that may become one."""
         at = self._pending.find(TAG)
         self._in_call = at >= 0
         if at < 0:
@@ -181,12 +183,12 @@ class ToolCallParser:
         return ("", found) if is_call else (text, [])
 
     def _begins_call(self, text: str) -> bool:
-        """Whether it may be a call of which not even the name is complete."""
+        """Whether the text may be a call whose name is still incomplete."""
         bare = "".join(text.split()).removeprefix("[")
         return any(f'{{"name":"{name}"'.startswith(bare) for name in self._use.names)
 
     def _unfinished(self, text: str) -> Calls:
-        """The calls of a text that ends inside of one."""
+        """The calls of a text that ends within a call."""
         found: Calls = []
         text = text.strip().removeprefix("[").lstrip()
         while text:
@@ -217,7 +219,7 @@ class ToolCallParser:
 
 
 def _name_and_arguments(call: Any) -> tuple[str, dict[str, Any] | None]:
-    """Llama calls them parameters, other models arguments."""
+    """Llama says parameters, other models arguments."""
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return "", None
     found = call.get("arguments", call.get("parameters"))
@@ -234,7 +236,9 @@ def _arguments(tool: Tool) -> dict[str, Any]:
 
 
 def _any_call(tools: Sequence[Tool]) -> dict[str, Any]:
-    """The JSON schema of a call of any of these tools. `$defs` move to the top, where references resolve."""
+    """JSON schema of a call of any of these tools. `$defs` move to the top level, where references
+    resolve.
+    """
     definitions: dict[str, dict[str, Any]] = {}
     calls = []
     for tool in tools:

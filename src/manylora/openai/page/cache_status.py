@@ -1,4 +1,4 @@
-"""CacheStatus: the JSON that the status page polls: the adapter cache and the last minutes' throughput."""
+"""CacheStatus: the JSON that the status page polls, about the adapter cache and recent throughput."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from manylora.stats import CacheChange, CacheMap, MappedAdapter
 logger = logging.getLogger("manylora")
 
 MAP_MAX_AGE_S = 0.25  # several viewers share one map
-MAX_ADAPTERS = 1000  # listed one by one; the rest is one entry
+MAX_ADAPTERS = 1000  # listed individually; the rest is one entry
 REST = "rest"
 
 
 class CacheStatus:
-    """Belongs to the event loop it is made on. The engine makes a cache map only when a page asks for it."""
+    """Belongs to the event loop it is created on. The engine builds a cache map only when a page asks for
+    it.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -37,13 +39,13 @@ class CacheStatus:
         self._sampler.cancel()
 
     async def snapshot(self, key: ApiKey, changes_after: int, points_after: int) -> dict[str, Any]:
-        """The body of GET /v1/cache: what the key may see; changes and points after the given numbers."""
+        """The body of GET /v1/cache: what the key may see, and changes and points after the given numbers."""
         found = await self._fresh_map()
         history, stats = self._backend.history, self._backend.engine_stats()
         counts = stats.adapters
         return {
             "object": "cache",
-            "feed": self._id,  # changes when the server restarts, and numbers begin again
+            "feed": self._id,  # changes at a restart, when numbers start again
             "mapped": found is not None,
             "page_bytes": counts.page_bytes,
             "levels": found
@@ -79,7 +81,7 @@ class CacheStatus:
             return self._map
 
     def _adapters(self, found: CacheMap, key: ApiKey) -> list[dict[str, Any]]:
-        """Those on the device first, then the most recently used."""
+        """Adapters on the device first, then the most recently used."""
         latest = found.adapters[::-1]
         ordered = [*(one for one in latest if one.device), *(one for one in latest if not one.device)]
         listed = [self._adapter(one, key) for one in ordered[:MAX_ADAPTERS]]
@@ -123,14 +125,14 @@ class CacheStatus:
         ]
 
     def _owner(self, one: MappedAdapter | CacheChange, key: ApiKey) -> dict[str, Any]:
-        """An opaque id, and the name where the key may see it.
+        """An opaque id, and the name if the key may see it.
 
         who: "named", "former" (content that no name refers to any more) or "hidden".
         """
         owner_of = self._backend.catalog.owner_of
         name = next((name for name in one.names if key.may_see(name, owner_of(name))), None)
         who = "named" if name is not None else "former" if key.sees_all and not one.names else "hidden"
-        # Depends on the key, so that the ids that two keys see cannot be compared.
+        # Depends on the key, so that different keys cannot compare ids.
         opaque = hashlib.blake2b(f"{key.name}\n{one.digest}".encode(), key=self._secret, digest_size=6)
         return {"id": opaque.hexdigest(), "name": name, "who": who}
 

@@ -1,4 +1,4 @@
-"""/docs: the OpenAPI document as a plain page, which needs no script and nothing from elsewhere."""
+"""/docs: the OpenAPI document as a plain page without scripts or external resources."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ TYPES = {
     "svg": "image/svg+xml",
 }
 HEADERS = {
-    # No inline scripts and no other sites: an adapter's name or output can never run as a script.
+    # No inline scripts and no external sites: an adapter's name or output can never run as a script.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",

@@ -1,1 +1,1 @@
-"""How requests are served: connections, keys, fairness, engines, streams."""
+"""Serving of requests: connections, API keys, fairness, engines, streams."""

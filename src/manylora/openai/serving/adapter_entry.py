@@ -1,4 +1,4 @@
-"""AdapterEntry: a name of the catalog, and how its files become a version that is served."""
+"""AdapterEntry: a name in the catalog, and how its files become a version that is served."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from manylora.openai.api.errors import ApiError, adapter_problem
 
 logger = logging.getLogger("manylora")
 
-RETRY_S = 0.05  # before files that change are read again
+RETRY_S = 0.05  # before changing files are read again
 
 
 @dataclass(frozen=True)
 class Version:
-    """One content of an adapter. task_id: the engine's, from the digest. text: its own; None: the base's.
-    number: which one of its name; 0: not served yet."""
+    """One content of an adapter. task_id: the engine's, from the digest. text: its own; None: the base
+    model's. number: counts versions of the name; 0: not served yet.
+    """
 
     name: str
     digest: str
@@ -39,10 +40,10 @@ class Version:
 
 @dataclass
 class Terms:
-    """On which terms an adapter is in the catalog.
+    """Terms under which an adapter is in the catalog.
 
-    pinned: it stays in the engine's cache. idle_ttl_seconds: without a request, after which it is unloaded;
-    None: it stays. owner: name of the API key that loaded it; "": nobody's. public: other keys may use it.
+    pinned: it stays in the engine's cache. idle_ttl_seconds: it is unloaded after this time without a
+    request; None: never. owner: name of the API key that loaded it; "": none. public: other keys may use it.
     """
 
     pinned: bool = False
@@ -53,22 +54,22 @@ class Terms:
 
 @dataclass(eq=False)
 class AdapterEntry:
-    """A name. version: what is served, the last good one. problem: why its files give no newer one."""
+    """A name. version: the version that is served, the last good one. problem: why there is no newer one."""
 
     name: str
     path: Path
-    scanned: bool  # found below a root: goes when its files go
-    found: Fingerprint = ()  # of its files, at the last scan
+    scanned: bool  # found in a root: removed when its files are removed
+    found: Fingerprint = ()  # of its files at the last scan
     changed_at: float = field(default_factory=time.monotonic)  # when `found` changed
-    tried: Fingerprint = ()  # what the last reading began with
+    tried: Fingerprint = ()  # at the start of the last read
     version: Version | None = None
     problem: ApiError | None = None
     missing_since: float | None = None
     terms: Terms = field(default_factory=Terms)
-    used_at: float = field(default_factory=time.monotonic)  # when the last request began or ended
-    num_open: int = 0  # requests under way
+    used_at: float = field(default_factory=time.monotonic)  # when the last request started or ended
+    num_open: int = 0  # running requests
     reading: asyncio.Task[ReadAdapter] | None = None
-    closed: asyncio.Event = field(default_factory=asyncio.Event)  # unloaded, and no request left
+    closed: asyncio.Event = field(default_factory=asyncio.Event)  # unloaded, and no requests are left
 
     @property
     def file_bytes(self) -> int:
@@ -85,10 +86,10 @@ class AdapterEntry:
 
 
 class EntryReader:
-    """Reads entries, each once at a time. Event loop only.
+    """Reads entries, each at most once at a time. Event loop only.
 
-    texts: reads what comes with adapters. on_thread: calls a function on a thread for files. quiet_s: files
-    must lie unchanged for so long before an error in them counts. keep: called with what was read. changed:
+    texts: reads the text settings of adapters. on_thread: runs a function on a thread for files. quiet_s: how
+    long files must be unchanged before an error in them counts. keep: called with what was read. changed:
     called when an entry has a new version.
     """
 
@@ -104,14 +105,14 @@ class EntryReader:
         self._changed = changed
         self._reader, self._on_thread, self._quiet_s, self._keep = reader, on_thread, quiet_s, keep
         self._texts = texts
-        self.num_failures: Counter[str] = Counter()  # by code
+        self.num_failures: Counter[str] = Counter()  # by error code
 
     async def read(self, entry: AdapterEntry) -> ReadAdapter:
-        """Everyone who asks at the same time waits for one reading. Raises ApiError."""
+        """All concurrent callers wait for the same read. Raises ApiError."""
         if entry.reading is None:
             entry.reading = asyncio.create_task(self._read_once(entry))
             entry.reading.add_done_callback(lambda task: task.cancelled() or task.exception())
-        # A caller that is cancelled must not take the reading away from the others.
+        # Cancelling one caller must not cancel the read for the others.
         return await asyncio.shield(entry.reading)
 
     async def _read_once(self, entry: AdapterEntry) -> ReadAdapter:
@@ -129,7 +130,9 @@ class EntryReader:
             entry.reading = None
 
     async def _read_quiet(self, entry: AdapterEntry) -> tuple[ReadAdapter, AdapterText | None]:
-        """Files that are being written are read until they stay unchanged. Raises AdapterError, ApiError."""
+        """Files that are being written are read until they no longer change. Raises AdapterError,
+        ApiError.
+        """
         give_up = time.monotonic() + 2 * self._quiet_s + 1
         while True:
             entry.tried = before = await self._on_thread(fingerprint, entry.path)
@@ -151,7 +154,7 @@ class EntryReader:
             await asyncio.sleep(RETRY_S)
 
     def _read_files(self, name: str, path: Path) -> tuple[ReadAdapter, AdapterText | None]:
-        text = self._texts.read(name, path)  # first: the smaller part
+        text = self._texts.read(name, path)  # first, because it is small
         return self._reader.read(path), text
 
     def _set_version(self, entry: AdapterEntry, read: ReadAdapter, text: AdapterText | None) -> None:
@@ -163,7 +166,7 @@ class EntryReader:
         entry.problem = None
 
     def _problem(self, entry: AdapterEntry, error: Exception) -> ApiError:
-        """An error while its files were read. After a temporary one the next scan reads them again."""
+        """The error for a failed read. If the failure is temporary, the next scan reads the files again."""
         of_files = isinstance(error, AdapterError | OSError)
         if of_files and (is_passing(error) or is_passing(error.__cause__)):
             entry.tried = ()

@@ -1,4 +1,4 @@
-"""AdapterRecord: what requests have made of the catalog, in one file beside the adapters that were sent."""
+"""AdapterRecord: what requests changed in the catalog, stored in one file beside the uploaded adapters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILE, LOCK = ".terms.json", ".lock"
 SUFFIX = ".safetensors"
 MAX_NAMES = 2**14
 MAX_BYTES = 2**25
-LOCK_S, RETRY_S = 60.0, 0.02  # another server may be reading a large adapter meanwhile
+LOCK_S, RETRY_S = 60.0, 0.02  # another server may be reading a large adapter
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 Kind = Literal["sent", "path", "alias", "found", "gone"]
 Stamp = tuple[tuple[str, int, int], ...]
@@ -30,11 +30,11 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 @dataclass(frozen=True)
 class Kept:
-    """What a name means since a request.
+    """What a request made a name mean.
 
-    kind: an adapter that was sent, or is at a path; an alias; one found below a root, on other terms; gone.
-    target: the path, or what an alias stands for. version, digest: of what was loaded; other servers of the
-    same record count on from there. stamp: of files below a root, which are gone until these change.
+    kind: an uploaded adapter, one at a path, an alias, one found in a root but on other terms, or gone.
+    target: the path, or what an alias stands for. version, digest: of what was loaded; other servers with the
+    same record count on from there. stamp: of files in a root, which are hidden until these change.
     """
 
     kind: Kind
@@ -45,7 +45,7 @@ class Kept:
     stamp: Stamp = ()
 
     def values(self) -> dict[str, Any]:
-        """As JSON has them, without what is as usual."""
+        """As JSON values, without defaults."""
         terms = {name: value for name, value in vars(self.terms).items() if value != getattr(Terms, name)}
         own = {"target": self.target, "version": self.version, "digest": self.digest, "stamp": self.stamp}
         return {"kind": self.kind, "terms": terms} | {name: value for name, value in own.items() if value}
@@ -60,14 +60,16 @@ class Kept:
 
 
 def stamp_of(found: Fingerprint) -> Stamp:
-    """What of a fingerprint is the same on every host: of each file name, size, and when it was changed."""
+    """The part of a fingerprint that is equal on every host: name, size and modification time of each
+    file.
+    """
     return tuple((name, size, changed) for name, _, _, size, changed, _ in found)
 
 
 class AdapterRecord:
-    """Several servers may have the same folder: then changes are made within `locked`, after `read`.
+    """Several servers may share the folder. Changes are then made within `locked`, after `read`.
 
-    names: what each name means; to be changed by `set`. revision: grows with each change.
+    names: what each name means; change it with `set`. revision: grows with each change.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -77,9 +79,11 @@ class AdapterRecord:
         self.revision = 0
 
     def read(self, *, fresh: bool = False) -> bool:
-        """Whether the file was read: where it is not the one that was read or written last, as far as its
-        inode, size and time tell; fresh: in any case. Raises OSError, also where it is not readable: nobody
-        knows then whose these adapters are."""
+        """Read the file if its inode, size or time differ from the last read or write, or always if `fresh`.
+
+        Returns whether it was read. Raises OSError, also if it is not readable: it would be unknown who owns
+        the adapters.
+        """
         path = self._folder / FILE
         try:
             seen = _identity(path)
@@ -98,7 +102,7 @@ class AdapterRecord:
         return True
 
     def set(self, name: str, kept: Kept | None) -> None:
-        """None: nothing is said of the name. Raises OSError; then nothing has changed."""
+        """None: remove the record of the name. Raises OSError; nothing has changed then."""
         if self.names.get(name) == kept:
             return
         names = {one: held for one, held in self.names.items() if one != name}
@@ -117,8 +121,9 @@ class AdapterRecord:
 
     @contextlib.asynccontextmanager
     async def locked(self) -> AsyncIterator[None]:
-        """No other server changes it meanwhile. Raises ApiError. The system gives the lock of a process that
-        has ended back."""
+        """Hold the lock against other servers. Raises ApiError. The system releases the lock of a process
+        that has ended.
+        """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -144,12 +149,12 @@ async def _lock(descriptor: int) -> None:
 
 
 def sent_file(folder: Path, name: str) -> Path:
-    """Where an adapter that was sent is kept."""
+    """The path where an uploaded adapter is stored."""
     return folder / f"{name}{SUFFIX}"
 
 
 def unwritable(error: OSError) -> ApiError:
-    """What to tell a client whose adapter the folder does not take."""
+    """The client's error if the folder cannot store its adapter."""
     if error.errno in READ_ONLY:
         text = "The folder of --lora-upload-dir is read-only here, so requests cannot change adapters"
         return ApiError(403, "not_allowed", text)
@@ -162,7 +167,7 @@ def _identity(path: Path) -> tuple[int, int, int]:
 
 
 def _parse(found: Any) -> tuple[int, dict[str, Kept]]:
-    """Before there was a revision, the file had the terms of what was sent."""
+    """Older files without a revision hold the terms of uploaded adapters."""
     if not isinstance(found.get("revision"), int):
         return 0, {str(name): Kept("sent", Terms(**one)) for name, one in found.items()}
     return found["revision"], {str(name): Kept.of(one) for name, one in found["adapters"].items()}

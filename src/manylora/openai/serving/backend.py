@@ -1,4 +1,4 @@
-"""Backend: runs generations on the engine, with their adapters, from the event loop."""
+"""Backend: runs generations with their adapters on the engine, from the event loop."""
 
 from __future__ import annotations
 
@@ -34,22 +34,25 @@ Wake = Callable[[], None]
 
 
 class EnginePins(Protocol):
-    """What keeps adapters in the engine's cache."""
+    """Pins adapters in the engine's cache."""
 
     def pin(self, task_id: int, answer: Callable[[RequestError | None], None]) -> None:
-        """Keep one that is in the cache now, and call `answer`, from any thread, with why that cannot be, or
-        None."""
+        """Pin an adapter that is in the cache now. `answer` is called, from any thread, with the reason if
+        that fails, or None.
+        """
         ...
 
     def unpin(self, task_id: int) -> None: ...
 
 
 class EngineClient(Protocol):
-    """What the backend needs of an engine: one in this process, or Triton's. submit: errors of the request go
-    to its sink, from any thread, as one last event."""
+    """What the backend needs from an engine, in this process or on Triton.
+
+    submit: errors of the request go to its sink as one last event, from any thread.
+    """
 
     def on_events(self, wake: Wake) -> None:
-        """Set a callback, called from any thread after the sinks: once for all events of a step."""
+        """Set a callback that is called from any thread after the sinks, once for all events of a step."""
         ...
 
     @property
@@ -65,25 +68,25 @@ class EngineClient(Protocol):
     def stats(self) -> EngineStats: ...
 
     def resident(self, task_id: int) -> bool:
-        """Whether the adapter is in the cache, so that a request needs only its id."""
+        """Whether the adapter is in the cache, so that a request needs to send only its id."""
         ...
 
     follows: bool
-    """Whether sequences can go on with newer versions of their adapters, which `publish` brings."""
+    """Whether sequences can switch to newer versions of their adapters, which `publish` delivers."""
 
     def publish(self, lora: LoraInput) -> object:
-        """Make a content, which comes along, the version that its name means. Does not wait."""
+        """Make this content, which is included, the version that its name means. Does not wait."""
         ...
 
     def cache_map(self, take: Callable[[CacheMap | None], None]) -> None:
-        """Call `take` with the map, from any thread; None if the engine has none."""
+        """Call `take` with the map, from any thread, or with None if the engine has none."""
         ...
 
     async def close(self) -> None: ...
 
 
 class Job(Protocol):
-    """What a call does: a GenerationState, or a PooledState. Belongs to the event loop."""
+    """The work of a call: a GenerationState or a PooledState. Belongs to the event loop."""
 
     error: Exception | None
     ended: bool
@@ -112,8 +115,9 @@ JobT = TypeVar("JobT", bound=Job)
 class Call(Generic[JobT]):
     """One generation with its adapter. policy: load_lora_weights. source: "hf" or "nemo", if given.
 
-    adapters: names and scales; `adapter` is what their request calls them. version: of the first. content:
-    digest of what acts, of adapters together with their scales; empty: the base model. follow: lora_version.
+    adapters: names and scales; `adapter` is the name in the request. version: of the first adapter. content:
+    digest of everything that acts, including the scales of several adapters; empty: the base model. follow:
+    lora_version.
     """
 
     generation: JobT
@@ -133,7 +137,7 @@ class Call(Generic[JobT]):
 
 
 class Backend:
-    """Belongs to the event loop it is made on.
+    """Belongs to the event loop it is created on.
 
     meter: called for every sequence that ends, with the seconds that its request waited here.
     """
@@ -148,7 +152,7 @@ class Backend:
         self.catalog, self.queue = catalog, queue
         self.engine, self._meter = engine, meter
         self.history = History()
-        # Requests that are sending the tensors of a task id.
+        # Requests that are sending the tensors of a task id right now.
         self._carrying: Counter[int] = Counter()
         self._events: EventQueue[tuple[Call[Any], Event]] = EventQueue(asyncio.get_running_loop(), self._take)
         engine.on_events(self._events.wake)
@@ -160,7 +164,7 @@ class Backend:
         return self.engine.alive
 
     def _publish(self, version: Version, adapter: Adapter | FileAdapter, old: str) -> None:
-        """Before any request that comes from now on. An adapter that is not in use takes no room."""
+        """Takes effect before any later request. An adapter that is not in use takes no space."""
         follows = any(call.follow and call.adapter == version.name for call in self._open)
         if not (follows or self.engine.resident(task_id_of(old))):
             return
@@ -169,12 +173,12 @@ class Backend:
             self.engine.publish(lora)
 
     def submit(self, call: Call[Any]) -> None:
-        """Start it. Errors are set on the generation."""
+        """Start it. Errors are set on its generation."""
         self._open.add(call)
         call.task = asyncio.create_task(self._serve(call))
 
     def cancel(self, call: Call[Any]) -> None:
-        """Cancel it. No effect when it has ended."""
+        """Cancel it. No effect if it has ended."""
         if call.ticket is not None and not call.generation.ended:
             self.engine.cancel(call.ticket)
         if call.task is not None:
@@ -188,12 +192,12 @@ class Backend:
         await self.engine.close()
 
     def engine_stats(self) -> EngineStats:
-        """The engine's statistics plus the requests that wait here. Cheap: without names of adapters."""
+        """The engine's statistics plus the requests that wait here. Cheap, without adapter names."""
         stats = self.engine.stats()
         return replace(stats, waiting=stats.waiting + self.queue.num_waiting)
 
     def stats(self) -> EngineStats:
-        """The same with adapters by name."""
+        """The same with adapter names."""
         stats = self.engine_stats()
         residents = tuple(
             Resident(name, one.pages, one.on_device)
@@ -209,7 +213,7 @@ class Backend:
         )
 
     async def cache_map(self) -> CacheMap | None:
-        """Which adapter is on which pages, by name. None: the engine does not say, or not in time."""
+        """Which adapter is on which pages, by name. None if the engine does not say, or not in time."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[CacheMap | None] = loop.create_future()
 
@@ -300,7 +304,9 @@ class Backend:
         return version
 
     async def _try_to_send(self, call: Call[Any], versions: list[tuple[Version, float]]) -> None:
-        """Send only ids of adapters that are in the cache, or being sent there; else their tensors too."""
+        """Send only the ids of adapters that are in the cache or on the way to it. For others also send
+        tensors.
+        """
         for attempt in range(MAX_ATTEMPTS):
             members: list[tuple[LoraInput, float]] = []
             for place, (version, scale) in enumerate(versions):
@@ -333,7 +339,7 @@ class Backend:
         return here
 
     async def _through_engine(self, call: Call[Any], lora: LoraInput | LoraMix | None) -> None:
-        """Raises AdapterNotCachedError when ids alone did not do, AdapterChangedError."""
+        """Raises AdapterNotCachedError if the ids were not enough, and AdapterChangedError."""
         call.answered = asyncio.get_running_loop().create_future()
         call.lora, call.sent = lora, time.monotonic()
         self._carrying.update(_carried(lora))
@@ -365,37 +371,37 @@ class Backend:
             self.history.ended(event, waited_s)
         if event.error is not None:
             event = replace(event, error=as_api_error(event.error, call.adapter or ""))
-        alone = isinstance(call.lora, LoraInput)  # adapters that act together are not counted
-        if alone and call.version is not None and not event.versions:  # of an engine that counts none
+        alone = isinstance(call.lora, LoraInput)  # mixes are not counted
+        if alone and call.version is not None and not event.versions:  # the engine does not count versions
             told = AdapterVersion(call.version.name, call.version.number, call.version.digest)
             event = replace(event, versions=(told,))
         generation.take(event)
         if event.last:
             if not answered.done():
                 answered.set_result(None)
-        # By stop texts, which the engine does not know.
+        # Ended by a stop text, which the engine does not know.
         elif generation.is_complete and call.ticket is not None:
             self.engine.cancel(call.ticket)
 
     def _arrived(self, call: Call[Any]) -> None:
-        """After the first event of a request with tensors: they are in the cache, or were refused."""
+        """After the first event of a request with tensors: they are in the cache, or were rejected."""
         lora = call.lora
         for task_id in _carried(lora):
             self._carrying[task_id] -= 1
             if self._carrying[task_id] <= 0:
                 del self._carrying[task_id]
-        if lora is not None and lora.has_tensors:  # which this frees
+        if lora is not None and lora.has_tensors:  # free the tensors
             call.lora = lora.without_tensors()
 
 
 def _carried(lora: LoraInput | LoraMix | None) -> list[int]:
-    """Task ids of those that have tensors."""
+    """Task ids of the adapters that have tensors."""
     members = lora.members if lora is not None else ()
     return [number for one, _ in members if one.has_tensors for number in one.task_ids]
 
 
 def _content(versions: list[tuple[Version, float]]) -> str:
-    """As of `Call`. An adapter that is named twice has the sum of its scales, as in `mix`."""
+    """As in `Call`. If an adapter is named twice, its scales add up, as in `mix`."""
     scales: dict[str, float] = {}
     for version, scale in versions:
         scales[version.digest] = scales.get(version.digest, 0.0) + scale

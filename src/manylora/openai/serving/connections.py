@@ -1,4 +1,4 @@
-"""Limits on connections: listening sockets, and which connections are closed when too many are open."""
+"""Limits on connections: listening sockets, and which connections close when too many are open."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class HttpLimits:
     """Limits for one client; times in seconds.
 
-    header_bytes: request line and headers. header_s: until they are complete. body_s: a body must come at
-    BODY_RATE, measured over this time. idle_s: between requests. write_s: until a response is read.
-    connections: open at one time, of all clients; connections_per_address: of one.
+    header_bytes: request line and headers. header_s: until they are complete. body_s: period over which a
+    body must arrive at BODY_RATE. idle_s: between requests. write_s: until a response is read. connections:
+    open at a time, of all clients; connections_per_address: of one address.
     """
 
     header_bytes: int = 2**16
@@ -50,19 +50,19 @@ class HttpLimits:
 class Clients:
     """The open connections of all listeners. Event loop only.
 
-    A new connection over the limit closes the one that has been idle longest: between requests, or before its
-    headers are complete. So idle connections cannot lock out clients; only running requests count.
+    A new connection over the limit closes the one that has been idle longest, between requests or before its
+    headers are complete. Idle connections therefore cannot lock out clients; only running requests count.
     """
 
     def __init__(self, limits: HttpLimits) -> None:
         self.limits = limits
-        self._open: dict[int, tuple[socket.socket, str]] = {}  # by descriptor, with the address
+        self._open: dict[int, tuple[socket.socket, str]] = {}  # by descriptor, with address
         self._by_address: Counter[str] = Counter()
-        self._idle: OrderedDict[int, None] = OrderedDict()  # by descriptor, the longest idle first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # by descriptor, longest idle first
 
     @property
     def num_open(self) -> int:
-        """Without those that `_evict` is closing."""
+        """Excludes connections that `_evict` is closing."""
         return len(self._open)
 
     def admit(self, client: socket.socket, address: str) -> bool:
@@ -88,7 +88,7 @@ class Clients:
             del self._by_address[address]
 
     def mark_busy(self, number: int) -> None:
-        """The headers of its request are complete: it is not closed for another one."""
+        """The headers of its request are complete: it is not closed in favour of another."""
         self._idle.pop(number, None)
 
     def mark_idle(self, number: int) -> None:
@@ -103,12 +103,14 @@ class Clients:
         client = self._open[found][0]
         self.remove(found)
         with contextlib.suppress(OSError):  # the client has just closed it
-            client.shutdown(socket.SHUT_RDWR)  # its transport sees the end of the stream, and closes it
+            client.shutdown(socket.SHUT_RDWR)  # its transport then sees the end of the stream and closes
         return True
 
 
 class Listener(socket.socket):
-    """A listening socket that accepts clients within the limits. asyncio calls `accept` until it blocks."""
+    """A listening socket that accepts clients within the limits. asyncio calls `accept` until it would
+    block.
+    """
 
     def __init__(self, clients: Clients, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -125,10 +127,10 @@ class Listener(socket.socket):
         except OSError as error:
             if error.errno not in OUT_OF_RESOURCES:
                 raise
-            logger.error("a client is turned away: %s", error.strerror)
-            # Not accepted, it would be offered again and again.
+            logger.error("a client was refused: %s", error.strerror)
+            # Without accepting it, asyncio would be offered it again and again.
             if not self._refuse_one():
-                self._paused = True  # asyncio tries again in a second, but first `backlog` times
+                self._paused = True  # asyncio retries after a second, but first calls `backlog` times
                 raise
         raise BlockingIOError
 
@@ -149,12 +151,12 @@ class Listener(socket.socket):
             with contextlib.suppress(OSError):
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
             return client, address
-        logger.warning("a client is turned away: all connections are in use")
+        logger.warning("a client was refused: all connections are in use")
         _refuse(client)
         raise BlockingIOError
 
     def _refuse_one(self) -> bool:
-        """Refuse the next client with the spare descriptor. False: that failed too."""
+        """Refuse the next client by using the spare descriptor. Returns False if that failed, too."""
         if self._spare < 0:
             return False
         os.close(self._spare)
@@ -192,7 +194,7 @@ class _Client(socket.socket):
 
 
 def listen(host: str, port: int, clients: Clients) -> list[Listener]:
-    """Bound sockets for every address of the host; not listening yet. Raises ConfigError."""
+    """Bound sockets for every address of the host, not listening yet. Raises ConfigError."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"port must be 0 to 65535, got {port}")
     sockets: list[Listener] = []
@@ -218,21 +220,23 @@ def listen(host: str, port: int, clients: Clients) -> list[Listener]:
 
 
 def check_certificate(certificate: Path | None, key: Path | None) -> None:
-    """Raises ConfigError for files that HTTPS cannot be served with. key: None: it is in the certificate's
-    file. None for both: there is no HTTPS."""
+    """Raises ConfigError for files that cannot serve HTTPS.
+
+    key: None if it is in the certificate's file. Both None: no HTTPS.
+    """
     for name, path in (("ssl_certfile", certificate), ("ssl_keyfile", key)):
         if path is not None and not path.is_file():
             raise ConfigError(f"{name} {path} is not a file: give a PEM file")
     if certificate is None:
         return
     try:
-        # Without a password that is asked for on the terminal.
+        # The empty password prevents a prompt on the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except OSError as error:
         reason = error.strerror
         if isinstance(error, ssl.SSLError):
             mismatch = error.reason == "KEY_VALUES_MISMATCH"
-            reason = "the key is another's" if mismatch else "there is no certificate with its key"
+            reason = "the key does not match" if mismatch else "there is no certificate with its key"
         raise ConfigError(
             f"HTTPS cannot be served with ssl_certfile {certificate}"
             + ("" if key is None else f" and ssl_keyfile {key}")
@@ -252,7 +256,7 @@ def raise_open_files(wanted: int) -> int:
     if soft == resource.RLIM_INFINITY or soft - OTHER_FILES >= wanted:
         return wanted
     possible = max(soft - OTHER_FILES, soft // 2)
-    logger.warning("%d connections at most, for this process may open %d files (ulimit -n)", possible, soft)
+    logger.warning("at most %d connections: this process may open only %d files (ulimit -n)", possible, soft)
     return possible
 
 
@@ -266,7 +270,7 @@ def error_bytes(error: ApiError) -> bytes:
 
 
 def _refuse(client: socket.socket) -> None:
-    """Send 503 and close, without waiting for the client."""
+    """Send 503 and close without waiting for the client."""
     full = ApiError(503, "overloaded", "Too many connections are open, try again", retry_after=1)
     with client, contextlib.suppress(OSError):
         client.setblocking(False)
@@ -276,7 +280,7 @@ def _refuse(client: socket.socket) -> None:
 
 
 def _address(client: socket.socket) -> str:
-    """The IPv4 address, or the IPv6 /64 network, since one customer usually has a whole one."""
+    """The IPv4 address, or the IPv6 /64 network, because one customer usually has a whole /64."""
     try:
         found = ipaddress.ip_address(client.getpeername()[0].partition("%")[0])
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""Copies: where a version of an adapter comes back from when the engine's cache has lost it."""
+"""Copies: where a version of an adapter is reloaded from after the engine's cache evicted it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from manylora.lora.tensors import Adapter
 
 
 class Copies:
-    """The event loop's, but for `find` and `is_needless`, which look at files."""
+    """Used on the event loop, except `find` and `is_needless`, which read files."""
 
     def __init__(self, reader: AdapterReader, memory: MemoryLevel, disk: DiskLevel) -> None:
         self._reader, self._memory, self._disk = reader, memory, disk
@@ -24,20 +24,23 @@ class Copies:
         return self._memory.get(digest)
 
     def put_in_memory(self, adapter: Adapter, orphans: Set[str]) -> None:
-        """orphans: digests that the files no longer hold."""
+        """orphans: digests that files no longer hold."""
         self._memory.put(adapter, set(orphans))
 
     def drop(self, digest: str) -> None:
-        """From memory."""
+        """Drop the copy in memory."""
         self._memory.drop(digest)
 
     def find(self, digest: str, path: Path | None) -> Adapter | FileAdapter | None:
-        """In its files, where these can be read without a check of their content; else the copy on disk."""
+        """From its files, if they can be read without checking their content. Otherwise from the copy on
+        disk.
+        """
         return self._find_stored(digest, path) or self._disk.get(digest)
 
     def is_needless(self, digest: str, path: Path) -> bool:
-        """Whether it is in memory although its files can be read straight into the cache, and a copy on disk
-        outlives them."""
+        """Whether it is in memory although its files can be read directly into the cache and a copy on disk
+        survives them.
+        """
         return (
             digest in self._memory and self._find_stored(digest, path) is not None and self._disk.has(digest)
         )

@@ -14,8 +14,8 @@ Item = TypeVar("Item")
 class EventQueue(Generic[Item]):
     """`put` items and then `wake`, from any thread. `take` is called on the event loop with all items so far.
 
-    Waking is a system call and makes the event loop compete for the interpreter, so call it once for each
-    engine step and not for each token.
+    Waking is a system call and makes the event loop compete for the GIL. Call it once per engine step, not
+    once per token.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[list[Item]], None]) -> None:
@@ -25,8 +25,8 @@ class EventQueue(Generic[Item]):
         self.put = self._items.append
 
     def wake(self) -> None:
-        # Without a lock: a caller that finds the flag set has put its items before `_empty` clears the flag,
-        # and `_empty` takes the items after that.
+        # No lock is needed: a caller that finds the flag set has put its items before `_empty` clears the
+        # flag, and `_empty` takes the items after clearing it.
         if self._items and not self._waking and not self._loop.is_closed():
             self._waking = True
             with contextlib.suppress(RuntimeError):  # the event loop is closed
@@ -39,7 +39,7 @@ class EventQueue(Generic[Item]):
 
 
 class Signal:
-    """Like asyncio.Event, for one waiter, and cleared when `wait` returns."""
+    """Like asyncio.Event, but for one waiter, and cleared when `wait` returns."""
 
     def __init__(self) -> None:
         self._is_set = False

@@ -1,4 +1,4 @@
-"""FairQueue: round robin over adapters, so that many requests for one do not delay the others."""
+"""FairQueue: round robin over adapters, so that many requests for one adapter do not delay the others."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Waiter = tuple["asyncio.Future[None]", int]
 
 
 class FairQueue:
-    """Limits the sequences that the engine has at one time. Belongs to the event loop.
+    """Limits the number of sequences in the engine. Belongs to the event loop.
 
-    capacity: of sequences; more than the engine's batch, so that it always has work. max_waiting: sequences
-    that may wait, though one request always may; 0: no limit.
+    capacity: in sequences; more than the engine's batch, so that it always has work. max_waiting: sequences
+    that may wait; one request may always wait; 0: no limit.
     """
 
     def __init__(self, capacity: int, max_waiting: int = 0) -> None:
@@ -31,8 +31,11 @@ class FairQueue:
 
     @asynccontextmanager
     async def turn(self, key: str, cost: int) -> AsyncIterator[None]:
-        """Wait for a place, and return it at the end. key: the adapter, "" for the base model. cost:
-        sequences. Raises ApiError 429 when too many wait."""
+        """Wait for a slot, and return it at the end. key: the adapter, "" for the base model. cost:
+        sequences.
+
+        Raises ApiError 429 if too many wait.
+        """
         await self._enter(key, cost)
         try:
             yield
@@ -70,7 +73,7 @@ class FairQueue:
             if not line:
                 del self._waiting[key]
             self._active += next_cost
-            if turn.done():  # cancelled at the same moment: `_enter` will not return the place
+            if turn.done():  # cancelled at the same moment: `_enter` will not return the slot
                 self._active -= next_cost
             else:
                 turn.set_result(None)

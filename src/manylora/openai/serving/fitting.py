@@ -1,4 +1,4 @@
-"""Chats that are too long: the oldest messages are left out until the rest fits."""
+"""Chats that are too long: drops the oldest messages until the rest fits."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from manylora.openai.serving.prompts import ChatPrompt
 
 
 async def fit(asked: Asked, limits: Limits, body: ChatRequest) -> tuple[ChatRequest, ChatPrompt]:
-    """The body and its prompt, without as many of the oldest messages as must go. The system messages at the
-    beginning stay, and the last message. Raises ApiError where these alone are too long.
+    """The body and its prompt, without as many of the oldest messages as necessary.
 
+    The system messages at the start and the last message stay. Raises ApiError if these alone are too long.
     Room is left for the tokens that the body asks for, or for one.
     """
     try:
@@ -50,7 +50,7 @@ async def _cut(
 
 
 def _whole(messages: Sequence[Message]) -> Sequence[Message]:
-    """Without the results of tools at the beginning, whose calls are gone."""
+    """Without tool results at the start whose calls were dropped."""
     start = next((i for i, one in enumerate(messages) if one.role != "tool"), len(messages) - 1)
     return messages[start:]
 

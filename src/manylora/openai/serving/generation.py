@@ -23,10 +23,10 @@ class GenerationState:
 
     changed:  set after every change; the generations of one HTTP request share it.
     error:    why it failed.
-    ended:    the engine sends no more events.
+    ended:    the engine will send no more events.
     started:  the engine has sent an event without an error.
-    complete: every output has ended, perhaps at a stop text, which the engine does not know of.
-    context_logits: [prompt, vocabulary] float32, when asked for.
+    complete: every output has ended, perhaps at a stop text, which the engine does not know.
+    context_logits: [prompt, vocabulary] float32, if requested.
     """
 
     prompt: tuple[int, ...]
@@ -47,7 +47,7 @@ class GenerationState:
         rules = self.plan.decoding.rules
         self._outputs = [Continuation(rules, self.tokenizer) for _ in range(count)]
         self._alternatives: list[list[TokenLogprob]] = [[] for _ in range(count)]
-        self._order = list(range(count))  # of the outputs as they are returned
+        self._order = list(range(count))  # order in which outputs are returned
 
     @property
     def finished(self) -> bool:
@@ -55,7 +55,7 @@ class GenerationState:
 
     @property
     def num_sequences(self) -> int:
-        """That the engine runs at once."""
+        """Sequences that the engine runs for it at the same time."""
         return self.plan.decoding.params.num_return_sequences
 
     @property
@@ -63,13 +63,13 @@ class GenerationState:
         return self.complete
 
     def request(self, lora: LoraInput | LoraMix | None) -> Request:
-        """The engine's request."""
+        """The request for the engine."""
         decoding = self.plan.decoding
         return Request(
             prompt=self.prompt,
             params=decoding.params,
             lora=lora,
-            # A stream returns logits step by step; else the engine would keep all of them until the end.
+            # A stream returns logits step by step. Otherwise the engine would keep all of them until the end.
             streaming=self.streaming or decoding.stepwise or decoding.params.return_generation_logits,
             request_id=self.request_id,
             cache_salt=self.plan.cache_salt,
@@ -96,7 +96,7 @@ class GenerationState:
             output.versions = event.versions
             output.extend(event.token_ids, event.log_probs, event.finish_reason)
             if event.last:
-                # A request that is cancelled before it began has no event for each output.
+                # A request that is cancelled before it starts has no event per output.
                 for other in self._outputs:
                     other.extend((), (), event.finish_reason or FinishReason.CANCELLED)
             if output.finish_reason is not None:
@@ -119,12 +119,13 @@ class GenerationState:
         self.changed.set()
 
     def _named(self, error: Exception) -> Exception:
-        """With the name of the field that the guide came in."""
+        """The error with the name of the field that the guide came from."""
         return renamed(error, {FORMAT: self.plan.guide_field}) if isinstance(error, ApiError) else error
 
     def report(self) -> list[CompletionOutput]:
-        """The n outputs to return, as they are now, and what is new in each. With best_of above n, and all
-        outputs complete, the n best."""
+        """The n outputs to return in their current state, with what is new in each. With best_of > n, the n
+        best once all are complete.
+        """
         decoding = self.plan.decoding
         if decoding.n < len(self._outputs) and self.complete:
             ranked = sorted(self._order, key=lambda i: -self._outputs[i].cumulative_logprob)
@@ -140,5 +141,7 @@ class GenerationState:
         return self._outputs[: self.plan.decoding.n]
 
     def alternatives(self, index: int) -> list[TokenLogprob]:
-        """For each token of the output that `report` returns at `index`; empty unless asked for."""
+        """Alternatives for each token of the output that `report` returns at `index`. Empty unless
+        requested.
+        """
         return self._alternatives[self._order[index]]

@@ -13,13 +13,14 @@ from manylora.stats import EngineStats
 POINT_S = 2.0
 MAX_POINTS = 150  # five minutes
 SUMMARY_POINTS = 30  # one minute
-MAX_TIMES = 2000  # sequences of a point whose times are recorded
+MAX_TIMES = 2000  # recorded sequences per point
 
 
 @dataclass(frozen=True)
 class Point:
-    """seconds: its real duration. tokens: generated in it. sequences: that ended in it; first_token, latency:
-    their seconds to the first and to the last token."""
+    """seconds: actual duration. tokens: generated in it. sequences: number that ended in it. first_token,
+    latency: seconds of these sequences to the first and to the last token.
+    """
 
     number: int
     seconds: float
@@ -31,7 +32,7 @@ class Point:
     latency: tuple[float, ...]
 
     def body(self) -> dict[str, float | None]:
-        """As JSON: rates per second, times in milliseconds; None where no sequence ended."""
+        """As JSON: rates per second, times in milliseconds. None if no sequence ended."""
         return {
             "number": self.number,
             "tokens_per_s": round(self.tokens / self.seconds, 1),
@@ -54,7 +55,7 @@ class History:
         self._latency: list[float] = []
 
     def ended(self, event: Event, waited_s: float) -> None:
-        """event: the last of a sequence. waited_s: before the engine had its request."""
+        """event: the last event of a sequence. waited_s: before the engine got its request."""
         self._sequences += 1
         metrics = event.metrics
         if metrics is None:
@@ -66,7 +67,7 @@ class History:
             self._latency.append(waited_s + (last_ns - metrics.arrival_ns) / 1e9)
 
     def sample(self, stats: EngineStats) -> None:
-        """Add a point. Triton counts no steps: tokens of its engine count when their sequence ends."""
+        """Add a point. Triton does not count steps, so its tokens count when their sequence ends."""
         now = self._clock()
         total = stats.generated_tokens if stats.steps else self._tokens + self._metered
         self._number += 1

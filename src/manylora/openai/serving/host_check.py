@@ -15,22 +15,22 @@ from manylora.openai.api.errors import ApiError
 
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
 PATTERN = re.compile(r"\*|(\*\.)?[a-z0-9._-]+|\[?[0-9a-f:.]+\]?")
-# Names of private networks: nobody can register them, so no attacker's name server answers for them.
+# Names of private networks. Nobody can register them, so no attacker's name server answers for them.
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa", ".svc")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class HostCheck:
-    """bound: the address that the server listens on. allowed: host names, *.NAME for its subdomains, * for
-    any.
-    keys: API keys are needed. Pages of other sites have none, so any name is accepted unless `allowed` is
-    given. Raises ConfigError."""
+    """bound: the address that the server listens on. allowed: host names; *.NAME for subdomains, * for any.
+    keys: whether API keys are required. Pages of other sites have none, so any name is accepted then unless
+    `allowed` is set. Raises ConfigError.
+    """
 
     def __init__(self, bound: str, allowed: Sequence[str] = (), *, keys: bool = False) -> None:
         self._allowed = [one.strip().lower().strip("[]") for one in allowed]
         for given in allowed:
             if not PATTERN.fullmatch(given.strip().lower()):
-                reason = f"allowed_hosts: {given!r} is no host name: give names without scheme and port"
+                reason = f"allowed_hosts: {given!r} is not a host name: give names without scheme and port"
                 raise ConfigError(reason)
         self._own = {*LOOPBACK, bound.lower().strip("[]"), socket.gethostname().lower()}
         self._any = "*" in self._allowed or (keys and not allowed)
@@ -40,7 +40,7 @@ class HostCheck:
         given = request.headers.getlist("host")
         if len(given) != 1 and (given or request.scope["http_version"] != "1.0"):
             raise ApiError(400, "invalid_http", "A request must have one Host header")
-        if self._any or not given:  # without one in HTTP/1.0, which no browser uses
+        if self._any or not given:  # HTTP/1.0 may lack it, but no browser uses that
             return
         name = _name(given[0])
         if name is None or not self._is_ours(name):

@@ -11,14 +11,14 @@ from manylora.engine.loop import EngineLoop
 from manylora.openai.serving.backend import Wake
 
 WATCH_S = 0.25
-STALLED_S = 30.0  # without progress, after which the engine is not ready
+STALLED_S = 30.0  # time without progress after which the engine is not ready
 
 
 class InProcessEngine:
-    """Starts the engine's thread. `close` ends it and cancels open requests.
+    """Starts the engine's thread. `close` stops it and cancels open requests.
 
-    ended: called once, from another thread, with the reason why the engine's thread has died, or has made no
-    progress for hang_s (0: no limit). Open requests have failed by then.
+    ended: called once, from another thread, with the reason why the engine's thread died or made no progress
+    for hang_s (0: no limit). Open requests have failed by then.
     """
 
     follows = True
@@ -41,7 +41,7 @@ class InProcessEngine:
         while self._loop.death is None:
             if self._closed.wait(WATCH_S):
                 return
-            # Time in which this thread stood still too, as when the process is stopped, does not count.
+            # Time in which this thread was stopped too, as when the process is suspended, does not count.
             self._stalled_s = min(self._loop.stalled_s, self._stalled_s + 2 * WATCH_S)
             if self._hang_s and self._stalled_s >= self._hang_s:
                 self._loop.fail(f"it has not moved for {self._stalled_s:.0f} s")

@@ -1,4 +1,4 @@
-"""Inference: from a validated request body to the response, whole or as a stream."""
+"""Inference: from a validated request body to the response, complete or streamed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from manylora.request import Pooling
 from manylora.text.tokenizer import Tokenizer
 
 BuildResponse = Callable[..., ResponseBuilder]
-"""Called with what `ResponseBuilder` takes; for chats also with what `ChatResponse` takes."""
+"""Takes the arguments of `ResponseBuilder`; for chats also those of `ChatResponse`."""
 
 
 @dataclass(frozen=True)
@@ -80,38 +80,42 @@ class Inference:
     async def chat(
         self, request: Request, body: ChatRequest, key: ApiKey, build: BuildResponse | None = None
     ) -> Response:
-        """build: makes the builder of the response; None: the OpenAI API's own for chats."""
+        """build: creates the response's builder. None: OpenAI's for chats."""
         asked = await self.ask(body, key)
         return await self.chat_from(request, body, key, asked, await asked.prompts.chat(body), build)
 
     async def ask(self, body: AdapterFields, key: ApiKey) -> Asked:
-        """Which adapter a body asks for, and with it whose text. Raises as `choose_adapter`, and what reading
-        the adapter raises."""
+        """Which adapter a body asks for, and the text settings that apply. Raises as `choose_adapter`, and
+        any error of reading the adapter.
+        """
         choice = self.choose_adapter(body, key)
         return Asked(choice, *await self._text_of(choice.alone, fresh=body.load_lora_weights == "always"))
 
     async def prompts_of(self, model: str, key: ApiKey) -> Prompts:
-        """The tokenizer and the chat template of a model that the key may use; the base's for other names."""
+        """Tokenizer and chat template of a model that the key may use. For other names the base model's."""
         catalog = self.backend.catalog
         name = catalog.aliases.resolve(model)
         return (await self._text_of(name if catalog.has(name) and self.may_use(model, key) else None))[0]
 
     def may_use(self, name: str, key: ApiKey) -> bool:
-        """Of an alias its own name counts: who made it has chosen for whom. But not for the base model."""
+        """For an alias its own name counts, because its creator decided who may use it. Not for the base
+        model.
+        """
         catalog = self.backend.catalog
         if catalog.aliases.resolve(name) in self.bases:
             return key.may_see(None) and (name in self.bases or key.may_see(name))
         return key.may_see(name, catalog.owner_of(name))
 
     def check_use(self, name: str, key: ApiKey, what: str = "adapter", field: str = "model") -> None:
-        """Raises ApiError: 403 for a name outside the key's patterns, whether or not there is such an one,
-        404 for one of another owner, as for one that does not exist."""
+        """Raises ApiError: 403 for a name outside the key's patterns, whether or not it exists; 404 for
+        another owner's adapter, as for one that does not exist.
+        """
         key.check(name)
         if not self.may_use(name, key):
             raise ApiError(404, "adapter_not_found", f"{what} {name!r} does not exist", field)
 
     def sees_all(self, key: ApiKey) -> bool:
-        """Whether no adapter is hidden from a key."""
+        """Whether no adapter is hidden from the key."""
         if key.admin or not key.sees_all:
             return key.admin
         return all(self.may_use(entry.name, key) for entry in self.backend.catalog.entries())
@@ -131,7 +135,7 @@ class Inference:
         prompt: ChatPrompt,
         build: BuildResponse | None = None,
     ) -> Response:
-        """prompt: of this body, by the prompts that were asked."""
+        """prompt: of this body, made with the prompts of `ask`."""
         if body.return_expanded_prompt and body.stream:
             name = "return_expanded_prompt"
             raise unsupported_field(f"{name} needs stream false", name)
@@ -154,17 +158,18 @@ class Inference:
         return await self._respond(request, body, key, asked, prompts, build=build)
 
     async def probe(self) -> None:
-        """Generate two tokens with the base model, for health checks; of a model without a head for text,
-        compute a hidden state. Raises ApiError when that fails."""
+        """Generate two tokens with the base model, for health checks. A model without a language-model head
+        computes a hidden state instead. Raises ApiError if that fails.
+        """
         if self.model.makes_text:
             await self._generate_two(None)
         else:
             await self._compute_one(None)
 
     async def load(self, name: str) -> None:
-        """Bring an adapter into the cache, as a request does. Raises ApiError."""
+        """Load an adapter to the cache, as a request would. Raises ApiError."""
         if self.model.encoder is None:
-            await self._compute_one(name)  # an adapter with a classification head makes no text
+            await self._compute_one(name)  # an adapter with a classification head generates no text
         else:
             await self._generate_two(name)
 
@@ -196,7 +201,7 @@ class Inference:
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         if not ids:
-            raise invalid_value("prompt: it has no tokens", "prompt")
+            raise invalid_value("prompt: must have at least one token", "prompt")
         if max(ids) >= self.limits.vocab_size:
             most = self.limits.vocab_size - 1
             raise invalid_value(f"prompt: token ids must be at most {most}", "prompt")
@@ -211,7 +216,7 @@ class Inference:
         texts: Sequence[str] = (),
         build: BuildResponse | None = None,
     ) -> Response:
-        """texts: the chat template's text of each prompt; empty for completions."""
+        """texts: the rendered chat template of each prompt. Empty for completions."""
         self._check_count(len(prompts) * (getattr(body, "best_of", None) or body.n))
         if body.stream_options is not None and not body.stream:
             raise invalid_value("stream_options needs stream true", "stream_options")
@@ -238,7 +243,7 @@ class Inference:
             return JSONResponse(builder.body())
 
     def choose_adapter(self, body: AdapterFields, key: ApiKey) -> AdapterChoice:
-        """Raises ApiError, also when the key may not use the adapter, or there is none of that name."""
+        """Raises ApiError, also if the key may not use the adapter or there is none of that name."""
         catalog = self.backend.catalog
         names = catalog.aliases
         choice = choose_adapter(
@@ -256,7 +261,7 @@ class Inference:
             if name not in self.bases:
                 members.append((name, scale))
         if not any(scale for _, scale in members):
-            if all(not scale for _, scale in choice.adapters):  # else the base's alias was checked
+            if all(not scale for _, scale in choice.adapters):  # otherwise the base model's alias was checked
                 key.check(None)
             return replace(choice, name=None, mix=())
         if choice.mix:
@@ -309,7 +314,7 @@ class Inference:
 
 
 def _echoes(body: CompletionRequest, generations: Sequence[GenerationState]) -> list[Echo]:
-    """Of each prompt, the text that is returned before the output."""
+    """For each prompt, the text to return before the output."""
     found = []
     for given, generation in zip(_prompts(body.prompt), generations, strict=True):
         ids, cut, tokenizer = generation.prompt, body.truncate_prompt_tokens, generation.tokenizer
@@ -332,11 +337,11 @@ def _name_of_path(key: ApiKey, path: str, name_of_path: Callable[[str], str]) ->
 
 
 def _prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
-    """A text or token ids, or several of either."""
+    """One or several prompts, each a text or token ids."""
     if isinstance(given, str):
         return [given]
     if given and isinstance(given[0], int):
         return [given]
     if not given:
-        raise invalid_value("prompt: there is none", "prompt")
+        raise invalid_value("prompt: must not be empty", "prompt")
     return list(given)  # type: ignore[arg-type]

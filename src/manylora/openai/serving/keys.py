@@ -1,4 +1,4 @@
-"""Keyring: API keys, and what each may use. The file has their SHA-256 only."""
+"""Keyring: API keys and what each may use. The file holds only their SHA-256."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ FIELDS = {"name", "sha256", "adapters", "base", "admin", "load", *LIMITS}
 class ApiKey:
     """What one API key may do.
 
-    adapters: patterns of names, * for any characters. base: it may use the base model. admin: it may load and
-    unload adapters. load: it may load adapters as request bodies, under names of its patterns, which are its
-    own then: other keys neither see nor use them. max_adapters, max_adapter_bytes: of these, in files.
-    max_concurrent: requests at one time. requests_per_minute: a minute's requests may come at once; one more
-    is allowed every 60 / rate seconds. 0 is no limit for all four.
+    adapters: patterns of names, * matches any characters. base: may use the base model. admin: may load and
+    unload adapters. load: may load adapters as request bodies, under names that match its patterns. Such
+    adapters belong to it: other keys neither see nor use them. max_adapters, max_adapter_bytes: limits on
+    these, in files. max_concurrent: requests at a time. requests_per_minute: a whole minute's requests may
+    come at once; then one more is allowed every 60 / rate seconds. For all four limits 0 means no limit.
     """
 
     name: str
@@ -41,11 +41,12 @@ class ApiKey:
     max_concurrent: int = 0
     requests_per_minute: int = 0
     num_open: int = field(default=0, repr=False)
-    _due_at: float = field(default=0.0, repr=False)  # when the whole minute's budget is available again
+    _due_at: float = field(default=0.0, repr=False)  # when the full budget is available again
 
     def may_see(self, adapter: str | None, owner: str = "") -> bool:
-        """Whether it may see and use this adapter; None: the base model. owner: of one that is not
-        for all; "": none."""
+        """Whether it may see and use this adapter; None: the base model. owner: of an adapter that is not
+        public; "": none.
+        """
         if adapter is None:
             return self.base
         if owner and owner != self.name and not self.admin:
@@ -87,9 +88,10 @@ class ApiKey:
 
 
 class Keyring:
-    """path: a YAML or JSON file with a list `keys`. plain: more keys, which may use everything. Without any
-    no key is needed. open_admin: whether everyone whom the file does not name may load and unload adapters.
-    Raises ConfigError."""
+    """path: a YAML or JSON file with a list `keys`. plain: further keys, which may use everything. Without
+    any keys none is required. open_admin: whether clients that the file does not name may load and unload
+    adapters. Raises ConfigError.
+    """
 
     def __init__(
         self, path: Path | None = None, *, open_admin: bool = False, plain: Sequence[str] = ()
@@ -104,7 +106,7 @@ class Keyring:
 
     @property
     def closed(self) -> bool:
-        """Whether requests need a key."""
+        """Whether requests require a key."""
         return self._keys is not None
 
     def has_name(self, name: str) -> bool:
@@ -112,7 +114,7 @@ class Keyring:
 
     @property
     def _admin_needed(self) -> str:
-        """What to tell who may not load and unload adapters."""
+        """The message for a client that may not load and unload adapters."""
         here = "the file of --api-keys" if self._has_file else "a file given with --api-keys"
         flag = "" if self._has_file else "--allow-runtime-lora-updating, or "
         return (
@@ -121,7 +123,9 @@ class Keyring:
         )
 
     def loader(self, authorization: str) -> ApiKey:
-        """The same of a key that may load adapters, in one way or another. Raises ApiError 401, 403."""
+        """As `identify`, but the key must be allowed to load adapters in some way. Raises ApiError 401,
+        403.
+        """
         key = self.identify(authorization)
         if not (key.admin or key.load):
             raise ApiError(403, "not_allowed", self._admin_needed)
@@ -132,7 +136,7 @@ class Keyring:
         if self._keys is None:
             return self._anyone
         scheme, _, secret = authorization.partition(" ")
-        # A lookup by hash: the time it takes reveals nothing about the keys.
+        # Lookup is by hash, so its duration reveals nothing about the keys.
         key = self._keys.get(_digest(secret.strip()))
         if scheme.lower() != "bearer" or key is None:
             raise ApiError(401, "invalid_api_key", "A valid API key is needed: Authorization: Bearer KEY")

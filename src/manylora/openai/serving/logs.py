@@ -1,4 +1,4 @@
-"""The server's log, protected from clients: they can neither forge lines nor flood it."""
+"""The server's log, protected against clients: they can neither forge lines nor flood it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 MAX_LINE = 2000
 MAX_TRACE = 20000
-BURST = 100  # lines from one place in the code in WINDOW_S; of more only the number is logged
+BURST = 100  # lines per call site in WINDOW_S; further lines are only counted
 WINDOW_S = 10.0
 
 
@@ -20,11 +20,11 @@ def log_to_stderr(level: str) -> None:
     handler.addFilter(RateLimit(handler))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     if level != "debug":
-        logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line for each request to the hub
+        logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs a line per request to the hub
 
 
 class PlainFormatter(logging.Formatter):
-    """A message becomes one line of printable characters; lines of a traceback are indented."""
+    """Formats a message as one line of printable characters. Lines of a traceback are indented."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         record.message = _printable(record.message, MAX_LINE)
@@ -39,7 +39,7 @@ class PlainFormatter(logging.Formatter):
 
 
 def _printable(text: str, most: int) -> str:
-    """Shortened, with control characters and bidirectional marks escaped."""
+    """The text shortened, with control characters and bidirectional marks escaped."""
     cut = text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
     if cut.isprintable():
         return cut
@@ -48,7 +48,7 @@ def _printable(text: str, most: int) -> str:
 
 @dataclass
 class _LineCounter:
-    """Lines from one place in the code. since: when its window began."""
+    """Lines from one call site. since: when its window started."""
 
     since: float
     num_lines: int = 0
@@ -56,7 +56,7 @@ class _LineCounter:
 
 
 class RateLimit(logging.Filter):
-    """Drops lines over the limit. Any thread. handler: gets a line with their number at the window's end."""
+    """Drops lines over the limit. Any thread. handler: gets a line with their number when the window ends."""
 
     def __init__(self, handler: logging.Handler, burst: int = BURST, window_s: float = WINDOW_S) -> None:
         super().__init__()
@@ -86,5 +86,5 @@ class RateLimit(logging.Filter):
     def _log_dropped(self, like: logging.LogRecord, source: _LineCounter) -> None:
         text = f"{source.num_dropped} more lines in {self._window_s:g} s like: {like.getMessage()[:200]}"
         summary = logging.LogRecord(like.name, like.levelno, like.pathname, like.lineno, text, (), None)
-        with self._handler.lock or self._lock:  # not through the filter, which would count it
+        with self._handler.lock or self._lock:  # bypasses the filter, which would count it
             self._handler.emit(summary)

@@ -1,4 +1,6 @@
-"""Prometheus text format: the metrics that Triton exports too, HTTP's, and those that gateways route by."""
+"""Metrics in Prometheus text format: those that Triton also exports, HTTP's, and those that gateways route
+by.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ GATEWAY_METRICS = {
     "vllm:num_requests_waiting": MetricFamily("Requests that wait"),
     "vllm:num_requests_running": MetricFamily("Sequences under way"),
     "vllm:kv_cache_usage_perc": MetricFamily("KV cache in use, from 0 to 1"),
-    "vllm:gpu_cache_usage_perc": MetricFamily("KV cache in use, from 0 to 1: the older name"),
+    "vllm:gpu_cache_usage_perc": MetricFamily("KV cache in use, from 0 to 1 (older name)"),
     "vllm:cache_config_info": MetricFamily("Shape of the KV cache, in labels"),
     "vllm:spec_decode_num_drafts_total": MetricFamily("Drafts that were verified", "counter"),
     "vllm:spec_decode_num_draft_tokens_total": MetricFamily("Tokens of drafts", "counter"),
@@ -69,8 +71,9 @@ class Metrics:
     def render(
         self, stats: EngineStats, states: Mapping[str, int], failures: Mapping[str, int], pinned: int = 0
     ) -> str:
-        """states: number of adapters in the catalog by state. failures: to read one, by code. pinned: kept
-        in the cache."""
+        """states: number of adapters in the catalog by state. failures: failed reads by code. pinned:
+        adapters pinned in the cache.
+        """
         samples: dict[str, list[tuple[Labels, float]]] = defaultdict(list)
         for one in [*_engine(stats), *self._gateway(stats)]:
             samples[one.family].append((one.labels, one.value))
@@ -93,7 +96,7 @@ class Metrics:
     def _gateway(self, stats: EngineStats) -> Iterator[Sample]:
         yield Sample("vllm:num_requests_waiting", self._model, stats.waiting)
         yield Sample("vllm:num_requests_running", self._model, stats.running)
-        if not stats.kv_blocks:  # Triton's engine: its KV cache is not known here
+        if not stats.kv_blocks:  # Triton's engine: its KV cache is unknown here
             return
         used = (stats.kv_blocks - stats.kv_blocks_free) / stats.kv_blocks
         yield Sample("vllm:kv_cache_usage_perc", self._model, used)
@@ -127,7 +130,7 @@ class _Histogram:
 
 
 def _engine(stats: EngineStats) -> Iterator[Sample]:
-    """For an engine in Triton only what is known here; Triton exports the rest itself."""
+    """For an engine in Triton only what is known here. Triton exports the rest itself."""
     for sample in engine_samples(stats):
         if stats.kv_blocks or sample.family == LORA_INFO:
             yield sample

@@ -43,7 +43,7 @@ def _card(name: str, created: int, root: str, parent: str | None) -> dict[str, A
 
 
 def tiers(stats: EngineStats) -> dict[str, str]:
-    """The level of each adapter in the cache, "device" or "host". All others are on disk."""
+    """The level of each adapter in the cache, "device" or "host". All others are only on disk."""
     return {one.name: "device" if one.on_device else "host" for one in stats.adapters.residents}
 
 

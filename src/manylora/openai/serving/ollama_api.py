@@ -1,4 +1,4 @@
-"""Ollama's API: chats and completions are asked, and their answers are shown in its form."""
+"""Ollama's API: converts requests to chats and completions, and answers to Ollama's format."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from manylora.openai.serving.models import tiers
 from manylora.openai.serving.responses import ChatResponse, encode
 from manylora.request import RequestMetrics
 
-VERSION = "0.12.11"  # of the API; clients ask for at least some version of it
-NEVER = "2318-01-01T00:00:00Z"  # when a model is unloaded
+VERSION = "0.12.11"  # of the API; clients require a minimum version
+NEVER = "2318-01-01T00:00:00Z"  # when a model will be unloaded
 
 
 class OllamaApi:
-    """created: Unix time of the base model, as clients see it."""
+    """created: Unix time of the base model shown to clients."""
 
     def __init__(self, inference: Inference, created: int) -> None:
         self._inference, self._created = inference, created
@@ -115,7 +115,7 @@ class OllamaApi:
         self, request: Request, body: OllamaChat | OllamaGenerate, chat: ChatRequest, key: ApiKey
     ) -> Response:
         started = time.monotonic_ns()
-        # Ollama fills the context, whatever num_predict is: only the prompt has to fit.
+        # Ollama fills the context, whatever num_predict is, so only the prompt has to fit.
         wanted, chat = chat, chat.model_copy(update={"max_tokens": None})
         asked = await self._inference.ask(chat, key)
         if body.truncate:
@@ -127,14 +127,14 @@ class OllamaApi:
         return await self._inference.chat_from(request, chat, key, asked, prompt, build)
 
     def _room(self, body: GenerationRequest, num_prompt: int) -> int | None:
-        """The tokens that an answer may have; None: as many as there is room for in a chat."""
+        """Maximum tokens of the answer. None: as many as fit a chat."""
         left = max(1, self._inference.limits.max_seq_len - num_prompt)
         if body.max_tokens is None:
             return None if isinstance(body, ChatRequest) else left
         return min(body.max_tokens, left)
 
     def _loaded(self, body: OllamaChat | OllamaGenerate, model: str, key: ApiKey) -> Response:
-        """To a request without a question: clients ask so for a model to be loaded, or unloaded."""
+        """Answer to a request without a prompt: clients use it to load or unload a model."""
         self.check(model, key)
         reason = "unload" if body.keep_alive in (0, "0", "0s") else "load"
         shown = {"message": _message("")} if isinstance(body, OllamaChat) else {"response": ""}
@@ -142,11 +142,11 @@ class OllamaApi:
         return JSONResponse({**common, **shown, "done": True, "done_reason": reason})
 
     def check(self, model: str, key: ApiKey) -> None:
-        """Raises ApiError when there is none of this name, or the key may not use it."""
+        """Raises ApiError if there is no model of this name, or the key may not use it."""
         self._inference.choose_adapter(GenerationRequest.model_validate({"model": model}), key)
 
     def meant(self, given: str) -> str:
-        """An adapter's name may have a tag; `latest` is that of a name without one."""
+        """Resolve a name. An adapter's name may have a tag; a name without a tag means `latest`."""
         if given in self._inference.bases or self._catalog.has(given):
             return given
         return given.removesuffix(LATEST)
@@ -189,7 +189,7 @@ class OllamaApi:
 
 
 class OllamaAnswer(ChatResponse):
-    """asked: the body. started: when it came, in nanoseconds of the monotonic clock."""
+    """asked: the body. started: when it arrived, in nanoseconds of the monotonic clock."""
 
     media_type = "application/x-ndjson"
 
@@ -213,7 +213,7 @@ class OllamaAnswer(ChatResponse):
         return b""
 
     def last_events(self, usage: bool) -> bytes:
-        """What was generated, and how long it took, is always told."""
+        """Always includes token counts and durations."""
         ending = self._ending(self._usage(sum(self._tokens_sent.values())))
         return self._line({**self._content("", (), {}), **ending}).encode()
 
@@ -228,7 +228,7 @@ class OllamaAnswer(ChatResponse):
         return f'{{"model":{model},"created_at":"{_now()}",{shown},"done":false}}\n'
 
     def _event(self, choice: str, more: str = "") -> str:
-        return choice  # `_text_delta` has made a line of it
+        return choice  # `_text_delta` has already made it a line
 
     def _choice_event(self, choice: dict[str, Any]) -> str:
         delta, reason = choice["delta"], choice.get("finish_reason")
@@ -267,7 +267,7 @@ class OllamaAnswer(ChatResponse):
 
 
 def durations(times: RequestMetrics | None) -> tuple[int, int, int]:
-    """Nanoseconds until the prompt was begun, of the prompt, and of the output; 1 where it is not known."""
+    """Nanoseconds before the prompt started, for the prompt, and for the output. 1 if unknown."""
     if times is None or not times.first_token_ns:
         return 1, 1, 1
     begun = times.first_scheduled_ns - times.arrival_ns
@@ -285,7 +285,7 @@ def _message(text: str) -> dict[str, Any]:
 
 
 def _call(number: int, call: dict[str, Any]) -> dict[str, Any]:
-    """Arguments are JSON text in a chat and an object here; those that were cut off are empty."""
+    """Arguments are JSON text in a chat and an object here. Truncated arguments become empty."""
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"])

@@ -1,4 +1,4 @@
-"""Ollama's embeddings: /api/embed, and /api/embeddings, which came before it."""
+"""Ollama's embeddings: /api/embed, and its predecessor /api/embeddings."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class OllamaEmbeddingApi:
         self._inference, self._ollama, self._pooled = inference, ollama, pooled
 
     async def embed(self, request: Request, body: OllamaEmbed, key: ApiKey) -> dict[str, Any]:
-        """Embeddings of length 1, whatever the model's folder says, as there."""
+        """Embeddings normalised to length 1, whatever the model's folder says, as in Ollama."""
         started, model = time.monotonic_ns(), self._ollama.meant(body.model)
         self._ollama.check(model, key)
-        if not body.texts:  # clients ask so for a model to be loaded
+        if not body.texts:  # clients do this to load a model
             return {"model": body.model, "embeddings": []}
         prompts = await self._inference.prompts_of(model, key)
         ids = [await self._ids(prompts, text, "input", body.truncate) for text in body.texts]
@@ -44,7 +44,7 @@ class OllamaEmbeddingApi:
         }
 
     async def embeddings(self, request: Request, body: OllamaEmbeddings, key: ApiKey) -> dict[str, Any]:
-        """What the model gives, of any length, as there."""
+        """What the model returns, of any length, as in Ollama."""
         model = self._ollama.meant(body.model)
         self._ollama.check(model, key)
         if not body.prompt:
@@ -56,7 +56,7 @@ class OllamaEmbeddingApi:
         return {"embedding": done.values[0].tolist()}
 
     async def _ids(self, prompts: Prompts, text: str, field: str, truncate: bool) -> Sequence[int]:
-        """Of a text that is too long its beginning, and the tokens that go behind any text."""
+        """The start of a text that is too long, and the tokens that follow any text."""
         ids = await prompts.encode(text, True, field, whole=not truncate)
         most = self._inference.limits.max_seq_len
         if not truncate or len(ids) <= most:

@@ -1,4 +1,4 @@
-"""Pinning: keeps chosen adapters of the catalog in the engine's cache, whatever their files become."""
+"""Pinning: keeps chosen adapters of the catalog in the engine's cache, whatever happens to their files."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ CHECK_S = 1.0
 
 
 class Pinning:
-    """Belongs to the event loop. engine: None for one that pins nothing. load: brings an adapter into the
-    cache, by its name, as a request does."""
+    """Belongs to the event loop. engine: None if pinning is not possible. load: loads an adapter to the cache
+    by name, as a request would.
+    """
 
     def __init__(
         self, engine: EnginePins | None, catalog: AdapterCatalog, load: Callable[[str], Awaitable[None]]
     ) -> None:
         self._engine, self._catalog, self._load = engine, catalog, load
-        self._pinned: dict[str, int] = {}  # name -> task id of the version that is pinned
-        self._told: dict[str, str] = {}  # name -> why it could not be pinned, as the log has it
+        self._pinned: dict[str, int] = {}  # name -> task id of the pinned version
+        self._told: dict[str, str] = {}  # name -> reason of a failed pin that was logged
         self._lock = asyncio.Lock()
         self._watching = asyncio.create_task(self._watch())
 
@@ -44,11 +45,11 @@ class Pinning:
         return name in self._pinned
 
     def problem(self, name: str) -> str:
-        """Why an adapter that is to be pinned is not; "": that was not tried yet, or it is."""
+        """Why an adapter that should be pinned is not. "": it is, or that was not tried yet."""
         return self._told.get(name, "")
 
     async def pin(self, name: str) -> None:
-        """Keep an adapter in the cache. Raises ApiError; then it is not pinned."""
+        """Pin an adapter in the cache. Raises ApiError if that fails."""
         async with self._lock:
             entry = self._catalog.entry(name)
             entry.terms.pinned = True
@@ -59,12 +60,12 @@ class Pinning:
                 raise
 
     async def unpin(self, name: str) -> None:
-        """Raises ApiError for a name that no adapter has."""
+        """Raises ApiError if there is no adapter of this name."""
         self._catalog.entry(name).terms.pinned = False
         await self.follow()
 
     async def follow(self) -> None:
-        """Pin what the catalog wants to be pinned, in the version that it serves; unpin all else."""
+        """Pin what the catalog wants pinned, in the version that it serves, and unpin everything else."""
         async with self._lock:
             wanted = {entry.name: entry for entry in self._catalog.entries() if entry.terms.pinned}
             for name in self._pinned.keys() - wanted.keys():
@@ -129,7 +130,7 @@ class Pinning:
             return RequestError("the engine does not answer")
 
     def _let_go(self, name: str, but: int | None = None) -> None:
-        """Unpin the version of a name, unless another name has the same pinned."""
+        """Unpin the version of a name, unless another name has the same version pinned."""
         task_id = self._pinned.pop(name, None)
         if self._engine is None or task_id is None:
             return

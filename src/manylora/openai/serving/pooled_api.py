@@ -45,9 +45,9 @@ Prompt = tuple[tuple[int, ...], Pooling]
 
 @dataclass(frozen=True)
 class Answered:
-    """values: one for each prompt, as they came from the engine."""
+    """values: one for each prompt, as returned by the engine."""
 
-    name: str  # what the answer's id ends with
+    name: str  # suffix of the response's id
     model: str
     values: list[np.ndarray]
     num_tokens: int
@@ -77,7 +77,7 @@ class PooledApi:
         return done.listed("embd", data)
 
     async def embed(self, request: Request, body: EmbeddingRequest, key: ApiKey) -> Answered:
-        """Its values are the embeddings."""
+        """The values are the embeddings."""
         pooling = Pooling(self._settings.mode)
         self._check_dimensions(body)
         asked = await self._inference.ask(body, key)
@@ -104,7 +104,9 @@ class PooledApi:
         if not pooling.head:
             self._check_dimensions(body)
         elif body.dimensions is not None:
-            raise invalid_value(f"dimensions are of embeddings: leave it out with task {task}", "dimensions")
+            raise invalid_value(
+                f"dimensions only apply to embeddings: leave it out with task {task}", "dimensions"
+            )
         prompts = await self._prompts(body.input, body, pooling, asked)
         done = await self._run(request, body, key, prompts, asked)
         params = PoolingParams(body.dimensions, body.use_activation)
@@ -149,7 +151,7 @@ class PooledApi:
         pairs: Sequence[tuple[str, str]],
         field: str,
     ) -> tuple[Answered, list[float]]:
-        """Of a head that reads both texts, where there is one; else the cosine of their embeddings."""
+        """From a head that reads both texts if there is one. Otherwise the cosine of their embeddings."""
         params = PoolingParams(use_activation=body.use_activation)
         asked = await self._inference.ask(body, key)
         if await self._has_head(asked, most=1):
@@ -163,7 +165,7 @@ class PooledApi:
                 return done, [pair_score(values, self._settings, params) for values in done.values]
             except ValueError as error:
                 raise invalid_value(str(error), "model") from error
-        texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # a query is embedded once
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # embed a repeated query once
         prompts = await self._prompts(texts, body, Pooling(self._settings.mode), asked, field)
         done = await self._run(request, body, key, prompts, asked)
         by_text = {
@@ -173,7 +175,9 @@ class PooledApi:
         return done, [similarity(by_text[a], by_text[b]) for a, b in pairs]
 
     async def _has_head(self, asked: Asked, most: int = 2**31) -> bool:
-        """Whether the adapter has a classification head, or else the model one of `most` labels."""
+        """Whether the adapter has a classification head, or else the model has one of at most `most`
+        labels.
+        """
         choice, catalog = asked.choice, self._inference.backend.catalog
         if choice.alone is not None and (await catalog.version(choice.alone)).facts.labels:
             return True
@@ -203,7 +207,7 @@ class PooledApi:
         if cut is not None:
             ids = ids[-(limits.max_seq_len if cut == -1 else max(1, cut)) :]
         if not ids:
-            raise invalid_value(f"{field}: it has no tokens", field)
+            raise invalid_value(f"{field}: must have at least one token", field)
         if max(ids) >= limits.vocab_size:
             raise invalid_value(f"{field}: token ids must be at most {limits.vocab_size - 1}", field)
         if len(ids) > limits.max_seq_len:

@@ -1,4 +1,4 @@
-"""PooledState: a prompt of which hidden states or labels are wanted, as a Job of the backend."""
+"""PooledState: a prompt for which hidden states or labels are computed, as a Job of the backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from manylora.request import Event, LoraInput, LoraMix, Pooling, Request, Reques
 
 @dataclass(eq=False)
 class PooledState:
-    """values: float32, [n] or [tokens, n]; None until they are there. The rest is GenerationState's."""
+    """values: float32, [n] or [tokens, n]; None until computed. The rest is as in GenerationState."""
 
     prompt: tuple[int, ...]
     pooling: Pooling

@@ -1,4 +1,4 @@
-"""Prompts: texts and messages to token ids and back, each on the right thread."""
+"""Prompts: converts texts and messages to token ids and back, each on the right thread."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from manylora.system.text_threads import LONG, TextThreads
 from manylora.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
-OWN = {"add_generation_prompt", "reasoning_effort"}  # short variables, beside those of a client
-# Settings of a tokenizer that are about files where it was made.
+OWN = {"add_generation_prompt", "reasoning_effort"}  # our variables, in addition to a client's
+# Tokenizer settings that refer to files on the machine where it was made.
 ABOUT_FILES = ("name_or_path", "_name_or_path", "auto_map", "tokenizer_file", "special_tokens_map_file")
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """text: of the chat template. ids: its tokens."""
+    """text: the rendered chat template. ids: its tokens."""
 
     text: str
     ids: tuple[int, ...]
 
 
 class Prompts:
-    """Its functions raise ApiError."""
+    """Its methods raise ApiError."""
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
         self.tokenizer, self._limits = tokenizer, limits
         self._lanes = TextThreads()
 
     def with_tokenizer(self, tokenizer: Tokenizer) -> Prompts:
-        """The same, on the same threads, with another tokenizer or chat template."""
+        """A copy on the same threads with another tokenizer or chat template."""
         other = copy(self)
         other.tokenizer = tokenizer
         return other
@@ -62,11 +62,11 @@ class Prompts:
 
     async def detokenize(self, body: DetokenizeRequest) -> str:
         if max(body.tokens, default=0) >= self._limits.vocab_size:
-            raise invalid_value("tokens: one of them is no token of this model", "tokens")
+            raise invalid_value("tokens: one of them is not a token id of this model", "tokens")
         return await self._run_in_lane(len(body.tokens), self.tokenizer.decode, body.tokens, False)
 
     def tokenizer_info(self) -> dict[str, Any]:
-        """As vLLM shows it: tokenizer_config.json, with the chat template that is in use."""
+        """As in vLLM: tokenizer_config.json, with the chat template that is used."""
         found: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         for name, value in self.tokenizer.settings.items():
             is_token = name.endswith("_token") and isinstance(value, dict)
@@ -90,7 +90,7 @@ class Prompts:
         return await self._run_in_lane(lane, self._apply_template, messages, use, body, variables)
 
     async def encode(self, text: str, special: bool, field: str, whole: bool = True) -> tuple[int, ...]:
-        """whole: all of the text must fit into the model's context."""
+        """whole: the whole text must fit the model's context."""
         context = self._limits.max_seq_len
         try:
             self.tokenizer.limits.check(len(text), context, whole)
@@ -110,7 +110,9 @@ class Prompts:
             raise self._too_long(error, field) from error
 
     async def _run_in_lane(self, length: int, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Run a function on a text of this many characters or tokens: in a thread where the text is long."""
+        """Run a function on a text of this many characters or tokens. A long text is processed on a
+        thread.
+        """
         lane = self._lanes.executor(length)
         if lane is None:
             return function(*arguments)
@@ -141,7 +143,7 @@ class Prompts:
 
 
 def _variables(body: TemplateFields) -> dict[str, Any]:
-    """What the chat template sees besides messages and tools."""
+    """Variables of the chat template besides messages and tools."""
     given: dict[str, Any] = {"add_generation_prompt": body.add_generation_prompt}
     if isinstance(body, ChatRequest):
         given["reasoning_effort"] = body.reasoning_effort

@@ -1,4 +1,4 @@
-"""BoundedHttp: uvicorn's HTTP protocol with limits on size and speed of what clients send and read."""
+"""BoundedHttp: uvicorn's HTTP protocol, with limits on the size and speed of clients' data."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from manylora.openai.serving.connections import Clients, error_bytes
 
 logger = logging.getLogger("manylora")
 
-BODY_RATE = 1024  # bytes per second, the least for a body
+BODY_RATE = 1024  # minimum bytes per second of a body
 MAX_HEADERS = 256
 MAX_TARGET = 8192  # bytes of path and query
-MAX_PIPELINED = 16  # requests on one connection that wait for the response before theirs
-LINGER_S = 2.0  # from a refusal to the close: an earlier close would discard the response
+MAX_PIPELINED = 16  # pipelined requests that may wait on one connection
+LINGER_S = 2.0  # before closing after a refusal: closing earlier would discard the response
 
 BETWEEN, HEAD, BODY = "between requests", "in its headers", "in its body"
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection. A timer runs only while the server waits for the client; most requests need none."""
+    """One connection. A timer runs only while the server waits for the client. Most requests need none."""
 
     def __init__(self, clients: Clients, **given: Any) -> None:
         super().__init__(**given)
         self._limits, self._clients = clients.limits, clients
         self._number = -1  # the descriptor
         self._state = BETWEEN
-        self._raw = 0  # bytes received of this part of the request
+        self._raw = 0  # bytes received for the current part of the request
         self._head = self._body = 0  # bytes of headers and of the body, without framing
         self._body_seen = 0  # self._body when the timer last fired
-        self._unparsed = 0  # bytes of the last data that the parser has not reported, about
-        self._running: RequestResponseCycle | None = None  # uvicorn's `cycle` is the last of the pipeline
+        self._unparsed = 0  # approximate bytes of the last data that the parser has not reported
+        self._running: RequestResponseCycle | None = None  # uvicorn's `cycle` is the last one in the pipeline
         self._error: ApiError | None = None  # raised in a callback of the parser
         self._ended = False  # further data is ignored
         self._timer: asyncio.TimerHandle | None = None
@@ -150,18 +150,18 @@ class BoundedHttp(HttpToolsProtocol):
             self._abort_when_unread()
 
     def _check_limits(self) -> None:
-        """After each piece of data: check its size, and start the timer for what must come next."""
+        """After each piece of data: check its size, and start the timer for what comes next."""
         if self._state == HEAD and self._raw > self._limits.header_bytes:
             self._refuse(self._headers_too_large())
         elif self._state == BODY and self._raw - self._body > self._limits.header_bytes + self._body:
-            reason = "The chunks of this body are too small, or what stands between them is too large"
+            reason = "The chunks of this body are too small, or their extensions are too large"
             self._refuse(ApiError(400, "invalid_http", reason))
         elif self._state == BODY and self._timer is None:
             self._start_timer(self._limits.body_s, self._body_is_late)
         elif self._state == HEAD and self._timer is None:
             self._start_timer(self._limits.header_s, self._head_is_late)
         elif self._state == BETWEEN and not self.transport.is_closing() and self._all_answered:
-            if self._raw > self._limits.header_bytes:  # empty lines
+            if self._raw > self._limits.header_bytes:  # only empty lines
                 self._close()
             elif self.timeout_keep_alive_task is None:
                 self._clients.mark_idle(self._number)
@@ -175,7 +175,7 @@ class BoundedHttp(HttpToolsProtocol):
         return self.cycle is None or (self.cycle.response_complete and not self.pipeline)
 
     def _switch(self) -> None:
-        """The client asks for another protocol. Respond in HTTP/1.1, and read nothing more."""
+        """The client asks for another protocol. Respond in HTTP/1.1 and read nothing more."""
         self._ended = True
         self.cycle.keep_alive = False
         if self.cycle.response_complete:
@@ -186,7 +186,7 @@ class BoundedHttp(HttpToolsProtocol):
         return ApiError(431, "headers_too_large", reason)
 
     def _fail(self, error: ApiError) -> None:
-        """Stop the parser from within a callback. It does not pass on the exception, so keep it."""
+        """Stop the parser from within a callback. The parser swallows the exception, so store it."""
         self._error = error
         raise error
 
@@ -195,7 +195,7 @@ class BoundedHttp(HttpToolsProtocol):
         if self.flow.read_paused:  # not the client's fault: earlier requests are running
             self._start_timer(self._limits.header_s, self._head_is_late)
         elif self._raw == 0 and self._all_answered:
-            self._close()  # no data has come
+            self._close()  # no data was received
         else:
             reason = f"The headers must come within {self._limits.header_s:g} seconds"
             self._refuse(ApiError(408, "request_timeout", reason))
@@ -207,15 +207,15 @@ class BoundedHttp(HttpToolsProtocol):
         if self.flow.read_paused or received >= least:
             self._start_timer(self._limits.body_s, self._body_is_late)
         else:
-            reason = f"A body must come with at least {least} bytes in {self._limits.body_s:g} seconds"
+            reason = f"A body must arrive with at least {least} bytes in {self._limits.body_s:g} seconds"
             self._refuse(ApiError(408, "request_timeout", reason))
 
     def _refuse(self, error: ApiError) -> None:
-        """Close the connection, with an error response unless it would seem to be another request's."""
+        """Close the connection, with an error response unless it could be taken for another request's."""
         logger.debug("a connection is closed %s: %s", self._state, error.message)
         self._ended = True
         self._stop_timer()
-        # In a body, uvicorn's `cycle` belongs to this request; in headers, to the one before.
+        # In a body, uvicorn's `cycle` belongs to this request. In headers, it belongs to the previous one.
         own = self.cycle is not None and self._state == BODY and not self.pipeline
         can_respond = self._all_answered or (own and not self.cycle.response_started)
         self._disconnect()

@@ -1,4 +1,4 @@
-"""RecentItems: what the Responses API has answered lately, for clients that send references to it."""
+"""RecentItems: recent answers of the Responses API, for clients that send references to them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Item = dict[str, Any]
 
 
 class RecentItems:
-    """Items by API key and id. The oldest go first. Event loop only."""
+    """Items by API key and id. The oldest are dropped first. Event loop only."""
 
     def __init__(self, max_items: int = MAX_ITEMS, max_characters: int = MAX_CHARACTERS) -> None:
         self._max_items, self._max_characters = max_items, max_characters
@@ -26,7 +26,9 @@ class RecentItems:
             self._num_characters -= _length(oldest)
 
     def resolve(self, owner: str, given: Item) -> Item:
-        """The item that a reference means; anything else, and a reference to what is gone, as it is."""
+        """The item that a reference means. Other items, and references to dropped items, are returned as they
+        are.
+        """
         if given.get("type") not in (None, "item_reference") or "role" in given:
             return given
         return self._items.get((owner, str(given.get("id"))), given)

@@ -1,4 +1,4 @@
-"""Response bodies of completions and chats, whole and as server-sent events."""
+"""Response bodies of completions and chats, complete or as server-sent events."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 @dataclass(frozen=True)
 class Shown:
-    """What a response has besides. name: its id ends with it. token_ids: of prompts and outputs.
-    running_usage: every chunk of a stream has the usage so far."""
+    """What else a response has. name: suffix of its id. token_ids: include those of prompts and outputs.
+    running_usage: every chunk of a stream has the usage so far.
+    """
 
     name: str = ""
     token_ids: bool = False
@@ -41,7 +42,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt as it is returned before its output. num_added: tokens before it that are not in its text."""
+    """A prompt as returned before its output. num_added: tokens before it that are not in its text."""
 
     text: str
     num_added: int = 0
@@ -72,7 +73,7 @@ class ResponseBuilder:
         self._tokens_sent: dict[int, int] = {}
         self._ended: set[int] = set()
         head = encode(self._envelope(self.chunk_object, []))
-        self._chunk_start = "data: " + head.removesuffix("]}")  # the same in all chunks
+        self._chunk_start = "data: " + head.removesuffix("]}")  # equal in all chunks
 
     def body(self) -> dict[str, Any]:
         """The JSON of the complete response."""
@@ -92,7 +93,9 @@ class ResponseBuilder:
         return b""
 
     def new_events(self) -> bytes:
-        """Server-sent events for output since the last call: one chunk for each choice that has some."""
+        """Server-sent events for output since the last call: one chunk for each choice that has new
+        output.
+        """
         chunks: list[str] = []
         for number, generation in enumerate(self.generations):
             text_only = self._is_text_only(generation)
@@ -100,7 +103,7 @@ class ResponseBuilder:
                 index = number * self._n + at
                 if index in self._ended:
                     continue
-                if text_only and output.finish_reason is None:  # nearly all chunks are these
+                if text_only and output.finish_reason is None:  # true for nearly all chunks
                     text = output.advance()
                     if text:
                         self._tokens_sent[index] = len(output.token_ids)
@@ -117,15 +120,15 @@ class ResponseBuilder:
         return f"data: {encode(self._envelope(self.chunk_object, []) | usage)}\n\n".encode()
 
     def last_events(self, usage: bool) -> bytes:
-        """What ends a complete stream. usage: it was asked for."""
+        """Events that end a complete stream. usage: whether it was requested."""
         return (self.usage_event() if usage else b"") + DONE
 
     def error_events(self, error: ApiError) -> bytes:
-        """What ends a stream that fails."""
+        """Events that end a failed stream."""
         return error.event() + DONE
 
     def _is_text_only(self, generation: GenerationState) -> bool:
-        """Whether all chunks of a choice but the last have only text."""
+        """Whether all chunks of a choice except the last contain only text."""
         plain = generation.plan.top is None and not self._shown.token_ids
         return plain and not generation.plan.prompt_only
 
@@ -155,7 +158,7 @@ class ResponseBuilder:
         return self._event(encode(choice))
 
     def _event(self, choice: str, more: str = "") -> str:
-        """choice: as JSON. more: fields of the chunk, as JSON after a comma."""
+        """choice: as JSON. more: further fields of the chunk, as JSON after a comma."""
         if self._shown.running_usage:
             more += f',"usage":{encode(self._usage(sum(self._tokens_sent.values())))}'
         return f"{self._chunk_start}{choice}]{more}}}\n\n"
@@ -164,7 +167,7 @@ class ResponseBuilder:
         return {"id": self.id, "object": kind, **self._common, "choices": choices}
 
     def _of_prompt(self, generation: GenerationState) -> dict[str, Any]:
-        """What a whole response tells of a prompt."""
+        """Fields about the prompt in a complete response."""
         found: dict[str, Any] = {}
         if self._shown.token_ids:
             found["prompt_token_ids"] = generation.prompt
@@ -187,12 +190,12 @@ class ResponseBuilder:
     def _deltas(
         self, index: int, generation: GenerationState, output: CompletionOutput, start: int
     ) -> list[dict[str, Any]]:
-        """What is new in a choice: no delta, one or several. start: tokens that were sent already."""
+        """The new deltas of a choice: none, one or several. start: tokens that were already sent."""
         raise NotImplementedError
 
 
 class ChatResponse(ResponseBuilder):
-    """use: the tools that the model may call. expanded_prompt: the chat template's text, if asked for."""
+    """use: the tools that the model may call. expanded_prompt: the rendered chat template, if requested."""
 
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -268,7 +271,7 @@ class ChatResponse(ResponseBuilder):
 
 
 class CompletionResponse(ResponseBuilder):
-    """echoes: the prompts, where they are returned before the output."""
+    """echoes: the prompts, if they are returned before the output."""
 
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
@@ -276,10 +279,10 @@ class CompletionResponse(ResponseBuilder):
         super().__init__(*arguments)
         self._echoes = dict(zip(self.generations, echoes, strict=False))
         self._to_echo = set(range(len(echoes)))  # prompts that a stream has not sent yet
-        self._offsets: dict[int, TextOffsets] = {}  # of the outputs of a stream
+        self._offsets: dict[int, TextOffsets] = {}  # for the outputs of a stream
 
     def new_events(self) -> bytes:
-        """A prompt is sent with its first output: only then its log probabilities are known."""
+        """A prompt is sent with its first output, because its log probabilities are known only then."""
         chunks = []
         for number in sorted(self._to_echo):
             generation = self.generations[number]
@@ -321,7 +324,7 @@ class CompletionResponse(ResponseBuilder):
     def _logprobs(
         self, generation: GenerationState, output: CompletionOutput, start: int, offsets: TextOffsets
     ) -> dict[str, Any] | None:
-        """Of the output's tokens from `start` on."""
+        """For the output's tokens from `start` on."""
         top = generation.plan.top
         if top is None:
             return None
@@ -329,12 +332,12 @@ class CompletionResponse(ResponseBuilder):
         return completion_logprobs(found, self._tokenizer, top, offsets)
 
     def _offsets_of(self, generation: GenerationState) -> TextOffsets:
-        """For the tokens of an output, which may not show special tokens."""
+        """For the tokens of an output, whose text may omit special tokens."""
         skips = generation.plan.decoding.rules.skip_special_tokens
         return TextOffsets(self._tokenizer.stream(skips), len(self._echo(generation).text))
 
     def _prompt_logprobs(self, generation: GenerationState) -> dict[str, Any] | None:
-        """Of the prompt's tokens, where it is echoed."""
+        """For the prompt's tokens, if it is echoed."""
         top, logits = generation.plan.top, generation.context_logits
         if top is None or logits is None or generation not in self._echoes:
             return None
@@ -344,12 +347,12 @@ class CompletionResponse(ResponseBuilder):
 
 
 def _finish_reason(output: CompletionOutput) -> str | None:
-    """Of a choice with tool calls. An output that was cut off keeps its own reason."""
+    """Of a choice that may have tool calls. A truncated output keeps its own reason."""
     return "tool_calls" if output.finish_reason == "stop" else output.finish_reason
 
 
 def _versions(output: CompletionOutput) -> dict[str, Any]:
-    """Which tokens were made by which version of the adapter; nothing for the base model."""
+    """Which tokens were generated by which version of the adapter. Empty for the base model."""
     return {"lora_versions": [vars(one) for one in output.lora_versions]} if output.lora_versions else {}
 
 

@@ -1,4 +1,4 @@
-"""/v1/responses: a chat is asked, and its answer is shown in this API's form, whole or as events."""
+"""/v1/responses: runs a chat and returns its answer in this API's format, complete or as events."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from manylora.openai.serving.recent_items import RecentItems
 from manylora.openai.serving.responses import ChatResponse, encode
 
 COMPLETED, INCOMPLETE, FAILED, RUNNING = "completed", "incomplete", "failed", "in_progress"
-CUT = {"length": INCOMPLETE}  # finish reason of a chat -> status; all others are complete
+CUT = {"length": INCOMPLETE}  # finish reason of a chat -> status; others: complete
 
 
 async def respond(
     inference: Inference, recent: RecentItems, request: Request, body: ResponsesRequest, key: ApiKey
 ) -> Response:
-    """recent: answers are added to it unless `store` is false. Raises ApiError."""
+    """recent: gets the answer's items unless `store` is false. Raises ApiError."""
     if not isinstance(body.input, str):
         body.input = [recent.resolve(key.name, item) for item in body.input]
     remember = partial(recent.add, key.name) if body.store else _forget
@@ -49,8 +49,9 @@ def _forget(item: dict[str, Any]) -> None:
 
 
 class ResponsesAnswer(ChatResponse):
-    """asked: the body. remember: called with each complete item. One output: a message, or calls of
-    functions, or both."""
+    """asked: the body. remember: called with each complete item. An output is a message, or function calls,
+    or both.
+    """
 
     def __init__(
         self,
@@ -66,11 +67,11 @@ class ResponsesAnswer(ChatResponse):
         self._number = 0  # of the next event
         self._status = RUNNING
         self._output: list[dict[str, Any]] = []  # complete items
-        self._message_id = ""  # of the message that is being written; empty: none is
-        self._text: list[str] = []  # its pieces, as JSON
+        self._message_id = ""  # of the message being written; empty: none
+        self._text: list[str] = []  # its parts, as JSON
         self._log_probs: list[dict[str, Any]] = []
-        self._versions: list[dict[str, Any]] = []  # of the adapter, as of a choice of a chat
-        self._calls: dict[int, dict[str, Any]] = {}  # that are being written, by their place in the chat
+        self._versions: list[dict[str, Any]] = []  # adapter versions, as in a choice of a chat
+        self._calls: dict[int, dict[str, Any]] = {}  # calls being written, by their index in the chat
 
     def body(self) -> dict[str, Any]:
         chat = super().body()
@@ -92,7 +93,7 @@ class ResponsesAnswer(ChatResponse):
         return (created + self._make("response.in_progress", response=response)).encode()
 
     def last_events(self, usage: bool) -> bytes:
-        """Usage is always told."""
+        """Always includes usage."""
         response = self._response(self._status, self._usage(sum(self._tokens_sent.values())))
         return self._make(f"response.{self._status}", response=response).encode()
 
@@ -106,7 +107,7 @@ class ResponsesAnswer(ChatResponse):
         return self._open_message() + self._delta(text, "[]")
 
     def _event(self, choice: str, more: str = "") -> str:
-        return choice  # `_text_delta` has made events of it
+        return choice  # `_text_delta` has already made it events
 
     def _choice_event(self, choice: dict[str, Any]) -> str:
         delta, log_probs = choice["delta"], _log_probs(choice)
@@ -138,7 +139,7 @@ class ResponsesAnswer(ChatResponse):
         )
 
     def _delta(self, text: str, log_probs: str) -> str:
-        """text, log_probs: as JSON. Nearly all events are these."""
+        """text, log_probs: as JSON. Nearly all events are of this kind."""
         self._text.append(text)
         self._number += 1
         return (
@@ -163,7 +164,7 @@ class ResponsesAnswer(ChatResponse):
         return "".join(events)
 
     def _write_call(self, given: dict[str, Any]) -> str:
-        """given: of a chat's delta. A call's name comes first; its arguments whole, or in pieces."""
+        """given: from a chat's delta. A call's name comes first, then its arguments, at once or in parts."""
         number, function, events = given["index"], given.get("function", {}), []
         if number not in self._calls:
             events.append(self._close_message())
@@ -190,18 +191,18 @@ class ResponsesAnswer(ChatResponse):
         return done
 
     def _add(self, item: dict[str, Any]) -> None:
-        """A complete item."""
+        """Append a complete item."""
         self._output.append(item)
         self._remember(item)
 
     @property
     def _item_status(self) -> str:
-        """Of an item that is complete; the last one may be cut off."""
+        """Status of a complete item. The last one may be truncated."""
         return COMPLETED if self._status == RUNNING else self._status
 
     @property
     def _at(self) -> int:
-        """The place of the item that is being written."""
+        """Index of the item that is being written."""
         return len(self._output)
 
     @property
@@ -273,7 +274,7 @@ def _call(call_id: str, name: str, arguments: str, status: str) -> dict[str, Any
 
 
 def _log_probs(choice: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of a chat's choice. A part of a character has no bytes there, and an empty list here."""
+    """Of a chat's choice. There a part of a character has no bytes; here it has an empty list."""
     found = (choice.get("logprobs") or {}).get("content") or []
     return [
         {**_bytes(one), "top_logprobs": [_bytes(other) for other in one["top_logprobs"]]} for one in found
@@ -303,6 +304,6 @@ def _text_config(asked: ResponsesRequest) -> dict[str, Any]:
 
 
 def _tool(given: dict[str, Any]) -> dict[str, Any]:
-    """As the API shows a tool: with all fields."""
+    """A tool as the API shows it: with all fields."""
     whole = {"description": None, "parameters": None, "strict": False}
     return {**whole, **{name: value for name, value in given.items() if value is not None}}

@@ -1,4 +1,4 @@
-"""llgtrt's /v1/run: an answer bound by a grammar, as its events."""
+"""llgtrt's /v1/run: an answer constrained by a grammar, as its events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def run(inference: Inference, request: Request, body: RunRequest, key: Api
 
 
 class RunAnswer(ChatResponse):
-    """An output is a fork; there is one. llguidance's logs are not told: `logs` is empty."""
+    """Each output is a fork; there is only one. llguidance's logs are not returned: `logs` is empty."""
 
     prefix = "run"
 
@@ -43,7 +43,7 @@ class RunAnswer(ChatResponse):
         return self._fork(index, json.loads(text), {})
 
     def _event(self, choice: str, more: str = "") -> str:
-        return choice  # `_text_delta` has made an event of it
+        return choice  # `_text_delta` has already made it an event
 
     def _choice_event(self, choice: dict[str, Any]) -> str:
         reason = choice.get("finish_reason")

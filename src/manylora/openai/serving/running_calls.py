@@ -1,4 +1,4 @@
-"""RunningCalls: the calls of one HTTP request, from their start to the response or the stream of it."""
+"""RunningCalls: the calls of one HTTP request, from start to response or stream."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from manylora.openai.serving.transport import watch
 
 
 class RunningCalls:
-    """The calls of one HTTP request. They are cancelled when its client disconnects.
+    """The calls of one HTTP request. They are cancelled when the client disconnects.
 
-    on_disconnect: called when that happens during a stream; None where the response's status is counted.
+    on_disconnect: called if that happens during a stream. None if the response's status is counted.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class RunningCalls:
         self.watcher = watch(request.receive, self._set_disconnected)
 
     async def begin(self) -> None:
-        """Start, and wait for the first change: until then an error becomes an HTTP status."""
+        """Start, and wait for the first change: until then an error can still become an HTTP status."""
         for call in self._calls:
             self._backend.submit(call)
         await self._wait()
@@ -74,7 +74,7 @@ class RunningCalls:
                 self._backend.cancel(call)
 
     async def _wait(self) -> None:
-        """Wait for a change. Raises ApiError when a call has failed or the client has disconnected."""
+        """Wait for a change. Raises ApiError if a call failed or the client disconnected."""
         await self._changed.wait()
         if self._disconnected:
             raise ApiError(499, "client_left", "The client has closed the connection")

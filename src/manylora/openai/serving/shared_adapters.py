@@ -1,4 +1,4 @@
-"""SharedAdapters: one catalog for several servers. Each follows the record that they have in one folder."""
+"""SharedAdapters: one catalog for several servers, which all follow a record in a shared folder."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ from manylora.openai.serving.pinning import Pinning
 
 logger = logging.getLogger("manylora")
 
-USED = ".used"  # a folder of empty files, whose times say when any server used an adapter last
-LATE_S, RETRY_S = 5.0, 0.1  # for a change to be seen on a disk of the network
-TRIES = 20  # of a file that is being replaced: renaming it is the last step of a change
+USED = ".used"  # folder of empty files; their times say when any server last used an adapter
+LATE_S, RETRY_S = 5.0, 0.1  # for a change to become visible on a network file system
+TRIES = 20  # to read a file that is being replaced: the rename comes last
 
 
 @dataclass(frozen=True)
 class State:
-    """What a name means on one server. version, digest: of an adapter that can be served; else 0 and "".
-    running: requests under way for one that was unloaded. problem: why it is not what was asked for."""
+    """What a name means on one server. version, digest: of an adapter that can be served; otherwise 0 and "".
+    running: requests of an unloaded adapter that are still running. problem: why it is not what was asked
+    for.
+    """
 
     revision: int
     version: int = 0
@@ -46,11 +48,11 @@ class State:
 
 
 class SharedAdapters:
-    """Belongs to the event loop. refresh_s: within which a change is seen that nobody has told of.
+    """Belongs to the event loop. refresh_s: time within which changes are seen without a notification.
 
-    A server that changes adapters does so in `changing`, and says with `note` which name now means something
-    else. All others have it after `look`. So whatever several of them do at the same time, the record's last
-    word holds for all.
+    A server changes adapters within `changing`, and calls `note` with each name that now means something
+    else. All other servers follow with `look`. Even after concurrent changes, the last word in the record
+    holds for all.
     """
 
     def __init__(
@@ -69,10 +71,10 @@ class SharedAdapters:
         self._touched: dict[str, float] = {}
         self._watching: asyncio.Task[None] | None = None
         self.changed = ""  # the name of the last `note`
-        self.revision = 0  # of the record, as far as it was followed
+        self.revision = 0  # of the record, up to which it was followed
 
     async def start(self) -> None:
-        """Raises OSError where the record is not readable."""
+        """Raises OSError if the record is not readable."""
         self._record.read()
         with contextlib.suppress(ApiError, OSError):
             async with self._record.locked():
@@ -86,7 +88,9 @@ class SharedAdapters:
 
     @contextlib.asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
-        """Nobody else changes adapters meanwhile, and earlier changes have been followed. Raises ApiError."""
+        """No other server changes adapters meanwhile, and earlier changes have been followed. Raises
+        ApiError.
+        """
         async with self._lock, self._record.locked():
             try:
                 self._record.read(fresh=True)
@@ -100,17 +104,17 @@ class SharedAdapters:
                 self.revision = self._record.revision
 
     def note(self, name: str) -> None:
-        """Record what a name means here by now. Within `changing`. Raises ApiError."""
+        """Record what a name means here now. Call within `changing`. Raises ApiError."""
         self.changed = name
         try:
             self._record.set(name, self._kept(name))
         except OSError as error:
-            logger.warning("what requests made of adapters cannot be kept: %s", error.strerror)
+            logger.warning("changes of adapters by requests cannot be recorded: %s", error.strerror)
             raise unwritable(error) from error
         self._followed[name] = self._record.names[name]
 
     async def look(self, revision: int = 0) -> None:
-        """Follow the record, to this revision at least; a disk of the network may show it late."""
+        """Follow the record, at least to this revision. A network file system may show it late."""
         end = time.monotonic() + LATE_S
         while True:
             async with self._lock:
@@ -125,7 +129,7 @@ class SharedAdapters:
             await asyncio.sleep(RETRY_S)
 
     async def state(self, name: str, drain_s: float) -> State:
-        """Of a name that was changed. drain_s: that requests have when their adapter is unloaded."""
+        """State of a changed name. drain_s: time for running requests when their adapter is unloaded."""
         kept, problem = self._record.names.get(name), self._problems.get(name, "")
         if kept is None or kept.kind in ("alias", "gone") or not self._catalog.has(name):
             gone = kept is None or kept.kind == "gone"
@@ -160,7 +164,7 @@ class SharedAdapters:
         return Kept("path", entry.terms, str(entry.path), number, digest)
 
     def _adopt(self) -> None:
-        """Files that a server of its own has kept in the folder. Raises OSError."""
+        """Adopt files that a single server has left in the folder. Raises OSError."""
         for path in sorted(self._folder.rglob(f"*{SUFFIX}")):
             name = str(path.relative_to(self._folder).with_suffix(""))
             hidden = any(part.startswith(".") for part in Path(name).parts)
@@ -168,7 +172,7 @@ class SharedAdapters:
                 self._record.set(name, Kept("sent"))
 
     async def _follow(self, *, at_once: bool = True) -> None:
-        """at_once: read new adapters now, rather than when they are asked for."""
+        """at_once: read new adapters now rather than at the first request."""
         wanted = dict(self._record.names)
         wanted |= {name: Kept("gone") for name in self._followed.keys() - wanted.keys()}
         changed = {name: kept for name, kept in wanted.items() if self._followed.get(name) != kept}
@@ -179,7 +183,7 @@ class SharedAdapters:
                 self._followed[name] = kept
                 if name not in self._record.names:
                     del self._followed[name]
-            except Exception as error:  # the other names are followed
+            except Exception as error:  # continue with the other names
                 found = as_api_error(error)
                 if found.code == "internal_error":
                     logger.exception("following the change of adapter %s failed", name)
@@ -202,7 +206,7 @@ class SharedAdapters:
         entry = catalog.entry(name) if catalog.has(name) else None
         if kept.kind == "gone":
             if entry is not None and (not entry.scanned or kept.stamp == stamp_of(entry.found)):
-                logger.info("adapter %s is unloaded, as a request has said", name)
+                logger.info("adapter %s is unloaded, as requested on another server", name)
                 await catalog.unload(name, 0)
             catalog.versions.seed(name, kept.version)
         elif kept.kind == "found":
@@ -230,9 +234,9 @@ class SharedAdapters:
                 if kept.digest in ("", version.digest) or kept.kind == "path":
                     return
                 await asyncio.sleep(RETRY_S / 2)
-                if self._record.read():  # the file is a newer one, which comes next
+                if self._record.read():  # the file is newer: the next round follows it
                     return
-            logger.warning("adapter %s: its file is not the one that was recorded, and is served", name)
+            logger.warning("adapter %s: its file differs from the recorded one; it is served anyway", name)
 
     async def _watch(self) -> None:
         while True:
@@ -244,7 +248,7 @@ class SharedAdapters:
                 logger.exception("following the record of adapters failed")
 
     async def _unload_idle(self) -> None:
-        """An adapter with a time to live goes when no server has used it for so long."""
+        """Unload adapters with a time to live that no server has used for that long."""
         for entry in [one for one in self._catalog.entries() if one.terms.idle_ttl_seconds is not None]:
             self._touch(entry)
             if not (entry.has_expired and self._is_idle(entry)):
@@ -258,7 +262,7 @@ class SharedAdapters:
                     self._marker(entry.name).unlink(missing_ok=True)
 
     def _touch(self, entry: AdapterEntry) -> None:
-        """Let others know when it was used here."""
+        """Tell the other servers when it was used here."""
         used = time.monotonic() if entry.num_open else entry.used_at
         if self._touched.get(entry.name) != used:
             self._touched[entry.name] = used
@@ -268,7 +272,7 @@ class SharedAdapters:
                 marker.touch()
 
     def _is_idle(self, entry: AdapterEntry) -> bool:
-        """Whether others have not used it either; each says so every half refresh_s."""
+        """Whether the other servers have not used it either. Each records its use every half refresh_s."""
         with contextlib.suppress(OSError):
             idle_s = time.time() - self._marker(entry.name).stat().st_mtime
             return idle_s >= (entry.terms.idle_ttl_seconds or 0)

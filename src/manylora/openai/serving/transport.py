@@ -1,4 +1,4 @@
-"""Reading bodies within limits, noticing that a client disconnects, and server-sent events."""
+"""Reads bodies within limits, detects that a client disconnects, and sends server-sent events."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from starlette.types import Receive, Scope, Send
 from manylora.openai.api.errors import ApiError
 from manylora.system.allocator import release_free_memory
 
-SMALL = 2**16  # bytes of a body that are not counted
-LARGE = 2**20  # bytes of a body whose memory is returned to the system after it was read
-GIVE_BACK_S = 0.5  # how long afterwards, once for all bodies until then
+SMALL = 2**16  # bytes per body that are not counted
+LARGE = 2**20  # memory of bodies from this size on is returned to the system
+GIVE_BACK_S = 0.5  # delay of that, once for all bodies until then
 SAFE_ID = re.compile("[!-~]{1,128}")
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # proxies must not buffer events
 
@@ -29,7 +29,9 @@ def content_type(request: Request) -> str:
 
 
 def request_id(request: Request) -> str:
-    """The client's x-request-id where it is safe in a header and in a log; else a new one, which is kept."""
+    """The client's x-request-id if it is safe in a header and in a log. Otherwise a new one, which is
+    stored.
+    """
     given = request.headers.get("x-request-id", "")
     if SAFE_ID.fullmatch(given):
         return given
@@ -39,14 +41,16 @@ def request_id(request: Request) -> str:
 
 
 def name_of(request: Request, chosen: str | None) -> str:
-    """What an answer's id ends with: the client's x-request-id, or the body's request_id, or a new one."""
+    """Suffix of a response's id: the client's x-request-id, or the body's request_id, or a new one."""
     given = request.headers.get("x-request-id", "")
     return given if SAFE_ID.fullmatch(given) else chosen or secrets.token_hex(12)
 
 
 class BodyMemory:
-    """Limits the memory of all bodies that are being received. Event loop only. Small bodies are not counted,
-    so they are accepted even when large ones have used up the limit."""
+    """Limits the memory of all bodies that are being received. Event loop only.
+
+    Small bodies are not counted, so they are accepted even when large ones have used up the limit.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -80,7 +84,7 @@ class BodyMemory:
 
 
 def check_encoding(request: Request) -> None:
-    """Raises ApiError 415 for a body that is compressed: a small one could become a very large one."""
+    """Raises ApiError 415 for a compressed body: a small one could expand to a very large one."""
     given = request.headers.get("content-encoding", "").strip().lower()
     if given not in ("", "identity"):
         reason = f"Content-Encoding {given[:40]!r} is not supported: send the body as it is"
@@ -88,7 +92,7 @@ def check_encoding(request: Request) -> None:
 
 
 def declared_length(request: Request) -> int:
-    """Of the body, by its Content-Length; 0: it does not say."""
+    """The body's length from Content-Length. 0 if absent."""
     given = request.headers.get("content-length", "")
     return int(given) if given.isdigit() else 0
 
@@ -96,9 +100,9 @@ def declared_length(request: Request) -> int:
 async def read_body(
     request: Request, max_bytes: int, grow: Callable[[int], None], *, any_type: bool = False
 ) -> bytearray:
-    """grow: of `BodyMemory.reserve`. any_type: whatever the Content-Type says, it is taken for JSON.
+    """grow: of `BodyMemory.reserve`. any_type: parse as JSON whatever the Content-Type says.
 
-    Raises ApiError: 413 over the limit, 415 where it is not JSON, or compressed.
+    Raises ApiError: 413 over the limit, 415 if it is not JSON, or compressed.
     """
     check_encoding(request)
     if not any_type and content_type(request) != "application/json":
@@ -117,7 +121,8 @@ async def read_body(
 
 def watch(receive: Receive, on_disconnect: Callable[[], None]) -> asyncio.Task[None]:
     """A task that calls on_disconnect when the client closes the connection. The body must have been read.
-    Cancel the task when the response is complete."""
+    Cancel the task when the response is complete.
+    """
 
     async def wait() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -128,8 +133,9 @@ def watch(receive: Receive, on_disconnect: Callable[[], None]) -> asyncio.Task[N
 
 
 class EventStream(Response):
-    """A response of server-sent events, or of lines of JSON. At its end the watcher is cancelled, and `close`
-    called."""
+    """A response of server-sent events, or of lines of JSON. When it ends, the watcher is cancelled and
+    `close` called.
+    """
 
     def __init__(
         self,

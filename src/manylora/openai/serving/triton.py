@@ -48,9 +48,9 @@ from manylora.wire.engine_client import AnswerReader, request_tensors
 logger = logging.getLogger("manylora")
 
 CONNECT_S = 10.0
-CHECK_S = 2.0  # between two checks whether the model is ready
+CHECK_S = 2.0  # between checks whether the model is ready
 MAX_KNOWN = 65536  # task ids that the server has accepted
-MAX_RESIDENTS = 256  # of these, the most recently used, which metrics and /v1/models show
+MAX_RESIDENTS = 256  # the most recently used of these, shown by metrics and /v1/models
 FINAL = "triton_enable_empty_final_response"
 UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 WEIGHT_TYPES = {"FP32": "float32", "FP16": "float16", "BF16": "V2"}
@@ -65,10 +65,10 @@ PATH = re.compile(r"(?:/[\w.+-]+){2,}(?::\d+)?")
 
 @dataclass(frozen=True)
 class TritonModel:
-    """The model's configuration as the server reports it. It may be ours, or NVIDIA's in any release.
+    """The model's configuration as reported by the server. The model may be ours, or NVIDIA's in any release.
 
     inputs: name -> data type. parameters: of config.pbtxt. outputs: names. decoupled: it can stream. batched:
-    tensors have a batch dimension. lora_columns: of the input lora_config, 0: any number.
+    tensors have a batch dimension. lora_columns: columns of the input lora_config, 0: any number.
     """
 
     name: str
@@ -101,7 +101,7 @@ class TritonModel:
         missing = [name for name in NEEDED if name not in found.inputs]
         if missing or "output_ids" not in found.outputs:
             what = f"input {missing[0]}" if missing else "output output_ids"
-            raise ConfigError(f"triton_url {url}: model {name} has no {what}: it is no tensorrt_llm model")
+            raise ConfigError(f"triton_url {url}: model {name} has no {what}: it is not a tensorrt_llm model")
         if "lora_task_id" not in found.inputs:
             logger.warning("triton: model %s takes no adapters: it has no input lora_task_id", name)
         if IGNORED_PROMPT not in found.inputs:
@@ -116,16 +116,21 @@ class TritonModel:
         return self.inputs.get("lora_weights") == "FP16"
 
     def tensors(self, request: Request) -> dict[str, np.ndarray]:
-        """The input tensors of a request. Raises ApiError for inputs that the model does not have: Triton
-        would refuse them too, but would leak a reference to the model."""
+        """The input tensors of a request. Raises ApiError for inputs that the model lacks.
+
+        Triton would refuse them, too, but would leak a reference to the model.
+        """
         self._check(request.params)
         if request.cache_salt:
-            raise unsupported_field("cache_salt needs an engine of this process: leave it out", "cache_salt")
+            raise unsupported_field("cache_salt needs an engine in this process: leave it out", "cache_salt")
         request = request if self.decoupled else replace(request, streaming=False)
         if isinstance(request.lora, LoraInput):
             request = replace(request, lora=self._sent(request.lora))
         found = request_tensors(request)
-        for name in ("pad_id", IGNORED_PROMPT):  # no effect: padding is not read; `read` has warned of this
+        for name in (
+            "pad_id",
+            IGNORED_PROMPT,
+        ):  # no effect: padding is not read; `read` has warned
             if name not in self.inputs:
                 found.pop(name, None)
         named = {name if name in self.inputs else RENAMED.get(name, name): one for name, one in found.items()}
@@ -136,7 +141,7 @@ class TritonModel:
         return {name: one if self.batched else one[0] for name, one in named.items()}
 
     def _sent(self, lora: LoraInput) -> LoraInput:
-        """As a request carries it. Raises ApiError."""
+        """The adapter in the form that a request carries. Raises ApiError."""
         if lora.task_id is not None and isinstance(lora.checked, Adapter):
             lora = lora_input(lora.task_id, lora.checked.rows, lora.checked.extras)
         carried = (INVOCATION,) if "lora_invocation_tokens" in self.inputs else ()
@@ -162,14 +167,15 @@ class TritonModel:
             raise unsupported_field(reason, FORMAT)
 
     def number(self, name: str) -> int | None:
-        """The value of a numeric parameter; None where it is empty."""
+        """The value of a numeric parameter. None if it is empty."""
         text = self.parameters.get(name, "")
         return int(text) if text.isdigit() else None
 
 
 class TritonEngine:
-    """Belongs to the event loop it is made on. Each request has a gRPC stream of its own, because cancelling
-    a stream is how Triton tells the model to stop."""
+    """Belongs to the event loop it is created on. Each request has its own gRPC stream, because cancelling a
+    stream is how Triton tells the model to stop.
+    """
 
     follows = False
 
@@ -192,7 +198,7 @@ class TritonEngine:
         return self._ready
 
     def resident(self, task_id: int) -> bool:
-        """Whether the server has accepted this adapter, and has not reported since that it is evicted."""
+        """Whether the server has accepted this adapter and has not reported its eviction since."""
         return task_id in self._known
 
     def submit(self, request: Request, sink: Sink) -> int:
@@ -202,7 +208,7 @@ class TritonEngine:
         return ticket
 
     def publish(self, lora: LoraInput) -> None:
-        """Nothing: the first request of a new content brings it."""
+        """No effect: the first request with new content delivers it."""
 
     def cancel(self, ticket: int) -> None:
         """Cancel the stream; the request gets a last event. No effect for an unknown ticket."""
@@ -211,14 +217,14 @@ class TritonEngine:
             task.cancel()
 
     def stats(self) -> EngineStats:
-        """What is known here. The server's own metrics port has the rest."""
+        """The statistics known here. The server's own metrics port has the rest."""
         known = list(self._known)[-MAX_RESIDENTS:]
         residents = tuple(Resident(str(task_id), 0, True) for task_id in known)
         waiting = len(self._running) - len(self._begun)
         return EngineStats(
             waiting=waiting,
             running=len(self._begun),
-            # How many fit is not known: assume that there is space for one more.
+            # The capacity is unknown: assume that one more fits.
             adapters=AdapterStats(max_device_adapters=len(known) + 1, residents=residents),
         )
 
@@ -253,7 +259,7 @@ class TritonEngine:
                     sink(event)
                 self._wake()
             if not reader.done:
-                raise RequestError("Encountered an error in the engine: its answer broke off")
+                raise RequestError("Encountered an error in the engine: its answer was interrupted")
         except asyncio.CancelledError:
             if not reader.done:
                 sink(Event(finish_reason=FinishReason.CANCELLED, last=True))
@@ -262,13 +268,13 @@ class TritonEngine:
                 sink(Event(finish_reason=FinishReason.ERROR, last=True, error=self._explain(error, request)))
         finally:
             if stream is not None:
-                stream.cancel()  # no effect on one that has ended
+                stream.cancel()  # no effect if it has ended
             self._running.pop(ticket, None)
             self._begun.discard(ticket)
             self._wake()
 
     async def _bring(self, lora: LoraMix, request: Request) -> LoraMix:
-        """Send those that have tensors, each with a request of one token: a mix names task ids alone."""
+        """Send adapters with tensors first, each in a request for one token: a mix can only name task ids."""
         for one, _ in lora.members:
             if one.has_tensors:
                 params = SamplingConfig(max_tokens=1)
@@ -280,7 +286,7 @@ class TritonEngine:
         return lora.map(lambda one: LoraInput(one.task_id, name=one.name))
 
     def _message(self, request: Request) -> ModelInferRequest:
-        """Tensors as bytes, bfloat16 too, for which tritonclient has no array type."""
+        """Tensors as bytes. This includes bfloat16, for which tritonclient has no array type."""
         message = ModelInferRequest(model_name=self.model.name, id=request.request_id)
         message.parameters[FINAL].bool_param = True
         for name, value in self.model.tensors(request).items():
@@ -298,7 +304,7 @@ class TritonEngine:
             self._known.popitem(last=False)
 
     def _explain(self, error: Exception, request: Request) -> Exception:
-        """The server's error message as the exception that an engine in this process would raise."""
+        """Convert the server's error message to the exception that an engine in this process would raise."""
         if isinstance(error, ApiError | RequestError):
             return error
         text = _text_of(error)
@@ -336,7 +342,7 @@ class TritonEngine:
             if ready != self._ready:
                 logger.warning("triton: model %s is %s", self.model.name, "ready" if ready else "not ready")
             if not ready:
-                self._known.clear()  # the model may restart, with an empty cache
+                self._known.clear()  # the model may restart with an empty cache
             self._ready = ready
             await asyncio.sleep(CHECK_S)
 
@@ -377,7 +383,7 @@ def _columns(config: np.ndarray, count: int) -> np.ndarray:
 
 
 def _text_of(error: Exception) -> str:
-    """The error message for a client, without paths and stack traces of the server."""
+    """The error message for a client, without paths or stack traces of the server."""
     text = error.message() if isinstance(error, InferenceServerException) else None
     if isinstance(error, grpc.aio.AioRpcError):
         text = error.details()

@@ -1,4 +1,4 @@
-"""Uploads: adapters that came as request bodies, stored as files in one folder, up to a limit."""
+"""Uploads: adapters sent as request bodies, stored as files in one folder, up to a limit."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from manylora.system.folders import make_temporary, remove_temporary
 logger = logging.getLogger("manylora")
 
 INCOMING = ".incoming"  # a hidden folder, which scans of the adapter roots skip
-ABANDONED_S = 3600.0  # after which nobody goes on with what another server was receiving
+ABANDONED_S = 3600.0  # after this time an upload to another server counts as abandoned
 
 
 class Uploads:
     """Event loop only. max_bytes: of all files together; 0: uploads are off.
 
-    folder: None makes a temporary one that `close` removes; a given one keeps its files for the next start.
-    record: of a folder that other servers have too; within its lock files are placed and discarded.
+    folder: None creates a temporary one, which `close` removes; a given one keeps its files for the next
+    start. record: of a folder shared with other servers; files are placed and discarded within its lock.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Uploads:
         if max_bytes:
             try:
                 self.folder = self._open(folder)
-            except OSError as error:  # the rest of the server works without it
+            except OSError as error:  # the server works without it
                 logger.warning("lora_upload_dir: no adapters in requests: %s", error.strerror)
 
     def _open(self, given: Path | None) -> Path:
@@ -97,8 +97,11 @@ class Uploads:
         return path
 
     def add_config(self, path: Path, config: str) -> Path:
-        """Make an adapter of its own of a received file with PEFT's tensors: config is the text of its
-        adapter_config.json. Returns the new path; the file is gone. Raises ApiError, AdapterInvalidError."""
+        """Make a received file with PEFT's tensors an adapter of its own. config: text of its
+        adapter_config.json.
+
+        Returns the new path; the file is removed. Raises ApiError, AdapterInvalidError.
+        """
         made = path.with_stem(f"{path.stem}-whole")
         try:
             with_metadata(path, made, EMBEDDED, config)
@@ -116,10 +119,10 @@ class Uploads:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             older = target.stat().st_size if target.exists() else 0
-            if self._shared:  # others may have received some at the same time
+            if self._shared:  # other servers may have received some, too
                 self.num_bytes = _size_of(self._open_folder, placed=True)
                 self._check(path.stat().st_size - older)
-            self._keep(name, kept)  # first: nobody else's adapter may become everyone's
+            self._keep(name, kept)  # first, so that a private adapter is never visible to all
             path.replace(target)
         except OSError as error:
             logger.warning("an adapter in a request cannot be kept: %s", error.strerror)
@@ -141,7 +144,7 @@ class Uploads:
             self.keep_terms(name, Terms())
 
     def keep_terms(self, name: str, terms: Terms) -> None:
-        """Have them hold for an uploaded adapter after a restart too. A disk that takes nothing is logged."""
+        """Make the terms of an uploaded adapter persist. A disk that cannot store them is logged."""
         if not self._shared and (name in self._record.names or sent_file(self._open_folder, name).exists()):
             try:
                 self._keep(name, Kept("sent", terms))
@@ -149,8 +152,7 @@ class Uploads:
                 logger.warning("the terms of an uploaded adapter cannot be kept: %s", error.strerror)
 
     def terms_of(self, path: Path) -> Terms:
-        """On which terms the adapter of a file is in the catalog: those it was placed on, also by an earlier
-        process."""
+        """The terms of the adapter in a file: those it was placed with, perhaps by an earlier process."""
         if self.folder is None or not path.is_relative_to(self.folder.resolve()):
             return Terms()
         name = str(path.relative_to(self.folder.resolve()).with_suffix(""))
@@ -162,7 +164,7 @@ class Uploads:
             remove_temporary(self.folder)
 
     def _keep(self, name: str, kept: Kept) -> None:
-        """Where the folder itself is the catalog, terms that are as usual need no record. Raises OSError."""
+        """If the folder itself is the catalog, default terms need no record. Raises OSError."""
         self._record.set(name, kept if self._shared or kept.terms != Terms() else None)
 
     @property
@@ -173,12 +175,12 @@ class Uploads:
     def _check(self, more: int) -> None:
         left = self._max_bytes - self.num_bytes
         if more > left:
-            reason = f"Adapters sent in requests may have {left} more bytes: unload one that was sent"
+            reason = f"There are {left} bytes left for adapters sent in requests: unload one of them"
             raise ApiError(413, "request_too_large", reason)
 
 
 def _size_of(folder: Path, *, placed: bool = False) -> int:
-    """Bytes of all files; placed: without those that are being received."""
+    """Bytes of all files. placed: without files that are being received."""
     total = 0
     for one in folder.rglob(f"*{SUFFIX}"):
         if not (placed and one.parent.name == INCOMING):

@@ -1,4 +1,4 @@
-"""A task of the event loop that runs until its owner is closed."""
+"""A task on the event loop that runs until its owner is closed."""
 
 from __future__ import annotations
 

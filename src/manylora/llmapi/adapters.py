@@ -1,4 +1,4 @@
-"""AdapterRegistry: which files each adapter id of an LLM means."""
+"""AdapterRegistry: which files each adapter id of an LLM refers to."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from manylora.system.folders import temporary_folder
 class _Registered:
     path: Path
     ckpt_source: str
-    num_open: int = 0  # requests under way
-    accepted: bool = False  # the engine took it, or may have
-    labels: int | None = None  # of the classification head of tensors in memory; None: it has a path
+    num_open: int = 0  # running requests
+    accepted: bool = False  # the engine has accepted it, or may have
+    labels: int | None = None  # labels of an in-memory adapter's head; None: it has a path
 
 
 class AdapterRegistry:
-    """Any thread. An id belongs to one path. An id whose adapter was refused is forgotten, and may be given
+    """Thread-safe. An id belongs to one path. The id of a refused adapter is forgotten and may be given
     another path.
 
-    An id of the hub is downloaded when it is first read, and means the same files from then on.
+    A hub id is downloaded at its first read, and refers to the same files from then on.
 
-    library: of the engine, which reads an adapter when it is not in the cache. reader: for `lora_config`.
+    library: the engine's, which reads an adapter when it is not in the cache. reader: for `lora_config`.
     """
 
     def __init__(self, library: AdapterLibrary, reader: AdapterReader) -> None:
         self._library, self._reader = library, reader
         self._lock = threading.Lock()
         self._entries: dict[int, _Registered] = {}
-        self._downloaded: dict[Path, Path] = {}  # by id of the hub
-        self._labels: dict[Path, int] = {}  # by place: of the classification head that was read last
+        self._downloaded: dict[Path, Path] = {}  # by hub id
+        self._labels: dict[Path, int] = {}  # by place: labels of the last head that was read
 
     def claim(self, request: LoRARequest) -> None:
-        """Let the request's id mean its path; to be released when the request ends.
+        """Bind the request's id to its path. Call `release` when the request ends.
 
-        Raises AdapterInvalidError when the id means another path, AdapterNotCachedError when the request has
-        no path and the id is not known.
+        Raises AdapterInvalidError if the id has another path, AdapterNotCachedError if the request has no
+        path and the id is unknown.
         """
         task_id, source = request.lora_int_id, request.lora_ckpt_source
         path = None if request.lora_path is None else _place(request.lora_path)
@@ -72,8 +72,9 @@ class AdapterRegistry:
     def put(
         self, request: LoRARequest, tensors: Mapping[str, Any], config: Mapping[str, Any]
     ) -> Adapter | FileAdapter:
-        """Let the request's id mean these tensors, which stay in memory. Raises AdapterInvalidError; then
-        nothing has changed."""
+        """Bind the request's id to these tensors, which stay in memory. Raises AdapterInvalidError and
+        changes nothing then.
+        """
         from safetensors.torch import save_file
 
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -94,8 +95,10 @@ class AdapterRegistry:
         return adapter
 
     def replace(self, request: LoRARequest) -> Adapter | FileAdapter | None:
-        """Let the request's id mean what its path holds now; None: the id is not in use. Raises
-        AdapterInvalidError; then nothing has changed."""
+        """Bind the request's id to the current content of its path. None: the id is not in use.
+
+        Raises AdapterInvalidError and changes nothing then.
+        """
         assert request.lora_path is not None
         task_id, path, source = request.lora_int_id, _place(request.lora_path), request.lora_ckpt_source
         with self._lock:
@@ -109,7 +112,7 @@ class AdapterRegistry:
         return adapter
 
     def has_head(self, given: LoRAChoice | None) -> bool:
-        """Whether one of these that act is a classifier, by its tensors. Raises AdapterInvalidError."""
+        """Whether one of the adapters is a classifier, judging by its tensors. Raises AdapterInvalidError."""
         return any(self._num_labels(request) for request, scale in members_of(given) if scale)
 
     def _num_labels(self, request: LoRARequest) -> int:
@@ -118,7 +121,7 @@ class AdapterRegistry:
             if entry is not None and entry.labels is not None:
                 return entry.labels
         if request.lora_path is None and entry is None:
-            return 0  # not known, as the request is told then
+            return 0  # unknown; the request gets that error later
         place = (
             _place(request.lora_path) if request.lora_path is not None else entry.path if entry else Path()
         )
@@ -127,7 +130,7 @@ class AdapterRegistry:
         return self._labels[place]
 
     def path_of(self, request: LoRARequest) -> Path | None:
-        """Where its adapter's files are; None: it came as tensors, or is not known, or of the hub."""
+        """The path of its files. None: it came as tensors, is unknown, or is a hub id."""
         if request.lora_path is not None:
             path = _place(request.lora_path)
         else:
@@ -148,7 +151,9 @@ class AdapterRegistry:
             raise
 
     def release(self, task_ids: Sequence[int], accepted: bool) -> None:
-        """A request has ended. accepted: not because of its adapters, so their ids keep their paths."""
+        """Call this when a request has ended. accepted: its adapters were not the cause, so their ids keep
+        their paths.
+        """
         with self._lock:
             for task_id in task_ids:
                 entry = self._entries[task_id]
@@ -174,7 +179,7 @@ class AdapterRegistry:
         return read.adapter
 
     def _local(self, path: Path) -> Path:
-        """Raises ConfigError for an id of the hub that cannot be had."""
+        """Raises ConfigError for a hub id that cannot be fetched."""
         if path.is_absolute():
             return path
         with self._lock:
@@ -187,10 +192,10 @@ class AdapterRegistry:
 
 
 def _as_json(value: Any) -> Any:
-    """Of PEFT's `LoraConfig.to_dict`: sets, and enumerations that are text."""
+    """Convert a value of PEFT's `LoraConfig.to_dict`: sets, and enumerations of text."""
     return sorted(value) if isinstance(value, set | frozenset) else str(getattr(value, "value", value))
 
 
 def _place(given: str) -> Path:
-    """An absolute path, or an id of the hub."""
+    """An absolute path, or a hub id."""
     return Path(given) if is_hub_id(given) else Path(given).resolve()

@@ -1,4 +1,4 @@
-"""ChatRequests: the call of `LLM` that takes messages."""
+"""ChatRequests: the method of `LLM` that takes messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OWN = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
 class _Owner(Protocol):
-    """What of an LLM the call needs."""
+    """The parts of an LLM that the method needs."""
 
     _tokenizer: Tokenizer | None
     _max_seq_len: int
@@ -34,7 +34,7 @@ class _Owner(Protocol):
 
 
 class ChatRequests:
-    """Of `LLM`."""
+    """Mixed into `LLM`."""
 
     def chat(
         self: _Owner,
@@ -49,14 +49,17 @@ class ChatRequests:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestOutput | list[RequestOutput]:
-        """Answer one conversation, or several at once, and wait. A list for several.
+        """Answer one conversation, or several at once, and wait. Returns a list for several.
 
-        messages: each with `role` and `content`, a text or a list of parts {"type": "text", "text": …}; other
-        keys go to the template as they are. The template is the adapter's own where it has one that is
-        trusted, else the model's; chat_template: the text of another. tools: that the template shows.
-        add_generation_prompt: the prompt ends with the beginning of an answer. continue_final_message: the
-        answer continues the last message, without that. chat_template_kwargs: more variables of the template.
-        The rest as of `generate`, and what is raised.
+        messages: each with `role` and `content`, which is a text or a list of parts
+            {"type": "text", "text": …}. Other keys are passed to the template.
+        chat_template: text of a template; None: the adapter's if it has a trusted one, else the model's.
+        tools: shown by the template.
+        add_generation_prompt: end the prompt with the start of an answer.
+        continue_final_message: continue the last message instead.
+        chat_template_kwargs: further variables of the template.
+
+        The other arguments and the exceptions are those of `generate`.
         """
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message needs add_generation_prompt=False")
@@ -98,7 +101,7 @@ def _template(text: str, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def _shown(message: Any) -> dict[str, Any]:
-    """A message as templates expect it. Raises ValueError."""
+    """A message in the form that templates expect. Raises ValueError."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError(f"messages: each must be a dict with a role, got {str(message)[:80]!r}")
     content = message.get("content")

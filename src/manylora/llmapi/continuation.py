@@ -1,4 +1,4 @@
-"""Continuation: one growing output. Turns tokens into text, and applies the stop rules."""
+"""Continuation: one growing output. Turns tokens into text and applies the stop rules."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from manylora.text.tokenizer import Tokenizer
 class Continuation:
     """tokenizer: None leaves the text empty.
 
-    Text that may turn out to be the beginning of a stop text, or half a character, is not reported until that
-    is known, so reported text never changes.
+    Text that may become a stop text, or is half a character, is withheld until that is known. Reported text
+    therefore never changes.
     """
 
     def __init__(self, rules: StopRules, tokenizer: Tokenizer | None) -> None:
@@ -32,8 +32,8 @@ class Continuation:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.generation_logits: list[np.ndarray] = []  # concatenated: [tokens of the engine, vocabulary]
-        self.versions: tuple[AdapterVersion, ...] = ()  # of its adapter
-        self.score: float | None = None  # of a beam, in place of the sum
+        self.versions: tuple[AdapterVersion, ...] = ()  # versions of its adapter
+        self.score: float | None = None  # score of a beam, used instead of the sum
 
     @property
     def cumulative_logprob(self) -> float:
@@ -42,7 +42,9 @@ class Continuation:
     def extend(
         self, token_ids: Sequence[int], log_probs: Sequence[float], finish: FinishReason | None
     ) -> None:
-        """Add tokens of the engine. finish: why the engine ended it. No effect once the output has ended."""
+        """Add tokens from the engine. finish: why the engine ended the output. No effect after the output has
+        ended.
+        """
         if self.finish_reason is not None:
             return
         start = len(self.token_ids)
@@ -65,7 +67,9 @@ class Continuation:
             self._add_text(start, final=False)
 
     def report(self, index: int, log_probs: bool, cumulative: bool) -> CompletionOutput:
-        """The output so far, and what is new since the last report. log_probs, cumulative: include these."""
+        """The output so far, and what is new since the last report. log_probs, cumulative: whether to include
+        them.
+        """
         num_chars, num_tokens = self._reported
         text = self._text[: self._safe] if self._rules.detokenize else ""
         self._reported = (len(text), len(self.token_ids))
@@ -90,13 +94,15 @@ class Continuation:
         return self._text[first : self._safe]
 
     def _logits(self) -> np.ndarray | None:
-        """[length, vocabulary] of a finished output. A stop text may have ended it before the engine did."""
+        """[length, vocabulary] of a finished output, which a stop text may have ended before the engine
+        did.
+        """
         if not self.generation_logits or self.finish_reason is None:
             return None
         return np.concatenate(self.generation_logits)[: len(self.token_ids)]
 
     def _lora_versions(self) -> tuple[LoraVersion, ...]:
-        """Of the tokens that are in the output: it may have ended before the engine's."""
+        """Versions for the tokens in the output, which may end before the engine's."""
         count, found = len(self.token_ids), []
         ends = [*(one.start for one in self.versions[1:]), count]
         for one, end in zip(self.versions, ends, strict=False):
@@ -120,7 +126,7 @@ class Continuation:
             self._safe = len(self._text)
 
     def _add_text(self, start: int, final: bool) -> None:
-        """Decode the tokens from `start` on, which were not decoded before."""
+        """Decode the tokens from `start` on, which have not been decoded yet."""
         if self._stream is None:
             return
         self._text += self._stream.add(self.token_ids[start:], final)
@@ -128,7 +134,9 @@ class Continuation:
             self._safe = len(self._text)
 
     def _find_stop(self) -> bool:
-        """End the output at the first stop text. Without one, mark as safe what cannot belong to one."""
+        """End the output at the first stop text. Without one, mark text that cannot belong to a stop text as
+        safe.
+        """
         texts = self._rules.texts
         if len(self.token_ids) < self._rules.min_tokens:
             self._search_from = self._safe = len(self._text)
@@ -146,6 +154,6 @@ class Continuation:
 
 
 def overlap(text: str, word: str, start: int = 0) -> int:
-    """Characters at the end of text[start:] that are a beginning of the word; the most, but not all of it."""
+    """Length of the longest proper prefix of `word` that text[start:] ends with."""
     longest = min(len(word) - 1, len(text) - start)
     return next((n for n in range(longest, 0, -1) if text.endswith(word[:n])), 0)

@@ -1,4 +1,4 @@
-"""From the LLM API's SamplingParams to the engine's, and the stop rules that are applied above the engine."""
+"""Converts the LLM API's SamplingParams to the engine's, and to stop rules applied above the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from manylora.llmapi.sampling import SamplingParams
 from manylora.lora.text.generation_defaults import GenerationDefaults
 from manylora.text.tokenizer import Tokenizer
 
-# Fields with one name and meaning in both classes are copied; None leaves the engine's default.
+# Fields with the same name and meaning in both classes are copied; None leaves the engine's default.
 CONVERTED_FIELDS = {"end_id", "top_k", "top_p", "early_stopping"}
 COPIED_FIELDS = {f.name for f in fields(SamplingParams)} & {f.name for f in fields(engine.SamplingConfig)}
 COPIED_FIELDS -= CONVERTED_FIELDS
@@ -25,9 +25,9 @@ OF_DRAWING = ("temperature", "top_k", "top_p", "min_p")
 class StopRules:
     """When an output ends, and how its text is made.
 
-    end_ids: end the output and are never part of it. ids: stop token ids, each with the stop reason that is
-    reported. texts: end the output wherever they appear in it. Before min_tokens tokens nothing ends it.
-    include: stop ids and stop texts stay in the output.
+    end_ids: end the output and are never part of it. ids: stop token ids, with the stop reason that each
+    reports. texts: end the output wherever they appear. Nothing ends it before min_tokens tokens. include:
+    keep stop ids and stop texts in the output.
     """
 
     end_ids: frozenset[int] = frozenset()
@@ -41,7 +41,7 @@ class StopRules:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How one prompt is continued. n: outputs to return, of the num_results that the engine makes."""
+    """How one prompt is continued. n: number of outputs to return, out of the engine's num_results."""
 
     params: engine.SamplingConfig
     rules: StopRules
@@ -50,19 +50,21 @@ class Decoding:
 
     @property
     def num_results(self) -> int:
-        """Outputs that the engine makes: beams, or samples."""
+        """Number of outputs that the engine generates: beams or samples."""
         return max(self.params.beam_width, self.params.num_return_sequences)
 
     def within(self, num_tokens: int) -> Decoding:
-        """The same with at most this many new tokens, so that it is known which beams were cut off. Unchanged
-        for 0 or less: the engine refuses such a prompt."""
+        """The same with at most this many new tokens, so that truncated beams are recognised.
+
+        Unchanged for 0 or less: the engine refuses such a prompt.
+        """
         if not 0 < num_tokens < self.params.max_tokens:
             return self
         return replace(self, params=replace(self.params, max_tokens=num_tokens))
 
     @property
     def stepwise(self) -> bool:
-        """Whether stop rules must be checked after every step: the engine cannot apply them itself."""
+        """Whether stop rules must be checked after every step because the engine cannot apply them itself."""
         rules = self.rules
         return bool(rules.texts or (rules.min_tokens and (rules.ids or rules.end_ids)))
 
@@ -70,8 +72,11 @@ class Decoding:
 def with_defaults(
     params: SamplingParams, defaults: GenerationDefaults, *, own_length: bool
 ) -> SamplingParams:
-    """The same with an adapter's defaults for what is None. own_length: `max_tokens` was chosen. Beams take
-    no notice of how tokens would be drawn. Raises ValueError where they do not fit the rest."""
+    """The same with an adapter's defaults for fields that are None. own_length: `max_tokens` was set by the
+    caller.
+
+    Beam search ignores the sampling defaults. Raises ValueError if the defaults do not fit the other fields.
+    """
     found = {**defaults.fields, **({} if own_length else {"max_tokens": defaults.max_tokens})}
     if "top_k" in found:
         found["top_k"] = max(0, found["top_k"])
@@ -94,7 +99,7 @@ def with_defaults(
 def decoding_of(
     params: SamplingParams, tokenizer: Tokenizer | None, model_end_ids: Sequence[int]
 ) -> Decoding:
-    """tokenizer: None where prompts are token ids. Raises ValueError, and RequestError for single values."""
+    """tokenizer: None if prompts are token ids. Raises ValueError, and RequestError for single values."""
     params.check()
     end_ids = _end_ids(params, tokenizer, model_end_ids)
     stop_ids, stop_texts = _stops(params, tokenizer)
@@ -120,14 +125,14 @@ def decoding_of(
 def _engine_params(
     params: SamplingParams, rules: StopRules, end_ids: list[int], bad_words: tuple[tuple[int, ...], ...]
 ) -> engine.SamplingConfig:
-    """end_ids: the engine stops at the first; the others are stop words, as the rules' stop ids are."""
+    """end_ids: the engine stops at the first. The others become stop words, like the rules' stop ids."""
     given = {name: getattr(params, name) for name in COPIED_FIELDS}
-    # No whole number, which torch takes for an integer, and no number of NumPy's.
+    # torch would treat a whole number as an integer, and NumPy numbers are not accepted.
     given |= {name: float(given[name]) for name in FLOATS & given.keys() if given[name] is not None}
-    # The engine's stop words do not wait for min_tokens. With it the text thread stops the output instead.
+    # The engine's stop words ignore min_tokens. With min_tokens the text thread stops the output instead.
     words = () if rules.min_tokens else tuple((i,) for i in (*end_ids[1:], *rules.ids))
     samples, beams = params.num_samples, params.use_beam_search
-    # The engine draws where top_k or top_p ask for it; here a temperature asks for it too.
+    # The engine samples if top_k or top_p ask for it. Here a temperature does so, too.
     unlimited = not (params.greedy or params.top_k or params.top_p)
     bias = params.embedding_bias
     return engine.SamplingConfig(
@@ -148,7 +153,7 @@ def _engine_params(
 
 
 def _bias(values: Any) -> np.ndarray:
-    """A list, an array or a tensor as [vocabulary] float32."""
+    """A list, an array or a tensor as float32 [vocabulary]."""
     try:
         bias = np.asarray(values.detach().float().cpu() if hasattr(values, "detach") else values, np.float32)
     except (ValueError, TypeError, OverflowError) as error:
@@ -171,8 +176,10 @@ def _end_ids(params: SamplingParams, tokenizer: Tokenizer | None, model: Sequenc
 def _stops(
     params: SamplingParams, tokenizer: Tokenizer | None
 ) -> tuple[dict[int, int | str], tuple[str, ...]]:
-    """Stop ids with their stop reasons, and stop texts. A text that is one special token becomes an id,
-    since special tokens may be left out of the output's text."""
+    """Stop ids with their stop reasons, and stop texts.
+
+    A text that is one special token becomes an id, because the output's text may omit special tokens.
+    """
     ids: dict[int, int | str] = {}
     texts: list[str] = []
     for text in params.stop_texts:
@@ -189,7 +196,7 @@ def _stops(
 
 
 def _bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
-    """Each text as written and after a space: inside a sentence a word has other tokens than at its start."""
+    """Each text as written and after a space: a word has other tokens within a sentence than at its start."""
     words: dict[tuple[int, ...], None] = {}
     for text in params.bad_texts:
         if tokenizer is None:

@@ -1,4 +1,4 @@
-"""The arguments of `LLM` to the engine's configuration."""
+"""Converts the arguments of `LLM` to the engine's configuration."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ NO_ADAPTERS: Mapping[str, Any] = {
     "optimal_adapter_size": 1, "max_adapter_size": 1, "max_lora_rank": 1, "target_modules": ("attn_q",),
     "max_loras": 1, "max_cpu_loras": 1,
 }  # fmt: skip
-"""Settings of the smallest cache there can be."""
-# The engine's texts name the parameters of the Triton model; here they have other names.
+"""Settings of the smallest possible cache."""
+# Errors of the engine name Triton's parameters, which have other names here.
 NAMES = {
     "lora_cache_host_memory_bytes": "PeftCacheConfig.host_cache_size (or LoraConfig.max_cpu_loras)",
     "lora_cache_gpu_memory_fraction": "PeftCacheConfig.device_cache_percent (or LoraConfig.max_loras)",
@@ -40,7 +40,7 @@ NAMES = {
 
 
 def modules_to_read(modules: Mapping[int, LoraModule], lora: LoraConfig | None) -> Mapping[int, LoraModule]:
-    """The model's modules as the files of adapters have them. lora: None: as PEFT writes them."""
+    """The model's modules in the order that adapter files use. lora: None: PEFT's order."""
     if lora is None or lora.swap_gate_up_proj_lora_b_weight:
         return modules
     return {module_id: replace(module, gate_first=False) for module_id, module in modules.items()}
@@ -49,7 +49,8 @@ def modules_to_read(modules: Mapping[int, LoraModule], lora: LoraConfig | None) 
 def engine_config(model_dir: Path, arguments: Mapping[str, Any], **settings: Any) -> EngineConfig:
     """arguments: of `LLM`. settings: of `resolve`, which override them.
 
-    Raises ConfigError for what cannot be served, ValueError for a lora_dir that is no adapter.
+    Raises ConfigError for a configuration that cannot be served, ValueError for a lora_dir that is not an
+    adapter.
     """
     backend, moe = arguments.get("guided_decoding_backend"), arguments.get("moe_backend")
     if backend is not None and backend not in GUIDE_BACKENDS:
@@ -72,7 +73,7 @@ def engine_config(model_dir: Path, arguments: Mapping[str, Any], **settings: Any
 
 
 def inferred_targets(lora: LoraConfig, model: ModelConfig, base: BaseWeights | None) -> tuple[str, ...]:
-    """Names of the modules that the adapters in lora_dir have. base: the base's weights, for DoRA.
+    """Names of the modules in the adapters of lora_dir. base: the base model's weights, for DoRA.
 
     Raises ConfigError, ValueError.
     """
@@ -83,7 +84,7 @@ def inferred_targets(lora: LoraConfig, model: ModelConfig, base: BaseWeights | N
 
 
 def parameter_names(text: str) -> str:
-    """An error's text with the names that a user of `LLM` knows."""
+    """An error's text with the names that users of `LLM` know."""
     for theirs, ours in NAMES.items():
         text = text.replace(theirs, ours)
     return text
@@ -108,7 +109,7 @@ def _modules_of(folder: Path, nemo: bool, options: ReadOptions) -> set[str]:
 
 
 def _check_names(lora: LoraConfig) -> None:
-    """The names that the reader knows may be given again; it cannot be taught others."""
+    """Names that the reader already knows may be repeated. It does not accept others."""
     known: dict[str, list[str]] = {}
     for hf_name, module_id in [*ATTENTION_IDS.items(), *MLP_IDS.items(), *EXPERT_PATHS.items()]:
         known.setdefault(MODULE_NAMES[module_id], []).append(hf_name)

@@ -1,4 +1,4 @@
-"""Generation: one request on its way, from the prompt to the outputs. Its events become pieces."""
+"""Generation: one request from prompt to outputs. Its events become parts of the outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from manylora.text.tokenizer import Tokenizer
 
 
 class Generation:
-    """`take` belongs to one thread."""
+    """`take` must be called from one thread only."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Generation:
         self.request_id = request_id
         self.lora_request = lora_request
         self.from_disk = False  # its adapter was not in the cache
-        this = weakref.ref(self)  # not a cycle: whoever drops the last result frees the LLM at once
+        this = weakref.ref(self)  # avoids a reference cycle: dropping the last result frees the LLM at once
         self.result = GenerationResult(request_id, lambda: _abort_if_open(this(), abort))
         self._prompt = prompt
         self._decoding = decoding
@@ -49,11 +49,11 @@ class Generation:
 
     @property
     def task_ids(self) -> list[int]:
-        """Of its adapters."""
+        """Ids of its adapters."""
         return [one.lora_int_id for one, _ in members_of(self.lora_request)]
 
     def request(self) -> Request:
-        """What the engine gets, with adapters by their ids. Raises RequestError."""
+        """The request for the engine, with adapters by id. Raises RequestError."""
         prompt = self._prompt
         return Request(
             prompt=prompt.token_ids if prompt.decoder_ids is None else prompt.decoder_ids,
@@ -65,7 +65,7 @@ class Generation:
         )
 
     def take(self, event: Event) -> None:
-        """Add an event, and publish what it brings. Without effect once the request has ended."""
+        """Add an event and publish what it brings. No effect once the request has ended."""
         if self.result.finished:
             return
         if event.error is not None:
@@ -86,20 +86,20 @@ class Generation:
             if event.generation_logits is not None:
                 continuation.generation_logits.append(event.generation_logits)
         if event.last:
-            for other in self._continuations:  # of a request that was cancelled before it began
+            for other in self._continuations:  # the request was cancelled before it started
                 other.extend((), (), event.finish_reason)
-        # Without a stream logits come with an output's last event, also where a stop text ended it before.
+        # Without streaming, logits come with an output's last event, even if a stop text ended it before.
         finished = self.done and (event.last or not self._decoding.params.return_generation_logits)
         if finished or (self._streaming and not self.done):
             self.result.publish(self._output(finished))
 
     @property
     def done(self) -> bool:
-        """Every output has ended: the engine need not go on."""
+        """Whether every output has ended, so that the engine can stop."""
         return all(c.finish_reason is not None for c in self._continuations)
 
     def _note_versions(self, event: Event) -> None:
-        """The engine calls an adapter by its id."""
+        """Record versions. The engine identifies an adapter by its id."""
         name = next(one.lora_name for one, scale in members_of(self.lora_request) if scale)
         versions = tuple(replace(one, name=name) for one in event.versions)
         every = self._continuations if event.beams else [self._continuations[event.sequence_index]]
@@ -121,7 +121,7 @@ class Generation:
         beams = self._decoding.params.beam_width > 1
         cumulative = self._decoding.params.return_log_probs or beams
         if self._decoding.n < len(chosen):
-            # Beams come the best first, by a score that knows the length penalty.
+            # Beams arrive best first, by a score that includes the length penalty.
             chosen = chosen if beams else sorted(chosen, key=lambda c: -c.cumulative_logprob)
             chosen = chosen[: self._decoding.n]
         total = time.monotonic() - self._started if finished else None
@@ -146,7 +146,7 @@ class Generation:
     def _tier(self) -> str:
         if self.lora_request is None:
             return ""
-        # Read for this request or for another one meanwhile: either way it waited for the disk.
+        # Whether it was read for this request or another one, this request waited for the disk.
         return "disk" if self.from_disk else self._metrics.adapter_tier if self._metrics else ""
 
 

@@ -1,4 +1,4 @@
-"""GuidedDecodingParams: what an output must match, with TensorRT-LLM's fields."""
+"""GuidedDecodingParams: a constraint on the output, with TensorRT-LLM's fields."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from manylora.request import Guide
 
 @dataclass(frozen=True)
 class GuidedDecodingParams:
-    """Give exactly one field; raises ValueError otherwise. A guide that does not compile fails its request.
+    """Set exactly one field; otherwise raises ValueError. A guide that does not compile fails its request.
 
-    json:        a JSON schema, as text, as a mapping, or as a pydantic model.
+    json:        a JSON schema, as text, a mapping, or a pydantic model.
     regex:       a regular expression that the whole output matches.
-    grammar:     an EBNF grammar, in the notation of llama.cpp, from `root`.
+    grammar:     an EBNF grammar in llama.cpp's notation, starting at `root`.
     json_object: any JSON value.
     """
 
@@ -40,7 +40,7 @@ class GuidedDecodingParams:
         self.guide()
 
     def guide(self) -> Guide:
-        """The engine's form."""
+        """The guide in the engine's form."""
         if self.json_object:
             return Guide("json")
         if self.regex is not None:

@@ -49,44 +49,44 @@ logger = logging.getLogger("manylora")
 
 PIN_ATTEMPTS = 3
 Known = dict[int, tuple[SamplingParams, Decoding]]
-"""By the id of the parameters, of one call."""
+"""By the id() of the parameters, within one call."""
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 
 
 class LLM(ChatRequests, PooledRequests):
     """One base model and any number of its adapters, in this process. A context manager; thread-safe.
 
-    model:     a Hugging Face directory, or an id of the hub, org/name or org/name@revision: it is downloaded.
-    tokenizer: likewise, or a `manylora.text.tokenizer.Tokenizer`; None: the model's own.
-    revision, tokenizer_revision: branch, tag or commit of an id.
+    model:     a Hugging Face directory or a hub id, org/name or org/name@revision, which is downloaded.
+    tokenizer: the same, or a `manylora.text.tokenizer.Tokenizer`; None: the model's own.
+    revision, tokenizer_revision: branch, tag or commit of a hub id.
     skip_tokenizer_init: prompts and outputs are token ids.
-    lora_config: without it requests with an adapter are refused. peft_cache_config: the adapter cache's size.
-    lora_root: folder or folders whose adapters have names: their paths below it. lora_alias: more names.
-    lora_trust: FOLDER, or FOLDER=PART,PART, or several: adapters in it are used with their own parts
-               chat_template, generation_config and tokenizer, where they have them.
-    lora_tokenizer_bytes: of their tokenizers in memory, each counted as eight times its file.
-    quant_config: weights in fewer bits; None: as the directory has them.
-    guided_decoding_backend: llguidance, or xgrammar, which means the same here; None: no guided decoding.
-    moe_backend: CUTLASS, the name of the only implementation of experts there is here, or None.
+    lora_config: required for requests with adapters. peft_cache_config: size of the adapter cache.
+    lora_root: folder or folders with named adapters; a name is the path below it. lora_alias: more names.
+    lora_trust: FOLDER, or FOLDER=PART,PART, or several: adapters in it are used with their own
+               chat_template, generation_config and tokenizer (the PARTs), where they have them.
+    lora_tokenizer_bytes: memory for these tokenizers; each counts as eight times its file.
+    quant_config: quantise the weights; None: leave them as stored.
+    guided_decoding_backend: llguidance or xgrammar, which are equivalent here; None: no guided decoding.
+    moe_backend: CUTLASS or None; there is only one implementation of experts.
 
-    Settings of the engine; None: the default. In a directory that `manylora build` wrote, its limits are the
+    Engine settings; None: the default. For a directory that `manylora build` wrote, its limits are the
     defaults and upper bounds.
     dtype:     auto, float32, float16, bfloat16. device: auto, cpu, cuda, cuda:N.
-    max_batch_size: sequences in one step. max_num_tokens: token rows in one step; None: 2048, at least
-               max_batch_size. max_seq_len: prompt and output, in tokens; None: what the model allows.
+    max_batch_size: sequences in one step. max_num_tokens: tokens in one step; None: 2048, at least
+               max_batch_size. max_seq_len: tokens of prompt and output; None: what the model allows.
     max_beam_width: beams of one request; None: max_batch_size. max_queue_size: waiting requests; 0: no limit.
-    gpu_memory_utilization: of the device's memory, for weights, KV cache and adapters; None: no limit.
-    enable_chunked_prefill: long prompts in pieces, beside decoding.
+    gpu_memory_utilization: share of the device's memory for weights, KV cache and adapters; None: no limit.
+    enable_chunked_prefill: process long prompts in chunks, alongside decoding.
     batch_scheduler_policy: guaranteed_no_evict or max_utilization.
-    disable_overlap_scheduler: on a GPU, see the tokens of a step before the next is launched.
-    enable_cuda_graph, cuda_graph_cache_size: record decode steps; None: where the device can. 0: 128 graphs.
-    tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages of such ranks that
-               share the layers; each rank is a process, and has a GPU of its own. moe_expert_parallel_size:
-               of the ranks that share a layer, how many divide experts by number.
-    stream_interval: new tokens of a stream in one output; the first one comes at once. None: 1.
-    wrap_input_ids: take ids beyond the vocabulary modulo its size instead of refusing them.
+    disable_overlap_scheduler: on a GPU, wait for a step's tokens before launching the next step.
+    enable_cuda_graph, cuda_graph_cache_size: capture decode steps; None: if supported; 0: 128 graphs.
+    tensor_parallel_size: ranks that share each layer. pipeline_parallel_size: stages of such ranks, each with
+               a part of the layers. Each rank is a process with its own GPU. moe_expert_parallel_size: how
+               many of the ranks that share a layer divide whole experts among them.
+    stream_interval: new tokens per streamed output; the first is sent at once. None: 1.
+    wrap_input_ids: wrap token ids beyond the vocabulary (modulo its size) instead of refusing them.
 
-    Raises ConfigError when it cannot be served so, also for an unknown argument.
+    Raises ConfigError for a configuration that cannot be served, and for an unknown argument.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class LLM(ChatRequests, PooledRequests):
 
     @property
     def config(self) -> EngineConfig:
-        """What the engine was configured with."""
+        """The engine's configuration."""
         return self._config
 
     @property
@@ -157,7 +157,7 @@ class LLM(ChatRequests, PooledRequests):
         return self._tokenizer
 
     def lora_names(self) -> list[str]:
-        """The names that adapters have now, by `lora_root` and `lora_alias`."""
+        """Current names of adapters, from `lora_root` and `lora_alias`."""
         return self._adapters.names()
 
     def generate(
@@ -167,14 +167,15 @@ class LLM(ChatRequests, PooledRequests):
         lora_request: str | LoRAChoice | Sequence[str | LoRAChoice | None] | None = None,
         use_tqdm: bool = True,
     ) -> RequestOutput | list[RequestOutput]:
-        """Continue one prompt, or several at once, and wait. A list for several.
+        """Continue one prompt, or several at once, and wait. Returns a list for several.
 
-        sampling_params, lora_request: one for all prompts, or a list with one for each; None in the list is
-        the base model. Prompts of a batch may mix adapters freely. (LoRARequest, scale) is an adapter with a
-        scale, and a list of these pairs, up to 8, are adapters that act together. A name below `lora_root`
-        may stand for a LoRARequest. use_tqdm: a progress bar on a terminal, where tqdm is installed.
+        sampling_params, lora_request: one for all prompts, or a list with one per prompt; None in the list is
+        the base model. Prompts of a batch may use different adapters. (LoRARequest, scale) is an adapter with
+        a scale. A list of up to 8 such pairs is a mix of adapters that act together. A name in `lora_root`
+        may replace a LoRARequest. use_tqdm: show a progress bar on a terminal if tqdm is installed.
 
-        Raises RequestError or ValueError for the first prompt that cannot be served; the others are ended.
+        Raises RequestError or ValueError for the first prompt that cannot be served; the others are
+        cancelled.
         """
         single = isinstance(inputs, str | Mapping) or (bool(inputs) and isinstance(inputs[0], int))
         prompts: list[Any] = [inputs] if single else list(inputs)
@@ -206,45 +207,46 @@ class LLM(ChatRequests, PooledRequests):
         lora_request: str | LoRAChoice | None = None,
         streaming: bool = False,
     ) -> GenerationResult:
-        """Begin to continue one prompt. Returns at once.
+        """Start to continue one prompt, and return at once.
 
-        Raises RequestError or ValueError for a request that cannot be served; what only the engine can know
-        is raised by the result.
+        Raises RequestError or ValueError for a request that cannot be served. Errors that only the engine can
+        detect are raised by the result.
         """
         made = self._make(inputs, sampling_params, self._named(lora_request), streaming, {})
         return self._service.submit(made)
 
     def pin_lora(self, lora_request: LoRARequest | str) -> None:
-        """Keep an adapter on both levels of the cache until `unpin_lora`. Reads it, if need be.
+        """Keep an adapter on both levels of the cache until `unpin_lora`. Reads it if necessary.
 
-        Raises RequestError, also when too little would be left for other adapters.
+        Raises RequestError, also if too little space would be left for other adapters.
         """
         problem: RequestError | None = None
         request: LoRARequest = self._named(lora_request)
         for _ in range(PIN_ATTEMPTS):
             if self._model.encoder is None:
-                hidden_state(self, 0, request)  # an adapter with a classification head makes no text
+                hidden_state(self, 0, request)  # an adapter with a classification head generates no text
             else:
                 self.generate([0], SamplingParams(max_tokens=1), request, use_tqdm=False)
             problem = self._service.pin(request.lora_int_id)
-            if not isinstance(problem, AdapterNotCachedError):  # else it was evicted in between
+            if not isinstance(problem, AdapterNotCachedError):  # otherwise it was evicted in between
                 break
         if problem is not None:
             raise problem
 
     def unpin_lora(self, lora_request: LoRARequest | str) -> None:
-        """It may be evicted again. No effect for one that is not pinned."""
+        """Allow its eviction again. No effect for an adapter that is not pinned."""
         self._loop.unpin(self._named(lora_request).lora_int_id)
 
     def load_adapter(
         self, lora_request: LoRARequest, tensors: Mapping[str, Any], config: Mapping[str, Any]
     ) -> AdapterVersion:
-        """Put tensors of a trainer under an adapter's id, new or in place of what it means now. Returns when
-        requests that come later get them; those under way keep their version, or follow.
+        """Load a trainer's tensors under an adapter's id, which may be new or in use.
 
-        tensors: named as PEFT saves them (`get_peft_model_state_dict`), on any device; they are copied.
-        config: what PEFT's adapter_config.json says, as of `LoraConfig.to_dict()`. They stay in memory, so
-        that an eviction from the cache loses nothing.
+        Returns once later requests will use them. Running requests keep their version, or follow.
+
+        tensors: named as PEFT saves them (`get_peft_model_state_dict`), on any device; they are copied and
+            stay in memory, so that an eviction loses nothing.
+        config: the content of PEFT's adapter_config.json, as from `LoraConfig.to_dict()`.
 
         Raises RequestError.
         """
@@ -255,11 +257,11 @@ class LLM(ChatRequests, PooledRequests):
         return replace(version, name=lora_request.lora_name)
 
     def stats(self) -> EngineStats:
-        """The engine as of its last step."""
+        """Statistics of the engine after its last step."""
         return self._loop.stats()
 
     def shutdown(self) -> None:
-        """Cancel what is open, and free the model. Idempotent."""
+        """Cancel open requests and free the model. Idempotent."""
         self._finalizer()
 
     def __enter__(self) -> LLM:
@@ -276,7 +278,7 @@ class LLM(ChatRequests, PooledRequests):
         streaming: bool,
         known: Known,
     ) -> Generation:
-        """known: what was made of parameters before, without an adapter's own text."""
+        """known: conversions of parameters in this call, without an adapter's text settings."""
         tokenizer, own = self._tokenizer, self._text_of(lora_request)
         if own is None and id(sampling_params) in known:
             params, decoding = known[id(sampling_params)]
@@ -295,7 +297,7 @@ class LLM(ChatRequests, PooledRequests):
             raise ValueError("use_beam_search cannot stream: beams may still change their beginning")
         if params.guided_decoding and self._config.tokenizer_dir is None:
             raise ValueError("guided_decoding needs LLM(guided_decoding_backend='llguidance')")
-        # Before anything is made for each of them.
+        # Checked before anything is created for each prompt.
         name, most = "max_batch_size", self._config.max_batch_size
         if params.use_beam_search:
             name, most = "max_beam_width", self._config.max_beam_width
@@ -304,7 +306,7 @@ class LLM(ChatRequests, PooledRequests):
         prompt = self._prompts.read(inputs, params, tokenizer)
         decoding = decoding.within(self._max_seq_len - prompt.length)
         made = Generation(next(self._ids), prompt, decoding, lora_request, streaming, tokenizer, self._abort)
-        made.request()  # so that what is wrong with it is said here
+        made.request()  # so that its errors are raised here
         self._claim(lora_request)
         return made
 
@@ -314,11 +316,11 @@ class LLM(ChatRequests, PooledRequests):
         self._service.registry.claim_all([one for one, _ in members_of(lora_request)])
 
     def _named(self, lora_request: Any) -> Any:
-        """The same with requests in place of names."""
+        """`lora_request` with names replaced by requests."""
         return with_requests(lora_request, lambda name: self._adapters.find(name, self._replace))
 
     def _text_of(self, lora_request: LoRAChoice | None) -> OwnText | None:
-        """Of the one adapter that acts; None: the model's own is used. Raises AdapterInvalidError."""
+        """Text settings of the only adapter that acts. None: the model's. Raises AdapterInvalidError."""
         acting = {one: scale for one, scale in members_of(lora_request) if scale}
         if self._texts is None or len(acting) != 1:
             return None
@@ -327,7 +329,7 @@ class LLM(ChatRequests, PooledRequests):
         return None if path is None else self._texts.find(request.lora_name, path)
 
     def _replace(self, lora_request: LoRARequest) -> None:
-        """Serve what the files of an adapter hold by now. Raises AdapterError."""
+        """Serve the current content of an adapter's files. Raises AdapterError."""
         adapter = self._service.registry.replace(lora_request)
         if adapter is not None:
             self._service.publish(LoraInput(lora_request.lora_int_id, checked=adapter))
@@ -345,7 +347,7 @@ class LLM(ChatRequests, PooledRequests):
 
 
 def _dispose(service: Service) -> None:
-    """Close, but not on a thread that would wait for its own end: the garbage collector runs anywhere."""
+    """Close, but not on a thread that would wait for itself: the garbage collector runs on any thread."""
     if threading.current_thread().name.startswith("manylora-"):
         threading.Thread(target=service.close, daemon=True).start()
     else:

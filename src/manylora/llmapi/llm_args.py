@@ -1,4 +1,4 @@
-"""PeftCacheConfig, KvCacheConfig and NGramDecodingConfig: parts of one LLM, in the fields of TensorRT-LLM."""
+"""PeftCacheConfig, KvCacheConfig and NGramDecodingConfig: configs with TensorRT-LLM's fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manylora.llmapi.lora import LoraConfig, Options
 
 __all__ = ["KvCacheConfig", "LoraConfig", "NGramDecodingConfig", "PeftCacheConfig"]
 
-# Fields of KvCacheConfig that this engine has no counterpart of, and the values that ask for nothing.
+# Fields of KvCacheConfig without a counterpart here, and the values that are accepted.
 KV_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "max_attention_window": (None,),
     "sink_token_length": (None, 0),
@@ -24,7 +24,7 @@ KV_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "dtype": ("auto", "fp8"),
 }
 
-# What vLLM calls the fields of NGramDecodingConfig, and the values that mean n-grams.
+# vLLM's names for fields of NGramDecodingConfig, and the values that mean n-grams.
 VLLM_NAMES = {
     "num_speculative_tokens": "max_draft_len",
     "prompt_lookup_max": "max_matching_ngram_size",
@@ -38,11 +38,12 @@ NGRAM_NAMES = ("ngram", "[ngram]", "NGram")
 class PeftCacheConfig(Options):
     """Size of the two-level adapter cache. Sizes in bytes. Raises ValueError.
 
-    num_host_module_layer, num_device_module_layer: > 0 sizes the level in rank-1 rows of the widest module,
-    instead of bytes. device_cache_percent: a fraction in (0, 1] of the device memory left after weights and
-    KV cache. max_adapter_size: each level must hold an adapter of this rank; LoraConfig.max_lora_rank
-    raises it. device_cache_size: bytes, instead of the fraction. disk_cache_dir: keeps copies of adapters, at
-    most disk_cache_size bytes; None: no disk level. Workers, streams and pages per block have no effect here.
+    num_host_module_layer, num_device_module_layer: if > 0, size of the level in rank-1 rows of the widest
+    module, instead of bytes. device_cache_percent: fraction in (0, 1] of the device memory left after weights
+    and KV cache.
+    max_adapter_size: each level must hold an adapter of this rank; LoraConfig.max_lora_rank raises it.
+    device_cache_size: bytes, instead of the fraction. disk_cache_dir: stores copies of adapters, up to
+    disk_cache_size bytes; None: no disk level. Workers, streams and pages per block have no effect here.
     """
 
     num_host_module_layer: int = 0
@@ -82,12 +83,12 @@ class PeftCacheConfig(Options):
 class KvCacheConfig(Options):
     """Size and reuse of the KV cache. Raises ValueError.
 
-    enable_block_reuse:       common prompt beginnings are computed once, per adapter.
+    enable_block_reuse:       compute common prompt prefixes once per adapter.
     max_tokens:               upper bound of the cache, in tokens.
     free_gpu_memory_fraction: of the device memory left after the weights, in (0, 1].
     tokens_per_block:         tokens.
-    dtype:                    auto, or fp8, which is QuantConfig's kv_cache_quant_algo FP8.
-    Partial reuse and onboarding have no effect here. All others are refused when set.
+    dtype:                    auto or fp8; the latter equals QuantConfig's kv_cache_quant_algo FP8.
+    Partial reuse and onboarding have no effect here. All other fields are refused if set.
     """
 
     enable_block_reuse: bool = EngineConfig.enable_kv_cache_reuse
@@ -119,14 +120,16 @@ class KvCacheConfig(Options):
 
 @dataclass(frozen=True)
 class NGramDecodingConfig(Options):
-    """Drafts from n-grams of a sequence's own tokens (prompt lookup), which the model verifies. ValueError.
+    """Drafts from n-grams in a sequence's own tokens (prompt lookup), which the model verifies.
 
-    max_draft_len:           tokens of a draft, from 1 to 64; must be given.
-    max_matching_ngram_size: so many of the last tokens are looked for, then fewer,
-    min_matching_ngram_size: down to so many.
-    is_use_oldest:           what followed their first occurrence is drafted; False: their last.
-    max_concurrency:         with more sequences nothing is drafted; None: any number.
-    is_keep_all, is_public_pool: only True and False; another request's tokens are never drafted.
+    Raises ValueError.
+
+    max_draft_len:           length of a draft, 1 to 64 tokens; required.
+    max_matching_ngram_size: longest n-gram at the sequence's end to look up; shorter ones are tried next,
+    min_matching_ngram_size: down to this length.
+    is_use_oldest:           draft what followed the n-gram's first occurrence; False: its last.
+    max_concurrency:         do not draft with more running sequences than this; None: no limit.
+    is_keep_all, is_public_pool: only True and False; tokens of other requests are never used.
     """
 
     max_draft_len: int = 0
@@ -154,7 +157,7 @@ class NGramDecodingConfig(Options):
 
     @classmethod
     def named(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields by their names here, given with those of vLLM's speculative_config too. ValueError."""
+        """Fields by their names here, also from vLLM's speculative_config. Raises ValueError."""
         found = {VLLM_NAMES.get(name, name): value for name, value in given.items()}
         method, model = found.pop("method", None), found.pop("model", None)
         for name, value in (("method", method), ("model", model)):

@@ -1,4 +1,4 @@
-"""LoraConfig: settings for the adapters of an LLM. LoRARequest: the adapter of one request."""
+"""LoraConfig: adapter settings of an LLM. LoRARequest: the adapter of one request."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MAX_ID = 2**64 - 1
 
 
 class Options:
-    """Base of dataclasses that know which fields they were given: only these override a build record.
+    """Base of dataclasses that record which fields were set. Only these override a build record.
 
-    `dataclasses.replace` gives all fields to its copy.
+    `dataclasses.replace` marks all fields of its copy as set.
     """
 
     given: frozenset[str]
@@ -35,19 +35,19 @@ class Options:
 class LoraConfig(Options):
     """Settings for the adapters of one LLM. Raises ValueError for wrong values.
 
-    lora_dir:            adapter directories that the target modules are inferred from, when none are named.
+    lora_dir:            adapter directories from which target modules are inferred if none are named.
     lora_ckpt_source:    "hf" (PEFT directories) or "nemo".
     max_lora_rank:       adapters of a larger rank are refused.
     lora_target_modules: names such as attn_q; adapters with other modules are refused. Empty: inferred from
-                         lora_dir, else every module that the model has.
+                         lora_dir, or else all modules of the model.
     trtllm_modules_to_hf_modules: module name -> its name or names in the checkpoint. Empty: the usual ones.
     max_loras:           capacity of the device cache, in adapters of the largest rank with every target
                          module. None: the sizes of PeftCacheConfig.
-    max_cpu_loras:       capacity of the host cache, likewise.
-    swap_gate_up_proj_lora_b_weight: adapters on fused gate and up projections have gate first, as PEFT writes
-                         them; False: up first, as TensorRT-LLM's tensors have them.
-    lora_adapter_dtype:  of adapters in memory: auto, float32, bfloat16 or float16.
-    lora_text_only:      of an adapter of a vision model, its text part is served; else it is refused.
+    max_cpu_loras:       the same for the host cache.
+    swap_gate_up_proj_lora_b_weight: order of fused gate and up projections in adapters: gate first, as PEFT
+                         writes them; False: up first, as in TensorRT-LLM's tensors.
+    lora_adapter_dtype:  dtype of adapters in memory: auto, float32, bfloat16 or float16.
+    lora_text_only:      serve the text part of a vision model's adapter; otherwise it is refused.
     overlap_lora_and_base, cuda_graph_specialize_lora: accepted, without effect.
     """
 
@@ -79,7 +79,7 @@ class LoraConfig(Options):
 
     @property
     def missing_qkv_modules(self) -> list[str]:
-        """q, k and v modules that are not targets although another of their group is. They are served too."""
+        """q, k and v modules that are not named although another of their group is. They are served, too."""
         targets = tuple(self.lora_target_modules)
         return list(with_whole_qkv(targets)[len(targets) :])
 
@@ -88,11 +88,11 @@ class LoraConfig(Options):
 class LoRARequest:
     """An adapter: its id, and the path to read it from. Raises ValueError.
 
-    lora_int_id: 0 to 2**64 - 1; identifies the adapter as long as the LLM exists.
-    lora_path:   a PEFT directory, or a directory with the two converted .npy files; or an id of the hub,
-                 org/name, which is downloaded at its first use. None: the path that an earlier request gave
-                 for this id, or the tensors that `LLM.load_adapter` put under it.
-    lora_version: keep: the request runs under one version of the adapter; follow: it goes on with newer ones.
+    lora_int_id: 0 to 2**64 - 1; identifies the adapter for the lifetime of the LLM.
+    lora_path:   a PEFT directory, a directory with the two converted .npy files, or a hub id
+                 org/name, which is downloaded at its first use. None: the path of an earlier request
+                 with this id, or the tensors that `LLM.load_adapter` stored under it.
+    lora_version: keep: the request uses one version of the adapter; follow: it switches to newer ones.
     """
 
     lora_name: str
@@ -129,18 +129,18 @@ class LoRARequest:
 
 
 LoRAChoice = LoRARequest | tuple[LoRARequest, float] | Sequence[tuple[LoRARequest, float]]
-"""An adapter, one with a scale, or several that act together, each with its scale."""
+"""An adapter, an adapter with a scale, or several adapters that act together, each with its scale."""
 
 
 def is_choice(given: object) -> bool:
-    """Whether this is one choice, rather than one for each of several prompts."""
+    """Whether this is a single choice, rather than a list with one per prompt."""
     if isinstance(given, list | tuple):
         return _is_scaled(given) or (bool(given) and all(map(_is_scaled, given)))
     return given is None or isinstance(given, LoRARequest)
 
 
 def members_of(given: LoRAChoice | None) -> list[tuple[LoRARequest, float]]:
-    """Each with its scale. Raises ValueError."""
+    """The adapters, each with its scale. Raises ValueError."""
     if not is_choice(given):
         raise ValueError(
             "lora_request must be a LoRARequest, or (LoRARequest, scale), or a list of these pairs, "
@@ -153,8 +153,10 @@ def members_of(given: LoRAChoice | None) -> list[tuple[LoRARequest, float]]:
 
 
 def lora_of(given: LoRAChoice | None, follow: bool = False) -> LoraInput | LoraMix | None:
-    """What the engine gets of these, by their ids. follow: those that ask for it go on with newer versions.
-    Raises RequestError, ValueError."""
+    """The adapters by id, as the engine gets them. follow: switch to newer versions if they ask for it.
+
+    Raises RequestError, ValueError.
+    """
     adapters = [
         (LoraInput(one.lora_int_id, follow=follow and one.lora_version == "follow"), scale)
         for one, scale in members_of(given)

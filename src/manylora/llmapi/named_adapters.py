@@ -1,4 +1,4 @@
-"""NamedAdapters: the adapters of an LLM that have names, below the folders that it was given."""
+"""NamedAdapters: adapters of an LLM that have names, in the folders it was given."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from manylora.lora.library.library import task_id_of
 from manylora.lora.library.names import is_name
 from manylora.lora.library.roots import find_adapters, path_below
 
-LOOK_S = 1.0  # after which files are looked at again
+LOOK_S = 1.0  # time between checks of files
 SUFFIXES = ("", ".safetensors", ".nemo")
 
 logger = logging.getLogger("manylora")
@@ -33,8 +33,9 @@ class _Named:
 
 
 class NamedAdapters:
-    """Any thread. roots: folders; a name is a path below one, the first that has it. aliases: name -> what it
-    stands for. Raises ConfigError."""
+    """Thread-safe. roots: folders; a name is a path below the first one that has it. aliases: name -> its
+    target. Raises ConfigError.
+    """
 
     def __init__(self, roots: Sequence[Path], aliases: Mapping[str, str]) -> None:
         for root in roots:
@@ -46,15 +47,16 @@ class NamedAdapters:
         self._known: dict[str, _Named] = {}
 
     def names(self) -> list[str]:
-        """Of all that lies below the roots now, and the aliases."""
+        """Names of everything below the roots now, and the aliases."""
         found = {name for root in self._roots for name in find_adapters(root, {}, self._roots)}
         return sorted(found | {name for name, _ in self._aliases.items()})
 
     def find(self, name: str, replace: Callable[[LoRARequest], None]) -> LoRARequest:
-        """The request for a name. Files that have changed serve from now on; with an error in them, what they
-        held before does. Raises AdapterNotFoundError.
+        """The request for a name. Changed files take effect now; if they are broken, the previous content
+        stays.
 
-        replace: serves what a request's files hold by now, where that was served before; raises AdapterError.
+        replace: serves the current content of a request's files if the request was served before; raises
+        AdapterError. Raises AdapterNotFoundError.
         """
         meant, now = self._aliases.resolve(name), time.monotonic()
         with self._lock:
@@ -70,7 +72,7 @@ class NamedAdapters:
             made = LoRARequest(meant, task_id_of(f"name {meant}"), str(path), _kind(path))
             if known is None:
                 known = self._known[meant] = _Named(made, files, now)
-            known.looked, known.files = now, files  # one caller alone reads what has changed
+            known.looked, known.files = now, files  # only one caller reads changed files
         if not is_same:
             try:
                 replace(made)
@@ -94,7 +96,7 @@ class NamedAdapters:
 
 
 def with_requests(given: Any, find: Any) -> Any:
-    """The same with a LoRARequest in place of each name, in whatever lists and pairs."""
+    """`given` with names replaced by LoRARequests, in any nesting of lists and pairs."""
     if isinstance(given, str):
         return find(given)
     if isinstance(given, list | tuple):
@@ -103,7 +105,9 @@ def with_requests(given: Any, find: Any) -> Any:
 
 
 def _kind(path: Path) -> str:
-    """What `LoRARequest.lora_ckpt_source` says. Files that are no adapter are told of when they are read."""
+    """The value for `LoRARequest.lora_ckpt_source`. Files that are not an adapter raise an error when
+    read.
+    """
     try:
         return "nemo" if find_source(path).kind == "nemo" else "hf"
     except AdapterError:

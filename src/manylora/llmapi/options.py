@@ -1,4 +1,4 @@
-"""The arguments of `LLM`, in files too, and the engine's settings that they stand for."""
+"""The arguments of `LLM`, also from files, and the engine settings they stand for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("manylora")
 
 
 class LlmArguments(TypedDict, total=False):
-    """Arguments of `LLM` but the model and its tokenizer. None: the default."""
+    """Arguments of `LLM` except the model and its tokenizer. None: the default."""
 
     device: str | None
     dtype: str | None
@@ -51,7 +51,7 @@ class LlmArguments(TypedDict, total=False):
     moe_backend: str | None
 
 
-# In this order: the last of two names for one setting wins.
+# The order matters: if two names mean one setting, the last wins.
 PARTS: dict[str, type] = {
     "quant_config": QuantConfig,
     "lora_config": LoraConfig,
@@ -59,7 +59,7 @@ PARTS: dict[str, type] = {
     "kv_cache_config": KvCacheConfig,
     "speculative_config": NGramDecodingConfig,
 }
-# Arguments, as PART.FIELD in a part, whose name is not that of the setting.
+# Arguments (PART.FIELD in a nested config) whose name differs from the setting's.
 RENAMED = {
     "enable_chunked_prefill": "enable_chunked_context",
     "disable_overlap_scheduler": "enable_overlap",
@@ -80,30 +80,30 @@ RENAMED = {
 _FIELDS = {f"{part}.{one.name}": one.name for part, kind in PARTS.items() for one in fields(kind)}
 _ARGUMENTS = {name: name for name in LlmArguments.__annotations__} | _FIELDS | RENAMED
 NAMES = {name: key for name, key in _ARGUMENTS.items() if key in KEYS}
-"""Every argument, as PART.FIELD in a part, that is a setting: which."""
-# Arguments whose values are not those of the setting. None: not set.
+"""Every argument (PART.FIELD in a nested config) that is a setting, with the setting."""
+# Arguments whose values differ from the setting's. None: not set.
 VALUES: dict[str, dict[Any, Any]] = {
     "disable_overlap_scheduler": {True: False, False: None},
     "kv_cache_config.dtype": {"fp8": "FP8", "auto": None},
 }
-# Where TensorRT-LLM documents other defaults for its Python API than for its Triton backend.
+# Where TensorRT-LLM documents different defaults for its Python API and its Triton backend.
 DEFAULTS: dict[str, Any] = {
     "gpu_memory_fraction": PeftCacheConfig.device_cache_percent,
     "max_beam_width": None,  # max_batch_size
 }
-# Fields of LoraConfig about reading adapters, which whoever reads them must know.
+# Fields of LoraConfig that determine how adapters are read.
 READING = {
     "lora_dir", "lora_ckpt_source", "trtllm_modules_to_hf_modules", "swap_gate_up_proj_lora_b_weight",
     "lora_text_only",
 }  # fmt: skip
 GUIDE_BACKENDS = ("llguidance", "xgrammar")
 KNOWN = tuple(LlmArguments.__annotations__)
-# Arguments of `LLM`, too.
+# Further arguments of `LLM`.
 OF_FILES = (
     "tokenizer", "skip_tokenizer_init", "revision", "tokenizer_revision", "lora_root", "lora_trust",
     "lora_alias", "lora_tokenizer_bytes",
 )  # fmt: skip
-# Arguments of TensorRT-LLM that mean nothing here, and the values that ask for nothing. None always does.
+# Arguments of TensorRT-LLM without a meaning here, with the accepted values. None is always accepted.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "backend": ("pytorch",),
     "tokenizer_mode": ("auto",),
@@ -114,7 +114,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of `resolve`. A part is an instance of its class. Raises ConfigError."""
+    """Settings of `resolve`. Nested configs are instances of their classes. Raises ConfigError."""
     given = {name: value for name, value in arguments.items() if name not in PARTS}
     for name, kind in PARTS.items():
         part = arguments.get(name)
@@ -135,7 +135,7 @@ def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_known(arguments: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an argument that is unknown, or asks for what is not there."""
+    """Raises ConfigError for an argument that is unknown or asks for something unavailable."""
     for name, value in arguments.items():
         if name not in KNOWN and value is not None and value not in NEUTRAL.get(name, ()):
             raise ConfigError(f"LLM: {name} is not supported, got {value!r}; leave it out")
@@ -153,7 +153,7 @@ def read_options(path: Path) -> dict[str, Any]:
         load, hint = json.loads, " (pyyaml is not installed, so it must be JSON)"
     try:
         loaded = load(text)
-    except Exception as error:  # each reader has its own errors
+    except Exception as error:  # JSON and YAML raise different errors
         raise ConfigError(f"{path} cannot be read{hint}: {' '.join(str(error).split())}") from error
     if loaded is None:
         return {}
@@ -163,14 +163,14 @@ def read_options(path: Path) -> dict[str, Any]:
 
 
 def llm_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of `LLM`. A null asks for nothing. Raises ConfigError for a key that is not known."""
+    """Keyword arguments of `LLM`. null means not set. Raises ConfigError for an unknown key."""
     given = {name: value for name, value in options.items() if value is not None}
     check_names("option", given, [*KNOWN, *OF_FILES, *NEUTRAL])
     return given | {name: _part(name, PARTS[name], given[name]) for name in PARTS if name in given}
 
 
 def check_names(kind: str, given: Collection[str], known: Collection[str]) -> None:
-    """Raises ConfigError for the first that is not known, with the nearest that is."""
+    """Raises ConfigError for the first unknown name, with the nearest known one."""
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)

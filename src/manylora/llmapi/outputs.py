@@ -12,7 +12,9 @@ from manylora.request import RequestMetrics
 
 @dataclass(frozen=True)
 class Logprob:
-    """Natural logarithm of a token's probability, after penalties and temperature; rank 1: most probable."""
+    """Natural log of a token's probability, after penalties and temperature. rank 1: the most probable
+    token.
+    """
 
     logprob: float
     rank: int | None = None
@@ -20,8 +22,9 @@ class Logprob:
 
 @dataclass(frozen=True)
 class LoraVersion:
-    """Tokens [start, end) of an output, and the content of the adapter that made them. version: counts the
-    contents that the name has had, from 1."""
+    """Tokens [start, end) of an output and the adapter content that generated them. version: counts the
+    contents of the name, from 1.
+    """
 
     name: str
     version: int
@@ -32,17 +35,17 @@ class LoraVersion:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One output of a prompt, so far.
+    """One output of a prompt so far.
 
     token_ids:     without the end token, and without a stop token unless include_stop_str_in_output.
-    text_diff, token_ids_diff: new since the previous RequestOutput; everything when not streaming.
+    text_diff, token_ids_diff: new since the previous RequestOutput; everything if not streaming.
     cumulative_logprob: sum over token_ids; None unless log probabilities were computed. For a beam it
                    includes the end token.
-    logprobs:      for each token, a mapping from its id; None unless asked for.
+    logprobs:      per token, a mapping from its id; None unless requested.
     finish_reason: None while running; then "stop", "length" or "cancelled".
-    stop_reason:   the text of `stop` or the id of `stop_token_ids` that ended it, else None.
-    generation_logits: [length, vocabulary] float32, when finished and asked for.
-    lora_versions: of its adapter, for all tokens; empty for the base model.
+    stop_reason:   the `stop` text or the `stop_token_ids` id that ended it, otherwise None.
+    generation_logits: [length, vocabulary] float32, if finished and requested.
+    lora_versions: versions of its adapter, covering all tokens; empty for the base model.
     """
 
     index: int
@@ -65,9 +68,9 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestTimings:
-    """Seconds since the request was created, which includes reading its adapter; None: not reached yet.
+    """Seconds since the request was created, including the time to read its adapter. None: not reached yet.
 
-    first_token: when it was published to the caller; without streaming when the engine generated it.
+    first_token: when it was published to the caller; without streaming, when the engine generated it.
     """
 
     first_token: float | None = None
@@ -76,12 +79,12 @@ class RequestTimings:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt with its n outputs, as they are now.
+    """A prompt with its n outputs in their current state.
 
     prompt: None for a prompt of token ids. prompt_token_ids: after truncation.
-    adapter_tier: where the adapter was found: "device", "host" or "disk"; empty without one.
+    adapter_tier: where the adapter was found: "device", "host" or "disk"; empty without an adapter.
     metrics: the engine's times and counts for the sequence that ended last; None before the first ends.
-    context_logits: [prompt, vocabulary] float32, when asked for.
+    context_logits: [prompt, vocabulary] float32, if requested.
     """
 
     request_id: int

@@ -1,4 +1,4 @@
-"""PooledRequests: the calls of `LLM` that ask for embeddings, labels and scores."""
+"""PooledRequests: the methods of `LLM` for embeddings, labels and scores."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PooledResult(Future[np.ndarray]):
 
 @dataclass(eq=False)
 class PooledGeneration:
-    """One prompt of which no tokens are generated. As `Generation` for a Service."""
+    """A prompt without generated tokens. Has the interface of `Generation` for a Service."""
 
     request_id: int
     prompt: tuple[int, ...]
@@ -82,7 +82,7 @@ class PooledGeneration:
 
 
 class _Owner(Protocol):
-    """What of an LLM the calls need."""
+    """The parts of an LLM that the methods need."""
 
     _pooling: PoolingSettings
     _service: Service
@@ -102,7 +102,8 @@ class _Owner(Protocol):
 
 
 class PooledRequests:
-    """Of `LLM`. Every call waits; a list for several prompts, which may mix adapters, one choice for each.
+    """Mixed into `LLM`. Every method waits. Several prompts are a list and may use different adapters, one
+    choice each.
 
     Raises RequestError or ValueError for the first prompt that cannot be served.
     """
@@ -110,7 +111,7 @@ class PooledRequests:
     def embed(
         self: _Owner, prompts: Any, *, pooling_params: PoolingParams | None = None, lora_request: Loras = None
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
-        """An embedding of each prompt, pooled and normalised as the model's folder says."""
+        """An embedding of each prompt, pooled and normalised as configured in the model's folder."""
         params = pooling_params or PoolingParams()
         made = _run(self, prompts, "embed", params, lora_request)
         found = [embedding(one.result.result(), self._pooling, params) for one in made]
@@ -121,7 +122,7 @@ class PooledRequests:
     def classify(
         self: _Owner, prompts: Any, *, pooling_params: PoolingParams | None = None, lora_request: Loras = None
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
-        """Probabilities of the labels of the adapter's head, or else of the model's own."""
+        """Probabilities of the labels of the adapter's classification head, or else of the model's own."""
         params = pooling_params or PoolingParams()
         made = _run(self, prompts, "classify", params, lora_request)
         found = [probabilities(one.result.result(), self._pooling, params.use_activation) for one in made]
@@ -133,7 +134,7 @@ class PooledRequests:
     def reward(
         self: _Owner, prompts: Any, *, pooling_params: PoolingParams | None = None, lora_request: Loras = None
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What the head gives for the last token, as it is."""
+        """The head's raw output for the last token."""
         params = pooling_params or PoolingParams()
         made = _run(self, prompts, "classify", params, lora_request)
         return [_output(one, PoolingOutput(one.result.result())) for one in made]
@@ -169,9 +170,11 @@ class PooledRequests:
         pooling_params: PoolingParams | None = None,
         lora_request: str | LoRAChoice | None = None,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        """Of each pair; one text_1 goes with every text_2. With a head (the adapter's, or the model's of one
-        label) it reads both texts together, and gives the sigmoid of its first value; else the cosine of
-        both embeddings."""
+        """The score of each pair. A single text_1 is paired with every text_2.
+
+        With a head (the adapter's, or the model's with one label), the head reads both texts together, and
+        the score is the sigmoid of its first value. Otherwise the score is the cosine of both embeddings.
+        """
         params = pooling_params or PoolingParams()
         pairs, lora = pair_up(text_1, text_2), self._named(lora_request)
         if self._is_cross_encoder or self._service.registry.has_head(lora):
@@ -220,7 +223,7 @@ def pair_up(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[tu
 
 
 def pair_score(logits: np.ndarray, settings: PoolingSettings, params: PoolingParams) -> float:
-    """Of a cross-encoder. Raises ValueError for a head of several labels."""
+    """The score of a cross-encoder. Raises ValueError for a head with several labels."""
     if logits.shape[-1] != 1:
         raise ValueError(
             f"a score needs a head of one label, this one has {logits.shape[-1]}: ask for labels"
@@ -231,7 +234,7 @@ def pair_score(logits: np.ndarray, settings: PoolingSettings, params: PoolingPar
 def _run(
     owner: _Owner, prompts: Any, task: str, params: PoolingParams, lora_request: Loras
 ) -> list[PooledGeneration]:
-    """Submitted, and ended."""
+    """The generations, submitted and finished."""
     single = isinstance(prompts, str | dict) or (bool(prompts) and isinstance(prompts[0], int))
     given = [prompts] if single else list(prompts)
     sampling = SamplingParams(
@@ -245,7 +248,7 @@ def _run(
 
 
 def hidden_state(owner: _Owner, token: int, lora_request: LoRAChoice | None) -> None:
-    """Compute one, which any adapter can. Raises RequestError."""
+    """Compute a hidden state, which works with any adapter. Raises RequestError."""
     _submit(owner, [((token,), Pooling())], [lora_request])
 
 

@@ -1,4 +1,4 @@
-"""What requests for embeddings, labels and scores are answered with, under the names of vLLM."""
+"""Outputs of requests for embeddings, labels and scores, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ Output = TypeVar("Output")
 
 @dataclass(frozen=True)
 class PoolingParams:
-    """dimensions: an embedding is cut to so many values. use_activation: embeddings are normalised as the
-    model says, and logits become probabilities."""
+    """dimensions: cut embeddings to this length. use_activation: normalise embeddings as the model's folder
+    says, and convert logits to probabilities.
+    """
 
     dimensions: int | None = None
     use_activation: bool = True
-    truncate_prompt_tokens: int | None = None  # the last so many are used
+    truncate_prompt_tokens: int | None = None  # use only the last N tokens
     add_special_tokens: bool = True
 
 
 @dataclass(frozen=True)
 class PoolingOutput:
-    """data: [n], or [tokens, n] of all tokens; float32."""
+    """data: [n], or [tokens, n] for all tokens; float32."""
 
     data: np.ndarray
 
@@ -42,7 +43,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True)
 class ClassificationOutput:
-    """probs: of each label; of use_activation False, logits."""
+    """probs: one per label; logits with use_activation False."""
 
     probs: list[float]
 
@@ -58,7 +59,7 @@ class ScoringOutput:
 
 @dataclass(frozen=True)
 class PoolingRequestOutput(Generic[Output]):
-    """prompt_token_ids: after truncation; of two texts that are embedded, of both."""
+    """prompt_token_ids: after truncation; for two texts that are embedded, of both."""
 
     request_id: int
     outputs: Output
@@ -68,7 +69,7 @@ class PoolingRequestOutput(Generic[Output]):
 
 
 def embedding(values: np.ndarray, settings: PoolingSettings, params: PoolingParams) -> np.ndarray:
-    """values [..., hidden]. Raises ValueError for dimensions that the model does not have."""
+    """values [..., hidden]. Raises ValueError for dimensions that the model does not support."""
     if params.dimensions is not None:
         check_dimensions(params.dimensions, settings)
         values = values[..., : params.dimensions]
@@ -90,9 +91,11 @@ def check_dimensions(dimensions: int, settings: PoolingSettings) -> None:
 
 
 def probabilities(logits: np.ndarray, settings: PoolingSettings, activate: bool = True) -> np.ndarray:
-    """logits [..., labels]: softmax; sigmoid of one label, and where config.json's problem_type is
-    multi_label_classification; unchanged where it is regression. It is about heads with as many labels as
-    the base's."""
+    """logits [..., labels] to probabilities, with softmax.
+
+    With sigmoid for one label, and if problem_type in config.json is multi_label_classification. Unchanged if
+    it is regression. problem_type applies only to heads with as many labels as the base model's.
+    """
     count = logits.shape[-1]
     problem = settings.problem if len(settings.labels or (0, 0)) == count else ""
     if not activate or problem == "regression":

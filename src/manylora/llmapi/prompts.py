@@ -1,4 +1,4 @@
-"""PromptReader: what callers of an LLM give as a prompt, to token ids."""
+"""PromptReader: converts what callers of an LLM pass as a prompt to token ids."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from manylora.llmapi.sampling import SamplingParams
 from manylora.text.tokenizer import Tokenizer
 
 Input = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or a mapping with `prompt` or `prompt_token_ids`, and of an encoder-decoder model maybe
-`decoder_input_token_ids`, which its decoder goes on from; the prompt is its encoder's."""
+"""A text, token ids, or a mapping with `prompt` or `prompt_token_ids`.
+
+For an encoder-decoder model the prompt is the encoder's. The mapping may have `decoder_input_token_ids`, with
+which the decoder starts.
+"""
 
 DECODER_IDS = "decoder_input_token_ids"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """text: None for a prompt that came as token ids. token_ids: as they are used.
+    """text: None for a prompt of token ids. token_ids: as they are used.
 
-    decoder_ids: of an encoder-decoder model, what its decoder goes on from; None: a decoder alone.
+    decoder_ids: the tokens with which the decoder of an encoder-decoder model starts; None: decoder only.
     """
 
     text: str | None
@@ -30,13 +33,13 @@ class Prompt:
 
     @property
     def length(self) -> int:
-        """Tokens before the first new one."""
+        """Number of tokens before the first new one."""
         return len(self.token_ids if self.decoder_ids is None else self.decoder_ids)
 
 
 @dataclass(frozen=True)
 class ChatText:
-    """What a chat template made of messages: a prompt whose special tokens are in it already."""
+    """A rendered chat template: a prompt that already contains its special tokens."""
 
     text: str
 
@@ -48,7 +51,7 @@ class PromptReader:
         self._model, self._max_seq_len = model, max_seq_len
 
     def read(self, inputs: Input | ChatText, params: SamplingParams, tokenizer: Tokenizer | None) -> Prompt:
-        """tokenizer: None where prompts are token ids. Raises ValueError, RequestError."""
+        """tokenizer: None if prompts are token ids. Raises ValueError, RequestError."""
         if isinstance(inputs, Mapping):
             known = [name for name in ("prompt", "prompt_token_ids") if inputs.get(name) is not None]
             if len(known) != 1 or inputs.keys() - {"prompt", "prompt_token_ids", DECODER_IDS}:

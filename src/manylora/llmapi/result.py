@@ -1,4 +1,4 @@
-"""GenerationResult: a future and stream of one request's output, for threads and for asyncio."""
+"""GenerationResult: a future and stream of one request's output, for threads and asyncio."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
 
 class GenerationResult:
-    """What `generate_async` returns. Usable from any thread and any event loop.
+    """Returned by `generate_async`. Usable from any thread and any event loop.
 
     `await result` and `result.result()` return the finished RequestOutput. `async for` and `for` yield a
-    RequestOutput for each step when streaming, else only the finished one; each goes to one iterator. All of
-    them raise the request's error, a RequestError or EngineDeadError.
+    RequestOutput per step when streaming, otherwise only the finished one. Each output goes to one iterator.
+    All of them raise the request's error, a RequestError or EngineDeadError.
     """
 
     def __init__(self, request_id: int, abort: Callable[[], None]) -> None:
@@ -36,7 +36,7 @@ class GenerationResult:
         return self._output is not None or self._error is not None
 
     def result(self, timeout: float | None = None) -> RequestOutput:
-        """Wait for the end, at most `timeout` seconds. Raises TimeoutError; the request continues then."""
+        """Wait for the end, at most `timeout` seconds. Raises TimeoutError; the request then continues."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.finished, timeout):
                 raise TimeoutError(f"request {self.request_id} has not finished in {timeout} seconds")
@@ -47,7 +47,7 @@ class GenerationResult:
         self._abort()
 
     def publish(self, output: RequestOutput) -> None:
-        """Called by the generating thread with the output of a step, or the finished one."""
+        """Called by the generating thread with the output of a step or the finished one."""
         with self._changed:
             self._outputs.append(output)
             if output.finished:

@@ -13,7 +13,7 @@ from manylora.llmapi.guided import GuidedDecodingParams
 from manylora.request import MOST, MOST_FLOAT
 from manylora.wire.utf8 import is_unicode
 
-# Fields that are not implemented, and the values that are accepted because they ask for nothing.
+# Fields that are not implemented, and the values that are accepted.
 IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (None, 0),
     "prompt_logprobs": (None,),
@@ -54,7 +54,7 @@ TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "list[int]": (_is_list_of(lambda one: _is_whole(one) and 0 <= one <= MOST), "a list of token ids"),
 }
-"""By the annotation of a field: whether a value is of this type, and what it must be."""
+"""By a field's annotation: a check of the value's type, and what it must be."""
 FLAGS = ("early_stopping",)  # numbers that may be True or False
 
 
@@ -67,28 +67,28 @@ class SamplingParams:
 
     end_id:       generation stops at this token, which is not part of the output. None: the model's end
                   tokens; -1: none.
-    stop:         texts that end the output wherever they appear in it.
+    stop:         texts that end the output wherever they appear.
     stop_token_ids: tokens that end it. Neither is part of the output, unless include_stop_str_in_output.
     bad, bad_token_ids: texts and tokens that are never generated; texts as the tokenizer splits them.
-    repetition_penalty: > 1 lowers tokens of prompt and output. presence_penalty, frequency_penalty:
-                  subtracted from them, once and for each occurrence, after the division by the temperature.
-                  prompt_ignore_length: so many tokens at the prompt's beginning do not count for these two.
-    min_p:        when sampling, tokens less probable than this times the most probable one are not drawn.
+    repetition_penalty: > 1 lowers the logits of tokens in prompt and output. presence_penalty,
+                  frequency_penalty: subtracted from them, once or per occurrence, after the temperature.
+                  prompt_ignore_length: ignore this many tokens at the prompt's start for these two.
+    min_p:        when sampling, exclude tokens less probable than this factor times the most probable one.
     min_tokens:   nothing ends the output before this many tokens.
-    n, best_of:   of best_of samples the n with the highest cumulative log probability, best first.
+    n, best_of:   return the n of best_of samples with the highest cumulative log probability, best first.
     use_beam_search: best_of is the number of beams, of which the best n are returned. A beam's score is log
                   probability / length ** length_penalty. early_stopping: 1 ends when best_of beams have
-                  ended, 0 when no other can become better. beam_search_diversity_rate: a
-                  beam's n-th best token is ranked n * rate lower. These three need use_beam_search.
+                  ended, 0 when no other can become better. beam_search_diversity_rate: rank a
+                  beam's n-th best token n * rate lower. These three need use_beam_search.
     top_p_min, top_p_decay, top_p_reset_ids: top_p is multiplied by top_p_decay after every token, down to
                   top_p_min, and is reset after the token top_p_reset_ids.
     embedding_bias: [vocabulary or fewer], added to the logits.
-    guided_decoding: what the output must match.
+    guided_decoding: a constraint on the output.
     return_context_logits, return_generation_logits: for each prompt token, and for each output token.
     logprobs:     0: log probability of each output token. 1: the same, for greedy decoding only, where the
                   output token is the most probable one.
     truncate_prompt_tokens: use only this many tokens, from the end of the prompt.
-    use_drafts:   False: decode without drafts by n-grams, where the engine makes any.
+    use_drafts:   False: do not use n-gram drafts, even if they are enabled.
     seed:         None is 0, so a repeated request gives the same output.
     """
 
@@ -148,7 +148,7 @@ class SamplingParams:
 
     @property
     def num_samples(self) -> int:
-        """Continuations to generate, or beams: best_of, or n."""
+        """Number of continuations to generate, or of beams: best_of, or n."""
         return self.n if self.best_of is None else self.best_of
 
     @property
@@ -160,7 +160,7 @@ class SamplingParams:
         return _texts(self.bad)
 
     def check(self) -> None:
-        """Raises ValueError for values that are wrong, not implemented, or not allowed together."""
+        """Raises ValueError for values that are wrong, not implemented, or cannot be combined."""
         for name, accepted in IGNORED_FIELDS.items():
             value = getattr(self, name)
             if not any(value is other or (_is_scalar(value) and value == other) for other in accepted):
@@ -217,7 +217,7 @@ class SamplingParams:
                 raise ValueError(f"{name} must be >= {least}, got {value}")
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of ({self.best_of}) cannot be less than n ({self.n})")
-        if self.num_samples > 1 and self.greedy and not self.top_p:  # beside a top_p equal outputs are wanted
+        if self.num_samples > 1 and self.greedy and not self.top_p:  # with a top_p equal outputs are wanted
             raise ValueError(
                 "Greedy decoding in the LLM API does not allow multiple returns. Ask for sampling with "
                 f"temperature, top_k or top_p, got best_of={self.num_samples}"
@@ -233,5 +233,5 @@ def _texts(value: str | Sequence[str] | None) -> list[str]:
 
 
 def _is_scalar(value: Any) -> bool:
-    """Whether == is safe: tensors and arrays compare element by element."""
+    """Whether == is safe. Tensors and arrays compare element by element."""
     return isinstance(value, bool | int | float | str)

@@ -1,4 +1,4 @@
-"""Service: requests to one engine loop, and the thread that makes text of its events."""
+"""Service: passes requests to one engine loop, with a thread that turns its events into text."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from manylora.llmapi.result import GenerationResult
 from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, Request
 
 SHUT_DOWN = "this LLM has been shut down"
-ALIVE_S = 0.5  # after which is looked whether an answer may still come
-CLOSING_S = 10.0  # that callers on their way in may take to be turned back
+ALIVE_S = 0.5  # interval of checks whether an answer can still come
+CLOSING_S = 10.0  # for callers that are just entering to be refused
 
 logger = logging.getLogger("manylora")
 
@@ -46,10 +46,10 @@ class Sendable(Protocol):
 
 
 class Service:
-    """Sends Generations through a loop. Any thread.
+    """Sends Generations through a loop. Thread-safe.
 
-    Requests name their adapter by id alone: the engine reads it where the registry says, whenever it is not
-    in the cache, so an eviction never reaches the caller.
+    Requests name their adapter by id only. The engine reads an adapter from the registry's path when it is
+    not in the cache, so an eviction is invisible to the caller.
 
     resident: whether a task id's adapter is in the cache now.
     """
@@ -65,12 +65,12 @@ class Service:
         self._texts.start()
 
     def submit(self, generation: Generation) -> GenerationResult:
-        """Raises RequestError after `close`; whatever else goes wrong comes as the generation's result."""
+        """Raises RequestError after `close`. All other errors are set on the generation's result."""
         self.send(generation)
         return generation.result
 
     def send(self, generation: Sendable) -> None:
-        """As `submit`, of whatever can be sent."""
+        """As `submit`, for anything that can be sent."""
         generation.from_disk = not all(map(self._resident, generation.task_ids))
         request = generation.request()
         with self._lock:
@@ -85,7 +85,7 @@ class Service:
                 self._news.put((generation, event))
 
     def pin(self, task_id: int) -> RequestError | None:
-        """Keep an adapter that is in the cache there. Returns why that cannot be."""
+        """Pin an adapter that is in the cache. Returns the reason if that fails."""
         answers: queue.SimpleQueue[RequestError | None] = queue.SimpleQueue()
         self._loop.pin(task_id, answers.put)
         while self._loop.alive:
@@ -96,7 +96,7 @@ class Service:
         return RequestError(SHUT_DOWN)
 
     def publish(self, lora: LoraInput) -> AdapterVersion:
-        """As `EngineLoop.publish`, and waits."""
+        """As `EngineLoop.publish`, but waits."""
         with self._lock:
             if self._closed:
                 raise RequestError(SHUT_DOWN)
@@ -104,18 +104,18 @@ class Service:
         return done.result()
 
     def discard(self, generation: Sendable) -> None:
-        """Let go of one that was made and is not submitted after all."""
+        """Drop a generation that was created but will not be submitted."""
         self.registry.release(generation.task_ids, accepted=False)
 
     def abort(self, generation: Sendable) -> None:
-        """End it. Without effect when it has ended."""
+        """End it. No effect if it has ended."""
         with self._lock:
             ticket = self._tickets.get(generation)
         if ticket is not None:
             self._loop.cancel(ticket)
 
     def close(self) -> None:
-        """Cancel what is open, and end the threads. Idempotent."""
+        """Cancel open requests and end the threads. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -130,7 +130,7 @@ class Service:
         self._texts.join()
 
     def _run(self) -> None:
-        """The text thread. It goes on whatever happens: everybody's answers go through it."""
+        """The text thread. It must survive every error, because all answers pass through it."""
         going = True
         while going:
             try:
@@ -139,20 +139,23 @@ class Service:
                 logger.exception("an answer was lost")
 
     def _take_news(self) -> bool:
-        """One event to its generation. A function of its own: what a thread that waits still has in its
-        variables is kept alive, and a generation has its LLM."""
+        """Pass one event to its generation.
+
+        This is a separate function because the local variables of a waiting thread stay alive, and a
+        generation refers to its LLM.
+        """
         news = self._news.get()
         if news is None:
             return False
         generation, event = news
-        if event.last:  # first, so that who has the result finds the id of a bad adapter free again
+        if event.last:  # first, so that a bad adapter's id is free once the result is known
             self._forget(generation, event)
         try:
             generation.take(event)
         except Exception as error:
             logger.exception("making text failed")
             generation.result.fail(RequestError(f"The text could not be made: {type(error).__name__}"))
-        if generation.done and not event.last:  # by a stop text: the engine need not go on
+        if generation.done and not event.last:  # ended by a stop text: the engine can stop
             self.abort(generation)
         return True
 
@@ -160,7 +163,7 @@ class Service:
         with self._lock:
             self._tickets.pop(generation, None)
             self._lock.notify_all()
-        # One that overflows is in the cache, under its id.
+        # An adapter with overflowing logits is in the cache, under its id.
         refused = isinstance(event.error, AdapterError)
         accepted = not refused or isinstance(event.error, AdapterNotFiniteError)
         self.registry.release(generation.task_ids, accepted)

@@ -140,7 +140,8 @@ def _title(model: str, dtype: str, more: str) -> str:
 
 def _name(kind: str, model: str, machine: dict[str, Any]) -> str:
     """Processors of one kind replace each other's."""
-    return f"{kind}_{model}_{machine['instructions'].split(',')[0].lower()}"
+    first, *more = machine["instructions"].lower().split(", ")
+    return "_".join([kind, model, first, *(name for name in more if name in ("bf16", "amx"))])
 
 
 def _where(machine: dict[str, Any]) -> str:

@@ -19,9 +19,24 @@ from conftest import Running, World, fill_repo, new_server
 from launched import MODELS, children, is_back, is_gone, models, processes, streams, wait_for
 from test_server import NEW, PROMPT, ask, inputs, new_ids
 
+from manylora.system.lifeline import read_reports
+
 
 def wait_for_deputies(server: Running) -> None:
     wait_for("both deputies", lambda: len(server.state()["deputies"]) == 2)
+
+
+def wait_for_reports(server: Running) -> None:
+    """Until each model's process has reported again: a server with one that does not is replaced."""
+    state = server.state()
+    folder, pids = Path(state["log"]).parent, models(state["server"]).values()
+
+    def written() -> dict[int, int]:
+        return {pid: report.written_ns for pid, report in read_reports(folder, pids).items()}
+
+    wait_for("a report of each", lambda: len(written()) == len(MODELS))
+    before = written()
+    wait_for("new reports", lambda: all(written().get(pid, 0) > at for pid, at in before.items()))
 
 
 TWO_MODELS = "postprocessing, tensorrt_llm_bls"  # in the same instant, as the supervisor and a deputy
@@ -78,7 +93,7 @@ def test_what_is_killed_while_it_restarts_is_started_again(server: Running) -> N
 
 def test_a_hung_server_is_replaced(world: World, tmp_path: Path) -> None:
     hung = new_server(fill_repo(tmp_path / "repo", world.model))
-    hung.start("--hang-timeout=8")
+    hung.start()  # a process that is stopped by a signal is found long before --hang-timeout
     try:
         for which in ("server", "postprocessing"):
             before = processes(hung)
@@ -95,7 +110,7 @@ def test_a_hung_server_is_replaced(world: World, tmp_path: Path) -> None:
 def test_a_pause_of_the_whole_service_is_no_hang(world: World, tmp_path: Path) -> None:
     """As of a container or a machine. The supervisor may be the first that goes on."""
     paused = new_server(fill_repo(tmp_path / "repo", world.model))
-    paused.start("--hang-timeout=8")
+    paused.start("--hang-timeout=15")
     try:
         before = processes(paused)
         supervisor, others = (
@@ -105,7 +120,7 @@ def test_a_pause_of_the_whole_service_is_no_hang(world: World, tmp_path: Path) -
         with streams(paused, 2) as open_streams:
             for pid in (supervisor, *others):
                 os.kill(pid, signal.SIGSTOP)
-            time.sleep(11)  # longer than the timeout
+            time.sleep(18)  # longer than the timeout
             os.kill(supervisor, signal.SIGCONT)
             time.sleep(2)  # it looks at the others, which stand still
             for pid in others:
@@ -158,8 +173,7 @@ def test_a_full_disk_ends_nothing_and_the_status_stays_true(
     world: World, tmp_path: Path, small_disk: Path
 ) -> None:
     served = new_server(fill_repo(tmp_path / "repo", world.model))
-    # Reports that stop would be a reason to start the server again.
-    served.start("--hang-timeout=6")
+    served.start()
     try:
         before = processes(served)
         with (
@@ -169,12 +183,12 @@ def test_a_full_disk_ends_nothing_and_the_status_stays_true(
             while True:
                 rubbish.write(bytes(4096))
         assert shutil.disk_usage(small_disk).free == 0
-        time.sleep(7)
+        wait_for_reports(served)
         assert processes(served) == before
         os.kill(before["supervisor"], signal.SIGKILL)
         wait_for("the truth", lambda: served.launch("--status").returncode == 1)
         wait_for("the service is back", lambda: is_back(served, before["server"]))
-        time.sleep(7)
+        wait_for_reports(served)
         assert served.state()["restarts"] == 1
         assert len(new_ids(ask(served, inputs()))) == len(PROMPT) + NEW
     finally:
@@ -209,7 +223,7 @@ def test_an_engine_thread_that_dies_or_is_stuck_is_replaced(world: World, tmp_pa
     with (repo / "tensorrt_llm" / "1" / "model.py").open("a") as file:
         file.write(FAULTS)
     server = new_server(repo)
-    server.start("--hang-timeout=6")
+    server.start("--hang-timeout=15")
     try:
         log = Path(server.state()["log"]).with_name("supervisor.log")
         for token, reason in ((13, "ended with status 1"), (14, "has not moved")):

@@ -1,4 +1,4 @@
-"""Arrivals: adapters on their way into their pages on the host, and from there to the device."""
+"""Arrivals: adapters that are being written to their host pages, and copied from there to the device."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from manylora.system.threads import lower_priority
 
 logger = logging.getLogger("manylora")
 
-BRIEF_BYTES = 2**23  # of an adapter whose writing takes less time than the step that would go without it
-BRIEF_S = 0.005  # for which steps wait for that, once
-READY_BYTES = 2**23  # at least, of pages that get their memory before they are written
+BRIEF_BYTES = 2**23  # adapters up to this size are written faster than a step without them would run
+BRIEF_S = 0.005  # how long a step waits for such a write, once
+READY_BYTES = 2**23  # least amount of pages whose memory is prepared before they are written
 
 
 class Arrivals:
-    """One thread writes, beside the steps: a large adapter takes longer than many of them. It writes one
-    adapter after the other, so pages that were given to another adapter end with that one's content.
+    """One thread writes while steps run, because a large adapter takes longer than many steps. It writes
+    adapters one after the other, so that pages given to another adapter end up with that adapter's content.
 
-    Methods belong to the engine's thread. lost: digests of adapters that could not be written, with the
-    reason; their pages hold nothing of use. slicer: as of `AdapterStore`.
+    Methods must be called on the engine's thread. lost: digests of adapters that could not be written, with
+    the reason; their pages have no usable content. slicer: as in `AdapterStore`.
     """
 
     def __init__(
@@ -46,17 +46,17 @@ class Arrivals:
         self._cache, self._pool, self._slicer, self._others = cache, pool, slicer, others
         self._writer = ThreadPoolExecutor(1, "manylora-write", lower_priority)
         self._writing: dict[str, Future[None]] = {}
-        self._brief: set[str] = set()  # of these, that steps wait for
-        self._to_copy: set[str] = set()  # of these, which then go to their pages on the device
-        self._loading: dict[str, torch.Event] = {}  # on their way to the device
+        self._brief: set[str] = set()  # those of them that steps wait for
+        self._to_copy: set[str] = set()  # those of them that will be copied to the device afterwards
+        self._loading: dict[str, torch.Event] = {}  # being copied to the device
         self.lost: dict[str, RequestError] = {}
         self.num_loads = 0
-        self._ready: list[int] = []  # pages that are claimed next
-        self._unready: deque[torch.Tensor] = deque()  # pieces of these that may have no memory yet
-        self._most_pages = 0  # that an adapter took
+        self._ready: list[int] = []  # pages to be claimed next
+        self._unready: deque[torch.Tensor] = deque()  # parts of these that may not be backed by memory yet
+        self._most_pages = 0  # largest adapter so far, in pages
 
     def write(self, digest: str, adapter: Adapter | FileAdapter, layout: Layout) -> None:
-        """Begin to write an adapter into its pages on the host."""
+        """Start to write an adapter to its host pages."""
         held = self._cache.host.entries[digest]
         self._writing[digest] = self._writer.submit(self._write, adapter, layout, held.pages, held.shared)
         if len(held.pages) * self._pool.page_bytes <= BRIEF_BYTES:
@@ -64,9 +64,12 @@ class Arrivals:
         self._most_pages = max(self._most_pages, len(held.pages))
 
     def make_ready(self, is_idle: Callable[[], bool]) -> None:
-        """Begin to have the system give memory to the pages that are claimed next, as many as another adapter
-        takes: all of it while the engine is idle, else one piece. On a virtual machine the first write to
-        2 MiB of new memory may take longer than to read an adapter, and hold up a core."""
+        """Start to make the system allocate the memory of the pages to be claimed next, enough for another
+        adapter.
+
+        All of it while the engine is idle, otherwise one part. On a virtual machine the first write to 2 MiB
+        of new memory may take longer than reading an adapter, and block a core.
+        """
         least = -(-READY_BYTES // self._pool.page_bytes)
         pages = self._cache.host.pages.upcoming(max(self._most_pages, least))
         if pages != self._ready:
@@ -76,7 +79,7 @@ class Arrivals:
             self._writer.submit(_make_resident, self._unready, is_idle)
 
     def load(self, digest: str) -> None:
-        """Begin to bring it to its pages on the device, as soon as the host has it."""
+        """Start to copy an adapter to its device pages as soon as it is on the host."""
         self._loading.pop(digest, None)
         self.num_loads += 1
         if self.is_written(digest, wait=False):
@@ -85,7 +88,7 @@ class Arrivals:
             self._to_copy.add(digest)
 
     def forget(self, digest: str) -> None:
-        """It was evicted from the host."""
+        """The adapter was evicted from the host."""
         self._writing.pop(digest, None)
         self._brief.discard(digest)
         self._to_copy.discard(digest)
@@ -93,8 +96,9 @@ class Arrivals:
         self.lost.pop(digest, None)
 
     def is_written(self, digest: str, *, wait: bool) -> bool:
-        """Whether the host has all of an adapter, or lost it; then its copy to the device begins, if one is
-        due."""
+        """Whether an adapter was completely written to the host, or lost. Its copy to the device then starts
+        if due.
+        """
         writing = self._writing.get(digest)
         if writing is None:
             return True
@@ -110,7 +114,7 @@ class Arrivals:
         return True
 
     def is_loaded(self, digest: str) -> bool:
-        """Whether one that was to be loaded has arrived on the device."""
+        """Whether a loading adapter has arrived on the device."""
         if not self._writing and not self._loading:
             return True
         if digest in self._brief:
@@ -125,7 +129,9 @@ class Arrivals:
         return digest not in self._loading
 
     def require(self, digest: str) -> None:
-        """Wait until the host has it; the pass that is queued next waits, on the device, until that has."""
+        """Wait until it is on the host. The next pass in the queue waits, on the device, until it is
+        there.
+        """
         if not self._writing and not self._loading:
             return
         self.is_written(digest, wait=True)
@@ -154,7 +160,7 @@ class Arrivals:
         if self._others is not None:
             self._others.load(digest, host.pages, device.pages)
         for key, place in device.shared.items():
-            if not place.filled:  # copies follow each other, so all is there once the adapter's own is
+            if not place.filled:  # copies are ordered, so this one is complete once the adapter's is
                 self._pool.load(host.content.shared[key], host.shared[key].pages, place.pages)
                 place.filled = True
         event = self._pool.load(host.content, host.pages, device.pages)

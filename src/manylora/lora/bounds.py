@@ -1,4 +1,4 @@
-"""Bounds: the largest adapter that is read. Headers are compared with it before any value is read."""
+"""Bounds: the largest adapter that is read. Headers are checked against it before any value is read."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import RowFormat
 from manylora.lora.modules import LoraModule
 
-OF_ROW = 6  # tensors of one pair of matrices: A, B, a magnitude, and biases under three names
+OF_ROW = 6  # tensors per pair of matrices: A, B, a magnitude, biases under three names
 OF_LAYER = 16  # norms and their biases
-LEAST_TENSORS = 4096  # so that an adapter of another model is told what is wrong with it
+LEAST_TENSORS = 4096  # so that an adapter of another model gets a specific error
 LEAST_ROWS = 1024
-LARGEST_RANK = 1024  # in every row of an adapter of a known model
-MAX_COLUMNS = 64  # of lora_config; another number than 3 or 4 is told later
-OF_TENSOR = 512  # bytes of a header; half of them are its name
+LARGEST_RANK = 1024  # of any row in an adapter of a known model
+MAX_COLUMNS = 64  # of lora_config; numbers other than 3 and 4 are refused later
+OF_TENSOR = 512  # header bytes per tensor; half of them for its name
 MOST_WORK = 2**39  # about 8 decompositions of 4096 by 4096, a minute or two
-MAX_ITEM = 8  # bytes of a number
-SMALL_HEADER = 2**20  # bytes: what is said beside the tensors
+MAX_ITEM = 8  # bytes per number
+SMALL_HEADER = 2**20  # bytes for metadata besides the tensors
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The defaults are for any model.
+    """The defaults fit any model.
 
-    rank: of a row. rows: layers times modules. elements: numbers of all matrices together; padded: with all
-    rows made as wide as the widest. packed: 8-bit floats in the space of one number. tensors: of one file.
-    work: multiplications of decomposing weights of the base, of which a server makes few at a load.
-    num_layers: of the model; None: not known. roots: folders, resolved, that its files must lie in when links
-    are followed; None: anywhere.
+    rank: of a row. rows: layers times modules. elements: numbers in all matrices; padded: with all rows as
+    wide as the widest; packed: with several 8-bit floats in the space of one number. tensors: of one file.
+    work: multiplications for decomposing weights of the base model; a server allows few of them per load.
+    num_layers: of the model; None: unknown.
+    roots: resolved folders that must contain the files after links are followed; None: any.
     """
 
     rank: int = 2**15
@@ -53,7 +53,9 @@ class Bounds:
         elements: int | None = None,
         packed: int = 1,
     ) -> Bounds:
-        """Of a model's adapters. elements: that its cache holds; None: what the largest adapter has."""
+        """Bounds for adapters of a model. elements: capacity of its cache; None: the size of the largest
+        adapter.
+        """
         places = [(m, num_layers if m.layers is None else len(m.layers)) for m in modules.values()]
         row = RowFormat(rank, dora=True)
         largest = sum(m.row_elements(row) * count for m, count in places)
@@ -72,12 +74,12 @@ class Bounds:
         )
 
     def within(self, roots: Sequence[Path] | None) -> Bounds:
-        """The same with these roots."""
+        """A copy with these roots."""
         return replace(self, roots=None if roots is None else tuple(root.resolve() for root in roots))
 
     @classmethod
     def of_any_rank(cls, modules: Mapping[int, LoraModule], num_layers: int) -> Bounds:
-        """For tools, which leave it to the server what it serves."""
+        """For tools: any rank. The server decides what it serves."""
         largest = cls.of(modules, num_layers, LARGEST_RANK)
         return replace(
             largest,
@@ -93,7 +95,7 @@ class Bounds:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Of a file that is read whole before it is known what is in it."""
+        """Maximum size of a file that must be read completely before its content is known."""
         return SMALL_HEADER + OF_TENSOR * self.tensors + MAX_ITEM * self.elements
 
     def check_rank(self, rank: int) -> None:
@@ -104,7 +106,7 @@ class Bounds:
             )
 
     def check_elements(self, elements: int, *, float8: bool = False) -> None:
-        """float8: they stay 8-bit floats. Raises AdapterInvalidError."""
+        """float8: the numbers stay 8-bit floats. Raises AdapterInvalidError."""
         most = self.elements * (self.packed if float8 else 1)
         if elements > most:
             raise AdapterInvalidError(
@@ -113,7 +115,7 @@ class Bounds:
             )
 
     def check_decompositions(self, kind: str, work: int) -> None:
-        """work: inputs times outputs times the smaller, of all modules. Raises AdapterInvalidError."""
+        """work: inputs * outputs * min(inputs, outputs), summed over modules. Raises AdapterInvalidError."""
         if work > self.work:
             raise AdapterInvalidError(
                 f"{kind} needs a decomposition of each adapted weight of the base, which is too long for a "
@@ -122,8 +124,9 @@ class Bounds:
             )
 
     def check_table(self, weights: tuple[int, ...], config: tuple[int, ...], *, float8: bool = False) -> None:
-        """Shapes [1, rows, W] and [1, rows, 3 or 4] of an adapter's padded tensors. Raises
-        AdapterInvalidError."""
+        """Check the shapes [1, rows, W] and [1, rows, 3 or 4] of padded tensors. Raises
+        AdapterInvalidError.
+        """
         rows = max(shape[1] if len(shape) > 1 else 1 for shape in (weights, config))
         if rows > self.rows or math.prod(config) > MAX_COLUMNS * self.rows:
             raise AdapterInvalidError(
@@ -139,7 +142,7 @@ class Bounds:
             raise AdapterInvalidError(f"it has {rows} rows, an adapter of this model has at most {self.rows}")
 
     def allows(self, path: Path) -> bool:
-        """Whether a file at this path, in which no link is left, may be read."""
+        """Whether the file at this path, with all links resolved, may be read."""
         return self.roots is None or any(path.is_relative_to(root) for root in self.roots)
 
 

@@ -1,8 +1,8 @@
 """AdapterCache: which adapters are on which level and pages, and how often they are pinned. No tensors.
 
-Two levels, each an ordered map from digest to its pages and pins. What is on the device is on the host too.
-An adapter without pins may be evicted; the one released longest ago goes first. On the host, adapters that
-requests wait for go last, and only when the caller says so.
+There are two levels, each an ordered map from digest to pages and pins. Everything on the device is also on
+the host. An unpinned adapter may be evicted, least recently released first. On the host, adapters that
+requests wait for are evicted last, and only if the caller says so.
 
     absent ── store ──▶ on the host ── load ──▶ on the device
       ◀── evicted ───────────┘  ◀── evicted ─────────┘
@@ -27,7 +27,7 @@ MAX_CHANGES = 256
 
 @dataclass
 class CachedAdapter:
-    """An adapter on one level. content: what the caller keeps about it for as long as it is here."""
+    """An adapter on one level. content: stored by the caller for as long as the adapter is here."""
 
     held: Held
     content: Any
@@ -36,18 +36,18 @@ class CachedAdapter:
 
     @property
     def pages(self) -> Sequence[int]:
-        """Its own."""
+        """Its own pages."""
         return self.held.pages
 
     @property
     def shared(self) -> Mapping[str, SharedPages]:
-        """Those that others may use too, by key."""
+        """Pages that other adapters may use, too, by key."""
         return self.held.shared
 
 
 @dataclass
 class _Journal:
-    """The last changes of both levels, for observers."""
+    """The latest changes of both levels, for observers."""
 
     changes: deque[CacheChange] = field(default_factory=lambda: deque(maxlen=MAX_CHANGES))
     numbers: count[int] = field(default_factory=lambda: count(1))
@@ -58,7 +58,7 @@ class _Journal:
 
 
 class _Level:
-    """One level: pages, and entries in order of release, the oldest first."""
+    """One level: its pages, and entries in order of release, oldest first."""
 
     def __init__(self, name: str, num_pages: int, journal: _Journal) -> None:
         self._name, self._journal = name, journal
@@ -81,8 +81,10 @@ class _Level:
             self.entries.move_to_end(digest)
 
     def victims(self, need: Need | int | Sequence[Need], spare: Container[str] = ()) -> list[str] | None:
-        """Unpinned entries to evict so that there is room, none of `spare`; None: that is too little. need:
-        of one, of several together, or a number of pages."""
+        """Unpinned entries to evict to make room, except those in `spare`. None: not enough.
+
+        need: of one adapter, of several together, or a number of pages.
+        """
         lacking = self._space.lacking([_need(need)] if isinstance(need, Need | int) else need)
         chosen: list[str] = []
         for digest, entry in self.entries.items():
@@ -118,22 +120,22 @@ def _need(need: Need | int) -> Need:
 
 
 class AdapterCache:
-    """Host and device level of the same page geometry."""
+    """Host and device level with the same page geometry."""
 
     def __init__(self, host_pages: int, device_pages: int) -> None:
         self._journal = _Journal()
-        self.kept_pages = 0  # of adapters that stay until they are unpinned
+        self.kept_pages = 0  # of adapters kept until they are unpinned
         self.host = _Level("host", host_pages, self._journal)
         self.device = _Level("device", device_pages, self._journal)
 
     @property
     def changes(self) -> tuple[CacheChange, ...]:
-        """The last ones, oldest first; without names."""
+        """The latest changes, oldest first, without names."""
         return tuple(self._journal.changes)
 
     @property
     def unkept_pages(self) -> int:
-        """Of the smaller level, all but `kept_pages`."""
+        """Pages of the smaller level, minus `kept_pages`."""
         return min(self.host.pages.num_pages, self.device.pages.num_pages) - self.kept_pages
 
     def can_ever_hold(self, num_pages: int) -> bool:
@@ -146,8 +148,9 @@ class AdapterCache:
         return digest in self.device.entries
 
     def host_victims(self, need: Need | int, waited_for: Container[str], *, force: bool) -> list[str] | None:
-        """What to evict from the host to make room; None: that is not possible. waited_for: evicted only if
-        `force` is set and nothing else suffices."""
+        """What to evict from the host to make room. None: impossible. waited_for: adapters evicted only if
+        `force` is set and nothing else suffices.
+        """
         victims = self.host.victims(need, waited_for)
         return self.host.victims(need) if victims is None and force else victims
 
@@ -158,9 +161,9 @@ class AdapterCache:
         self.host.evict(digest)
 
     def load(self, digest: str, content: Any) -> CachedAdapter:
-        """Pages on the device for an adapter of the host, not pinned yet; evicts as needed.
+        """Claim device pages for an adapter on the host, not pinned yet. Evicts as needed.
 
-        Raises AdapterCacheFullError, and changes nothing, when all that could make room is in use.
+        Raises AdapterCacheFullError, and changes nothing, if everything that could make room is in use.
         """
         need = self.host.entries[digest].held.need
         victims = self.device.victims(need)
@@ -171,7 +174,7 @@ class AdapterCache:
         return self.device.put(digest, need, content)
 
     def check(self) -> None:
-        """Assert that pages add up, and that the device holds nothing the host does not."""
+        """Assert that pages add up, and that everything on the device is on the host."""
         self.host.check()
         self.device.check()
         for digest, entry in self.device.entries.items():

@@ -1,4 +1,4 @@
-"""CacheView: what the adapter cache shows of itself, as counters and as a map of its pages."""
+"""CacheView: statistics of the adapter cache, and a map of its pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manylora.stats import AdapterStats, CacheMap, MappedAdapter, Resident, Runs
 
 
 class CacheView:
-    """Belongs to the engine's thread. max_device_adapters: of the largest rank that fit the device."""
+    """Use on the engine's thread. max_device_adapters: of the largest rank that fit the device."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class CacheView:
     ) -> None:
         self._cache, self._library, self._arrivals = cache, library, arrivals
         self._page_bytes, self._max_device_adapters = page_bytes, max_device_adapters
-        self._residents: tuple[tuple[int, ...], tuple[Resident, ...]] = ((), ())  # state, and what it gave
+        self._residents: tuple[tuple[int, ...], tuple[Resident, ...]] = ((), ())  # state, list
 
     def stats(self) -> AdapterStats:
         host, device = self._cache.host, self._cache.device
@@ -51,7 +51,7 @@ class CacheView:
         )
 
     def map(self) -> CacheMap:
-        """Every page's adapter. As much work as there are pages in use: for who asks, not for each step."""
+        """The adapter on each page. The cost grows with the pages in use: call it on demand, not per step."""
         names: dict[str, list[str]] = {}
         for task_id, digest in self._library.bound():
             names.setdefault(digest, []).append(self._library.name_of(task_id))
@@ -78,7 +78,7 @@ class CacheView:
         return CacheMap(host.pages.num_pages, device.pages.num_pages, tuple(adapters), changes)
 
     def _list_residents(self) -> tuple[Resident, ...]:
-        """What is in the cache; made anew only when that has changed."""
+        """The adapters in the cache. The list is rebuilt only after a change."""
         host, device = self._cache.host, self._cache.device
         state = (
             host.num_stores,

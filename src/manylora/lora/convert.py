@@ -1,4 +1,4 @@
-"""Any source to the tensors of requests, in a storage type; and what tools/hf_lora_convert.py does."""
+"""Converts any source to request tensors in a storage type. Implements tools/hf_lora_convert.py."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def convert_source(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] and config [1, rows, 3 or 4] int32 of an adapter from any source.
 
-    storage_type: None keeps the source's, or bfloat16 for numbers of 8 bits; bfloat16 comes as 2-byte void.
-    invocation: as of `read_source`.
+    storage_type: None keeps the source's, or bfloat16 for 8-bit numbers. bfloat16 is returned as 2-byte void.
+    invocation: as in `read_source`.
     Raises AdapterInvalidError.
     """
     source = find_source(Path(path))
     weights, config = read_source(source, replace(options, float8=False, allow_bin=True), invocation)
     _check_config(check_shapes(LoraInput(0, weights, config))[1])
     kind = source_dtype(source, replace(options, allow_bin=True))
-    # B has the scaling in it here, for which an encoding has too few bits.
+    # The scaling is folded into B here, for which 8-bit encodings have too few bits.
     storage_type = storage_type or (kind if kind in STORAGE_TYPES else "bfloat16")
     return store_as(weights, config, storage_type), config
 
@@ -65,9 +65,9 @@ def convert_peft(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] in the storage type (bfloat16 as 2-byte void) and config [1, rows, 4] int32.
 
-    partial, base, text_only: as for `read_peft`. invocation: as for `read_source`. The rows of a fused
-    query_key_value are ordered by the config.json of base, or of the adapter's own directory, or of the base
-    that its settings name, where that is a directory. Raises AdapterInvalidError.
+    partial, base, text_only: as in `read_peft`. invocation: as in `read_source`. The rows of a fused
+    query_key_value are ordered by config.json of base, of the adapter's own directory, or of the base model
+    that its settings name if that is a directory. Raises AdapterInvalidError.
     """
     file = find_model_config(Path(folder), base.model_dir if base else None)
     modules = read_fused_rows(file) if file else {}
@@ -78,7 +78,9 @@ def convert_peft(
 
 
 def store_as(weights: np.ndarray, config: np.ndarray, storage_type: str) -> np.ndarray:
-    """weights [1, rows, W] in another type. Raises AdapterInvalidError naming a row that is not finite."""
+    """weights [1, rows, W] in another type. Raises AdapterInvalidError that names a row that is not
+    finite.
+    """
     values = widen_bfloat16(weights) if is_bfloat16(weights.dtype) else weights
     with np.errstate(over="ignore"):
         stored = narrow_to_bfloat16(values) if storage_type == "bfloat16" else values.astype(storage_type)
@@ -93,7 +95,7 @@ def store_as(weights: np.ndarray, config: np.ndarray, storage_type: str) -> np.n
 
 
 def base_weights(path: Path | None) -> BaseWeights | None:
-    """Of the model that --base names. Raises ConfigError where there is none."""
+    """Weights of the model given by --base. Raises ConfigError if there is none."""
     if path is not None and not path.is_dir():
         raise ConfigError(f"the model directory {path}, which --base names, does not exist")
     return None if path is None else BaseWeights(path)
@@ -149,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _check_config(config: np.ndarray) -> None:
-    """What can be said of rows without a model."""
+    """Checks of rows that are possible without a model."""
     for module_id, layer, rank in config[:, :3].tolist():
         if not 0 <= module_id < len(MODULE_NAMES):
             raise AdapterInvalidError(f"lora module {module_name(module_id)} is not known")

@@ -1,4 +1,4 @@
-"""A .nemo archive to the files of TensorRT-LLM's runtimes: what tools/nemo_lora_convert.py does."""
+"""Converts a .nemo archive to the files of TensorRT-LLM's runtimes. Implements tools/nemo_lora_convert.py."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ADAPTER = MODULE.rpartition(".")[2]
 def write_runtime_tensors(archive: Path, out_dir: Path, storage_type: str) -> list[tuple[int, int]]:
     """The .npy pair: weights [1, layers, r * (in + out)] without padding, config [1, layers, 3].
 
-    Returns (layer, rank) of each row. Raises AdapterInvalidError, also when a layer of model_config.yaml is
-    missing or the rows differ in size; OSError.
+    Returns (layer, rank) of each row. Raises AdapterInvalidError, also if a layer of model_config.yaml is
+    missing or rows differ in size, and OSError.
     """
     rows = read_nemo(archive)
     expected = nemo_num_layers(archive)
@@ -38,17 +38,19 @@ def write_runtime_tensors(archive: Path, out_dir: Path, storage_type: str) -> li
 
 
 def write_transposed(archive: Path, out_dir: Path, storage_type: str, key: str) -> list[tuple[int, int]]:
-    """The older form: two raw files for each layer, model.<name>.bin, with the transposed matrices, and
-    lora_weights.json. key: the customization id in it. Returns (layer, rank) of each pair.
+    """The older form: per layer two raw files model.<name>.bin with the transposed matrices, and
+    lora_weights.json.
+
+    key: its customization id. Returns (layer, rank) of each pair.
 
     Raises AdapterInvalidError, OSError.
     """
-    rows = read_nemo(archive)  # checks that every pair is whole
+    rows = read_nemo(archive)  # checks that every pair is complete
     out_dir.mkdir(parents=True, exist_ok=True)
     for name, tensor in nemo_tensors(archive).items():
         layer, _ = nemo_key(name)
         transposed = decode(name, tensor).T
-        place = np.array([[[LoraModuleId.ATTN_QKV, layer]] * len(transposed)])  # for the text of an error
+        place = np.array([[[LoraModuleId.ATTN_QKV, layer]] * len(transposed)])  # for error messages
         stored = store_as(transposed[None], place, storage_type)
         (out_dir / f"model.{_file_name(name)}.bin").write_bytes(stored.tobytes())
     lora = {
@@ -60,7 +62,7 @@ def write_transposed(archive: Path, out_dir: Path, storage_type: str, key: str) 
 
 
 def _file_name(key: str) -> str:
-    """The key with the adapter numbered. It becomes a file's name, so it may not be a path."""
+    """The key with the adapter's number inserted. It becomes a file name, so it must not be a path."""
     if "/" in key or "\0" in key or len(key) > 200:
         raise AdapterInvalidError(f"{key[:80]} cannot be the name of a file")
     return key.replace(ADAPTER, f"{ADAPTER}.0")

@@ -1,4 +1,4 @@
-"""Whether an adapter changes anything: probed with random inputs, as far as the first row that acts."""
+"""Whether an adapter changes anything. Probes rows with random inputs until one has an effect."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ NOTHING = (
     "it changes nothing, so it answers as the base model does: what it adds is zero (an untrained adapter?)"
 )
 NEUTRAL = (".bias", ".turn", ".scale", ".input_scale", ".input_turn")
-LEAST = 1e-5  # of what the matrices could give, below which a product is only rounding
+LEAST = 1e-5  # relative magnitude below which a product is only rounding
 
 
 def has_effect(
     rows: Sequence[AdapterRow], extras: Sequence[LoraExtra], modules: Mapping[int, LoraModule]
 ) -> bool:
-    """rows: checked, of these modules. Biases of zeros and scales of ones count as nothing; other extras
-    always count."""
+    """rows: checked rows of these modules. Biases of zeros and scales of ones have no effect; all other
+    extras do.
+    """
     if any(not extra.name.endswith(NEUTRAL) or _differs(extra) for extra in extras):
         return True
     random = np.random.default_rng(0)
@@ -30,7 +31,7 @@ def has_effect(
 
 
 def _differs(extra: LoraExtra) -> bool:
-    """Whether this is not what leaves everything as it is."""
+    """Whether this extra changes anything."""
     values = extra.values if extra.values.dtype.kind == "f" else _wide(extra.values)
     if extra.name.endswith(".input_turn"):
         size = values.shape[1]
@@ -48,7 +49,7 @@ def _acts(row: AdapterRow, module: LoraModule, random: np.random.Generator) -> b
         of_b, of_d = np.split(magnitude, [module.out_dim])
         a, b = _wide(row.shared.a), _wide(row.shared.b) * of_b[:, None] * of_d
     a, b = a.reshape(experts, rank, -1), b.reshape(experts, -1, rank)
-    with np.errstate(over="ignore", invalid="ignore"):  # what is too large acts
+    with np.errstate(over="ignore", invalid="ignore"):  # an overflow counts as an effect
         inner = a @ random.standard_normal((a.shape[2], 1), np.float32)
         given, most = np.abs(b @ inner), np.abs(b) @ np.abs(inner)
         return not bool((given <= LEAST * most.max(initial=0)).all())

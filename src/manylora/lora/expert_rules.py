@@ -1,4 +1,4 @@
-"""When the modules of routed experts may be targets of adapters, and when not."""
+"""When modules of routed experts may be target modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ BACKEND = "CUTLASS"
 
 
 def check_moe_backend(backend: str | None, targets: tuple[str, ...], model: ModelConfig) -> None:
-    """TensorRT-LLM's name for the implementation that has adapters of experts is the only one there is here.
+    """Check the name of the backend: only TensorRT-LLM's backend that supports adapters of experts is
+    accepted.
 
     targets: as for `lora_modules`. Raises ConfigError.
     """
@@ -37,10 +38,10 @@ def check_moe_backend(backend: str | None, targets: tuple[str, ...], model: Mode
 def targets_beside_quantised_experts(
     targets: tuple[str, ...], model: ModelConfig, algo: str | None
 ) -> tuple[str, ...]:
-    """Target modules of a model whose experts are quantised by `algo`: with FP8 and MXFP4 any, else every
-    module but theirs, when none are named.
+    """Target modules of a model whose experts are quantised with `algo`.
 
-    Raises ConfigError when theirs are named.
+    With FP8 and MXFP4 any. Otherwise, if none are named, all modules except those of experts. Raises
+    ConfigError if modules of experts are named.
     """
     if algo in (QuantAlgo.FP8, QuantAlgo.W4A16_MXFP4):
         return targets
@@ -58,5 +59,5 @@ def targets_beside_quantised_experts(
 
 
 def beside_experts(modules: Mapping[int, LoraModule]) -> dict[int, LoraModule]:
-    """All but those of routed experts."""
+    """All modules except those of routed experts."""
     return {module_id: module for module_id, module in modules.items() if module_id not in EXPERT_IDS}

@@ -1,29 +1,29 @@
-"""Extras: what an adapter may hold beside its rows, how they are called, and where they lie in its pages.
+"""Extras: what an adapter may have besides its rows, their names, and where they are stored in its pages.
 
 | name | shape | what it does for the adapter's rows |
 |---|---|---|
-| layers.N.MODULE.bias | [out] | added to what the module gives |
-| layers.N.MODULE.scale | [out] | multiplies what the module gives, before the bias is added |
-| layers.N.MODULE.turn | [out / g, g] | RoAd: beside the scaled outputs, their partners in groups of g |
-| layers.N.MODULE.input_scale | [in] | multiplies what the module takes |
-| layers.N.MODULE.input_turn | [in, n] or [n, n] | OFT: inputs times blocks, one for all or each its own |
-| layers.N.NORM.weight, norm.weight | [n] | in place of a norm's weight; NORM as the checkpoint names it |
-| layers.N.NORM.bias, norm.bias | [n] | added to what a norm gives |
+| layers.N.MODULE.bias | [out] | added to the module's output |
+| layers.N.MODULE.scale | [out] | multiplies the module's output, before the bias is added |
+| layers.N.MODULE.turn | [out / g, g] | RoAd: factors for the partners of the scaled outputs, in groups of g |
+| layers.N.MODULE.input_scale | [in] | multiplies the module's input |
+| layers.N.MODULE.input_turn | [in, n] or [n, n] | OFT: multiplies inputs by blocks, shared or one each |
+| layers.N.NORM.weight, norm.weight | [n] | replaces a norm's weight; NORM as in the checkpoint |
+| layers.N.NORM.bias, norm.bias | [n] | added to a norm's output |
 | prompt.weight | [tokens, hidden] | embeddings of virtual tokens before each prompt |
-| layers.N.prefix.keys, .values | [tokens, kv_size] | keys and values of such tokens, as the cache has them |
-| embed.weight, head.weight | [vocab, hidden] | in place of the base's |
-| embed.tokens, head.tokens | [tokens, hidden] | in place of the rows of `token_ids` |
+| layers.N.prefix.keys, .values | [tokens, kv_size] | their keys and values, as stored in the cache |
+| embed.weight, head.weight | [vocab, hidden] | replaces the base model's |
+| embed.tokens, head.tokens | [tokens, hidden] | replaces the rows of `token_ids` |
 | embed.lora_A, embed.lora_B | [vocab, r], [hidden, r] | LoRA on the embedding |
 | head.lora_A, head.lora_B | [r, hidden], [vocab, r] | LoRA on the head |
-| embed.magnitude, head.magnitude | [hidden], [vocab] | DoRA's, normalised |
+| embed.magnitude, head.magnitude | [hidden], [vocab] | DoRA's magnitude, normalised |
 | head.bias | [vocab] | added to the logits |
-| score.weight, score.bias | [labels, n], [labels] | a classification head, in place of the base's |
+| score.weight, score.bias | [labels, n], [labels] | a classification head, which replaces the base model's |
 | score.dense.weight, score.dense.bias | [n, n], [n] | the layer before it, with tanh |
-| invocation | [0] | the adapter acts from the last of these `token_ids` in the prompt on: activated LoRA |
+| invocation | [0] | activated LoRA: acts from the last occurrence of these `token_ids` in the prompt |
 
-Of an encoder-decoder model layers are numbered through both stacks, the encoder's first. What is outside
-layers begins with its stack's name: `encoder.norm`, `encoder.embedding_norm` (on what goes into the first
-layer), `encoder.embed`, with the parts above; `embed.tokens` alone is for both stacks and the head.
+In an encoder-decoder model, layers are numbered through both stacks, the encoder's first. Names of extras
+outside layers start with their stack: `encoder.norm`, `encoder.embedding_norm` (on the input of the first
+layer) and `encoder.embed` with the parts above. Plain `embed.tokens` applies to both stacks and the head.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from manylora.lora.geometry import CacheGeometry, ExtraPiece, ExtraPlace, Layout
 from manylora.request import INVOCATION, MAX_INVOCATION, LoraExtra
 
 HEAD = "score"
-"""What the names of a classification head's parts begin with."""
+"""Prefix of the names of a classification head's parts."""
 LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 def check_extras(extras: Iterable[LoraExtra], num_layers: int) -> None:
-    """Raises AdapterInvalidError for an extra of a layer that the model does not have, and for an invocation
-    sequence that is none."""
+    """Raises AdapterInvalidError for an extra of a layer that the model lacks, and for an invalid invocation
+    sequence.
+    """
     prefixes = 0
     for extra in extras:
         if extra.name == INVOCATION:
@@ -59,12 +60,12 @@ def check_extras(extras: Iterable[LoraExtra], num_layers: int) -> None:
 
 
 def is_virtual(name: str) -> bool:
-    """Whether an extra counts for virtual tokens alone."""
+    """Whether an extra only counts virtual tokens."""
     return name == "prompt.weight" or ".prefix." in name
 
 
 def num_virtual(layout: Layout) -> int:
-    """Virtual tokens before each prompt of the adapter that lies so."""
+    """Number of virtual tokens before each prompt of the adapter with this layout."""
     return max((sum(p.rows for p in one.pieces) for one in layout.extras if is_virtual(one.name)), default=0)
 
 
@@ -81,10 +82,10 @@ def check_invocation(token_ids: Sequence[int], name: str) -> tuple[int, ...]:
 
 
 def with_extras(layout: Layout, extras: Iterable[LoraExtra], geometry: CacheGeometry) -> Layout:
-    """The same layout with extras behind the rows, which take whole slots like rows.
+    """The same layout with extras after the rows. Like rows, they take whole slots.
 
-    An extra that does not fit what is left of a page starts on a page of its own, and goes on over as many
-    as it needs. Raises AdapterInvalidError for one whose columns alone are more than a page.
+    An extra that does not fit the rest of a page starts on a new page and continues over as many pages as it
+    needs. Raises AdapterInvalidError for an extra whose columns alone are larger than a page.
     """
     used, places = list(layout.used_slots), []
     for extra in extras:

@@ -1,5 +1,6 @@
-"""FileAdapter: an adapter whose digest is known and whose values are still in its file, from which they are
-read straight into its pages."""
+"""FileAdapter: an adapter whose digest is known and whose values are still in its file. They are read from
+there directly into its pages.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ ROW = np.dtype(
 
 @dataclass(frozen=True, eq=False)
 class FileRows:
-    """Rows that are one pair of matrices each, and lie in a file as the tensor format has them, without DoRA.
+    """Rows that are one pair of matrices each, stored in a file as in the tensor format, without DoRA.
 
-    file: its name; dtype: float32 or bfloat16. table: [rows] of ROW, in the order of an adapter's rows; a, b:
-    where A [rank, in] and B [out, rank] begin in the file, scale: of B.
+    file: its name. dtype: float32 or bfloat16. table: [rows] of ROW, in the order of an adapter's rows. a, b:
+    offsets of A [rank, in] and B [out, rank] in the file. scale: of B.
     """
 
     file: str
@@ -41,10 +42,10 @@ class FileRows:
 
 @dataclass(frozen=True, eq=False)
 class FileAdapter:
-    """As `Adapter`, without its values and without extras. No values are in memory and no file is open.
+    """Like `Adapter`, but without values and extras. No values are in memory and no file is open.
 
-    open: gives a descriptor of the file, and raises AdapterChangedError at its begin or end when the file is
-    not the one that the digest was taken of.
+    open: yields a descriptor of the file. Raises AdapterChangedError on entry or exit if the file is not the
+    one whose digest was computed.
     """
 
     digest: str
@@ -54,11 +55,11 @@ class FileAdapter:
 
     @property
     def nbytes(self) -> int:
-        """None: the values are still in the file."""
+        """0: the values are still in the file."""
         return 0
 
     def shapes(self, modules: Mapping[int, LoraModule]) -> list[RowShape]:
-        """Its rows as pages take them; as `Adapter.shapes`."""
+        """The shapes of its rows in pages, as in `Adapter.shapes`."""
         rows = self.stored.table[["module_id", "layer", "rank"]].tolist()
         formats = {rank: RowFormat(rank) for _, _, rank in rows}
         return [RowShape(modules[one].at(layer), layer, formats[rank]) for one, layer, rank in rows]

@@ -1,7 +1,8 @@
-"""Page geometry of the adapter cache, and how an adapter lies in its pages, as TensorRT-LLM computes it.
+"""Page geometry of the adapter cache, computed as in TensorRT-LLM, and the layout of an adapter in its pages.
 
 A slot is `page_width` elements, a page is `slots_per_page` slots. A row (layer, module) of an adapter takes
-whole slots of one page; a page belongs to one adapter, or in equal parts to several that share matrices.
+whole slots of one page. A page belongs to one adapter, or in equal parts to several adapters that share
+matrices.
 """
 
 from __future__ import annotations
@@ -25,26 +26,27 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class CacheGeometry:
-    """page_width in elements; min_total_slots hold one adapter of the largest rank."""
+    """page_width in elements. min_total_slots hold one adapter of the largest rank."""
 
     page_width: int
     slots_per_page: int
     min_total_slots: int
-    widest: int  # slots of one rank-1 row of the widest module
+    widest: int  # slots of a rank-1 row of the widest module
 
     @property
     def page_elements(self) -> int:
         return self.page_width * self.slots_per_page
 
     def slots_for(self, num_bytes: int, element_bytes: int, module_layers: int = 0) -> int:
-        """Slots of a cache level: of rank-1 rows when `module_layers` > 0, else of bytes."""
+        """Slots of a cache level, from rank-1 rows if `module_layers` > 0, otherwise from bytes."""
         if module_layers > 0:
             return module_layers * self.widest
         return num_bytes // (self.page_width * element_bytes)
 
     def pages_for(self, level: str, num_slots: int, *, at_most: bool = False) -> int:
-        """Slots rounded up to pages; at_most: down, as of a number of bytes that must not be exceeded. Raises
-        ConfigError when not even one largest adapter fits."""
+        """Slots rounded up to pages. at_most: rounded down, for a limit in bytes. Raises ConfigError if not
+        even one largest adapter fits.
+        """
         if at_most:
             num_slots -= num_slots % self.slots_per_page
         if num_slots < self.min_total_slots:
@@ -59,10 +61,10 @@ class CacheGeometry:
 def cache_geometry(
     modules: Iterable[LoraModule], num_layers: int, optimal_rank: int, max_rank: int, tp: int = 1
 ) -> CacheGeometry:
-    """Geometry from the modules of one rank; `num_layers` on this pipeline rank.
+    """Geometry from the modules of one rank. `num_layers`: on this pipeline rank.
 
-    page_width = min over counted modules of in + out; slots_per_page = the slots of an adapter of the optimal
-    rank, at least those of one row of the largest rank, be it of a module that is not counted.
+    page_width = min over counted modules of in + out. slots_per_page = the slots of an adapter of the optimal
+    rank, but at least those of one row of the largest rank, including modules that are not counted.
     """
     modules = tuple(modules)
     forms = [form for m in modules if m.counted for form in m.forms(num_layers)]
@@ -87,13 +89,13 @@ class CachePlan:
     device_pages: int
 
     def adapters_of_rank(self, modules: Iterable[LoraModule], num_layers: int, rank: int) -> tuple[int, int]:
-        """How many adapters of this rank, with every counted module, fit host and device."""
+        """How many adapters of this rank, with all counted modules, fit host and device."""
         pages = pages_of_rank(self.geometry, modules, num_layers, rank)
         return self.host_pages // pages, self.device_pages // pages
 
 
 def pages_of_rank(geometry: CacheGeometry, modules: Iterable[LoraModule], num_layers: int, rank: int) -> int:
-    """Pages of an adapter of this rank with every counted module."""
+    """Pages of an adapter of this rank with all counted modules."""
     row = RowFormat(rank)
     rows = [
         RowShape(m.at(layer), layer, row)
@@ -112,7 +114,7 @@ def usual_bytes(
     element_bytes: int,
     num_adapters: int,
 ) -> int:
-    """Of `num_adapters` of the optimal rank and one of the largest, with every counted module."""
+    """Bytes of `num_adapters` of the optimal rank and one of the largest, with all counted modules."""
     modules, limit = tuple(modules), config.rank_limit
     optimal, largest = min(config.optimal_adapter_size, limit), min(config.max_adapter_size, limit)
     geometry = cache_geometry(modules, num_layers, optimal, largest)
@@ -131,8 +133,8 @@ def plan_cache(
 ) -> CachePlan:
     """Size both levels for one configuration.
 
-    free_bytes: of the device, after weights and KV cache; the device level takes its fraction of these.
-    Raises ConfigError when a level cannot hold one adapter of the largest rank.
+    free_bytes: of the device, after weights and KV cache. The device level takes its fraction of these.
+    Raises ConfigError if a level cannot hold one adapter of the largest rank.
     """
     modules, limit = tuple(modules), config.rank_limit
     optimal, largest = min(config.optimal_adapter_size, limit), min(config.max_adapter_size, limit)
@@ -153,7 +155,7 @@ def plan_cache(
 
 
 class RowShape(NamedTuple):
-    """A row to be laid out. key: of the matrices of a shared one."""
+    """A row to be laid out. key: identifies the matrices of a shared row."""
 
     module: LoraModule
     layer: int
@@ -163,10 +165,10 @@ class RowShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one row lies: page (counted within the adapter), slot, and its sizes in numbers and slots.
+    """Where one row is stored: page (counted within the adapter), slot, and its sizes in numbers and slots.
 
-    size: of the whole row, in_size: of A, out_size: of B. experts: > 1: the row is of a routed-expert module,
-    and holds so many pairs of matrices. key: of the matrices of a shared row, which lie elsewhere.
+    size: of the whole row, in_size: of A, out_size: of B. experts: > 1: a row of a routed-expert module, with
+    this many pairs of matrices. key: of a shared row's matrices, which are stored elsewhere.
     """
 
     page: int
@@ -184,7 +186,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class ExtraPiece:
-    """So many rows of an extra, from this slot of this page (counted within the adapter) on."""
+    """`rows` rows of an extra, starting at this slot of this page (counted within the adapter)."""
 
     page: int
     slot: int
@@ -193,8 +195,9 @@ class ExtraPiece:
 
 @dataclass(frozen=True, slots=True)
 class ExtraPlace:
-    """Where one extra [rows, columns] lies; a vector has one column. Every piece but the last has the same
-    number of rows."""
+    """Where an extra [rows, columns] is stored; a vector has one column. All pieces except the last have the
+    same number of rows.
+    """
 
     name: str
     columns: int
@@ -205,10 +208,10 @@ class ExtraPlace:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one adapter lies in its pages: its placements, and for each page how many slots are in use.
+    """The layout of an adapter in its pages: its placements, and the number of used slots per page.
 
-    shared: how the matrices of its shared rows lie in pages of their own, by key. page_slots: of a page that
-    it may be a part of; 0: its pages are its own.
+    shared: layouts of its shared rows' matrices in pages of their own, by key. page_slots: slots of the page
+    of which it may be a part; 0: its pages are its own.
     """
 
     placements: tuple[Placement, ...]
@@ -240,8 +243,9 @@ class Layout:
 
     @property
     def need(self) -> Need:
-        """What it takes of a cache level. Of a page parts are taken in powers of two, so that few sizes are
-        apart."""
+        """The space it takes of a cache level. Parts of a page are powers of two, so that there are few
+        different sizes.
+        """
         shared = {key: one.need for key, one in self.shared.items()}
         most = self.page_slots // max(1, self.used_slots[0]) if self.num_pages == 1 else 0
         parts = 1 << most.bit_length() >> 1
@@ -251,16 +255,16 @@ class Layout:
 
     @property
     def invocation(self) -> tuple[int, ...]:
-        """As of `LoraInput`."""
+        """As in `LoraInput`."""
         return next((place.token_ids for place in self.extras if place.name == INVOCATION), ())
 
 
 def place_rows(
     rows: Iterable[RowShape], geometry: CacheGeometry, tp: int = 1, element_bytes: int = 1
 ) -> tuple[tuple[Placement, ...], int]:
-    """Placements of rows in order, and the pages they take (at least 1).
+    """Placements of rows in order, and the number of pages they take (at least 1).
 
-    element_bytes: of the type of the pages; only rows in an encoding of their own depend on it. Raises
+    element_bytes: of the pages' type; only rows with their own encoding depend on it. Raises
     AdapterInvalidError for a row larger than a page.
     """
     page = slot = 0

@@ -13,15 +13,15 @@ from manylora.lora.geometry import Layout
 from manylora.lora.modules import FUSED, LoraModuleId
 from manylora.lora.tensors import Adapter
 
-TIERS = ("device", "host", "disk", "wire")  # the nearest first
+TIERS = ("device", "host", "disk", "wire")  # nearest first
 
 
 @dataclass(eq=False)
 class AdapterLease:
     """One sequence's claim on one adapter.
 
-    Until it is admitted the adapter is on the host, or, while no pages are free for it, carried here.
-    Admitted, it is pinned on both levels.
+    Before it is admitted, the adapter is on the host, or carried by the lease while no pages are free for it.
+    After that it is pinned on both levels.
     """
 
     digest: str
@@ -37,25 +37,28 @@ class AdapterLease:
 
     @property
     def num_virtual(self) -> int:
-        """Virtual tokens that the adapter puts before each prompt."""
+        """Number of virtual tokens that the adapter puts before each prompt."""
         return num_virtual(self.layout)
 
     @property
     def invocation(self) -> tuple[int, ...]:
-        """As of `LoraInput`."""
+        """As in `LoraInput`."""
         return self.layout.invocation
 
 
 def digest_of_mix(members: Iterable[tuple[str, float]]) -> str:
-    """Of the digests of adapters that act together and their scales, whatever their order."""
+    """Digest of adapters that act together and their scales, independent of their order."""
     text = "+".join(f"{digest}*{scale!r}" for digest, scale in sorted(members))
     return blake2b(f"mix {text}".encode(), digest_size=20).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
 class MixLease:
-    """One sequence's claims on adapters that act together, each with its scale: all of them are admitted, or
-    none. digest: of their contents and scales, whatever their order."""
+    """One sequence's claims on adapters that act together, each with its scale. All of them are admitted, or
+    none.
+
+    digest: of their contents and scales, independent of their order.
+    """
 
     digest: str
     members: tuple[tuple[AdapterLease, float], ...]
@@ -67,22 +70,22 @@ class MixLease:
 
     @property
     def num_virtual(self) -> int:
-        """As an adapter's: those that have some cannot be mixed."""
+        """0: adapters with virtual tokens cannot be mixed."""
         return sum(lease.num_virtual for lease, _ in self.members)
 
     @property
     def invocation(self) -> tuple[int, ...]:
-        """None: an activated LoRA cannot be mixed."""
+        """Empty: an activated LoRA cannot be mixed."""
         return ()
 
     @property
     def carried(self) -> Adapter | FileAdapter | None:
-        """Of a member that has none on the host."""
+        """The adapter of a member that is not on the host yet."""
         return next((lease.carried for lease, _ in self.members if lease.carried is not None), None)
 
     @property
     def tier(self) -> str:
-        """Where the one was found that was farthest away."""
+        """Where the farthest member was found."""
         return max((lease.tier for lease, _ in self.members), key=TIERS.index)
 
 
@@ -90,8 +93,9 @@ Lease = AdapterLease | MixLease
 
 
 def check_mixable(name: str, layout: Layout) -> None:
-    """Raises AdapterInvalidError for an adapter that can act only alone and with a scale of 1: what it trains
-    beside linear layers has no place in a sum of their changes."""
+    """Raises AdapterInvalidError for an adapter that can only act alone and with scale 1, because what it
+    trains besides linear layers cannot be part of a sum.
+    """
     extras = sorted(place.name for place in layout.extras)
     if not extras:
         return
@@ -104,8 +108,9 @@ def check_mixable(name: str, layout: Layout) -> None:
 
 
 def check_changes(leases: Iterable[AdapterLease]) -> None:
-    """Raises AdapterInvalidError for a mix in which nothing says what the base alone gives to a DoRA module:
-    another member changes the same outputs through a fused matrix or a part of it."""
+    """Raises AdapterInvalidError for a mix in which the base model's output of a DoRA module is unknown,
+    because another member changes the same outputs through a fused matrix or a part of it.
+    """
     rows = {(p.layer, p.module_id, p.format.dora) for lease in leases for p in lease.layout.placements}
     found = {(layer, module_id) for layer, module_id, _ in rows}
     for layer in sorted({layer for layer, _, dora in rows if dora}):

@@ -1,4 +1,4 @@
-"""Adapters in pages that the device reads, as a forward pass takes them."""
+"""Adapters in pages that the device can read, as used by a forward pass."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from manylora.lora.geometry import Layout
 from manylora.lora.pool import NOTHING_SHARED, AdapterPool, SharedOf
 from manylora.lora.tensors import Adapter
 
-MAX_MIXES = 256  # whose tables are kept
+MAX_MIXES = 256  # cached tables
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedAdapter:
-    """Where the rows of an adapter lie, and its extras. members: those that a mix was made of."""
+    """Locations of an adapter's rows, and its extras. members: the adapters of a mix."""
 
     rows: dict[tuple[int, int], LoraRow]
     extras: dict[str, Extra]
@@ -34,14 +34,15 @@ class LoadedAdapter:
     def at(
         cls, pool: AdapterPool, layout: Layout, pages: Sequence[int], shared: SharedOf = NOTHING_SHARED
     ) -> LoadedAdapter:
-        """pages, and those of shared matrices: of the pool's `flat`."""
+        """pages, including those of shared matrices, are pages of the pool's `flat`."""
         return cls(pool.rows(layout, pages, shared), pool.extras(layout, pages))
 
     @classmethod
     def mixed(cls, members: Sequence[tuple[LoadedAdapter, float]]) -> LoadedAdapter:
-        """Several that act together, each with what its change of a layer is multiplied by. None has extras.
+        """Several adapters that act together, each with the factor on its change of a layer. None of them has
+        extras.
 
-        These are tables: the adapters stay where they are, once for all their mixes.
+        Only tables are built: the adapters are stored once for all their mixes.
         """
         found: dict[tuple[int, int], list[LoraRow]] = {}
         for one, scale in members:
@@ -57,17 +58,18 @@ class LoadedAdapter:
 
 
 class Mixes:
-    """The mixes of the last steps: an adapter's table is the same object from one step to the next, by which
-    operations know it."""
+    """The mixes of the last steps. An adapter's table is the same object in consecutive steps, by which
+    operations recognise it.
+    """
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[tuple[int, float], ...], LoadedAdapter] = OrderedDict()
 
     def find(self, members: Sequence[tuple[LoadedAdapter, float]]) -> LoadedAdapter:
-        """members: as of `LoadedAdapter.mixed`; of one with a scale of 1, itself."""
+        """members: as in `LoadedAdapter.mixed`. A single member with scale 1 is returned itself."""
         if len(members) == 1 and members[0][1] == 1:
             return members[0][0]
-        key = tuple((id(one), scale) for one, scale in members)  # `members` of each keeps them alive
+        key = tuple((id(one), scale) for one, scale in members)  # `members` keeps these objects alive
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = LoadedAdapter.mixed(members)
@@ -78,21 +80,24 @@ class Mixes:
 
 
 class OtherRanks(Protocol):
-    """What the other ranks of a group must do with an adapter, each with its part of it."""
+    """What the other ranks of a group must do with their parts of an adapter."""
 
     def write(self, adapter: Adapter | FileAdapter, pages: Sequence[int]) -> None:
-        """Write it into these pages on the host, and wait until all have. An AdapterPart is one that they
-        were told to keep. Any thread. Raises RequestError."""
+        """Write it to these host pages, and wait until all ranks have. If it is an AdapterPart, they were
+        told to keep it.
+
+        Thread-safe. Raises RequestError.
+        """
 
     def keep(self, part: Adapter, pages: Sequence[int]) -> None:
-        """Take it out of its pages on the host and keep it, as long as `part` exists here."""
+        """Read it back from its host pages and keep it as long as `part` exists here."""
 
     def load(self, digest: str, host_pages: Sequence[int], device_pages: Sequence[int]) -> None:
-        """Bring it to these pages on the device, before the next step."""
+        """Copy it to these device pages before the next step."""
 
 
 def lora_batch(pool: AdapterPool, segments: Iterable[tuple[int, int, LoadedAdapter]]) -> LoraBatch | None:
-    """Of token rows [start, stop) and their adapters, ascending; None without any."""
+    """The batch for token rows [start, stop) and their adapters, ascending. None if there are none."""
     loaded = list(segments)
     if not loaded:
         return None
@@ -105,8 +110,10 @@ def lora_batch(pool: AdapterPool, segments: Iterable[tuple[int, int, LoadedAdapt
 
 
 def with_virtual(batch: LoraBatch | None, virtual: Sequence[tuple[int, int]]) -> LoraBatch | None:
-    """The batch of a pass some of whose rows are virtual tokens: each row, and the token's number, ascending.
-    Extras that no row needs are left out, so that other passes run as without them."""
+    """The batch of a pass in which some rows are virtual tokens: (row, token number) pairs, ascending.
+
+    Extras that no row needs are omitted, so that other passes run as without them.
+    """
     if batch is None or not batch.extras:
         return batch
     extras = []

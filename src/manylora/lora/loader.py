@@ -1,4 +1,4 @@
-"""AdapterLoader: adapters on their way from requests and files to the host level."""
+"""AdapterLoader: loads adapters from requests and files, up to the host level."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ POLL_S = 0.005
 
 
 class AdapterLoader:
-    """Any thread. on_host: whether an adapter is in the cache. max_bytes: of adapters that were read and are
-    not on the host yet, from which on no other is read."""
+    """Thread-safe. on_host: whether an adapter is in the cache. max_bytes: limit on adapters that were read
+    but are not on the host yet; beyond it no further adapter is read.
+    """
 
     def __init__(
         self, library: AdapterLibrary, rules: AdapterRules, on_host: Callable[[str], bool], max_bytes: int
     ) -> None:
         self._library, self._rules, self._on_host = library, rules, on_host
         self._max_bytes = max_bytes
-        self._lock = threading.Lock()  # of these two
+        self._lock = threading.Lock()  # protects the next two
         self._in_memory: WeakValueDictionary[str, Adapter | FileAdapter] = WeakValueDictionary()
-        self._read: WeakSet[Adapter | FileAdapter] = WeakSet()  # those that the library gave
+        self._read: WeakSet[Adapter | FileAdapter] = WeakSet()  # those from the library
         self._closing = threading.Event()
 
     def prepare(self, lora: LoraInput) -> Adapter | FileAdapter | None:
@@ -55,7 +56,7 @@ class AdapterLoader:
         return self.share(found, read=True)
 
     def share(self, adapter: Adapter | FileAdapter, *, read: bool = False) -> Adapter | FileAdapter:
-        """The adapter of this content that is in memory already, or this one. read: it counts as read."""
+        """An adapter in memory with the same content, or else this one. read: it counts as read."""
         with self._lock:
             shared = self._in_memory.setdefault(adapter.digest, adapter)
             if read and shared is adapter:
@@ -63,7 +64,7 @@ class AdapterLoader:
             return shared
 
     def forget(self, digest: str) -> None:
-        """Share it with nobody any more: it cannot be written."""
+        """Do not share it any more, because it cannot be written."""
         with self._lock:
             self._in_memory.pop(digest, None)
 
@@ -72,13 +73,14 @@ class AdapterLoader:
             return self._on_host(digest) or digest in self._in_memory
 
     def wait_for_memory(self) -> None:
-        """Wait while too many bytes are on their way. For threads that are about to read an adapter, never
-        the engine's, on which that memory becomes free."""
+        """Wait while too many bytes have not reached the cache. For threads that are about to read an
+        adapter. Never call it on the engine's thread, which frees that memory.
+        """
         while self._count_bytes() >= self._max_bytes and not self._closing.wait(POLL_S):
             pass
 
     def end_waits(self) -> None:
-        """Let nobody wait any more."""
+        """Wake all waiting threads, and let no one wait any more."""
         self._closing.set()
 
     def _count_bytes(self) -> int:

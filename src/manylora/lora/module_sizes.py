@@ -1,4 +1,4 @@
-"""Inputs and outputs of the linear layers that adapters may change, of each kind of layer."""
+"""Input and output sizes of the linear layers that adapters may change, for each kind of layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from manylora.config.engine import ModelConfig
 
 
 class Split(Enum):
-    """What tensor parallelism cuts: rows of B, columns of A, or nothing."""
+    """What tensor parallelism splits: rows of B, columns of A, or nothing."""
 
     B_ROWS = "B rows"
     A_COLS = "A cols"
@@ -17,7 +17,7 @@ class Split(Enum):
 
 
 def module_sizes(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
-    """Inputs and outputs of each module, of a model whose layers are alike."""
+    """Input and output size of each module, for a model whose layers are equal."""
     dims = {**_dense_dims(model), **_recurrent_dims(model), **_moe_dims(model)}
     dims |= {**_layer_input_dims(model), **_altup_dims(model)}
     if model.encoder is not None:
@@ -48,7 +48,7 @@ def _attention_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
     if model.latent is not None:
         return _latent_dims(model, model.latent)
     hidden, q, kv = model.hidden_size, model.q_rows, model.kv_size
-    if model.keys_are_values:  # an adapter of the one changes the other
+    if model.keys_are_values:  # an adapter of one changes the other, too
         return {
             "attn_q": (hidden, q, Split.B_ROWS),
             "attn_k": (hidden, kv, Split.B_ROWS),
@@ -64,7 +64,7 @@ def _attention_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
 
 
 def _latent_dims(model: ModelConfig, latent: LatentConfig) -> dict[str, tuple[int, int, Split]]:
-    """What all heads share, tensor parallelism does not cut."""
+    """Tensor parallelism does not split projections that all heads share."""
     hidden, heads = model.hidden_size, model.num_heads
     q = {"attn_q": (hidden, heads * latent.query_dim, Split.B_ROWS)}
     if latent.q_rank:
@@ -128,7 +128,7 @@ def _layer_input_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
 
 
 def _moe_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
-    """Of routed experts, those of one expert."""
+    """For routed experts, the sizes of one expert."""
     if model.moe is None:
         return {}
     hidden, inner, shared = model.hidden_size, model.moe.intermediate_size, model.moe.shared_intermediate_size
@@ -161,8 +161,9 @@ def _moe_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
 
 
 def grouped_parts(model: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Of modules whose rows are of several parts, which a checkpoint may have in groups: how many groups, and
-    the parts."""
+    """For modules whose rows have several parts, which a checkpoint may store in groups: the number of
+    groups, and the parts.
+    """
     found: dict[str, tuple[int, tuple[int, ...]]] = {}
     found["attn_qkv"] = (model.qkv_groups, (model.q_rows, model.kv_size, model.kv_size))
     own = model.recurrent

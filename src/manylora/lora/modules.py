@@ -1,4 +1,4 @@
-"""The LoRA modules: ids (TensorRT-LLM loraModule.h), names, and which of them a model has."""
+"""The LoRA modules: ids (from TensorRT-LLM's loraModule.h), names, and which of them a model has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from manylora.lora.module_sizes import Split, grouped_parts, module_sizes
 
 
 class LoraModuleId(IntEnum):
-    """TensorRT-LLM's numbers, from 26 on our own; the name of a module is its member's in small letters."""
+    """TensorRT-LLM's numbers; from 26 on our own. A module's name is its member's in lower case."""
 
     ATTN_QKV = 0
     ATTN_Q = 1
@@ -46,7 +46,7 @@ class LoraModuleId(IntEnum):
     ATTN_Q_B = 27
     ATTN_KV_A = 28
     ATTN_KV_B = 29
-    # Of recurrent layers; TensorRT-LLM has none of these.
+    # Modules of recurrent layers, which TensorRT-LLM does not have.
     LINEAR_ATTN_QKVZ = 30
     LINEAR_ATTN_BA = 31
     LINEAR_ATTN_QKV = 32
@@ -54,11 +54,11 @@ class LoraModuleId(IntEnum):
     LINEAR_ATTN_B = 34
     LINEAR_ATTN_A = 35
     LINEAR_ATTN_OUT = 36
-    # Of per-layer embeddings; the first is outside layers, and its rows are those of layer 0.
+    # Modules of per-layer embeddings. The first is outside the layers; its rows are stored as layer 0.
     PER_LAYER_MODEL_PROJECTION = 37
     PER_LAYER_INPUT_GATE = 38
     PER_LAYER_PROJECTION = 39
-    # Of Laurel and AltUp. The last two are outside layers: projection N has the rows of layer N.
+    # Modules of Laurel and AltUp. The last two are outside the layers: projection N is stored as layer N.
     LAUREL_LEFT = 40
     LAUREL_RIGHT = 41
     ALTUP_MODALITY_ROUTER = 42
@@ -67,7 +67,7 @@ class LoraModuleId(IntEnum):
     ALTUP_PROJECTIONS = 45
     ALTUP_UNEMBED_PROJECTIONS = 46
     SHARED_EXPERT_GATE_UP = 47
-    # Around all layers; their rows are those of layer 0.
+    # Modules around all layers, stored as layer 0.
     PROJECT_IN = 48
     PROJECT_OUT = 49
 
@@ -96,18 +96,19 @@ MEANINGS = (
     "shared expert: up_proj and gate_proj: B is [up; gate]",
     "project_in, between the embedding and layer 0", "project_out, before the head",
 )  # fmt: skip
-"""What Hugging Face models call the matrix of each module id. TensorRT-LLM's converters write 5 for
-the gate and 7 for the other one."""
+"""Names in Hugging Face models of the matrix of each module id. TensorRT-LLM's converters use 5 for the gate
+and 7 for the other one.
+"""
 MODULE_NAMES = tuple(one.name.lower() for one in LoraModuleId)
 """Name of each module id."""
 EXPERT_IDS = (LoraModuleId.MOE_H_TO_4H, LoraModuleId.MOE_4H_TO_H, LoraModuleId.MOE_GATE)
-"""Modules of routed experts: one row holds the matrices of all experts of a layer."""
+"""Modules of routed experts. One row holds the matrices of all experts of a layer."""
 
-QKV = {"attn_q", "attn_k", "attn_v"}  # one group: naming one enables all three
-KV = ("attn_qkv", "attn_k", "attn_v")  # not of layers that read another one's keys and values
-# Another; queries read the decoder's rows, keys and values the encoder's, so the fused one is kept as these.
+QKV = {"attn_q", "attn_k", "attn_v"}  # one group: naming one of them enables all three
+KV = ("attn_qkv", "attn_k", "attn_v")  # absent in layers that read another layer's keys and values
+# Another group. Queries read the decoder's rows, keys and values the encoder's, so the fused module is split.
 CROSS = {"cross_attn_qkv", "cross_attn_q", "cross_attn_k", "cross_attn_v"}
-# A fused module is available when all the modules it fuses are.
+# A fused module is available if all the modules that it fuses are.
 FUSED = {
     "attn_qkv": ("attn_q", "attn_k", "attn_v"),
     "mlp_gate_up": ("mlp_gate", "mlp_h_to_4h"),
@@ -116,7 +117,7 @@ FUSED = {
     "linear_attn_qkvz": ("linear_attn_qkv", "linear_attn_z"),
     "linear_attn_ba": ("linear_attn_b", "linear_attn_a"),
 }
-# The shared expert's counterparts of the plain MLP's modules.
+# The shared expert's counterparts of the dense MLP's modules.
 SHARED = {
     "mlp_h_to_4h": "shared_expert_h_to_4h",
     "mlp_4h_to_h": "shared_expert_4h_to_h",
@@ -125,31 +126,31 @@ SHARED = {
 }
 
 
-RECURRENT = ("linear_attn_", "mamba_")  # begin the names of modules of recurrent layers
+RECURRENT = ("linear_attn_", "mamba_")  # name prefixes of modules of recurrent layers
 
 
 @dataclass(frozen=True)
 class LoraModule:
-    """A [rank, in_dim] and B [out_dim, rank], sizes over all ranks.
+    """A [rank, in_dim] and B [out_dim, rank]; sizes over all ranks.
 
-    counted: whether it takes part in the page geometry. Fused modules beside their parts do not: they would
-             double the size of a page without ever being used together with them.
-    parts:   of a module of several parts, as a fused one, the sizes whose sum out_dim is; ranks cut each of
-             them. Of a routed-expert module, each expert's.
-    groups, transposed: how a checkpoint keeps the base's matrix: as so many stacks of the parts one after
-             another, and [in, out].
-    experts: > 1: the dimensions are of all experts together; A is [experts, rank, in_dim / experts] and B
+    counted: whether it takes part in the page geometry. Fused modules do not if their parts do: they would
+             double the size of a page and are never used together with their parts.
+    parts:   for a module of several parts, such as a fused one: sizes that sum to out_dim. Ranks split each
+             of them. For a routed-expert module, the parts of each expert.
+    groups, transposed: how a checkpoint stores the base model's matrix: as this many stacks of the parts, and
+             as [in, out].
+    experts: > 1: the dimensions are of all experts together. A is [experts, rank, in_dim / experts] and B
              [experts, out_dim / experts, rank].
-    layers:  that have the module; None: every one.
-    others:  the module with the sizes that it has on other layers, which are `layers` of each. The sizes of
-             this one are the largest. Empty: all layers are alike.
-    encoder_layers: of the model; they come before its decoder's. 0: there is no encoder.
-    gate_first: whether PEFT directories have a fused gate and up as PEFT trains them, [gate; up].
+    layers:  layers that have the module; None: all.
+    others:  the module with the sizes that it has on other layers, given by `layers` of each. The sizes of
+             this object are the largest. Empty: all layers are equal.
+    encoder_layers: number of encoder layers, which precede the decoder's. 0: no encoder.
+    gate_first: whether PEFT directories store a fused gate and up as PEFT trains them, [gate; up].
     gated: whether the model's MLPs have a gate.
-    interleaved: of routed experts, whether the rows of PEFT's fused gate and up are those of either in turn.
-    named_decoder: whether PEFT's names of the layers begin with `decoder.`, though there is no encoder.
-    unused: layers without the module for which adapters may have it all the same: what it gave there in
-            training, generation never reads.
+    interleaved: for routed experts, whether rows of gate and up alternate in PEFT's fused matrix.
+    named_decoder: whether PEFT's layer names start with `decoder.` although there is no encoder.
+    unused: layers without the module for which adapters may still have it: generation never reads what it
+             computed in training.
     layer_inputs: whether the model has per-layer embeddings.
     """
 
@@ -173,7 +174,7 @@ class LoraModule:
     others: tuple[LoraModule, ...] = ()
 
     def at(self, layer: int) -> LoraModule:
-        """With the sizes of this layer."""
+        """The module with the sizes of this layer."""
         return next((one for one in self.others if one.layers and layer in one.layers), self)
 
     def is_on(self, layer: int) -> bool:
@@ -181,7 +182,7 @@ class LoraModule:
         return self.layers is None or layer in self.layers
 
     def forms(self, count: int) -> list[tuple[LoraModule, int]]:
-        """With each of its sizes, and on how many of so many layers it has these."""
+        """The module with each of its sizes, and on how many of `count` layers it has them."""
         others = [(one, len(one.layers or ())) for one in self.others]
         return [(self, count - sum(number for _, number in others)), *others]
 
@@ -196,8 +197,9 @@ class LoraModule:
         return self.out_dim // tp if self.split is Split.B_ROWS else self.out_dim
 
     def share(self, tp: int) -> LoraModule:
-        """The module of one of `tp` ranks, which share every part of it. Raises ConfigError when they cannot
-        do so equally."""
+        """The module on one of `tp` ranks, among which every part of it is divided. Raises ConfigError if
+        that is not possible in equal shares.
+        """
         parts = self.parts or (self.out_dim,)
         sizes = {Split.NONE: (), Split.B_ROWS: parts, Split.A_COLS: (self.in_dim // self.experts,)}
         for size in sizes[self.split]:
@@ -211,25 +213,25 @@ class LoraModule:
         return replace(self, in_dim=self.local_in(tp))
 
     def row_sizes(self, row: RowFormat, tp: int = 1) -> tuple[int, int, int]:
-        """Numbers of A, of B and of the magnitude, on one rank of `tp`."""
+        """Numbers in A, B and the magnitude on one of `tp` ranks."""
         return row.sizes(self.local_in(tp), self.local_out(tp))
 
     def row_elements(self, row: RowFormat, tp: int = 1) -> int:
-        """All numbers of a row, on one rank of `tp`."""
+        """All numbers of a row on one of `tp` ranks."""
         return sum(self.row_sizes(row, tp))
 
 
 def module_name(module_id: int) -> str:
-    """For error texts: of any number, also one that is no module's."""
+    """For error messages: works for any number, even if no module has it."""
     return MODULE_NAMES[module_id] if 0 <= module_id < len(MODULE_NAMES) else f"INVALID ({module_id})"
 
 
 def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, LoraModule]:
-    """The modules an adapter may use on this model, by id. Empty names: every module the model has.
+    """The modules an adapter may use on this model, by id. Empty names: all modules of the model.
 
-    attn_dense reads the attention's output, so its in_dim is heads * head_dim, which need not be hidden_size.
-    A name of the plain MLP means the shared expert too, where there is one. Raises ConfigError for a name the
-    model has no module for.
+    attn_dense reads the attention's output, so its in_dim is heads * head_dim, which may differ from
+    hidden_size. A name of the dense MLP also means the shared expert, if there is one. Raises ConfigError for
+    a name without a module on this model.
     """
     kinds: dict[LayerShape | None, list[int]] = {}
     for layer, shape in enumerate(model.layer_shapes or (None,) * model.num_layers):
@@ -253,12 +255,12 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
 
 
 def join_layers(forms: Mapping[int, LoraModule], num_layers: int) -> LoraModule:
-    """One module of what it is on each of some layers, of so many."""
+    """Join a module's forms on some of `num_layers` layers to one module."""
     return _together([replace(one, layers=frozenset({n}), others=()) for n, one in forms.items()], num_layers)
 
 
 def _together(forms: list[LoraModule], num_layers: int) -> LoraModule:
-    """One module of what it is on different layers."""
+    """Join the forms on different layers to one module."""
     sized: dict[tuple[int, int], LoraModule] = {}
     for one in forms:
         known = sized.get((one.in_dim, one.out_dim))
@@ -301,7 +303,7 @@ def _modules(model: ModelConfig, wanted: set[str]) -> dict[int, LoraModule]:
 
 
 def _find_targets(name: str, dims: Mapping[str, object]) -> set[str]:
-    """The modules that a target's name means on a model with these modules."""
+    """The modules that a target name means on a model with these modules."""
     found = {name, SHARED.get(name, name)} & dims.keys()
     if not found:
         raise ConfigError(f"Invalid LoRA module {name}: this model has {', '.join(dims)}")

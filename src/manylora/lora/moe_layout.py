@@ -1,4 +1,4 @@
-"""Synthetic adapters of routed experts, and what they add: for tests and experiments."""
+"""Synthetic adapters of routed experts and a reference for what they add, for tests and experiments."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def make_per_expert_lora(
 ) -> dict[str, Tensor]:
     """Random normal matrices of one module: "A" [experts, rank, in_dim] and "B" [experts, out_dim, rank].
 
-    shared_side: "A" or "B": all experts have the same matrix on that side. seed: a generator of its own, from
-    which A is drawn before B. Raises ValueError.
+    shared_side: "A" or "B": all experts have the same matrix on that side. seed: of a separate generator,
+    from which A is drawn before B. Raises ValueError.
     """
     if shared_side not in (None, "A", "B"):
         raise ValueError(f"shared_side must be 'A', 'B' or None, got {shared_side!r}")

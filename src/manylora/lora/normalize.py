@@ -1,4 +1,6 @@
-"""DoRA magnitudes of a PEFT directory divided by the row norms of the adapted base, written out again."""
+"""Divides the DoRA magnitudes of a PEFT directory by the row norms of the adapted base, and writes the
+result.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,10 @@ STEM = "adapter_model"
 
 
 def normalize_dora(in_dir: Path, base_model: Path, out_dir: Path, *, strip: bool = False) -> int:
-    """Write a PEFT directory whose magnitudes are normalised, or, with `strip`, that has none.
+    """Write a PEFT directory with normalised magnitudes, or, with `strip`, without magnitudes.
 
-    The weights keep their file format and types, but for magnitudes in 8 bits, which become float32. Returns
-    how many magnitudes there were. Raises AdapterInvalidError, OSError.
+    The weights keep their file format and types, except magnitudes in 8 bits, which become float32. Returns
+    the number of magnitudes. Raises AdapterInvalidError, OSError.
     """
     suffix = _suffix(in_dir, STEM)
     _suffix(base_model, "model")
@@ -73,8 +75,9 @@ def _suffix(folder: Path, stem: str) -> str:
 
 
 def _magnitude_path(key: str) -> str | None:
-    """Of the linear layer whose magnitude this is; None: it is another tensor, which goes through as it is.
-    Magnitudes of embedding and head do not."""
+    """Path of the linear layer whose magnitude this is. None: another tensor, which is copied unchanged.
+    Magnitudes of embedding and head are copied, too.
+    """
     found = PEFT_KEY.fullmatch(key) or STACK_KEY.fullmatch(key)
     if found is None and (not is_extra(key) or "magnitude" in key):
         raise AdapterInvalidError(f"Encountered unknown weight: {key}")
@@ -84,7 +87,7 @@ def _magnitude_path(key: str) -> str | None:
 def _matrices(
     path: str, tensors: Mapping[str, RawTensor], config: PeftConfig
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A [rank, in], and B [out, rank] with the scaling in it."""
+    """A [rank, in], and B [out, rank] with the scaling folded in."""
     keys = [f"{path}.lora_{side}.weight" for side in "AB"]
     for key in keys:
         if key not in tensors:

@@ -1,4 +1,4 @@
-"""The types that an adapter's numbers may have, in files and in NumPy, and what pages keep them as."""
+"""The types of an adapter's numbers in files and in NumPy, and their encodings in pages."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from manylora.kernels.loading import narrow
 from manylora.kernels.row_format import Encoding
 
 BFLOAT16 = np.dtype("V2")
-"""How NumPy arrays hold bfloat16: two bytes without a meaning, the bits of the number."""
+"""How NumPy arrays hold bfloat16: as two opaque bytes with the number's bits."""
 FLOAT8 = np.dtype("V1")
-"""How NumPy arrays hold 8-bit floats (e4m3, no infinities): a byte without a meaning, the bits."""
-FLOAT8_NAN = 0x7F  # with either sign; the only one of its codes that is no number
+"""How NumPy arrays hold 8-bit floats (e4m3, no infinities): as an opaque byte with the number's bits."""
+FLOAT8_NAN = 0x7F  # with either sign; the only code that is not a number
 
 
 def is_bfloat16(dtype: np.dtype) -> bool:
@@ -23,20 +23,20 @@ def is_bfloat16(dtype: np.dtype) -> bool:
 
 
 def widen_bfloat16(values: np.ndarray) -> np.ndarray:
-    """bfloat16 bits to float32, exactly; same shape."""
+    """Convert bfloat16 bits to float32, exactly; same shape."""
     bits = np.ascontiguousarray(values).view(np.uint16).astype(np.uint32) << 16
     return bits.view(np.float32)
 
 
 def narrow_to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """float32 to bfloat16 bits, to the nearest, ties to even; same shape. NaN is not expected."""
+    """Round float32 to bfloat16 bits, to nearest, ties to even; same shape. Input must not contain NaN."""
     bits = np.empty(values.shape, np.uint16)
     narrow(bits.reshape(-1), np.ascontiguousarray(values, np.float32).reshape(-1))
     return bits.view(BFLOAT16)
 
 
 def _float8_values() -> np.ndarray:
-    """float32 [256], of each byte."""
+    """float32 [256]: the value of each byte."""
     size = np.arange(128)
     exponent, mantissa = size >> 3, size & 7
     numbers = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
@@ -48,7 +48,7 @@ FLOAT8_VALUES = _float8_values()
 
 
 def widen_float8(values: np.ndarray) -> np.ndarray:
-    """Bytes of 8-bit floats to float32, exactly; same shape."""
+    """Convert bytes of 8-bit floats to float32, exactly; same shape."""
     return FLOAT8_VALUES[np.ascontiguousarray(values).view(np.uint8)]
 
 
@@ -59,10 +59,10 @@ def has_float8_nan(values: np.ndarray) -> bool:
 
 @dataclass(frozen=True)
 class NumberType:
-    """name: torch's. dtype: in NumPy. safetensors: in the header of a file. encoding: in pages.
+    """name: torch's. dtype: in NumPy. safetensors: in a file's header. encoding: in pages.
 
-    widen: to float32, exactly; None: NumPy does. has_nan: of an encoding, which has no infinities and no
-    number beyond the range of any type of pages.
+    widen: converts to float32, exactly; None: NumPy does that. has_nan: for encodings, which have no
+    infinities and no number beyond the range of any page dtype.
     """
 
     name: str
@@ -79,14 +79,14 @@ NUMBER_TYPES = (
     NumberType("bfloat16", BFLOAT16, "BF16", widen_bfloat16),
     NumberType("float8_e4m3fn", FLOAT8, "F8_E4M3", widen_float8, Encoding.FLOAT8, has_float8_nan),
 )
-TYPES_READ = "float32, float16, bfloat16 or float8 (F8_E4M3)"  # for error texts
+TYPES_READ = "float32, float16, bfloat16 or float8 (F8_E4M3)"  # for error messages
 BY_NAME = {one.name: one for one in NUMBER_TYPES}
 BY_DTYPE = {one.dtype: one for one in NUMBER_TYPES}
 BY_SAFETENSORS = {one.safetensors: one for one in NUMBER_TYPES}
 
 
 def to_bfloat16(where: str, values: np.ndarray) -> np.ndarray:
-    """Numbers of an encoding as bfloat16, exactly; same shape. Raises AdapterInvalidError for a NaN."""
+    """Convert encoded numbers to bfloat16, exactly; same shape. Raises AdapterInvalidError for a NaN."""
     kind = BY_DTYPE[values.dtype]
     assert kind.widen is not None and kind.has_nan is not None
     if kind.has_nan(values):

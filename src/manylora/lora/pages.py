@@ -1,4 +1,4 @@
-"""PageAllocator: fixed-size pages handed out by number, with reference counts; for KV cache and adapters."""
+"""PageAllocator: fixed-size pages, identified by number, with reference counts. For KV cache and adapters."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from itertools import islice
 
 
 class PageAllocator:
-    """Numbers 0 .. num_pages - 1, each free or referenced at least once.
+    """Pages 0 .. num_pages - 1, each free or referenced at least once.
 
-    A released page goes to the front of the free list and is the next one claimed, so a small working set
-    keeps touching the same memory.
+    A released page is put at the front of the free list and claimed next, so a small working set keeps
+    touching the same memory.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -31,7 +31,7 @@ class PageAllocator:
         return self.num_pages - self.num_free
 
     def claim(self, count: int) -> list[int] | None:
-        """`count` pages with one reference each, or None (and nothing claimed) when fewer are free."""
+        """`count` pages with one reference each. None, and nothing is claimed, if fewer are free."""
         if count > len(self._free):
             return None
         pages = [self._free.popleft() for _ in range(count)]
@@ -40,16 +40,16 @@ class PageAllocator:
         return pages
 
     def upcoming(self, count: int) -> list[int]:
-        """The free pages that are claimed next, at most so many."""
+        """The free pages to be claimed next, at most `count`."""
         return list(islice(self._free, count))
 
     def share(self, page: int) -> None:
-        """One more reference to a page in use."""
+        """Add a reference to a page in use."""
         assert self._references[page] > 0, f"page {page} is free"
         self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop one reference of each; those without any become free, in the order given."""
+        """Drop one reference of each page. Pages without references become free, in the order given."""
         for page in pages:
             assert self._references[page] > 0, f"page {page} is already free"
             self._references[page] -= 1
@@ -60,7 +60,7 @@ class PageAllocator:
         return self._references[page]
 
     def check(self) -> None:
-        """Assert that free and used pages add up; for idle moments and tests."""
+        """Assert that free and used pages add up. For idle times and tests."""
         free = set(self._free)
         assert len(free) == len(self._free), "a page is free twice"
         assert all((count == 0) == (page in free) for page, count in enumerate(self._references))

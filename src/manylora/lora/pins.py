@@ -1,4 +1,4 @@
-"""Pins: leases without a request, which keep adapters in the cache until they are given back."""
+"""Pins: leases without a request, which keep adapters in the cache until they are unpinned."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger("manylora")
 
 
 class Pins:
-    """Belongs to the engine's thread.
+    """Use on the engine's thread.
 
-    acquire: a lease on what a task id means, which is on the host. admit, release: as the store's. largest:
-    pages that must stay for others, so that every adapter that was taken can still run.
+    acquire: returns a lease on the adapter of a task id, which is on the host. admit, release: the store's.
+    largest: pages that must remain for others, so that every accepted adapter can still run.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class Pins:
         self._leases: dict[int, AdapterLease] = {}
 
     def pin(self, task_id: int) -> None:
-        """Keep the adapter of a task id on both levels, from now on; the second time changes nothing.
+        """Keep the adapter of a task id on both levels from now on. Idempotent.
 
-        Raises AdapterNotCachedError when it is not in the cache or cannot come to the device now,
-        AdapterCacheFullError when too little would be left for others.
+        Raises AdapterNotCachedError if it is not in the cache or cannot be loaded to the device now,
+        AdapterCacheFullError if too little space would remain for others.
         """
         if task_id in self._leases:
             return
@@ -55,15 +55,16 @@ class Pins:
         self._count()
 
     def unpin(self, task_id: int) -> None:
-        """From now on it may be evicted. No effect for one that is not pinned."""
+        """Allow its eviction again. No effect if it is not pinned."""
         lease = self._leases.pop(task_id, None)
         if lease is not None:
             self._release(lease)
             self._count()
 
     def renew(self, task_id: int) -> None:
-        """Pin what a task id means by now, if it is pinned. Where that does not fit beside what it meant
-        before, that stays pinned instead, which is logged."""
+        """If a task id is pinned, pin what it means now. If that does not fit beside its old content, the old
+        content stays pinned instead, which is logged.
+        """
         old = self._leases.pop(task_id, None)
         if old is None:
             return
@@ -78,7 +79,7 @@ class Pins:
             self._release(old)
 
     def drop(self, digests: Container[str]) -> None:
-        """Unpin adapters that were lost on their way to the cache."""
+        """Unpin adapters that could not be written to the cache."""
         for task_id, lease in list(self._leases.items()):
             if lease.digest in digests:
                 logger.warning("lora task %d is not pinned any more: it could not be read", task_id)

@@ -1,4 +1,4 @@
-"""AdapterPool: the bytes of both cache levels."""
+"""AdapterPool: the memory of both cache levels."""
 
 from __future__ import annotations
 
@@ -26,30 +26,29 @@ from manylora.lora.space import PagePart, SharedPages
 from manylora.lora.tensors import Adapter, AdapterRow
 from manylora.request import LoraExtra
 
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
-ENCODED = {one.encoding: one.dtype for one in NUMBER_TYPES}  # of those beside PLAIN
-PIECE_BYTES = 2**22  # of a copy to the device: between two of them a step's tables can pass
-PARALLEL_BYTES = 2**23  # of an adapter that several threads lay out
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes per element
+ENCODED = {one.encoding: one.dtype for one in NUMBER_TYPES}  # encodings other than PLAIN
+PIECE_BYTES = 2**22  # of a copy to the device: a step's tables can be copied between two pieces
+PARALLEL_BYTES = 2**23  # adapters from this size on are laid out by several threads
 THREADS = 4
 
 
-SharedOf = Mapping[str, SharedPages]  # where matrices are that rows share, by key
+SharedOf = Mapping[str, SharedPages]  # locations of matrices that rows share, by key
 NOTHING_SHARED: SharedOf = {}
 Pages = TypeVar("Pages")
 
 
 class AdapterPool:
-    """Host level: [host_pages, page elements]; page-locked beside a GPU. Device level: one flat tensor.
+    """Host level: [host_pages, page elements], page-locked if there is a GPU. Device level: one flat tensor.
 
-    A CPU computes from the host level's memory: there the device level is a number of pages that may be in
-    use, and no bytes of its own.
+    A CPU computes from the host level's memory. Its device level only limits the number of pages in use and
+    has no memory of its own.
 
-    A row is stored as A [rank, in], B transposed [rank, out], and the magnitude of a DoRA row; a row of a
-    routed-expert module as such a pair for each expert, one after the other. Numbers of 8 bits stay what they
-    are, so many of them in each element of a page.
+    A row is stored as A [rank, in], B transposed [rank, out], and the magnitude of a DoRA row. A row of a
+    routed-expert module has such a pair for each expert, one after the other. 8-bit numbers are stored
+    unchanged, several of them per page element.
 
-    Memory that was never written is not resident yet, so an empty cache on a CPU costs nothing the first
-    of its pages.
+    Memory that was never written is not resident, so an empty cache on a CPU uses no memory for its pages.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class AdapterPool:
 
     @property
     def alignment(self) -> int:
-        """Elements that the offset of every row is a multiple of."""
+        """The offset of every row is a multiple of this, in elements."""
         return self._geometry.page_width
 
     @property
@@ -90,7 +89,7 @@ class AdapterPool:
 
     @property
     def dtype_name(self) -> str:
-        """torch's, of the pages."""
+        """The pages' dtype, by torch's name."""
         return str(self.flat.dtype).removeprefix("torch.")
 
     @property
@@ -102,8 +101,9 @@ class AdapterPool:
         return self._geometry.page_elements * self.flat.dtype.itemsize
 
     def write_host(self, adapter: Adapter | FileAdapter, layout: Layout, pages: Sequence[int]) -> None:
-        """Convert an adapter to the dtype of the pages, into its pages on the host. Raises
-        AdapterChangedError for one that is read from its file now, and is not what it was."""
+        """Convert an adapter to the pages' dtype and write it to its host pages. Raises AdapterChangedError
+        if it is read from its file now and the file has changed.
+        """
         self._copies.finish()  # these pages may still be the source of a copy
         if isinstance(adapter, FileAdapter):
             self._read_rows(adapter, layout, pages)
@@ -112,7 +112,7 @@ class AdapterPool:
         for kind in {row.payload.dtype for row in adapter.rows}:
             self._write_rows([(row, place) for row, place in rows if row.payload.dtype == kind], kind, pages)
         for extra, where in zip(adapter.extras, layout.extras, strict=True):
-            if not where.pieces:  # it has no values
+            if not where.pieces:  # an extra without values
                 continue
             sizes = [piece.rows * where.columns for piece in where.pieces]
             parts = np.split(extra.values.reshape(-1), np.cumsum(sizes)[:-1])
@@ -135,14 +135,14 @@ class AdapterPool:
                 raise AdapterInvalidError(f"{stored.file} was cut short, or holds a NaN or an infinity")
 
     def _offset(self, pages: Sequence[int], place: Placement | ExtraPiece) -> int:
-        """Of the element it begins with."""
+        """Offset of its first element."""
         geometry, page = self._geometry, pages[place.page]
         return page * geometry.page_elements + (_first_slot(page) + place.slot) * geometry.page_width
 
     def _write_rows(
         self, rows: Sequence[tuple[AdapterRow, Placement]], kind: np.dtype, pages: Sequence[int]
     ) -> None:
-        """Rows whose payloads are of one type."""
+        """Write rows whose payloads have the same type."""
         target = self.dtype_name
         source = "bfloat16" if is_bfloat16(kind) else kind.name
         if not can_lay_out(target, source):
@@ -164,18 +164,19 @@ class AdapterPool:
         lay_out(table, target, source, min(THREADS, os.cpu_count() or 1) if large else 1)
 
     def pieces(self, page: int) -> Sequence[Tensor]:
-        """A page on the host in parts whose memory the system gives at once; none beside a GPU, where all of
-        it is there."""
+        """A host page in parts small enough for the system to allocate at once. Empty beside a GPU, where
+        memory is already allocated.
+        """
         return self._host[page].split(HUGE_BYTES // self.element_bytes) if self._shared else ()
 
     def write_shared(self, matrices: SharedMatrices, layout: Layout, pages: Sequence[int]) -> None:
-        """As `write_host`, of what shared rows have in common."""
+        """As `write_host`, for matrices that rows share."""
         self._copies.finish()
         row = AdapterRow(0, 0, RowFormat(matrices.rank), matrices.values)
         self._write_rows([(row, layout.placements[0])], matrices.values.dtype, pages)
 
     def _read_shared(self, key: str, layout: Layout, pages: Sequence[int]) -> SharedMatrices:
-        """Those that are in memory, or a copy from their pages."""
+        """The matrices if they are in memory, otherwise a copy from their pages."""
         if (known := find(key)) is not None:
             return known
         [row] = self.read_host("", layout, pages).rows
@@ -185,7 +186,7 @@ class AdapterPool:
     def read_host(
         self, digest: str, layout: Layout, pages: Sequence[int], shared: SharedOf = NOTHING_SHARED
     ) -> Adapter:
-        """The adapter in these pages, in their dtype; a copy. shared: the pages of its shared matrices."""
+        """A copy of the adapter in these pages, in their dtype. shared: the pages of its shared matrices."""
         matrices = {key: self._read_shared(key, one, shared[key].pages) for key, one in layout.shared.items()}
         rows = []
         for place in layout.placements:
@@ -200,7 +201,9 @@ class AdapterPool:
     def load(
         self, layout: Layout, host_pages: Sequence[int], device_pages: Sequence[int]
     ) -> torch.Event | None:
-        """Begin to copy an adapter host to device: the slots in use, not whole pages. None: it is there."""
+        """Start to copy an adapter's used slots (not whole pages) from host to device. None: nothing to
+        copy.
+        """
         if self._shared:
             return None
         piece = PIECE_BYTES // self.element_bytes
@@ -219,18 +222,19 @@ class AdapterPool:
         return self._copies.start(copy)
 
     def hold(self, event: torch.Event) -> None:
-        """Let the forward pass that is queued next wait for a load."""
+        """Make the next forward pass in the queue wait for a load."""
         self._copies.hold(event)
 
     def read_pages(self, host: Pages, device: Pages) -> Pages:
-        """Which of an adapter's pages, or of its shared ones, are those of `flat`."""
+        """Which of an adapter's pages, or of its shared pages, are pages of `flat`."""
         return host if self._shared else device
 
     def rows(
         self, layout: Layout, pages: Sequence[int], shared: SharedOf = NOTHING_SHARED
     ) -> dict[tuple[int, int], LoraRow]:
-        """Where each (layer, module id) of an adapter on these pages of `flat` lies. shared: as of
-        `read_host`."""
+        """Location of each (layer, module id) of an adapter with these pages of `flat`. shared: as in
+        `read_host`.
+        """
         found = {}
         matrices = {
             key: self._offset(shared[key].pages, one.placements[0]) for key, one in layout.shared.items()
@@ -245,7 +249,7 @@ class AdapterPool:
         return found
 
     def extras(self, layout: Layout, pages: Sequence[int]) -> dict[str, Extra]:
-        """The extras of an adapter on these pages of `flat`, by name."""
+        """The extras of an adapter with these pages of `flat`, by name."""
         flat, found = self.flat, {}
         for place in layout.extras:
             if not place.pieces:
@@ -268,7 +272,7 @@ class AdapterPool:
         return LoraExtra(place.name, shaped, place.token_ids)
 
     def _slots(self, pages: Sequence[int], place: Placement | ExtraPiece) -> Tensor:
-        """From where it begins to the end of the page; bytes, of a row in an encoding of its own."""
+        """From its first element to the end of the page. As bytes if the row has its own encoding."""
         page = pages[place.page]
         found = self._host[int(page), (_first_slot(page) + place.slot) * self._geometry.page_width :]
         encoded = isinstance(place, Placement) and place.format.encoding is not Encoding.PLAIN
@@ -282,9 +286,9 @@ def _first_slot(page: int) -> int:
 def _turn_b(source: Tensor, target: Tensor, place: Placement, back: bool = False) -> Tensor:
     """Copy a row from the tensor format's order to ours, or back. Returns the target.
 
-    Theirs has the A [rank, in] of all experts, then their B [out, rank]. Ours has the two of one expert side
-    by side, so that an expert's pair is found as any module's, and B as [rank, out]: one coefficient, one run
-    of memory.
+    The tensor format has A [rank, in] of all experts, then B [out, rank] of all experts. Our order keeps the
+    two matrices of an expert together, so that an expert's pair is found like any module's. B is stored as
+    [rank, out], so that one coefficient applies to one run of memory.
     """
     if not place.in_size:  # only vectors
         return target.copy_(source)
@@ -305,7 +309,7 @@ def _turn_b(source: Tensor, target: Tensor, place: Placement, back: bool = False
 
 
 def _move(target: Tensor, source: Tensor) -> None:
-    """A copy by NumPy, in this thread: torch's threads wait for each other longer than a row takes."""
+    """Copy with NumPy on this thread: synchronising torch's threads takes longer than copying a row."""
     bits = BITS[target.itemsize]
     np.copyto(target.view(bits).numpy(), source.to(target.dtype).view(bits).numpy())
 

@@ -1,4 +1,4 @@
-"""What an adapter is and whether a base model would serve it: the facts behind `manylora inspect`."""
+"""What an adapter is and whether a base model can serve it: the facts behind `manylora inspect`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from manylora.request import LoraExtra
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A model to judge an adapter by: its directory, what its config.json says, and the cache settings."""
+    """The model for which an adapter is judged: its directory, config.json and cache settings."""
 
     model_dir: Path
     config: ModelConfig
@@ -36,33 +36,34 @@ class BaseModel:
 
 @dataclass
 class AdapterReport:
-    """What could be found out before `problem`. None: not known."""
+    """What was found out before `problem`. None: unknown."""
 
     kind: str | None = None  # npy, peft, nemo, llgtrt
     source: Path | None = None
-    form: str | None = None  # of PEFT's: LORA, LOHA and so on
-    dtype: str | None = None  # of the source
+    form: str | None = None  # PEFT type: LORA, LOHA and so on
+    dtype: str | None = None  # the source's
     modules: dict[str, dict[int, int]] | None = None  # name -> layer -> rank
     num_dora: int = 0  # rows with a magnitude
     extras: tuple[LoraExtra, ...] = ()  # by name
-    num_bytes: int | None = None  # in the source's type, without padding where the rows' sizes are known
+    num_bytes: int | None = None  # in the source's type, without padding if row sizes are known
     digest: str | None = None
     cost: float | None = None  # see `token_cost`
-    num_virtual: int = 0  # tokens that it puts before each prompt
+    num_virtual: int = 0  # virtual tokens before each prompt
     num_pages: int | None = None
     page_bytes: int | None = None
-    page_parts: int = 0  # of a page it takes one of so many parts; 0: whole pages
-    shared_bytes: int = 0  # of matrices that adapters share, once for all of them, and the pages of these
+    page_parts: int = 0  # it takes one of this many parts of a page; 0: whole pages
+    shared_bytes: int = 0  # of matrices shared by adapters, and the pages of these
     shared_pages: Fraction = Fraction(0)
-    notes: tuple[str, ...] = ()  # what is served, and may not be what was meant
+    notes: tuple[str, ...] = ()  # warnings: served, but maybe not as intended
     problem: str | None = None
 
 
 def inspect_adapter(
     path: Path, base: BaseModel | None = None, *, allow_bin: bool = False, text_only: bool = False
 ) -> AdapterReport:
-    """allow_bin, text_only: as of `ReadOptions`. Never raises for what is wrong with the adapter or the base:
-    that is `problem`."""
+    """allow_bin, text_only: as in `ReadOptions`. Never raises for a problem of the adapter or the base model:
+    that is `problem`.
+    """
     report = AdapterReport()
     try:
         source = find_source(path)
@@ -118,7 +119,7 @@ def _read(report: AdapterReport, source: Source, base: BaseModel | None, options
 
 
 def _describe(report: AdapterReport, rows: Iterable[Sequence[int]], extras: tuple[LoraExtra, ...]) -> None:
-    """rows: module id, layer, rank, and perhaps whether it is of DoRA."""
+    """rows: module id, layer, rank, and optionally whether it is DoRA."""
     found: dict[str, dict[int, int]] = defaultdict(dict)
     for module_id, layer, rank, *dora in rows:
         found[module_name(module_id)][layer] = rank
@@ -134,7 +135,7 @@ def _rules(base: BaseModel) -> AdapterRules:
 
 
 def _judge(report: AdapterReport, base: BaseModel, adapter: Adapter) -> None:
-    """With the geometry of the cache settings on one device."""
+    """Judge it with the geometry of the cache settings on one device."""
     model, cache, limit = base.config, base.cache, base.cache.rank_limit
     modules = lora_modules(model, cache.target_modules)
     optimal, largest = min(cache.optimal_adapter_size, limit), min(cache.max_adapter_size, limit)
@@ -153,8 +154,9 @@ def _judge(report: AdapterReport, base: BaseModel, adapter: Adapter) -> None:
 
 
 def token_cost(adapter: Adapter, modules: Mapping[int, LoraModule], num_layers: int) -> float:
-    """Multiplications for a token that is generated, as a share of those of the base's adaptable matrices.
-    Of routed experts both are of one expert."""
+    """Multiplications per generated token, as a share of those of the base model's adaptable matrices. For
+    routed experts, both are of one expert.
+    """
     layers = {one.name: num_layers if one.layers is None else len(one.layers) for one in modules.values()}
     sizes = {one.name: one.in_dim // one.experts * (one.out_dim // one.experts) for one in modules.values()}
     base = sum(

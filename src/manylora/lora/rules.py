@@ -1,4 +1,4 @@
-"""AdapterRules: what an adapter must be for a model to serve it."""
+"""AdapterRules: the conditions under which a model can serve an adapter."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from manylora.request import INVOCATION, LoraExtra, LoraInput
 @dataclass(frozen=True)
 class AdapterRules:
     """modules: that adapters may have, by id. rank_limit: of a row. half: the model computes in float16, so
-    values beyond its range are refused. Every method raises AdapterInvalidError, with TensorRT-LLM's texts
-    where it has one."""
+    values beyond its range are refused. All methods raise AdapterInvalidError, with TensorRT-LLM's texts
+    where there is one.
+    """
 
     modules: Mapping[int, LoraModule]
     num_layers: int
@@ -30,10 +31,10 @@ class AdapterRules:
     half: bool = False
 
     def check(self, lora: LoraInput) -> Adapter:
-        """Tensors, as a request brings them, made canonical. Payloads are views of them, not copies.
+        """Validate tensors from a request and make them canonical. Payloads are views of them, not copies.
 
         Padding is not read, except where it is wider than any row needs: values there mean a larger model.
-        8-bit floats stay what they are, but not with DoRA: they are too coarse for magnitudes.
+        8-bit floats are kept, except with DoRA, for whose magnitudes they are too coarse.
         """
         self._check_extras(lora.extras)
         weights, config = check_shapes(lora)
@@ -57,7 +58,7 @@ class AdapterRules:
     def check_rows(
         self, rows: Iterable[AdapterRow], extras: Iterable[LoraExtra], digest: str | None = None
     ) -> Adapter:
-        """Rows that a reader made, which are finite and of their size. digest: of all, where it is known."""
+        """Rows from a reader, already checked for size and finite values. digest: of all rows, if known."""
         rows, extras = list(rows), list(extras)
         self._check_extras(extras)
         if not (rows or extras):
@@ -71,7 +72,7 @@ class AdapterRules:
         return replace(adapter, acts=has_effect(adapter.rows, adapter.extras, self.modules))
 
     def check_row(self, module_id: int, layer: int, row: RowFormat, elements: int) -> int:
-        """The elements that a row needs; it has `elements`."""
+        """The number of elements that a row needs. elements: the number that it has."""
         _require(
             0 <= layer < self.num_layers,
             f"Expected layerId to be in the range [0, numModelLayers): got {layer}, "
@@ -108,7 +109,9 @@ class AdapterRules:
         )
 
     def _separate(self, rows: Iterable[AdapterRow]) -> Iterable[AdapterRow]:
-        """Cross-attention's fused module as the three it fuses: these share A, but not its input."""
+        """Split cross-attention's fused module into its three modules. They share A, but have different
+        inputs.
+        """
         for row in rows:
             if row.module_id != LoraModuleId.CROSS_ATTN_QKV:
                 yield row
@@ -157,7 +160,7 @@ def check_shapes(lora: LoraInput) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _check_scales(lora: LoraInput, weights: np.ndarray, count: int) -> list[float]:
-    """One for each of `count` rows."""
+    """One scale for each of `count` rows."""
     if lora.scales is None:
         return [1.0] * count
     scales = np.asarray(lora.scales)

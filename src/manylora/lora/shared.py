@@ -1,4 +1,4 @@
-"""SharedMatrices: A and B that many rows have, of one adapter and of many: by content, in memory once."""
+"""SharedMatrices: A and B used by many rows, within one or many adapters. Each content is in memory once."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _known: WeakValueDictionary[str, SharedMatrices] = WeakValueDictionary()
 
 @dataclass(frozen=True, eq=False)
 class SharedMatrices:
-    """values: A [rank, in], then B [out, rank], flat; in float32, or as they came back from pages. key: of
-    what they are in float32."""
+    """values: A [rank, in], then B [out, rank], flat; in float32, or as read back from pages. key: digest of
+    the float32 values.
+    """
 
     key: str
     rank: int
@@ -34,8 +35,9 @@ class SharedMatrices:
 
 
 def share(a: np.ndarray, b: np.ndarray) -> SharedMatrices:
-    """The matrices of this content that are in memory already, or these. A [rank, in], B [out, rank] in
-    float32. Any thread."""
+    """The matrices with this content that are already in memory, or else these. A [rank, in], B [out, rank]
+    in float32. Thread-safe.
+    """
     values = np.concatenate((a.ravel(), b.ravel()))
     digest = blake3(repr((a.shape, b.shape)).encode())
     key = digest.update(values.view(np.uint8).data).hexdigest(20)
@@ -43,7 +45,7 @@ def share(a: np.ndarray, b: np.ndarray) -> SharedMatrices:
 
 
 def restore(key: str, rank: int, in_dim: int, values: np.ndarray) -> SharedMatrices:
-    """As `share`, of values that were read back from pages. Any thread."""
+    """As `share`, for values that were read back from pages. Thread-safe."""
     return _intern(SharedMatrices(key, rank, in_dim, values))
 
 
@@ -53,7 +55,7 @@ def find(key: str) -> SharedMatrices | None:
 
 
 def shared_bytes(found: Iterable[SharedMatrices | None]) -> int:
-    """Of all, each once."""
+    """Total bytes, counting each once."""
     return sum(one.values.nbytes for one in {id(one): one for one in found if one is not None}.values())
 
 

@@ -1,7 +1,7 @@
-"""The part of an adapter that one rank of tensor and pipeline parallelism holds. Arithmetic on arrays.
+"""The part of an adapter held by one rank of tensor and pipeline parallelism. Arithmetic on arrays.
 
-Fused modules are cut part by part (q, k and v; up and gate), so their rows stay in the plain order in every
-source, and need not be interleaved beforehand as TensorRT-LLM's loader does. Experts are cut one by one.
+Fused modules are split part by part (q, k and v; up and gate). Rows therefore have the same plain order in
+every source and need no interleaving as in TensorRT-LLM's loader. Experts are split one by one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from manylora.lora.tensors import Adapter, AdapterRow
 
 @dataclass(frozen=True, eq=False)
 class AdapterPart(Adapter):
-    """One rank's part of an adapter, under the digest of the whole. num_pages: that it takes on each rank;
-    0: not known."""
+    """One rank's part of an adapter, with the digest of the whole. num_pages: pages it takes on each rank; 0:
+    unknown.
+    """
 
     num_pages: int = 0
 
 
 class Slicer(Protocol):
-    """What a rank's AdapterStore holds, as `manylora.parallel.adapters` has it.
+    """Selects what a rank's AdapterStore holds; implemented in `manylora.parallel.adapters`.
 
-    modules: of a rank, on each of `num_layers` layers the largest that any stage has there. num_layers: of
-    the largest stage. num_ranks: that share an adapter.
+    modules: of a rank; on each of `num_layers` layers the largest of any stage. num_layers: of the largest
+    stage.
+    num_ranks: ranks that share an adapter.
     """
 
     modules: Mapping[int, LoraModule]
@@ -42,14 +44,14 @@ class Slicer(Protocol):
         """This rank's part."""
 
     def layout(self, adapter: Adapter | FileAdapter, geometry: CacheGeometry, element_bytes: int) -> Layout:
-        """How that lies in its pages."""
+        """The layout of that part in its pages."""
 
     def agree(self, number: int) -> int:
-        """The smallest number that any rank gives."""
+        """The smallest number among all ranks."""
 
 
 def pipeline_layers(num_layers: int, pp: int, rank: int) -> range:
-    """Layers of a pipeline rank: equal shares, the remainder one each to the first ranks."""
+    """Layers of a pipeline rank: equal shares; the first ranks get one of the remaining layers each."""
     share, more = divmod(num_layers, pp)
     first = rank * share + min(rank, more)
     return range(first, first + share + (rank < more))
@@ -63,8 +65,10 @@ def slice_rows(
     tp_rank: int,
     place: Callable[[int, int], int | None],
 ) -> list[AdapterRow]:
-    """The rows of a stage, each as `slice_row` cuts it. modules, local: with the whole model's layers. place:
-    of a module's id and a layer, the stage's number of that layer, or None where it has no such row."""
+    """The rows of a stage, each split by `slice_row`. modules, local: with the whole model's layers. place:
+    for a module id and a layer, returns the stage's number of that layer, or None if the stage has no such
+    row.
+    """
     found = []
     for row in rows:
         number = place(row.module_id, row.layer)
@@ -75,11 +79,11 @@ def slice_rows(
 
 
 def slice_row(row: AdapterRow, module: LoraModule, local: LoraModule, tp: int, rank: int) -> AdapterRow:
-    """A [r, local in], B [local out, r] and, with DoRA, m [local out] of one rank; r is never cut.
+    """A [r, local in], B [local out, r] and, with DoRA, m [local out] of one rank. r is never split.
 
-    local: the module of one rank. Columns of A are cut where the base layer is row-parallel, rows of B and m
-    where it is column-parallel. Where a dimension is cut into fewer shares than there are ranks, as of few
-    key-value heads, neighbours have the same one; experts that are not shared go round.
+    local: the module of one rank. Columns of A are split if the base layer is row-parallel, rows of B and m
+    if it is column-parallel. If a dimension has fewer shares than ranks, as with few key-value heads,
+    neighbouring ranks have the same share. Experts that are not shared are assigned round robin.
     """
     if module.split is Split.NONE or (module.in_dim, module.out_dim) == (local.in_dim, local.out_dim):
         return row
@@ -97,7 +101,7 @@ def slice_row(row: AdapterRow, module: LoraModule, local: LoraModule, tp: int, r
 
 
 def rows_of_rank(module: LoraModule, local: LoraModule, tp: int, rank: int) -> np.ndarray:
-    """Which rows of a column-parallel module's B, magnitude or bias a rank has."""
+    """Indices of the rows of a column-parallel module's B, magnitude or bias that a rank has."""
     parts, shares = module.parts or (module.out_dim,), local.parts or (local.out_dim,)
     firsts = np.cumsum((0, *parts))
     numbers: Sequence[int] = range(len(parts))
@@ -111,8 +115,9 @@ def rows_of_rank(module: LoraModule, local: LoraModule, tp: int, rank: int) -> n
 
 
 def interleave_rows(b: np.ndarray, module: LoraModule, tp: int) -> np.ndarray:
-    """Rows of a fused B or magnitude, in the rank-major order [q0 k0 v0 q1 k1 v1 …] of upstream's loader, in
-    which a plain contiguous cut is right. Raises ConfigError as `LoraModule.share` does."""
+    """Rows of a fused B or magnitude in the rank-major order [q0 k0 v0 q1 k1 v1 …] of TensorRT-LLM's loader,
+    which allows a plain contiguous split. Raises ConfigError as `LoraModule.share` does.
+    """
     local = module.share(tp)
     return b[np.concatenate([rows_of_rank(module, local, tp, rank) for rank in range(tp)])]
 
@@ -123,6 +128,6 @@ def _experts(module: LoraModule, local: LoraModule, rank: int) -> slice:
 
 
 def _share(size: int, local: int, tp: int, rank: int) -> slice:
-    """Of `tp` ranks that have so much each, of so much in all."""
+    """The share of one of `tp` ranks that hold `local` each of `size` in total."""
     number = rank * (size // local) // tp
     return slice(number * local, (number + 1) * local)

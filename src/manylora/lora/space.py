@@ -1,7 +1,8 @@
-"""Space: the pages of one cache level, and who has which of them. No tensors.
+"""Space: the pages of one cache level, and which adapter has which of them. No tensors.
 
-An adapter has pages of its own, or, where it is small, an equal part of a page that it shares with others of
-its size. What several adapters share has pages of its own too, as long as any of them is there.
+An adapter has pages of its own, or, if it is small, an equal part of a page that it shares with others of its
+size. Matrices shared by several adapters have their own pages, too, which are kept as long as any of these
+adapters.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from manylora.lora.pages import PageAllocator
 
 
 class PagePart(int):
-    """The number of a page, of which only the slots from `slot` on are meant."""
+    """A page number that stands only for the slots from `slot` on."""
 
     slot: int
 
@@ -26,8 +27,9 @@ class PagePart(int):
 
 @dataclass(frozen=True)
 class Need:
-    """What an adapter takes. pages: of its own. parts: 0, or it takes one of so many equal parts of a page,
-    of part_slots slots each. shared: what others may have too, by its key."""
+    """The space an adapter takes. pages: of its own. parts: 0, or the adapter takes one of this many equal
+    parts of a page, of part_slots slots each. shared: what others may use, too, by key.
+    """
 
     pages: int
     parts: int = 0
@@ -36,7 +38,7 @@ class Need:
 
 
 def least_pages(needs: Iterable[Need]) -> int:
-    """Of several together, with all that they share, where there is nothing else."""
+    """Pages for several adapters together, with everything they share, in an otherwise empty level."""
     claims = _claims(needs)
     counts = Counter(one.parts for one in claims if one.parts)
     whole = sum(one.pages for one in claims if not one.parts)
@@ -44,19 +46,19 @@ def least_pages(needs: Iterable[Need]) -> int:
 
 
 def most_pages(needs: Iterable[Need]) -> int:
-    """The same where each part is of another page."""
+    """The same if every part is on a different page."""
     return sum(one.pages for one in _claims(needs))
 
 
 def _claims(needs: Iterable[Need]) -> list[Need]:
-    """These, and what they share, once."""
+    """The needs, and what they share, each once."""
     needs = list(needs)
     return [*needs, *{key: one for need in needs for key, one in need.shared.items()}.values()]
 
 
 @dataclass(eq=False)
 class SharedPages:
-    """Of what several adapters share. users: how many. filled: set by who wrote it there."""
+    """Pages shared by several adapters. users: their number. filled: set by whoever wrote the content."""
 
     need: Need
     pages: Sequence[int]
@@ -66,7 +68,7 @@ class SharedPages:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """What an adapter has been given."""
+    """The space given to an adapter."""
 
     need: Need
     pages: Sequence[int]
@@ -77,10 +79,10 @@ class Space:
     def __init__(self, num_pages: int) -> None:
         self.pages = PageAllocator(num_pages)
         self._shared: dict[str, SharedPages] = {}
-        self._parts: dict[int, dict[int, set[int]]] = {}  # parts of a page -> page -> numbers of free ones
+        self._parts: dict[int, dict[int, set[int]]] = {}  # parts per page -> page -> free part numbers
 
     def claim(self, need: Need) -> Held:
-        """There must be room."""
+        """Claim space. The caller has checked that there is room."""
         shared = {}
         for key, one in need.shared.items():
             if key not in self._shared:
@@ -130,7 +132,7 @@ class Space:
             self.pages.release([int(part)])
 
     def check(self, held: Iterable[Held]) -> None:
-        """Assert that these have all that is in use, and nothing twice."""
+        """Assert that these hold everything in use, and nothing twice."""
         self.pages.check()
         held = list(held)
         users = Counter(key for one in held for key in one.shared)
@@ -156,22 +158,22 @@ class Space:
 
 
 class Lacking:
-    """How many pages there are too few for several needs together, and would be if adapters went."""
+    """How many pages are missing for several needs together, also after hypothetical evictions."""
 
     def __init__(self, space: Space, needs: Sequence[Need]) -> None:
         self._space = space
         self._shared = {key: one for need in needs for key, one in need.shared.items()}
         self._wanted = [*needs, *(one for key, one in self._shared.items() if key not in space._shared)]
         self._free = space.pages.num_free
-        self._users: Counter[str] = Counter()  # that went
-        self._gone: Counter[tuple[int, int]] = Counter()  # parts that went, by (parts, page)
-        self._open: Counter[int] = Counter()  # free parts of pages that stay, by parts
+        self._users: Counter[str] = Counter()  # users that were removed
+        self._gone: Counter[tuple[int, int]] = Counter()  # removed parts, by (parts, page)
+        self._open: Counter[int] = Counter()  # free parts of remaining pages, by parts
         for parts, pages in space._parts.items():
             self._open[parts] = sum(map(len, pages.values()))
 
     @property
     def pages(self) -> int:
-        """0 or less: there is room."""
+        """Missing pages. 0 or less: there is room."""
         counts = Counter(one.parts for one in self._wanted if one.parts)
         wanted = sum(one.pages for one in self._wanted if not one.parts)
         for parts, count in counts.items():
@@ -179,7 +181,7 @@ class Lacking:
         return wanted - self._free
 
     def without(self, held: Held) -> None:
-        """One that would go."""
+        """Count as if this adapter were evicted."""
         self._give(held.need, held.pages)
         for key, one in held.shared.items():
             self._users[key] += 1

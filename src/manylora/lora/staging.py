@@ -1,5 +1,6 @@
-"""Buffers for adapters between file and cache. They are reused: the first write to memory that is new to a
-process costs as much as the copy itself."""
+"""Reusable buffers for adapters between file and cache. Reuse matters because the first write to memory that
+is new to a process costs as much as the copy itself.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +13,16 @@ from contextlib import suppress
 import numpy as np
 
 FLOAT32 = np.dtype(np.float32)
-LEAST = 2**22  # bytes; less is not worth reusing
+LEAST = 2**22  # bytes; smaller buffers are not worth reusing
 HUGE = 2**21  # the system's large pages
-# The last buffer that was given back. No lock: a finaliser may run while its thread already has one.
+# The last returned buffer. No lock: a finaliser may run while its thread already holds one.
 _spare: deque[mmap.mmap] = deque(maxlen=1)
 
 
 def take(elements: int, dtype: np.dtype = FLOAT32) -> np.ndarray:
-    """[elements] of a type, not initialised. Its memory comes back by itself, when no view of it is left. Any
-    thread."""
+    """[elements] of a type, not initialised. The memory is returned automatically when no view of it is left.
+    Thread-safe.
+    """
     size = -(-dtype.itemsize * elements // HUGE) * HUGE
     if size < LEAST:
         return np.empty(elements, dtype)
@@ -33,7 +35,7 @@ def take(elements: int, dtype: np.dtype = FLOAT32) -> np.ndarray:
 
 
 def drop() -> None:
-    """Give the spare memory back to the system."""
+    """Return the spare memory to the system."""
     _pop()
 
 
@@ -44,7 +46,7 @@ def _pop() -> mmap.mmap | None:
 
 
 def _give_back(memory: mmap.mmap) -> None:
-    """The system may take its pages from now on, should it be short of memory."""
+    """Allow the system to reclaim its pages if it is short of memory."""
     if hasattr(mmap, "MADV_FREE"):
         _advise(memory, mmap.MADV_FREE)
     _spare.append(memory)
@@ -58,6 +60,6 @@ def _map(size: int) -> mmap.mmap:
 
 
 def _advise(memory: mmap.mmap, what: int) -> None:
-    """Advice that a system does not know is no loss."""
+    """Advice that the system does not know is ignored."""
     with suppress(OSError):
         memory.madvise(what)

@@ -38,11 +38,11 @@ from manylora.stats import AdapterStats
 
 logger = logging.getLogger("manylora")
 
-LEAST_LOADED_BYTES = 2**30  # of adapters on their way to the cache, however small that is
+LEAST_LOADED_BYTES = 2**30  # bytes of adapters that may be on the way to the cache, even a small one
 
 
 class AdapterStore:
-    """Methods belong to the engine's thread, except where they say so."""
+    """Call methods on the engine's thread unless they say otherwise."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class AdapterStore:
         most = max(LEAST_LOADED_BYTES, plan.host_pages * self._pool.page_bytes)
         self.loader = AdapterLoader(library, parts.rules, self._cache.on_host, most)
         self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
-        self._largest = parts.largest_pages  # of all adapters so far
+        self._largest = parts.largest_pages  # largest adapter so far
         self.pins = Pins(
             self._cache,
             lambda task_id: self.acquire(LoraInput(task_id), None),
@@ -89,9 +89,10 @@ class AdapterStore:
 
         dtype: of the pages.
         free_bytes: of the device, after weights and KV cache; the device level takes its fraction of these.
-        slicer: takes this rank's part of adapters of the whole model, where several ranks share them.
-        base: what the DoRA magnitudes of PEFT directories are normalised with; None refuses such adapters.
-        others: those ranks, which do the same with their parts.
+        slicer: selects this rank's part of an adapter, if several ranks share adapters.
+        base: weights with which DoRA magnitudes of PEFT directories are normalised; None refuses such
+        adapters.
+        others: the other ranks, which do the same with their parts.
         """
         parts = build_parts(model, config, device, dtype, free_bytes, base, slicer)
         store = cls(parts, parts.library(config), slicer, others)
@@ -101,23 +102,23 @@ class AdapterStore:
 
     @property
     def modules(self) -> Mapping[int, LoraModule]:
-        """Those that adapters may have, by id."""
+        """Modules that adapters may have, by id."""
         return self.rules.modules
 
     def stats(self) -> AdapterStats:
         return self.view.stats()
 
     def name_of(self, task_id: int) -> str:
-        """How metrics call an adapter."""
+        """Name of an adapter in metrics."""
         return self.library.name_of(task_id)
 
     def resident(self, task_id: int) -> bool:
-        """Whether the task's adapter is in the cache now. Any thread."""
+        """Whether the task's adapter is in the cache now. Thread-safe."""
         digest = self.library.digest(task_id)
         return digest is not None and self._cache.on_host(digest)
 
     def prepare(self, lora: LoraInput) -> Adapter | FileAdapter | None:
-        """Check tensors, or find an adapter that is not on the host; None when it is. Any thread.
+        """Check tensors, or find an adapter that is not on the host. None if it is. Thread-safe.
 
         Raises AdapterInvalidError, AdapterNotCachedError.
         """
@@ -130,8 +131,9 @@ class AdapterStore:
     def acquire_all(
         self, lora: LoraInput | LoraMix, adapters: Sequence[Adapter | FileAdapter | None]
     ) -> Lease:
-        """A lease on what `prepare_all` returned. As `acquire`; also raises AdapterInvalidError for adapters
-        that cannot be mixed or scaled."""
+        """A lease on the result of `prepare_all`. Like `acquire`, but also raises AdapterInvalidError for
+        adapters that cannot be mixed or scaled.
+        """
         leases: list[AdapterLease] = []
         try:
             for (one, _), adapter in zip(lora.members, adapters, strict=True):
@@ -150,11 +152,11 @@ class AdapterStore:
         return MixLease.of([(lease, scale) for lease, (_, scale) in zip(leases, lora.members, strict=True)])
 
     def acquire(self, lora: LoraInput, adapter: Adapter | FileAdapter | None) -> AdapterLease:
-        """A lease on what `prepare` returned. On the host, or carried until pages are free.
+        """A lease on the result of `prepare`. The adapter is on the host, or carried until pages are free.
 
-        Tensors for a known id replace it; leases in flight keep what they have. Raises AdapterNotCachedError
-        when it was evicted meanwhile, AdapterCacheFullError when it could never fit, AdapterInvalidError when
-        it cannot be divided among the ranks.
+        Tensors for a known id replace its adapter; existing leases keep theirs. Raises AdapterNotCachedError
+        if it was evicted meanwhile, AdapterCacheFullError if it could never fit, AdapterInvalidError if it
+        cannot be divided among the ranks.
         """
         assert lora.task_id is not None
         digest = adapter.digest if adapter else self.library.digest(lora.task_id)
@@ -176,7 +178,7 @@ class AdapterStore:
         return lease
 
     def admit(self, lease: Lease) -> bool:
-        """`_admit_one` each member, all of them or none: so no two leases can wait for each other."""
+        """`_admit_one` for all members or none, so that two leases can never wait for each other."""
         members = [one for one, _ in lease.members]
         if len(members) > 1 and not self._has_room(members):
             return False
@@ -188,10 +190,11 @@ class AdapterStore:
         return True
 
     def _admit_one(self, lease: AdapterLease) -> bool:
-        """Begin to bring the adapter to the device and pin it there; False when no pages are free for it.
+        """Start to load the adapter to the device and pin it there. Returns False if no pages are free for
+        it.
 
-        Only adapters of admitted leases can prevent it: where adapters that other leases wait for fill the
-        host, these are evicted, and their leases carry them.
+        Only adapters of admitted leases can prevent it. If adapters that other leases wait for fill the host,
+        they are evicted, and their leases carry them.
         """
         digest, device = lease.digest, self._cache.device
         if digest in self._arrivals.lost:
@@ -214,14 +217,14 @@ class AdapterStore:
         return True
 
     def suspend(self, lease: Lease) -> None:
-        """Let a preempted sequence wait again."""
+        """Return the lease of a preempted sequence to waiting."""
         for one, _ in lease.members:
             if one.admitted:
                 self._unpin(one)
                 self._waiting.setdefault(one.digest, set()).add(one)
 
     def release(self, lease: Lease) -> None:
-        """Drop everything; calling it twice does no harm."""
+        """Drop all claims. Idempotent."""
         for one, _ in lease.members:
             if one.admitted:
                 self._unpin(one)
@@ -229,26 +232,29 @@ class AdapterStore:
             one.carried = None
 
     def is_loaded(self, lease: Lease) -> bool:
-        """Whether an admitted lease's adapters have arrived on the device."""
+        """Whether the adapters of an admitted lease have arrived on the device."""
         return all(self._arrivals.is_loaded(one.digest) for one, _ in lease.members)
 
     def drop(self, digest: str) -> None:
-        """Free the pages of an adapter that nobody means any more. No effect while a lease is on it."""
+        """Free the pages of an adapter that no name refers to any more. No effect while there is a lease on
+        it.
+        """
         entry = self._cache.host.entries.get(digest)
         if entry is not None and not entry.pins and digest not in self._waiting:
             self._cache.evict(digest)
             self._arrivals.forget(digest)
 
     def find_lost(self, leases: Iterable[Lease]) -> Mapping[str, RequestError]:
-        """Wait until the adapters of these admitted leases are on the host. Returns those that could not be
-        read, by digest: all their leases are to be released, and then `forget_lost` called."""
+        """Wait until the adapters of these admitted leases are on the host. Returns the ones that could not
+        be read, by digest. The caller must release all their leases and then call `forget_lost`.
+        """
         for lease in leases:
             for one, _ in lease.members:
                 self._arrivals.is_written(one.digest, wait=True)
         return self._arrivals.lost
 
     def forget_lost(self) -> None:
-        """Free the pages of adapters that could not be read. No sequence's lease may be left on them."""
+        """Free the pages of adapters that could not be read. No sequence may have a lease on them."""
         self.pins.drop(self._arrivals.lost)
         for digest in list(self._arrivals.lost):
             if self._cache.on_host(digest):
@@ -257,10 +263,10 @@ class AdapterStore:
             self.loader.forget(digest)
 
     def batch(self, segments: Sequence[tuple[int, int, Lease]]) -> LoraBatch | None:
-        """The adapters of one forward pass: token rows [start, stop) and the lease they run under.
+        """The adapters of one forward pass: token rows [start, stop) with their leases.
 
-        The pass will wait, on the device, for those that have not arrived; this call for those that are still
-        written on the host.
+        The pass waits, on the device, for adapters that have not arrived. This call waits for those that are
+        still being written on the host.
         """
         for _, _, lease in segments:
             for one, _ in lease.members:
@@ -273,16 +279,18 @@ class AdapterStore:
         return lora_batch(self._pool, loaded)
 
     def make_ready(self, is_idle: Callable[[], bool]) -> None:
-        """As of `Arrivals`. is_idle: called on any thread."""
+        """As in `Arrivals`. is_idle: called on any thread."""
         self._arrivals.make_ready(is_idle)
 
     def close(self) -> None:
-        """End the threads that write; nothing can be acquired any more. Idempotent."""
+        """End the writing threads. Nothing can be acquired afterwards. Idempotent."""
         self._arrivals.close()
         self.library.close()
 
     def check(self) -> None:
-        """Assert that both levels add up, and that what is waited for is here or carried."""
+        """Assert that both levels add up, and that every adapter that is waited for is on the host or
+        carried.
+        """
         self._cache.check()
         for digest, leases in self._waiting.items():
             assert self._cache.on_host(digest)
@@ -290,7 +298,7 @@ class AdapterStore:
             assert not any(lease.admitted or lease.carried for lease in leases)
 
     def _check_room(self, leases: Sequence[AdapterLease]) -> None:
-        """Raises AdapterCacheFullError for leases that could never be admitted together."""
+        """Raises AdapterCacheFullError if these leases could never be admitted together."""
         needs = {lease.digest: lease.layout.need for lease in leases}
         if self._cache.can_ever_hold(least_pages(needs.values())):
             return
@@ -337,7 +345,9 @@ class AdapterStore:
         return layout
 
     def _bring_to_host(self, lease: AdapterLease, *, force: bool) -> bool:
-        """Have the adapter on the host, storing it first if the lease carries it; False: no free pages."""
+        """Bring the adapter to the host, from the lease if it carries it. Returns False if no pages are
+        free.
+        """
         if not self._cache.on_host(lease.digest):
             assert lease.carried is not None
             layout = lease.layout
@@ -355,8 +365,9 @@ class AdapterStore:
         return True
 
     def _return_to_waiting(self, digest: str) -> bool:
-        """Hand an adapter that must leave the host to the leases that wait for it. False: it was lost, and
-        they are to be told first."""
+        """Hand an adapter that must leave the host to the leases that wait for it. Returns False if it was
+        lost: the leases must be told first.
+        """
         if digest in self._waiting:
             self._arrivals.is_written(digest, wait=True)
             if digest in self._arrivals.lost:
@@ -390,7 +401,7 @@ class AdapterStore:
         for task_id, adapter in self.library.prefetch(folder):
             try:
                 lease = self.acquire(LoraInput(task_id), adapter)
-            except AdapterError as error:  # there is no room for it, or it cannot be divided among ranks
+            except AdapterError as error:  # no room, or it cannot be divided among ranks
                 logger.warning("lora task %d is skipped: %s", task_id, error)
                 continue
             self.release(lease)

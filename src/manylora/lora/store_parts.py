@@ -1,4 +1,4 @@
-"""StoreParts: what an AdapterStore is made of, sized for one model and device."""
+"""StoreParts: the components of an AdapterStore, sized for one model and device."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ logger = logging.getLogger("manylora")
 
 @dataclass(frozen=True)
 class StoreParts:
-    """bounds: of what the cache can hold. max_device_adapters: of the largest rank, with every module;
-    each has `largest_pages`.
-    text_only: as of `ReadOptions`. in_parts: ranks share each adapter, so that none is read straight into its
-    pages, and each row has its own matrices."""
+    """bounds: of what the cache can hold. max_device_adapters: of the largest rank with all modules,
+    `largest_pages` pages each. text_only: as in `ReadOptions`. in_parts: ranks share each adapter, so none is
+    read directly into its pages, and each row has its own matrices.
+    """
 
     plan: CachePlan
     pool: AdapterPool
@@ -50,8 +50,9 @@ class StoreParts:
     def reader(
         self, modules: Mapping[int, LoraModule], roots: Sequence[Path] | None = None, narrow: bool = True
     ) -> AdapterReader:
-        """Reads files for this store. modules: as they are in the files. roots: as of `Bounds`. narrow: rows
-        may lose what the type of the pages does not hold."""
+        """Reads files for this store. modules: in the order of the files. roots: as in `Bounds`. narrow: rows
+        may be narrowed to the pages' dtype.
+        """
         pages = self.pool.dtype_name
         narrow = narrow and pages == "bfloat16"
         bounds = self.bounds.within(roots)
@@ -67,7 +68,7 @@ class StoreParts:
         return AdapterReader(self.rules, options, "" if self.in_parts else pages)
 
     def library(self, config: LoraCacheConfig) -> AdapterLibrary:
-        """Of the folders that the settings name. Raises ConfigError."""
+        """The library of the folders named in the settings. Raises ConfigError."""
         on_disk = config.disk_cache_dir is not None
         disk = DiskLevel(config.disk_cache_bytes if on_disk else 0, config.disk_cache_dir)
         names = read_names(config.names_file) if config.names_file is not None else {}
@@ -87,9 +88,9 @@ def build_parts(
     base: BaseWeights | None,
     slicer: Slicer | None = None,
 ) -> StoreParts:
-    """Size the levels and allocate them. As `AdapterStore.open`. Raises ConfigError."""
+    """Size the levels and allocate them, as in `AdapterStore.open`. Raises ConfigError."""
     modules, held, plan = _plan(model, config, dtype, free_bytes, slicer)
-    native.load()  # not with the first adapter, which would wait for the compiler
+    native.load()  # now, so that the first adapter does not wait for the compiler
     pool = AdapterPool(plan.geometry, plan.host_pages, plan.device_pages, dtype, device)
     num_layers = model.num_layers if slicer is None else slicer.num_layers
     on_host, on_device = plan.adapters_of_rank(held.values(), num_layers, config.rank_limit)
@@ -118,7 +119,7 @@ def _plan(
     free_bytes: int,
     slicer: Slicer | None,
 ) -> tuple[Mapping[int, LoraModule], Mapping[int, LoraModule], CachePlan]:
-    """The modules that adapters may have; the same as this rank holds them; and the sizes of both levels."""
+    """The modules that adapters may have, the same as held by this rank, and the sizes of both levels."""
     modules = held = lora_modules(model, config.target_modules)
     num_layers = model.num_layers
     agree: Callable[[int], int] = int
@@ -134,6 +135,6 @@ def _plan(
         modules, held = beside_experts(modules), beside_experts(held)
         plan = plan_cache(held.values(), *sizes)
         logger.warning("adapters on routed experts are off: %s", error)
-    # What is on the device is on the host too: more pages there could never be used.
+    # Everything on the device is also on the host: additional device pages could never be used.
     host, on_device = agree(plan.host_pages), agree(plan.device_pages)
     return modules, held, replace(plan, host_pages=host, device_pages=min(host, on_device))

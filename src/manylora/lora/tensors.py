@@ -1,4 +1,4 @@
-"""Adapter: the canonical form of an adapter's tensors, checked, with a digest of their content."""
+"""Adapter: the canonical, validated form of an adapter's tensors, with a digest of their content."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from manylora.lora.shared import SharedMatrices, shared_bytes
 from manylora.request import LoraExtra, LoraInput
 
 FLOAT16_MAX = 65504.0
-CHUNK = 2**22  # elements of an extra that are widened at one time
-PARALLEL_BYTES = 2**23  # of an adapter that several threads digest
+CHUNK = 2**22  # elements of an extra that are widened at a time
+PARALLEL_BYTES = 2**23  # adapters from this size on are digested by several threads
 THREADS = 4
 
 
 @dataclass(frozen=True, eq=False)
 class AdapterRow:
-    """One (layer, module): payload [elements] holds what the format says, flat and one part after another; of
-    a routed-expert module A [experts, rank, in], B [experts, out, rank].
+    """One (layer, module). payload [elements]: the format's parts, flat, one after another. For a
+    routed-expert module A [experts, rank, in], then B [experts, out, rank].
 
-    content: `digest_values` of the payload, where the reader took it. It may have narrowed the payload since.
-    shared: the matrices of a shared row, whose payload is its vectors.
+    content: `digest_values` of the payload, if the reader computed it; the payload may have been narrowed
+    since. shared: the matrices of a shared row, whose payload is only its vectors.
     """
 
     module_id: int
@@ -49,13 +49,14 @@ class AdapterRow:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """Immutable; rows ascend by layer, then module, extras by name. Equal content has an equal digest,
-    however it came."""
+    """Immutable. Rows are sorted by layer, then module; extras by name. Equal content has an equal digest,
+    whatever its source.
+    """
 
     digest: str
     rows: tuple[AdapterRow, ...]
     extras: tuple[LoraExtra, ...] = ()
-    acts: bool = True  # whether it changes any answer, as far as that was looked at
+    acts: bool = True  # whether it changes any output, as far as that was checked
 
     @property
     def num_elements(self) -> int:
@@ -68,11 +69,11 @@ class Adapter:
 
     @property
     def shared_bytes(self) -> int:
-        """Of the matrices that its rows share, each once."""
+        """Bytes of the matrices that its rows share, each counted once."""
         return shared_bytes(row.shared for row in self.rows)
 
     def shapes(self, modules: Mapping[int, LoraModule]) -> list[RowShape]:
-        """Its rows as pages take them. modules: the model's."""
+        """The shapes of its rows in pages. modules: the model's."""
         return [
             RowShape(
                 modules[row.module_id].at(row.layer),
@@ -91,8 +92,10 @@ def adapter_from_rows(
     finite: bool = False,
     digest: str | None = None,
 ) -> Adapter:
-    """Check the values of rows and extras, and make them canonical. finite: those of rows were found to be.
-    digest: theirs, where it is known. Raises AdapterInvalidError."""
+    """Validate the values of rows and extras, and make them canonical. finite: the rows' values are known to
+    be finite.
+    digest: of the values, if known. Raises AdapterInvalidError.
+    """
     rows = sorted(rows, key=lambda row: (row.layer, row.module_id))
     for row, following in pairwise(rows):
         if (row.layer, row.module_id) == (following.layer, following.module_id):
@@ -115,7 +118,7 @@ def adapter_from_rows(
 
 
 def pack_rows(rows: Iterable[AdapterRow]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows to the tensors of the wire: weights [1, rows, W] padded with zeros, config [1, rows, 4] int32."""
+    """Convert rows to wire tensors: weights [1, rows, W] padded with zeros, config [1, rows, 4] int32."""
     rows = list(rows)
     assert not any(row.format.shared for row in rows), "a tensor has no place for what rows share"
     width = max((row.payload.size for row in rows), default=0)
@@ -127,7 +130,7 @@ def pack_rows(rows: Iterable[AdapterRow]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lora_input(task_id: int, rows: Iterable[AdapterRow], extras: Iterable[LoraExtra] = ()) -> LoraInput:
-    """Rows and extras as a request in this process carries them. Rows are of one type."""
+    """Rows and extras in the form that a request in this process carries. All rows have one type."""
     rows = list(rows)
     scales = np.array([row.format.scale for row in rows], np.float32)
     scaled = bool((scales != 1).any())
@@ -135,8 +138,9 @@ def lora_input(task_id: int, rows: Iterable[AdapterRow], extras: Iterable[LoraEx
 
 
 def check_dims(where: str, a: tuple[int, ...], b: tuple[int, ...], module: LoraModule | None) -> None:
-    """Shapes: A must be [rank, in] and B [out, rank], none of them 0, and go between the dimensions of the
-    model's module, if one is given. where: what they belong to. Raises AdapterInvalidError."""
+    """Check that A is [rank, in] and B [out, rank], not empty, and of the module's sizes if one is given.
+    where: what they belong to, for errors. Raises AdapterInvalidError.
+    """
     if len(a) != 2 or len(b) != 2 or a[0] != b[1] or 0 in (*a, *b):
         raise AdapterInvalidError(f"{where}: adapter size of A {a} mismatches adapter size of B {b}")
     if module is not None and (a[1], b[0]) != (module.in_dim, module.out_dim):
@@ -147,7 +151,7 @@ def check_dims(where: str, a: tuple[int, ...], b: tuple[int, ...], module: LoraM
 
 
 def check_layer(where: str, module: LoraModule, layer: int) -> None:
-    """Raises AdapterInvalidError for a layer that lacks the module."""
+    """Raises AdapterInvalidError for a layer without the module."""
     if not module.is_on(layer):
         raise AdapterInvalidError(f"{where}: layer {layer} of this model has no module {module.name}")
 
@@ -166,13 +170,13 @@ def _check_values(where: str, values: np.ndarray, half: bool) -> None:
 
 
 def digest_values(values: np.ndarray) -> bytes:
-    """BLAKE3 of their type and every byte, not of their shape; 32 bytes."""
+    """BLAKE3 of the type and all bytes, not of the shape; 32 bytes."""
     flat = np.ascontiguousarray(values).reshape(-1)
     return blake3(type_name(values).encode() + b"\0").update(flat.view(np.uint8).data).digest()
 
 
 def _digest(rows: list[AdapterRow], extras: list[LoraExtra]) -> str:
-    """Over rows and extras in canonical order: what they are, their type, and every byte; no padding."""
+    """Digest of rows and extras in canonical order: identity, type, and all bytes, without padding."""
     digest = blake3()
     for row, content in zip(rows, _contents(rows), strict=True):
         digest.update(repr((int(row.module_id), row.layer, *row.format.identity())).encode())
@@ -193,6 +197,6 @@ def _contents(rows: list[AdapterRow]) -> list[bytes]:
 
 
 def type_name(values: np.ndarray) -> str:
-    """What an adapter's values are, whatever NumPy calls it."""
+    """Name of the type of an adapter's values, which may differ from NumPy's."""
     kind = BY_DTYPE.get(values.dtype)
     return kind.name if kind is not None else values.dtype.name

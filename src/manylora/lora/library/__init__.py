@@ -1,1 +1,1 @@
-"""Where adapters come from: their names, files and copies, below every API."""
+"""Where adapters come from: their names, files and copies. Used by all APIs."""

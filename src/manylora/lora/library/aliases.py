@@ -1,4 +1,4 @@
-"""Aliases: more names for adapters, and for the base model."""
+"""Aliases: further names for adapters and for the base model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_ALIASES = 65536
 
 
 class Aliases:
-    """given: name -> the name that it stands for, perhaps an alias. Raises ConfigError for a circle."""
+    """given: name -> target, which may itself be an alias. Raises ConfigError for a cycle."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self._targets: dict[str, str] = {}
@@ -23,24 +23,24 @@ class Aliases:
         return name in self._targets
 
     def items(self) -> list[tuple[str, str]]:
-        """Each alias with the name that it stands for in the end."""
+        """Each alias with its final target."""
         return [(name, self.resolve(name)) for name in sorted(self._targets)]
 
     def resolve(self, name: str) -> str:
-        """What a name stands for in the end; one that is no alias for itself."""
+        """The final target of a name. A name that is not an alias is returned as it is."""
         while name in self._targets:
             name = self._targets[name]
         return name
 
     def target(self, name: str) -> str:
-        """What an alias was made to stand for."""
+        """The name that an alias was defined for."""
         return self._targets[name]
 
     def has_room_for(self, name: str) -> bool:
         return name in self._targets or len(self._targets) < MAX_ALIASES
 
     def set(self, name: str, target: str) -> None:
-        """Neither where the target leads to the name, nor without room for it."""
+        """The caller checks that there is room, and that the target does not lead back to the name."""
         assert self.has_room_for(name) and not self.leads_to(target, name)
         self._targets[name] = target
 
@@ -48,7 +48,7 @@ class Aliases:
         del self._targets[name]
 
     def leads_to(self, name: str, end: str) -> bool:
-        """Whether a name stands for another, or is it."""
+        """Whether a name resolves to another, or equals it."""
         while name != end and name in self._targets:
             name = self._targets[name]
         return name == end

@@ -1,4 +1,4 @@
-"""DiskLevel: copies of adapters in a folder, for when they are in no other place any more."""
+"""DiskLevel: copies of adapters in a folder, for adapters that are nowhere else any more."""
 
 from __future__ import annotations
 
@@ -27,32 +27,33 @@ from manylora.system.threads import lower_priority
 
 logger = logging.getLogger("manylora")
 
-RETRY_S = 30.0  # before a disk that failed is written to again
-MAX_PENDING = 4  # adapters that wait to be written
-PENDING_S = 2.0  # that the next one waits, and with it others that are to be loaded
-OURS = re.compile(r"[0-9a-f]{40}\.safetensors(\.part-\d+-\d+)?")  # what may be deleted in the folder
+RETRY_S = 30.0  # before writing again to a disk that failed
+MAX_PENDING = 4  # adapters waiting to be written
+PENDING_S = 2.0  # how long the next one waits, which also delays other loads
+OURS = re.compile(r"[0-9a-f]{40}\.safetensors(\.part-\d+-\d+)?")  # files that may be deleted in the folder
 
 
 class DiskLevel:
-    """By digest, in files of a folder of its own. Over max_bytes the one that was used longest ago goes.
+    """Adapters by digest, as files in a separate folder. Beyond max_bytes the least recently used is deleted.
 
-    folder: None makes a temporary one, which goes with `close`. max_bytes 0 keeps nothing. Any thread, and
-    several processes may share a folder: a file appears whole, and what is in it is checked by its digest.
-    A full or broken disk costs copies and nothing else: no method raises because of it.
+    folder: None creates a temporary one, which `close` removes. max_bytes: 0 stores nothing. Thread-safe, and
+    several processes may share a folder: a file appears only when complete, and its content is checked
+    against the digest. A full or broken disk only loses copies: no method raises an error because of it.
     """
 
     def __init__(self, max_bytes: int, folder: Path | None = None) -> None:
         self._max_bytes, self._folder = max_bytes, folder
         self._temporary = folder is None
-        self._lock = threading.Lock()  # held while the folder is made to fit
+        self._lock = threading.Lock()  # held while old files are deleted
         self._failing = False
         self._retry_at = 0.0  # after a failure
         self._writer = ThreadPoolExecutor(1, "manylora-copies", lower_priority)
         self._pending = threading.BoundedSemaphore(MAX_PENDING)
 
     def put_soon(self, adapter: Adapter) -> None:
-        """Write it on a thread of low priority, if it is not there. Waits a little while many are to be
-        written; a disk that is slower still gets no copy."""
+        """Write it on a low-priority thread unless it exists. Waits a little if many are pending; with an
+        even slower disk no copy is written.
+        """
         if self._max_bytes and time.monotonic() >= self._retry_at and not self.has(adapter.digest):
             if not self._pending.acquire(timeout=PENDING_S):
                 self._fail("the disk is too slow")
@@ -63,7 +64,7 @@ class DiskLevel:
                 self._pending.release()
 
     def put(self, adapter: Adapter) -> None:
-        """Write it, if it is not there."""
+        """Write it unless it exists."""
         if adapter.nbytes > self._max_bytes or self.has(adapter.digest) or time.monotonic() < self._retry_at:
             return
         try:
@@ -83,7 +84,7 @@ class DiskLevel:
             found = _read(self._path(digest))
             if found.digest != digest:
                 raise AdapterInvalidError("it is of other content than its name says")
-        except Exception as error:  # whatever somebody made of the file
+        except Exception as error:  # the file may contain anything
             logger.warning("lora disk level: a copy cannot be read: %s", error or type(error).__name__)
             passing = isinstance(error, MemoryError) or is_passing(error) or is_passing(error.__cause__)
             with contextlib.suppress(OSError):
@@ -93,7 +94,7 @@ class DiskLevel:
         return found
 
     def has(self, digest: str) -> bool:
-        """Whether there is a copy; it then counts as used now."""
+        """Whether there is a copy. It then counts as just used."""
         if self._folder is None:
             return False
         try:
@@ -103,7 +104,7 @@ class DiskLevel:
         return True
 
     def close(self) -> None:
-        """Write what is pending, and end the thread. Idempotent."""
+        """Write pending copies and end the thread. Idempotent."""
         self._writer.shutdown(wait=True)
         if self._temporary and self._folder is not None:
             remove_temporary(self._folder)
@@ -117,18 +118,20 @@ class DiskLevel:
             self._pending.release()
 
     def _fail(self, reason: str | None) -> None:
-        """Logged once until it works again. Nothing is written for a while: half a copy fills a disk too."""
+        """Log the failure once, until writing works again. Pauses writing, because partial copies fill a
+        disk, too.
+        """
         self._retry_at = time.monotonic() + RETRY_S
         if not self._failing:
             logger.warning("lora disk level: copies cannot be written, serving goes on without: %s", reason)
         self._failing = True
 
     def _files(self) -> Iterator[tuple[int, int, Path]]:
-        """Time of last use, size and path of every file that is ours, unfinished ones too."""
+        """Time of last use, size and path of every file of ours, including unfinished ones."""
         if self._folder is None:
             return
         for entry in os.scandir(self._folder):
-            with contextlib.suppress(FileNotFoundError):  # another process was faster
+            with contextlib.suppress(FileNotFoundError):  # another process deleted it first
                 if OURS.fullmatch(entry.name):
                     at = entry.stat()
                     yield at.st_mtime_ns, at.st_size, Path(entry.path)
@@ -152,7 +155,9 @@ class DiskLevel:
         return self._folder / f"{digest}.safetensors"
 
     def _write(self, adapter: Adapter) -> None:
-        """Whole or not at all: another process, or the next start, may read this folder. Raises OSError."""
+        """Write it completely or not at all: other processes and later starts may read this folder. Raises
+        OSError.
+        """
         path = self._path(adapter.digest)
         part = path.with_name(f"{path.name}.part-{os.getpid()}-{threading.get_ident()}")
         shared = {row.shared.key: row.shared for row in adapter.rows if row.shared is not None}
@@ -213,7 +218,7 @@ def _read(path: Path) -> Adapter:
 
 
 def _checked(key: str, rank: int, in_dim: int, values: np.ndarray) -> SharedMatrices:
-    """Raises AdapterInvalidError for other content than the key's."""
+    """Raises AdapterInvalidError if the content does not match the key."""
     a, b = np.split(values, [rank * in_dim])
     found = share(a.reshape(rank, in_dim), b.reshape(-1, rank))
     if found.key != key:

@@ -1,4 +1,4 @@
-"""Fingerprints of adapter files: whether anyone has changed them since they were read."""
+"""Fingerprints of adapter files, to detect changes since they were read."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from collections.abc import Callable
 from pathlib import Path
 
 Fingerprint = tuple[tuple[str, int, int, int, int, int], ...]
-"""Of every file its name, device, inode, size, and times (ns) of the last change of content and of inode. The
-last of these cannot be set back."""
-# Two writes within one tick of a filesystem's clock leave the same times: a file is known by its times only
-# when it was last written this long before it was read. 2 s are the longest tick in use (FAT).
+"""Per file: name, device, inode, size, and the times (ns) of the last change of its content and of its inode.
+The inode's time cannot be set back.
+"""
+# Two writes within one tick of a file system's clock leave the same times. Times therefore identify a file's
+# content only if it was last written at least this long before it was read. 2 s is the longest tick in use
+# (FAT).
 SETTLED_NS = 2 * 10**9
 PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
 def is_passing(error: BaseException | None) -> bool:
-    """Whether an error says nothing about the files: the machine is short of something, or a disk is away."""
+    """Whether an error says nothing about the files: the machine lacks a resource, or a disk is
+    unavailable.
+    """
     return isinstance(error, OSError) and error.errno in PASSING
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """Of a file, or of the files right in a folder. Empty: there is nothing.
+    """Fingerprint of a file, or of the files directly in a folder. Empty if there are none.
 
-    Raises OSError where that cannot be told now.
+    Raises OSError if it cannot be determined now.
     """
     try:
         if path.is_dir():
@@ -43,19 +47,20 @@ def fingerprint(path: Path) -> Fingerprint:
 
 
 def is_settled(found: Fingerprint, now_ns: int) -> bool:
-    """Whether every file was last changed long enough ago for its times to identify its content."""
+    """Whether every file's last change is old enough for its times to identify its content."""
     return bool(found) and all(max(stamp[-2:]) + SETTLED_NS < now_ns for stamp in found)
 
 
 def age_s(found: Fingerprint) -> float:
-    """Seconds since the last change of any file's content; infinite for times in the future."""
+    """Seconds since the last change of any file's content. Infinite for times in the future."""
     age = time.time() - max((stamp[-2] for stamp in found), default=0) / 1e9
     return age if age >= 0 else float("inf")
 
 
 def entry_is(test: Callable[[], bool]) -> bool:
-    """`is_file` or `is_dir` of a directory entry; False for a link that leads nowhere, round in a circle or
-    where nothing may be looked up."""
+    """`is_file` or `is_dir` of a directory entry. False for a link that is dangling, cyclic, or not
+    accessible.
+    """
     try:
         return test()
     except OSError:

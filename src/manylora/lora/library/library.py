@@ -1,4 +1,6 @@
-"""AdapterLibrary: which adapter a task id or a name means, and where it is read again after an eviction."""
+"""AdapterLibrary: which adapter a task id or name refers to, and where it is reloaded from after an
+eviction.
+"""
 
 from __future__ import annotations
 
@@ -33,40 +35,42 @@ logger = logging.getLogger("manylora")
 Read = Callable[[], Adapter | FileAdapter]
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
 PRUNE = 4096  # task ids, of about 200 bytes each
-MAX_IDS = 16384  # task ids whose adapters came with requests; of more, those bound longest ago are forgotten
+MAX_IDS = 16384  # task ids of adapters sent with requests; beyond it the oldest are forgotten
 
 
 @dataclass
 class _Source:
-    """Files that one task id means. digest: of what was in them the last time. name: of the adapter, if its
-    requests give that. may_be_sent: requests may bring its tensors too, so files that cannot be read are no
-    error of theirs."""
+    """Files that a task id refers to. digest: of their content at the last read. name: of the adapter, if
+    requests give it. may_be_sent: requests may also send its tensors, so unreadable files are not an error.
+    """
 
     path: Path
     read: Read
     name: str = ""
     may_be_sent: bool = False
     digest: str | None = None
-    replaced: bool = False  # the id now means tensors that a request brought
+    replaced: bool = False  # the id now means tensors from a request
 
 
 class AdapterLibrary:
-    """reader: of the folders that Triton's parameters name. disk: copies of adapters that came with requests.
+    """reader: for folders named by Triton's parameters. disk: copies of adapters that were sent with
+    requests.
 
-    Any thread: names are resolved where requests come in, files are read aside, and the engine's thread binds
-    ids. Files are looked at without the lock."""
+    Thread-safe: names are resolved where requests arrive, files are read on other threads, and the engine's
+    thread binds ids. Files are checked without holding the lock.
+    """
 
     def __init__(self, reader: AdapterReader, disk: DiskLevel | None = None) -> None:
         self._reader = reader
         self._disk = disk or DiskLevel(0)
-        self._lock = threading.Lock()  # of all that follows
-        self._digests: dict[int, str] = {}  # bound last comes last
+        self._lock = threading.Lock()  # protects everything below
+        self._digests: dict[int, str] = {}  # in order of binding
         self._sources: dict[int, _Source] = {}  # by task id
         self._owners: dict[str, int] = {}  # digest -> the task id whose files have it
-        self._names: dict[str, int] = {}  # name -> its id: -1 for the first, and so on
+        self._names: dict[str, int] = {}  # name -> id: -1, -2 and so on
         self._prune_at = PRUNE
         self.versions = Versions()
-        self.num_binds = self.num_loads = 0  # loads: adapters that `find` gave
+        self.num_binds = self.num_loads = 0  # loads: adapters returned by `find`
         self.num_inert = 0  # adapters that change nothing
         self._folder: Path | None = None
         self._folders: Mapping[str, Path] = {}
@@ -76,34 +80,34 @@ class AdapterLibrary:
         self._folders = folders
 
     def open(self, folder: Path) -> None:
-        """Serve the adapters of <folder>/<name>/ by name; each is read when it is first asked for."""
+        """Serve the adapters in <folder>/<name>/ by name. Each is read at its first request."""
         if not folder.is_dir():
             raise ConfigError(f"lora_catalog_dir {folder} is not a directory")
         self._folder = folder
 
     def register(self, task_id: int, path: Path, read: Read) -> None:
-        """Let a task id mean files. read: gives what is in them, or raises AdapterError."""
+        """Make a task id refer to files. read: returns their content, or raises AdapterError."""
         with self._lock:
             self._sources[task_id] = _Source(path, read)
 
     def keep(self, adapter: Adapter) -> None:
-        """Have one that came with a request copied to the disk level. May wait for the disk."""
+        """Copy an adapter sent with a request to the disk level. May wait for the disk."""
         self._disk.put_soon(adapter)
 
     def note_inert(self, name: str) -> None:
-        """Count and log an adapter that came to the cache and changes nothing. name: a task id or a name."""
+        """Count and log a loaded adapter that changes nothing. name: a task id or a name."""
         with self._lock:
             self.num_inert += 1
         logger.warning("lora task %s: %s", printable(name), NOTHING)
 
     def id_of(self, name: str, kind: str | None) -> int:
-        """The id that stands for a name: negative, so never one of a client's. Raises AdapterError."""
+        """The id for a name. It is negative, so it never collides with a client's. Raises AdapterError."""
         if kind not in (None, "hf", "nemo"):
             raise AdapterInvalidError(f"lora_ckpt_source must be hf or nemo, got {kind[:40]!r}")
         with self._lock:
             number = self._names.get(name)
         folder = self._folders.get(name)
-        if folder is None and self._folder and NAME.fullmatch(name):  # no path of any kind: one folder
+        if folder is None and self._folder and NAME.fullmatch(name):  # a single folder name, never a path
             folder = self._folder / name
         if folder is None or (number is None and not is_folder(folder)):
             raise AdapterNotFoundError(name)
@@ -116,14 +120,15 @@ class AdapterLibrary:
         return number
 
     def resolve(self, lora: LoraInput) -> LoraInput:
-        """The same with an id in place of a name. Raises AdapterError."""
+        """The same with the name replaced by an id. Raises AdapterError."""
         if lora.name is None or lora.task_id is not None:
             return lora
         return replace(lora, task_id=self.id_of(lora.name, lora.source), source=None)
 
     def bind(self, task_id: int, digest: str, keep: Callable[[str], bool]) -> None:
-        """Point a task id at a digest. keep: whether a digest can still be served; others are forgotten in
-        time, so that ids that never come back cost nothing for ever."""
+        """Bind a task id to a digest. keep: whether a digest can still be served; ids of other digests are
+        forgotten after a while, so that ids that never return do not accumulate.
+        """
         with self._lock:
             self._digests.pop(task_id, None)
             self._digests[task_id] = digest
@@ -135,8 +140,9 @@ class AdapterLibrary:
                 self._prune(keep)
 
     def _prune(self, keep: Callable[[str], bool]) -> None:
-        """Forget ids whose adapters are gone; and, as any number of ids may mean one adapter, of those that
-        no folder has the ones bound longest ago. Who comes with one of these again is asked for tensors."""
+        """Forget ids whose adapters are gone. Because any number of ids may refer to one adapter, also forget
+        the oldest ids that no folder has. Clients that use a forgotten id are asked to send tensors again.
+        """
         sent = []
         for task_id, digest in list(self._digests.items())[:-1]:
             if digest in self._owners:
@@ -166,16 +172,16 @@ class AdapterLibrary:
             return self._digests.get(task_id)
 
     def last_digest(self, task_id: int) -> str | None:
-        """As `digest`; of an id that is not bound yet, what was read from its files."""
+        """As `digest`. For an id that is not bound yet, the digest last read from its files."""
         with self._lock:
             source = self._sources.get(task_id)
             return self._digests.get(task_id) or (source.digest if source else None)
 
     def find(self, task_id: int) -> Adapter | FileAdapter:
-        """The adapter of an id that is not in the cache: from its files, else from the disk level.
+        """Load an adapter that is not in the cache, from its files or else from the disk level.
 
-        Files that changed give their new content to the id that means them, and to no other. Raises
-        AdapterNotCachedError for one that is in neither place, AdapterError for files without a usable one.
+        Changed files give their new content only to the id that refers to them. Raises AdapterNotCachedError
+        if it is in neither place, AdapterError if the files have no usable adapter.
         """
         with self._lock:
             digest = self._digests.get(task_id)
@@ -205,7 +211,7 @@ class AdapterLibrary:
         return adapter
 
     def _source_of(self, task_id: int, digest: str | None) -> _Source | None:
-        """The files to read for an id, its own or others with the same content. Under the lock."""
+        """The files to read for an id: its own, or others with the same content. Call with the lock held."""
         own = self._sources.get(task_id)
         if own is not None and not own.replaced:
             return own
@@ -221,7 +227,7 @@ class AdapterLibrary:
             self._owners.setdefault(new, task_id)
 
     def prefetch(self, folder: Path) -> Iterator[tuple[int, Adapter | FileAdapter]]:
-        """The adapters of <folder>/<task id>/. A bad one is skipped with a warning that says why."""
+        """The adapters in <folder>/<task id>/. A bad one is skipped with a warning that gives the reason."""
         try:
             entries = sorted(folder.iterdir(), key=lambda path: (len(path.name), path.name))
         except OSError as error:
@@ -258,11 +264,12 @@ class AdapterLibrary:
         return lambda: self._reader.read(folder).adapter
 
     def close(self) -> None:
-        """Write the copies that are pending. Idempotent."""
+        """Write pending copies. Idempotent."""
         self._disk.close()
 
 
 def task_id_of(digest: str) -> int:
-    """An id for an adapter that no client has given one. It is made of the content, so it is the same in each
-    process. The highest bit keeps clear of the small numbers that clients choose."""
+    """An id for an adapter without a client's id. It is derived from the content, so it is equal in all
+    processes. Its highest bit is set, to avoid the small numbers that clients choose.
+    """
     return int.from_bytes(blake2b(digest.encode(), digest_size=8).digest(), "big") | 2**63

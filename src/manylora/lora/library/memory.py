@@ -1,5 +1,6 @@
-"""MemoryLevel: adapters that were read and not sent yet, and those that could not be read again; within a
-limit."""
+"""MemoryLevel: adapters that were read but not sent yet, and those that could not be read again, up to a
+limit.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from manylora.lora.tensors import Adapter
 
 
 class MemoryLevel:
-    """By digest. Over the limit the one that was used longest ago goes; those that no file holds any more
-    (`orphans`) only when nothing else is left."""
+    """Adapters by digest. Over the limit the least recently used is dropped. Those that no file holds any
+    more (`orphans`) are dropped only when nothing else is left.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

@@ -1,4 +1,4 @@
-"""Which names adapters may have; and names with their folders, from vllm_backend's multi_lora.json."""
+"""Valid adapter names, and names with folders from vllm_backend's multi_lora.json."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ MAX_LENGTH = 128  # of a name
 
 
 def is_name(name: str) -> bool:
-    """Whether a catalog may have it. Names appear in URLs, in paths, in labels of metrics. As a path it has
-    no empty, "." or ".." part: it cannot lead out of a root."""
+    """Whether a catalog may use it. Names appear in URLs, paths and metric labels. As a path, a name has no
+    empty, "." or ".." part, so it cannot leave a root.
+    """
     parts = name.split("/")
     return bool(NAME.fullmatch(name)) and ".." not in name and "" not in parts and "." not in parts
 
 
 def read_names(file: Path) -> dict[str, Path]:
-    """A path that is not absolute is looked for beside the file, then in the working directory. Raises
-    ConfigError."""
+    """A relative path is looked up beside the file, then in the working directory. Raises ConfigError."""
     try:
         if file.stat().st_size > MAX_BYTES:
             raise ConfigError(f"{file} has more than {MAX_BYTES} bytes")

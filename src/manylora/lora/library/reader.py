@@ -1,4 +1,4 @@
-"""AdapterReader: adapters read from their files, the unchanged ones without more work than that takes."""
+"""AdapterReader: reads adapters from files, and avoids repeating work for unchanged files."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ from manylora.lora.tensors import Adapter, type_name
 
 logger = logging.getLogger("manylora")
 
-SOURCES_WITH_ROWS = ("peft", "nemo")  # whose files say how large each row is
-MAX_KNOWN = 8192  # folders whose digest is known; the one that was first read longest ago is forgotten
+SOURCES_WITH_ROWS = ("peft", "nemo")  # formats whose files give the size of each row
+MAX_KNOWN = 8192  # folders with a known digest; beyond it the oldest are forgotten
 
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """kind: of the files: peft, nemo, npy, llgtrt. dtype: of the values as they were read. rank: the largest
-    of a row. num_bytes: of all values. notes: what may not be what was meant. labels: of its classification
-    head; 0: it has none."""
+    """kind: format of the files: peft, nemo, npy, llgtrt. dtype: of the values as read. rank: the largest of
+    any row.
+    num_bytes: of all values. notes: warnings about settings that may not be intended. labels: of its
+    classification head; 0: none.
+    """
 
     kind: str
     dtype: str
@@ -60,7 +62,7 @@ class AdapterFacts:
 
 @dataclass(frozen=True, eq=False)
 class ReadAdapter:
-    """What was read from files, and what there is to say of it."""
+    """An adapter read from files, and facts about it."""
 
     adapter: Adapter | FileAdapter
     facts: AdapterFacts
@@ -68,8 +70,9 @@ class ReadAdapter:
 
 @dataclass
 class _Known:
-    """The files of a folder when it was read, and what was in them. rows: where they lie, if they can be read
-    straight into their pages; searched: whether that was looked for."""
+    """A folder's files when they were read, and their content. rows: locations of rows that can be read
+    directly into pages; searched: whether that was determined.
+    """
 
     files: Fingerprint
     digest: str
@@ -79,10 +82,10 @@ class _Known:
 
 
 class AdapterReader:
-    """Reads the adapters of one model. Any thread.
+    """Reads the adapters of one model. Thread-safe.
 
-    rules: what an adapter must be. options: with the modules as they are in the files. pages: type of the
-    cache's pages, by torch's name, that unchanged files may be read straight into; "" for none.
+    rules: conditions for an adapter. options: with the modules in the order of the files. pages: dtype of the
+    cache's pages, by torch's name, into which unchanged files may be read directly; "" for none.
     """
 
     def __init__(self, rules: AdapterRules, options: ReadOptions = DEFAULT, pages: str = "") -> None:
@@ -91,25 +94,27 @@ class AdapterReader:
         self._known: dict[Path, _Known] = {}
 
     def within(self, roots: Sequence[Path]) -> AdapterReader:
-        """One that reads only files in these folders, also where links lead elsewhere."""
+        """A reader for files in these folders only, even if links lead elsewhere."""
         options = replace(self._options, bounds=self._options.bounds.within(roots))
         return AdapterReader(self._rules, options, self._pages)
 
     def read(self, path: Path, source: Source | None = None) -> ReadAdapter:
-        """source: what `find_source` found there, if it was asked. Unchanged files are not digested again,
-        and where they can be are read when the pages are known. Raises AdapterInvalidError."""
+        """source: the result of `find_source`, if it was called. Unchanged files are not digested again; if
+        possible, they are read later, when their pages are known. Raises AdapterInvalidError.
+        """
         try:
             return self.find_stored(path) or self._read(path, source or find_source(path))
         except OSError as error:
             raise AdapterInvalidError(f"its files cannot be read: {error.strerror}") from error
 
     def find_stored(self, path: Path) -> ReadAdapter | None:
-        """The adapter of files that were read before, have not changed since, and can be read straight into
-        pages. Raises AdapterInvalidError, OSError."""
+        """The adapter of files that were read before, are unchanged, and can be read directly into pages.
+        Raises AdapterInvalidError, OSError.
+        """
         known = self._unchanged(path)
         if known is None or not self._pages or known.facts.kind != "peft":
             return None
-        if not known.searched:  # by two threads at once it is found twice, and the same
+        if not known.searched:  # two threads may search concurrently, with the same result
             rows = stored_rows(path, self._options)
             known.rows = rows if rows is not None and can_read(self._pages, rows.dtype) else None
             known.searched = True
@@ -133,7 +138,7 @@ class AdapterReader:
         if known is not None:
             if after == known.files:
                 return ReadAdapter(adapter, known.facts)
-            return self._read(path, source)  # they changed meanwhile, so the digest is not theirs
+            return self._read(path, source)  # the files changed, so the digest is outdated
         facts = AdapterFacts.of(source.kind, adapter, notes)
         for note in facts.notes:
             logger.warning("adapter %s: %s", printable(path.name), note)
@@ -154,14 +159,17 @@ class AdapterReader:
 def read_adapter_folder(
     folder: Path, base: BaseWeights | None = None, modules: Mapping[int, LoraModule] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weights [1, rows, W] and config [1, rows, 3 or 4] of a folder, told apart by its content."""
+    """Weights [1, rows, W] and config [1, rows, 3 or 4] of a folder whose format is detected by its
+    content.
+    """
     return read_source(find_source(folder), ReadOptions(modules, base, float8=False))
 
 
 @contextmanager
 def _open(place: Path, file: Path, known: Fingerprint, bounds: Bounds) -> Iterator[int]:
-    """A descriptor. Raises AdapterChangedError when the files of `place`, the adapter's folder or one
-    file, are not, or did not stay, what is known."""
+    """A descriptor of the file. Raises AdapterChangedError if the files of `place` (the adapter's folder or
+    file) differ from `known` on entry or exit.
+    """
     changed = AdapterChangedError(place.name if place == file else file.parent.name)
     try:
         if fingerprint(place) != known:
@@ -171,7 +179,7 @@ def _open(place: Path, file: Path, known: Fingerprint, bounds: Bounds) -> Iterat
         raise changed from None
     try:
         yield descriptor
-    except AdapterInvalidError:  # they were in order when they were read before
+    except AdapterInvalidError:  # they were valid when they were read before
         raise changed from None
     finally:
         os.close(descriptor)

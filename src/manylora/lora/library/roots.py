@@ -1,4 +1,4 @@
-"""The adapter roots: which folders and files below them are adapters."""
+"""The adapter roots: which folders and files in them are adapters."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ class Found:
 
 
 def find_adapters(root: Path, known: Mapping[Path, Fingerprint], allowed: Sequence[Path]) -> dict[str, Found]:
-    """Adapters by name: the path below the root, without the ending where it is a file.
+    """Adapters by name. A name is the path below the root, without the file extension.
 
-    known: what was an adapter at the last scan; it remains one, however broken it is by now. allowed:
-    folders, resolved. A link to a folder outside of these is listed, so that reading it says what is wrong,
-    but not scanned; nor is one that leads back to a folder above it. Raises OSError where a scan now would
-    miss files.
+    known: the adapters of the last scan; they remain adapters even if they are broken now. allowed: resolved
+    folders. A link to a folder outside of them is listed, so that reading it reports the error, but is not
+    scanned. Nor is a link back to a parent folder. Raises OSError if a scan now would miss files.
     """
     return dict(_Scan(known, allowed).below(root, "", MAX_DEPTH))
 
 
 def folders_of(adapters: Iterable[Path]) -> Iterator[Path]:
-    """Where the files of these adapters really are: the hub's cache has links to them."""
+    """The real folders of these adapters' files. The hub's cache contains links to them."""
     for path in adapters:
         files = path.iterdir() if path.is_dir() else (path,)
         yield from {file.resolve().parent for file in files}
 
 
 def path_below(folders: Sequence[Path], given: str) -> tuple[Path, Path] | None:
-    """A path that a client named, resolved, and the first folder that it is in; None: it is in none, or
-    nothing is there. folders: resolved."""
+    """Resolve a path named by a client. Returns it with the first folder that contains it. None: no folder
+    contains it, or it does not exist. folders: resolved.
+    """
     if "\0" in given:
         return None
     for folder in folders:
         try:
-            path = (folder / given).resolve()  # an absolute path stays as it is
+            path = (folder / given).resolve()  # an absolute path is kept
             exists = path.exists()
         except (OSError, RuntimeError):
             continue
@@ -91,7 +91,7 @@ class _Scan:
             yield from _named(name, Found(path, seen))
         elif depth > 0 and _has_more(path):
             yield from self.below(path, name + "/", depth - 1)
-        elif seen:  # a leaf that is no adapter: reading it will say why
+        elif seen:  # a leaf that is not an adapter: reading it reports why
             yield from _named(name, Found(path, seen))
 
     def _may_follow(self, link: Path) -> bool:
@@ -120,7 +120,7 @@ def _is_one_file(path: Path) -> bool:
 
 
 def _has_more(path: Path) -> bool:
-    """Whether adapters may lie deeper: in folders, or as files of their own."""
+    """Whether there may be adapters deeper down, in folders or as single files."""
     try:
         with os.scandir(path) as entries:
             return any(

@@ -1,4 +1,4 @@
-"""Versions: which content each name means now, and how many it has meant."""
+"""Versions: the current content of each name, and how many contents it has had."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ MAX_NAMES = 2**16
 
 
 class Versions:
-    """Any thread. Counted from 1 for each name; the same content again is the same version. Of more names
-    than MAX_NAMES those that changed longest ago are forgotten, and counted from 1 again.
+    """Thread-safe. Versions count from 1 per name; repeating the same content does not make a new version.
+    Beyond MAX_NAMES names, those that changed longest ago are forgotten and count from 1 again.
 
-    superseded: digests that a name has meant and none means now; the engine drops what it has of them, and
-    takes them out.
+    superseded: digests that no name refers to any more. The engine drops what it has of them and removes them
+    from here.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._current: OrderedDict[str, tuple[int, str]] = OrderedDict()  # "": withdrawn
-        self._named: Counter[str] = Counter()  # names of each digest
+        self._named: Counter[str] = Counter()  # number of names per digest
         self.superseded: set[str] = set()
-        self.num_changes = 0  # names that came to mean another content
+        self.num_changes = 0  # number of changes of a name's content
 
     def put(self, name: str, digest: str, number: int = 0) -> tuple[int, str]:
-        """Let a name mean a content. number: that others have given this version; 0: the next one. Returns
-        its number, and the digest whose place it took; "": of none."""
+        """Set a name's content. number: a version number given by others; 0: the next one.
+
+        Returns its number, and the digest it replaced; "" if none.
+        """
         with self._lock:
             last, old = self._current.get(name, (0, ""))
             number = number or (last if old == digest else last + 1)
@@ -38,27 +40,28 @@ class Versions:
             return number, old
 
     def seed(self, name: str, number: int, digest: str = "") -> None:
-        """Count on from a number that others have come to. digest: what it stands for; it comes later, if
-        the name means nothing here yet."""
+        """Continue counting from a number that others have reached. digest: the content of that version,
+        which is set later if the name has no content here yet.
+        """
         with self._lock:
             last, old = self._current.get(name, (0, ""))
             if number > last and not old:
                 self._set(name, number, digest, old)
 
     def withdraw(self, name: str) -> None:
-        """Let a name mean nothing. Its next version still has the next number."""
+        """Remove a name's content. Its next version gets the next number."""
         with self._lock:
             number, old = self._current.get(name, (0, ""))
             if old:
                 self._set(name, number, "", old)
 
     def number(self, name: str, digest: str = "") -> int:
-        """That `put` would give to a content; without one, that of the last version."""
+        """The number that `put` would give to a content. Without a digest, that of the last version."""
         last, old = self._current.get(name, (0, ""))
         return last + (digest not in ("", old))
 
     def current(self, name: str) -> tuple[int, str] | None:
-        """Number and digest."""
+        """Number and digest of the current version."""
         found = self._current.get(name)
         return found if found and found[1] else None
 
@@ -73,7 +76,7 @@ class Versions:
             self.superseded.add(old)
 
     def _leave(self, digest: str) -> bool:
-        """One name less has this content. Whether none has it."""
+        """Remove one name from this content. Returns whether it has no names left."""
         self._named[digest] -= 1
         if self._named[digest] > 0:
             return False

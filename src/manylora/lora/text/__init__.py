@@ -1,1 +1,1 @@
-"""What comes with an adapter beside its tensors: chat template, generation defaults, tokenizer."""
+"""What comes with an adapter besides its tensors: chat template, generation defaults, tokenizer."""

@@ -17,21 +17,21 @@ from manylora.text.chat_template import FILE as TEMPLATE_FILE
 from manylora.text.chat_template import ChatTemplate, sources_in
 from manylora.text.tokenizer import Tokenizer
 
-MAX_FILE_BYTES = 2**20  # of a template, and of settings
+MAX_FILE_BYTES = 2**20  # maximum size of a template, and of settings
 SETTINGS_FILE, GENERATION_FILE = "tokenizer_config.json", "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_BYTES = 2**30  # of adapters' tokenizers in memory, unless told otherwise
+TOKENIZER_BYTES = 2**30  # default memory for adapters' tokenizers
 PARTS = ("chat_template", "generation_config", "tokenizer")
-"""What may come with an adapter."""
+"""The parts that may come with an adapter."""
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """Which parts of its own an adapter is served with.
+    """Which of its own parts an adapter is served with.
 
-    Each is False for the base model's, True for what lies in the adapter's folder, or a path; and for
-    generation_config perhaps the settings themselves; for tokenizer a folder. required: what is True must be
-    there.
+    For each part: False: the base model's; True: the one in the adapter's folder; or a path (a folder for
+    tokenizer). generation_config may also be the settings themselves. required: parts that are True must
+    exist.
     """
 
     chat_template: Path | bool = False
@@ -45,7 +45,7 @@ class TextSource:
 
 @dataclass(frozen=True)
 class TrustedFolder:
-    """Adapters that really lie in this folder or below it are served with these parts of their own."""
+    """Adapters that are really located in this folder are served with these parts of their own."""
 
     path: Path
     parts: tuple[str, ...] = PARTS
@@ -67,8 +67,9 @@ class TrustedFolder:
 
 @dataclass(frozen=True)
 class AdapterText:
-    """How the text of an adapter's requests is made. own: its tokenizer; None: the base model's. settings: of
-    the tokenizer. sources: of its chat template; None: the base model's."""
+    """How text of an adapter's requests is processed. own: its tokenizer; None: the base model's. settings:
+    of the tokenizer. sources: of its chat template; None: the base model's.
+    """
 
     template: ChatTemplate = field(compare=False)
     settings: Mapping[str, Any]
@@ -78,11 +79,11 @@ class AdapterText:
 
 
 class AdapterTexts:
-    """Reads what comes with adapters. Any thread.
+    """Reads what comes with adapters. Thread-safe.
 
-    base: the base model's. vocab_size: of the model. named: by name and path of the adapter. trusted: the
-    first folder that an adapter is in decides. roots: that the files of adapters may lie in. tokenizer_bytes:
-    as of `Tokenizers`.
+    base: the base model's tokenizer. vocab_size: of the model. named: by name and path of the adapter.
+    trusted: the first of these folders that contains an adapter decides. roots: folders that may contain
+    adapter files. tokenizer_bytes: as in `Tokenizers`.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class AdapterTexts:
         return found or None
 
     def read(self, name: str, path: Path) -> AdapterText | None:
-        """None: as `source`. Raises AdapterInvalidError."""
+        """None: as in `source`. Raises AdapterInvalidError."""
         source = self.source(name, path)
         if source is None:
             return None
@@ -126,8 +127,9 @@ class AdapterTexts:
         return AdapterText(template, settings, sources, defaults, own)
 
     def tokenizer(self, text: AdapterText, *, wait: bool) -> Tokenizer | None:
-        """The one of a text. wait: False: None where its file would have to be read. Raises
-        AdapterInvalidError, also where that has changed."""
+        """The tokenizer of a text. wait: False: return None if its file would have to be read. Raises
+        AdapterInvalidError, also if the file has changed.
+        """
         found: Tokenizer | None = self._base
         if text.own is not None:
             found = self.tokenizers.get(text.own) if not wait else self.tokenizers.open(text.own)
@@ -192,7 +194,7 @@ class AdapterTexts:
             raise AdapterInvalidError(f"{file.name} is not valid JSON") from error
 
     def _read(self, file: Path, given: Any) -> str:
-        """given: True for a file of the adapter's folder, which may lie in the roots only."""
+        """given: True for a file in the adapter's folder, which must be within the roots."""
         bounds = self._bounds if given is True else Bounds()
         try:
             return read_small(file, bounds, MAX_FILE_BYTES).decode("utf-8")

@@ -1,4 +1,4 @@
-"""CurrentTexts: what comes with adapters now, for doors that keep no versions of it."""
+"""CurrentTexts: what comes with adapters now, for APIs that do not track versions of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from manylora.lora.text.adapter_text import TOKENIZER_BYTES, AdapterText, Adapte
 from manylora.lora.text.generation_defaults import GenerationDefaults
 from manylora.text.tokenizer import Tokenizer
 
-LOOK_S = 1.0  # after which files are looked at again
+LOOK_S = 1.0  # time between checks of files
 MAX_KNOWN = 4096
 
 logger = logging.getLogger("manylora")
@@ -24,7 +24,7 @@ logger = logging.getLogger("manylora")
 
 @dataclass(frozen=True)
 class OwnText:
-    """What one request's text is made with. tokenizer: with its chat template."""
+    """Used to process one request's text. tokenizer: with its chat template."""
 
     tokenizer: Tokenizer
     defaults: GenerationDefaults
@@ -32,7 +32,7 @@ class OwnText:
 
 @dataclass
 class _Known:
-    """files: as they were when `text` was read, or could not be. looked: when that was."""
+    """files: when `text` was read, or failed to be read. looked: time of the last check."""
 
     files: Fingerprint
     looked: float
@@ -46,8 +46,9 @@ def trusted_texts(
     vocab_size: int,
     tokenizer_bytes: int = TOKENIZER_BYTES,
 ) -> CurrentTexts | None:
-    """trusted: as `TrustedFolder.parse` takes them; without any there is nothing to read: None.
-    roots: folders of adapters, which links may lead to. The rest as of `AdapterTexts`. Raises ConfigError."""
+    """trusted: as accepted by `TrustedFolder.parse`. Returns None if it is empty. roots: folders of adapters
+    that links may lead to. The rest as in `AdapterTexts`. Raises ConfigError.
+    """
     if not trusted:
         return None
     if base is None:
@@ -64,7 +65,9 @@ def trusted_texts(
 
 
 class CurrentTexts:
-    """Any thread. Files that change are read again within LOOK_S; broken ones leave the last good text."""
+    """Thread-safe. Changed files are read again within LOOK_S. If they are broken, the last good text
+    stays.
+    """
 
     def __init__(self, texts: AdapterTexts) -> None:
         self._texts = texts
@@ -72,15 +75,16 @@ class CurrentTexts:
         self._known: OrderedDict[tuple[str, Path], _Known] = OrderedDict()
 
     def find(self, name: str, folder: Path) -> OwnText | None:
-        """Of the adapter in a folder; None: the base model's is its. Raises AdapterInvalidError where there
-        never was a good one."""
+        """The text of the adapter in a folder. None: it uses the base model's. Raises AdapterInvalidError if
+        there never was a good one.
+        """
         if self._texts.source(name, folder) is None:
             return None
         try:
             text = self._current(name, folder)
             try:
                 tokenizer = self._texts.tokenizer(text, wait=True)
-            except AdapterInvalidError:  # its file has changed since, and the one before left the memory
+            except AdapterInvalidError:  # its file has changed, and the old tokenizer is no longer in memory
                 with self._lock:
                     self._known.pop((name, folder), None)
                 text = self._current(name, folder)
@@ -93,7 +97,7 @@ class CurrentTexts:
         return OwnText(tokenizer, text.defaults)
 
     def is_at_hand(self, name: str, folder: Path) -> bool:
-        """Whether `find` needs no large file, unless files have changed."""
+        """Whether `find` reads no large file, unless files have changed."""
         known = self._known.get((name, folder))
         if known is None:
             return self._texts.source(name, folder) is None

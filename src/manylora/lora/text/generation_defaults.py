@@ -1,4 +1,4 @@
-"""GenerationDefaults: what a generation_config.json gives to requests that leave it out."""
+"""GenerationDefaults: values from a generation_config.json for requests that do not set them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIELDS = {
     "max_new_tokens": "max_tokens",
     "max_tokens": "max_tokens",
 }
-# About beams, files, speed or what is returned; max_length is what max_new_tokens replaced.
+# Fields about beams, files, speed or returned values. max_length was replaced by max_new_tokens.
 NEUTRAL = {
     "transformers_version", "bos_token_id", "pad_token_id", "decoder_start_token_id", "max_length",
     "min_length", "length_penalty", "early_stopping", "use_cache", "cache_implementation", "cache_config",
@@ -30,7 +30,7 @@ NEUTRAL = {
     "generation_kwargs", "auto_map", "chat_format", "max_window_size",
 }  # fmt: skip
 NEUTRAL_PREFIXES = ("_", "output_", "assistant_", "num_assistant_")
-OFF: tuple[Any, ...] = (None, False, 0, "", [], {})  # values that ask for nothing
+OFF: tuple[Any, ...] = (None, False, 0, "", [], {})  # values without effect
 OFF_AT_ONE = {
     "num_beams", "num_beam_groups", "num_return_sequences", "typical_p", "guidance_scale",
     "encoder_repetition_penalty",
@@ -39,9 +39,10 @@ OFF_AT_ONE = {
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """fields: temperature, top_p, top_k (-1: all), min_p, repetition_penalty, presence_penalty,
-    frequency_penalty, min_tokens, stop (texts), stop_token_ids; those that are set. max_tokens: new ones;
-    None: the usual. end_ids: tokens that end an output, in place of the model's; None: the model's."""
+    """fields: the ones that are set among temperature, top_p, top_k (-1: all), min_p, repetition_penalty,
+    presence_penalty, frequency_penalty, min_tokens, stop (texts) and stop_token_ids. max_tokens: new tokens;
+    None: the usual default. end_ids: end tokens, instead of the model's; None: the model's.
+    """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
@@ -49,7 +50,7 @@ class GenerationDefaults:
 
     @classmethod
     def parse(cls, given: Any, vocab_size: int) -> GenerationDefaults:
-        """given: the content of the file. Raises ValueError, with what is wrong."""
+        """given: content of the file. Raises ValueError that says what is wrong."""
         if not isinstance(given, dict):
             raise ValueError("it must be a JSON object")
         found = {FIELDS[name]: value for name, value in given.items() if name in FIELDS and value is not None}
@@ -73,7 +74,7 @@ NO_DEFAULTS = GenerationDefaults()
 
 @dataclass(frozen=True)
 class _Rule:
-    """is_right: whether a value is one. must: what it must be."""
+    """is_right: whether a value is valid. must: description of valid values."""
 
     is_right: Callable[[Any], bool]
     must: str

@@ -1,4 +1,4 @@
-"""RepositoryTexts: what comes with the adapters that a Triton repository serves."""
+"""RepositoryTexts: what comes with the adapters of a Triton repository."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from manylora.text.item_text import ItemText
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.parameters import ENGINE, names_file, parameters_beside, value_of
 
-BETWEEN = ";"  # folders of the parameter lora_trust
+BETWEEN = ";"  # separates folders in the parameter lora_trust
 
 
 class RepositoryTexts:
-    """Any thread. catalog, prefetch: folders of adapters by name and by task id. named: others by name."""
+    """Thread-safe. catalog, prefetch: folders of adapters by name and by task id. named: further ones by
+    name.
+    """
 
     def __init__(
         self, texts: CurrentTexts, catalog: Path | None, prefetch: Path | None, named: Mapping[str, Path]
@@ -29,8 +31,9 @@ class RepositoryTexts:
 
     @classmethod
     def open(cls, folder: Path, base: Tokenizer, engine: str = ENGINE) -> RepositoryTexts | None:
-        """folder: of the model that asks, in the repository. engine: the model whose parameters name the
-        adapters. None: it trusts none with a text. Raises ConfigError."""
+        """folder: of the calling model in the repository. engine: the model whose parameters name the
+        adapters. Returns None if it trusts none with text. Raises ConfigError.
+        """
         beside = parameters_beside(folder, engine)
         trusted = value_of(beside, "lora_trust")
         if trusted is None:
@@ -42,18 +45,20 @@ class RepositoryTexts:
         try:
             size = _vocab_size(model_folder(Path(model))) if model else None
         except ConfigError:
-            size = None  # the engine's model says what is wrong with it
+            size = None  # the engine's model reports what is wrong with it
         texts = trusted_texts(trusted.split(BETWEEN), roots, base, size or base.vocab_size)
         assert texts is not None
         return cls(texts, Path(catalog) if catalog else None, Path(prefetch) if prefetch else None, named)
 
     def of(self, lora: LoraInput | LoraMix | None) -> OwnText | None:
-        """Of the one adapter that acts; None: the base model's text is used. Raises AdapterInvalidError."""
+        """Text of the adapter, if exactly one acts. None: the base model's is used. Raises
+        AdapterInvalidError.
+        """
         acting = [] if lora is None else [one for one, scale in lora.members if scale]
         return self._own(acting[0].name, acting[0].task_id) if len(acting) == 1 else None
 
     def find(self, name: str | None, task_id: int | None) -> ItemText | None:
-        """As of `OwnTexts`."""
+        """As in `OwnTexts`."""
         own = self._own(name, task_id)
         return None if own is None else item_text(own)
 
@@ -66,7 +71,7 @@ class RepositoryTexts:
         return None if place is None else self._texts.find(*place)
 
     def _place(self, name: str | None, task_id: int | None) -> tuple[str, Path] | None:
-        """Label and folder; None: there is none, which the engine will say."""
+        """Label and folder. None: there is none, which the engine will report."""
         if name is not None:
             folder = self._named.get(name)
             if folder is None and self._catalog is not None and is_name(name) and "/" not in name:
@@ -82,11 +87,11 @@ def item_text(own: OwnText) -> ItemText:
     fields = dict(own.defaults.fields)
     stop, stop_ids = tuple(fields.pop("stop", ())), tuple(fields.pop("stop_token_ids", ()))
     if fields.get("top_p") == 0:
-        fields |= {"top_p": 1.0, "top_k": 1}  # the most probable token
+        fields |= {"top_p": 1.0, "top_k": 1}  # greedy
     elif "top_k" in fields:
         fields["top_k"] = max(0, fields["top_k"])
     if fields.get("temperature") and not (fields.get("top_k") or "top_p" in fields):
-        fields["top_p"] = 1.0  # the engine draws where top_k or top_p ask for it, here the temperature does
+        fields["top_p"] = 1.0  # the engine samples if top_k or top_p ask for it; here the temperature does
     return ItemText(own.tokenizer, own.defaults.end_ids or (), stop_ids, stop, fields)
 
 

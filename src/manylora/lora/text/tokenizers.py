@@ -1,4 +1,4 @@
-"""Tokenizers: those of adapters, each content once, the ones used last in memory."""
+"""Tokenizers: those of adapters, each content once, the most recently used ones in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from manylora.lora.formats.opened import read_small
 from manylora.text.tokenizer import Tokenizer
 
 MAX_FILE_BYTES = 2**26
-IN_MEMORY = 8  # times the bytes of its file, as which a tokenizer counts
+IN_MEMORY = 8  # a tokenizer counts as this many times the bytes of its file
 
 
 @dataclass(frozen=True)
@@ -27,24 +27,24 @@ class TokenizerFile:
 
 
 class Tokenizers:
-    """Any thread. Over max_bytes the one that was used longest ago goes; a request keeps its own meanwhile.
+    """Thread-safe. Beyond max_bytes the least recently used is dropped; running requests keep theirs.
 
-    base: whose tokens must have the same ids in all of them. vocab_size: of the model.
+    base: its tokens must have the same ids in all of them. vocab_size: of the model.
     """
 
     def __init__(self, base: Tokenizer, vocab_size: int, max_bytes: int) -> None:
         self._base, self._vocab_size, self._max_bytes = base, vocab_size, max_bytes
-        self._lock = threading.Lock()  # of the next two
+        self._lock = threading.Lock()  # protects the next two
         self._held: OrderedDict[str, tuple[Tokenizer, int]] = OrderedDict()
         self.num_bytes = 0
         self._base_digest = _digest((base.directory / "tokenizer.json").read_bytes())
-        self._opening = threading.Lock()  # one at a time takes the memory of one
+        self._opening = threading.Lock()  # one at a time, to limit memory
 
     def __len__(self) -> int:
         return len(self._held)
 
     def find(self, path: Path, bounds: Bounds) -> TokenizerFile | None:
-        """What is at a path, checked; None: a copy of the base model's. Raises AdapterInvalidError."""
+        """The validated file at a path. None: it equals the base model's. Raises AdapterInvalidError."""
         content = _read(path, bounds)
         file = TokenizerFile(_digest(content), path, bounds)
         if file.digest == self._base_digest:
@@ -63,7 +63,7 @@ class Tokenizers:
             return found[0]
 
     def open(self, file: TokenizerFile) -> Tokenizer:
-        """Read again if it must be. Raises AdapterInvalidError, also when the file holds another by now."""
+        """Read it again if necessary. Raises AdapterInvalidError, also if the file has other content now."""
         found = self.get(file)
         if found is not None:
             return found

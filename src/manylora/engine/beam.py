@@ -1,7 +1,7 @@
-"""Beam search: moves a group of sequences that share a prompt on by the candidates for their next tokens.
+"""Beam search: extends a group of sequences that share a prompt by candidates for their next tokens.
 
 Every step extends each of `width` beams by every token and keeps the best. A beam that reaches the end id or
-a stop word becomes a result; the search ends when no running beam can still be among the best results.
+a stop word becomes a result. The search ends when no running beam can still be among the best results.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class BeamCandidate:
 
 
 def select_beams(group: BeamGroup, candidates: list[BeamCandidate]) -> list[BeamCandidate]:
-    """Turn candidates that end into results. Returns the `width` that go on; none when the search ends.
+    """Turn candidates that end into results. Returns the `width` that continue; none if the search ends.
 
-    candidates: the best 2 * width, the best first, so that `width` go on even if as many end.
+    candidates: the best 2 * width, best first, so that `width` continue even if as many end.
     """
     chosen: list[BeamCandidate] = []
     for rank, candidate in enumerate(candidates):
@@ -52,10 +52,10 @@ def select_beams(group: BeamGroup, candidates: list[BeamCandidate]) -> list[Beam
 def extend_beams(
     group: BeamGroup, chosen: list[BeamCandidate], fork: Callable[[Sequence, Sequence, list[int]], None]
 ) -> list[Sequence]:
-    """Append each chosen token to a beam. Returns the beams that are new: those of the first step.
+    """Append each chosen token to a beam. Returns the new beams, which are those of the first step.
 
-    fork(source, target, reserve) gives the target the source's KV blocks. A parent's best candidate stays
-    in the parent's sequence; its others take the sequences of parents without a candidate.
+    fork(source, target, reserve) gives the source's KV blocks to the target. A parent's best candidate stays
+    in the parent's sequence. Its other candidates use the sequences of parents without a candidate.
     """
     best_of: dict[int, int] = {}  # parent -> index of its best candidate
     for i, candidate in enumerate(chosen):
@@ -128,10 +128,10 @@ def _finish(group: BeamGroup, reason: FinishReason) -> None:
 
 
 def best_candidates(log_probs: Tensor, group: BeamGroup) -> list[BeamCandidate]:
-    """The best 2 * width candidates, the best first.
+    """The best 2 * width candidates, best first.
 
-    log_probs [beams, vocab] float32. With a diversity rate g, a beam's n-th best token, from 0, is ranked as
-    if its log probability were n * g lower.
+    log_probs [beams, vocab] float32. With a diversity rate g, a beam's n-th best token, counted from 0, is
+    ranked as if its log probability were n * g lower.
     """
     vocab = log_probs.shape[-1]
     count = min(2 * group.width, vocab)

@@ -1,4 +1,4 @@
-"""build_parts: reads the model, opens the device, loads weights, divides the memory between the caches."""
+"""build_parts: reads the model, opens the device, loads weights, and divides memory between the caches."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ DEFAULT_NUM_GRAPHS = 128
 
 @dataclass(frozen=True)
 class RankParts:
-    """What every rank of an engine has. local: the part of the model that this rank computes.
+    """The parts that every rank of an engine has. local: the part of the model that this rank computes.
 
-    lora: the settings of the adapter cache, sized. free_bytes: of the device, for adapters. slicer: None
-    where there is no other rank.
+    lora: the settings of the adapter cache, with sizes. free_bytes: device memory for adapters. slicer: None
+    if there is only one rank.
     """
 
     model: ModelConfig
@@ -86,7 +86,9 @@ class RankParts:
     slicer: AdapterSlicer | None
 
     def open_pool(self) -> AdapterPool:
-        """The pages of adapters, for a rank that decides nothing about them. Raises ConfigError."""
+        """The adapter pages of a rank other than 0, which only follows rank 0's decisions. Raises
+        ConfigError.
+        """
         sizes = self.device.torch, self.pages_dtype, self.free_bytes
         return store_parts(self.model, self.lora, *sizes, None, self.slicer).pool
 
@@ -96,10 +98,10 @@ class EngineParts:
     """The parts of an engine, on rank 0.
 
     state_slots: of recurrent state; 0: the model has none.
-    base:    the checkpoint's weights, which adapters on disk are read against (DoRA, trained biases).
-    guides:  compiles guides; None when guided decoding is not enabled.
+    base:    the checkpoint's weights, needed to read adapters from disk (DoRA, trained biases).
+    guides:  compiles guides; None if guided decoding is not enabled.
     overlap: whether a step is launched before the tokens of the previous one are known.
-    leader:  tells the other ranks what to do; None where there are none.
+    leader:  tells the other ranks what to do; None if there are none.
     """
 
     model: ModelConfig
@@ -116,7 +118,7 @@ class EngineParts:
 
 
 def meet_group(config: EngineConfig, place: Place, store: Store) -> TorchCollectives:
-    """Join the other ranks' computation. Raises ConfigError."""
+    """Join the group of ranks. Raises ConfigError."""
     device = torch.device(device_of_rank(config.device, place.local_rank, place.local_size))
     with interface_of(place):
         join_collectives(place, store, "nccl" if device.type == "cuda" else "gloo")
@@ -124,14 +126,16 @@ def meet_group(config: EngineConfig, place: Place, store: Store) -> TorchCollect
 
 
 def mapping_of(config: EngineConfig, rank: int) -> Mapping:
-    """Raises ConfigError for sizes that do not agree."""
+    """Raises ConfigError for inconsistent sizes."""
     tp, pp = config.tensor_parallel_size, config.pipeline_parallel_size
     return Mapping(tp * pp, rank, tp, pp, config.moe_expert_parallel_size)
 
 
 def build_rank(config: EngineConfig, place: Place, comm: TorchCollectives | None) -> RankParts:
-    """Load this rank's weights and allocate its KV cache; every rank calls this at the same time. Raises
-    ConfigError when the configuration, the checkpoint or the memory does not allow it."""
+    """Load this rank's weights and allocate its KV cache. All ranks call this at the same time.
+
+    Raises ConfigError if the configuration, the checkpoint or the memory does not allow it.
+    """
     name = config.device
     if comm is not None:
         name = device_of_rank(name, place.local_rank, place.local_size)
@@ -147,7 +151,7 @@ def build_rank(config: EngineConfig, place: Place, comm: TorchCollectives | None
     kv_dtype = kv_cache_dtype(config, dtype)
     lora = _lora_config(config, held.model, decoder)
     pages_dtype = adapter_dtype(config, held.model, dtype, device)
-    share = place.local_size if on_cpu else 1  # ranks that take from the same memory
+    share = place.local_size if on_cpu else 1  # ranks that share the same memory
     free_bytes = usable_bytes(config, device, before) // share
     if isinstance(decoder, Decoder):
         limits = batch_limits(config, local, dtype, config.max_seq_len or local.max_seq_len)
@@ -164,7 +168,7 @@ def build_rank(config: EngineConfig, place: Place, comm: TorchCollectives | None
         plan = replace(plan, num_blocks=blocks, max_seq_len=longest)
     kv_tensor = allocate_kv(plan, config, local, kv_dtype, device.torch)
     states = allocate_states(slots, local, device.torch)
-    # On a CPU the cache's pages are not touched yet, so the system still counts them as free.
+    # On a CPU the cache's pages have not been touched yet, so the system still counts them as free.
     untouched = plan.num_bytes + state_bytes if on_cpu else 0
     free_bytes = max(0, usable_bytes(config, device, before) // share - untouched)
     limits = batch_limits(config, local, dtype, plan.max_seq_len)
@@ -174,13 +178,13 @@ def build_rank(config: EngineConfig, place: Place, comm: TorchCollectives | None
 
 
 def _share_cores(place: Place) -> None:
-    """Threads of several ranks on the same cores would wait for each other."""
+    """Divide the cores among local ranks: threads of several ranks on one core would wait for each other."""
     if place.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // place.local_size))
 
 
 class _Held(NamedTuple):
-    """What a rank has of the model."""
+    """A rank's part of the model."""
 
     model: ModelConfig
     local: ModelConfig
@@ -202,8 +206,9 @@ def _load(config: EngineConfig, device: Device, rank: int, comm: TorchCollective
 
 
 def build_parts(config: EngineConfig, place: Place) -> EngineParts:
-    """place: of rank 0. Raises ConfigError when the configuration, the checkpoint or the memory does not
-    allow it."""
+    """place: of rank 0. Raises ConfigError if the configuration, the checkpoint or the memory does not allow
+    it.
+    """
     started = time.perf_counter()
     leader = Leader(config, place) if place.size > 1 else None
     try:
@@ -256,7 +261,7 @@ def _rank_0(config: EngineConfig, rank: RankParts, leader: Leader | None) -> Eng
 def _lora_config(
     config: EngineConfig, model: ModelConfig, decoder: Decoder | EncoderDecoder | Encoder
 ) -> LoraCacheConfig:
-    """The adapter settings, with the target modules that can be served beside quantised experts."""
+    """The adapter settings, with the target modules that can be served with quantised experts."""
     if not decoder.has_quantised_experts:
         return config.lora
     algo = weights_algo(config.model_dir, config.quant) if model.quant is None else model.quant.algo
@@ -265,7 +270,7 @@ def _lora_config(
 
 
 def _record_decoding(runner: Runner, config: EngineConfig, model: ModelConfig, device: Device) -> None:
-    """Record decode steps as CUDA graphs, where the device, the model and the settings allow it."""
+    """Capture decode steps as CUDA graphs if device, model and settings allow it."""
     wanted = config.enable_cuda_graph
     if device.capture is None:
         if wanted:
@@ -283,8 +288,10 @@ def _record_decoding(runner: Runner, config: EngineConfig, model: ModelConfig, d
 
 
 def end_ranks(parts: EngineParts) -> None:
-    """Of an engine that computes no more. Idempotent. A server that was not stopped is started again by its
-    launcher, and needs them again."""
+    """End the other ranks' processes, once the engine no longer computes. Idempotent.
+
+    If the server was not stopped, its launcher restarts it, and then it needs new ranks.
+    """
     for_good = not is_launched() or is_draining()
     if parts.leader is not None and parts.leader.end(Message(END, {"for_good": for_good})):
         leave_group()

@@ -15,12 +15,13 @@ from manylora.lora.lease import Lease
 from manylora.request import Pooling, Request
 
 HEAD_LAYERS = {True: "pooler.dense", False: "head.dense and head.norm"}
-LOGITS_SHARE = 4  # open requests may keep logits in one part in so many of the machine's memory
+LOGITS_SHARE = 4  # open requests may store logits in 1/LOGITS_SHARE of the machine's memory
 
 
 def check_head(request: Request, model: ModelConfig, lease: Lease | None, has_head_layer: bool) -> None:
-    """Raises RequestError where there is no head for what is wanted. has_head_layer: the checkpoint has what
-    `ModelConfig.head_layer` says."""
+    """Raises RequestError if the model has no head for the request. has_head_layer: the checkpoint has the
+    layer of `ModelConfig.head_layer`.
+    """
     members = () if lease is None else lease.members
     names = {extra.name for one, _ in members for extra in one.layout.extras}
     own = f"{HEAD}.weight" in names
@@ -60,9 +61,9 @@ def check_head(request: Request, model: ModelConfig, lease: Lease | None, has_he
 
 
 def check_request(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> Request:
-    """The request as the engine runs it: with a prompt for the encoder, and ids wrapped where configured.
+    """The request as the engine runs it: with a prompt for the encoder, and with ids wrapped if configured.
 
-    Raises RequestError naming the first thing that cannot be served. max_seq_len: prompt and output.
+    Raises RequestError that names the first problem. max_seq_len: tokens of prompt and output.
     """
     if request.pooling is not None:
         _check_pooling(request.pooling, config, model)
@@ -81,9 +82,10 @@ def check_request(request: Request, config: EngineConfig, model: ModelConfig, ma
 def with_virtual_tokens(
     request: Request, count: int, config: EngineConfig, model: ModelConfig, max_seq_len: int
 ) -> Request:
-    """The request behind `count` virtual tokens of its adapter, whose ids are beyond those of its table.
+    """The request with `count` virtual tokens of its adapter in front. Their ids follow those of the prompt
+    table.
 
-    Raises RequestError for what does not fit any more.
+    Raises RequestError if it no longer fits.
     """
     if not count:
         return request
@@ -119,10 +121,10 @@ def _check_pooling(pooling: Pooling, config: EngineConfig, model: ModelConfig) -
 
 
 def _for_encoder(request: Request, encoder: EncoderConfig | None) -> Request:
-    """The request with a prompt for the encoder and one for the decoder. Raises RequestError for what is not
+    """The request with a prompt for the encoder and one for the decoder. Raises RequestError if it is not
     supported.
 
-    encoder: None: the model has no encoder, and takes no encoder_prompt.
+    encoder: None: the model has no encoder, and does not accept encoder_prompt.
     """
     if encoder is None:
         if request.encoder_prompt:
@@ -141,7 +143,7 @@ def _for_encoder(request: Request, encoder: EncoderConfig | None) -> Request:
 
 def _check_prompt(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> None:
     num_ids, limit = model.vocab_size, max_seq_len - (request.pooling is None)
-    if model.encoder is not None:  # it reads its whole prompt in one step
+    if model.encoder is not None:  # an encoder reads its whole prompt in one step
         encoder_limit = min(max_seq_len, config.max_num_tokens - 1)
         _check_ids(request.encoder_prompt, num_ids, encoder_limit, encoder=True)
     if not config.enable_chunked_context:
@@ -152,7 +154,7 @@ def _check_prompt(request: Request, config: EngineConfig, model: ModelConfig, ma
 
 
 def _check_ids(ids: Sequence[int], num_ids: int, limit: int, encoder: bool = False) -> None:
-    """limit: tokens. encoder: whether these are the encoder's prompt."""
+    """limit: in tokens. encoder: whether these are the ids of the encoder's prompt."""
     if not ids:
         prompt = "the encoder's prompt" if encoder else "the prompt"
         raise RequestError(f"A value is required for input_ids: {prompt} has no tokens")
@@ -205,7 +207,7 @@ def _check_params(request: Request, config: EngineConfig, model: ModelConfig, ma
 
 def _check_draft(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> None:
     count, params = len(request.draft), request.params
-    if model.recurrent is not None:  # what a rejected token has written there cannot be taken back
+    if model.recurrent is not None:  # a rejected token's state update cannot be undone
         raise RequestError(
             "draft_input_ids are not supported on models with recurrent layers: leave them out"
         )
@@ -223,16 +225,20 @@ def _check_draft(request: Request, config: EngineConfig, model: ModelConfig, max
 
 @dataclass
 class LogitsMemory:
-    """Bounds the memory of logits that open requests keep: a float32 row of the vocabulary for each token of
-    the prompt, and of the output unless it is streamed. A hidden state of each token counts likewise."""
+    """Limits the memory of logits that open requests store.
+
+    Each prompt token takes a float32 row of the vocabulary, and each output token, too, unless it is
+    streamed. Hidden states of tokens count likewise.
+    """
 
     model: ModelConfig
     num_bytes: int = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // LOGITS_SHARE
     _reserved: dict[int, int] = field(default_factory=dict)
 
     def reserve(self, handle: int, request: Request, num_output: int) -> None:
-        """num_output: tokens that each sequence may generate. Raises RequestError when there is not enough
-        memory, and QueueFullError when there is not enough now."""
+        """num_output: tokens that each sequence may generate. Raises RequestError if memory can never be
+        enough, and QueueFullError if it is not enough now.
+        """
         params = request.params
         rows = len(request.prompt) * params.return_context_logits
         if not request.streaming:

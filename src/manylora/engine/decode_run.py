@@ -1,4 +1,4 @@
-"""DecodeRun: steps in a row that decode one token of each of the same sequences."""
+"""DecodeRun: consecutive steps that each decode one token of the same sequences."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from manylora.engine.sequence import Sequence
 
 
 class DecodeRun:
-    """What stays the same from one such step to the next need not be found out again for each sequence.
+    """Caches what stays the same from one such step to the next, instead of recomputing it per sequence.
 
-    sequences: in the order of their rows; those of an adapter are side by side.
+    sequences: in the order of their rows; those of one adapter are adjacent.
     positions: [S] int64, of the token that each computes next; a new array after each step.
     can_run_ahead: see `Sequence`.
     """
@@ -24,18 +24,18 @@ class DecodeRun:
         self._size = tokens_per_block
         self._rooms = np.array([self._room(sequence) for sequence in self.sequences])
         self._num_left = min(map(_steps_left, self.sequences))
-        self._num_fit = int((self._rooms - self.positions).min())  # steps that all of them have blocks for
+        self._num_fit = int((self._rooms - self.positions).min())  # steps for which all sequences have blocks
 
     @staticmethod
     def takes(sequence: Sequence) -> bool:
-        """Whether a sequence that decodes its next token now will go on to do so, until it ends."""
+        """Whether a sequence that decodes its next token now will continue to do so until it ends."""
         alone = sequence.guide is None and sequence.beams is None and not sequence.drafts
         length = sequence.num_computed + 1
         return alone and sequence.num_prompt < length and sequence.rope_length <= length
 
     @property
     def goes_on(self) -> bool:
-        """Whether all of them may compute one token more, as far as their lengths tell."""
+        """Whether all sequences may compute one more token, judging by their lengths."""
         return self._num_left > 0
 
     def step_done(self) -> None:
@@ -44,13 +44,13 @@ class DecodeRun:
         self._num_fit -= 1
 
     def without_room(self) -> list[Sequence]:
-        """Those whose blocks have no place for the token that they compute next."""
+        """Sequences whose blocks have no space for the token that they compute next."""
         if self._num_fit > 0:
             return []
         return [self.sequences[row] for row in np.flatnonzero(self.positions >= self._rooms)]
 
     def has_grown(self, sequence: Sequence) -> None:
-        """It was given blocks."""
+        """Record that it got more blocks."""
         self._rooms[self.sequences.index(sequence)] = self._room(sequence)
         self._num_fit = int((self._rooms - self.positions).min())
 
@@ -59,7 +59,7 @@ class DecodeRun:
 
 
 def _steps_left(sequence: Sequence) -> int:
-    """Steps until its last token, its rotary scaling or its next draft makes another kind of step of it."""
+    """Steps until its last token, its rotary scaling or its next draft requires another kind of step."""
     last, limit = sequence.max_len - 1, sequence.rope_limit
     if limit is not None and sequence.rope_length <= limit:
         last = min(last, limit)

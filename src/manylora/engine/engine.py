@@ -38,10 +38,10 @@ Events = list[tuple[int, Event]]  # each with the handle of its request
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A request that was checked.
+    """A request that was validated.
 
-    adapters: of each that the request names: one that it brought, or that was read from disk; else None.
-    matcher: at the start of the output, for guided decoding; None otherwise.
+    adapters: for each adapter of the request, the one it brought or that was read from disk; otherwise None.
+    matcher: at the start of the output, for guided decoding; otherwise None.
     """
 
     request: Request
@@ -50,10 +50,12 @@ class Prepared:
 
 
 class Engine:
-    """One model, its KV cache and its adapters. All methods but `compile` and `prepare` belong to one thread.
+    """One model, its KV cache and its adapters. All methods except `compile` and `prepare` belong to one
+    thread.
 
-    Raises ConfigError when the configuration, the checkpoint or the memory cannot serve. In a process that
-    torchrun or mpirun has started as another rank than 0 this serves rank 0 and ends the process with it.
+    Raises ConfigError if it cannot serve because of the configuration, the checkpoint or the memory. If
+    torchrun or mpirun started this process as a rank other than 0, the constructor serves rank 0 and ends the
+    process with it.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -64,7 +66,9 @@ class Engine:
         self._parts = parts = build_parts(config, place)
         self.model, self.base, self.adapters = parts.model, parts.base, parts.adapters
         self.max_seq_len, self._runner = parts.kv_plan.max_seq_len, parts.runner
-        if self.model.bidirectional:  # each token depends on all: prompts are computed whole, and anew
+        if (
+            self.model.bidirectional
+        ):  # each token depends on all others: prompts are computed whole, without reuse
             config = replace(config, enable_kv_cache_reuse=False, enable_chunked_context=False)
         self.config = config
         shape = config.tokens_per_block, config.enable_kv_cache_reuse
@@ -72,7 +76,7 @@ class Engine:
         self._kv = KvCache(parts.kv_plan.num_blocks, *shape, states)
         self._scheduler = Scheduler(self._kv, self.adapters, config)
         self._swaps = VersionSwaps(self.adapters, self._scheduler, self._kv)
-        self._requests: dict[int, list[Sequence]] = {}  # handle -> its sequences that have not ended
+        self._requests: dict[int, list[Sequence]] = {}  # handle -> its open sequences
         self._logits_memory, self._next_handle = LogitsMemory(self.model), 0
         self._counters = Counters()
         self._results = ResultProcessor(
@@ -88,18 +92,18 @@ class Engine:
 
     @property
     def max_queue_size(self) -> int:
-        """Requests that may wait; 0: any number."""
+        """Maximum number of waiting requests. 0: no limit."""
         return self.config.max_queue_size
 
     def compile(self, request: Request) -> LLMatcher | None:
-        """A matcher for the request's guide; None without a guide. Any thread; may take seconds.
+        """A matcher for the request's guide; None without a guide. Thread-safe; may take seconds.
 
-        Raises RequestError, also for anything else that is wrong with the request.
+        Raises RequestError, also for any other problem of the request.
         """
         return self._compile(self._check(request))
 
     def prepare(self, request: Request, matcher: LLMatcher | None = None) -> Prepared:
-        """Check a request and read its adapter. matcher: the result of `compile`. Any thread.
+        """Validate a request and read its adapter. matcher: the result of `compile`. Thread-safe.
 
         Raises RequestError.
         """
@@ -108,7 +112,7 @@ class Engine:
         return Prepared(request, adapters, self._compile(request) if matcher is None else matcher)
 
     def submit(self, prepared: Prepared) -> int:
-        """Queue a request; `step` returns its events under the handle returned here. Raises RequestError."""
+        """Queue a request. `step` returns its events under the handle returned here. Raises RequestError."""
         request = prepared.request
         count = 1 if request.params.beam_width > 1 else request.params.num_return_sequences
         self._check_queue(count)
@@ -131,14 +135,15 @@ class Engine:
         return handle
 
     def publish(self, lora: LoraInput) -> AdapterVersion:
-        """Make this content, with its tensors, the version that its name means, for requests that come and
-        for those that follow. Raises AdapterError."""
+        """Make this content, which includes tensors, the version that its name means, for later requests and
+        for those that follow. Raises AdapterError.
+        """
         version = self._swaps.publish(lora, self.adapters.prepare(lora), self._open_sequences())
         self._swaps.drop_superseded(self._open_sequences())
         return version
 
     def cancel(self, handle: int) -> Events:
-        """End a request now and free what it holds. An unknown or ended handle gives no events."""
+        """End a request now and free its resources. An unknown or ended handle gives no events."""
         sequences = list(self._requests.get(handle, ()))
         for sequence in sequences:
             sequence.finish_reason = FinishReason.CANCELLED
@@ -146,11 +151,11 @@ class Engine:
         return self._retire(sequences)
 
     def step(self) -> Events:
-        """Run one step. Returns the events of the results that it processed."""
+        """Run one step. Returns the events of the results that were processed."""
         started, self._processed = time.perf_counter(), None
         accepted = self._counters.accepted_draft_tokens
         events: Events = []
-        if self._swaps.is_due:  # leases change only while no step reads them
+        if self._swaps.is_due:  # leases change only while no step uses them
             previous, self._in_flight = self._in_flight, None
             events = self._process(previous)
             self._swaps.apply()
@@ -163,7 +168,7 @@ class Engine:
         return events
 
     def _plain_step(self) -> Events:
-        """Schedule, launch, process the results. `_overlapped_step` must give the same tokens."""
+        """Schedule, launch, and process the results. `_overlapped_step` must give the same tokens."""
         step = self._scheduler.schedule()
         lost = self._find_lost_adapters(step)
         if lost:
@@ -171,10 +176,10 @@ class Engine:
         return self._process(self._launch(step))
 
     def _overlapped_step(self) -> Events:
-        """The same three calls, but the results processed are those of the previous step, while the device
-        computes this one.
+        """The same three calls, but it processes the results of the previous step while the device computes
+        this one.
 
-        A sequence that turns out to have ended in the previous step has run once more in vain. Where the next
+        A sequence that turns out to have ended in the previous step ran once more for nothing. If the next
         step depends on the tokens of the previous one, these are processed before it is scheduled.
         """
         events: Events = []
@@ -193,24 +198,25 @@ class Engine:
         return events
 
     def close(self) -> None:
-        """Drop every request without an event; for the end of the process and of tests."""
+        """Drop all requests without events. For the end of the process and of tests."""
         self._in_flight = None
         self._free(self._open_sequences())
         self._requests.clear()
         self.end_ranks()
 
     def end_ranks(self) -> None:
-        """End the processes of the other ranks, where there are any; nothing can be computed any more.
-        Idempotent."""
+        """End the processes of the other ranks, if there are any. Nothing can be computed afterwards.
+        Idempotent.
+        """
         end_ranks(self._parts)
 
     def on_loss(self, lost: Callable[[str], None]) -> None:
-        """Call `lost` from any thread, with the reason, when the process of another rank ends or hangs."""
+        """Call `lost` from any thread, with the reason, if the process of another rank ends or hangs."""
         if self._parts.leader is not None:
             self._parts.leader.on_loss(lost)
 
     def check(self) -> None:
-        """Assert that blocks and pages add up: what is not free belongs to an open sequence."""
+        """Assert that blocks and pages add up: everything in use belongs to an open sequence."""
         self._kv.check(_with_beams(self._open_sequences()))
         self.adapters.check()
 
@@ -244,7 +250,7 @@ class Engine:
         )
 
     def _check_queue(self, count: int) -> None:
-        """Raises QueueFullError. A new sequence waits only when the batch has no free slot for it."""
+        """Raises QueueFullError. A new sequence waits only if the batch has no free slot for it."""
         limit, waiting = self.config.max_queue_size, len(self._scheduler.waiting)
         free_slots = max(0, self.config.max_batch_size - self._scheduler.num_slots)
         if limit and (waiting >= limit or waiting + count > limit + free_slots):
@@ -264,11 +270,11 @@ class Engine:
         return self._parts.guides.compile(guide)
 
     def _open_sequences(self) -> list[Sequence]:
-        """All that have not ended."""
+        """All sequences that have not ended."""
         return [sequence for sequences in self._requests.values() for sequence in sequences]
 
     def _acquire(self, prepared: Prepared) -> Lease | None:
-        """A lease on the request's adapters; None for the base model."""
+        """A lease on the request's adapters. None for the base model."""
         lora = prepared.request.lora
         if lora is None:
             return None
@@ -303,9 +309,9 @@ class Engine:
         return sequence
 
     def _assume_done(self, launched: LaunchedStep) -> bool:
-        """Count a step as done whose tokens are not known yet: sequences go on with a pending token.
+        """Count a step as done before its tokens are known: its sequences continue with a pending token.
 
-        False, and nothing changed, where the next step depends on those tokens.
+        Returns False, and changes nothing, if the next step depends on those tokens.
         """
         if not launched.can_run_ahead:
             return False
@@ -317,7 +323,7 @@ class Engine:
         return True
 
     def _launch(self, step: Step, previous: LaunchedStep | None = None) -> LaunchedStep | None:
-        """None: there is nothing to compute. previous: still in flight; some rows' tokens come from it."""
+        """None: nothing to compute. previous: still in flight; some rows take their tokens from it."""
         self._last_step = step
         if not step.chunks:
             return None
@@ -354,12 +360,12 @@ class Engine:
 
     def _find_lost_adapters(self, step: Step) -> Mapping[str, RequestError]:
         """Adapters of a step that could not be read, by digest."""
-        chunks = step.chunks if step.run is None else ()  # else all of them have arrived
+        chunks = step.chunks if step.run is None else ()  # otherwise all of them have arrived
         leases = (chunk.sequence.lease for chunk in chunks)
         return self.adapters.find_lost(lease for lease in leases if lease is not None)
 
     def _fail_lost_adapters(self, lost: Mapping[str, RequestError]) -> Events:
-        """End the requests whose adapters could not be read; the others are scheduled again."""
+        """End the requests whose adapters could not be read. The others are scheduled again."""
         affected = []
         for sequence in self._open_sequences():
             members = sequence.lease.members if sequence.lease is not None else ()
@@ -373,7 +379,7 @@ class Engine:
         return events
 
     def _retire(self, ended: list[Sequence]) -> Events:
-        """Free what ended sequences hold. Returns the last event of each."""
+        """Free the resources of ended sequences. Returns the last event of each."""
         self._free(ended)
         events = []
         for sequence in ended:
@@ -405,7 +411,7 @@ class Engine:
 
 
 def _without_tensors(request: Request) -> Request:
-    """The lease holds the adapter now: its tensors need not stay in memory until the request ends."""
+    """The request without tensors: the lease holds the adapter now, so they need not stay in memory."""
     lora = request.lora
     if lora is None or not lora.has_tensors:
         return request
@@ -417,5 +423,5 @@ def _leader(sequence: Sequence) -> Sequence:
 
 
 def _with_beams(sequences: list[Sequence]) -> list[Sequence]:
-    """The sequences, with all beams in place of the leader of a beam search."""
+    """The sequences, with the leader of each beam search replaced by all of its beams."""
     return [s for one in sequences for s in ([one] if one.beams is None else one.beams.beams)]

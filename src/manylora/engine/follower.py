@@ -1,7 +1,8 @@
-"""Follower: a rank that does what rank 0 tells it. It has a part of the model and of each adapter, and
-decides nothing.
+"""Follower: a rank that executes what rank 0 tells it. It has a part of the model and of each adapter, and
+makes no decisions.
 
-`python -m manylora.engine.follower PARENT STEPS ADAPTERS`: started by rank 0, with two sockets by number.
+`python -m manylora.engine.follower PARENT STEPS ADAPTERS` is started by rank 0, with the numbers of two
+sockets.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ logger = logging.getLogger("manylora")
 
 PR_SET_PDEATHSIG = 1
 ALIVE_S = 0.5
-LAST_WORDS_S = 0.5  # for what rank 0 has said before it closed the channel
+LAST_WORDS_S = 0.5  # to read what rank 0 sent before it closed the channel
 
 
 @dataclass
 class _Held:
-    """An adapter in its pages on the host. loaded: on the device, after `load`; event: of the copy."""
+    """An adapter in its host pages. loaded: whether it is on the device; event: of the copy."""
 
     layout: Layout
     pages: Sequence[int]
@@ -58,14 +59,14 @@ class _Held:
 
 
 class Follower:
-    """Does what messages say, until the channel ends or `end` comes."""
+    """Executes messages until the channel ends or `end` arrives."""
 
     def __init__(self, parts: RankParts) -> None:
         self._parts, self._pool = parts, parts.open_pool()
         self._held: dict[str, _Held] = {}
         self._mixes = Mixes()
-        self._kept: dict[str, tuple[Adapter, Layout]] = {}  # out of their pages, for requests that wait
-        self._num_done, self._progress = 0, threading.Condition()  # of messages on the channel of steps
+        self._kept: dict[str, tuple[Adapter, Layout]] = {}  # adapters without pages, for waiting requests
+        self._num_done, self._progress = 0, threading.Condition()  # messages on the steps channel
         self._do = {
             step_messages.FORWARD: self._forward,
             step_messages.ENCODE: self._encode,
@@ -82,7 +83,7 @@ class Follower:
         parts.device.ops.reserve(parts.limits, parts.device.torch)
 
     def run(self, steps: Channel) -> bool:
-        """Whether rank 0 has ended for good."""
+        """Returns whether rank 0 has ended for good."""
         self._parts.device.activate()
         while (message := steps.receive()).what != step_messages.END:
             self._do[message.what](message)
@@ -92,7 +93,7 @@ class Follower:
         return message.values["for_good"]
 
     def take_adapters(self, channel: Channel) -> None:
-        """On a thread of its own, beside the steps, each after those that rank 0 told before it."""
+        """Runs on a separate thread beside the steps. Each message waits for the steps sent before it."""
         with suppress(ChannelClosedError):
             while True:
                 message, error = channel.receive(), None
@@ -166,7 +167,7 @@ class Follower:
         states.copy(*self._sides(message))
 
     def _sides(self, message: Message) -> tuple[Tensor, Tensor]:
-        """Where a copy reads, and where it writes."""
+        """Source and target of a copy."""
         sources, targets = zip(*message.values["pairs"], strict=True)
         device = self._parts.device.torch
         return upload(list(sources), torch.long, device), upload(list(targets), torch.long, device)
@@ -187,8 +188,8 @@ class Follower:
 
 
 def follow(config: EngineConfig, place: Place, ready: Callable[[], None] = lambda: None) -> bool:
-    """Be a rank that torchrun or mpirun has started, until rank 0 ends. Whether that was for good: it may be
-    about to start again. Raises ConfigError. Ends the process with RANK_0_GONE when rank 0 is gone.
+    """Act as a rank that torchrun or mpirun started, until rank 0 ends. Returns whether that was for good, or
+    whether it will start again. Raises ConfigError. If rank 0 is lost, ends the process with RANK_0_GONE.
 
     ready: called when this rank has its part.
     """
@@ -226,7 +227,7 @@ def _serve(
 
 
 def _say_alive(steps: Channel) -> None:
-    """Until rank 0 is gone, and then this process goes too, whatever it is doing."""
+    """Report until rank 0 is gone. Then end this process, whatever it is doing."""
     with suppress(ChannelClosedError):
         while True:
             steps.send(Message("alive"))
@@ -238,7 +239,7 @@ def _say_alive(steps: Channel) -> None:
 def main(arguments: Sequence[str]) -> None:
     parent, *numbers = map(int, arguments)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above
+    if os.getppid() != parent:  # the parent ended before the line above
         os._exit(1)
     steps, adapters = (Channel(socket.socket(fileno=number)) for number in numbers)
     values = steps.receive().values

@@ -1,10 +1,10 @@
-"""DecodeGraphs: decode steps recorded as graphs, once for each batch size, and replayed on other contents.
+"""DecodeGraphs: decode steps captured as CUDA graphs, once per batch size, and replayed with new inputs.
 
-A graph reads and writes fixed buffers. A step is padded to the next bucket of rows, its tensors are copied
-into the buffers of that bucket's graph, and the graph is replayed: one launch in place of hundreds. The
-key of a graph has whatever changes the launches: the bucket, the width class of the block table, the shape of
-the LoRA batch. So a batch without adapters runs a graph without LoRA kernels. `Runner` also launches steps
-plainly, and both give the same tokens.
+A graph reads and writes fixed buffers. A step is padded to the next bucket of rows, its tensors are copied to
+the buffers of that bucket's graph, and the graph is replayed: one launch instead of hundreds. A graph's key
+consists of everything that changes the launches: the bucket, the width class of the block table, and the
+shape of the LoRA batch. A batch without adapters therefore runs a graph without LoRA kernels. `Runner` can
+also launch steps without graphs, and both give the same tokens.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from manylora.model.batch import ForwardBatch
 logger = logging.getLogger("manylora")
 
 FEWEST_COLUMNS = 16  # of a block table
-WARM_COLUMNS = (16, 64)  # of tables that are recorded at start in any case
-WARM_SECONDS = 20.0  # until which wider ones are begun there
-MOST_FAILURES = 3  # of recordings; after them none is tried
-MOST_SHAPES = 1024  # whose uses are counted
+WARM_COLUMNS = (16, 64)  # of tables that are always recorded at start
+WARM_SECONDS = 20.0  # after this time at start no wider ones are begun
+MOST_FAILURES = 3  # failed recordings, after which none is tried
+MOST_SHAPES = 1024  # shapes whose uses are counted
 
 Key = tuple[int, int, Hashable]
 """Rows, columns of the block table, shape of the LoRA batch."""
@@ -40,15 +40,15 @@ Key = tuple[int, int, Hashable]
 @dataclass(frozen=True)
 class _Graph:
     batch: ForwardBatch  # the buffers
-    load: TableCopy  # into them
+    load: TableCopy  # copies tables to these buffers
     replay: Callable[[], Tensor]
 
 
 class DecodeGraphs:
-    """forward: logits of a batch. max_graphs: beyond that many, the least recently used one is dropped.
+    """forward: returns logits of a batch. max_graphs: beyond it the least recently used graph is dropped.
 
-    plain_uses: how often a shape is left to be launched plainly before it is recorded: recording takes the
-    time of many steps, and most shapes of a batch with adapters do not come back.
+    plain_uses: how often a shape is launched without a graph before it is recorded. Recording takes as long
+    as many steps, and most shapes of batches with adapters do not recur.
     """
 
     def __init__(
@@ -72,11 +72,12 @@ class DecodeGraphs:
         self._plain_uses = plain_uses
         self._graphs: OrderedDict[Key, _Graph] = OrderedDict()
         self._uses: OrderedDict[Key, int] = OrderedDict()  # of shapes that are not recorded
-        self._logits: Tensor | None = None  # of every graph: see `_run_into_one`
+        self._logits: Tensor | None = None  # shared by all graphs, see `_run_into_one`
 
     def run(self, inputs: StepInputs) -> Tensor | None:
-        """Logits [rows, vocab] float32 of a step that `decodes`; overwritten by the next call. None: it is to
-        be launched plainly."""
+        """Logits [rows, vocab] float32 of a step that `decodes`, overwritten by the next call. None: launch
+        it without a graph.
+        """
         logits = self._try_to_run(inputs)
         if logits is None:
             self.num_plain += 1
@@ -103,13 +104,15 @@ class DecodeGraphs:
         return graph.replay()[:count] if graph is not None else None
 
     def warm(self, recurrent: bool = False) -> None:
-        """Record the base model's graphs for common lengths, so that requests do not wait for it, and for
-        longer ones while there is time and half of the graphs are left for batches with adapters. Others are
-        recorded when their shape has come up before. recurrent: the model has recurrent layers."""
+        """Record the base model's graphs for common lengths, so that requests do not wait for that.
+
+        Longer ones follow while there is time and half of the graphs remain for batches with adapters. Others
+        are recorded when their shape recurs. recurrent: the model has recurrent layers.
+        """
         state = StateRows([-1], [-1], [0], [-1]) if recurrent else None
         started, known = time.perf_counter(), self.num_recorded
         common = {width_class(columns, self._columns) for columns in WARM_COLUMNS}
-        # The largest first: others share its memory.
+        # Largest first: the others share its memory.
         shapes = [(rows, width) for width in width_classes(self._columns) for rows in self._buckets[::-1]]
         plain_uses, self._plain_uses = self._plain_uses, 0
         for number, (rows, width) in enumerate(shapes):
@@ -127,7 +130,7 @@ class DecodeGraphs:
         logger.info(text, made, seconds, len(shapes) - made)
 
     def _is_due(self, key: Key) -> bool:
-        """Whether a shape has come up often enough to be recorded."""
+        """Whether a shape has recurred often enough to be recorded."""
         uses = self._uses.pop(key, 0) + 1
         if uses > self._plain_uses:
             return True
@@ -137,8 +140,9 @@ class DecodeGraphs:
         return False
 
     def _try_to_record(self, key: Key, batch: ForwardBatch, inputs: StepInputs) -> _Graph | None:
-        """None: this failed, and the step is to be launched plainly. An error that is the step's own comes
-        again there."""
+        """None: recording failed, and the step must be launched without a graph. If the step itself is
+        faulty, its error is raised there.
+        """
         try:
             return self._record(key, batch, inputs)
         except torch.OutOfMemoryError:
@@ -146,15 +150,15 @@ class DecodeGraphs:
         except Exception:
             self.num_failures += 1
             logger.exception("a decode step could not be recorded: its shape is launched plainly")
-        self._uses[key] = -self._plain_uses  # not again at its next use
+        self._uses[key] = -self._plain_uses  # do not retry at its next use
         if self.num_failures == MOST_FAILURES:
             logger.error("recording has failed %d times: other shapes are launched plainly", MOST_FAILURES)
         return None
 
     def _make_room(self) -> None:
-        """No memory is left for one more graph: drop the half that was not used for longest."""
+        """There is no memory for one more graph: drop the least recently used half."""
         num_kept = -(-len(self._graphs) // 2)
-        if num_kept == len(self._graphs):  # there is none to drop
+        if num_kept == len(self._graphs):  # none could be dropped
             self.num_failures += 1
         while len(self._graphs) > num_kept:
             self._graphs.popitem(last=False)
@@ -166,20 +170,20 @@ class DecodeGraphs:
         state = batch.state
         quiet = batch if state is None else replace(batch, state=state.storing_nothing())
         buffers = to_device(quiet, self._device)
-        if buffers.lora is not None:  # kernels read the tables; adapters that leave are not to be held here
+        if buffers.lora is not None:  # kernels read only the tables; do not keep evicted adapters alive
             buffers = replace(buffers, lora=replace(buffers.lora, segments=()))
         inputs.fill(buffers.input_ids)
         replay = self._capture(lambda: self._run_into_one(buffers))
         graph = _Graph(buffers, TableCopy(buffers), replay)
-        if state is not None:  # recording runs the step too, which may move its states on only once
+        if state is not None:  # recording also runs the step, which may advance its states only once
             graph.load(batch)
             inputs.fill(buffers.input_ids)
-        # Only now: recording has waited for the previous step, whose graph may be the one to drop.
+        # Only now: recording has waited for the previous step, which may use the graph to be dropped.
         while len(self._graphs) >= self._max_graphs:
             self._graphs.popitem(last=False)
         self._graphs[key] = graph
         self.num_recorded += 1
-        if self._plain_uses:  # not at start, where one line tells of all
+        if self._plain_uses:  # at start one line reports all of them
             seconds, kept = time.perf_counter() - began, len(self._graphs)
             text = (
                 "recorded a decode step of %d rows, up to %d blocks each, %s adapters, in %.2f s; %d are kept"
@@ -188,7 +192,9 @@ class DecodeGraphs:
         return graph
 
     def _run_into_one(self, batch: ForwardBatch) -> Tensor:
-        """The logits of a batch in a tensor that all graphs share: each of its own would take gigabytes."""
+        """Write the logits of a batch to a tensor that all graphs share. Separate tensors would take
+        gigabytes.
+        """
         logits = self._forward(batch)
         if self._logits is None:  # before anything is recorded: see `CudaCapture`
             shape = (self._buckets[-1], *logits.shape[1:])
@@ -197,13 +203,13 @@ class DecodeGraphs:
 
 
 def buckets_for(max_rows: int) -> list[int]:
-    """Batch sizes, ascending: dense where a padded row is a large part of a step."""
+    """Batch sizes, ascending. Dense where a padded row is a large part of a step."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, max_rows + 64, 64)]
     return [*(size for size in sizes if size < max_rows), max_rows]
 
 
 def width_classes(most: int) -> list[int]:
-    """All of them, ascending."""
+    """All width classes, ascending."""
     found = [width_class(1, most)]
     while found[-1] < most:
         found.append(width_class(found[-1] + 1, most))

@@ -1,4 +1,4 @@
-"""Guided decoding with llguidance: grammars that outputs must match, within bounds of time and memory."""
+"""Guided decoding with llguidance: grammars that constrain outputs, with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("manylora")
 
-MAX_VERDICTS = 1024  # of guides, remembered
+MAX_VERDICTS = 1024  # cached results of trials
 MASK_THREADS = 2
 TOO_COMPLEX = ("ParserTooComplex", "LexerTooComplex", "InternalError")  # stop reasons of llguidance
-MASK_S = 5.0  # at most for the mask of one token
-TRIAL_S = 2.0 * WALL_S  # at most until a verdict: other guides may be tried first
+MASK_S = 5.0  # maximum for the mask of one token
+TRIAL_S = 2.0 * WALL_S  # maximum until a result: other guides may be tried first
 
 
 class Guides:
-    """Compiles guides for one tokenizer. Raises ConfigError when it cannot be read.
+    """Compiles guides for one tokenizer. Raises ConfigError if the tokenizer cannot be read.
 
     eos_ids: tokens that end the output where the grammar may end.
     """
@@ -53,15 +53,15 @@ class Guides:
         self._tokenizer = open_tokenizer(*settings)
         self._trials = _TrialProcess(settings)
         self._lock = threading.Lock()
-        # Digest of a guide -> why it cannot be served. Requests that ask at once share one trial.
+        # Digest of a guide -> why it cannot be served. Concurrent requests share one trial.
         self._verdicts: OrderedDict[bytes, Future[str]] = OrderedDict()
         self._pool = ThreadPoolExecutor(MASK_THREADS, "manylora-mask")
 
     def compile(self, guide: Guide) -> LLMatcher:
-        """A matcher at the start of the output, for `begin`. Any thread; may take seconds.
+        """A matcher at the start of the output, for `begin`. Thread-safe; may take seconds.
 
-        Raises RequestError, also for a guide that takes too much time or memory: it is compiled in another
-        process first.
+        Raises RequestError, also for a guide that takes too much time or memory: it is first compiled in
+        another process.
         """
         failure = self._verdict(guide)
         if not failure:
@@ -75,11 +75,11 @@ class Guides:
         return matcher
 
     def begin(self, matcher: LLMatcher) -> GuideState:
-        """The state of one sequence. matcher: of `compile`; several sequences may share it."""
+        """The state of one sequence. matcher: from `compile`; several sequences may share it."""
         return GuideState(matcher, self._pool)
 
     def _verdict(self, guide: Guide) -> str:
-        """Why a guide cannot be served; empty: it can."""
+        """Why a guide cannot be served. Empty: it can."""
         key = blake2b(f"{guide.type}:{guide.text}".encode(errors="replace"), digest_size=20).digest()
         with self._lock:
             known = self._verdicts.get(key)
@@ -91,7 +91,7 @@ class Guides:
             try:
                 found = self._trials.run(guide)
             finally:
-                if found == BUSY:  # which says nothing about the guide
+                if found == BUSY:  # which is not the guide's fault
                     with self._lock:
                         self._verdicts.pop(key, None)
                 verdict.set_result(found)
@@ -101,12 +101,12 @@ class Guides:
 class GuideState:
     """Which tokens are allowed next in one sequence.
 
-    Belongs to the engine's thread. Masks are computed on another while the model computes; a sequence whose
-    mask takes longer is left out of steps.
+    Use on the engine's thread. Masks are computed on another thread while the model computes. A sequence
+    whose mask takes longer is left out of steps.
 
     is_stopped: the output is complete.
     is_late:    the last `mask` was not ready in time.
-    failure:    why the guide cannot continue, which ends the sequence; else empty.
+    failure:    why the guide cannot continue, which ends the sequence; otherwise empty.
     """
 
     def __init__(self, source: LLMatcher, pool: ThreadPoolExecutor) -> None:
@@ -114,7 +114,7 @@ class GuideState:
         self.failure = ""
         self._source, self._pool = source, pool
         self._matcher: LLMatcher | None = None  # a copy of source, made by the first `_compute`
-        self._since = 0.0  # when `_compute` started; 0: it has not
+        self._since = 0.0  # when `_compute` started; 0: it has not started
         self._work: Future[np.ndarray] = pool.submit(self._compute)
 
     @property
@@ -125,7 +125,7 @@ class GuideState:
     def mask(self, deadline: float) -> np.ndarray | None:
         """[tokens of the tokenizer] bool: whether a token is allowed. None: not ready, or the guide failed.
 
-        deadline: how long to wait, as time.monotonic.
+        deadline: how long to wait, in time.monotonic seconds.
         """
         if not self._work.done():
             wait([self._work], max(0.0, deadline - time.monotonic()))
@@ -141,7 +141,7 @@ class GuideState:
         return self._work.result()
 
     def consume(self, token: int) -> bool:
-        """Accept the next token. False: it ends the output, without being part of it."""
+        """Accept the next token. Returns False if it ends the output without being part of it."""
         matcher = self._matcher
         assert matcher is not None
         taken = matcher.consume_token(token) and not matcher.is_error()
@@ -173,7 +173,7 @@ def _too_complex(reason: str) -> str:
 
 
 class _TrialProcess:
-    """Runs `guide_trial`. Started for the first guide, and again after it has ended."""
+    """Runs `guide_trial`. Started for the first guide, and again if it has ended."""
 
     def __init__(self, settings: tuple[str, int, list[int]]) -> None:
         self._settings = settings
@@ -183,7 +183,7 @@ class _TrialProcess:
         self._number = 0
 
     def run(self, guide: Guide) -> str:
-        """Why a guide cannot be served; empty: it can. Any thread."""
+        """Why a guide cannot be served. Empty: it can. Thread-safe."""
         verdict: Future[str] = Future()
         try:
             with self._lock:
@@ -216,12 +216,12 @@ class _TrialProcess:
                 target=_read, args=(process, self._open), name="manylora-trials", daemon=True
             )
             reader.start()
-            weakref.finalize(self, process.stdin.close)  # which ends the process
+            weakref.finalize(self, process.stdin.close)  # closing it ends the process
         return self._process
 
 
 def _read(process: subprocess.Popen[bytes], verdicts: dict[int, Future[str]]) -> None:
-    """Read verdicts until the process ends."""
+    """Read results until the process ends."""
     assert process.stdout is not None
     for line in process.stdout:
         answer = json.loads(line)

@@ -1,11 +1,11 @@
-"""A process that compiles guides before the engine does, each in a child of its own.
+"""A process that compiles guides before the engine does, each in a separate child process.
 
-Compiling a grammar cannot be interrupted, and a short text may need hours, gigabytes, or more stack than
-there is. The system ends a trial that takes too much, and nothing else is affected. A trial also takes some
-tokens, because much of a grammar is only compiled then.
+Compiling a grammar cannot be interrupted, and even a short text may need hours, gigabytes, or more stack than
+available. The system ends a trial that uses too much, and nothing else is affected. A trial also consumes
+some tokens, because much of a grammar is compiled only then.
 
-The first line of the input names the tokenizer, each further line is a guide. The answer to a guide is a line
-with the reason why it cannot be served, or an empty one. To start quickly, this imports little.
+The first line of the input names the tokenizer. Each further line is a guide. The answer to a guide is a line
+with the reason why it cannot be served, or an empty line. To start quickly, this module imports little.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 CPU_S = 1
 WALL_S = 30  # more than CPU_S, because the machine may be busy
-MEMORY = 2**27  # bytes beside those of the tokenizer
+MEMORY = 2**27  # bytes in addition to those of the tokenizer
 MAX_PARALLEL = 8
 BUSY = "it could not be tried in time, please send the request again"
-NUM_TOKENS = 8  # that a trial takes
+NUM_TOKENS = 8  # that a trial consumes
 MAX_LEXER_STATES = 50_000  # of about 2 KB each
-# JSON allows any white space between its parts, and small models then write nothing else. A schema's own
-# x-guidance goes first.
+# JSON allows any white space between tokens, and small models then write nothing else. A schema's own
+# x-guidance takes precedence.
 COMPACT: Any = {"whitespace_flexible": False}
 
 
@@ -45,8 +45,9 @@ def open_tokenizer(path: str, vocab_size: int, eos_ids: list[int]) -> LLTokenize
 
 
 def make_matcher(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
-    """A matcher at the start of the output. Raises whatever llguidance raises; some errors are in the matcher
-    instead (get_error)."""
+    """A matcher at the start of the output. Raises any error of llguidance; some errors are stored in the
+    matcher instead (get_error).
+    """
     import llguidance
 
     make, limits = llguidance.LLMatcher, llguidance.LLParserLimits
@@ -55,7 +56,7 @@ def make_matcher(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
 
 
 def reason_of(text: str) -> str:
-    """A message of llguidance on one line, of bounded length."""
+    """A message of llguidance as one line of limited length."""
     return " ".join(text.replace("<non-verbose/>", "").split())[:300]
 
 
@@ -73,7 +74,7 @@ def _grammar(make: type[LLMatcher], kind: str, text: str) -> str:
 
 
 def _try(tokenizer: LLTokenizer, kind: str, text: str) -> str:
-    """Why a guide cannot be served; empty: it can."""
+    """Why a guide cannot be served. Empty: it can."""
     try:
         matcher = make_matcher(tokenizer, kind, text)
         if matcher.is_error():
@@ -97,7 +98,7 @@ def _pick_bit(mask: int, picks: random.Random) -> int:
 
 
 def _limit_resources() -> None:
-    """Of this process: memory, processor time and time."""
+    """Limit this process's memory, CPU time and wall time."""
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
     if pages:
         most = pages * resource.getpagesize() + MEMORY
@@ -108,7 +109,7 @@ def _limit_resources() -> None:
 
 
 def _begin(tokenizer: LLTokenizer, kind: str, text: str) -> tuple[int, int]:
-    """Start a trial. Returns its process id and the file descriptor of its verdict."""
+    """Start a trial. Returns its process id and the file descriptor of its result."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:
@@ -116,7 +117,7 @@ def _begin(tokenizer: LLTokenizer, kind: str, text: str) -> tuple[int, int]:
         return pid, reading
     try:
         _limit_resources()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what llguidance prints when it ends is of no interest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # discard llguidance's output
         os.write(writing, b"=" + _try(tokenizer, kind, text).encode(errors="replace"))
     finally:
         os._exit(0)

@@ -1,4 +1,4 @@
-"""InputMaker: what a forward pass needs of the chunks of a step."""
+"""InputMaker: builds the inputs of a forward pass from the chunks of a step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ logger = logging.getLogger("manylora")
 
 
 class InputMaker:
-    """is_recurrent: whether the model has recurrent layers. device: for what is not copied with the rest."""
+    """is_recurrent: whether the model has recurrent layers. device: for tensors that are not copied with the
+    rest.
+    """
 
     def __init__(
         self,
@@ -44,11 +46,13 @@ class InputMaker:
         self._vocab_size, self._dtype = decoder.config.vocab_size, decoder.dtype
 
     def __call__(self, chunks: list[Chunk], wanted: list[range], previous: LaunchedStep | None) -> StepInputs:
-        """wanted: positions whose logits are needed. previous: still in flight."""
+        """wanted: positions whose logits are needed. previous: a step still in flight."""
         size, starts = self._tokens_per_block, [0]
         ids, positions, slots, lengths, logits_rows, pooled_rows = (list[int]() for _ in range(6))
         blocks: list[np.ndarray] = []
-        for chunk, range_ in zip(chunks, wanted, strict=True):  # one pass: it runs for each row that decodes
+        for chunk, range_ in zip(
+            chunks, wanted, strict=True
+        ):  # a single pass, because it runs per decoding row
             sequence, start, count = chunk.sequence, chunk.start, chunk.count
             kv, stop, row = sequence.kv, start + count, len(ids)
             if count == 1:
@@ -89,7 +93,9 @@ class InputMaker:
     def _embeddings(
         self, chunks: list[Chunk], ids: list[int], starts: list[int]
     ) -> tuple[Tensor, Tensor] | None:
-        """Rows [n] whose ids are beyond the vocabulary, and their embeddings from the request's table."""
+        """Rows [n] whose ids are beyond the vocabulary, and their embeddings from the request's prompt
+        table.
+        """
         rows: list[int] = []
         vectors: list[np.ndarray] = []
         for chunk, start, stop in zip(chunks, starts, starts[1:], strict=False):
@@ -107,7 +113,7 @@ class InputMaker:
     def _pending(
         self, chunks: list[Chunk], ids: list[int], starts: list[int], previous: LaunchedStep | None
     ) -> Pending | None:
-        """Rows whose token the previous step has sampled, and its index among the tokens of that step."""
+        """Rows whose token was sampled by the previous step, with its index among that step's tokens."""
         if previous is None:
             return None
         found = [
@@ -118,7 +124,7 @@ class InputMaker:
         return Pending(self._tensor([*zip(*found, strict=True)]), previous.tokens) if found else None
 
     def add_adapters(self, inputs: StepInputs, parts: Rows[tuple[Sequence, int]]) -> StepInputs:
-        """parts: each sequence, and the position of the first of its rows."""
+        """parts: each sequence, with the position of its first row."""
         starts, segments = inputs.starts, list[tuple[int, int, Lease]]()
         for (sequence, position), start, stop in zip(parts, starts, starts[1:], strict=False):
             lease, first = sequence.lease, start + max(0, sequence.acts_from - position)
@@ -145,8 +151,11 @@ class InputMaker:
 
 
 def one_by_one(chunk: Chunk) -> list[Chunk]:
-    """A draft's rows apart, each as a sequence of its own that decodes one token: their keys and values are
-    stored before any is attended, and each gets the bits that it had without the draft."""
+    """Split the rows of a draft into sequences that decode one token each.
+
+    Keys and values are stored before attention, so each row gets exactly the result that it has without the
+    draft.
+    """
     if chunk.in_context or not chunk.sequence.num_draft:
         return [chunk]
     return [replace(chunk, start=chunk.start + i, count=1) for i in range(chunk.count)]
@@ -164,7 +173,7 @@ def wanted_positions(chunk: Chunk) -> range:
 
 
 def _virtual(chunks: list[Chunk], starts: list[int]) -> list[tuple[int, int]]:
-    """Rows that are virtual tokens of their adapter, and which of them."""
+    """Rows that are virtual tokens of their adapter, and their token numbers."""
     return [
         (row + number - chunk.start, number)
         for chunk, row in zip(chunks, starts, strict=False)

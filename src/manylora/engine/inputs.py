@@ -21,13 +21,14 @@ from manylora.model.batch import ForwardBatch, HiddenRows
 
 Ints = Rows[int] | np.ndarray
 Blocks = Rows[Ints] | np.ndarray
-"""The KV blocks of each sequence; or [S, columns], where anything may follow those that it uses."""
+"""The KV blocks of each sequence, or [S, columns] in which anything may follow a sequence's blocks."""
 
 
 @dataclass(frozen=True)
 class Pending:
-    """Tokens that only the device knows. where: [2, P] int64 on the device, rows of a step and for each its
-    index into `tokens` [D]; None: `tokens` are those of all rows, in order."""
+    """Tokens that only the device knows. where: [2, P] int64 on the device: rows of a step, and for each its
+    index into `tokens` [D]; None: `tokens` are those of all rows, in order.
+    """
 
     where: Tensor | None
     tokens: Tensor
@@ -35,7 +36,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class StateRows:
-    """[S], as `StateBatch` has them."""
+    """[S], as in `StateBatch`."""
 
     reads: list[int]
     writes: list[int]
@@ -48,12 +49,12 @@ class StateRows:
         return cls(*map(list, zip(*found, strict=True)))
 
     def going_on(self) -> StateRows:
-        """Of the step after, which decodes one token of each."""
+        """For the next step, which decodes one token of each sequence."""
         none = [0] * len(self.writes)
         return StateRows(self.writes, self.writes, none, none)
 
     def pad(self, count: int) -> StateRows:
-        """With so many sequences more, which start from zeros and store nothing."""
+        """With `count` more sequences, which start from zeros and store nothing."""
         none, zeros = [-1] * count, [0] * count
         return StateRows(self.reads + none, self.writes + none, self.cuts + zeros, self.saves + none)
 
@@ -61,22 +62,22 @@ class StateRows:
         return StateBatch(*map(_copied, (starts, self.reads, self.writes, self.cuts, self.saves)))
 
 
-@dataclass  # not frozen, which takes longer to make
+@dataclass  # not frozen, because that is slower to create
 class StepInputs:
     """T rows of S sequences. Created by the runner.
 
-    input_ids, positions, slots: [T]. starts: [S + 1], lengths: [S], as `AttentionBatch` has them.
-    blocks: [S], the KV blocks each sequence uses, lists or int32 arrays.
-    logits_rows: rows whose logits are wanted.
+    input_ids, positions, slots: [T]. starts: [S + 1], lengths: [S], as in `AttentionBatch`.
+    blocks: [S], the KV blocks of each sequence, as lists or int32 arrays.
+    logits_rows: rows whose logits are needed.
     cross_lengths, cross_blocks: [S], of the encoder's output; empty without an encoder.
     pending: tokens that `fill` writes over zeros in input_ids.
     rope_lengths: [T], see `ForwardBatch`; None: positions + 1.
-    adapters: of each segment of `lora` its rows [start, stop), and its adapters as digests and scales.
-    state: of a model with recurrent layers.
-    virtual: rows that are virtual tokens of their adapter, and for each which of them.
-    token_types: [T], of models that tell two texts in a prompt apart.
-    pooled_rows: rows whose hidden states are wanted. hidden: these, on the device, written by the runner.
-    best: as `Best` has them, written by the runner.
+    adapters: for each segment of `lora` its rows [start, stop), and its adapters as digests and scales.
+    state: for a model with recurrent layers.
+    virtual: rows that are virtual tokens of their adapter, with their token numbers.
+    token_types: [T], for models that distinguish two texts in a prompt.
+    pooled_rows: rows whose hidden states are needed. hidden: these, on the device, written by the runner.
+    best: as in `Best`, written by the runner.
     """
 
     input_ids: Ints
@@ -102,7 +103,7 @@ class StepInputs:
 
     @property
     def decodes(self) -> bool:
-        """Whether a recorded graph can run this: each sequence has one row, whose logits are wanted.
+        """Whether a captured graph can run this: each sequence has one row, whose logits are needed.
 
         Not with extras of adapters: a graph would have to know their shapes and addresses.
         """
@@ -112,7 +113,7 @@ class StepInputs:
         return plain and rows == len(self.lengths) == len(self.logits_rows)
 
     def pad(self, rows: int) -> StepInputs:
-        """The same, padded to `rows` rows with sequences of one token, which store nothing."""
+        """The same, padded to `rows` rows with sequences of one token that store nothing."""
         known = len(self.input_ids)
         count = rows - known
         if not count:
@@ -136,15 +137,16 @@ class StepInputs:
 
     @property
     def columns(self) -> int:
-        """Of the block table."""
+        """Columns of the block table."""
         blocks = self.blocks
         return blocks.shape[1] if isinstance(blocks, np.ndarray) else max(map(len, blocks))
 
     def plan(
         self, ops: ReferenceOps, width: int = 0, fixed: bool = False, shares: bool = False
     ) -> ForwardBatch:
-        """The tensors, on the host. width: of the block table; 0: as the longest sequence needs. shares:
-        arrays of rows and lengths are the batch's own, which so changes with them."""
+        """The tensors, on the host. width: of the block table; 0: as wide as the longest sequence needs.
+        shares: the batch uses the arrays of rows and lengths themselves, and changes with them.
+        """
         _int = _shared if shares else _copied
         attention = AttentionBatch(
             query_starts=self.starts,
@@ -170,7 +172,7 @@ class StepInputs:
         )
 
     def fill(self, input_ids: Tensor) -> None:
-        """Write the pending tokens over their zeros, on the device; NOT_FINITE becomes 0."""
+        """Write the pending tokens over their zeros, on the device. NOT_FINITE becomes 0."""
         if self.pending is None:
             return
         where, tokens = self.pending.where, self.pending.tokens
@@ -180,7 +182,7 @@ class StepInputs:
             input_ids.index_copy_(0, where[0], tokens.index_select(0, where[1]).clamp_(min=0))
 
     def known(self) -> StepInputs:
-        """The same without pending tokens; waits for them."""
+        """The same without pending tokens. Waits for them."""
         if self.pending is None:
             return self
         where, ids = self.pending.where, _copied(self.input_ids)
@@ -195,7 +197,7 @@ class StepInputs:
 
 
 def encoder_inputs(sequences: list[Sequence], tokens_per_block: int) -> StepInputs:
-    """The encoder's whole prompts, and the slots of the keys and values computed from them. No logits."""
+    """The encoder's complete prompts, and the slots of the keys and values computed from them. No logits."""
     lengths = [sequence.num_encoder for sequence in sequences]
     blocks = [sequence.kv.cross_blocks for sequence in sequences]
     spans = [*zip(map(range, lengths), blocks, strict=True)]
@@ -211,23 +213,26 @@ def encoder_inputs(sequences: list[Sequence], tokens_per_block: int) -> StepInpu
 
 
 def slots_of(spans: Iterable[tuple[range, list[int]]], size: int) -> list[int]:
-    """Of each row. spans: of each sequence the positions of its rows, and its KV blocks of `size` tokens."""
+    """The slot of each row. spans: for each sequence the positions of its rows, and its KV blocks of `size`
+    tokens.
+    """
     return [blocks[p // size] * size + p % size for positions, blocks in spans for p in positions]
 
 
 class KeptInputs:
-    """Of the steps of a run: those of its first step, with other tokens, positions, lengths and slots, whose
-    arrays change in place, and other blocks."""
+    """Inputs of the steps of a run: those of its first step, with new tokens, positions, lengths and slots
+    (whose arrays are changed in place) and new blocks.
+    """
 
     def __init__(self, run: DecodeRun, first: StepInputs, tokens_per_block: int) -> None:
         self.run, self._size = run, tokens_per_block
         count = len(run.sequences)
         self._places = np.arange(count)
-        self._known = np.zeros(count, np.int64)  # blocks of each sequence that are in the table
+        self._known = np.zeros(count, np.int64)  # blocks per sequence that are in the table
         self._table = np.zeros((count, 0), np.int32)
-        self._columns = self._num_same = 0  # steps for which no sequence begins another block
+        self._columns = self._num_same = 0  # steps until a sequence starts another block
         self._ids, *_ = rows = np.zeros((4, count), np.int64)
-        self._moving = rows[1:]  # one further in each step
+        self._moving = rows[1:]  # incremented in each step
         ids, positions, lengths, slots = rows
         state = None if first.state is None else first.state.going_on()
         own = {"input_ids": ids, "positions": positions, "lengths": lengths, "slots": slots, "state": state}
@@ -235,8 +240,9 @@ class KeptInputs:
         self._batch: ForwardBatch | None = None
 
     def next(self, tokens: Tensor | None) -> StepInputs:
-        """Of the next step; the same object. tokens: [S] of the step before, in flight; None: the host has
-        them."""
+        """Inputs of the next step, always the same object. tokens: [S] of the previous step, in flight; None:
+        the host has them.
+        """
         if self._num_same:
             self._moving += 1
             self._num_same -= 1
@@ -247,7 +253,9 @@ class KeptInputs:
         return self._inputs
 
     def batch(self, ops: ReferenceOps) -> ForwardBatch:
-        """The tensors of the next step, on the host: the same batch as long as the block table is."""
+        """The tensors of the next step, on the host: the same batch as long as the block table is the
+        same.
+        """
         if self._batch is None:
             self._batch = self._inputs.plan(ops, shares=True)
         return self._batch
@@ -269,7 +277,7 @@ class KeptInputs:
             if missing > 0:
                 self._table = np.pad(self._table, ((0, 0), (0, missing)))
             self._table[row, : len(blocks)], self._known[row] = blocks, len(blocks)
-            self._columns = 0  # whoever has the table so far needs another
+            self._columns = 0  # the old table may still be in use, so a new one is needed
 
 
 def _pad(values: Ints, count: int, value: int) -> np.ndarray:
@@ -277,7 +285,7 @@ def _pad(values: Ints, count: int, value: int) -> np.ndarray:
 
 
 def block_table(rows: Blocks, width: int = 0) -> Tensor:
-    """[S, width] int32, padded with zeros. width: 0: as the longest row needs."""
+    """[S, width] int32, padded with zeros. width: 0: as wide as the longest row needs."""
     if isinstance(rows, np.ndarray) and width in (0, rows.shape[1]):
         return torch.from_numpy(rows.astype(np.int32, order="C"))
     if isinstance(rows, np.ndarray):
@@ -295,5 +303,5 @@ def _copied(values: Ints) -> Tensor:
 
 
 def _shared(values: Ints) -> Tensor:
-    """Of an int64 array, with its memory."""
+    """A tensor that shares the memory of an int64 array."""
     return torch.from_numpy(np.asarray(values, np.int64))

@@ -1,5 +1,6 @@
-"""A few batches with adapters at start, so that the device's operations measure and choose block sizes, and
-compile what a step may launch."""
+"""Runs a few batches with adapters at start. The device's operations thus measure and choose block sizes, and
+compile the kernels that a step may launch.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ from manylora.model.kv_tensors import KvTensors
 
 logger = logging.getLogger("manylora")
 
-# Rows of each sequence, each with an adapter of its own: decoding, a short prompt, a long one.
+# Rows of each sequence, each with its own adapter: decoding, a short prompt, a long prompt.
 TRIALS = ((1,) * 8, (32,), (256,))
-CONTEXT = 1024  # tokens of a sequence that decodes
+CONTEXT = 1024  # tokens of a decoding sequence
 ADAPTED = RowFormat(16)
-# Adapters whose kernels are other variants, which are compiled but not measured.
+# Adapters that use other kernel variants, which are compiled but not measured.
 OTHERS = (RowFormat(64), RowFormat(16, encoding=Encoding.FLOAT8), RowFormat(64, encoding=Encoding.FLOAT8))
 
 
@@ -39,7 +40,9 @@ def try_variants(
     limits: BatchLimits,
     device: torch.device,
 ) -> None:
-    """Measures, and compiles what steps may launch besides. Results are dropped, and nothing is stored."""
+    """Measure, and compile everything else that steps may launch. Results are dropped, and nothing is
+    stored.
+    """
 
     def run(adapted: RowFormat) -> None:
         for lengths in TRIALS:
@@ -56,7 +59,7 @@ def try_variants(
                 return
             with ops.compiling():
                 run(ADAPTED)
-        with ops.trials():  # its time is for measuring alone
+        with ops.trials():  # its time limit is for measurements only
             run(ADAPTED)
         with ops.compiling():
             for adapted in OTHERS if modules else ():
@@ -67,7 +70,7 @@ def try_variants(
 
 
 def _inputs(counts: list[int], num_blocks: int, limits: BatchLimits) -> StepInputs:
-    """Sequences of so many rows; those of one row attend to what is in the cache's blocks."""
+    """Sequences with these numbers of rows. Those with one row attend to the cache's blocks."""
     starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
     lengths = [min(CONTEXT, limits.max_seq_len) if n == 1 else n for n in counts]
     columns = [-(-n // limits.tokens_per_block) for n in lengths]
@@ -91,7 +94,7 @@ def _adapters(
 ) -> LoraBatch | None:
     """An adapter of zeros for every sequence, with every module in every layer.
 
-    Adapters and modules have places of their own, as one launch reads them all; the layers share them.
+    Adapters and modules have separate memory, because one launch reads them all. Layers share it.
     """
     sizes = {module.module_id: module.row_elements(adapted) for module in modules if module.counted}
     if not sizes:

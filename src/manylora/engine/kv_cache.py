@@ -19,21 +19,20 @@ if TYPE_CHECKING:
 DEFAULT_PRIORITY = 35
 
 Key = tuple[object, tuple[int, ...], str]
-"""Of a block: parent node, or the sequence's root; its tokens; `Sequence.maker` of them."""
+"""Key of a block: its parent node or the sequence's root, its tokens, and their `Sequence.maker`."""
 
 
 class IdleBlocks:
     """KV blocks that no sequence uses but that may be reused.
 
-    The lowest priority is evicted first; within one priority, the block that has been idle longest.
-
-    A priority may be given for a limited time; after it the block has the default priority.
+    The lowest priority is evicted first; within a priority, the block that has been idle longest. A priority
+    may be limited in time; afterwards the block has the default priority.
     """
 
     def __init__(self) -> None:
         self._levels: dict[int, OrderedDict[int, None]] = {}
         self._priority: dict[int, int] = {}
-        self._expiries: list[tuple[float, int, int]] = []  # time, block, priority it had
+        self._expiries: list[tuple[float, int, int]] = []  # time, block, its priority until then
 
     def __len__(self) -> int:
         return len(self._priority)
@@ -77,19 +76,19 @@ class IdleBlocks:
 class KvCache:
     """Blocks of `tokens_per_block` tokens.
 
-    A full block is registered under its content: its own tokens and the chain of blocks before it, which
-    starts at the adapter's digest; of an adapter that acts from a later token on, at the base model, and the
-    block where it begins to act has its digest in the key. Keys hold the tokens themselves, so a match is
-    never a hash collision. A registered block that no sequence uses stays until its space is needed; see
-    `IdleBlocks`.
+    A full block is registered under its content: its own tokens and the chain of blocks before it. The chain
+    starts at the adapter's digest. If the adapter acts only from a later token on, it starts at the base
+    model, and the block where the adapter begins to act has the digest in its key. Keys contain the tokens
+    themselves, so a match is never a hash collision. A registered block that no sequence uses stays until its
+    space is needed; see `IdleBlocks`.
 
-    The beams of one search share blocks; a block that two of them would write to is copied first. All blocks
+    The beams of a search share blocks. A block that two of them would write to is copied first. All blocks
     that they may ever need are claimed when the search starts; those not in use are in the group's reserve.
 
-    The keys and values that an encoder computes from a prompt take blocks of the same kind, for each of the
-    decoder's layers. They belong to one sequence and are not reused.
+    The keys and values that an encoder computes from a prompt take blocks of the same kind, for each decoder
+    layer. They belong to one sequence and are not reused.
 
-    states: of a model with recurrent layers. A sequence then has a slot of it from `begin` to `free`.
+    states: for a model with recurrent layers. A sequence then has a state slot from `begin` to `free`.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class KvCache:
         self._node_of: dict[Key, int] = {}
         self._block_of: dict[int, int] = {}  # node -> block
         self._key_of: dict[int, Key] = {}  # block -> key
-        self._idle = IdleBlocks()  # registered blocks no sequence uses
+        self._idle = IdleBlocks()  # registered blocks that no sequence uses
         self._next_node = 0
 
     @property
@@ -111,17 +110,17 @@ class KvCache:
 
     @property
     def num_available(self) -> int:
-        """Blocks that are free, or could be at once."""
+        """Blocks that are free or can be evicted at once."""
         return self._pages.num_free + len(self._idle)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.tokens_per_block)
 
     def begin(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give a sequence its first blocks, for `num_tokens` tokens, reusing blocks with the same beginning.
+        """Give a sequence its first blocks, for `num_tokens` tokens, and reuse blocks with the same prefix.
 
-        False, and nothing changed, when there are not enough. Sets `num_computed` to the tokens reused; at
-        least one token is left to compute, because its logits are needed.
+        Returns False, and changes nothing, if there are not enough. Sets `num_computed` to the reused tokens.
+        At least one token is left to compute, because its logits are needed.
         """
         kv = sequence.kv
         assert not kv.blocks
@@ -152,7 +151,7 @@ class KvCache:
         return True
 
     def begin_again(self, sequence: Sequence) -> None:
-        """Let a sequence that has computed nothing yet use what was registered since it began."""
+        """Let a sequence that has computed nothing yet use blocks registered since `begin`."""
         kv = sequence.kv
         nodes = [] if kv.is_mixed else self._match(sequence)
         if self.states is not None:
@@ -164,7 +163,9 @@ class KvCache:
             assert begun
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give a sequence blocks for `num_tokens` in all. False, and nothing changed: too few are left."""
+        """Give a sequence blocks for `num_tokens` in total. Returns False, and changes nothing, if too few
+        are left.
+        """
         kv = sequence.kv
         missing = self.blocks_for(num_tokens) - len(kv.blocks)
         if missing <= 0:
@@ -178,8 +179,9 @@ class KvCache:
         return True
 
     def reserve_beams(self, group: BeamGroup) -> bool:
-        """Claim all blocks that the beams after the first may ever need. False, and nothing changed: too few
-        are left."""
+        """Claim all blocks that the beams after the first may ever need. Returns False, and changes nothing,
+        if too few are left.
+        """
         leader = group.leader
         own = self.blocks_for(leader.max_len) - leader.num_prompt // self.tokens_per_block
         count = (group.width - 1) * own
@@ -189,7 +191,7 @@ class KvCache:
         return True
 
     def fork(self, source: Sequence, target: Sequence, reserve: list[int]) -> None:
-        """Let one beam continue another: it shares the blocks of that one."""
+        """Let one beam continue another, whose blocks it then shares."""
         used = self.blocks_for(source.num_computed)
         for block in source.kv.blocks[:used]:
             self._pages.share(block)
@@ -200,7 +202,7 @@ class KvCache:
             self.states.fork(source, target)
 
     def make_writable(self, sequence: Sequence, reserve: list[int]) -> tuple[int, int] | None:
-        """Give a beam a block of its own for the next token. Returns (from, to) when one must be copied."""
+        """Give a beam its own block for the next token. Returns (from, to) if a block must be copied."""
         blocks, index = sequence.kv.blocks, sequence.num_computed // self.tokens_per_block
         sequence.kv.replaced()
         self._give_back(blocks[index + 1 :], reserve)
@@ -220,7 +222,7 @@ class KvCache:
         reserve.clear()
 
     def commit(self, sequence: Sequence) -> None:
-        """Register the blocks that were filled since the last call, up to `num_computed`."""
+        """Register the blocks filled since the last call, up to `num_computed`."""
         forked = sequence.beams is not None and sequence.beams.forked
         if not self._reuse or forked or sequence.kv.is_mixed:
             return
@@ -234,7 +236,7 @@ class KvCache:
             nodes.append(node)
 
     def free(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks back. When space is needed, its last blocks are evicted first."""
+        """Release a sequence's blocks. When space is needed, its last blocks are evicted first."""
         kv = sequence.kv
         for index in reversed(range(len(kv.blocks))):
             block = kv.blocks[index]
@@ -248,9 +250,10 @@ class KvCache:
             self.states.free(sequence)
 
     def drop(self, digest: str) -> None:
-        """Forget the blocks of an adapter's content that nobody means any more. No sequence may run under
-        it; blocks that one has which goes on under another content are evicted in their turn."""
-        gone: set[object] = set()  # nodes; a child's number is larger than its parent's
+        """Forget the blocks of an adapter content that no name refers to any more. No sequence may be running
+        with it. Blocks of a sequence that switched to another content are evicted in their turn.
+        """
+        gone: set[object] = set()  # nodes; children have larger numbers than parents
         for node, block in sorted(self._block_of.items()):
             parent, _, maker = self._key_of[block]
             makers = (parent.partition(":")[0] if isinstance(parent, str) else "", maker.rpartition(":")[2])
@@ -261,8 +264,9 @@ class KvCache:
                     self._forget(block)
 
     def shared(self, sequence: Sequence, other: Sequence, start: int, count: int) -> int:
-        """How many of these tokens of another sequence, which the next step computes, one that has no blocks
-        can use afterwards. 0 where the two do not begin alike."""
+        """How many of these tokens, which the next step computes for `other`, a sequence without blocks can
+        use afterwards. 0 if their prefixes differ.
+        """
         size, known = self.tokens_per_block, len(other.kv.nodes) * self.tokens_per_block
         limit = min(sequence.agrees_until(other), len(sequence.tokens) - sequence.num_draft - 1)
         stop = min(limit, start + count) // size * size
@@ -272,7 +276,7 @@ class KvCache:
         if stop <= known:
             return 0
         parent = other.kv.nodes[-1] if known else sequence.root
-        if _key(sequence, parent, known, size) in self._node_of:  # someone else has computed it since
+        if _key(sequence, parent, known, size) in self._node_of:  # another sequence has computed it since
             return 0
         if self.states is not None:
             border = self.states.border(other, start, count)
@@ -308,13 +312,13 @@ class KvCache:
         return nodes
 
     def _can_match(self, sequence: Sequence) -> bool:
-        """Whether nothing but the last token's outputs is asked of a prompt."""
+        """Whether only the outputs of the prompt's last token are needed."""
         request = sequence.request
         every = request.pooling is not None and request.pooling.mode != "last"
         return self._reuse and not every and not request.params.return_context_logits
 
     def _count_claimed(self, kv: KvBlocks, num_claimed: int, num_known: int) -> None:
-        """num_known: registered blocks before these were claimed. Those that are gone were evicted."""
+        """num_known: registered blocks before these were claimed. The missing ones were evicted."""
         kv.num_claimed += num_claimed
         kv.num_new += max(0, num_claimed - (num_known - len(self._key_of)))
 
@@ -324,7 +328,7 @@ class KvCache:
         return self._pages.claim(count) or []
 
     def _give_back(self, blocks: list[int], reserve: list[int]) -> None:
-        """Drop a beam's blocks; those that no other beam uses go into the reserve."""
+        """Release a beam's blocks. Those that no other beam uses go to the reserve."""
         for block in blocks:
             if self._pages.references(block) == 1:
                 reserve.append(block)
@@ -332,7 +336,7 @@ class KvCache:
                 self._pages.release([block])
 
     def _retention(self, sequence: Sequence, index: int) -> tuple[int, int | None]:
-        """Priority of a block and for how long in ms: the highest requested for any of its tokens."""
+        """Priority of a block, and its duration in ms: the highest requested for any of its tokens."""
         retention = sequence.request.retention
         if retention is None:
             return DEFAULT_PRIORITY, None

@@ -16,25 +16,26 @@ from manylora.engine.sequence import BeamGroup, Sequence
 from manylora.kernels.device import Arrival
 
 SampledTokens = dict[Sequence, list[tuple[int, float | None]]]
-"""(token, log probability) of each sequence that was sampled: more than one where draft tokens were accepted;
-NOT_FINITE in place of a token whose logits are not finite."""
+"""(token, log probability) pairs of each sampled sequence: more than one if draft tokens were accepted.
+NOT_FINITE replaces a token whose logits are not finite.
+"""
 
 
 @dataclass(frozen=True)
 class PooledChunk:
-    """values: float32, on their way to the host; see `Sequence.add_pooled`."""
+    """values: float32, being copied to the host; see `Sequence.add_pooled`."""
 
     chunk: Chunk
     values: Arrival
 
 
 class LaunchedStep:
-    """Created by the runner. tokens, log_probs: [D] on the device, one for each of `rows`; see
-    `sampler.sample`. A step without tokens is waited for too, because it reads adapters.
+    """Created by the runner. tokens, log_probs: [D] on the device, one per entry of `rows`; see
+    `sampler.sample`. A step without tokens must be waited for, too, because it reads adapters.
 
-    pooled: what was computed of requests for pooled outputs.
-    candidates: of each beam search in the step; empty where the logits are not finite.
-    assumed_done: set by the engine when the scheduler has counted the step before its results are known.
+    pooled: results of requests for pooled outputs.
+    candidates: of each beam search in the step; empty if the logits are not finite.
+    assumed_done: set by the engine if the scheduler counted the step before its results are known.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class LaunchedStep:
         return {sequence: index for index, (sequence, _) in enumerate(self._rows)}
 
     def wait(self) -> SampledTokens:
-        """Wait until the tokens are on the host. Raises what the device raised."""
+        """Wait until the tokens are on the host. Raises the device's errors."""
         sampled: SampledTokens = {}
         tokens = self._tokens.wait().tolist()
         log_probs = self._log_probs.wait().tolist() if self._log_probs else [None] * len(tokens)

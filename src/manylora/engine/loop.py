@@ -1,4 +1,4 @@
-"""EngineLoop: the engine's thread. Commands arrive through a queue, events leave through sinks."""
+"""EngineLoop: the engine's thread. Commands arrive through a queue, and events leave through sinks."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ logger = logging.getLogger("manylora")
 
 Command = Callable[[], None]
 STATS_S = 0.05
-STUCK_S = 1.0  # how long `close` waits for a thread that was given up
+STUCK_S = 1.0  # how long `close` waits for a thread that is stuck
 
 
 class EngineLoop:
-    """Runs an Engine on a thread of its own until `close`.
+    """Runs an Engine on a separate thread until `close`.
 
-    Adapters are read and guides compiled on other threads. If the engine thread dies, or `fail` gives it up,
-    every open request gets one error event, and later submits raise EngineDeadError. An error in one request
-    never ends the thread.
+    Adapters are read and guides compiled on other threads. If the engine thread dies, or `fail` declares it
+    dead, every open request gets one error event, and later submits raise EngineDeadError. An error in one
+    request never ends the thread.
 
-    delivered: called after sinks were called, once for all events of a step. Any thread.
+    delivered: called after the sinks, once for all events of a step. It may be called on any thread.
     """
 
     def __init__(self, engine: Engine, delivered: Callable[[], None] = lambda: None) -> None:
         self._engine, self._delivered = engine, delivered
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        # Changed under the lock, by any thread.
+        # Changed by any thread, under the lock.
         self._lock = threading.Lock()
         self._sinks: dict[int, Sink] = {}  # ticket -> sink of every open request
         self._next_ticket = 0
@@ -64,7 +64,7 @@ class EngineLoop:
         # Changed by the engine thread only.
         self._tickets: dict[int, int] = {}  # engine handle -> ticket
         self._handles: dict[int, int] = {}  # ticket -> engine handle
-        self._delivering = False  # whether the events of one step are being delivered
+        self._delivering = False  # whether events of a step are being delivered
         self._idle, self._turn_at = False, time.monotonic()
         self._stats, self._stats_at = engine.stats(), time.monotonic()
         self._thread = threading.Thread(target=self._run, name="manylora-engine", daemon=True)
@@ -82,22 +82,22 @@ class EngineLoop:
 
     @property
     def death(self) -> EngineDeadError | None:
-        """Why nothing more will be answered; None also after `close`."""
+        """Why nothing will be answered any more. None also after `close`."""
         return self._death
 
     @property
     def stalled_s(self) -> float:
-        """Seconds since the engine thread started its present step; 0: it waits for work."""
+        """Seconds since the engine thread started its current step. 0: it waits for work."""
         return 0.0 if self._idle else time.monotonic() - self._turn_at
 
     def fail(self, reason: str) -> None:
-        """Treat the engine thread as dead, because it is stuck. Any thread."""
+        """Treat the engine thread as dead because it is stuck. Thread-safe."""
         self._die(EngineDeadError(f"The engine stopped: {reason}"))
 
     def submit(self, request: Request, sink: Sink) -> int:
-        """Queue a request and return a ticket for `cancel`, at once.
+        """Queue a request and return at once, with a ticket for `cancel`.
 
-        An error in the request reaches the sink as its one last event. Raises EngineDeadError only.
+        An error in the request reaches the sink as its only and last event. Raises only EngineDeadError.
         """
         refusal: RequestError | None = None
         if request.lora is not None and any(one.name is not None for one, _ in request.lora.members):
@@ -123,12 +123,15 @@ class EngineLoop:
         return ticket
 
     def cancel(self, ticket: int) -> None:
-        """End a request within a step, with a last event of reason CANCELLED. Unknown: no effect."""
+        """End a request within a step, with a last event of reason CANCELLED. No effect for an unknown
+        ticket.
+        """
         self._inbox.put(lambda: self._cancel(ticket))
 
     def publish(self, lora: LoraInput) -> Future[AdapterVersion]:
-        """As `Engine.publish`, before requests that are submitted later. The future may raise RequestError,
-        and EngineDeadError."""
+        """As `Engine.publish`, before requests that are submitted later. The future may raise RequestError
+        and EngineDeadError.
+        """
         done: Future[AdapterVersion] = Future()
         with self._lock:
             if self._death:
@@ -138,39 +141,42 @@ class EngineLoop:
         return done
 
     def stats(self) -> EngineStats:
-        """At most STATS_S old while the engine works, exact when it is idle. Any thread."""
+        """At most STATS_S old while the engine works, exact when it is idle. Thread-safe."""
         return self._stats
 
     def cache_map(self, take: Callable[[CacheMap], None]) -> None:
-        """Call `take` with the map, on the engine's thread between two steps; never once that has died."""
+        """Call `take` with the map, on the engine's thread between two steps. Never called if that thread has
+        died.
+        """
         self._inbox.put(lambda: self._show_map(take))
 
     def pin(self, task_id: int, answer: Callable[[RequestError | None], None]) -> None:
-        """Keep an adapter that is in the cache there. answer: called on the engine's thread, with why that
-        cannot be or None; never once the thread has died."""
+        """Keep an adapter that is in the cache there. answer: called on the engine's thread, with None or the
+        reason of a failure. Never called if that thread has died.
+        """
         self._inbox.put(lambda: self._pin(task_id, answer))
 
     def unpin(self, task_id: int) -> None:
-        """Let it be evicted again. Unknown: no effect."""
+        """Allow its eviction again. No effect for an unknown id."""
         self._inbox.put(lambda: self._engine.adapters.pins.unpin(task_id))
 
     @property
     def has_encoder(self) -> bool:
-        """Whether the model has an encoder, and a request two prompts."""
+        """Whether the model has an encoder, so that a request has two prompts."""
         return self._engine.model.encoder is not None
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens of a prompt and its output together."""
+        """Maximum tokens of a prompt and its output together."""
         return self._engine.max_seq_len
 
     @property
     def num_open(self) -> int:
-        """Requests whose last event has not gone out yet."""
+        """Requests whose last event has not been delivered yet."""
         return len(self._sinks)
 
     def close(self, drain: bool = True) -> None:
-        """Refuse new requests, finish (or cancel) those that are open, then end the threads. Idempotent."""
+        """Refuse new requests, finish (or cancel) open ones, then end the threads. Idempotent."""
         with self._lock:
             self._closing = True
             everyone = list(self._sinks)
@@ -186,13 +192,13 @@ class EngineLoop:
             self._engine.end_ranks()
 
     def _resolved(self, lora: LoraInput | LoraMix) -> LoraInput | LoraMix | None:
-        """With task ids in place of names. Raises RequestError."""
+        """The same with names replaced by task ids. Raises RequestError."""
         resolve = self._engine.adapters.library.resolve
         if isinstance(lora, LoraInput):
             return resolve(lora)
         return mix([(resolve(one), scale) for one, scale in lora.members])
 
-    # From here on: the engine thread.
+    # From here on: methods of the engine thread.
 
     def _run(self) -> None:
         try:
@@ -208,7 +214,7 @@ class EngineLoop:
                     self._take_stats()
                     self._make_ready()
         except BaseException as error:
-            if self._death is not None:  # it was given up before
+            if self._death is not None:  # it was declared dead before
                 return
             known = isinstance(error, GroupLostError)
             logger.critical("the engine thread died", exc_info=not known)
@@ -216,7 +222,9 @@ class EngineLoop:
             self._die(EngineDeadError(f"The engine stopped: {reason}"))
 
     def _take_commands(self) -> bool:
-        """Run the commands in the inbox; wait while there is no work. False: closed and done, or dead."""
+        """Run the commands in the inbox, and wait while there is no work. Returns False if closed and done,
+        or dead.
+        """
         while not self._engine.has_work:
             with self._lock:
                 done = self._closing and not self._sinks
@@ -228,7 +236,7 @@ class EngineLoop:
             command = self._inbox.get()
             self._turn_at, self._idle = time.monotonic(), False
             command()
-        while not self._inbox.empty():  # nobody else takes from it
+        while not self._inbox.empty():  # no other thread takes from it
             self._inbox.get()()
         return self._death is None
 
@@ -317,7 +325,7 @@ class EngineLoop:
         if event.last:
             with self._lock:
                 sink = self._sinks.pop(ticket, None)
-        if sink is not None:  # else `_die` has called it
+        if sink is not None:  # otherwise `_die` has called it
             self._call(sink, event)
 
     def _call(self, sink: Sink, event: Event) -> None:

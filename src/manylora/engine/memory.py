@@ -1,4 +1,4 @@
-"""The size of the KV cache, and what it leaves to adapters."""
+"""Sizes the KV cache, and the memory it leaves to adapters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("manylora")
 
 USUAL_ADAPTERS = 32
 MOST_ROOM = 0.3
-MOST_STATES = 0.5  # of what is free for KV cache and recurrent states together
+MOST_STATES = 0.5  # share of recurrent states in the memory for states and KV cache
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ def kv_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 def check_model(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises ConfigError for drafts where they cannot be taken back, and for sequences longer than the
-    model's positions: it was not trained on them, or has none there."""
+    """Raises ConfigError for drafts that could not be undone, and for sequences longer than the model's
+    positions, which it was not trained on or does not have.
+    """
     if config.max_draft_len and (model.recurrent is not None or model.encoder is not None):
         kind = "models with recurrent layers" if model.recurrent is not None else "encoder-decoder models"
         raise ConfigError(
@@ -64,17 +65,21 @@ def check_model(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def usable_bytes(config: EngineConfig, device: Device, before: int) -> int:
-    """Free bytes that may be taken within gpu_memory_utilization. before: that were free at the start."""
+    """Free bytes that may be used within gpu_memory_utilization. before: bytes that were free at the
+    start.
+    """
     free = device.free_bytes()
     if config.gpu_memory_utilization is None:
         return free
-    own = max(0, before - free)  # others may have freed more than this process took
+    own = max(0, before - free)  # other processes may have freed more than this one took
     return max(0, min(free, int(config.gpu_memory_utilization * device.total_bytes()) - own))
 
 
 def plan_states(config: EngineConfig, model: ModelConfig, free_bytes: int) -> int:
-    """Slots of recurrent state: one for each sequence of a full batch, and as many for prefix reuse, where
-    they fit. 0: the model has no recurrent layers. Raises ConfigError."""
+    """Slots of recurrent state: one per sequence of a full batch, and as many for prefix reuse if they fit.
+
+    0: the model has no recurrent layers. Raises ConfigError.
+    """
     own = model.recurrent
     if own is None:
         return 0
@@ -113,17 +118,16 @@ def allocate_states(slots: int, model: ModelConfig, device: torch.device) -> Rec
 def plan_kv(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, free_bytes: int
 ) -> KvPlan:
-    """Size the cache: a fraction of the free bytes, at most what the user or a full batch can use.
+    """Size the cache: a fraction of the free bytes, but no more than the user allows or a full batch can use.
 
     Bytes of a block = tokens_per_block * bytes of dtype * the sum over layers of planes (2: keys, values) *
-    kv_heads * head_dim; the layers of an encoder do not count.
-    On a CPU the cache is never larger than max_batch_size sequences of max_seq_len need: host memory is
-    shared with everything else on the machine.
+    kv_heads * head_dim. Encoder layers do not count. On a CPU the cache is never larger than max_batch_size
+    sequences of max_seq_len need, because host memory is shared with everything else on the machine.
     """
     size = config.tokens_per_block
     block_bytes = size * token_numbers(model) * dtype.itemsize
     max_seq_len = config.max_seq_len or model.max_seq_len
-    prompts = 2 if model.encoder else 1  # the encoder's prompt takes blocks beside the decoder's tokens
+    prompts = 2 if model.encoder else 1  # the encoder's prompt takes blocks, too
     num_blocks = int(config.kv_cache_free_gpu_mem_fraction * free_bytes) // block_bytes
     if config.max_tokens_in_paged_kv_cache is not None:
         num_blocks = min(num_blocks, -(-config.max_tokens_in_paged_kv_cache // size))
@@ -146,10 +150,10 @@ def plan_kv(
 def adapter_room(
     config: EngineConfig, lora: LoraCacheConfig, model: ModelConfig, dtype: torch.dtype, free_bytes: int
 ) -> int:
-    """Bytes that the KV cache leaves to adapters on a GPU; 0 where the user has sized their level.
+    """Bytes that the KV cache leaves to adapters on a GPU. 0 if the user has sized the device level.
 
     They hold as many adapters of the optimal rank as run in a batch, up to USUAL_ADAPTERS, and one of the
-    largest, but take no more than MOST_ROOM of what is free. dtype: of the adapters' pages.
+    largest rank, but at most MOST_ROOM of the free memory. dtype: of the adapters' pages.
     """
     if lora.sizes_device:
         return 0
@@ -170,8 +174,9 @@ def adapter_room(
 
 
 def with_room(lora: LoraCacheConfig, room: int, free_bytes: int) -> LoraCacheConfig:
-    """The settings for what `adapter_room` has found: at least so large on both levels. free_bytes: after
-    the KV cache."""
+    """The settings with both levels enlarged to at least the result of `adapter_room`. free_bytes: after the
+    KV cache.
+    """
     if not room:
         return lora
     device = max(room, int(lora.gpu_memory_fraction * free_bytes))
@@ -205,9 +210,9 @@ def batch_limits(
 def allocate_kv(
     plan: KvPlan, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> KvTensors:
-    """The cache itself, zeros.
+    """The cache itself, filled with zeros.
 
-    Zeros matter: masked positions are multiplied by a probability of 0, which gives NaN for a NaN.
+    Zeros matter: masked positions are multiplied by a probability of 0, and 0 * NaN is NaN.
     """
 
     def make(shape: tuple[int, ...]) -> Tensor:

@@ -1,4 +1,4 @@
-"""NgramIndex: where the last tokens of a sequence have stood before, in its own prompt and output."""
+"""NgramIndex: where the last tokens of a sequence occurred before, in its own prompt and output."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ FEWEST_PLACES, MOST_PLACES = 2**10, 2**16
 MULTIPLIER, SPREAD = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 BITS = 64
 MASK = 2**BITS - 1
-FEW = 32  # tokens that are added one by one
+FEW = 32  # up to this many tokens are added one by one
 
 
 class NgramIndex:
-    """For each length of n-grams a table: the position after the oldest, or the newest, occurrence of each.
+    """A table for each length of n-grams: the position after the oldest, or newest, occurrence of each
+    n-gram.
 
-    A table has two to four places for each token, at most MOST_PLACES, of 4 bytes. Of
-    n-grams that share a place one is found, and the others are not: matches are compared token by token.
+    A table has two to four entries per token, at most MOST_PLACES, of 4 bytes each. Of n-grams that share an
+    entry only one is found, because matches are verified token by token.
     """
 
     def __init__(self, smallest: int, largest: int, oldest: bool) -> None:
@@ -24,9 +25,10 @@ class NgramIndex:
         self._reset(FEWEST_PLACES)
 
     def find(self, tokens: list[int], count: int) -> list[int]:
-        """Up to `count` tokens that followed the longest n-gram which `tokens` end with, at its former place.
+        """Up to `count` tokens that followed the earlier occurrence of the longest n-gram at the end of
+        `tokens`.
 
-        tokens: those of the last call, and more after them.
+        tokens: those of the last call, extended.
         """
         self._add(tokens)
         length = len(tokens)
@@ -35,7 +37,7 @@ class NgramIndex:
             start = int(self._tables[size - self._smallest, places[size - self._smallest]])
             if start and tokens[start - size : start] == tokens[-size:]:
                 found = tokens[start : start + count]
-                while len(found) < count:  # it goes on in itself
+                while len(found) < count:  # the occurrence overlaps the end
                     found.append(found[start + len(found) - length])
                 return found
         return []
@@ -46,7 +48,7 @@ class NgramIndex:
         self._known = 0  # n-grams that end at this position or before are in the tables
 
     def _add(self, tokens: list[int]) -> None:
-        """All n-grams but those that the tokens end with."""
+        """Add all n-grams except those at the end of the tokens."""
         last = len(tokens) - 1
         if 2 * last > self._num_places < MOST_PLACES:
             self._reset(min(MOST_PLACES, 1 << (4 * last - 1).bit_length()))
@@ -76,10 +78,10 @@ class NgramIndex:
             if self._oldest:
                 new = table[places] == 0
                 ends, places = ends[new][::-1], places[new][::-1]
-            table[places] = ends  # of equal places the last one stays
+            table[places] = ends  # for equal entries the last write wins
 
     def _places_of(self, tokens: list[int], end: int) -> list[int]:
-        """Of the n-grams that end at a position, the smallest first."""
+        """Entries of the n-grams that end at a position, shortest first."""
         places, total = [], 0
         for size, power in enumerate(self._powers[:end], 1):
             total += power * (tokens[end - size] & MASK)

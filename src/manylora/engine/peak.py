@@ -1,4 +1,4 @@
-"""What the largest step takes beside weights and caches, measured before the KV cache takes the rest."""
+"""Peak memory of the largest step besides weights and caches, measured before the KV cache takes the rest."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from manylora.request import MAX_MIXED, Request, SamplingConfig
 
 logger = logging.getLogger("manylora")
 
-ALIGNMENT = 16  # elements; as real pools have it
+ALIGNMENT = 16  # elements; as in real pools
 
 
 def peak_bytes(
     decoder: Decoder, device: Device, limits: BatchLimits, config: EngineConfig, modules: Iterable[LoraModule]
 ) -> int:
-    """Of a prefill of `max_num_tokens` and of drawing the tokens of a full batch; 0 on a CPU. Raises
-    ConfigError when they do not fit. modules: those that adapters may have."""
+    """Peak bytes of a prefill of `max_num_tokens` and of sampling for a full batch. 0 on a CPU. Raises
+    ConfigError if they do not fit. modules: those that adapters may have.
+    """
     mix = MAX_MIXED, config.lora.rank_limit
 
     def run() -> None:
@@ -61,8 +62,9 @@ def _prefill(
     members: int,
     rank: int,
 ) -> None:
-    """Prompts of so many tokens in all, whose keys and values all lie in one block, under a mix of so many
-    adapters of a rank: what operations keep of a row grows with the sum of its ranks."""
+    """Prefill prompts of this many tokens in total, whose keys and values all go to one block, under a mix of
+    adapters: the memory that operations use per row grows with the sum of its ranks.
+    """
     size, ops = limits.tokens_per_block, device.ops
     lengths = [min(limits.max_seq_len, num_tokens)]
     while sum(lengths) < num_tokens and len(lengths) < limits.max_sequences:
@@ -92,7 +94,7 @@ def _mix_of_zeros(
     limits: BatchLimits,
     device: torch.device,
 ) -> LoraBatch | None:
-    """All rows and members lie in one place: it is their number that takes memory."""
+    """All rows and members share one place in memory: only their number matters for the peak."""
     one = RowFormat(rank)
     sizes = {module.module_id: module.row_elements(one) for module in modules if module.counted}
     if not sizes:

@@ -1,4 +1,6 @@
-"""Penalties: repetition, presence and frequency, by counts on the device that drawn tokens are added to."""
+"""Penalties: repetition, presence and frequency, from counts on the device to which sampled tokens are
+added.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,17 @@ from manylora.engine.sequence import PENDING, Sequence
 from manylora.engine.token_counts import TokenCounts
 from manylora.kernels.transfer import upload
 
-SPARE = 64  # tokens that are counted on the device before the host's counts are taken again
+SPARE = 64  # tokens counted on the device before the host's counts are copied again
 
 
 class Penalties:
-    """Of some rows of logits, and of the steps of a run.
+    """For some rows of logits, over the steps of a run.
 
-    Of each row its distinct tokens, as places [R, W] in the flat logits, and how often each was counted,
-    [R, W] float32, -1: not seen. Entries that are left over repeat the row's first one, so that all entries
-    of a place give it the same value, whichever is written last.
+    Stores each row's distinct tokens, as indices [R, W] into the flat logits, and their counts, [R, W]
+    float32, where -1 means not seen. Unused entries repeat the row's first one, so that all entries with the
+    same index write the same value, whichever is written last.
 
-    rows: of the logits [., vocab], each with its sequence and how many of its tokens come before the next.
+    rows: of the logits [., vocab], each with its sequence and the number of its tokens before the next one.
     """
 
     def __init__(self, rows: Rows[tuple[int, Sequence, int]], vocab: int, device: torch.device) -> None:
@@ -53,8 +55,9 @@ class Penalties:
         return self._next == self._room
 
     def count(self, tokens: Tensor, real: Tensor | None = None) -> None:
-        """The next token of each row, [R] int64; what a row counts that was not finite does not matter.
-        real: [R] bool, the rows that have one; None: all."""
+        """Count the next token of each row, [R] int64. Rows that were not finite may count anything. real:
+        [R] bool, the rows that have a token; None: all.
+        """
         places = self._bases + tokens.clamp(min=0).unsqueeze(1)
         same = self._places == places
         after = torch.where(same, self._counts, 0).amax(dim=1, keepdim=True) + 1
@@ -68,7 +71,7 @@ class Penalties:
         self._next += 1
 
     def apply(self, logits: Tensor) -> None:
-        """logits [., vocab], contiguous, are changed in place."""
+        """Change logits [., vocab], contiguous, in place."""
         flat, counts = logits.view(-1), self._counts
         repetition, presence, frequency = self._rates
         scores = before = flat[self._places]
@@ -79,7 +82,7 @@ class Penalties:
 
 
 def _counts(sequence: Sequence, length: int, vocab: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of the first `length` tokens of the sequence, without one that is pending: [n] int64, [n] float32."""
+    """Ids [n] int64 and counts [n] float32 of the sequence's first `length` tokens, without a pending one."""
     length -= sequence.tokens[length - 1] == PENDING
     counts = sequence.counts
     if counts is None or counts.length > length:
@@ -87,4 +90,4 @@ def _counts(sequence: Sequence, length: int, vocab: int) -> tuple[np.ndarray, np
         counts = sequence.counts = TokenCounts(sequence.tokens[:length], ignored, vocab)
     for token in sequence.tokens[counts.length : length]:
         counts.add(token)
-    return counts.ids, counts.counts.copy()  # a draft's next row counts on
+    return counts.ids, counts.counts.copy()  # copied, because a draft's next row continues to count

@@ -1,4 +1,4 @@
-"""Pooler: hidden states of a prompt to what a request for pooled outputs is answered with."""
+"""Pooler: turns the hidden states of a prompt into the result of a request for pooled outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from manylora.model.heads import ClassificationHead, HeadLayer
 
 
 def pooled_positions(chunk: Chunk) -> range:
-    """The positions of a chunk whose hidden states count."""
+    """The positions of a chunk whose hidden states are used."""
     pooling, stop = chunk.sequence.request.pooling, chunk.start + chunk.count
     if pooling is None:
         return range(0)
@@ -26,7 +26,7 @@ def pooled_positions(chunk: Chunk) -> range:
 
 
 def token_types(chunks: list[Chunk]) -> list[int] | None:
-    """0 in the first of two texts, 1 in the second; None: all prompts have one text."""
+    """0 for the first of two texts, 1 for the second. None: all prompts have a single text."""
     firsts = [0 if (pooling := c.sequence.request.pooling) is None else pooling.first for c in chunks]
     if not any(firsts):
         return None
@@ -38,8 +38,9 @@ def token_types(chunks: list[Chunk]) -> list[int] | None:
 
 
 class Pooler:
-    """classifier: the model's own head, if it has one. layer: what comes before a head of a single layer.
-    dense: what embeddings go through, one after the other."""
+    """classifier: the model's own head, if it has one. layer: precedes a head of a single layer. dense:
+    layers applied to embeddings, in order.
+    """
 
     def __init__(
         self,
@@ -49,11 +50,13 @@ class Pooler:
     ) -> None:
         self._dense = dense
         self._classifier, self._layer = classifier, layer
-        self._sums: WeakKeyDictionary[Sequence, Tensor] = WeakKeyDictionary()  # of prompts in several chunks
+        self._sums: WeakKeyDictionary[Sequence, Tensor] = WeakKeyDictionary()  # for prompts in several chunks
 
     def __call__(self, chunk: Chunk, x: Tensor, extras: Mapping[str, Extra]) -> Tensor | None:
-        """x [P, hidden], of `pooled_positions`. extras: of the chunk's adapter. Returns [n] float32, or
-        [P, n] of all tokens; None: the prompt goes on."""
+        """x [P, hidden], of `pooled_positions`. extras: of the chunk's adapter. Returns [n] float32, or [P,
+        n] for all tokens.
+        None: the prompt continues in another chunk.
+        """
         sequence, pooling = chunk.sequence, chunk.sequence.request.pooling
         assert pooling is not None
         if pooling.mode == "mean" and not (chunk.ends and chunk.start == 0):

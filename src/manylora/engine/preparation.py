@@ -1,4 +1,4 @@
-"""Preparation: threads that read adapters and compile guides before the engine gets their requests."""
+"""Preparation: threads that read adapters and compile guides before the engine gets the requests."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ GUIDE_THREADS = 8  # a guide may take seconds to compile
 
 
 class Preparation:
-    """Requests that bring tensors, or whose adapter must be read from disk, are prepared on one thread, and
-    guides are compiled on others, so that a large adapter or guide delays no other request.
+    """Requests with tensors, or whose adapter must be read from disk, are prepared on one thread. Guides are
+    compiled on other threads. A large adapter or guide therefore delays no other request.
 
-    lock: of all that is changed here, and the caller's. is_open: whether a request was not cancelled.
-    begin: called under the lock with a request that needs none of this. admit: called with the result of one
-    that did, and with no lock.
+    lock: protects everything that is changed here, and the caller's state. is_open: whether a request is not
+    cancelled.
+    begin: called under the lock with a request that needs no preparation. admit: called with the result of a
+    preparation, without the lock.
     """
 
     def __init__(
@@ -38,20 +39,20 @@ class Preparation:
         begin: Callable[[int, Request, LLMatcher | None], None],
         admit: Callable[[int, Prepared | RequestError], None],
     ) -> None:
-        self.num_waiting = 0  # requests being prepared or compiled, or waiting for it
+        self.num_waiting = 0  # requests in preparation or compilation, or waiting for it
         self._engine, self._lock = engine, lock
         self._is_open, self._begin, self._admit = is_open, begin, admit
-        self._preparing: dict[int, int] = {}  # task id -> requests on the preparing thread
+        self._preparing: dict[int, int] = {}  # task id -> requests on the prepare thread
         self._preparer = ThreadPoolExecutor(1, "manylora-prepare", lower_priority)
         self._compilers = ThreadPoolExecutor(GUIDE_THREADS, "manylora-guide", lower_priority)
 
     def close(self) -> None:
-        """Finish what is waiting."""
-        self._compilers.shutdown(wait=True)  # first: it passes requests on to the preparer
+        """Finish all waiting requests."""
+        self._compilers.shutdown(wait=True)  # first, because it passes requests on to the prepare thread
         self._preparer.shutdown(wait=True)
 
     def dispatch(self, ticket: int, request: Request, matcher: LLMatcher | None = None) -> None:
-        """Hand a request to the thread that is next. Under the lock: so no thread ends between."""
+        """Hand a request to the next thread. Call under the lock, so that no thread ends in between."""
         if request.params.guide is not None and matcher is None:
             self.num_waiting += 1
             self._compilers.submit(self._compile, ticket, request)
@@ -59,17 +60,18 @@ class Preparation:
             self._begin(ticket, request, matcher)
 
     def enter(self, ticket: int, request: Request, matcher: LLMatcher | None) -> bool:
-        """Hand a request to the preparing thread, if that goes first. Requests of a task id keep their order.
-        Under the lock."""
+        """Hand a request to the prepare thread, if it needs that. Requests of one task id keep their order.
+        Call under the lock.
+        """
         lora = request.lora
         ids = lora.task_ids if lora is not None else []
-        if lora is None or len(ids) < len(lora.members):  # an id is missing, as the engine will say
+        if lora is None or len(ids) < len(lora.members):  # an id is missing, which the engine reports
             return False
         if not (lora.has_tensors or any(map(self._must_prepare, ids))):
             return False
         try:
             self._preparer.submit(self._prepare, ticket, request, matcher)
-        except RuntimeError:  # closed: what is left is prepared by the engine's thread
+        except RuntimeError:  # closed: the engine's thread prepares the rest
             return False
         self.num_waiting += 1
         for task_id in ids:
@@ -79,7 +81,7 @@ class Preparation:
     def _compile(self, ticket: int, request: Request) -> None:
         matcher: LLMatcher | None = None
         failure: RequestError | None = None
-        if self._is_open(ticket):  # else it was cancelled
+        if self._is_open(ticket):  # otherwise it was cancelled
             try:
                 matcher = self._engine.compile(request)
             except BaseException as error:
@@ -98,13 +100,13 @@ class Preparation:
         assert request.lora is not None
         ids = request.lora.task_ids
         prepared: Prepared | RequestError = Prepared(request, (None,) * len(ids), matcher)
-        if self._is_open(ticket):  # else it was cancelled
+        if self._is_open(ticket):  # otherwise it was cancelled
             try:
                 if not request.lora.has_tensors:
                     self._engine.adapters.loader.wait_for_memory()
                 prepared = self._engine.prepare(request, matcher)
             except AdapterNotCachedError:
-                pass  # Its tensors may be ahead of it in the inbox: the engine thread knows.
+                pass  # Its tensors may be ahead of it in the inbox: the engine thread will know.
             except BaseException as error:
                 prepared = as_refusal(error, "The adapter could not be read")
         self._admit(ticket, prepared)
@@ -119,7 +121,8 @@ class Preparation:
 def as_refusal(error: BaseException, text: str) -> RequestError:
     """The error as a RequestError, without its traceback, which would keep an adapter in memory.
 
-    Any other error is unexpected, and logged. BaseException: a panic of a Rust library is not an Exception.
+    Other errors are unexpected and logged. BaseException, because a panic of a Rust library is not an
+    Exception.
     """
     if isinstance(error, RequestError):
         return error.with_traceback(None)

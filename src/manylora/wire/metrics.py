@@ -143,8 +143,9 @@ def iteration_log(samples: Iterable[Sample]) -> dict[str, float | str]:
 
 
 class RequestMeter:
-    """Samples of finished sequences. The first MAX_ADAPTERS adapters that answered have labels of their own,
-    the rest are `other`; an adapter whose requests all failed has none, as clients can send any name.
+    """Samples of finished sequences. There are at most MAX_ADAPTERS labels, with BASE and OTHER: the first
+    adapters that answered have their own, the rest are `other`. An adapter whose requests all failed has
+    none, as clients can send any name.
 
     The launcher's trial request before the server is ready is not counted.
     """

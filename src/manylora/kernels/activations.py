@@ -1,4 +1,4 @@
-"""The activations of feed-forward layers by name."""
+"""Activation functions of feed-forward layers, by name."""
 
 from __future__ import annotations
 

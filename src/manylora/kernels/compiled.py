@@ -1,8 +1,8 @@
-"""CompiledOps: a CPU's operations by the compiled C kernels, in float32.
+"""CompiledOps: CPU operations with the compiled C kernels, in float32.
 
-They are linear layers, adapters, decode attention and row operations. A row is summed in the same order
-whatever other rows are in the batch, so a request gets the same bits alone or batched. Weights and adapters
-may have fewer bits, which the kernels widen in registers. Other dtypes and shapes go to CpuOps.
+They cover linear layers, adapters, decode attention and row operations. A row is summed in the same order
+whatever other rows are in the batch, so a request gets the same result alone or batched. Weights and adapters
+may have narrower types, which the kernels widen in registers. Other dtypes and shapes go to CpuOps.
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ from manylora.kernels.spec import (
     Weight,
 )
 
-LARGEST_RANK = 8192  # of the C kernels' arrays on the stack
+LARGEST_RANK = 8192  # limited by the C kernels' arrays on the stack
 LARGEST_HEAD = 256
 MAX_CACHED_ADAPTERS = 1024
-GATES = ("silu", "gelu", "gelu_tanh")  # by their numbers in native/elementwise.c
+GATES = ("silu", "gelu", "gelu_tanh")  # in the order of their numbers in native/elementwise.c
 PART = np.dtype([("column", "i8"), ("width", "i8"), ("row", TABLE_ROW)])
 POOLS = {torch.float32: "lora_add_float32", torch.bfloat16: "lora_add_bfloat16"}
 
-# The adapter's rows; its parts for the C kernel, or None, and how many of them are no others' `next`; whether
-# it has rows that the C kernel cannot do.
+# The adapter's rows; its table for the C kernel, or None; how many of its entries are not another's `next`;
+# whether it has rows that the C kernel does not support.
 _Parts = tuple[Any, np.ndarray | None, int, bool]
 
 
 @dataclass(frozen=True, eq=False)
 class _LoraCall:
-    """Arguments of one call for targets of a layer that share no column.
+    """Arguments of one call, for targets of a layer that share no column.
 
     segments: [count, 4] of start, stop, address of the parts, number of parts. parts: the arrays at these
-    addresses. others: segments that torch does.
+    addresses.
+    others: segments that torch computes.
     """
 
     targets: tuple[LoraTarget, ...]
@@ -68,7 +69,7 @@ class _LoraCall:
 
 
 class CompiledOps(CpuOps):
-    """library: `native.load()`."""
+    """library: the result of `native.load()`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ class CompiledOps(CpuOps):
         self._known: tuple[tuple[int, int, int], ...] = ()
 
     def compute_in(self, dtype: torch.dtype) -> torch.dtype:
-        """Products of bfloat16 round float32 tensors: all else is as exact and as fast as in float32."""
+        """bfloat16 products round float32 inputs. Everything else is as exact and fast as in float32."""
         self.rounds_inputs = dtype == torch.bfloat16 and self.has_bfloat16
         return torch.float32 if self.rounds_inputs else dtype
 
@@ -108,7 +109,7 @@ class CompiledOps(CpuOps):
 
     @property
     def _rounds_adapters(self) -> bool:
-        """Those in bfloat16."""
+        """Whether adapters in bfloat16 round their inputs."""
         return self.rounds_inputs and self._has_pairs
 
     def _rounding(self, panels: Panels) -> Panels:
@@ -160,9 +161,9 @@ class CompiledOps(CpuOps):
         )  # fmt: skip
 
     def _find_calls(self, batch: LoraBatch, layer: int, targets: tuple[LoraTarget, ...]) -> list[_LoraCall]:
-        """Cached until a step has other segments: while the same sequences decode, nothing is looked up."""
+        """Cached until a step has other segments: nothing is recomputed while the same sequences decode."""
         if batch.segments is not self._segments:
-            # The last segments still exist, so equal ids mean the same adapter.
+            # The last segments are still alive, so equal ids mean the same adapters.
             known = tuple((one.start, one.stop, id(one.rows)) for one in batch.segments)
             if known != self._known:
                 self._calls.clear()
@@ -327,7 +328,9 @@ class CompiledOps(CpuOps):
     def _find_parts(
         known_parts: dict[int, _Parts], segment: LoraSegment, layer: int, targets: Sequence[LoraTarget]
     ) -> _Parts:
-        """The adapter's matrices for these targets. Cached with `rows`, so that its id is not reused."""
+        """The adapter's matrices for these targets. Cached together with `rows`, so that its id is not
+        reused.
+        """
         if len(known_parts) >= MAX_CACHED_ADAPTERS:
             known_parts.clear()
         found = [(t, segment.rows.get((layer, t.module_id))) for t in targets]
@@ -340,7 +343,7 @@ class CompiledOps(CpuOps):
 
 
 def _table(places: list[tuple[LoraTarget, LoraRow]]) -> np.ndarray:
-    """PARTs: first one of each target, then those that are mixed with them."""
+    """PART entries: the first one of each target, then those that are mixed with them."""
     parts, end = [], len(places)
     for place, (target, row) in enumerate(places):
         first = end - place if row.more else 0
@@ -356,8 +359,9 @@ def _table(places: list[tuple[LoraTarget, LoraRow]]) -> np.ndarray:
 
 @cache
 def _without_overlap(targets: tuple[LoraTarget, ...]) -> list[tuple[LoraTarget, ...]]:
-    """The targets in their order, so divided that those of one call share no column: threads would collide.
-    So do those of a fused projection and of its parts."""
+    """Group the targets, in order, such that the targets of one call share no column. Otherwise threads would
+    write to the same place, for example for a fused projection and its parts.
+    """
     calls: list[list[LoraTarget]] = [[]]
     for target in targets:
         start, stop = target.start, target.start + target.width
@@ -380,5 +384,5 @@ def _plain(*tensors: Tensor) -> bool:
 
 
 def _whole_rows(x: Tensor) -> bool:
-    """Whether each row [heads, dim] is one run of memory."""
+    """Whether each row [heads, dim] is contiguous."""
     return x.stride(2) == 1 and x.stride(1) == x.shape[2]

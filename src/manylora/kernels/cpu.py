@@ -1,4 +1,4 @@
-"""CpuOps: a CPU's operations by torch alone, with packed weights and batched decode attention."""
+"""CpuOps: CPU operations with torch only, with packed weights and batched decode attention."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from manylora.kernels.spec import (
     Weight,
 )
 
-FEW_ROWS = 8  # of one expert and adapter; with more, a separate matrix product is faster
+FEW_ROWS = 8  # of one expert and adapter; with more rows a separate matrix product is faster
 NO_ROW = RowFormat(0).table_row(0)
 
 
 class CpuOps(ReferenceOps):
-    """Attention of decoding rows is one batched operation; prompts are attended one by one."""
+    """Attention of decoding rows is one batched operation. Prompts are computed one by one."""
 
     def __init__(self) -> None:
         self._chunk_tokens = BatchLimits.chunk_tokens
@@ -56,7 +56,9 @@ class CpuOps(ReferenceOps):
     def expert_lora_add(
         self, y: Tensor, x: Tensor, batch: LoraBatch, pairs: ExpertPairs, layer: int, targets: Targets
     ) -> None:
-        """Groups of many rows one by one; groups of few rows together. When decoding, all have few."""
+        """Groups with many rows are computed one by one, groups with few rows together. When decoding, all
+        have few.
+        """
         assert isinstance(pairs, HostPairs)
         groups = pairs.groups
         few = groups[:, 1] - groups[:, 0] < FEW_ROWS
@@ -79,7 +81,7 @@ class CpuOps(ReferenceOps):
         pieces = _pieces(batch, self._chunk_tokens)
         short = self.rows_alone(q, k_cache)
         out = torch.empty_like(q)
-        # Apart: scores take memory for all rows times the longest sequence among them.
+        # Separate, because scores take memory for all rows times the longest sequence among them.
         decoding = [(s, start, kv_len) for s, start, stop, kv_len in pieces if stop - start == 1]
         prompts = [
             (s, row, kv_len - stop + row + 1)
@@ -98,7 +100,7 @@ class CpuOps(ReferenceOps):
         return out
 
     def rows_alone(self, q: Tensor, k_cache: Tensor) -> int:
-        """With so many keys or fewer, the rows of a prompt are attended one by one, as decoding rows are."""
+        """With at most this many keys, the rows of a prompt are computed one by one, like decoding rows."""
         return 0
 
     def attend_one(
@@ -110,7 +112,7 @@ class CpuOps(ReferenceOps):
         kv_len: int,
         params: AttentionParams,
     ) -> Tensor:
-        """As the reference; of a whole prompt by torch's causal kernel, which skips keys after a query."""
+        """As the reference. A whole prompt uses torch's causal kernel, which skips keys after a query."""
         count, window = q.shape[0], params.window
         scored = params.softcap is not None or params.sinks is not None
         if kv_len > count or (window is not None and window < count) or scored:
@@ -124,8 +126,9 @@ class CpuOps(ReferenceOps):
     def add_groups(
         self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, places: np.ndarray, target: LoraTarget
     ) -> None:
-        """Add the adapters of groups with few rows. groups [G, 2]: start, stop; places [G] TABLE_ROW: the
-        matrices of each group's expert and adapter, with ranks above 0."""
+        """Add the adapters of groups with few rows. groups [G, 2]: start, stop. places [G] TABLE_ROW: the
+        matrices of each group's expert and adapter, with ranks above 0.
+        """
         for kind in np.unique(places[["rank", "encoding"]]):
             alike = places[["rank", "encoding"]] == kind
             _add_batched(y, x, pool, groups[alike], places[alike], target)
@@ -133,7 +136,7 @@ class CpuOps(ReferenceOps):
     def _add_small_groups(
         self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, table: np.ndarray, target: LoraTarget
     ) -> None:
-        """groups [G, 4] as in ExpertPairs; table [segments] of TABLE_ROW, the target's rows."""
+        """groups [G, 4] as in ExpertPairs. table [segments] of TABLE_ROW: the target's rows."""
         places = table[groups[:, 3]]
         places["offset"] += groups[:, 2] * places["rank"] * (x.shape[1] + target.width)
         there = places["rank"] > 0
@@ -149,7 +152,7 @@ class CpuOps(ReferenceOps):
         lengths: list[int],
         params: AttentionParams,
     ) -> Tensor:
-        """One query for each sequence. q [S, Hq, D], table [S, blocks] -> [S, Hq, D]."""
+        """One query per sequence. q [S, Hq, D], table [S, blocks] -> [S, Hq, D]."""
         count, num_heads, dim = q.shape
         size, kv_heads = k_cache.shape[1:3]
         longest = max(lengths)
@@ -160,7 +163,7 @@ class CpuOps(ReferenceOps):
         mask = keys < ends
         if params.window is not None:
             mask &= keys >= ends - params.window
-        # Padded entries point to other sequences' blocks: a NaN there would spread through 0 * NaN.
+        # Padded entries point to other sequences' blocks. A NaN there would spread through 0 * NaN.
         hidden = ~(keys < ends)
         if hidden.any():
             k[hidden] = 0
@@ -172,10 +175,11 @@ class CpuOps(ReferenceOps):
 
 
 def _pieces(batch: AttentionBatch, size: int) -> list[tuple[int, int, int, int]]:
-    """Each sequence, the first of some of its rows, the one after the last, and the tokens that this sees.
+    """Pieces of each sequence's rows: the sequence, the first row, the row after the last, and the visible
+    tokens.
 
-    They are divided at positions that are multiples of `size`: products of torch depend on their shapes, and
-    so a row does not depend on how many of its prompt are in one step.
+    Pieces end at positions that are multiples of `size`. torch's products depend on their shapes, so this
+    makes a row independent of how much of its prompt is in one step.
     """
     found = []
     for s, kv_len in enumerate(batch.kv_lens):
@@ -198,7 +202,7 @@ def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 @cache
 def _packs() -> bool:
-    """Whether oneDNN is there, packs weights in float32 on this processor and multiplies correctly."""
+    """Whether oneDNN is available, packs float32 weights on this processor and multiplies correctly."""
     x, weight = torch.linspace(-1, 1, 2 * 64).view(2, 64), torch.linspace(-1, 1, 64 * 64).view(64, 64)
     try:
         found = _multiply(x, _pack(weight), None)
@@ -210,8 +214,9 @@ def _packs() -> bool:
 def _add_batched(
     y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, table: np.ndarray, target: LoraTarget
 ) -> None:
-    """Groups of one rank and encoding as one batched product, padded to the longest; pads are fewer than
-    FEW_ROWS rows."""
+    """Compute groups of one rank and encoding as a batched product, padded to the longest group. The padding
+    is always less than FEW_ROWS rows.
+    """
     rank, encoding = int(table["rank"][0]), int(table["encoding"][0])
     pool = as_encoded(pool, encoding)
     in_dim, starts, counts = x.shape[1], groups[:, 0], groups[:, 1] - groups[:, 0]

@@ -1,9 +1,9 @@
-"""DecodeStep: a decoder's step as one call of compiled code, where all rows are attended one by one.
+"""DecodeStep: a decoder's step as one call of compiled code, for rows whose attention is computed one by one.
 
-Those are the tokens that are decoded, and short prompts.
+These are decoded tokens and short prompts.
 
-Called from Python, the operations of a small model take as long to call as to run. The same ones, in the
-same order, are called from C here, so that a row's bits are those of `Decoder.forward`.
+Calling the operations of a small model from Python takes as long as running them. This calls the same
+operations in the same order from C, so a row's result is exactly that of `Decoder.forward`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from torch import Tensor
 from manylora.kernels.panels import FORMS, Panels, address
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Weight
 
-# Tokens of a prompt that is attended row by row: no slower than torch's attention, without its start.
+# Prompts up to this length are computed row by row, which is no slower than torch's attention with its call
+# overhead.
 SHORT = 256
-MOST_ROWS = 1024  # that pass through the layers together
-MOST_SCORES = 2**26  # of all rows and heads, for each token of the longest sequence
-LINEARS = 4  # of a layer
-CALLS = 2  # for the adapters of a linear layer: a fused projection's, then those of its parts
+MOST_ROWS = 1024  # rows that pass through the layers together
+MOST_SCORES = 2**26  # rows * heads * tokens of the longest sequence
+LINEARS = 4  # linear layers per decoder layer
+CALLS = 2  # adapter calls per linear layer: for a fused projection, then for its parts
 NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "k_norm")
 SIZES = (
     "layers", "hidden", "heads", "kv_heads", "dim", "size", "inner", "widest", "activation", "norm_heads",
@@ -36,7 +37,7 @@ SIZES = (
 
 
 def _structure(*fields: str | tuple[Any, ...]) -> np.dtype:
-    """As in native/decoder.c. A name alone is that of a pointer or an int64."""
+    """A struct of native/decoder.c. A plain name is a pointer or an int64."""
     named = [(field, "i8") if isinstance(field, str) else field for field in fields]
     return np.dtype(named, align=True)
 
@@ -55,7 +56,7 @@ STEP = _structure(
     *("turned", "columns", "wanted_rows"),
 )
 ADAPTERS = _structure("segments", "count", "parts", "rows")
-KINDS = (torch.float32, torch.bfloat16)  # by their numbers in native/vectors.h
+KINDS = (torch.float32, torch.bfloat16)  # in the order of their numbers in native/vectors.h
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,9 @@ class LinearParts:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """norms: by their names in NORMS, None where there is none. linears: qkv, out, up and gate, down.
-    rotary: which of a step's; -1: none."""
+    """norms: in the order of NORMS, None where there is none. linears: qkv, out, up and gate, down. rotary:
+    index among the step's; -1: none.
+    """
 
     norms: dict[str, Tensor | None]
     linears: tuple[LinearParts, LinearParts, LinearParts, LinearParts]
@@ -80,10 +82,10 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """A decoder whose layers are RMS norms, attention and a gated MLP, each added to the residual stream.
+    """A decoder whose layers have RMS norms, attention and a gated MLP, each added to the residual stream.
 
-    embedding: [vocab, hidden]; of its rows, scaled, a step can make x itself; None: it cannot.
-    norm_heads: q and k are normalised head by head. pairs: neighbours are rotated together. activation: its
+    embedding: [vocab, hidden], from which a step can compute x itself, with scaling; None: it cannot.
+    norm_heads: q and k are normalised per head. pairs: neighbours are rotated together. activation: its
     number in native/elementwise.c. eps: of all norms.
     """
 
@@ -107,7 +109,7 @@ class DecoderParts:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the compiled step can do it: weights are panels, all else is float32."""
+        """Whether the compiled step supports it: weights are panels, everything else is float32."""
         others = [norm for layer in self.layers for norm in layer.norms.values()]
         others += [self.norm, *(one.bias for one in (self.head, *self.linears()))]
         plain = all(one is None or (one.dtype == torch.float32 and one.is_contiguous()) for one in others)
@@ -115,9 +117,9 @@ class DecoderParts:
 
 
 class Adapters(Protocol):
-    """The arguments of native/lora.c for the targets of a layer that share no column.
+    """Arguments of native/lora.c for targets of a layer that share no column.
 
-    others: segments that other code must do.
+    others: segments that other code must compute.
     """
 
     @property
@@ -135,8 +137,9 @@ FindAdapters = Callable[[LoraBatch, int, tuple[LoraTarget, ...]], Sequence[Adapt
 
 @dataclass(frozen=True)
 class PlacedRotary:
-    """Cosines and sines [turns, R], contiguous, by which rows are rotated. places [T] int64: which of them is
-    whose; None: they are in the order of the rows."""
+    """Cosines and sines [turns, R], contiguous, for rotating rows. places [T] int64: index of each row's
+    entry; None: in the order of the rows.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -144,8 +147,10 @@ class PlacedRotary:
 
 
 class DecodeStep:
-    """parts: must be plain. find: the adapters of a layer's linear, the same list until segments change.
-    rounds_adapters: whether those in bfloat16 round their inputs to it."""
+    """parts: must be plain. find: returns the adapters of a layer's linear, the same list until segments
+    change.
+    rounds_adapters: whether bfloat16 adapters round their inputs to bfloat16.
+    """
 
     def __init__(
         self, library: ctypes.CDLL, parts: DecoderParts, find: FindAdapters, rounds_adapters: bool = False
@@ -154,7 +159,7 @@ class DecodeStep:
         self._rounds_adapters = rounds_adapters
         self._memory = torch.empty(1)
         self._kv: Tensor | None = None
-        self._last: _Steps | None = None  # where they can be run again
+        self._last: _Steps | None = None  # if they can be run again
         self._adapters: tuple[list[Any], np.ndarray | None] = ([], None)
         self._layers = np.zeros(len(parts.layers), LAYER)
         for row, layer in zip(self._layers, parts.layers, strict=True):
@@ -179,7 +184,7 @@ class DecodeStep:
 
     @property
     def embeds(self) -> bool:
-        """Whether it makes x of tokens."""
+        """Whether it computes x from tokens."""
         return self._parts.embedding is not None
 
     def __call__(
@@ -191,10 +196,10 @@ class DecodeStep:
         kv: Tensor,
         logits_rows: Tensor,
     ) -> tuple[Tensor, Tensor] | None:
-        """Logits [L, vocab] float32, and of each row what `best_tokens` says; or None where something must be
-        done by other code.
+        """Logits [L, vocab] float32, and for each row the result of `best_tokens`. None if other code must do
+        a part of it.
 
-        x [T, hidden] float32, is changed; or, where it `embeds`, tokens [T] int64. logits_rows [L],
+        x [T, hidden] float32, is overwritten; or, if it `embeds`, tokens [T] int64. logits_rows [L],
         ascending. The rest as for `Decoder.forward`.
         """
         self._last = None
@@ -241,8 +246,11 @@ class DecodeStep:
         return self._run(made)
 
     def again(self) -> tuple[Tensor, Tensor] | None:
-        """The last call once more, with what its arrays of tokens, places, slots, blocks and lengths hold by
-        now. Overwrites the results that it gave. None: this is to be called anew."""
+        """Repeat the last call with the current content of its arrays of tokens, places, slots, blocks and
+        lengths.
+
+        Overwrites the previous results. None: a normal call is needed.
+        """
         return None if self._last is None else self._run(self._last)
 
     def _step_of(
@@ -254,7 +262,7 @@ class DecodeStep:
         ends: np.ndarray,
         slots: Tensor,
     ) -> np.ndarray:
-        """STEP for some rows, of tensors for all of them; without logits and adapters."""
+        """STEP for some rows, from tensors for all of them; without logits and adapters."""
         step = np.zeros((), STEP)
         step["ids" if x.dtype == torch.int64 else "x"] = x[rows].data_ptr()
         for number, one in enumerate(rotary):
@@ -269,7 +277,7 @@ class DecodeStep:
         return step
 
     def _run(self, steps: _Steps) -> tuple[Tensor, Tensor] | None:
-        """None: it is to be made anew, or done by other code."""
+        """None: it must be set up again, or done by other code."""
         run, decoder = self._library.decode_step, self._decoder_at
         for step in steps.places:
             missing = run(decoder, step, self._memory.data_ptr(), self._memory.numel())
@@ -289,7 +297,7 @@ class DecodeStep:
             row["keys"], row["values"] = kv[layer, 0].data_ptr(), kv[layer, 1].data_ptr()
 
     def _find_adapters(self, lora: LoraBatch) -> np.ndarray | None:
-        """[layers, 4, CALLS] of ADAPTERS; None where other code has a part in them."""
+        """[layers, 4, CALLS] of ADAPTERS. None if other code must compute a part of them."""
         found = [
             calls
             for layer, parts in enumerate(self._parts.layers)
@@ -306,7 +314,9 @@ class DecodeStep:
         return table
 
     def _narrow_adapters(self, rows: np.ndarray, linears: int = 0) -> _Narrowed:
-        """For `rows` [L], ascending, among themselves; of so many linears, the last ones, or 0: of all."""
+        """For `rows` [L], ascending, with segments counted within them. linears: only the last ones; 0:
+        all.
+        """
         found = self._adapters[0][-linears:]
         segments = [[_narrow(call.segments, rows) for call in calls] for calls in found]
         return _Narrowed(_adapter_table(segments, found), segments)
@@ -314,7 +324,7 @@ class DecodeStep:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Some rows after others. steps: of STEP, at `places`. held: what they point to."""
+    """Consecutive groups of rows. steps: of STEP, at `places`. held: the objects they point to."""
 
     steps: list[np.ndarray]
     places: list[int]
@@ -343,22 +353,25 @@ def _adapter_table(segments: list[list[np.ndarray]], found: Sequence[Sequence[Ad
 
 
 def _narrow(segments: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """[S, 4] of start, stop and what belongs to them, the rows being counted among `rows`; none is empty."""
+    """[S, 4] of start, stop and associated values, with positions counted within `rows`. No empty
+    segments.
+    """
     few = segments.copy()
     few[:, :2] = np.searchsorted(rows, segments[:, :2])
     return few[few[:, 0] < few[:, 1]]
 
 
 def _slices(rows: int) -> list[slice]:
-    """Of at most MOST_ROWS, alike in size. One passes through all layers before the next, which reads its
-    keys and values; so what is between layers stays in the caches."""
+    """Slices of at most MOST_ROWS rows, similar in size. A slice passes through all layers before the next
+    one, which reads its keys and values, so that intermediate results stay in the CPU caches.
+    """
     count = max(1, -(-rows // MOST_ROWS))
     borders = [rows * i // count for i in range(count + 1)]
     return [slice(*pair) for pair in pairwise(borders)]
 
 
 def _one_by_one(batch: AttentionBatch) -> tuple[Tensor, np.ndarray] | None:
-    """The blocks [T, columns] and number of tokens [T] that each row sees; None where a prompt is long."""
+    """The blocks [T, columns] and number of tokens [T] visible to each row. None if a prompt is long."""
     ends = np.asarray(batch.kv_lens, np.int64)
     if batch.query_starts[-1] == len(ends):
         return batch.block_table.contiguous(), ends
@@ -377,7 +390,7 @@ def _panels(one: LinearParts) -> Panels:
 
 
 def _weight(one: LinearParts) -> tuple[int, ...]:
-    """As WEIGHT."""
+    """As a WEIGHT struct."""
     weight = _panels(one)
     pointers = (address(part) or 0 for part in (weight.values, weight.scales, weight.offsets, one.bias))
     return (*pointers, weight.kind, weight.columns, weight.rows, weight.group_size)

@@ -1,4 +1,4 @@
-"""Gated delta rules behind a causal convolution, in plain PyTorch, for recurrent layers."""
+"""Gated delta rules after a causal convolution, in plain PyTorch, for recurrent layers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from manylora.kernels.recurrent import RecurrentState, StateBatch, convolve, run_rows
 
-NORM_EPS = 1e-6  # of the lengths of queries and keys
+NORM_EPS = 1e-6  # added to the squared length of queries and keys
 
 
 @dataclass(frozen=True)
 class DeltaWeights:
-    """Of one layer, float32.
+    """Weights of one layer, float32.
 
-    taps: [taps, channels] of the convolution, the newest input's last. decay, shift: [value heads]; a gate a
+    taps: [taps, channels] of the convolution, newest input last. decay, shift: [value heads]; a gate value a
     keeps exp(decay * softplus(a + shift)) of the memory. norm: [value_dim].
     """
 
@@ -84,5 +84,5 @@ def _run(
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Of length 1, over the last dimension."""
+    """Normalised to length 1 over the last dimension."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)

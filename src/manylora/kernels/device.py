@@ -1,4 +1,4 @@
-"""Opens a device and chooses the implementation of its operations. Nothing else makes that choice."""
+"""Opens a device and chooses the implementation of its operations. Only this module makes that choice."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from manylora.kernels.reference import ReferenceOps
 logger = logging.getLogger("manylora")
 
 ALIGN_BYTES = 64
-ABSENT = ("No CUDA GPUs are available", "Found no NVIDIA driver")  # how torch says that there is none
+ABSENT = ("No CUDA GPUs are available", "Found no NVIDIA driver")  # torch's messages if there is no GPU
 
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 """Records what a function runs on the device. The result replays it on the current contents of the same
-tensors, and returns the same output tensor."""
+tensors, and returns the same output tensor.
+"""
 
 
 class CopyStream:
-    """Copies from pinned host memory, concurrently with the computation and in the order of `start`.
+    """Copies from pinned host memory, concurrent with computation and in the order of `start`.
 
-    They do not wait for queued kernels, which must not need the targets' old contents. On a device that is
-    not CUDA, copies are done when `start` returns.
+    Copies do not wait for queued kernels, which must not need the targets' old contents. On a device other
+    than CUDA, copies are done when `start` returns.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,7 +44,7 @@ class CopyStream:
         self._device = device
 
     def start(self, copy: Callable[[], None]) -> torch.Event | None:
-        """Begin copies. Returns an event that is set when they are done; None: they already are."""
+        """Start copies. Returns an event that is set when they are done. None: they already are."""
         if self._stream is None:
             copy()
             return None
@@ -52,7 +53,7 @@ class CopyStream:
         return self._stream.record_event()
 
     def hold(self, event: torch.Event) -> None:
-        """Kernels queued from now on wait for these copies; the caller does not."""
+        """Make kernels queued from now on wait for these copies. The caller does not wait."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def finish(self) -> None:
@@ -62,10 +63,10 @@ class CopyStream:
 
 
 def host_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros on the host, which `CopyStream` copies to the device without a wait. They take memory once they
-    are written; beside a GPU at once. Raises RuntimeError, MemoryError.
+    """Zeros on the host, which `CopyStream` can copy to the device asynchronously.
 
-    Not torch's pinned memory: its allocator rounds the size up to a power of two.
+    On a CPU, memory is allocated at the first write; beside a GPU at once. torch's pinned memory is not used,
+    because its allocator rounds sizes up to a power of two. Raises RuntimeError, MemoryError.
     """
     if device.type != "cuda":
         return huge_zeros(shape, dtype)
@@ -79,7 +80,9 @@ def host_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 class Arrival:
-    """A copy of a tensor to the host, queued after the kernels that compute it. On a CPU: the tensor."""
+    """A tensor being copied to the host, queued after the kernels that compute it. On a CPU: the tensor
+    itself.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self._host, self._event = tensor, None
@@ -99,7 +102,8 @@ class Arrival:
 class Device:
     """A torch device and its operations.
 
-    capture: records steps as graphs; None: it cannot. overlaps: it computes while the host continues.
+    capture: records steps as graphs; None: not supported. overlaps: whether it computes while the host
+    continues.
     """
 
     torch: torch.device
@@ -109,13 +113,14 @@ class Device:
     overlaps: bool = False
 
     def activate(self) -> None:
-        """Make it the calling thread's current device, which kernels are launched on."""
+        """Make it the calling thread's current device, on which kernels are launched."""
         if self.torch.type == "cuda":
             torch.cuda.set_device(self.torch)
 
     def probe(self) -> None:
-        """Raises DeviceLostError when the device answers nothing any more, as a GPU after an illegal access:
-        only a new process gets it back."""
+        """Raises DeviceLostError if the device no longer responds, as a GPU after an illegal access: only a
+        new process can use it again.
+        """
         if self.torch.type != "cuda":
             return
         try:
@@ -126,7 +131,7 @@ class Device:
             raise DeviceLostError(f"{self.name} is lost to this process: {error}") from error
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
-        """What `run` takes at most beside what is allocated; 0 on a CPU, where it does not run."""
+        """Peak memory of `run` beyond what is allocated. 0 on a CPU, where it is not run."""
         if self.torch.type != "cuda":
             return 0
         before = torch.cuda.memory_allocated(self.torch)
@@ -146,14 +151,14 @@ class Device:
         return min(_meminfo_available(), _cgroup_available())
 
     def total_bytes(self) -> int:
-        """Of the GPU, or of the host."""
+        """Total bytes of the GPU or of the host."""
         if self.torch.type == "cuda":
             return torch.cuda.mem_get_info(self.torch)[1]
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def open_device(name: str) -> Device:
-    """name: auto (a GPU if there is one), cpu, cuda, cuda:N. Raises ConfigError when it is not there."""
+    """name: auto (a GPU if there is one), cpu, cuda, cuda:N. Raises ConfigError if it is not available."""
     name = _resolved(name)
     try:
         device = torch.device(name)
@@ -174,15 +179,16 @@ def open_device(name: str) -> Device:
 
 
 def _resolved(name: str) -> str:
-    """auto: a GPU if there is one."""
+    """Resolve auto: a GPU if there is one."""
     if name != "auto":
         return name
     return "cuda" if _has_gpu() else "cpu"
 
 
 def device_of_rank(name: str, rank: int, count: int) -> str:
-    """What to open for one of `count` ranks on this host, of which each has a GPU of its own. name: as of
-    `open_device`. Raises ConfigError."""
+    """The device name for one of `count` ranks on this host, each with its own GPU. name: as in
+    `open_device`. Raises ConfigError.
+    """
     if name.startswith("cuda:"):
         raise ConfigError(
             f"device {name} is one device, and each of {count} ranks has its own: say cuda, and choose with "
@@ -198,7 +204,9 @@ def device_of_rank(name: str, rank: int, count: int) -> str:
 
 
 def _has_gpu() -> bool:
-    """Raises ConfigError for a GPU that cannot be used: a CPU in its place would be slow, in silence."""
+    """Raises ConfigError for a GPU that cannot be used: falling back to a CPU would be slow without any
+    notice.
+    """
     if torch.cuda.is_available():
         return True
     reason = _why_no_gpu()
@@ -208,7 +216,7 @@ def _has_gpu() -> bool:
 
 
 def _why_no_gpu() -> str | None:
-    """CUDA's own reason, on one line; None where there is simply no GPU, or torch is built without CUDA."""
+    """CUDA's own reason, on one line. None if there is simply no GPU, or torch is built without CUDA."""
     if torch.version.cuda is None:
         return None
     try:
@@ -220,7 +228,7 @@ def _why_no_gpu() -> str | None:
 
 
 def _check_launch(ops: ReferenceOps, device: torch.device) -> None:
-    """Launch a kernel, for which triton compiles a part of its own first. Raises ConfigError."""
+    """Launch a kernel, for which triton first compiles a helper module. Raises ConfigError."""
     try:
         ops.rms_norm(torch.ones((1, 16), device=device), torch.ones(16, device=device), 1e-5)
     except Exception as error:
@@ -256,7 +264,7 @@ def _meminfo_available() -> int:
 
 
 def _cgroup_available() -> int:
-    """Bytes left under the container's memory limit; a very large number without one."""
+    """Bytes left under the container's memory limit. A very large number without a limit."""
     unlimited = 2**62
     root = Path("/sys/fs/cgroup")
     for limit, usage in (

@@ -1,6 +1,6 @@
 """Extras: trained weights of an adapter other than low-rank matrices (biases, norms, embedding, head).
 
-They are views of the page pool, computed with in plain PyTorch on any device.
+They are views of the page pool and are used with plain PyTorch on any device.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Extra:
-    """A matrix [R, C] of one adapter (a vector: C = 1), in pieces anywhere in the pool.
+    """A matrix [R, C] of one adapter (a vector has C = 1), stored in pieces of the pool.
 
     pool: flat. pieces: views of it, [rows, C] each; all but the last have `step` rows.
     starts: [pieces] int64 on the device, the offset of each piece in the pool.
-    token_ids: [R] int64 on the device, ascending; the token of each row, where rows are trained for some
-        tokens only.
+    token_ids: [R] int64 on the device, ascending; the token of each row, if only rows of some tokens are
+        trained.
     """
 
     pool: Tensor
@@ -43,7 +43,7 @@ class Extra:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
 
     def linear(self, x: Tensor) -> Tensor:
-        """x [T, C] times the transpose, [T, R]."""
+        """x [T, C] times the transposed matrix, [T, R]."""
         return torch.cat([F.linear(x, piece.to(x.dtype)) for piece in self.pieces], dim=1)
 
     def gather(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -58,10 +58,10 @@ class Extra:
 
 @dataclass(frozen=True)
 class ExtraSegment:
-    """Token rows [start, stop) of the batch have an adapter with these extras, by name.
+    """Token rows [start, stop) of the batch use an adapter with these extras, by name.
 
-    virtual: of those of its rows that are virtual tokens, [V] int64 each: the row, and the token's number.
-    logits: which of the rows whose logits are wanted these are, see `with_logits`.
+    virtual: its rows that are virtual tokens: the row and the token's number, [V] int64 each. logits: which
+    of the rows that need logits are in this segment, see `with_logits`.
     """
 
     start: int
@@ -72,7 +72,7 @@ class ExtraSegment:
 
 
 def with_logits(extras: Sequence[ExtraSegment], rows: Sequence[int]) -> tuple[ExtraSegment, ...]:
-    """rows: whose logits are wanted, ascending; known on the host, so that no layer waits for the device."""
+    """rows: rows that need logits, ascending, known on the host, so that no layer waits for the device."""
     return tuple(
         replace(one, logits=slice(bisect_left(rows, one.start), bisect_left(rows, one.stop)))
         for one in extras

@@ -1,7 +1,7 @@
-"""Memory in huge pages, for what is read whole in every step.
+"""Memory in huge pages, for data that is read completely in every step.
 
-A page of 2 MiB takes one entry of the processor's table of addresses where 512 small ones take as many, and
-its hardware fetches ahead without stopping at every 4 KiB.
+A page of 2 MiB takes one TLB entry where small pages take 512, and the hardware prefetcher does not stop at
+every 4 KiB.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-PIECE = 2**26  # bytes asked for at once; what is not written takes no memory
+PIECE = 2**26  # bytes requested at once; unwritten memory is not resident
 ALIGNMENT = 64
-HUGE_BYTES = 2**21  # of one page
-LEAST = 2**16  # bytes; smaller tensors are plain ones
-POPULATE_WRITE = 23  # of Linux since 5.14
+HUGE_BYTES = 2**21  # size of one huge page
+LEAST = 2**16  # bytes; smaller tensors use normal memory
+POPULATE_WRITE = 23  # in Linux since 5.14
 
 _lock = threading.Lock()
 _piece: mmap.mmap | None = None
@@ -27,8 +27,9 @@ _used = 0
 
 
 def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros on the CPU, which take memory once they are written. Small tensors share a piece of memory, which
-    is freed with the last of them. Raises MemoryError."""
+    """Zeros on the CPU, resident once they are written. Small tensors share a piece of memory, which is freed
+    with the last of them. Raises MemoryError.
+    """
     count = torch.Size(shape).numel()
     size = count * dtype.itemsize
     if size < LEAST:
@@ -38,9 +39,12 @@ def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def make_resident(tensor: Tensor) -> None:
-    """Have the system give a contiguous tensor on the CPU its memory now, which the first write to each page
-    waits for otherwise. Its values stay. No effect where the system cannot. Any thread, also while others
-    write to it."""
+    """Make the system allocate a contiguous CPU tensor's memory now. Otherwise the first write to each page
+    waits for that.
+
+    Values are kept. No effect if the system does not support it. Thread-safe, also while other threads write
+    to it.
+    """
     if sys.platform != "linux":
         return
     first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
@@ -52,9 +56,9 @@ def make_resident(tensor: Tensor) -> None:
 
 
 def _take(size: int) -> tuple[mmap.mmap, int]:
-    """A piece of memory, and where in it so many bytes are free."""
+    """A piece of memory, and the offset of `size` free bytes in it."""
     global _piece, _used
-    if size > PIECE // 4:  # the rest of a piece is not lost for it
+    if size > PIECE // 4:  # large requests get their own piece
         return _allocate(size), 0
     with _lock:
         if _piece is None or _used + size > len(_piece):
@@ -66,7 +70,7 @@ def _take(size: int) -> tuple[mmap.mmap, int]:
 def _allocate(size: int) -> mmap.mmap:
     if sys.platform != "linux":
         return mmap.mmap(-1, size)
-    try:  # shared memory, the default, has no huge pages
+    try:  # shared memory, the default, does not get huge pages
         piece = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"{size} bytes cannot be allocated: {error}") from error

@@ -1,4 +1,4 @@
-"""Panels for products of integers: weights in 8 or 4 bits, inputs rounded to 8 bits for the product."""
+"""Panels for integer products: weights in 8 or 4 bits, with inputs rounded to 8 bits for the product."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from manylora.kernels.quantised import BLOCK, QuantisedWeight
 
 
 def to_integer_panels(library: ctypes.CDLL, weight: QuantisedWeight) -> Panels | None:
-    """None where native/integer.c has no kernel for it. Products of bytes are used where the
-    processor has them, with the same bits.
+    """None if native/integer.c has no kernel for this weight. Uses the processor's byte products if
+    available, with identical results.
 
-    values: int8 [panels, K / 4, width, 4], inputs padded with zeros to blocks of 32; of 4 bits uint8
-            [panels, K / 8, width, 4], inputs 0 to 3 of eight in the low halves, 4 to 7 in the high ones.
-    scales: float32 [panels, 1, width]; of 4 bits bfloat16 [panels, K / 32, width].
+    values: int8 [panels, K / 4, width, 4], inputs padded with zeros to blocks of 32; for 4 bits uint8
+            [panels, K / 8, width, 4], inputs 0 to 3 of eight in the low halves, 4 to 7 in the high halves.
+    scales: float32 [panels, 1, width]; for 4 bits bfloat16 [panels, K / 32, width].
     """
     width, form = library.integer_width(), INTEGERS + library.integer_dots()
     (rows, columns), groups = weight.shape, weight.scales.shape[1]

@@ -1,6 +1,6 @@
-"""Converts the values of adapters as they are loaded: widens, scales and checks them, and fills their pages.
+"""Converts values of adapters while loading: widens, scales and checks them, and fills their pages.
 
-With the compiled kernels where the process has loaded them; NumPy takes two to three times as long.
+Uses the compiled kernels if the process has loaded them. NumPy takes two to three times as long.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from manylora.kernels import native
 
 WIDE, NARROW = "float32", "bfloat16"
 COPIED = (WIDE, NARROW, "float16")
-BEGIN, LINE = b"float32\0", 64  # of what is digested; between two of it: as in native/loading.c
-IN_CACHE = 2**19  # bytes that are digested after they were read
-TOGETHER = 2**20  # numbers of rows that are not worth a second thread
+BEGIN, LINE = b"float32\0", 64  # prefix and line size of digested data, as in native/loading.c
+IN_CACHE = 2**19  # bytes read at a time before they are digested
+TOGETHER = 2**20  # numbers; fewer are not worth a second thread
 Digest = Callable[[memoryview], bytes]
-# A row in a file: offsets of A [rank, in] and B [out, rank] in bytes, target address, sizes, factor of B.
+# A row in a file: byte offsets of A [rank, in] and B [out, rank], target address, sizes, factor of B.
 FILE_ROW = np.dtype(
     [(name, np.int64) for name in ("a", "b", "target", "rank", "in", "out")] + [("scale", np.float64)]
 )
 
 
 def widen(target: np.ndarray, source: np.ndarray, scale: np.float32) -> bool:
-    """Set target = source * scale. Returns whether all of it is finite.
+    """Set target = source * scale. Returns whether all results are finite.
 
-    target: float32, contiguous. source: as many values, float32, or bfloat16 as uint16 bits. It may be the
-    target itself, or bfloat16 in the second half of the target's memory.
+    target: float32, contiguous. source: the same number of values, float32, or bfloat16 as uint16 bits. It
+    may be the target itself, or bfloat16 in the second half of the target's memory.
     """
     library = native.loaded()
     if library is not None and source.flags.c_contiguous and target.flags.c_contiguous:
@@ -46,8 +46,9 @@ def widen(target: np.ndarray, source: np.ndarray, scale: np.float32) -> bool:
 
 
 def narrow(target: np.ndarray, source: np.ndarray) -> None:
-    """Set target to source in bfloat16, rounded to nearest even. target: uint16 bits; source: as many
-    float32, contiguous, without NaN."""
+    """Set target to source in bfloat16, rounded to nearest even. target: uint16 bits. source: the same number
+    of float32 values, contiguous, without NaN.
+    """
     if native.loaded() is not None:
         lay_out([(source.ctypes.data, target.ctypes.data, 1, 1, 0, 0, source.size)], NARROW, WIDE, 1)
         return
@@ -56,7 +57,7 @@ def narrow(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """values: any floating type of NumPy, any shape. Contiguous float32 needs no temporary memory."""
+    """values: any NumPy floating type, any shape. Contiguous float32 needs no temporary memory."""
     if values.dtype == np.float32 and values.flags.c_contiguous:
         return widen(values, values, np.float32(1))
     return bool(np.isfinite(values).all())
@@ -69,13 +70,14 @@ def can_lay_out(target: str, source: str) -> bool:
 
 
 def lay_out(rows: Sequence[tuple[int, ...]], target: str, source: str, threads: int) -> None:
-    """Write rows into their pages: A unchanged, B [out, rank] as [rank, out]; A and B of an expert adjacent.
+    """Write rows to their pages: A unchanged, B [out, rank] as [rank, out]; A and B of an expert are
+    adjacent.
 
     rows: source address, of A [experts, rank, in] and B [experts, out, rank]; target address; experts; rank,
-    in and out of one expert; number of values after them that are copied unchanged. target, source: types for
+    in and out of one expert; number of following values that are copied unchanged. target, source: types for
     which `can_lay_out` is true.
     """
-    # Copies without conversion depend on the size of the type only.
+    # Copies without conversion depend only on the size of the type.
     kinds = [NARROW if kind == "float16" else kind for kind in (target, source)]
     library = native.loaded()
     assert library is not None
@@ -91,16 +93,15 @@ def lay_out(rows: Sequence[tuple[int, ...]], target: str, source: str, threads: 
 
 
 def can_read(target: str, source: str) -> bool:
-    """Whether `read_rows` reads a file's type into pages of a type."""
+    """Whether `read_rows` can read a file's type into pages of a type."""
     return {target, source} <= {WIDE, NARROW} and native.loaded() is not None
 
 
 def read_rows(descriptor: int, rows: np.ndarray, target: str, source: str, threads: int) -> bool:
     """Read rows of a file into their pages in the layout of `lay_out`, through a buffer of one matrix.
-    Returns whether the file had all of them and all values are finite.
 
-    descriptor: of an open file. rows: [count] of FILE_ROW. target, source: types, for
-    which `can_read` is true.
+    Returns whether the file was long enough and all values are finite. descriptor: of an open file. rows:
+    [count] of FILE_ROW. target, source: types for which `can_read` is true.
     """
     library = native.loaded()
     assert library is not None
@@ -119,18 +120,18 @@ def read_rows(descriptor: int, rows: np.ndarray, target: str, source: str, threa
 
 
 def can_take(source: str) -> bool:
-    """Whether `take_rows` is for a file's type, and this machine."""
+    """Whether `take_rows` supports a file's type and this machine."""
     return source in (WIDE, NARROW) and native.loaded() is not None
 
 
 def take_rows(
     descriptor: int, rows: np.ndarray, target: str, source: str, threads: int, digest: Digest
 ) -> list[bytes] | None:
-    """Read rows of a file into memory: A [rank, in], then B [out, rank] times its factor. Returns what
-    `digest` says of b"float32\\0" and the numbers of each in float32. None: the file has not all of them, or
-    not all are finite.
+    """Read rows of a file into memory: A [rank, in], then B [out, rank] times its factor.
 
-    As `read_rows`; `target` is the type of the numbers in memory. digest: called on several threads.
+    Returns the `digest` of b"float32\\0" and the float32 numbers for each row. None: the file is too short,
+    or a value is not finite. As `read_rows`; `target` is the type of the numbers in memory. digest: called on
+    several threads.
     """
     library = native.loaded()
     assert library is not None
@@ -154,7 +155,7 @@ def take_rows(
 
     threads = 1 if sizes.sum() < 4 * TOGETHER else threads
     shares = list(pairwise(np.linspace(0, len(rows), threads + 1).astype(int).tolist()))
-    with ThreadPoolExecutor(threads) as pool:  # starts no thread that has nothing to do
+    with ThreadPoolExecutor(threads) as pool:  # starts only as many threads as there is work
         others = [pool.submit(take, share) for share in shares[1:]]
         taken = [*take(shares[0]), *(one for other in others for one in other.result())]
     return taken if len(taken) == len(rows) else None

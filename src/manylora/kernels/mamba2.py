@@ -1,4 +1,4 @@
-"""Mamba-2 behind a causal convolution, in plain PyTorch, for recurrent layers."""
+"""Mamba-2 after a causal convolution, in plain PyTorch, for recurrent layers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 from manylora.kernels.recurrent import RecurrentState, StateBatch, convolve, run_rows
 
-CHUNK = 64  # rows of a prompt that are products of matrices together
+CHUNK = 64  # rows of a prompt that are computed together as matrix products
 
 
 @dataclass(frozen=True)
 class Mamba2Weights:
-    """Of one layer, float32.
+    """Weights of one layer, float32.
 
-    taps: [taps, channels] of the convolution, the newest input's last; bias: [channels]. decay, shift, skip:
-    [heads]; a head's step is softplus(d + shift), within `least` and `most`, and it keeps exp(decay * step)
-    of its memory. norm: [heads * head_dim], or None: there is no norm. norm_groups: each normalised alone; 0:
-    neither the gate nor the norm is applied.
-    gate_first: the gate is on what the norm gets, else on what it gives.
+    taps: [taps, channels] of the convolution, newest input last. bias: [channels]. decay, shift, skip:
+    [heads]; a head's step is softplus(d + shift), clamped to `least` and `most`, and it keeps exp(decay *
+    step) of its memory. norm: [heads * head_dim], or None for no norm. norm_groups: number of groups
+    normalised separately; 0: neither gate nor norm is applied. gate_first: the gate is applied before the
+    norm, otherwise after it.
     """
 
     taps: Tensor
@@ -90,8 +90,11 @@ def _run(x: Tensor, weights: Mamba2Weights, inputs: Tensor, memory: Tensor) -> t
 
 
 def _chunk(fade: Tensor, added: Tensor, b: Tensor, c: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows as products of matrices. fade [B, n, heads]: logarithms of what a row keeps; added [B, n, heads,
-    head_dim]: by each; b, c [B, n, heads, state_dim]. The output, and the memory after it."""
+    """Compute rows as matrix products. Returns the output and the memory after it.
+
+    fade [B, n, heads]: log of the share of memory that a row keeps. added [B, n, heads, head_dim]: added by
+    each row. b, c [B, n, heads, state_dim].
+    """
     total = fade.cumsum(1).transpose(1, 2)  # [B, heads, n]: kept since the chunk's start
     since = (total[..., :, None] - total[..., None, :]).masked_fill(
         torch.ones(fade.shape[1], fade.shape[1], dtype=torch.bool, device=fade.device).triu(1), float("-inf")

@@ -1,7 +1,7 @@
 """Panels: the weight layout of the compiled CPU linear layer, and that layer.
 
-A panel has the weights of `width` outputs, those of each input adjacent, so that a kernel reads it once, in
-order, and sums `width` outputs in registers.
+A panel has the weights of `width` outputs. Those of each input are adjacent, so that a kernel reads the panel
+once, in order, and sums `width` outputs in registers.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from manylora.kernels.huge_pages import huge_zeros
 from manylora.kernels.quantised import BLOCK, QuantisedWeight
 
-KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)  # by their numbers in native/vectors.h
-WORDS = {torch.bfloat16: torch.int32}  # dtypes laid out as pairs of inputs, and the dtype of a pair
-CHUNK_BYTES = 2**21  # rows read at a time, so that they are still in the cache when they are laid out
+KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)  # in the order of native/vectors.h
+WORDS = {torch.bfloat16: torch.int32}  # dtypes stored as pairs of inputs -> dtype of a pair
+CHUNK_BYTES = 2**21  # rows read at a time: they are still in the CPU cache when laid out
 THREADS = 4
-FLOAT4_KIND = len(KINDS)  # of 4 bits, too
-FORMS, INTEGERS = 8, 3  # of native/team.h
-BLOCK_ROOM = 18  # floats for 32 inputs of a row that is rounded to 8 bits
-ROUNDED_INPUTS = 128  # of a layer that rounds them, at least: its memory is too small for fewer
+FLOAT4_KIND = len(KINDS)  # also 4 bits
+FORMS, INTEGERS = 8, 3  # as in native/team.h
+BLOCK_ROOM = 18  # floats for 32 inputs of a row rounded to 8 bits
+ROUNDED_INPUTS = 128  # minimum inputs of a layer that rounds them: smaller buffers do not fit
 
 
 class WeightRows(Protocol):
@@ -37,7 +37,7 @@ class WeightRows(Protocol):
     streams: bool
 
     def read(self, start: int, out: Tensor) -> None:
-        """Read rows [start, start + len(out)) into a contiguous CPU tensor. Safe from any thread."""
+        """Read rows [start, start + len(out)) into a contiguous CPU tensor. Thread-safe."""
         ...
 
     def whole(self) -> Tensor: ...
@@ -45,14 +45,14 @@ class WeightRows(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Panels:
-    """A weight [N, K] in float32, bfloat16, int8, int4 or float4 (e2m1), laid out as native/panels.h says.
+    """A weight [N, K] in float32, bfloat16, int8, int4 or float4 (e2m1), in the layout of native/panels.h.
 
-    values:  [panels, K, width], zeros past the last row; of bfloat16 [panels, K / 2, width, 2]; of 4 bits
+    values:  [panels, K, width], zeros after the last row; for bfloat16 [panels, K / 2, width, 2]; for 4 bits
              uint8 [panels, K / 2, width], an even input in the low half of a byte, the next in the high half.
-    scales:  float32 [panels, groups, width], int8 and int4 only. offsets: likewise, or None for 0.
+    scales:  float32 [panels, groups, width], int8 and int4 only. offsets: the same, or None for 0.
     rows: N. columns: K.
-    form: of products with inputs that are rounded: to bfloat16 (`products.FORMS`), to 8 bits (`integer.py`,
-          with a layout of its own); or 0: in float32.
+    form: of products with rounded inputs: to bfloat16 (`products.FORMS`), or to 8 bits (`integer.py`, with
+             its own layout); 0: float32 inputs.
     """
 
     values: Tensor
@@ -65,12 +65,12 @@ class Panels:
 
     @property
     def kind(self) -> int:
-        """As the compiled kernels know it."""
+        """Its number in the compiled kernels."""
         kind = FLOAT4_KIND if self.float4 else KINDS.index(self.values.dtype)
         return kind + FORMS * self.form
 
     def rounding(self, form: int) -> Panels:
-        """The same weight, for another form of products where there are such."""
+        """The same weight for another form of products, if that form supports it."""
         fits = self.values.dtype != torch.float32 and self.columns >= ROUNDED_INPUTS
         return replace(self, form=form if fits else 0)
 
@@ -84,7 +84,7 @@ class Panels:
 
 
 def to_panels(weight: Tensor | QuantisedWeight, width: int, block: int) -> Panels | None:
-    """None where the compiled layer has no kernel for it. block: inputs that the kernel sums at a time."""
+    """None if the compiled layer has no kernel for it. block: inputs that the kernel sums at a time."""
     rows, columns = weight.shape
     if isinstance(weight, Tensor):
         if weight.dtype not in KINDS:
@@ -107,7 +107,7 @@ def to_panels(weight: Tensor | QuantisedWeight, width: int, block: int) -> Panel
 
 
 def read_panels(library: ctypes.CDLL, rows: WeightRows, width: int) -> Panels | None:
-    """As `to_panels`, by several threads that read some rows at a time."""
+    """As `to_panels`, with several threads that each read some rows at a time."""
     if rows.dtype not in KINDS or not rows.dtype.is_floating_point or not rows.streams:
         return None
     (count, columns), inputs = rows.shape, _inputs_per_word(rows.dtype)
@@ -130,9 +130,9 @@ def read_panels(library: ctypes.CDLL, rows: WeightRows, width: int) -> Panels | 
 
 
 class PanelsLinear:
-    """The compiled linear layer. Keeps the memory in which it packs rows; so one call at a time.
+    """The compiled linear layer. It reuses the buffer for packed rows, so only one call may run at a time.
 
-    library: `native.load()`. block: inputs that the kernel sums at a time.
+    library: the result of `native.load()`. block: inputs that the kernel sums at a time.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -154,7 +154,7 @@ class PanelsLinear:
         return y
 
     def room(self, rows: int, weight: Panels) -> int:
-        """Address of what a call needs: the rows packed, and the sums of their blocks."""
+        """Address of a call's buffer, for the packed rows and the sums of their blocks."""
         blocks = 0 if weight.offsets is None else -(-weight.columns // min(self.block, weight.group_size))
         size = rows * (weight.columns + blocks)
         if weight.form >= INTEGERS:

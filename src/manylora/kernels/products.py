@@ -1,4 +1,4 @@
-"""Which of the processor's products of bfloat16 native/bfloat16.c uses, if any: a trial says so."""
+"""Which of the processor's bfloat16 products native/bfloat16.c uses, if any, decided by a trial."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ logger = logging.getLogger("manylora")
 FORMS = {1: "AVX512-BF16", 2: "AMX"}
 """By their numbers in native/bfloat16.c."""
 NONE, DOTS = 0, 1
-ROWS, COLUMNS, OUTPUTS = 64, 1024, 192  # of the trial: as many rows as a step of many requests has
+ROWS, COLUMNS, OUTPUTS = 64, 1024, 192  # of the trial: as many rows as in a step of many requests
 ROUNDS = 20
 
 
 @lru_cache
 def choose_form(library: ctypes.CDLL) -> int:
-    """The fastest that gives the right answers, or NONE where products of float32 are faster. One for a
-    process, as each rounds in its own way."""
+    """The fastest form that gives correct results, or NONE if float32 products are faster. One per process,
+    because each form rounds differently.
+    """
     offered = library.bfloat16_forms()
     multiply = PanelsLinear(library)
     forms = [form for form in FORMS if offered >> form & 1 and is_right(multiply, form)]
@@ -38,8 +39,9 @@ def choose_form(library: ctypes.CDLL) -> int:
 
 
 def rounds_adapters(library: ctypes.CDLL, form: int) -> bool:
-    """Whether adapters of bfloat16 round their inputs where linear layers do, in this form: they use
-    AVX512-BF16 beside AMX, too."""
+    """Whether bfloat16 adapters round their inputs like linear layers in this form. They use AVX512-BF16 with
+    AMX, too.
+    """
     if form in (NONE, DOTS):
         return form == DOTS
     return bool(library.bfloat16_forms() >> DOTS & 1) and is_right(PanelsLinear(library), DOTS)
@@ -53,7 +55,7 @@ def fastest(multiply: PanelsLinear, forms: list[int]) -> int:
     assert packed is not None
     seconds = dict.fromkeys(forms, float("inf"))
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on a busy machine several would measure how long one waits for another
+    torch.set_num_threads(1)  # on a busy machine several threads would mostly measure waiting
     try:
         for form in forms * ROUNDS:
             began = time.perf_counter()
@@ -65,7 +67,7 @@ def fastest(multiply: PanelsLinear, forms: list[int]) -> int:
 
 
 def is_right(multiply: PanelsLinear, form: int) -> bool:
-    """For every kind of weights, over several blocks and with panels, rows and inputs that are not full."""
+    """Tests every kind of weight, over several blocks, with partly filled panels, rows and inputs."""
     generator = torch.Generator().manual_seed(0)
     plain = torch.randn(101, 1100, generator=generator).bfloat16()
     scales = torch.rand(101, 11, generator=generator)

@@ -1,6 +1,7 @@
-"""Weights in 8 or 4 bits, and linear layers on them.
+"""Weights in 8 or 4 bits, and linear layers with them.
 
-These use PyTorch's kernels where they are exact enough; else weights are dequantised, some rows at a time.
+PyTorch's kernels are used where they are exact enough. Otherwise weights are dequantised, some rows at a
+time.
 """
 
 from __future__ import annotations
@@ -15,28 +16,28 @@ from torch import Tensor
 
 from manylora.errors import ConfigError
 
-WIDE_ELEMENTS = 2**22  # of a weight that are dequantised at a time
+WIDE_ELEMENTS = 2**22  # elements of a weight dequantised at a time
 INT8_ROWS = 64  # token rows up to which the 8-bit CPU kernel is faster
 INT4_ROWS = 16  # token rows for which the 4-bit CPU kernel is fastest
 INT4_GROUPS = (32, 64, 128, 256)  # group sizes of the 4-bit kernels
-BLOCK = 32  # inputs that share a scale where they are rounded to 8 bits
+BLOCK = 32  # inputs that share a scale when rounded to 8 bits
 FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the values of the 4-bit float e2m1, which are whole numbers, by their codes."""
-SMALLEST_INPUT = 1e-30  # of a block; what is below is 0
+"""Twice the values of the 4-bit float e2m1, by code. They are whole numbers."""
+SMALLEST_INPUT = 1e-30  # of a block; smaller inputs count as 0
 
 
 @dataclass(frozen=True)
 class QuantisedWeight:
-    """A weight [N, K] of N outputs and K inputs, which may be stored in another order:
+    """A weight [N, K] with N outputs and K inputs, which may be stored in another order:
 
     weight[n, order[k]] = scales[n, g] * (value[n, k] - zeros[n, g]) + offsets[n, g], g = k // group_size.
 
     values:  8 bits: int8 or float8_e4m3fn [N, K]. 4 bits: uint8 [N, K / 2], input 2i in the low half of
-             byte i; a value is its half of a byte minus 8, or what the codebook says.
-    scales:  [N, K / group_size], compute dtype. offsets: likewise, or None for 0.
+             byte i; a value is its half byte minus 8, or its entry in the codebook.
+    scales:  [N, K / group_size], compute dtype. offsets: the same, or None for 0.
     zeros:   int8 [N, K / group_size], or None for 0. order: int64 [K], or None for 0 to K - 1.
-    codebook: [16] float32, the values of 4 bits, or None.
-    rounds_inputs: whether what it is multiplied with is rounded as by `round_inputs`.
+    codebook: [16] float32, the values of 4-bit codes, or None.
+    rounds_inputs: whether its inputs are rounded as by `round_inputs`.
     """
 
     values: Tensor
@@ -58,16 +59,16 @@ class QuantisedWeight:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has neither zeros, nor another order of inputs, nor a codebook."""
+        """Whether it has no zeros, no other order of inputs and no codebook."""
         return self.zeros is None and self.order is None and self.codebook is None
 
     @property
     def is_float4(self) -> bool:
-        """Whether its 4 bits are codes of e2m1, with halved scales."""
+        """Whether its 4 bits are e2m1 codes with halved scales."""
         return self.codebook is not None and self.codebook.tolist() == list(FLOAT4)
 
     def without_codes(self) -> QuantisedWeight | Tensor:
-        """The same for kernels that look nothing up: in 8 bits where these are whole numbers, else plain."""
+        """The same without codebook: in 8 bits if its values are whole numbers, otherwise dequantised."""
         if not self.is_float4 or self.codebook is None:
             return self if self.codebook is None else self.wide()
         values = self.codebook.to(torch.int8)[self.halves().int()]
@@ -83,11 +84,11 @@ class QuantisedWeight:
         return sum(part.nbytes for part in self.tensors().values())
 
     def halves(self) -> Tensor:
-        """4 bits only: the unpacked halves of bytes, uint8 [N, K] from 0 to 15."""
+        """For 4 bits only: the unpacked half bytes, uint8 [N, K] from 0 to 15."""
         return torch.stack((self.values & 15, self.values >> 4), dim=-1).flatten(1)
 
     def rows(self, rows: slice) -> QuantisedWeight:
-        """The part of the weight that makes some of the outputs."""
+        """The part of the weight for some of the outputs."""
         whole = ("order", "codebook")
         parts: dict[str, Any] = {
             name: part[rows] for name, part in self.tensors().items() if name not in whole
@@ -95,8 +96,9 @@ class QuantisedWeight:
         return replace(self, **parts)
 
     def columns(self, columns: range) -> QuantisedWeight:
-        """The part of the weight that reads some of the inputs. Raises ConfigError where its borders are not
-        those of groups, or the inputs are in another order."""
+        """The part of the weight for some of the inputs. Raises ConfigError if its borders are not group
+        borders, or if the inputs are stored in another order.
+        """
         if len(columns) == self.shape[1]:
             return self
         size, per_byte = self.group_size, self.shape[1] // self.values.shape[1]
@@ -150,9 +152,9 @@ class QuantisedWeight:
 
 @dataclass(frozen=True)
 class StackedWeight:
-    """Weights of the same inputs, one below the other, in formats that differ and so cannot be concatenated.
+    """Weights with the same inputs, stacked by outputs, in different formats that cannot be concatenated.
 
-    parts: plain, quantised or packed weights. rows: outputs of each.
+    parts: plain, quantised or packed weights. rows: number of outputs of each.
     """
 
     parts: tuple[Any, ...]
@@ -184,12 +186,14 @@ class PackedInt4:
 
 
 def weight_bytes(weight: Any) -> int:
-    """Of a weight in any layout. oneDNN's tensors have no nbytes of their own."""
+    """Bytes of a weight in any layout. oneDNN's tensors have no nbytes."""
     return weight.numel() * weight.element_size() if isinstance(weight, Tensor) else weight.nbytes
 
 
 def pack_for_cpu(weight: QuantisedWeight) -> QuantisedWeight | PackedInt4:
-    """Repack for PyTorch's 4-bit kernel in bfloat16 models only, as it rounds activations to bfloat16."""
+    """Repack for PyTorch's 4-bit kernel, only for bfloat16 models, because it rounds activations to
+    bfloat16.
+    """
     kernel_takes = (
         not weight.rounds_inputs
         and weight.codebook is None
@@ -225,7 +229,7 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight | PackedInt4, bias: Tens
 
 
 def round_inputs(x: Tensor) -> Tensor:
-    """[T, K] in float32, each BLOCK inputs of a row rounded to multiples of the largest divided by 127."""
+    """[T, K] in float32, with each BLOCK inputs of a row rounded to multiples of their maximum / 127."""
     blocks = F.pad(x.float(), (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
     largest = torch.where(largest < SMALLEST_INPUT, 0, largest)

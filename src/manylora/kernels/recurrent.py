@@ -1,4 +1,4 @@
-"""The states of recurrent layers, and how the rows of sequences go through them, in plain PyTorch."""
+"""The states of recurrent layers, and how rows of sequences update them, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-LARGEST_DIM, MOST_TAPS = 256, 16  # of a head, of a convolution: the C kernels' arrays on the stack
+LARGEST_DIM, MOST_TAPS = 256, 16  # of a head and a convolution: limited by the C kernels' stack arrays
 
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """The states of sequences in their slots, float32; of one layer, or with one more dimension of all.
+    """The states of sequences in slots, float32, of one layer, or of all layers with one more dimension.
 
     inputs: [slots, taps - 1, channels], the last inputs of the convolution, oldest first.
     memory: [slots, value heads, value_dim, key_dim].
@@ -31,19 +31,19 @@ class RecurrentState:
         return RecurrentState(self.inputs[number], self.memory[number])
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Between slots, in all layers. No slot is among both."""
+        """Copy between slots, in all layers. No slot is in both."""
         for tensor in (self.inputs, self.memory):
             tensor[:, targets] = tensor[:, sources]
 
 
 @dataclass(frozen=True)
 class StateBatch:
-    """Where the states of the S sequences of a batch are. All int64.
+    """Locations of the states of a batch's S sequences. All int64.
 
     starts: [S + 1], rows starts[s]:starts[s + 1] belong to sequence s.
-    reads, writes: [S], the slots of its state before these rows, and after them; -1: it starts from zeros.
-    cuts, saves: [S], the number of its rows after which its state is also stored in slot saves[s]; 0: it is
-        not.
+    reads, writes: [S], the slots of its state before and after these rows; -1: start from zeros.
+    cuts, saves: [S], the number of its rows after which its state is also stored in slot saves[s]; 0: not
+        stored.
     """
 
     starts: Tensor
@@ -53,17 +53,19 @@ class StateBatch:
     saves: Tensor
 
     def storing_nothing(self) -> StateBatch:
-        """The same for kernels that know -1 in `writes`: no state is stored."""
+        """The same for kernels that support -1 in `writes`: no state is stored."""
         return replace(self, writes=torch.full_like(self.writes, -1), cuts=torch.zeros_like(self.cuts))
 
 
 Run = Callable[[Sequence[Tensor], Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""Rows of sequences, each [B, n, N], and their states before -> output [B, n, M], and both states after."""
+"""Rows of sequences, each [B, n, N], and their states -> output [B, n, M], and both new states."""
 
 
 def run_rows(rows: Sequence[Tensor], state: RecurrentState, batch: StateBatch, run: Run) -> Tensor:
-    """The output [T, M] of the rows, each [T, N]; states are read and stored as `batch` says. Sequences with
-    one row each are done together, others one by one."""
+    """The output [T, M] of the rows, each [T, N]. States are read and stored according to `batch`.
+
+    Sequences with one row are computed together, others one by one.
+    """
     starts, cuts = batch.starts.tolist(), batch.cuts.tolist()
     if starts[-1] == len(starts) - 1 and not any(cuts):
         y, inputs, memory = run([one[:, None] for one in rows], *_read(state, batch.reads))
@@ -83,8 +85,9 @@ def run_rows(rows: Sequence[Tensor], state: RecurrentState, batch: StateBatch, r
 
 
 def convolve(seen: Tensor, taps: Tensor) -> Tensor:
-    """seen [B, taps - 1 + n, channels] -> [B, n, channels]. Taps are added one by one: a row's bits do not
-    depend on the rows beside it."""
+    """seen [B, taps - 1 + n, channels] -> [B, n, channels]. Taps are added one by one, so a row's result does
+    not depend on neighbouring rows.
+    """
     count = seen.shape[1] - len(taps) + 1
     mixed = seen[:, :count] * taps[0]
     for tap in range(1, len(taps)):
@@ -93,7 +96,7 @@ def convolve(seen: Tensor, taps: Tensor) -> Tensor:
 
 
 def read_inputs(state: RecurrentState, slots: Tensor) -> Tensor:
-    """Copies of the convolution's last inputs; zeros for the slot -1."""
+    """Copies of the convolution's last inputs. Zeros for slot -1."""
     return _read_slots(state.inputs, slots)
 
 
@@ -103,5 +106,5 @@ def _read(state: RecurrentState, slots: Tensor) -> tuple[Tensor, Tensor]:
 
 def _read_slots(states: Tensor, slots: Tensor) -> Tensor:
     found = states[slots.clamp(min=0)]
-    found[slots < 0] = 0  # not multiplied: what an unused slot holds need not be finite
+    found[slots < 0] = 0  # assigned, not multiplied: unused slots may hold non-finite values
     return found

@@ -1,7 +1,7 @@
 """ReferenceOps: the operations a device must provide, in plain PyTorch.
 
-Each is described by a *Semantics* line and the shapes of its arguments; T: token rows of the batch. Devices
-override what they do faster and are tested against it.
+Each operation has a *Semantics* line and the shapes of its arguments; T is the number of token rows in the
+batch. Devices override the operations that they do faster, and are tested against this.
 """
 
 from __future__ import annotations
@@ -46,66 +46,73 @@ FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 
 
 class ReferenceOps:
-    """For any torch device. It reads the host's batch tables, so `plan` adds nothing.
+    """Works on any torch device. It reads the batch tables on the host, so `plan` adds nothing.
 
-    Plan once for a step, on the host; run once for a layer, on the device. `plan` comes before the layers and
-    may return a subtype of its arguments that carries more tables; only that goes to the other operations.
+    `plan` runs once per step, on the host. The other operations run per layer, on the device. `plan` may
+    return subtypes of its arguments with more tables, and only those are passed to the other operations.
     """
 
     has_bfloat16 = True
-    """Whether the processor multiplies bfloat16 itself."""
+    """Whether the processor has native bfloat16 products."""
     reads_tables = True
-    """Whether operations read a batch's tables on the host, each time: `plan` makes no others of them."""
+    """Whether operations read a batch's tables on the host each time, without device tables from `plan`."""
     rounds_inputs = False
-    """Whether linear layers round their inputs to bfloat16, which holds their weights exactly, and all other
-    tensors are float32."""
+    """Whether linear layers round their inputs to bfloat16. Weights are then exact in bfloat16, and all other
+    tensors are float32.
+    """
 
     def reserve(self, limits: BatchLimits, device: torch.device) -> None:
-        """Allocate what lives as long as the engine, and choose between implementations. Once, first."""
+        """Allocate what lives as long as the engine, and choose between implementations. Called once,
+        first.
+        """
 
     def plan(
         self, attention: AttentionBatch, lora: LoraBatch | None, fixed: bool = False
     ) -> tuple[AttentionBatch, LoraBatch | None]:
         """Complete a batch whose tables are still on the host.
 
-        fixed: every sequence has one query row, and the shapes of all tables depend on the number of rows
-        and the width of the block table alone, so that a recorded graph can run again on other contents.
+        fixed: every sequence has one query row, and the shapes of all tables depend only on the number of
+        rows and the width of the block table, so that a captured graph can run again with new contents.
         """
         if fixed:
             raise NotImplementedError("the reference reads host tables, which a recorded graph cannot change")
         return attention, lora
 
     def trials(self) -> AbstractContextManager[bool]:
-        """Inside, operations may run variants of themselves and keep the fastest; gives whether any does.
+        """Inside, operations may measure variants and keep the fastest. Yields whether any does.
 
-        What they compute there is of no use otherwise. Outside they never do.
+        Results computed inside are useless. Outside, operations never measure.
         """
         return nullcontext(False)
 
     def compiling(self) -> AbstractContextManager[None]:
-        """Inside, what is compiled before it runs may be compiled only; results are undefined."""
+        """Inside, kernels may be compiled without running. Results are undefined."""
         return nullcontext()
 
     def compute_in(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of all tensors but weights, for a model that is to compute in `dtype`. Once, before any
-        weight is packed."""
+        """The dtype of all tensors except weights, for a model that should compute in `dtype`. Called once,
+        before any weight is packed.
+        """
         return dtype
 
     def keeps(self, stored: torch.dtype, compute: torch.dtype) -> bool:
-        """Whether `linear` reads a weight as it is stored, though it computes in `compute`."""
+        """Whether `linear` reads a weight in its stored dtype, although it computes in `compute`."""
         return stored == compute
 
     def pack(self, weight: Tensor | QuantisedWeight | StackedWeight, routed: bool = False) -> Weight:
-        """A weight [N, K] in the form that this device's `linear` likes best, or when routed `expert_linear`;
-        the original may be let go."""
+        """A weight [N, K] in the best form for this device's `linear`, or for `expert_linear` if routed. The
+        original may be freed.
+        """
         return weight
 
     def pack_rows(self, rows: WeightRows, routed: bool = False) -> Weight:
-        """As `pack`, of a plain weight that is still in its file."""
+        """As `pack`, for a plain weight that is still in its file."""
         return self.pack(rows.whole(), routed)
 
     def decode_step(self, parts: DecoderParts) -> DecodeStep | None:
-        """A decoder's step of one token for each sequence as one call, where the device has that."""
+        """A decoder's step of one token per sequence as a single call. None if the device does not support
+        it.
+        """
         return None
 
     def best(self, logits: Tensor) -> Tensor:
@@ -113,7 +120,7 @@ class ReferenceOps:
         return best_tokens(logits)
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
-        """Semantics: x @ weight.T + bias, of a packed weight; x [T, K] -> [T, N]."""
+        """Semantics: x @ weight.T + bias, with a packed weight; x [T, K] -> [T, N]."""
         if isinstance(packed, StackedWeight):
             return stacked_linear(self.linear, x, packed, bias)
         if not isinstance(packed, Tensor):
@@ -124,7 +131,7 @@ class ReferenceOps:
     def adapted_linear(
         self, x: Tensor, packed: Weight, bias: Tensor | None, batch: LoraBatch, layer: int, targets: Targets
     ) -> Tensor:
-        """`linear`, and `lora_add` to its result."""
+        """`linear`, then `lora_add` to its result."""
         y = self.linear(x, packed, bias)
         self.lora_add(y, x, batch, layer, targets, bias)
         return y
@@ -189,7 +196,7 @@ class ReferenceOps:
         v_cache: Tensor,
         batch: AttentionBatch,
     ) -> Tensor:
-        """Rotated queries; rotated keys, and values, into their pages.
+        """Rotate queries and keys, and store keys and values in their pages. Returns the rotated queries.
 
         Semantics, with rotary = (cos, sin) and R = cos.shape[1], for x of q and k:
             x[..., :R] = x[..., :R] * cos + cat(-x2, x1) * sin, x1 and x2 the halves of x[..., :R]
@@ -240,9 +247,10 @@ class ReferenceOps:
         kv_len: int,
         params: AttentionParams,
     ) -> Tensor:
-        """One sequence, whose last n of kv_len tokens are the queries. q [n, Hq, D] -> [n, Hq, D].
+        """Attention of one sequence, whose last n of kv_len tokens are the queries. q [n, Hq, D] -> [n, Hq,
+        D].
 
-        The G query heads of one key head become G * n rows, so keys are not repeated.
+        The G query heads of a key head become G * n rows, so that keys are not repeated.
         """
         count, num_heads, dim = q.shape
         kv_heads = k_cache.shape[2]
@@ -266,7 +274,7 @@ class ReferenceOps:
     def delta_rule(
         self, x: Tensor, gates: Tensor, weights: DeltaWeights, state: RecurrentState, batch: StateBatch
     ) -> Tensor:
-        """Each sequence's rows one after another, from its state to the next, which is stored.
+        """Update each sequence's state row by row, and store it.
 
         Semantics, for a row with [c; z] = x and [b; a] = gates, and the convolution's last inputs `seen`:
             q, k, v = silu(sum over i of taps[i] * [seen; c][i]); q and k divided by their lengths, q by
@@ -278,7 +286,7 @@ class ReferenceOps:
         return delta_rule(x, gates, weights, state, batch)
 
     def mamba2(self, x: Tensor, weights: Mamba2Weights, state: RecurrentState, batch: StateBatch) -> Tensor:
-        """Each sequence's rows one after another, from its state to the next, which is stored.
+        """Update each sequence's state row by row, and store it.
 
         Semantics, for a row with [z; u; d] = x, and the convolution's last inputs `seen`:
             v, b, c = silu(bias + sum over i of taps[i] * [seen; u][i]); then for each head, and its group's
@@ -291,7 +299,7 @@ class ReferenceOps:
         return mamba2(x, weights, state, batch)
 
     def short_conv(self, x: Tensor, taps: Tensor, state: RecurrentState, batch: StateBatch) -> Tensor:
-        """Each sequence's rows one after another, from its last inputs `seen` to the next, which are stored.
+        """Update each sequence's last inputs `seen` row by row, and store them.
 
         Semantics, for a row with [b; c; h] = x:  c * sum over i of taps[i] * [seen; b * h][i]
         x [T, 3 * channels], taps [taps, channels] float32, the newest input's last -> [T, channels]; of
@@ -352,7 +360,7 @@ class ReferenceOps:
         return pair_up(choices, num_experts, lora)
 
     def expert_linear(self, x: Tensor, pairs: ExpertPairs, weights: Sequence[Weight]) -> Tensor:
-        """Each pair's row times its expert's weight.
+        """Multiply each pair's row by its expert's weight.
 
         Semantics, for each expert e and its pairs p: y[p] = x[p] @ weights[e].T
         x [P, K], weights: E packed ones of [N, K] -> [P, N].
@@ -380,17 +388,20 @@ class ReferenceOps:
 
 @torch.inference_mode()
 def best_tokens(logits: Tensor) -> Tensor:
-    """The first largest of each row of logits [L, vocab], [L] int64; NOT_FINITE where one is a NaN or
-    infinite, which makes their sum so: testing every logit costs thirty times more."""
+    """Index of the first maximum in each row of logits [L, vocab], as [L] int64. NOT_FINITE if a logit is NaN
+    or infinite.
+
+    The sum of a row is used for that check: testing every logit costs thirty times more.
+    """
     if logits.device.type != "cpu":
         return torch.where(torch.isfinite(logits.sum(dim=-1)), torch.argmax(logits, dim=-1), NOT_FINITE)
-    rows = logits.numpy()  # its calls take a fraction of torch's, and leave torch's threads asleep
+    rows = logits.numpy()  # NumPy's calls are faster and do not wake torch's threads
     with np.errstate(all="ignore"):
         return torch.from_numpy(np.where(np.isfinite(rows.sum(-1)), rows.argmax(-1), NOT_FINITE))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, H, D] with its first R elements rotated; cos and sin [T, R], as `rotate_and_store` has them."""
+    """x [T, H, D] with its first R elements rotated. cos and sin [T, R], as in `rotate_and_store`."""
     turned, rest = x[..., : cos.shape[1]], x[..., cos.shape[1] :]
     x1, x2 = turned.chunk(2, dim=-1)
     turned = turned * cos.unsqueeze(1) + torch.cat((-x2, x1), dim=-1) * sin.unsqueeze(1)
@@ -398,7 +409,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def gather(cache: Tensor, blocks: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """The keys or values of one sequence's first tokens, [Hkv, length, D]."""
+    """The keys or values of a sequence's first tokens, [Hkv, length, D]."""
     used = blocks[: -(-length // cache.shape[1])].long()
     return cache[used].to(dtype).flatten(0, 1)[:length].transpose(0, 1)
 
@@ -408,7 +419,7 @@ def attend(
 ) -> Tensor:
     """Masked softmax(scores) v over the last two dimensions. The mask includes the window.
 
-    sinks: of each row of q, [..., rows], None where params has none.
+    sinks: for each row of q, [..., rows]; None if params has none.
     """
     scale, softcap = params.scale, params.softcap
     if softcap is None and sinks is None:

@@ -1,6 +1,6 @@
-"""RowFormat: what one row of an adapter holds, the same from its file to the kernels.
+"""RowFormat: what one row of an adapter contains, from its file to the kernels.
 
-A new kind of row is a field or an encoding here; docs/extending.md lists what else it needs.
+A new kind of row is a new field or encoding here. docs/extending.md lists what else it needs.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import numpy as np
 
 
 class Encoding(IntEnum):
-    """How the numbers of A and B lie in pages."""
+    """How the numbers of A and B are stored in pages."""
 
-    PLAIN = 0  # in the type of the pages, to which they are converted when they are written there
+    PLAIN = 0  # in the pages' dtype, converted when written
     FLOAT8 = 1  # float8_e4m3fn, widened by the kernels
 
 
-NUMBER_BYTES = {Encoding.FLOAT8: 1}  # of encodings that have a size of their own
+NUMBER_BYTES = {Encoding.FLOAT8: 1}  # of encodings with their own size
 TABLE_ROW = np.dtype(
     {
         "names": ["offset", "rank", "dora", "encoding", "scale", "next", "vectors"],

@@ -11,7 +11,7 @@ from manylora.kernels.recurrent import RecurrentState, StateBatch, convolve, rea
 
 
 def short_conv(x: Tensor, taps: Tensor, state: RecurrentState, batch: StateBatch) -> Tensor:
-    """As `ReferenceOps.short_conv`. Sequences with one row each are done together, others one by one."""
+    """As `ReferenceOps.short_conv`. Sequences with one row are computed together, others one by one."""
     b, c, h = x.float().chunk(3, dim=-1)
     inputs, kept = b * h, len(taps) - 1
     starts, cuts = batch.starts.tolist(), batch.cuts.tolist()

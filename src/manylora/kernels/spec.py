@@ -19,24 +19,25 @@ from manylora.kernels.quantised import PackedInt4, QuantisedWeight, StackedWeigh
 from manylora.kernels.row_format import RowFormat
 
 NOT_FINITE = -1
-"""In place of a token: the row's logits hold a NaN or an infinity."""
+"""Replaces a token if the row's logits contain a NaN or an infinity."""
 Weight = Tensor | QuantisedWeight | PackedInt4 | StackedWeight | Panels
-"""A weight [N, K] of a linear layer, as it is or packed."""
+"""A weight [N, K] of a linear layer, plain or packed."""
 Rotary = tuple[Tensor, Tensor]
-"""cos and sin [T, R], contiguous, of the R elements of a head that are rotated."""
+"""cos and sin [T, R], contiguous, for the R rotated elements of a head."""
 
 
 @dataclass(frozen=True)
 class LoraRow:
-    """Where one (layer, module) of one adapter lies in the flat pool. Filled by `lora.pool`.
+    """Location of one (layer, module) of an adapter in the flat pool. Filled by `lora.pool`.
 
-    pool[offset:] holds A [rank, in_dim], then B transposed [rank, out_dim], then, with DoRA, the magnitude
-    [out_dim]; all row-major and adjacent. Of a routed-expert module there is one such pair for each expert,
-    one after the other, each rank * (in_dim + out_dim) numbers. offset: in numbers of the format's encoding.
-    more: where several adapters act together, the rows of those after the first, added one after the other;
-    they have none themselves, and all these are mixed.
-    vectors: of a shared row, whose offset other rows may have too; pool[vectors:] holds b [out_dim], then
-    d [rank]. -1: it has none.
+    pool[offset:] has A [rank, in_dim], then B transposed [rank, out_dim], then, with DoRA, the magnitude
+    [out_dim]; all row-major and adjacent. A routed-expert module has one such pair per expert, one after the
+    other, each of rank * (in_dim + out_dim) numbers.
+    offset: in numbers of the format's encoding.
+    more: if several adapters act together, the rows of the others, added in order. These have no `more`
+    themselves, and all are mixed.
+    vectors: for a shared row, whose offset other rows may also have: pool[vectors:] has b [out_dim], then d
+    [rank]. -1: no vectors.
     """
 
     offset: int
@@ -46,35 +47,35 @@ class LoraRow:
 
     @property
     def members(self) -> tuple[LoraRow, ...]:
-        """This row and those that are added after it."""
+        """This row and the rows added after it."""
         return (self, *self.more)
 
     def of_expert(self, expert: int, size: int) -> LoraRow:
-        """The same with that expert's matrices. size: its in + out dimensions."""
+        """The same with the matrices of that expert. size: its in + out dimensions."""
         more = tuple(row.of_expert(expert, size) for row in self.more)
         return replace(self, offset=self.offset + expert * self.format.rank * size, more=more)
 
 
 @dataclass(frozen=True)
 class LoraSegment:
-    """Token rows [start, stop) of the batch run under one adapter."""
+    """Token rows [start, stop) of the batch use one adapter."""
 
     start: int
     stop: int
-    rows: Mapping[tuple[int, int], LoraRow]  # (layer, module id) -> place; absent: no delta there
+    rows: Mapping[tuple[int, int], LoraRow]  # (layer, module id) -> location; absent: no delta
 
 
 @dataclass(frozen=True)
 class LoraBatch:
-    """All adapters of one forward pass. Rows outside every segment belong to the base model.
+    """All adapters of one forward pass. Rows outside all segments belong to the base model.
 
     pool: flat, [elements], on the device; in the compute dtype, or on a CPU in bfloat16 under float32. Rows
-          of another encoding lie in it as bytes.
-    segments: ascending, disjoint, at most one for each sequence, and where an adapter acts on all of its
-              rows, one for each adapter: the runner orders them so. Over the pairs of experts, one for each
-              of their groups.
-    alignment: elements; every offset of every row is a multiple of it.
-    extras: of the adapters that have any, as `segments`. No operation reads them: the layers do.
+          with another encoding are stored in it as bytes.
+    segments: ascending and disjoint, at most one per sequence. If adapters act on all rows of their
+              sequences, one per adapter: the runner orders rows accordingly. Over pairs of experts, one per
+              group.
+    alignment: in elements; every row's offset is a multiple of it.
+    extras: of the adapters that have any, as for `segments`. Operations do not read them; layers do.
     """
 
     pool: Tensor
@@ -83,8 +84,9 @@ class LoraBatch:
     extras: tuple[ExtraSegment, ...] = ()
 
     def among(self, rows: Sequence[int]) -> LoraBatch | None:
-        """For these rows, ascending, alone: they are counted among themselves. Without extras. None: what was
-        planned is of all rows."""
+        """The batch restricted to these rows, ascending, with positions counted within them. Without extras.
+        None: the plan only works for all rows.
+        """
         few = [
             LoraSegment(start, stop, one.rows)
             for one in self.segments
@@ -109,7 +111,7 @@ Targets = Sequence[LoraTarget]
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """How the T packed query rows map to sequences and their pages. Filled by the runner.
+    """Maps the T packed query rows to sequences and their pages. Filled by the runner.
 
     query_starts: S + 1 host ints; rows query_starts[s]:query_starts[s+1] belong to sequence s.
     kv_lens:      S host ints; tokens of s in the cache including this step's.
@@ -126,10 +128,10 @@ class AttentionBatch:
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """Of one layer: the scale of scores, the sliding window in tokens, and the soft cap of scores.
+    """Of one layer: scale of scores, sliding window in tokens, and soft cap of scores.
 
-    sinks: [Hq] float32, contiguous, on the device: one more score of each query head, which takes its share
-    of the softmax and has no value; None: there is none.
+    sinks: [Hq] float32, contiguous, on the device: an additional score per query head, which takes part in
+    the softmax but has no value; None: none.
     """
 
     scale: float
@@ -142,8 +144,8 @@ class AttentionParams:
 class ExpertPairs:
     """P pairs of a token row and one of its experts, sorted by expert, then by row. Filled by `pair_up`.
 
-    rows: [P] int64 on the device; the token row of each pair. What says whose expert a pair is, a device
-    keeps in a subtype of its own.
+    rows: [P] int64 on the device: the token row of each pair. Devices store the expert of each pair in
+    subtypes.
     """
 
     rows: Tensor
@@ -151,13 +153,12 @@ class ExpertPairs:
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """What no batch of one engine exceeds, and the shapes its attention has. Sizes in elements.
+    """Upper limits for all batches of an engine, and its attention shapes. Sizes in elements.
 
-
-    kv_dtype: of the KV cache, None: as `dtype`. softcap: of its attention scores. sinks: whether heads have
-    some. num_experts: 0 for none.
-    chunk_tokens: prompts are divided at its multiples only.
-    other_heads: (num_kv_heads, head_dim) of layers where these may differ.
+    kv_dtype: of the KV cache; None: `dtype`. softcap: of attention scores. sinks: whether heads have
+    attention sinks.
+    num_experts: 0 for none. chunk_tokens: prompts are split only at multiples of it. other_heads:
+    (num_kv_heads, head_dim) of layers that differ.
     """
 
     num_layers: int
@@ -178,5 +179,5 @@ class BatchLimits:
 
     @property
     def head_shapes(self) -> list[tuple[int, int]]:
-        """(num_kv_heads, head_dim) of all layers, each pair once."""
+        """(num_kv_heads, head_dim) of all layers, without duplicates."""
         return sorted({(self.num_kv_heads, self.head_dim), *self.other_heads})

@@ -1,8 +1,8 @@
 """Copies batch tables from host to device.
 
-A table is a frozen dataclass of tensors, plain values and such dataclasses. All tensors of a step are sent to
-a GPU in one copy from pinned memory: with pageable memory the host would wait for running kernels, and a copy
-for each tensor costs more than its bytes.
+A table is a frozen dataclass of tensors, plain values and such dataclasses. All tensors of a step are copied
+to a GPU in one copy from pinned memory. With pageable memory the host would wait for running kernels, and one
+copy per tensor would cost more than the bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-ALIGN_BYTES = 16  # of each tensor within the buffer of a copy
+ALIGN_BYTES = 16  # alignment of each tensor within the buffer
 
 
 def upload(values: Sequence[Any] | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -29,8 +29,9 @@ def upload(values: Sequence[Any] | np.ndarray, dtype: torch.dtype, device: torch
 
 
 def to_device(table: T, device: torch.device) -> T:
-    """The table with every tensor on the device; those from the host are views of one buffer there. The copy
-    is queued; the host does not wait."""
+    """The table with every tensor on the device. Tensors from the host become views of one buffer. The copy
+    is queued; the host does not wait.
+    """
     away = [value for value in _tensors(table) if _is_away(value, device)]
     if not away:
         return table
@@ -40,20 +41,20 @@ def to_device(table: T, device: torch.device) -> T:
 
 
 def copy_into(target: Any, source: Any) -> None:
-    """Once, what a `TableCopy` does."""
+    """A single use of `TableCopy`."""
     TableCopy(target)(source)
 
 
 class TableCopy:
-    """Copies tables into the tensors of one of equal shapes, any number of times. Tensors that both share are
-    skipped. The copies are queued; the host does not wait.
+    """Copies tables into the tensors of a table of equal shapes, any number of times. Tensors that both share
+    are skipped. Copies are queued; the host does not wait.
 
-    One copy suffices where `to_device` made the target of an equally shaped table.
+    A single copy suffices if `to_device` made the target from a table of equal shapes.
     """
 
     def __init__(self, target: Any) -> None:
         self._olds = list(_tensors(target))
-        self._whole: dict[tuple[int, ...], Tensor | None] = {}  # by what comes from the host: see `_buffer`
+        self._whole: dict[tuple[int, ...], Tensor | None] = {}  # by the tensors on the host, see `_buffer`
 
     def __call__(self, source: Any) -> None:
         news = list(_tensors(source))
@@ -73,7 +74,7 @@ class TableCopy:
 
     @staticmethod
     def _differs(old: Tensor, new: Tensor) -> bool:
-        """Whether a tensor has other memory. Raises ValueError for another shape."""
+        """Whether a tensor has different memory. Raises ValueError for a different shape."""
         if old.shape != new.shape:
             raise ValueError(f"a table was recorded with shape {tuple(old.shape)}, got {tuple(new.shape)}")
         return old.data_ptr() != new.data_ptr() and new.numel() > 0
@@ -95,7 +96,7 @@ def _tensors(table: Any) -> Iterator[Tensor]:
 
 @cache
 def _names(table: type) -> tuple[str, ...]:
-    """Of the fields of a dataclass."""
+    """Names of a dataclass's fields."""
     return tuple(field.name for field in fields(table))
 
 
@@ -122,12 +123,12 @@ def _pack(tensors: Sequence[Tensor], *, pinned: bool) -> Tensor:
     address = buffer.data_ptr()
     for start, tensor in zip([0, *ends], tensors, strict=False):
         whole = tensor.contiguous()
-        memmove(address + start, whole.data_ptr(), whole.nbytes)  # torch's copy takes several times longer
+        memmove(address + start, whole.data_ptr(), whole.nbytes)  # torch's copy takes several times as long
     return buffer
 
 
 def _views(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a buffer with the dtypes and shapes of these tensors, one after the other."""
+    """Views of a buffer with the dtypes and shapes of these tensors, in order."""
     starts = [0, *_ends(tensors)[:-1]]
     return [
         buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -136,7 +137,7 @@ def _views(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _buffer(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The buffer that consists of exactly these tensors in this order; None: there is none."""
+    """The buffer that consists of exactly these tensors in this order. None if there is none."""
     if not tensors:
         return None
     memory, ends = tensors[0].untyped_storage(), _ends(tensors)

@@ -1,9 +1,10 @@
-"""Attention over paged keys and values: for decoding, split over the keys, and for prompts.
+"""Attention over paged keys and values: for decoding (split over the keys) and for prompts.
 
 A program computes a tile of queries of one sequence for one key head. The query heads that share the key head
-are rows of the tile, so keys are read once for all. Of a sequence that decodes, the visible keys are cut into
-parts, by its own length alone, so a result does not depend on the other sequences. Each part's program writes
-partial softmax sums, which a second kernel joins; a program beyond a sequence's parts ends at once.
+are rows of the tile, so keys are read once for all of them. For a decoding sequence the visible keys are
+split into parts, depending only on its own length, so a result does not depend on other sequences. Each
+part's program writes partial softmax sums, which a second kernel combines. A program beyond a sequence's
+parts exits at once.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from manylora.kernels.cuda.launch import launch
 from manylora.kernels.cuda.tables import PagedBatch
 from manylora.kernels.spec import AttentionParams
 
-# Keys that a program reads at a time. The first is the default, where nothing was measured.
+# Keys that a program reads at a time. The first entry is the default without measurements.
 DECODE = (Blocks(32), Blocks(64), Blocks(64, stages=2), Blocks(128, stages=2))
-ONE_WARP = Blocks(16, warps=1)  # without barriers; a larger tile's registers would spill
-# Of tiles of queries over 4, 8 and 16 KiB, which are in registers: more keys at a time would spill.
+ONE_WARP = Blocks(16, warps=1)  # without barriers; a larger tile would spill registers
+# For tiles of queries over 4, 8 and 16 KiB, which are held in registers: more keys at a time would spill.
 LARGE_DECODE = (Blocks(32), Blocks(32, warps=8))
 LARGER_DECODE = (Blocks(16, warps=8, stages=2), Blocks(32, warps=8, stages=2))
 LARGEST_DECODE = (Blocks(16, warps=16, stages=2),)
 PROMPTS = (Blocks(32), Blocks(64, stages=2))
-WIDE_PROMPTS = (Blocks(32, warps=8), Blocks(64, warps=8, stages=2))  # of heads over 128 elements
-WIDEST_PROMPTS = (Blocks(32, warps=8),)  # and over 256: more keys at a time are too much for shared memory
+WIDE_PROMPTS = (Blocks(32, warps=8), Blocks(64, warps=8, stages=2))  # for heads over 128 elements
+WIDEST_PROMPTS = (Blocks(32, warps=8),)  # and over 256: more keys at a time exceed shared memory
 FLOAT32_PROMPTS = (Blocks(32, warps=8, stages=2), Blocks(16, warps=8, stages=2))
 WIDE_FLOAT32_PROMPTS = (Blocks(16, warps=8, stages=2),)  # others spill registers
 IN_PIECES = (WIDE_FLOAT32_PROMPTS, LARGER_DECODE, LARGEST_DECODE)
-PIECE = 32  # elements of a wide head in float32 whose products are made at a time
-PROGRAMS = 256  # that one decoding sequence should give a GPU: about two for each of its units
+PIECE = 32  # elements of a wide float32 head that are multiplied at a time
+PROGRAMS = 256  # target per decoding sequence: about two for each of a GPU's units
 FEWEST_PARTS, MOST_PARTS = 16, 64
-JOINED_PARTS = 16  # at a time
+JOINED_PARTS = 16  # combined at a time
 
 
 @triton.jit
@@ -172,20 +173,22 @@ def _join(
 
 
 def most_parts(kv_heads: int) -> int:
-    """Parts of one sequence at most, a power of two: few key heads need more of them to fill a GPU. Each part
-    costs the writing and reading of a partial sum."""
+    """Maximum number of parts of a sequence, a power of two. With few key heads, more parts are needed to
+    fill a GPU. Each part costs writing and reading a partial sum.
+    """
     return min(MOST_PARTS, max(FEWEST_PARTS, 1 << max(1, PROGRAMS // kv_heads).bit_length() - 1))
 
 
 def parts_within(longest: int, part_keys: int, kv_heads: int, window: int | None = None) -> int:
-    """No sequence of up to so many keys has more parts, with the keys of one part at least part_keys."""
+    """Upper bound of parts for a sequence of up to `longest` keys, with at least part_keys keys per part."""
     keys = longest if window is None else min(longest, window + part_keys)
     return min(most_parts(kv_heads), -(-keys // part_keys))
 
 
 class PagedAttention:
     """Our own kernel: any page size, head_dim up to 512, grouped heads, windows, soft caps, sinks, and FP8
-    caches, which are widened in registers. chooser: of block sizes."""
+    caches, which are widened in registers. chooser: of block sizes.
+    """
 
     name = "our own kernel in the Triton language"
 
@@ -195,7 +198,7 @@ class PagedAttention:
     def __call__(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, params: AttentionParams
     ) -> Tensor:
-        """As `ReferenceOps.attention`; the last two dimensions of q are contiguous."""
+        """As `ReferenceOps.attention`. The last two dimensions of q must be contiguous."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if batch.single_tiles.shape[0]:
             self._launch(out, q, k_cache, v_cache, batch, params, split=True)

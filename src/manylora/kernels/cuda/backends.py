@@ -1,4 +1,4 @@
-"""Chooses the attention backend: the first that equals the reference on a small batch of the model's shape.
+"""Chooses the attention backend: the first that matches the reference on a small batch of the model's shape.
 
 Libraries do not document reliably which shapes and GPUs their builds support, so each one is tried.
 """
@@ -24,12 +24,12 @@ logger = logging.getLogger("manylora")
 
 KEYS = (9, 40, 21)  # lengths of the sequences in the trial
 QUERIES = ((1, 1, 5), (1, 1, 1))  # query rows in its two batches: with a prompt, and decoding only
-WORKSPACE_BYTES = 128 * 2**20  # of FlashInfer
+WORKSPACE_BYTES = 128 * 2**20  # for FlashInfer
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
 class AttentionBackend(Protocol):
-    """An implementation of paged attention; called like `ReferenceOps.attention`."""
+    """An implementation of paged attention, called like `ReferenceOps.attention`."""
 
     @property
     def name(self) -> str: ...
@@ -40,7 +40,9 @@ class AttentionBackend(Protocol):
 
 
 class VarlenAttention:
-    """PyTorch's variable-length kernels. Raises ImportError where the installed ones read no block table."""
+    """PyTorch's variable-length kernels. Raises ImportError if the installed ones do not support block
+    tables.
+    """
 
     name = "torch.nn.attention.varlen"
 
@@ -77,8 +79,9 @@ class VarlenAttention:
 
 
 class FlashInferAttention:
-    """Decodes by the one function that reads block tables on the device and plans nothing on the host, so
-    a step can be recorded. Raises ImportError without FlashInfer."""
+    """Decodes with the FlashInfer function that reads block tables on the device and plans nothing on the
+    host, so that a step can be recorded. Raises ImportError without FlashInfer.
+    """
 
     name = "FlashInfer for decoding, our own kernel in the Triton language for prompts"
 
@@ -120,7 +123,7 @@ def choose(
     candidates: Sequence[AttentionBackend] | None = None,
     chooser: BlockChooser | None = None,
 ) -> AttentionBackend:
-    """The first candidate that passes a trial; the last one needs none. Logs the choice.
+    """The first candidate that passes a trial. The last one needs none. Logs the choice.
 
     chooser: of our own kernel's block sizes.
     """
@@ -146,13 +149,13 @@ def _installed(device: torch.device, chooser: BlockChooser | None) -> Sequence[A
     for name, load in libraries.items():
         try:
             found.append(load())
-        except (ImportError, RuntimeError) as error:  # not installed, or not for this machine
+        except (ImportError, RuntimeError) as error:  # not installed, or not supported on this machine
             logger.info("attention: %s is not used: %s", name, error)
     return *found, PagedAttention(chooser)
 
 
 def _refusal(backend: AttentionBackend, limits: BatchLimits, device: torch.device) -> str | None:
-    """Why a backend cannot be used: it raised, or its result differs. None: it can."""
+    """Why a backend cannot be used: it raised an error, or its result differs. None: it can."""
     reasons = (_refusal_of(backend, limits, device, *shape) for shape in limits.head_shapes)
     return next((reason for reason in reasons if reason is not None), None)
 
@@ -160,7 +163,7 @@ def _refusal(backend: AttentionBackend, limits: BatchLimits, device: torch.devic
 def _refusal_of(
     backend: AttentionBackend, limits: BatchLimits, device: torch.device, kv_heads: int, dim: int
 ) -> str | None:
-    """The same, of heads of one shape."""
+    """The same for heads of one shape."""
     made = torch.Generator().manual_seed(0)
     size, columns = limits.tokens_per_block, -(-max(KEYS) // limits.tokens_per_block)
     pages = 1 + len(KEYS) * columns
@@ -181,7 +184,7 @@ def _refusal_of(
             try:
                 got = backend(q, k, v, planned, params)
                 worst = float((got.float() - want.float()).abs().max())
-            except Exception as error:  # a library may raise anything; another one is used then
+            except Exception as error:  # a library may raise anything; then another one is used
                 return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             if not worst <= TOLERANCE[limits.dtype]:
                 return f"its answer is {worst:.3g} away from the reference's"

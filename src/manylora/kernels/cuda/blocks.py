@@ -1,9 +1,10 @@
-"""Chooses block sizes, kernels, and how the launches of a layer follow one another: the fastest of a few
-candidates, measured once for each kind of shape.
+"""Chooses block sizes, kernels, and the order of a layer's launches: the fastest of a few candidates,
+measured once per kind of shape.
 
-The order of sums depends on the block size. So it is chosen by the shape of a layer, never by a batch's
-contents, and the choice is kept on disk for the GPU and the version of triton. Nothing is measured outside
-`measuring`, so never in a step or a recording; shapes that were not measured use their first candidate.
+The order of sums depends on the block size. It is therefore chosen by the shape of a layer, never by a
+batch's contents, and the choice is stored on disk for the GPU and the version of triton. Measurements run
+only inside `measuring`, so never in a step or a recording. Shapes that were not measured use their first
+candidate.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from manylora.kernels.cuda.launch import is_compiling
 
 logger = logging.getLogger("manylora")
 
-MOST_SECONDS = 30.0  # of measuring at one start; most of it is compilation, which is cached
+MOST_SECONDS = 30.0  # of measuring per start; most of it is compilation, which is cached
 REPEATS = 5
-NOISE = 0.05  # of a time: what differs by less is as fast
-FLUSH_BYTES = 2**28  # more than any GPU's L2 cache: in a step an adapter is read from memory
+NOISE = 0.05  # relative: smaller differences in time count as equal
+FLUSH_BYTES = 2**28  # more than any GPU's L2 cache, because a step reads adapters from memory
 
 Clock = Callable[[Callable[[], object]], float]
 """Seconds that a call takes on the device."""
@@ -39,8 +40,9 @@ Clock = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Blocks:
-    """size: along the kernel's main dimension. warps, stages: num_warps and num_stages of triton. splits:
-    parts of a sum, each by a program of its own, that are added in order."""
+    """size: along the kernel's main dimension. warps, stages: triton's num_warps and num_stages. splits:
+    parts of a sum, each computed by its own program and added in order.
+    """
 
     size: int
     warps: int = 4
@@ -54,11 +56,11 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Order:
-    """How a linear layer's product, shrink and expansion follow one another in a recording; by default each
-    begins when the one before has ended.
+    """How a linear layer's product, shrink and expand kernels overlap in a recording. By default each starts
+    when the previous one has ended.
 
-    beside: the shrink runs on a second stream, while the product does. early: the shrink and the expansion
-    are launched while the kernel before them ends, and wait for it (from Hopper on).
+    beside: the shrink runs on a second stream, concurrently with the product. early: shrink and expand are
+    launched while the previous kernel is ending, and wait for it (from Hopper on).
     """
 
     beside: bool = False
@@ -67,15 +69,15 @@ class Order:
 
 IN_TURN = Order()
 ORDERS = (IN_TURN, Order(beside=True), Order(early=True))
-Choice = Blocks | Order | str  # the last: the name of a kernel
+Choice = Blocks | Order | str  # str: the name of a kernel
 Candidate = TypeVar("Candidate", Blocks, Order, str)
 _KINDS: dict[int, type[Blocks] | type[Order]] = {len(fields(kind)): kind for kind in (Blocks, Order)}
 
 
 class BlockChooser:
-    """clock: None: always the first candidate. path: of the file that keeps choices; None: no file.
+    """clock: None: always use the first candidate. path: file that stores choices; None: no file.
 
-    recorded_clock: of what runs in a recording; None: the order is always the first.
+    recorded_clock: measures what runs in a recording; None: always use the first order.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class BlockChooser:
 
     @property
     def chosen(self) -> Mapping[str, Choice]:
-        """The choices by shape, measured in this process or before."""
+        """The choices by shape, measured in this process or earlier."""
         return self._chosen
 
     @property
@@ -105,7 +107,7 @@ class BlockChooser:
 
     @contextmanager
     def measuring(self, seconds: float = MOST_SECONDS) -> Iterator[None]:
-        """Inside, a new shape is measured when its kernel is launched, for so long in all."""
+        """Inside, a new shape is measured when its kernel is launched, up to this many seconds in total."""
         known, self._until = len(self._chosen), self._now() + seconds
         started = self._now()
         try:
@@ -121,12 +123,13 @@ class BlockChooser:
         self, shape: str, candidates: Sequence[Candidate], launch: Callable[[Candidate], object]
     ) -> Candidate:
         """shape: names the kernel and everything its speed depends on except a batch's contents. launch: runs
-        a candidate; may be called many times. One that raises is not chosen; of those that are as fast as the
-        fastest, but for NOISE, the first is."""
+        a candidate; may be called many times. Candidates that raise are not chosen. Among those within NOISE
+        of the fastest, the first is chosen.
+        """
         return self._choose(shape, candidates, launch, self._clock)
 
     def choose_order(self, shape: str, orders: Sequence[Order], launch: Callable[[Order], object]) -> Order:
-        """As `choose`. launch: runs the layer; it is measured in a recording, in which nothing is chosen."""
+        """As `choose`. launch: runs the layer, which is measured in a recording, where nothing is chosen."""
 
         def run(order: Order) -> None:
             until, self._until = self._until, None
@@ -149,7 +152,7 @@ class BlockChooser:
             return candidates[candidates.index(known)]
         if clock is None or self._until is None or self._now() > self._until:
             return candidates[0]
-        if is_compiling():  # all of them now, side by side, and measured afterwards
+        if is_compiling():  # compile all of them in parallel now; measure later
             for blocks in candidates[1:]:
                 launch(blocks)
             return candidates[0]
@@ -167,14 +170,15 @@ class BlockChooser:
         except torch.OutOfMemoryError:
             raise
         except (triton.TritonError, RuntimeError) as error:
-            # Too large for this GPU, the compiler fails, or the driver refuses it: the others serve.
+            # Too large for this GPU, a compiler error, or refused by the driver: use the others.
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             logger.info("%s: %s is not used: %s", shape, candidate, reason)
             return float("inf")
 
     def _write(self) -> None:
-        """Replace the file atomically, as other processes may write it too. If it cannot be written, the next
-        start measures again."""
+        """Replace the file atomically, because other processes may write it, too. If that fails, the next
+        start measures again.
+        """
         if self._path is None:
             return
         content = {
@@ -192,7 +196,7 @@ class BlockChooser:
 
 
 def device_chooser(device: torch.device) -> BlockChooser:
-    """A chooser that measures on a GPU; on other devices one that does not."""
+    """A chooser that measures on a GPU. On other devices it does not measure."""
     if device.type != "cuda":
         return BlockChooser()
     name = f"{torch.cuda.get_device_name(device)}-triton-{triton.__version__}"
@@ -208,10 +212,10 @@ def device_chooser(device: torch.device) -> BlockChooser:
 
 
 def _device_clock(device: torch.device) -> Clock:
-    """The shortest of several calls, each with a cold cache."""
+    """The shortest time of several calls, each with a cold cache."""
 
     def clock(call: Callable[[], object]) -> float:
-        # Allocated for each measurement: later the memory is needed by the KV cache and the graphs.
+        # Allocated per measurement, because later the KV cache and the graphs need the memory.
         flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
         call()  # compiles
         taken = []

@@ -1,4 +1,4 @@
-"""Causal convolutions over the last inputs of sequences, for recurrent layers; these inputs are kept."""
+"""Causal convolutions over the last inputs of sequences, for recurrent layers. Stores these inputs."""
 
 from __future__ import annotations
 
@@ -122,10 +122,10 @@ def convolve(
     batch: StateBatch,
     gated: bool = False,
 ) -> None:
-    """out [T, channels]: silu(bias + the convolution of x); gated: as `ReferenceOps.short_conv`. The last
-    inputs are stored as the batch says; in slot -1 nothing is.
+    """out [T, channels]: silu(bias + convolution of x). gated: as `ReferenceOps.short_conv`. The last inputs
+    are stored as the batch says; nothing is stored in slot -1.
 
-    x: [T, channels] or more columns, in which a row's elements are neighbours.
+    x: [T, channels] or more columns; a row's elements are contiguous.
     """
     (rows, channels), sequences, count = out.shape, len(batch.reads), len(taps)
     tables = batch.starts, batch.reads, batch.writes, batch.cuts, batch.saves

@@ -1,4 +1,4 @@
-"""Converts 8-bit floats (e4m3), by bit operations where the hardware cannot; quantises rows."""
+"""Converts 8-bit floats (e4m3), with bit operations where hardware support is missing, and quantises rows."""
 
 from __future__ import annotations
 
@@ -86,5 +86,5 @@ def has_units(device: torch.device) -> bool:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """A tensor of 8-bit floats viewed as uint8, as kernels take it; others unchanged."""
+    """A tensor of 8-bit floats viewed as uint8, as kernels expect. Other tensors are returned unchanged."""
     return x.view(torch.uint8) if x.dtype == FP8 else x

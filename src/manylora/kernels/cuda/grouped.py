@@ -1,8 +1,8 @@
-"""Linear layers of several weights in one launch, each tile of rows with its own: plain or quantised.
+"""Linear layers with several weights in one launch, plain or quantised. Each tile of rows has its own weight.
 
-Weights lie where they are; a table says how far each is from the first, because a distance, unlike an
-address, may be known to be aligned. A quantised weight is widened in registers; or, of 8-bit floats, the rows
-are rounded to such too, and FP8 units multiply them.
+Weights are not moved. A table has the distance of each weight from the first, because a distance, unlike an
+address, can be known to be aligned. A quantised weight is widened in registers. For 8-bit floats, rows may
+instead be rounded to 8-bit floats, too, and multiplied by FP8 tensor cores.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from manylora.kernels.quantised import QuantisedWeight
 from manylora.kernels.spec import Weight
 
 PLAIN, INT8, E4M3, INT4 = range(4)
-PARTS = 3  # of one weight: values, scales, offsets
+PARTS = 3  # per weight: values, scales, offsets
 KINDS = {torch.int8: INT8, FP8: E4M3, torch.uint8: INT4}
 ALIGNMENTS = (16, 8, 4, 2, 1)
-SMALLEST_GROUP = 16  # inputs of one block, at least
-ADDED = 1024  # sums that a program adds up
-# Outputs of a program, for small tiles and large ones. They are no part of the order of a sum.
+SMALLEST_GROUP = 16  # minimum inputs of a block
+ADDED = 1024  # sums added by one program
+# Outputs per program, for small and large tiles. They do not affect the order of a sum.
 SMALL_TILES = (Blocks(64), Blocks(32, stages=4), Blocks(128, stages=4))
 LARGE_TILES = (Blocks(128), Blocks(128, warps=8), Blocks(64, stages=4))
-# For few rows of one weight also with the inputs in parts, of which 4096 outputs give 256 programs: a GPU's
-# 132 units would else have fewer to draw the memory's bandwidth with.
+# For few rows of one weight also with the inputs in parts, so that 4096 outputs give 256 programs. Otherwise
+# too few of a GPU's 132 units would use the memory bandwidth.
 SMALL_SPLIT = (Blocks(64, splits=4), Blocks(32, stages=4, splits=2))
 LARGE_SPLIT = (Blocks(64, splits=4), Blocks(32, stages=4, splits=2))
-ROW_CLASSES = (16, 64, 256)  # up to so many rows of one weight a row is summed in one order
+ROW_CLASSES = (16, 64, 256)  # within a class of row counts per weight, the order of sums is fixed
 
 
 @dataclass(frozen=True)
 class WeightTable:
-    """Weights [N, K] of one kind. values, scales, offsets: of the first; values of 8-bit floats as bytes.
+    """Weights [N, K] of one kind. values, scales, offsets: of the first weight; 8-bit float values as bytes.
 
-    distances [E, PARTS] int64: elements from there to those of each weight. align: elements that those of
-    values are multiples of. groups: scales of one output, 0: none. narrow: rows are rounded to e4m3 as well.
+    distances [E, PARTS] int64: distance in elements from the first weight to each weight. align: distances of
+    values are multiples of this many elements. groups: scales per output, 0: none. narrow: rows are rounded
+    to e4m3 as well.
     """
 
     values: Tensor
@@ -149,9 +150,9 @@ def _add_parts(y, parts, num_rows, num_out, SPLITS: tl.constexpr, BLOCK: tl.cons
 
 
 def weight_table(weights: Sequence[Weight], narrow: bool = False) -> WeightTable:
-    """weights: of one shape and kind, on one device, contiguous; the caller keeps them where they are.
+    """weights: of one shape and kind, on one device, contiguous. The caller must keep them in place.
 
-    narrow: only of 8-bit floats with a scale for each output, on a device that `has_units`.
+    narrow: only for 8-bit floats with one scale per output, on a device that `has_units`.
     """
     quantised = [w for w in weights if isinstance(w, QuantisedWeight)]
     plain = [w for w in weights if isinstance(w, Tensor)]
@@ -189,13 +190,13 @@ def grouped_linear(
     """Semantics, for each tile (first, count, _, e): y[first:first+count] = x[first:first+count] @ W[e].T
 
     x [P, K] in the dtype of plain weights or of scales, last dimension contiguous -> [P, N]. tiles [n, TILE]
-    int32, covering all of x, none with more than tile_size rows.
+    int32, covering all of x, with at most tile_size rows each.
     """
     return _launch(x, tiles, tile_size, tiles.shape[0], table, chooser or BlockChooser())
 
 
 def quantised_rows(x: Tensor, table: WeightTable, chooser: BlockChooser | None = None) -> Tensor:
-    """Semantics: x @ W.T, of a table of one weight; x [T, K] -> [T, N]."""
+    """Semantics: x @ W.T, with a table of one weight; x [T, K] -> [T, N]."""
     size = 16 if x.shape[0] <= 16 else 64
     return _launch(x, None, size, triton.cdiv(x.shape[0], size), table, chooser or BlockChooser())
 
@@ -209,10 +210,10 @@ def _launch(
         values, x_scales = quantise_rows(x)
         x, widen = as_bytes(values), is_interpreted()
     y = torch.empty((x.shape[0], num_out), dtype=dtype, device=x.device)
-    block_k = 128 // x.element_size()  # so that the stages of any dtype fit into shared memory
+    block_k = 128 // x.element_size()  # so that the stages fit shared memory for any dtype
     group = num_in // table.groups if table.groups else 0
     if table.groups > 1:
-        block_k = min(block_k, group & -group)  # the power of two in it: a block never lies in two groups
+        block_k = min(block_k, group & -group)  # its power-of-two factor: a block never spans two groups
     if table.groups == 1 and not table.has_offsets:
         group = 0
 
@@ -242,7 +243,7 @@ def _launch(
 
 def _candidates(tile_size: int, tiled: bool, rows: int) -> tuple[Blocks, ...]:
     candidates = SMALL_TILES if tile_size == 16 else LARGE_TILES
-    if tiled or rows > ROW_CLASSES[1]:  # then tiles give programs enough
+    if tiled or rows > ROW_CLASSES[1]:  # then there are enough tiles for all units
         return candidates
     return (*candidates, *(SMALL_SPLIT if tile_size == 16 else LARGE_SPLIT))
 

@@ -12,7 +12,9 @@ def is_interpreted() -> bool:
 
 
 def widens(dtype: torch.dtype) -> bool:
-    """Whether a matrix product must widen its operands: the interpreter multiplies bfloat16 as integers."""
+    """Whether a matrix product must widen its operands, because the interpreter treats bfloat16 as
+    integers.
+    """
     return dtype == torch.bfloat16 and is_interpreted()
 
 

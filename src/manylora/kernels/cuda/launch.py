@@ -1,11 +1,11 @@
-"""Launches kernels, or only compiles them: several at once, in threads.
+"""Launches kernels, or only compiles them, several at a time in threads.
 
-Numbers that change from batch to batch are not specialised (`do_not_specialize`, without a constant's
-`constexpr`), so that few variants of a kernel exist, and all can be compiled before the first request.
+Numbers that change from batch to batch are not specialised (`do_not_specialize`, and not `constexpr`). This
+keeps the number of variants small, so that all can be compiled before the first request.
 
-triton's own launch finds a kernel's variant anew each time, which takes several times as long as the launch.
-Here the first launch of a variant is triton's. Later ones find it by what triton specialises on, and more:
-a key that is too fine only makes triton look once more.
+triton's own launch looks up a kernel's variant each time, which takes several times as long as the launch.
+Here only the first launch of a variant is triton's. Later ones use our own key, of everything that triton
+specialises on, and more: a key that is too fine only makes triton look it up once more.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-MOST_THREADS = 8  # of compilation; more would need much memory
-MOST_VARIANTS = 4096  # known ones of a kernel and kinds of arguments; a model has a few dozen
-ALIGN_BYTES = 16  # triton specialises on whether an address is a multiple
-INT32 = 2**31  # beyond it an integer is passed in 64 bits
+MOST_THREADS = 8  # for compilation; more would need much memory
+MOST_VARIANTS = 4096  # cached variants; a model needs a few dozen
+ALIGN_BYTES = 16  # triton specialises on addresses that are a multiple of this
+INT32 = 2**31  # larger integers are passed in 64 bits
 
 _only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
-_layouts: dict[tuple[Any, ...], _Layout | None] = {}  # by a kernel's id: kernels are never released
+_layouts: dict[tuple[Any, ...], _Layout | None] = {}  # by a kernel's id, as kernels are never freed
 
 
 def is_compiling() -> bool:
@@ -38,8 +38,9 @@ def is_compiling() -> bool:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """kernel: a function of the Triton language. arguments: in its order, and then only constants, by name.
-    Under `compiling` nothing runs."""
+    """kernel: a function of the Triton language. arguments: in its order, followed by constants by name.
+    Under `compiling` nothing runs.
+    """
     if _only_compiles.get():
         kernel.warmup(*arguments, grid=grid, **constants)
         return
@@ -55,14 +56,16 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
 
 def _is_observed() -> bool:
-    """Whether a profiler has hooks at triton's launches, which get what only triton makes."""
+    """Whether a profiler has hooks on triton's launches, which need arguments that only triton creates."""
     known = triton.knobs.runtime
     return bool(known.launch_enter_hook.calls or known.launch_exit_hook.calls)
 
 
 @dataclass(frozen=True)
 class _Variant:
-    """run: of triton's compiled kernel, with what it takes. constants: as it takes them, behind the rest."""
+    """run: of triton's compiled kernel, with its leading arguments. constants: passed after the other
+    arguments.
+    """
 
     run: Callable[..., None]
     function: int
@@ -71,9 +74,9 @@ class _Variant:
 
 
 class _Layout:
-    """Of a kernel with arguments of these types. The numbers are indices of arguments.
+    """The layout of a kernel's arguments, for given types. Numbers are indices of arguments.
 
-    pointers: tensors. fixed: integers on whose value a variant may depend; the value is part of the key.
+    pointers: tensors. fixed: integers whose value may select a variant; the value is part of the key.
     changing: other integers, of which only the width matters.
     """
 
@@ -122,7 +125,7 @@ class _Layout:
 
 
 def _layout(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> _Layout | None:
-    """None: only triton launches this: under the interpreter, or with arguments of other kinds."""
+    """None: only triton can launch this: under the interpreter, or with other kinds of arguments."""
     if not isinstance(kernel, JITFunction) or kernel.pre_run_hooks:
         return None
     first, last = kernel.params[: len(arguments)], kernel.params[len(arguments) :]
@@ -135,7 +138,7 @@ def _layout(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) 
             pointers.append(i)
         elif type(argument) is int:
             (changing if param.do_not_specialize else fixed).append(i)
-        elif type(argument) is not float:  # of a float only the type matters
+        elif type(argument) is not float:  # for a float only the type matters
             return None
     return _Layout(pointers, fixed, changing)
 
@@ -150,15 +153,17 @@ def _follow(EARLY: tl.constexpr):
 
 
 def followed(early: bool) -> dict[str, bool]:
-    """Constants of a kernel with `_follow`. early: it begins while the kernel before it ends (programmatic
-    dependent launch, from Hopper on)."""
+    """Constants of a kernel with `_follow`. early: it starts while the previous kernel is ending
+    (programmatic dependent launch, from Hopper on).
+    """
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Inside, `launch` compiles in threads, and the results' contents are undefined; on leaving all are done.
-    A variant that cannot be compiled raises when it is launched."""
+    """Inside, `launch` compiles in threads and leaves results undefined. On exit all compilation is done. A
+    variant that cannot be compiled raises when it is launched.
+    """
     token = _only_compiles.set(True)
     try:
         with (

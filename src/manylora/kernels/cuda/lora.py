@@ -1,13 +1,13 @@
-"""Adapters of a whole batch, two launches for each linear layer: shrink to the rank, then expand and add.
+"""Adapters of a whole batch, with two launches per linear layer: shrink to the rank, then expand and add.
 
-Both read A [rank, in] and B [rank, out] in place from the pool. `places` says where: for each slot, layer and
-module a TABLE_ROW, whose columns are the offset, the rank (0: no such row, its programs end at once), whether
-a DoRA magnitude follows, the encoding of the numbers, which are widened when they are read, the bits of the
-row's scale with `next`: where several adapters are mixed, the slot of the row that is added after this one,
-and 1; and where the vectors are of a row whose matrices others have too.
-Of routed experts the pieces lie one after the other, and a tile says which is its own.
-Grids depend on shapes alone. Everything is accumulated in float32. Among tiles of one size a row is summed in
-one order, whatever ranks and modules the batch has beside it: blocks are chosen by the layer alone.
+Both read A [rank, in] and B [rank, out] in place from the pool. `places` has a TABLE_ROW for each slot, layer
+and module. Its columns are the offset; the rank (0: no row, and its programs exit at once); whether a DoRA
+magnitude follows; the encoding of the numbers, which are widened when read; the bits of the row's scale with
+`next` (for mixed adapters, the slot of the row that is added after this one, plus 1); and, for a row with
+shared matrices, the location of its vectors. For routed experts the pieces are stored one after the other,
+and a tile says which one it uses. Grids depend only on shapes. Everything is accumulated in float32. Among
+tiles of one size a row is summed in a fixed order, whatever ranks and modules are in the batch, because
+blocks are chosen by the layer only.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from manylora.kernels.cuda.lora_kernels import _expand, _shrink_rows, _shrink_ti
 from manylora.kernels.cuda.plan import MODULES, PLACE, TILE
 from manylora.kernels.row_format import Encoding
 
-# Inputs that a program takes at a time, and outputs of a program. The first is what runs where nothing was
-# measured. By the rows of a tile, where some would spill: docs/gpu_static.md shows that none does.
+# Inputs that a program processes at a time, and outputs per program. The first entry is the default without
+# measurements. Depends on the rows per tile, because some would spill. docs/gpu_static.md shows that none
+# does.
 SHRINK_ROWS = (Blocks(256), Blocks(512), Blocks(512, warps=8), Blocks(128, warps=2))
 SHRINK_TILES = (Blocks(64), Blocks(64, stages=4), Blocks(128))
 EXPAND_ROWS = (Blocks(128), Blocks(256), Blocks(64, warps=2))
@@ -35,21 +36,20 @@ EXPAND_TILES = {
     16: (Blocks(64), Blocks(128), Blocks(128, warps=8)),
     64: (Blocks(64, warps=8, stages=4), Blocks(32, warps=8)),
 }
-# Of float32, which is multiplied three times.
+# For float32, which takes three products.
 SHRINK_FLOAT32 = (Blocks(64), Blocks(64, stages=4))
 EXPAND_FLOAT32 = {16: (Blocks(64, warps=8), Blocks(32)), 64: (Blocks(32, warps=8, stages=2),)}
-SPILLING_WEIGHED = (Blocks(128), Blocks(32))  # of tiles whose rows have weights for what they add
+SPILLING_WEIGHED = (Blocks(128), Blocks(32))  # for tiles whose rows have weights for what they add
 
 
 @dataclass(frozen=True)
 class LoraTables:
-    """What both launches read. Filled by `ops`.
+    """The tables for both launches. Filled by `ops`.
 
     pool [elements]. places [slots, layers, MODULES, PLACE] int64. tiles [n, TILE] int32: as in `plan`.
-    targets [targets, 3] int32: module, first column, columns. align: elements that every offset, row length
-    and column start is a multiple of; a power of two. encodings: of the batch's rows, beside PLAIN.
-    mixed, weighed: as `plan.LoraPlan`.
-    chooser: of block sizes.
+    targets [targets, 3] int32: module, first column, columns. align: every offset, row length and column
+    start is a multiple of this many elements; a power of two. encodings: of the batch's rows, except PLAIN.
+    mixed, weighed: as in `plan.LoraPlan`. chooser: of block sizes.
     """
 
     pool: Tensor
@@ -67,22 +67,22 @@ class LoraTables:
 
     @property
     def block_rank(self) -> int:
-        """Ranks of a block. Of single rows always the same: it is part of the order of a sum."""
+        """Ranks per block. For single rows always the same, because it determines the order of a sum."""
         return 16 if self.tile_size == 1 or self.rank <= 16 else 32
 
     @property
     def float8(self) -> bool:
-        """Whether the batch has rows of 8-bit floats; else kernels are compiled without them."""
+        """Whether the batch has rows of 8-bit floats. Otherwise kernels are compiled without them."""
         return Encoding.FLOAT8 in self.encodings
 
     @property
     def scaled(self) -> bool:
-        """Whether rows have scales; else kernels are compiled without them."""
+        """Whether rows have scales. Otherwise kernels are compiled without them."""
         return self.float8 or self.mixed
 
     @property
     def codes(self) -> Tensor:
-        """The pool as bytes, where kernels read them."""
+        """The pool as bytes, if kernels read bytes."""
         return self.pool.view(torch.uint8) if self.float8 else self.pool
 
 
@@ -90,8 +90,8 @@ def shrink(x: Tensor, tables: LoraTables, early: bool = False) -> Tensor:
     """Semantics, for each tile's rows and each target:
         partial.sum(0)[rows, target, :rank] = scale * d * x[rows] @ A.T       (d of shared rows alone)
 
-    x [T, in], last dimension contiguous -> partial [splits, T, targets, rank class] float32. Beyond an
-    adapter's rank it is 0 to the end of a block of ranks. Further entries, and those of rows without an
+    x [T, in], last dimension contiguous -> partial [splits, T, targets, rank class] float32. Entries beyond
+    an adapter's rank are 0 up to the end of a block of ranks. Further entries, and those of rows without an
     adapter, are not written. early: see `launch.followed`.
     """
     num_rows, in_dim = x.shape
@@ -132,8 +132,8 @@ def expand_add(
     """Semantics, for each tile's rows and each target with columns c, in order:
         y[rows, c] += partial.sum(0)[rows, target, :rank] @ B
         y[rows, c] = m * (y[rows, c] - bias[c]) + bias[c]        (only with a DoRA magnitude m)
-    and of shared rows, and where DoRA is mixed, as `ReferenceOps.lora_add`.
-    y [T, N], last dimension contiguous, changed in place; rounded once, at the end. bias [N] or None.
+    and for shared rows and mixed DoRA as `ReferenceOps.lora_add`.
+    y [T, N], last dimension contiguous, is changed in place and rounded once, at the end. bias [N] or None.
     """
     num_rows, num_columns = y.shape
 
@@ -161,7 +161,8 @@ def expand_add(
 
 
 def _splits(in_dim: int, tile_size: int) -> int:
-    """Parts of the input that programs of a shrink take; by the shape alone, so rows do not depend on
-    their company. Few rows need many programs to draw the memory's bandwidth."""
+    """Parts of the input processed by separate shrink programs. Depends only on the shape, so that rows do
+    not depend on the rest of the batch. Few rows need many programs to use the memory bandwidth.
+    """
     most = 16 if tile_size < 64 else 4
     return max(1, min(most, 1 << int(math.log2(max(1, in_dim // 512)))))

@@ -1,4 +1,4 @@
-"""CudaOps: the operations of a CUDA device, by PyTorch's GEMM and by kernels in the Triton language."""
+"""CudaOps: operations on a CUDA device, with PyTorch's GEMM and kernels in the Triton language."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from manylora.kernels.spec import (
 )
 from manylora.kernels.transfer import upload
 
-EARLY_FROM = 9, 0  # the first capability with programmatic dependent launch
-SPARE_SLOTS = 64  # places of adapters that no running sequence has, kept for when they come back
-LARGEST_HEAD = 512  # elements; wider ones are attended by PyTorch
+EARLY_FROM = 9, 0  # first compute capability with programmatic dependent launch
+SPARE_SLOTS = 64  # slots kept for adapters without running sequences
+LARGEST_HEAD = 512  # elements; attention of wider heads uses PyTorch
 
 
 class CudaOps(ReferenceOps):
-    """Nothing here waits for the device. Under the interpreter, tensors may be on the host.
+    """No operation waits for the device. Under the interpreter, tensors may be on the host.
 
-    part_keys: the fewest keys of one program in decode attention. chooser: of block sizes; None:
-    one that does not measure.
+    part_keys: minimum keys of one program in decode attention. chooser: of block sizes; None: one that does
+    not measure.
     """
 
     reads_tables = False
@@ -65,8 +65,8 @@ class CudaOps(ReferenceOps):
         self._last_plan = None, None
         shape = (slots, limits.num_layers, MODULES, PLACE)
         self._places = torch.zeros(shape, dtype=torch.int64, device=device)
-        # Parts of a product are summed in float32: a row of the base model should not depend on how torch
-        # splits it. torch's default rounds them.
+        # Accumulate parts of a product in float32, so that a row of the base model does not depend on how
+        # torch splits the product. By default torch rounds them.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self._attention: AttentionBackend = choose(limits, device, chooser=self.chooser)
@@ -93,7 +93,7 @@ class CudaOps(ReferenceOps):
             return paged, None
         num_rows = len(attention.slots)
         known, planned = self._last_plan
-        if known is not None and known[0] is lora and known[1:] == (num_rows, fixed):  # in a run of steps
+        if known is not None and known[0] is lora and known[1:] == (num_rows, fixed):  # in consecutive steps
             return paged, planned
         routed = bool(self._limits.num_experts)
         plan = plan_lora(lora.segments, self._host_places, num_rows, fixed, routed)
@@ -121,7 +121,7 @@ class CudaOps(ReferenceOps):
         return paged, planned
 
     def _make_room(self, slots: int) -> None:
-        """Steps in flight, and those that were recorded, go on with the tables they have."""
+        """Steps in flight and recorded steps keep using their tables."""
         known = self._places
         if slots > len(known):
             self._places = known.new_zeros((slots, *known.shape[1:]))
@@ -132,14 +132,14 @@ class CudaOps(ReferenceOps):
             return weight.map(self.pack)
         if isinstance(weight, Tensor):
             return weight
-        plain = weight.without_codes()  # no kernel here looks values up
+        plain = weight.without_codes()  # no kernel here supports codebooks
         if isinstance(plain, Tensor):
             return plain
         weight = plain
-        if routed:  # the experts' kernel has neither zeros nor orders
+        if routed:  # the experts' kernel supports neither zeros nor orders
             if not weight.is_plain:
                 return weight.wide()
-            self._quantised.narrows_experts(weight)  # so that its trial is not in a step
+            self._quantised.narrows_experts(weight)  # run its trial now, not in a step
             return weight
         return self._quantised.pack(weight)
 
@@ -183,10 +183,12 @@ class CudaOps(ReferenceOps):
         return self._in_order(shape, run)
 
     def _in_order(self, shape: str, run: Callable[[Order], Tensor]) -> Tensor:
-        """Orders differ in a recording alone: elsewhere the host's launches take longer than they save."""
+        """Use a chosen order only in a recording: elsewhere the additional host launches cost more than they
+        save.
+        """
         if is_recording():
             return run(self.chooser.choose_order(shape, self._orders, run))
-        y = run(IN_TURN)  # this chooses block sizes, which no recording can
+        y = run(IN_TURN)  # chooses block sizes, which is not possible in a recording
         if self.chooser.is_measuring or launch.is_compiling():
             order = self.chooser.choose_order(shape, self._orders, run)
             if launch.is_compiling() and order != IN_TURN:
@@ -226,7 +228,7 @@ class CudaOps(ReferenceOps):
     def attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, params: AttentionParams
     ) -> Tensor:
-        # Latents, and chunks of sequences, which the plan does not have.
+        # Latent attention, or chunks of sequences, which the plan does not cover.
         if q.shape[-1] > LARGEST_HEAD or not isinstance(batch, PagedBatch):
             return super().attention(q, k_cache, v_cache, batch, params)
         return self._attention(q, k_cache, v_cache, batch, params)
@@ -257,7 +259,7 @@ class CudaOps(ReferenceOps):
     def _tables_of(
         self, x: Tensor, batch: PlannedLora, layer: int, targets: Targets, tiles: Tensor, tile_size: int
     ) -> lora.LoraTables | None:
-        """None: no adapter of the batch has one of these modules."""
+        """None: no adapter in the batch has any of these modules."""
         present = tuple(target for target in targets if target.module_id in batch.modules)
         if not present:
             return None
@@ -279,14 +281,14 @@ class CudaOps(ReferenceOps):
         )
 
     def _target_table(self, targets: tuple[LoraTarget, ...], device: torch.device) -> Tensor:
-        """[targets, 3] int32 on the device; one for each kind of linear layer, made once."""
+        """[targets, 3] int32 on the device, created once per kind of linear layer."""
         if targets not in self._targets:
             values = [(t.module_id, t.start, t.width) for t in targets]
             self._targets[targets] = torch.tensor(values, dtype=torch.int32, device=device)
         return self._targets[targets]
 
     def _weight_table(self, weights: Sequence[Weight]) -> WeightTable:
-        """Made once for the experts of a layer, which are held, so that their id stays their own."""
+        """Created once for the experts of a layer. It holds the weights, so that their ids are not reused."""
         known = self._tables.get(id(weights))
         if known is None:
             one = weights[0]

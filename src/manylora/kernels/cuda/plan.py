@@ -1,7 +1,7 @@
-"""The tables of the adapter kernels for a batch: tiles of rows of one adapter, and where its matrices are.
+"""The tables of the adapter kernels for a batch: tiles of rows of one adapter, and locations of its matrices.
 
-Pure NumPy. The places of an adapter's matrices are written to a slot of a device table when it first appears
-and stay there, so a step uploads only its tiles.
+Pure NumPy. The locations of an adapter's matrices are written to a slot of a device table when it first
+appears and stay there, so a step uploads only its tiles.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 from manylora.kernels.row_format import TABLE_ROW, Encoding
 from manylora.kernels.spec import LoraRow, LoraSegment
 
-MODULES = 64  # module ids are below this; a power of two, which kernels multiply with by a shift
+MODULES = 64  # module ids are below this; a power of two, so that kernels can shift
 PLACE = TABLE_ROW.itemsize // 8  # integers of one place
-TILE = 4  # integers of one tile: first row, number of rows, slot, which of the pieces (experts) at a place
-# Rows of a tile. One: as vectors. More: by tensor cores, which share the matrices.
+TILE = 4  # integers per tile: first row, number of rows, slot, piece (expert)
+# Rows of a tile. One row: computed as vectors. More rows: with tensor cores, which share the matrices.
 TILE_SIZES = (1, 16, 64)
 EXPERT_TILE_SIZES = (16, 64)
 RANK_CLASSES = (16, 64, 512)
-MIXED_BLOCK = 32  # a multiple of the ranks of a block
+MIXED_BLOCK = 32  # a multiple of the ranks per block
 
-# Of attention's input and of all attention, as ids of `lora.modules`: with every module that was ever seen,
-# the sets that a recorded step is planned for.
+# The modules of attention's input, and of all attention, as ids of `lora.modules`. With the set of all
+# modules seen so far, these are the sets for which a recorded step is planned.
 MODULE_CLASSES = (frozenset(range(4)), frozenset(range(5)))
 
 Rows = Mapping[tuple[int, int], LoraRow]
@@ -33,7 +33,7 @@ Rows = Mapping[tuple[int, int], LoraRow]
 
 @dataclass(frozen=True)
 class SlotUpdate:
-    """places [layers, MODULES, PLACE] int64, to be written into this slot before the kernels run."""
+    """places [layers, MODULES, PLACE] int64, to be written to this slot before the kernels run."""
 
     slot: int
     places: np.ndarray
@@ -43,11 +43,11 @@ class SlotUpdate:
 class LoraPlan:
     """tiles [n, TILE] int32: first row, number of rows, slot, 0; a tile of 0 rows is padding.
 
-    row_slots [rows] int32: the slot of each row, -1 without an adapter.
-    tile_size: the most rows a tile has. rank: no rank of the batch is larger, nor the sum of those that are
-    mixed; one of a few classes. mixed: whether rows have more members than one, or scales of their own.
-    weighed: whether rows have weights for what they add: those whose matrices are shared, and mixed DoRA.
-    modules: ids that any adapter of the batch has anywhere. encodings: of rows that are not plain.
+    row_slots [rows] int32: the slot of each row, -1 without an adapter. tile_size: the most rows in a tile.
+    rank: upper bound of the ranks in the batch, including sums over mixed adapters; one of a few classes.
+    mixed: whether rows have several members, or scales of their own. weighed: whether rows have weights for
+    what they add: those with shared matrices, and mixed DoRA. modules: ids that any adapter of the batch has
+    on any layer. encodings: of rows that are not plain.
     """
 
     tiles: np.ndarray
@@ -64,7 +64,7 @@ class LoraPlan:
 @dataclass(frozen=True)
 class _Slot:
     rows: Rows  # a reference, so that its id is not reused
-    slots: tuple[int, ...]  # of the first members of its rows, of the second, ...
+    slots: tuple[int, ...]  # of the first members of its rows, the second ones, ...
     rank: int
     modules: frozenset[int]
     encodings: frozenset[Encoding]
@@ -77,18 +77,19 @@ class _Slot:
 
 
 class Places:
-    """Assigns slots to adapters; the least recently used one is evicted. Of adapters that are mixed each
-    takes one for every mix; there are more slots once a batch needs more."""
+    """Assigns slots to adapters; the least recently used one is evicted. A mixed adapter takes a slot per
+    mix. The number of slots grows when a batch needs more.
+    """
 
     def __init__(self, num_slots: int, num_layers: int) -> None:
         self.num_slots = num_slots
         self.num_layers = num_layers
-        self.modules = frozenset[int]()  # that any adapter had so far
+        self.modules = frozenset[int]()  # of all adapters so far
         self._slots: OrderedDict[int, _Slot] = OrderedDict()
         self._free = list(range(num_slots))[::-1]
 
     def take(self, batch: Sequence[Rows]) -> tuple[list[_Slot], tuple[SlotUpdate, ...]]:
-        """The slots of a batch's adapters, and those that must be written first."""
+        """The slots of a batch's adapters, and the slots that must be written first."""
         for rows in batch:  # so that no adapter of the batch is evicted
             if id(rows) in self._slots:
                 self._slots.move_to_end(id(rows))
@@ -118,10 +119,10 @@ class Places:
         ]
 
     def _claim(self, count: int, used: Container[int]) -> tuple[int, ...]:
-        """Slots that no adapter of the batch has. used: ids of these."""
+        """Slots that no adapter of the batch uses. used: ids of those adapters."""
         while len(self._free) < count:
             oldest = next(iter(self._slots), None)
-            if oldest is None or oldest in used:  # those of this batch are the last
+            if oldest is None or oldest in used:  # this batch's adapters come last
                 self._free = [*range(2 * self.num_slots - 1, self.num_slots - 1, -1), *self._free]
                 self.num_slots *= 2
             else:
@@ -130,7 +131,7 @@ class Places:
 
 
 def _rank(row: LoraRow) -> int:
-    """Of all members together, each of which begins with a block of its own."""
+    """Sum over all members, each of which starts with its own block."""
     if not row.more:
         return row.format.rank
     return sum(-(-one.format.rank // MIXED_BLOCK) * MIXED_BLOCK for one in row.members)
@@ -143,10 +144,10 @@ def plan_lora(
     fixed: bool = False,
     routed: bool = True,
 ) -> LoraPlan:
-    """The tiles of a batch of so many rows.
+    """The tiles of a batch with `num_rows` rows.
 
-    fixed: one row for each sequence; pad to one of two numbers of tiles. routed: whether the model has
-    experts, whose kernels alone read `row_slots`.
+    fixed: one row per sequence; pad to one of two numbers of tiles. routed: whether the model has experts,
+    whose kernels are the only ones to read `row_slots`.
     """
     entries, updates = places.take([segment.rows for segment in segments])
     size = tile_size([segment.stop - segment.start for segment in segments])
@@ -170,8 +171,11 @@ def plan_lora(
 
 
 def fixed_tiles(count: int, size: int, num_rows: int) -> int:
-    """The tiles to launch for so many, one of two numbers: few, or as many as any batch of these rows needs.
-    Tiles of one row are for a mean below 2 rows of an adapter, larger ones for at least 2."""
+    """The number of tiles to launch for `count` tiles, one of two values: few, or as many as any batch with
+    these rows needs.
+
+    Tiles of one row are used for a mean below 2 rows per adapter, larger ones for at least 2.
+    """
     few, most = (num_rows // 4, num_rows) if size == 1 else (num_rows // 8, num_rows // size + num_rows // 2)
     return next(number for number in (max(1, few), max(1, most), num_rows) if count <= number)
 
@@ -179,8 +183,9 @@ def fixed_tiles(count: int, size: int, num_rows: int) -> int:
 def _tiles(
     starts: np.ndarray, stops: np.ndarray, slots: np.ndarray, size: int, fixed_rows: int
 ) -> np.ndarray:
-    """Tiles of `size` rows of each segment, as `LoraPlan` has them. fixed_rows: of a batch whose tables have
-    fixed shapes, else 0."""
+    """Tiles of `size` rows of each segment, as in `LoraPlan`. fixed_rows: of a batch whose tables have fixed
+    shapes, otherwise 0.
+    """
     lengths = stops - starts
     counts = -(-lengths // size)
     total = int(counts.sum())
@@ -198,7 +203,7 @@ def _tiles(
 
 
 def _row_slots(starts: np.ndarray, stops: np.ndarray, slots: np.ndarray, num_rows: int) -> np.ndarray:
-    """As `LoraPlan` has them. Segments are ascending and disjoint."""
+    """As in `LoraPlan`. Segments are ascending and disjoint."""
     ends = np.stack((starts, stops), axis=1).ravel()
     counts = np.diff(ends, prepend=0, append=num_rows)  # rows before a segment, of it, before the next, ...
     values = np.full(len(counts), -1, np.int32)
@@ -207,26 +212,29 @@ def _row_slots(starts: np.ndarray, stops: np.ndarray, slots: np.ndarray, num_row
 
 
 def tile_size(lengths: Sequence[int]) -> int:
-    """By the mean rows of an adapter: 1 for distinct adapters that decode, large tiles for prompts."""
+    """Based on the mean rows per adapter: 1 for decoding with distinct adapters, large tiles for prompts."""
     return tile_size_of(sum(lengths) / len(lengths))
 
 
 def tile_size_of(mean: float) -> int:
-    """By the mean number of rows that share matrices."""
+    """Based on the mean number of rows that share matrices."""
     return TILE_SIZES[0] if mean < 2 else TILE_SIZES[1] if mean < 48 else TILE_SIZES[2]
 
 
 def expert_tile_size(mean: float) -> int:
-    """By the mean rows of an expert, whose weight is always multiplied by tensor cores."""
+    """Based on the mean rows per expert, whose weight is always multiplied with tensor cores."""
     return EXPERT_TILE_SIZES[0] if mean < 32 else EXPERT_TILE_SIZES[1]
 
 
 def module_class(present: frozenset[int], known: frozenset[int]) -> frozenset[int]:
-    """Modules rounded up to few sets, for few graphs. Those that no adapter has add nothing, for the time of
-    their launches. known: all that adapters had so far."""
+    """Round modules up to one of few sets, so that few graphs are needed. Modules that no adapter has add
+    nothing, but cost their launches. known: all modules of adapters so far.
+    """
     return next((group & known for group in MODULE_CLASSES if present <= group), known)
 
 
 def rank_class(rank: int) -> int:
-    """Ranks rounded up to few classes, for few variants of kernels and graphs; then to powers of 2."""
+    """Round ranks up to one of few classes, then to powers of 2, so that few variants of kernels and graphs
+    are needed.
+    """
     return next((bound for bound in RANK_CLASSES if rank <= bound), 1 << (rank - 1).bit_length())

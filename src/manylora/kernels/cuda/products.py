@@ -1,9 +1,9 @@
-"""Linear layers on quantised weights: of the kernels whose result is right, the fastest for each shape of
-weight and each class of rows.
+"""Linear layers with quantised weights: the fastest correct kernel for each shape of weight and each class of
+rows.
 
-A kernel is tried with the first weight of a shape, and timed with it where the device can measure. By its
-class alone a step's rows choose a kernel, so within one a row is computed alike. Kernels that round x to 8
-bits stand for each other only: no time decides between them and the others.
+A kernel is tried with the first weight of a shape, and timed with it if the device can measure. A step's
+number of rows selects a kernel only by its class, so within a class a row is computed in the same way.
+Kernels that round x to 8 bits replace only each other, never the others, whatever their speed.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from manylora.kernels.quantised import PackedInt4, QuantisedWeight, quantised_li
 
 logger = logging.getLogger("manylora")
 
-MANY_ROWS = 1024  # stands for all beyond the classes
+MANY_ROWS = 1024  # represents all numbers beyond the classes
 TIMED_ROWS = (*ROW_CLASSES, MANY_ROWS)
-DECODING = ROW_CLASSES[:2]  # the classes that decide between layouts
+DECODING = ROW_CLASSES[:2]  # the classes that decide the layout
 
 Kernels = tuple[QuantisedKernel, ...]
 """One for each of TIMED_ROWS."""
@@ -45,7 +45,7 @@ Kernels = tuple[QuantisedKernel, ...]
 
 @dataclass(frozen=True)
 class Product:
-    """A weight in the layout of its kernels. weight: held, so that its id stays its own."""
+    """A weight in its kernels' layout. weight: held, so that its id is not reused."""
 
     weight: QuantisedWeight | PackedInt4
     kernels: Kernels
@@ -64,8 +64,8 @@ class Product:
 class QuantisedLinears:
     """Chooses the kernels of each weight and runs them.
 
-    kernels: in the order in which they are preferred where nothing is measured. chooser: measures them, as it
-    does block sizes, and keeps what it chose.
+    kernels: in order of preference without measurements. chooser: measures them, as it does block sizes, and
+    stores its choices.
     """
 
     def __init__(self, kernels: Sequence[QuantisedKernel] | None = None, chooser: BlockChooser | None = None):
@@ -75,11 +75,12 @@ class QuantisedLinears:
         self._works: dict[tuple[str, QuantisedKernel], bool] = {}
         self._chosen: dict[str, Kernels] = {}
         self._ready: dict[int, Product] = {}
-        self._left = MOST_SECONDS  # for measuring, over all weights
+        self._left = MOST_SECONDS  # seconds left for measuring, over all weights
 
     def pack(self, weight: QuantisedWeight) -> QuantisedWeight | PackedInt4:
-        """A weight in its kernels' layout; the original may be freed. The first one of a shape waits for the
-        device."""
+        """A weight in its kernels' layout. The original may be freed. The first weight of a shape waits for
+        the device.
+        """
         if not weight.is_plain:
             return weight
         name = _describe(weight)
@@ -92,7 +93,8 @@ class QuantisedLinears:
 
     def narrows_experts(self, weight: QuantisedWeight) -> bool:
         """Whether experts with such weights use FP8 tensor cores. The first call tries the kernel and waits
-        for the device."""
+        for the device.
+        """
         return self._units.takes(weight) and self._passes(self._units, weight, says=True)
 
     def __call__(self, x: Tensor, weight: QuantisedWeight | PackedInt4, bias: Tensor | None) -> Tensor:
@@ -124,7 +126,7 @@ class QuantisedLinears:
             self._left -= time.perf_counter() - started
 
     def _compile(self, weight: QuantisedWeight, kernels: Sequence[QuantisedKernel]) -> None:
-        """Our own kernels, with every choice of block sizes, side by side."""
+        """Compile our own kernels in parallel, with every choice of block sizes."""
         trial = _Trial(weight)
         with launch.compiling():
             for kernel in kernels:
@@ -134,7 +136,7 @@ class QuantisedLinears:
     def _fastest(
         self, weight: QuantisedWeight, name: str, layouts: dict[str, list[QuantisedKernel]]
     ) -> Kernels:
-        """As far as the chooser knows or may measure; else the first ones."""
+        """The fastest according to the chooser's measurements. Otherwise the first ones."""
         trial, found = _Trial(weight), {}
         for layout, kernels in layouts.items():
             found[layout] = tuple(self._for_rows(trial, name, kernels, rows) for rows in TIMED_ROWS)
@@ -156,7 +158,7 @@ class QuantisedLinears:
         return names[0] if len(names) == 1 else self._chooser.choose(shape, names, run)
 
     def _passes(self, kernel: QuantisedKernel, weight: QuantisedWeight, says: bool = False) -> bool:
-        """Whether its product with some rows of the first weight of this shape was right."""
+        """Whether its product with some rows of the first weight of this shape was correct."""
         name = _describe(weight)
         if (name, kernel) not in self._works:
             reason = None if isinstance(kernel, WidenedBefore) else refusal(kernel, weight)
@@ -169,7 +171,7 @@ class QuantisedLinears:
 
 
 class _Trial:
-    """Runs kernels on a weight, each in its layout, which is made once."""
+    """Runs kernels on a weight, in each kernel's layout, which is created once."""
 
     def __init__(self, weight: QuantisedWeight) -> None:
         self._weight, self._ready = weight, dict[QuantisedKernel, tuple[Any, Any]]()
@@ -187,12 +189,12 @@ class _Trial:
 
 
 def _rows_of(kernel: QuantisedKernel) -> tuple[int, ...]:
-    """Of TIMED_ROWS those that it is offered."""
+    """The entries of TIMED_ROWS that it supports."""
     return tuple(rows for rows in TIMED_ROWS if kernel.most_rows is None or rows <= kernel.most_rows)
 
 
 def _describe(weight: QuantisedWeight) -> str:
-    """Everything that kernels for it, and their speed, depend on."""
+    """Everything that its kernels and their speed depend on."""
     kind = {torch.uint8: "4-bit"}.get(weight.values.dtype, str(weight.values.dtype).removeprefix("torch."))
     rows, columns = weight.shape
     groups = "" if weight.scales.shape[1] == 1 else f" in groups of {weight.group_size}"
@@ -202,7 +204,7 @@ def _describe(weight: QuantisedWeight) -> str:
 
 
 def _say(kernels: Kernels) -> str:
-    """Such as: a up to 64 rows, then b."""
+    """For example: a up to 64 rows, then b."""
     pairs = zip([kernel.name for kernel in kernels], TIMED_ROWS, strict=True)
     last = [(name, max(rows for _, rows in same)) for name, same in groupby(pairs, key=itemgetter(0))]
     parts = [f"{name} up to {rows} rows" for name, rows in last[:-1]]

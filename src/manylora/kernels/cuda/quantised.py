@@ -13,18 +13,19 @@ from manylora.kernels.cuda.fp8 import FP8, has_units, quantise_rows
 from manylora.kernels.cuda.grouped import SMALLEST_GROUP, quantised_rows, weight_table
 from manylora.kernels.quantised import INT4_GROUPS, PackedInt4, QuantisedWeight, quantised_linear
 
-FEW_ROWS = 256  # up to here weights are widened in registers; with more rows, once before the product
+FEW_ROWS = 256  # up to this, weights are widened in registers; with more rows, before the product
 INT8_ROWS = 64  # torch's 8-bit kernel is for decoding
-INNER_TILES = (8, 4, 2)  # innerKTiles of torch's 4-bit layout: K is a multiple of 16 times that
+INNER_TILES = (8, 4, 2)  # innerKTiles of torch's 4-bit layout: K must be a multiple of 16 times it
 TRIAL_ROWS = (3, 40)
-TOLERANCE = 0.02  # of the largest output; rounding to bfloat16 takes 0.004
+TOLERANCE = 0.02  # relative to the largest output; rounding to bfloat16 causes 0.004
 
 
 class QuantisedKernel(ABC):
     """One implementation of the product with quantised weights.
 
-    most_rows: of x that it is offered. narrows: whether it quantises x to e4m3, with a scale for each row.
-    repacks: whether `pack` changes the layout, so that no other kernel takes the weight.
+    most_rows: maximum rows of x that it supports. narrows: whether it quantises x to e4m3, with one scale per
+    row.
+    repacks: whether `pack` changes the layout, so that no other kernel can use the weight.
     """
 
     name: str
@@ -41,7 +42,7 @@ class QuantisedKernel(ABC):
         return weight
 
     def prepare(self, packed: Any) -> Any:
-        """Further arguments of a call, made once for a weight."""
+        """Further arguments for calls, created once per weight."""
         return None
 
     @abstractmethod
@@ -119,7 +120,7 @@ class TorchInt4(QuantisedKernel):
     def pack(self, weight: QuantisedWeight) -> PackedInt4:
         assert weight.offsets is not None
         inner = next(tiles for tiles in INNER_TILES if weight.shape[1] % (16 * tiles) == 0)
-        swapped = (weight.values << 4) | (weight.values >> 4)  # the first input of two lies in the high half
+        swapped = (weight.values << 4) | (weight.values >> 4)  # the first of two inputs goes to the high half
         packed = torch._convert_weight_to_int4pack(swapped, inner)
         table = torch.stack((weight.scales.T, weight.offsets.T), dim=-1).contiguous()
         return PackedInt4(packed, table, weight.group_size)
@@ -148,7 +149,9 @@ class Widened(QuantisedKernel):
 
 
 class Units(Widened):
-    """Our own kernel on the FP8 units. Experts always use it: torch's have no tables."""
+    """Our own kernel for FP8 tensor cores. Experts always use it, because torch's kernels do not support
+    tables.
+    """
 
     name = "our own kernel on FP8 units"
     narrows = True
@@ -173,13 +176,15 @@ class WidenedBefore(QuantisedKernel):
 
 
 def all_kernels(chooser: BlockChooser | None = None) -> tuple[QuantisedKernel, ...]:
-    """In the order in which they are preferred where nothing is measured. chooser: of block sizes."""
+    """All kernels in order of preference without measurements. chooser: of block sizes."""
     torch_kernels = ScaledRows(), ScaledAfterwards(), TorchInt8(), TorchInt4()
     return (*torch_kernels, Widened(chooser), WidenedBefore(), Units(chooser))
 
 
 def refusal(kernel: QuantisedKernel, weight: QuantisedWeight) -> str | None:
-    """Why a kernel cannot serve, None if it can: it raised, or its answer is not the reference's."""
+    """Why a kernel cannot be used: it raised an error, or its result differs from the reference. None: it
+    can.
+    """
     some = weight.rows(slice(256))
     made = torch.Generator().manual_seed(0)
     for count in TRIAL_ROWS:
@@ -192,7 +197,7 @@ def refusal(kernel: QuantisedKernel, weight: QuantisedWeight) -> str | None:
         try:
             packed = kernel.pack(some)
             got = kernel(x, packed, kernel.prepare(packed)).float()
-        except Exception as error:  # whatever a foreign kernel raises, another one serves
+        except Exception as error:  # a library's kernel may raise anything; then another one is used
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         worst = float((got - want).abs().max() / want.abs().max().clamp(min=1e-30))
         if not worst <= TOLERANCE:

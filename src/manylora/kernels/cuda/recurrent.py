@@ -1,8 +1,8 @@
-"""Recurrent layers: the rows of each sequence one after another, its memory in registers meanwhile.
+"""Recurrent layers: the rows of each sequence one after another, with its memory in registers.
 
-A row is computed alike whatever is beside it, so neither the parts of a prompt nor other sequences change a
-bit. Where a sequence starts and where its state is are read on the device: the host waits for nothing, and
-steps can be recorded.
+A row is computed in the same way whatever is beside it, so neither the chunks of a prompt nor other sequences
+change a result. Sequence starts and state locations are read on the device: the host never waits, and steps
+can be recorded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from manylora.kernels.delta_rule import NORM_EPS, DeltaWeights
 from manylora.kernels.mamba2 import Mamba2Weights
 from manylora.kernels.recurrent import RecurrentState, StateBatch
 
-TILE = 2048  # elements of a head's memory in one program: 16 registers of each thread of 4 warps
+TILE = 2048  # elements of a head's memory per program: 16 registers per thread of 4 warps
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def _finish(
 
 
 def mamba2(x: Tensor, weights: Mamba2Weights, state: RecurrentState, batch: StateBatch) -> Tensor:
-    """As `ReferenceOps.mamba2`; a state with slot -1 in `writes` is not stored."""
+    """As `ReferenceOps.mamba2`. A state with slot -1 in `writes` is not stored."""
     x, w = _rowwise(x), weights
     mixed = _float32(x, w.channels)
     convolve(mixed, x[:, w.value_size :], w.taps, w.bias, state, batch)
@@ -141,7 +141,7 @@ def mamba2(x: Tensor, weights: Mamba2Weights, state: RecurrentState, batch: Stat
 def delta_rule(
     x: Tensor, gates: Tensor, weights: DeltaWeights, state: RecurrentState, batch: StateBatch
 ) -> Tensor:
-    """As `ReferenceOps.delta_rule`; a state with slot -1 in `writes` is not stored."""
+    """As `ReferenceOps.delta_rule`. A state with slot -1 in `writes` is not stored."""
     x, gates, w = _rowwise(x), _rowwise(gates), weights
     mixed = _float32(x, w.channels)
     convolve(mixed, x, w.taps, None, state, batch)
@@ -157,7 +157,7 @@ def delta_rule(
 
 
 def short_conv(x: Tensor, taps: Tensor, state: RecurrentState, batch: StateBatch) -> Tensor:
-    """As `ReferenceOps.short_conv`; inputs with slot -1 in `writes` are not stored."""
+    """As `ReferenceOps.short_conv`. Inputs with slot -1 in `writes` are not stored."""
     out = torch.empty((len(x), taps.shape[1]), dtype=x.dtype, device=x.device)
     convolve(out, _rowwise(x), taps, None, state, batch, gated=True)
     return out
@@ -166,7 +166,9 @@ def short_conv(x: Tensor, taps: Tensor, state: RecurrentState, batch: StateBatch
 def _finished(
     x: Tensor, y: Tensor, z: Tensor, norm: Tensor | None, eps: float, groups: int, gate_first: bool
 ) -> Tensor:
-    """In x's type. y [T, values] in `groups` parts, each normalised alone; z: gates, in the first columns."""
+    """In x's dtype. y [T, values] in `groups` parts that are normalised separately. z: gates, in the first
+    columns.
+    """
     out = torch.empty(y.shape, dtype=x.dtype, device=x.device)
     width = y.shape[1] // groups
     block = triton.next_power_of_2(width)
@@ -180,7 +182,7 @@ def _finished(
 
 
 def _blocks(dim: int, keys: int) -> tuple[int, int]:
-    """Of a program: rows of a head's memory, and elements of each, powers of two."""
+    """Rows of a head's memory per program, and elements of each, as powers of two."""
     width = triton.next_power_of_2(keys)
     return min(triton.next_power_of_2(dim), max(1, TILE // width)), width
 

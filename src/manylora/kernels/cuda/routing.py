@@ -1,7 +1,7 @@
-"""Which rows go to which experts, decided on the device: no count of it ever comes to the host.
+"""Which rows go to which experts, decided on the device. The host never learns any count.
 
-Tables have the size of the worst case of their shape, so that a step can be recorded; a tile of 0 rows ends
-at once. A run is the pairs of one expert, or of one expert under one adapter.
+Tables have the size of the worst case for their shape, so that a step can be recorded. A tile of 0 rows exits
+at once. A run is the pairs of one expert, or of one expert with one adapter.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ BLOCK = 1024
 class DevicePairs(ExpertPairs):
     """tiles [n, TILE] int32: first pair, pairs, unused, expert; tile_size: the most pairs of one.
 
-    lora_tiles [n, TILE] int32: first pair, pairs, slot of the adapter, expert; lora_tile_size likewise.
-    Empty without adapters.
+    lora_tiles [n, TILE] int32: first pair, pairs, slot of the adapter, expert; empty without adapters.
+    lora_tile_size: the most pairs of one.
     """
 
     tiles: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -112,7 +112,7 @@ def pair_up(choices: Tensor, num_experts: int, lora: PlannedLora | None) -> tupl
 
 
 def _tiles(experts: Tensor, slots: Tensor, most_runs: int, size: int, *, adapted: bool) -> Tensor:
-    """[n, TILE] int32, n enough for any such pairs: each run has at most one tile that is not full."""
+    """[n, TILE] int32, with n large enough for any such pairs: each run has at most one partial tile."""
     most = len(experts) // size + most_runs
     tiles = torch.zeros((min(most, len(experts)), TILE), dtype=torch.int32, device=experts.device)
     options = {"SIZE": size, "ADAPTED": adapted, "TILE": TILE, "BLOCK": BLOCK}

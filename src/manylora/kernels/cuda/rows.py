@@ -1,4 +1,4 @@
-"""Row-wise operations in one launch each, in float32: RMSNorm, with a sum before it, gated activations."""
+"""Row-wise operations in one launch each, in float32: RMSNorm, addition with RMSNorm, gated activations."""
 
 from __future__ import annotations
 
@@ -65,17 +65,17 @@ def _clamped_swiglu(y, out, y_stride, alpha, limit, WIDTH: tl.constexpr, BLOCK: 
 
 
 def warps_of(block: int) -> int:
-    """A program processes a row, whose elements should fit into registers."""
+    """Warps for a program that processes a row, whose elements should fit in registers."""
     return 4 if block <= 2048 else 8 if block <= 8192 else 16
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `ReferenceOps.rms_norm`; any leading dimensions."""
+    """As `ReferenceOps.rms_norm`, with any leading dimensions."""
     return add_rms_norm(x, None, weight, eps)[1]
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As `ReferenceOps.add_rms_norm`, in one launch. Without a delta the sum is x."""
+    """As `ReferenceOps.add_rms_norm`, in one launch. Without a delta the sum is x itself."""
     x = x.contiguous()
     total, out = x if delta is None else torch.empty_like(x), torch.empty_like(x)
     width = x.shape[-1]

@@ -1,4 +1,4 @@
-"""The batches of `kernels.spec` with the tables that the kernels of this folder read. Built on the host."""
+"""The batches of `kernels.spec` with the tables that the kernels in this folder read. Built on the host."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from manylora.kernels.row_format import Encoding
 from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch
 
 BLOCK_ROWS = 64  # rows of a tile of a prompt: queries times the heads of a group
-FLOAT32_BLOCK_ROWS = 32  # so that a tile stays in registers
-WIDE = 256  # elements of a head, beyond which tiles have half the rows
-PART_KEYS = 128  # of a sequence that decodes, the fewest keys of a program; its partial sum is 1/16 of them
+FLOAT32_BLOCK_ROWS = 32  # so that a tile fits in registers
+WIDE = 256  # elements of a head; tiles of wider heads have half the rows
+PART_KEYS = 128  # minimum keys per program when decoding; its partial sum is 1/16 of them
 
 
 @dataclass(frozen=True)
 class PlannedLora(LoraBatch):
-    """places, tiles: as `kernels.cuda.lora.LoraTables`; the rest as `kernels.cuda.plan.LoraPlan`.
+    """places, tiles: as in `kernels.cuda.lora.LoraTables`; the rest as in `kernels.cuda.plan.LoraPlan`.
 
-    row_slots: empty for a model without experts. most_adapters: no batch of this shape has more.
+    row_slots: empty for a model without experts. most_adapters: upper bound for batches of this shape.
     """
 
     places: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -38,12 +38,13 @@ class PlannedLora(LoraBatch):
     most_adapters: int = 1
 
     def among(self, rows: Sequence[int]) -> None:
-        """Tiles are of all rows."""
+        """None: the tiles only work for all rows."""
 
     @property
     def shape(self) -> Hashable:
-        """All that decides which kernels are launched, with which grids and on which memory; the rest is
-        contents of tables."""
+        """Everything that determines which kernels are launched, with which grids and on which memory. The
+        rest is contents of tables.
+        """
         return (
             self.tile_size,
             self.tiles.shape[0],
@@ -58,7 +59,7 @@ class PlannedLora(LoraBatch):
 
 
 class Tiling(NamedTuple):
-    """Tiles [start, stop) of a batch, with so many rows each: queries times the heads of a group."""
+    """Tiles [start, stop) of a batch, with block_rows rows each: queries times the heads of a group."""
 
     start: int
     stop: int
@@ -70,9 +71,9 @@ class PagedBatch(AttentionBatch):
     """starts [S + 1], lengths [S] int32: query_starts and kv_lens. Tiles [n, 2] int32: sequence, first query.
 
     single_tiles: of sequences with one query, whose keys are split; tiles: of the others, one tiling after
-    another. tilings: which of these are for layers with so many key heads of such a size.
-    part_keys: the keys of one part are a multiple of it. max_queries, max_keys: bounds over the batch, or
-    over every fixed one: the width of its block table.
+    another. tilings: which of these are for layers with a given number and size of key heads. part_keys: the
+    keys of a part are a multiple of it. max_queries, max_keys: bounds for the batch, or for every fixed
+    batch: the width of its block table.
     """
 
     starts: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -120,7 +121,7 @@ def plan_attention(
 
 
 def _block_rows(limits: BatchLimits, kv_heads: int, dim: int) -> int:
-    """Of a tile: fewer of wide heads, so that it stays in registers."""
+    """Rows per tile, fewer for wide heads, so that a tile fits in registers."""
     least = FLOAT32_BLOCK_ROWS if limits.dtype == torch.float32 else BLOCK_ROWS
     least = least if dim <= WIDE else least // 2
     return max(least, 1 << (limits.num_heads // kv_heads - 1).bit_length())

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Asks the `ensemble` over gRPC, text in and text out. Flags and lines as tensorrtllm_backend has them.
+"""Sends requests to the `ensemble` over gRPC, text in and text out. Flags and output as in
+tensorrtllm_backend.
 
-Exit status 0 when every request was answered (as expected), 1 otherwise.
+Exit status 0 if every request was answered (as expected), 1 otherwise.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     on = {"action": "store_true"}
     add("-v", "--verbose", **on)
-    add("-u", "--url", default="localhost:8001", help="of the server's gRPC port")
+    add("-u", "--url", default="localhost:8001", help="address of the server's gRPC port")
     add("-p", "--prompt", required=True, help="a prompt, or a JSON list of prompts")
     add("--model-name", default="ensemble", choices=("ensemble", "tensorrt_llm_bls"))
     add("-S", "--streaming", **on)
@@ -33,7 +34,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--repetition-penalty", type=float)
     add("--presence-penalty", type=float)
     add("--frequency-penalty", type=float)
-    add("--prompt-ignore-length", type=int, help="tokens of the prompt that the last two do not count")
+    add("--prompt-ignore-length", type=int, help="number of prompt tokens that the last two options ignore")
     add("-o", "--output-len", type=int, default=100)
     add("--request-id", default="")
     add("--stop-words", nargs="+", default=[])
@@ -45,7 +46,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--return-context-logits", **on)
     add("--return-generation-logits", **on)
     add("--return-perf-metrics", **on)
-    add("--batch-inputs", help="all prompts in one request", **on)
+    add("--batch-inputs", help="send all prompts in one request", **on)
     add("--end-id", type=int)
     add("--pad-id", type=int)
     add("--lora-path", help="folder with model.lora_weights.npy and model.lora_config.npy")
@@ -59,7 +60,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def prompts_of(text: str) -> list[str]:
-    """A JSON list of strings is many prompts; anything else is one."""
+    """The prompts: a JSON list of strings has several, anything else is one."""
     try:
         parsed = json.loads(text)
     except ValueError:
@@ -112,7 +113,7 @@ def build_inputs(flags: argparse.Namespace, prompts: list[str]) -> list[grpc.Inf
 
 
 def _repeated(tensors: list[grpc.InferInput], count: int) -> list[grpc.InferInput]:
-    """The adapter's tensors have a batch of one; a batch of prompts needs them for each."""
+    """Repeat the adapter's tensors, which have a batch of one, for each prompt of a batch."""
     for one in tensors if count > 1 else ():
         one._raw_content = one._raw_content * count
         one.set_shape([count, *one.shape()[1:]])
@@ -136,7 +137,7 @@ def requested_outputs(flags: argparse.Namespace) -> list[grpc.InferRequestedOutp
 def ask(
     client: grpc.InferenceServerClient, flags: argparse.Namespace, prompts: list[str], first: int
 ) -> dict:
-    """Texts by (prompt, return sequence)."""
+    """Send requests. Returns texts by (prompt, return sequence)."""
     answers: queue.Queue = queue.Queue()
     client.start_stream(lambda result, error: answers.put((result, error)))
     client.async_stream_infer(

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Asks the `tensorrt_llm` model over gRPC. Flags and printed lines as tensorrtllm_backend's client.
+"""Sends a request to the `tensorrt_llm` model over gRPC. Flags and output as in tensorrtllm_backend's client.
 
-A non-streaming request goes out unary when the model is not decoupled, and over a gRPC stream when it is.
-Exit status 0 when answered as expected, 1 otherwise.
+A non-streaming request is sent as a unary call if the model is not decoupled, and over a gRPC stream if it
+is. Exit status 0 if answered as expected, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ANSWER_TIMEOUT_S = 600
 
 
 class ClientError(Exception):
-    """What ends the client with status 1."""
+    """Ends the client with status 1."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     on = {"action": "store_true"}
     add("-v", "--verbose", **on)
-    add("-u", "--url", default="localhost:8001", help="of the server's gRPC port")
+    add("-u", "--url", default="localhost:8001", help="address of the server's gRPC port")
     add("--text", default="Born in north-east France, Soyer trained as a", help="the prompt")
     add("--input-tokens-csv", default="", help="prompt as token ids: the first row of a CSV file")
     add("--draft-tokens-csv", default="")
@@ -60,7 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--repetition-penalty", type=float)
     add("--presence-penalty", type=float)
     add("--frequency-penalty", type=float)
-    add("--prompt-ignore-length", type=int, help="tokens of the prompt that the last two do not count")
+    add("--prompt-ignore-length", type=int, help="number of prompt tokens that the last two options ignore")
     add("--request-output-len", type=int, default=16)
     add("--stop-after-ms", type=int, default=0)
     add("--stop-via-request-cancel", **on)
@@ -80,15 +80,20 @@ def parse_arguments() -> argparse.Namespace:
     add("--model-name", default="tensorrt_llm")
     add("--prompt-embedding-table-path", default="", help=".npy: [rows, hidden] or [tasks, rows, hidden]")
     add("--prompt-task-id", type=int, default=0, help="which table of a three-dimensional file")
-    add("--dtype", default="float16", choices=("float16", "float32", "bfloat16"), help="of the table's file")
+    add(
+        "--dtype",
+        default="float16",
+        choices=("float16", "float32", "bfloat16"),
+        help="dtype of the table's file",
+    )
     add("--prompt_table_extra_id", type=int, help="accepted; reuse is keyed by the table's content")
-    add("--vocab_size", type=int, help="with --prompt_table_extra_id: ids from here on are the table's")
-    add("--lookahead_config", type=int, nargs=3, metavar=("W", "N", "G"), help="the server refuses it")
+    add("--vocab_size", type=int, help="with --prompt_table_extra_id: ids from here on refer to the table")
+    add("--lookahead_config", type=int, nargs=3, metavar=("W", "N", "G"), help="refused by the server")
     return parser.parse_args()
 
 
 def tensor(name: str, value: np.ndarray) -> grpc.InferInput:
-    if value.dtype.kind == "V":  # bfloat16 as the converter writes it
+    if value.dtype.kind == "V":  # bfloat16 as written by the converter
         made = grpc.InferInput(name, value.shape, "BF16")
         made._raw_content = value.tobytes()
         return made
@@ -123,7 +128,7 @@ def lora_tensors(flags: argparse.Namespace) -> list[grpc.InferInput]:
 
 
 def prompt_table_tensors(flags: argparse.Namespace, ids: list[int]) -> list[grpc.InferInput]:
-    """The rows that ids beyond the vocabulary stand for; the wire has float16."""
+    """The rows for ids beyond the vocabulary. They are sent as float16."""
     made = []
     if flags.prompt_embedding_table_path:
         table = np.load(flags.prompt_embedding_table_path, allow_pickle=False)
@@ -259,7 +264,7 @@ class Exchange:
         self._answers.put((result, error))
 
     def _next(self) -> grpc.InferResult | None:
-        """The next response, printed; None when the request was cancelled."""
+        """The next response, printed. None if the request was cancelled."""
         try:
             result, error = self._answers.get(timeout=ANSWER_TIMEOUT_S)
         except queue.Empty:
@@ -291,7 +296,7 @@ class Exchange:
 
 
 def sequences_of(results: list[grpc.InferResult], flags: argparse.Namespace, prompt: list[int]) -> dict:
-    """Return sequence -> beams of ids; a streamed sequence gets its prompt in front."""
+    """Return sequence -> beams of ids. The prompt is put in front of a streamed sequence."""
     found: dict[int, list[list[int]]] = {}
     for result in results:
         ids, lengths = result.as_numpy("output_ids")[0], result.as_numpy("sequence_length")
@@ -364,7 +369,7 @@ def load_tokenizer(directory: str) -> Any:
 
 
 def special_ids(directory: str, tokenizer: Any) -> tuple[int, int]:
-    """End and pad id of tokenizer_config.json; the end token pads where there is no pad token."""
+    """End and pad id from tokenizer_config.json. Without a pad token the end token is used."""
     import json
 
     path = Path(directory) / "tokenizer_config.json"

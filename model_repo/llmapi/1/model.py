@@ -1,4 +1,6 @@
-"""TensorRT-LLM's `llmapi` model: a prompt and sampling parameters, answered by the model `tensorrt_llm`."""
+"""TensorRT-LLM's `llmapi` model: takes a prompt and sampling parameters, and calls the model
+`tensorrt_llm`.
+"""
 
 from __future__ import annotations
 

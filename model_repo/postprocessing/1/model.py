@@ -1,4 +1,4 @@
-"""Token ids to text; in a stream, exactly the text the new ids add."""
+"""Converts token ids to text. In a stream, returns exactly the text that the new ids add."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from manylora.wire.server_types import Arrays
 from manylora.wire.shape_guard import check_shapes
 from manylora.wire.text_worker import TextWorker
 
-SMALL_BYTES, CACHED = 64, 1024  # of texts whose tensors are cached; how many are
+SMALL_BYTES, CACHED = 64, 1024  # maximum size and number of texts whose tensors are cached
 
 
 class TritonPythonModel:
@@ -49,7 +49,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._worker.close()
-        _cached_tensor.cache_clear()  # one that outlives the server's memory ends the process
+        _cached_tensor.cache_clear()  # a tensor that outlives the server's memory crashes the process
 
     def _respond(self, inputs: Arrays) -> pb_utils.InferenceResponse:
         texts = self._postprocessor.run(inputs)
@@ -60,11 +60,12 @@ class TritonPythonModel:
 
 @lru_cache(CACHED)
 def _cached_tensor(texts: tuple[bytes, ...], thread: int) -> pb_utils.Tensor:
-    """Texts of a token or two come again and again, and making a tensor costs more than the text.
+    """Cache tensors of short texts: texts of a token or two recur, and creating a tensor costs more than the
+    text.
 
-    thread: that responds with it. The binding copies a tensor to the server's memory when it is first sent,
-    without a lock, so no two threads may have the same one: many tokens, decoded beside `execute`, can have
-    a short text too.
+    thread: the thread that responds with it. The binding copies a tensor to the server's memory when it is
+    first sent, without a lock, so two threads must not share one. Requests with many tokens are decoded on
+    other threads than `execute`, and they may have a short text, too.
     """
     return _tensor(texts)
 

@@ -1,4 +1,4 @@
-"""Text to token ids."""
+"""Converts text to token ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hands samples to Triton's metrics. One thread only: two on one metric end the server."""
+"""Passes samples to Triton's metrics. Use on one thread only: two threads on one metric crash the server."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Exporter:
         self._meter = RequestMeter()
         self._families = {name: _family(name) for name in FAMILIES}
         self._metrics: dict[str, dict[Labels, pb_utils.Metric]] = {name: {} for name in FAMILIES}
-        self._logged: Mapping[str, float | str] = {}  # the last line of the log, without its time
-        # (family, labels) -> value of a gauge, or of a counter that comes as a total
+        self._logged: Mapping[str, float | str] = {}  # the last logged line, without its time
+        # (family, labels) -> value of a gauge, or of a counter that is reported as a total
         self._last: dict[tuple[str, Labels], float] = {}
 
     def update(self, stats: EngineStats) -> None:
-        """Gauges and totals. A family of which a label set is gone is made anew without it."""
+        """Update gauges and totals. A family is created again without a label set that is gone."""
         samples = list(engine_samples(stats))
         for name, family in FAMILIES.items():
             if family.kind == "gauge":
@@ -39,7 +39,7 @@ class Exporter:
         log = iteration_log(samples)
         numbers = {key: value for key, value in log.items() if key != STAMP}
         for sample in samples:
-            # As upstream: the time is that of the numbers.
+            # As in TensorRT-LLM: the time is that of the numbers.
             if numbers != self._logged or "timestamp" not in dict(sample.labels).values():
                 self._put(sample)
         if numbers != self._logged:
@@ -47,7 +47,7 @@ class Exporter:
             self._logged = numbers
 
     def observe(self, lora: LoraInput | LoraMix | None, event: Event) -> None:
-        """A sequence that ended."""
+        """Record a sequence that ended."""
         for sample in self._meter.samples(lora, event):
             self._put(sample)
 
@@ -67,7 +67,7 @@ class Exporter:
             return
         key = (sample.family, sample.labels)
         last = self._last.get(key, 0)
-        if sample.value == last:  # a call into the server for each, so only for news
+        if sample.value == last:  # each update calls the server, so skip unchanged values
             return
         if family.kind == "gauge":
             metric.set(sample.value)
@@ -78,6 +78,6 @@ class Exporter:
 
 def _family(name: str) -> pb_utils.MetricFamily:
     family = FAMILIES[name]
-    # Triton adds the class only when the model is made.
+    # Triton adds the class only when the model is created.
     kind = getattr(pb_utils.MetricFamily, family.kind.upper())
     return pb_utils.MetricFamily(name=name, description=family.help, kind=kind)

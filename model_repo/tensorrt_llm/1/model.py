@@ -1,4 +1,6 @@
-"""Tensors to requests, events to responses. The engine has its own thread, and so has the sending."""
+"""Converts tensors to requests, and events to responses. The engine has its own thread, and so has
+sending.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ from manylora.wire.parameters import engine_config, parameters_of
 from manylora.wire.server_calls import ServerCalls
 from manylora.wire.shape_guard import check_shapes
 
-# The engine's thread and the one that answers take turns in Python; a turn is 5 ms by default, and a step
-# stands still for as long.
+# The engine's thread and the sending thread alternate in holding the GIL. A turn is 5 ms by default, for
+# which a step would be blocked.
 TURN_S = 1e-4
-SMALL_BYTES, CACHED = 8, 1024  # of output tensors that are cached; how many are
+SMALL_BYTES, CACHED = 8, 1024  # maximum size and number of cached output tensors
 
 
 class TritonPythonModel:
@@ -52,7 +54,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._worker.close()
-        _small_tensor.cache_clear()  # one that outlives the server's memory ends the process
+        _small_tensor.cache_clear()  # a tensor that outlives the server's memory crashes the process
 
 
 def _respond(outputs: Outputs) -> pb_utils.InferenceResponse:
@@ -60,8 +62,11 @@ def _respond(outputs: Outputs) -> pb_utils.InferenceResponse:
 
 
 def _tensor(name: str, array: np.ndarray) -> pb_utils.Tensor:
-    """Small tensors, a token or a length, come again and again, and making one costs more than sending it.
-    One thread sends all responses, so none of them is sent by two at once."""
+    """Cache small tensors such as a token or a length: they recur, and creating one costs more than sending
+    it.
+
+    One thread sends all responses, so no tensor is sent by two threads at once.
+    """
     if array.nbytes > SMALL_BYTES or array.dtype.hasobject:
         return pb_utils.Tensor(name, array)
     return _small_tensor(name, array.shape, array.dtype.str, array.tobytes())
@@ -73,5 +78,5 @@ def _small_tensor(name: str, shape: tuple[int, ...], dtype: str, content: bytes)
 
 
 def _bfloat16_bits(tensor: pb_utils.Tensor) -> np.ndarray:
-    """NumPy has no bfloat16: its bits come as two-byte voids."""
+    """The bits as 2-byte void, because NumPy has no bfloat16."""
     return torch.from_dlpack(tensor.to_dlpack()).view(torch.int16).numpy().view("V2")

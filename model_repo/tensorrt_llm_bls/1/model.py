@@ -1,4 +1,6 @@
-"""Text in, text out by calling the other models: whole texts in a stream, stop words on text, drafts."""
+"""Text in, text out by calling the other models. Supports whole texts in streams, text stop words, and
+drafts.
+"""
 
 from __future__ import annotations
 

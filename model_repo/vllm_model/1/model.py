@@ -1,4 +1,6 @@
-"""vllm_backend's model: a prompt and sampling parameters as JSON, answered by the model `tensorrt_llm`."""
+"""vllm_backend's model: takes a prompt and sampling parameters as JSON, and calls the model
+`tensorrt_llm`.
+"""
 
 from __future__ import annotations
 

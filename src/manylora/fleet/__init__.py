@@ -1,1 +1,1 @@
-"""Several servers behind one endpoint, chosen by which adapters they hold."""
+"""Several servers behind one endpoint. Requests are routed by the adapters that the servers hold."""

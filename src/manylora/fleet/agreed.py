@@ -1,4 +1,6 @@
-"""The answer to a request that changes adapters, once all servers of a fleet have been told. Without Ray."""
+"""The response to a request that changes adapters, once all servers of a fleet were told. Does not need
+Ray.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,10 @@ SILENT = "it has not answered in time"
 def agreed(
     changed: Changed, method: str, path: str, states: Mapping[str, State], missing: Sequence[str]
 ) -> Response:
-    """The first server's answer, with what the others say. 202: not all have followed, and it names them.
+    """The first server's response, combined with the others' states. 202 if not all have followed; it names
+    those.
 
-    states: by replica. missing: those that have not answered. The others follow as soon as they can.
+    states: by replica. missing: replicas that have not answered. The others follow as soon as they can.
     """
     first = changed.answer
     if first.status >= HTTPStatus.BAD_REQUEST or not changed.name:

@@ -1,4 +1,6 @@
-"""The Ray Serve application: the OpenAI server in each replica, and on a cluster the endpoint before them."""
+"""The Ray Serve application: the OpenAI server in each replica, and on a cluster the endpoint in front of
+them.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +29,21 @@ from manylora.openai.serving.shared_adapters import State
 
 logger = logging.getLogger("manylora")
 
-GONE_S = 0.5  # for the errors of open requests to be sent, before the process of a dead engine ends
+GONE_S = 0.5  # to send errors to open requests before a process with a dead engine exits
 TARGET_REQUESTS = 16.0
-START_TRIES = 2  # of one replica; what is wrong with the options will be wrong again
-FRONT_REQUESTS = 10_000  # at one time; each is a stream that mostly waits
-# Ray replaces a replica that has not answered so long three times in a row.
+START_TRIES = 2  # per replica; wrong options will fail again
+FRONT_REQUESTS = 10_000  # at a time; each is a stream that mostly waits
+# Ray replaces a replica that did not answer within this time three times in a row.
 HEALTH_S = 7.0
-SILENT_S, SILENT_REPORTS = 3.0, 3  # without a report, then a replica is asked last
+SILENT_S, SILENT_REPORTS = 3.0, 3  # without reports for this long, a replica is asked last
 
 
 class ServerReplica:
-    """The server of `manylora serve`, without its HTTP."""
+    """The server of `manylora serve` without HTTP."""
 
     async def __init__(self, options: FleetOptions, threads: int | None = None) -> None:  # type: ignore[misc]
-        """threads: of each of its ranks, where it has several."""
-        if threads is not None:  # before torch is imported, which reads it once
+        """threads: of each of its ranks, if it has several."""
+        if threads is not None:  # before the import of torch, which reads it once
             os.environ["OMP_NUM_THREADS"] = str(threads)
         from manylora.openai.server import open_app
 
@@ -56,7 +58,7 @@ class ServerReplica:
         self._numbers = count()
 
     async def answer(self, call: Call, *, adapter: str | None = None) -> AsyncIterator[list[Message]]:
-        """adapter: for the router, which chose this replica by it."""
+        """adapter: used by the router, which chose this replica by it."""
         async for messages in self._member.answer(call):
             yield messages
 
@@ -64,14 +66,14 @@ class ServerReplica:
         return await self._member.change(call)
 
     async def whole_answer(self, call: Call) -> tuple[str, tuple[Answer, dict[str, Any]]]:
-        """And this replica's report."""
+        """The response, and this replica's report."""
         return self._id, (await self._member.whole_answer(call), self.record_routing_stats())
 
     async def look(self, name: str, revision: int, drain_s: float) -> tuple[str, State]:
         return self._id, await self._member.look(name, revision, drain_s)
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """Asked by Ray's controller, which gives it to every router."""
+        """Called by Ray's controller, which passes the result to every router."""
         stats = self._backend.stats()
         residents = stats.adapters.residents
         return {
@@ -85,12 +87,12 @@ class ServerReplica:
         }
 
     def check_health(self) -> None:
-        """Asked by Ray's controller; a replica that raises, or does not answer, is replaced."""
+        """Called by Ray's controller. A replica that raises or does not answer is replaced."""
         if not self._backend.alive:
             raise RuntimeError("the engine has stopped")
 
     def _end(self, reason: str) -> None:
-        """On any thread. Ray starts another one."""
+        """Thread-safe. Ray starts another replica."""
         logger.critical("%s: this replica ends", reason)
         self._loop.call_soon_threadsafe(self._loop.call_later, GONE_S, os._exit, 1)
 
@@ -106,7 +108,7 @@ class Endpoint:
 
 
 class _Passed(Response):
-    """Ray's way to answer by an ASGI application."""
+    """Makes Ray respond with an ASGI application."""
 
     def __init__(self, app: Any) -> None:
         super().__init__()
@@ -158,7 +160,7 @@ def replicas(options: FleetOptions, gpus: float) -> Application:
 
 
 def build(args: dict[str, Any]) -> Application:
-    """`import_path` of a Ray Serve configuration: args are the options of `manylora fleet`.
+    """`import_path` of a Ray Serve configuration. args: the options of `manylora fleet`.
 
     Raises ConfigError.
     """

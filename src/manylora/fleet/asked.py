@@ -1,4 +1,4 @@
-"""Which adapter a request asks for, as far as it can be seen in front of the replicas. Without Ray."""
+"""Which adapter a request asks for, as far as the front can see. Does not need Ray."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from manylora.openai.api.ollama_request import LATEST
 
 
 def asked_adapter(fields: Mapping[str, Any], bases: Sequence[str], aliases: Aliases) -> str | None:
-    """The adapter's name; None: the base model. Of several that act together the first, so that equal mixes
-    meet in one replica. fields: of the body, which nobody has checked. A wrong guess costs a cold load."""
+    """The adapter's name; None: the base model. For a mix the first adapter, so that equal mixes go to one
+    replica.
+
+    fields: of the body, not validated. A wrong guess only costs a cold load.
+    """
     lora, request = fields.get("lora"), fields.get("lora_request")
     named = [fields.get(name) for name in ("lora_model", "adapter_id", "lora_path")]
     named.append(request.get("lora_name") if isinstance(request, dict) else None)
@@ -29,5 +32,5 @@ def _first_name(named: Sequence[Any], bases: Sequence[str]) -> str | None:
         name = one.removesuffix(LATEST)
         base = next((base for base in bases if name == base or name.startswith(base + ":")), None)
         name = name if base is None else name[len(base) + 1 :]
-        return name.partition("+")[0] or None  # no adapter's name has a +
+        return name.partition("+")[0] or None  # adapter names never contain a +
     return None

@@ -1,4 +1,4 @@
-"""Call: an HTTP request as data, to be answered by an ASGI application in another process."""
+"""Call: an HTTP request as data, to be handled by an ASGI application in another process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ COPIED = ("http_version", "method", "scheme", "path", "raw_path", "query_string"
 
 @dataclass(frozen=True)
 class Call:
-    """scope: what of the ASGI scope can be sent to another process. body: whole. revision: of the adapters'
-    record, which the answer must know of. received: the file that the body was written to; "": none."""
+    """scope: the serialisable part of the ASGI scope. body: complete. revision: of the adapter record, which
+    the response must take into account. received: the file that the body was written to; "": none.
+    """
 
     scope: dict[str, Any]
     headers: list[tuple[bytes, bytes]]
@@ -37,7 +38,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole response of one replica."""
+    """A complete response of one replica."""
 
     replica: str
     status: int
@@ -46,8 +47,9 @@ class Answer:
 
 
 async def answer(app: ASGIApp, call: Call) -> AsyncIterator[list[Message]]:
-    """The ASGI messages of its response: all that there are whenever one has come. When the iterator is
-    closed before its end, the application sees a client that has disconnected."""
+    """The ASGI messages of its response, in batches of all that are available. If the iterator is closed
+    early, the application sees that the client disconnected.
+    """
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
     gone = asyncio.Event()
     body: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]

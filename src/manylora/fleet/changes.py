@@ -1,4 +1,4 @@
-"""Changes: requests that change adapters. One replica does what they ask, and every other follows."""
+"""Changes: requests that change adapters. One replica executes them, and all others follow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from manylora.openai.serving.keys import ApiKey, Keyring
 from manylora.openai.serving.transport import check_encoding, content_type, declared_length, read_body
 from manylora.openai.serving.uploads import Uploads
 
-CHANGE_S = 120.0  # for one replica to read the adapter and do what is asked
+CHANGE_S = 120.0  # for one replica to read the adapter and make the change
 FOLLOW_S = 60.0  # for the others to read it
 NO_FOLDER = (
     "This fleet has no folder that its servers share, so requests cannot change adapters: give "
@@ -36,8 +36,9 @@ LATE = "The replica that was asked {what}: GET /v1/models/NAME says whether the 
 
 
 class Changes:
-    """reserve: of `BodyMemory`. revision: of the record, which every replica that is asked must know of.
-    aliases: of the options and of requests."""
+    """reserve: of `BodyMemory`. revision: of the record, which every replica must know before it answers.
+    aliases: from options and requests.
+    """
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Changes:
             self._uploads.drop(path)  # no effect once a replica has placed it
 
     async def _receive(self, request: Request, key: ApiKey) -> Path:
-        """To the folder that all share: the replica checks what it is, and whose. Raises ApiError."""
+        """Write the body to the shared folder. The replica checks what it is, and whose. Raises ApiError."""
         check_encoding(request)
         return await self._uploads.receive(_bounded(request, key), declared_length(request))
 
@@ -109,10 +110,10 @@ class Changes:
             raise unavailable() from error
 
     def _learn(self) -> None:
-        """The aliases that requests have made and removed; an earlier fleet's too."""
+        """Load aliases that requests, also to an earlier fleet, have made and removed."""
         if self._record is None:
             return
-        with contextlib.suppress(OSError):  # a wrong guess of an adapter costs a load
+        with contextlib.suppress(OSError):  # a wrong guess of an adapter only costs a load
             self._record.read()
         found = dict(self._options.lora_alias)
         for name, kept in self._record.names.items():
@@ -125,7 +126,7 @@ class Changes:
 
 
 async def _bounded(request: Request, key: ApiKey) -> AsyncIterator[bytes]:
-    """No more than all that a key may own; how much it owns already, a replica says afterwards."""
+    """Limit the body to all that a key may own. A replica later checks how much the key already owns."""
     received = 0
     async for piece in request.stream():
         received += len(piece)

@@ -1,4 +1,4 @@
-"""Cleaner: a process beside `manylora fleet` that ends and removes what it leaves, also when it is killed."""
+"""Cleaner: a process beside `manylora fleet` that cleans up after it, also when it is killed."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from pathlib import Path
 from manylora.launcher.processes import end_all, marked
 from manylora.system.folders import remove_unless_held
 
-MARK = "MANYLORA_FLEET"  # variable of every process that Ray starts for a fleet: its folder
+MARK = "MANYLORA_FLEET"  # environment variable of every process that Ray starts for a fleet: its folder
 TITLE = b"ray::"
 ORDERLY = b"."
-TRIES, PAUSE_S = 50, 0.1  # for the system to give back the lock of a process that was killed
+TRIES, PAUSE_S = 50, 0.1  # for the system to release the lock of a killed process
 END_S = 15.0
 
 
 @contextmanager
 def cleaned(folder: Path) -> Iterator[None]:
-    """Processes that are started from here on, and the folder, do not outlive this process. Those that are
-    left at the end of the block are killed."""
-    # In a session of its own, so that what is sent to a terminal's processes does not end it.
+    """Processes started from here on, and the folder, do not outlive this process. Those that remain at the
+    end of the block are killed.
+    """
+    # In its own session, so that signals of the terminal do not end it.
     process = subprocess.Popen(
         [sys.executable, "-m", __name__, str(folder)], stdin=subprocess.PIPE, start_new_session=True
     )
-    # What a killed replica leaves in its temporary folder goes with ours.
+    # Temporary files of a killed replica are removed with ours.
     given, own = dict(os.environ), {MARK: str(folder), "TMPDIR": str(folder)}
     os.environ |= own
     try:
@@ -42,13 +43,13 @@ def cleaned(folder: Path) -> Iterator[None]:
 
 
 def end_started(folder: Path) -> None:
-    """Kill what Ray has started in the block of `cleaned`."""
+    """Kill the processes that Ray started within `cleaned`."""
     mark = f"{MARK}={folder}".encode()
     end_all(lambda: marked(mark) + _titled(folder))
 
 
 def _titled(folder: Path) -> list[int]:
-    """Processes of Ray that write below the folder. Their title has overwritten their environment."""
+    """Ray processes that write below the folder. Their process title has overwritten their environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -60,7 +61,7 @@ def _titled(folder: Path) -> list[int]:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    orderly = sys.stdin.buffer.read(1)  # or the end of the input, which is that of the other process
+    orderly = sys.stdin.buffer.read(1)  # end of input means that the other process ended
     end_started(folder)
     for _ in range(0 if orderly else TRIES):
         if remove_unless_held(folder) or not folder.exists():

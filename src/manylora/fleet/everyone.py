@@ -1,4 +1,4 @@
-"""Everyone: one call that every replica answers, and which of them have not."""
+"""Everyone: a call to all replicas, and which of them did not answer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from manylora.fleet.calls import Answer, Call
 from manylora.fleet.router import FleetRouter
 from manylora.openai.api.errors import ApiError
 
-ALL_S = 5.0  # for all replicas to answer: half of what Prometheus waits for
+ALL_S = 5.0  # for all replicas to answer: half of Prometheus's timeout
 LOOK_S = 0.25
 
 
 @dataclass(frozen=True)
 class Everyone:
-    """reports: of `ServerReplica.record_routing_stats`, by replica. missing: names of those that have not
-    answered in time."""
+    """reports: from `ServerReplica.record_routing_stats`, by replica. missing: names of replicas that did not
+    answer in time.
+    """
 
     answers: list[Answer]
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -29,12 +30,12 @@ class Everyone:
 
     @property
     def refused(self) -> Answer | None:
-        """One that is not a success: replicas judge a request and its key alike."""
+        """A response that is not a success. All replicas judge a request and its key in the same way."""
         return next((one for one in self.answers if one.status != 200), None)
 
 
 async def ask_everyone(replicas: DeploymentHandle, call: Call) -> Everyone:
-    """Wait for all, but for none longer than ALL_S. Raises ApiError when nobody answers."""
+    """Wait for all replicas, at most ALL_S. Raises ApiError if none answers."""
     given, missing = await tell_everyone(replicas, "whole_answer", call)
     if not given:
         raise ApiError(503, "engine_unavailable", "No replica answers at the moment", retry_after=1)
@@ -45,12 +46,13 @@ async def ask_everyone(replicas: DeploymentHandle, call: Call) -> Everyone:
 async def tell_everyone(
     replicas: DeploymentHandle, method: str, *arguments: Any, longest_s: float = ALL_S
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What each replica answers, by its name, which the method returns with it; and who has not answered in
-    longest_s. After ALL_S nobody waits for those that no longer report."""
+    """The answer of each replica by its name, which the method returns with it, and the replicas that did not
+    answer within longest_s. After ALL_S, replicas that no longer report are not waited for.
+    """
     end, patient = time.monotonic() + longest_s, time.monotonic() + min(ALL_S, longest_s)
     try:
         response = replicas.broadcast(method, *arguments)
-        # Its public `results_async` gives nothing when one is late.
+        # The public `results_async` returns nothing if one answer is late.
         results = await asyncio.wait_for(response._fetch_replica_results_async(), ALL_S)
     except (DeploymentUnavailableError, TimeoutError, asyncio.TimeoutError):
         results = []

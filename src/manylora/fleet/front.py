@@ -1,4 +1,4 @@
-"""The front of a fleet: an ASGI application that has every request answered by one of the replicas."""
+"""The front of a fleet: an ASGI application that forwards every request to one of the replicas."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ APPLICATION, DEPLOYMENT = "manylora", "Replicas"
 STATES_AGE_S = 1.0
 LONGEST_NUMBER = 18  # digits
 BODIES_AT_ONCE = 16
-# Requests that a key's limits count.
+# Requests that count towards a key's limits.
 COUNTED = {"/v1/completions", "/v1/chat/completions", "/v1/responses"} | {
     path for method, path, _ in OTHER_ROUTES if method == "POST" and path != "/api/show"
 }
@@ -75,7 +75,7 @@ class _Front:
         return await self._answered(request, self._forward)
 
     async def change(self, request: Request) -> Response:
-        """What every replica must have."""
+        """A change that every replica must make."""
         return await self._answered(request, self._changes.handle)
 
     async def _forward(self, request: Request) -> Response:
@@ -110,7 +110,7 @@ class _Front:
             return relay
 
     def _limit(self, request: Request) -> AbstractContextManager[None]:
-        """A key's limits hold for the fleet, so they are counted here; a replica refuses what has no key."""
+        """Count a key's limits, which hold for the whole fleet. A replica refuses requests without a key."""
         if request.url.path in COUNTED:
             try:
                 return self._keyring.identify(request.headers.get("authorization", "")).request()
@@ -123,7 +123,7 @@ class _Front:
             return None
         try:
             fields = read_object(body)
-        except ApiError:  # the replica says what is wrong
+        except ApiError:  # the replica reports what is wrong
             return None
         return asked_adapter(fields, self._options.bases, self._changes.aliases)
 
@@ -152,7 +152,7 @@ class _Front:
         return PlainTextResponse(joined + "\n".join(lines) + "\n", media_type=CONTENT_TYPE)
 
     async def cache(self, request: Request) -> Response:
-        # A replica numbers its points in its own way, so it is asked for all of them.
+        # Replicas number their points differently, so request all of them.
         call = Call.of(request, b"")
         call = replace(call, scope={**call.scope, "query_string": b""})
         found = await ask_everyone(self._replicas, call)
@@ -174,7 +174,7 @@ class _Front:
 
 
 def _replica_states() -> dict[str, int]:
-    """Of the application that has our deployment, whatever its name."""
+    """States of the replicas in the application with our deployment, whatever its name."""
     for application in serve.status().applications.values():
         if found := application.deployments.get(DEPLOYMENT):
             return {str(getattr(state, "value", state)): n for state, n in found.replica_states.items()}
@@ -186,7 +186,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 def _gauge(name: str, help_text: str, samples: Sequence[tuple[str, int]]) -> list[str]:
-    """Lines of a Prometheus text; none without a sample. samples: labels and value."""
+    """Lines of a Prometheus text. Empty without samples. samples: labels and value."""
     lines = [f"{name}{{{labels}}} {value}" for labels, value in samples]
     return [f"# HELP {name} {help_text}", f"# TYPE {name} gauge", *lines] if lines else []
 

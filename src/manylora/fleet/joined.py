@@ -1,4 +1,4 @@
-"""What several replicas export, as one: their metrics with a label, and the data of the status page."""
+"""Joins the exports of several replicas: their metrics, with a label, and the data of the status page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMES = ("ttft_p50_ms", "ttft_p95_ms", "latency_p50_ms", "latency_p95_ms")
 
 
 def joined_metrics(texts: Mapping[str, str]) -> str:
-    """Prometheus texts by replica to one, in which every sample has the label `replica`."""
+    """Join Prometheus texts by replica. Every sample gets the label `replica`."""
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for replica, text in texts.items():
@@ -50,11 +50,11 @@ def fleet_status(
     now: float,
     points_after: int = 0,
 ) -> dict[str, Any]:
-    """The body of GET /v1/cache in a fleet: there is no one map; `replicas` says what each holds.
+    """The body of GET /v1/cache in a fleet. There is no single map; `replicas` says what each replica holds.
 
-    answers: of GET /v1/cache by each replica, so with the names that the request's key may see.
-    states: number of replicas by Ray's name of their state. now: seconds since 1970, by which points are
-    numbered, so that every endpoint of a fleet gives them the same numbers.
+    answers: of GET /v1/cache from each replica, with the names that the request's key may see. states: number
+    of replicas by Ray's name of their state. now: seconds since 1970. Points are numbered by it, so that all
+    endpoints of a fleet use the same numbers.
     """
     bodies = {one.replica: json.loads(one.body) for one in answers}
     counts: Counter[str] = Counter()
@@ -84,7 +84,7 @@ def fleet_status(
 
 
 def _points(lists: Sequence[Sequence[Mapping[str, Any]]], last: int, after: int) -> list[dict[str, Any]]:
-    """The replicas' points as one list, oldest first. Each list ends now, whenever its replica began."""
+    """The replicas' points as one list, oldest first. Each list ends now, whenever its replica started."""
     found = []
     for age in range(min(max(map(len, lists), default=0), max(0, last - after)) - 1, -1, -1):
         same = [points[-1 - age] for points in lists if age < len(points)]
@@ -96,7 +96,7 @@ def _points(lists: Sequence[Sequence[Mapping[str, Any]]], last: int, after: int)
 
 
 def _slowest(points: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Of several, only the slowest is known; None: of none."""
+    """The slowest of several, because the values cannot be combined. None: there are none."""
     return max((one[name] for one in points if one[name] is not None), default=None)
 
 

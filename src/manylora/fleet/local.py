@@ -26,16 +26,16 @@ from manylora.system.folders import temporary_folder
 
 logger = logging.getLogger("manylora")
 
-LONGEST_FOLDER = 43  # bytes of its path: Linux takes 107 of a socket's, and Ray adds 64
+LONGEST_FOLDER = 43  # bytes of its path: socket paths are limited to 107, and Ray adds 64
 CONTROL_CPUS = 1  # for Ray's own actors
-TRIES, SLOW = 4, "timed out during startup"  # of Ray, whose limit cannot be set
+TRIES, SLOW = 4, "timed out during startup"  # to start Ray, whose timeout cannot be configured
 REASON = re.compile(r"(?:ConfigError|ValueError): (.*)")
 
 
 def run(given: FleetOptions) -> None:
-    """Serve until a signal; requests under way then have drain_seconds to finish. Nothing is left behind.
+    """Serve until a signal. Running requests then have drain_seconds to finish. Nothing is left behind.
 
-    Raises ConfigError; KeyboardInterrupt when the signal was Ctrl-C.
+    Raises ConfigError, and KeyboardInterrupt after Ctrl-C.
     """
     options = given.located()
     assert isinstance(options, FleetOptions)
@@ -46,7 +46,7 @@ def run(given: FleetOptions) -> None:
         with temporary_folder("fleet") as folder:
             if len(os.fsencode(folder)) > LONGEST_FOLDER:
                 raise ConfigError(f"TMPDIR: {folder.parent} is too long a path for the sockets of Ray")
-            # A replica that is killed cannot remove a folder of its own.
+            # A killed replica cannot remove its own folder.
             shared = replace(
                 options,
                 lora_disk_dir=options.lora_disk_dir or folder / "adapters",
@@ -75,7 +75,7 @@ def _start_ray(options: FleetOptions, folder: Path) -> None:
     for _ in range(TRIES):
         try:
             ray.init(
-                address="local",  # of its own, whatever runs here already
+                address="local",  # a separate instance, even if Ray already runs here
                 num_cpus=math.ceil(options.cpus * options.most_replicas) + CONTROL_CPUS,  # shares, not cores
                 object_store_memory=options.object_store_bytes,
                 include_dashboard=options.dashboard,
@@ -83,7 +83,7 @@ def _start_ray(options: FleetOptions, folder: Path) -> None:
                 _temp_dir=str(folder),
             )
             return
-        except Exception as error:  # of no type of its own
+        except Exception as error:  # Ray raises no specific type
             if SLOW not in str(error):
                 raise
             logger.warning("Ray has not started in its 30 s: the machine is busy")
@@ -99,7 +99,7 @@ def _start(options: FleetOptions) -> DeploymentHandle:
     logger.info("starting %d replicas with %s%s", options.replicas, shares, ranks)
     try:
         return serve.run(replicas(options, gpus), name=APPLICATION, route_prefix=None)
-    except RuntimeError as error:  # with the traceback of a replica in its text
+    except RuntimeError as error:  # its text contains the traceback of a replica
         reasons = REASON.findall(str(error))
         if not reasons:
             raise

@@ -1,4 +1,4 @@
-"""Member: one server of a fleet, as the front asks it. Without Ray."""
+"""Member: one server of a fleet, as called by the front. Does not need Ray."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from manylora.openai.api.errors import ApiError, as_api_error
 from manylora.openai.serving.shared_adapters import SharedAdapters, State
 from manylora.openai.serving.transport import error_response
 
-FOLLOW_S = 10.0  # for a change of adapters that this server has not heard of; then it answers as it can
+FOLLOW_S = 10.0  # to wait for an adapter change that this server has not seen yet
 
 
 @dataclass(frozen=True)
 class Changed:
-    """What a request has made of the adapters. name: "": nothing. revision: of the record since then."""
+    """The change made by a request. name: "": no change. revision: of the record after it."""
 
     answer: Answer
     name: str
@@ -28,7 +28,7 @@ class Changed:
 
 
 class Member:
-    """app: of `manylora serve`, which runs. name: of this server among the others."""
+    """app: of `manylora serve`, already running. name: of this server among the others."""
 
     def __init__(self, app: Starlette, name: str) -> None:
         self._app, self._name = app, name
@@ -47,7 +47,7 @@ class Member:
         return await whole_answer(self._app, call, self._name)
 
     async def change(self, call: Call) -> Changed:
-        """The answer to a request that may change adapters. The other servers have not followed by then."""
+        """The response to a request that may change adapters. The other servers have not followed yet."""
         assert self._shared is not None
         try:
             async with self._shared.changing():
@@ -60,8 +60,9 @@ class Member:
             return Changed(told, "", self._shared.revision)
 
     async def look(self, name: str, revision: int, drain_s: float) -> State:
-        """Follow the record to this revision; then say what the name means here. drain_s: that requests have
-        when their adapter is unloaded."""
+        """Follow the record to this revision, then return what the name means here. drain_s: time for running
+        requests when their adapter is unloaded.
+        """
         assert self._shared is not None
         try:
             await self._shared.look(revision)

@@ -1,4 +1,4 @@
-"""FleetOptions: the options of `manylora fleet`, which are those of `manylora serve` and its own."""
+"""FleetOptions: the options of `manylora fleet`, which extend those of `manylora serve`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from manylora.openai.arguments import options_of, parse
 from manylora.openai.options import ServeOptions
 
 POLICIES = ("affinity", "random")
-SMALLEST = 0.1  # seconds: Ray's controller looks at its replicas about this often
-# Options of one server that cannot act behind several, and what to do instead.
+SMALLEST = 0.1  # seconds: about how often Ray's controller checks its replicas
+# Options of a single server that cannot work behind a fleet, with what to do instead.
 REFUSED = {
     "triton_url": "it names one Triton, and each replica has an engine of its own: use manylora serve",
     "triton_model": "each replica has an engine of its own: use manylora serve with --triton-url",
-    "restart": "Ray starts a replica again that ended or was killed",
+    "restart": "Ray starts replicas again that ended or were killed",
 }
 
 
@@ -40,34 +40,44 @@ def parse_pin(given: str) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class FleetOptions(ServeOptions):
-    """Each field is a flag, and a key of the file and of the `args` of a Ray Serve application."""
+    """Each field is a flag, a key of the file, and a key of the `args` of a Ray Serve application."""
 
-    replicas: int = _option(2, "servers; with max_replicas, those at the start", int)
-    min_replicas: int | None = _option(None, "of autoscaling; default: replicas", int)
-    max_replicas: int | None = _option(None, "of autoscaling; default: none", int)
-    target_requests: float | None = _option(
-        None, "requests in each replica, running and waiting, that autoscaling aims at; default: 16", float
+    replicas: int = _option(2, "number of servers; with max_replicas, the initial number", int)
+    min_replicas: int | None = _option(
+        None, "autoscaling: minimum number of replicas; default: replicas", int
     )
-    upscale_delay: float = _option(10.0, "seconds of more load before a replica is added", float)
-    downscale_delay: float = _option(300.0, "seconds of less before one is ended", float)
+    max_replicas: int | None = _option(
+        None, "autoscaling: maximum number of replicas; default: no autoscaling", int
+    )
+    target_requests: float | None = _option(
+        None, "autoscaling: target of running and waiting requests per replica; default: 16", float
+    )
+    upscale_delay: float = _option(
+        10.0, "autoscaling: seconds of higher load before a replica is added", float
+    )
+    downscale_delay: float = _option(
+        300.0, "autoscaling: seconds of lower load before a replica is removed", float
+    )
     replica_cpus: float | None = _option(
-        None, "CPUs of each replica, with all its ranks; default: the machine's, divided", float
+        None, "CPUs per replica, including all its ranks; default: the machine's, divided", float
     )
     replica_gpus: float | None = _option(
         None,
-        "GPUs of each replica, 0.5 for two on one; default: one for each rank where there are any, else 0",
+        "GPUs per replica, 0.5 for two on one; default: one per rank if there are any, else 0",
         float,
     )
     replica_requests: int = _option(
-        256, "requests that one replica has at one time, running and waiting; more wait in front", int
+        256, "maximum running and waiting requests per replica; further ones wait in the front", int
     )
-    routing: str = _option("affinity", "affinity: to a replica that holds the adapter; random")
+    routing: str = _option("affinity", "affinity: prefer a replica that holds the adapter; or random")
     pin: tuple[tuple[str, int], ...] = _option(
-        (), "NAME=REPLICAS: as many replicas serve this adapter, always the same ones", parse_pin
+        (), "NAME=REPLICAS: serve this adapter on a fixed set of this many replicas", parse_pin
     )
-    report_seconds: float = _option(1.0, "between two reports of what a replica holds", float)
-    object_store_bytes: int = _option(80 * 2**20, "of Ray's shared memory on this machine", int)
-    dashboard: bool = _option(False, "start Ray's dashboard, on 127.0.0.1:8265", bool)
+    report_seconds: float = _option(
+        1.0, "seconds between reports of the adapters that a replica holds", float
+    )
+    object_store_bytes: int = _option(80 * 2**20, "size of Ray's shared memory on this machine", int)
+    dashboard: bool = _option(False, "start Ray's dashboard on 127.0.0.1:8265", bool)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,25 +113,27 @@ class FleetOptions(ServeOptions):
 
     @property
     def ranks(self) -> int:
-        """Processes that the model of each replica runs on. Raises ConfigError."""
+        """Processes that run the model of each replica. Raises ConfigError."""
         if Path(self.model).is_dir():
-            return self.engine_config().world_size  # which may be recorded in the folder
+            return self.engine_config().world_size  # may be recorded in the model's folder
         sizes = (self.sections.get(name) or 1 for name in ("tensor_parallel_size", "pipeline_parallel_size"))
         return math.prod(sizes)
 
     @property
     def cpus(self) -> float:
-        """Of each replica."""
+        """CPUs per replica."""
         return self.replica_cpus or max(self.ranks, (os.cpu_count() or 1) // self.most_replicas)
 
     def threads(self, environment: Mapping[str, str] = os.environ) -> int | None:
-        """Of each of several ranks, which Ray would give all threads of their replica; None: as Ray says."""
+        """Threads of each rank, if a replica has several: Ray would give each rank all threads of its
+        replica. None: as Ray sets.
+        """
         if self.ranks == 1 or "OMP_NUM_THREADS" in environment:
             return None
         return max(1, int(self.cpus) // self.ranks)
 
     def gpus(self, found: float) -> float:
-        """Of each replica. found: GPUs that there are. Raises ConfigError."""
+        """GPUs per replica. found: number of available GPUs. Raises ConfigError."""
         ranks, given = self.ranks, self.replica_gpus
         if given is not None:
             if ranks > 1 and given not in (0, ranks):
@@ -138,11 +150,13 @@ class FleetOptions(ServeOptions):
 
 
 def parse_options(arguments: Sequence[str]) -> FleetOptions:
-    """The command line, over the file that it names. Raises ConfigError; argparse ends the process."""
+    """Options from the command line, which overrides the file it names. Raises ConfigError; argparse may
+    exit.
+    """
     purpose = "One OpenAI endpoint, and several servers behind it."
     return parse(arguments, FleetOptions, "fleet", purpose, REFUSED)
 
 
 def read_args(given: Mapping[str, Any]) -> FleetOptions:
-    """The `args` of an application in a Ray Serve configuration. Raises ConfigError."""
+    """Options from the `args` of an application in a Ray Serve configuration. Raises ConfigError."""
     return options_of(given, FleetOptions)

@@ -1,4 +1,6 @@
-"""Relay: one request's response from a replica; from another one if the first is lost before it began."""
+"""Relay: forwards a replica's response. If the replica is lost before the response starts, another one is
+asked.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from manylora.fleet.calls import Call
 from manylora.openai.api.errors import ApiError
 
 LOST = (RayActorError, WorkerCrashedError, ObjectLostError)
-TRIES = 5  # replicas that may be lost before a request is given up
+TRIES = 5  # lost replicas after which a request fails
 FULL = "Too many requests wait for a replica, try again later"
 RETRIED = "manylora_fleet_retried_requests_total"
 CUT = "manylora_fleet_cut_streams_total"
@@ -43,13 +45,14 @@ class Relay(Response):
         self.on_end: Callable[[], None] = lambda: None
 
     def leave(self) -> None:
-        """The client has left: the replica need not go on."""
+        """The client has left: the replica can stop."""
         self._left = True
         if self._answer is not None:
             self._answer.cancel()
 
     async def begin(self) -> None:
-        """Wait for the beginning of the body. Until then nothing was sent, so another replica can answer.
+        """Wait for the start of the body. Nothing has been sent until then, so another replica can still
+        answer.
 
         Raises ApiError.
         """
@@ -97,7 +100,9 @@ class Relay(Response):
             self.on_end()
 
     async def _send_error(self, send: Send) -> None:
-        """In the form of the stream, so that nobody takes what came so far for the whole answer."""
+        """Report the error in the format of the stream, so that a partial answer is not taken for a complete
+        one.
+        """
         headers = dict(self._begun[0]["headers"])
         kind = headers.get(b"content-type", b"").partition(b";")[0]
         error = ApiError(503, "replica_lost", "The replica that answered has ended: send the request again")

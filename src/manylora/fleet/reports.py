@@ -1,4 +1,4 @@
-"""Reports: which replicas have stopped reporting, as one does that hangs or is stopped. Without Ray."""
+"""Reports: which replicas have stopped reporting because they hang or are stopped. Does not need Ray."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections.abc import Mapping
 
 
 class Reports:
-    """A replica is silent whose last report came `silent_s` before the newest of another: when nobody is
-    heard, it is not the replicas that stand still. One that has never reported counts from when it was seen.
+    """A replica is silent if its last report came `silent_s` before the newest report of another. If none
+    reports, the cause is not the replicas. A replica that has never reported counts from when it was first
+    seen.
     """
 
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s
-        self._last: dict[str, tuple[int, float]] = {}  # by replica: the report's number, when it came
+        self._last: dict[str, tuple[int, float]] = {}  # by replica: number of the report, and when it came
         self.silent: frozenset[str] = frozenset()
 
     def note(self, numbers: Mapping[str, int], now: float) -> None:
-        """numbers: of the last report of every replica that there is; another number is another report."""
+        """numbers: of the last report of every existing replica. A different number means a new report."""
         last = {name: self._last.get(name, (number, now)) for name, number in numbers.items()}
         self._last = {
             name: seen if seen[0] == numbers[name] else (numbers[name], now) for name, seen in last.items()

@@ -1,4 +1,4 @@
-"""FleetRouter: Ray Serve's request router that asks our routing policy, with what the replicas report."""
+"""FleetRouter: a Ray Serve request router that applies our routing policy to the replicas' reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from manylora.fleet.routing import AffinityRouting, Replica
 
 
 class RandomRouting:
-    """For comparison: every replica is as good as every other."""
+    """For comparison: all replicas are equally preferred."""
 
     def choose(self, adapter: str | None, replicas: Sequence[Replica], now: float) -> list[Replica]:
         return random.sample(replicas, len(replicas))
@@ -24,9 +24,9 @@ class RandomRouting:
 
 
 class FleetRouter(RequestRouter):
-    """One in each process that sends requests, on that process's routing thread. Ray makes it.
+    """One instance per process that sends requests, on that process's routing thread. Created by Ray.
 
-    names: of the replicas that there are, for other threads of the process. silent: those that have stopped
+    names: of the existing replicas, for other threads of the process. silent: replicas that have stopped
     reporting.
     """
 
@@ -40,9 +40,10 @@ class FleetRouter(RequestRouter):
         target: float | None = None,
         silent_s: float = 5.0,
     ) -> None:
-        """Called by Ray with `request_router_kwargs`. target: requests in each replica that autoscaling aims
-        at. A replica with more is full, or one that was added would get no adapter of the others. silent_s:
-        of `Reports`."""
+        """Called by Ray with `request_router_kwargs`. target: autoscaling's target of requests per replica. A
+        replica with more counts as full; otherwise new replicas would not get adapters from the others.
+        silent_s: of `Reports`.
+        """
         self._target = target
         self._reports = Reports(silent_s)
         self._routing: AffinityRouting | RandomRouting = (
@@ -59,7 +60,7 @@ class FleetRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """In order of preference, those that are silent last. Ray takes the first that has room."""
+        """Replicas in order of preference, silent ones last. Ray takes the first one with room."""
         by_name = {one.replica_id.unique_id: one for one in candidate_replicas}
         states = [self._state(name, one) for name, one in by_name.items()]
         order = self._routing.choose(_adapter(pending_request), states, time.monotonic())
@@ -67,12 +68,12 @@ class FleetRouter(RequestRouter):
         return [[by_name[one.name]] for one in sorted(order, key=lambda one: one.name in silent)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """The replica has taken it."""
+        """The replica has accepted the request."""
         self._routing.sent(_adapter(pending_request), replica_id.unique_id, time.monotonic())
 
     def _state(self, name: str, one: RunningReplica) -> Replica:
         report = one.routing_stats
-        # What was sent from here since the last report is in Ray's own count.
+        # Ray counts requests sent from here since the last report.
         requests = self.replica_queue_len_cache.get(one.replica_id)
         if requests is None:
             requests = report.get("running", 0) + report.get("waiting", 0)

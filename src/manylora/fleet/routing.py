@@ -1,17 +1,18 @@
-"""Which replica answers a request: the one that holds the adapter, unless it has too much to do.
+"""Which replica answers a request: one that holds the adapter, unless it is overloaded.
 
-A pure policy: no clock, no network, no torch. The caller gives the state of the replicas and the time, asks
-`choose`, and tells `sent` where the request went. In the order in which they count:
+A pure policy: no clock, no network, no torch. The caller passes the state of the replicas and the time, calls
+`choose`, and reports with `sent` where the request went. The rules, most important first:
 
-1. Base model: the least busy replica.
-2. A replica that holds the adapter, or had a request for it moments ago, and is not overloaded.
-3. Nobody holds it, or all that do are overloaded: the least busy of the adapter's few *homes*, which loads
-   it. Homes are the first replicas by rendezvous hashing, so every router finds the same ones without
-   talking, and a replica that comes or goes moves only its own adapters.
-4. Everyone else, the least busy first.
+1. Base model: the least busy replica. 2. A replica that holds the adapter, or was just sent a request for it,
+and is not overloaded. 3. If none holds it, or all holders are overloaded: the least busy of the adapter's few
+*homes*, which loads it.
+   Homes are the first replicas by rendezvous hashing. All routers therefore find the same ones without
+   communication, and a replica that is added or removed only moves its own adapters.
+4. All others, least busy first.
 
-An adapter gets as many homes as its share of the traffic keeps replicas busy: cold ones concentrate on one
-replica, hot ones spread. A pinned adapter has a fixed number of homes and waits there.
+The number of an adapter's homes follows from the number of replicas that its traffic keeps busy: cold
+adapters concentrate on one replica, hot ones spread. A pinned adapter has a fixed number of homes, and its
+requests wait there.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """What a router knows of one server. `device`, `host`: the adapters on each cache level, or on both."""
+    """What a router knows about a server. `device`, `host`: the adapters on each cache level, or on both."""
 
     name: str
-    capacity: int  # requests it runs at the same time
+    capacity: int  # requests that it runs at a time
     running: int = 0
     waiting: int = 0
     device: Collection[str] = frozenset()
@@ -39,21 +40,20 @@ class Replica:
 
     @property
     def busy(self) -> float:
-        """Requests in it per request it can run: above 1, some wait."""
+        """Requests in it, relative to those it can run. Above 1, some wait."""
         return (self.running + self.waiting) / self.capacity
 
 
 @dataclass(frozen=True)
 class RoutingSettings:
-    """The policy's few numbers; benchmarks/fleet_simulation.py shows what each one does.
+    """The policy's few parameters. benchmarks/fleet_simulation.py shows the effect of each.
 
-    overload    A replica is overloaded when it is this busy ...
-    imbalance   ... and busier than the fleet's mean by this factor: when all are, cold loads only add work.
-    candidates  A replica that must load an adapter is the least busy of this many homes.
-    target      A hot adapter gets a home for every `target` of a replica that it keeps busy.
-    half_life   Seconds after which a past request counts half in an adapter's rate.
-    loading     Seconds for which a replica that was sent a request counts as a holder: reports take time.
-    remembered  Adapters whose rate and placement are kept; the one seen longest ago is dropped first.
+    overload    A replica is overloaded if it is this busy ... imbalance   ... and busier than the fleet's
+    mean by this factor: if all are busy, cold loads only add work. candidates  A replica that must load an
+    adapter is the least busy of this many homes. target      A hot adapter gets a home for every `target` of
+    a replica that it keeps busy. half_life   Seconds after which a past request counts half in an adapter's
+    rate. loading     Seconds for which a replica that was sent a request counts as a holder: reports take
+    time. remembered  Adapters whose rate and placement are stored; the least recently seen is dropped first.
     """
 
     overload: float = 1.0
@@ -74,7 +74,7 @@ class RoutingSettings:
 
 @dataclass(slots=True)
 class Count:
-    """Requests, each halved every half_life seconds."""
+    """A count of requests, each halved every half_life seconds."""
 
     value: float = 0.0
     at: float = 0.0
@@ -88,33 +88,33 @@ class Count:
 
 @dataclass(slots=True)
 class Seen:
-    """One remembered adapter: its requests, and when it was last sent to which replica."""
+    """One remembered adapter: its requests, and when it was last sent to each replica."""
 
     count: Count = field(default_factory=Count)
     placed: dict[str, float] = field(default_factory=dict)
 
 
 class AffinityRouting:
-    """See the module's text. Not for several threads at once. Times are seconds that never run backwards."""
+    """See the module's docstring. Not thread-safe. Times are in seconds and must not decrease."""
 
     def __init__(
         self, settings: RoutingSettings | None = None, pinned: Mapping[str, int] | None = None
     ) -> None:
-        """`pinned`: adapter → number of homes. The attribute may be changed later."""
+        """`pinned`: adapter → number of homes. May be changed later."""
         self.settings = settings or RoutingSettings()
         self.pinned = dict(pinned or {})
         self.total = Count()
         self.turn = 0
         self.seen: OrderedDict[str, Seen] = OrderedDict()
-        self.hashes: dict[str, int] = {}  # of the replicas of the last call
-        self.homes: OrderedDict[str, tuple[str, ...]] = OrderedDict()  # of the same replicas
+        self.hashes: dict[str, int] = {}  # for the replicas of the last call
+        self.homes: OrderedDict[str, tuple[str, ...]] = OrderedDict()  # for the same replicas
 
     def choose(
         self, adapter: str | None, replicas: Sequence[Replica], now: float, limit: int | None = None
     ) -> list[Replica]:
         """The replicas in order of preference, at most `limit`. `adapter`: name or digest; None: base model.
 
-        Changes no later answer: ask as often as you like, then call `sent` once.
+        Has no side effects on later answers: call it as often as you like, then call `sent` once.
         """
         least_busy = self._least_busy_first(replicas)
         limit = len(replicas) if limit is None else limit
@@ -144,7 +144,7 @@ class AffinityRouting:
             self.seen.popitem(last=False)
 
     def copies(self, adapter: str, replicas: Sequence[Replica], now: float) -> int:
-        """How many replicas should hold it: by its share of the requests, and by how busy the fleet is."""
+        """How many replicas should hold it, from its share of the requests and how busy the fleet is."""
         if adapter in self.pinned:
             return max(1, min(self.pinned[adapter], len(replicas)))
         seen, total = self.seen.get(adapter), self.total.read(now, self.settings.half_life)
@@ -174,7 +174,7 @@ class AffinityRouting:
         now: float,
         least_busy: Callable[[Replica], tuple[float, int]],
     ) -> list[Replica]:
-        """Holders with room, then homes with room; another order where one copy more is due."""
+        """Holders with room, then homes with room. The order differs if one more copy is due."""
         by_name = {replica.name: replica for replica in replicas}
         copies = self.copies(adapter, replicas, now)
         pinned = adapter in self.pinned
@@ -185,7 +185,7 @@ class AffinityRouting:
         limit = self._limit(replicas)
         levels = self._levels(adapter, replicas, now)
         free = sorted((r for r in replicas if r.name in levels and r.busy < limit), key=least_busy)
-        if len(levels) > copies:  # more copies than needed: those at home stay, the others grow cold
+        if len(levels) > copies:  # more copies than needed: keep those at home, let the others age
             places = {home.name: place for place, home in enumerate(homes)}
             kept = sorted(free, key=lambda r: places.get(r.name, len(homes)))[:copies]
             free = sorted(kept, key=least_busy) + [r for r in free if r not in kept]
@@ -199,7 +199,7 @@ class AffinityRouting:
         return fresh[:1] + free + fresh[1:] if due else free + fresh
 
     def _levels(self, adapter: str, replicas: Sequence[Replica], now: float) -> dict[str, int]:
-        """The replicas that hold the adapter: 0 on the device, 1 on the host, or on its way there."""
+        """The replicas that hold the adapter: 0 on the device, 1 on the host or loading."""
         seen = self.seen.get(adapter)
         placed = seen.placed if seen else {}
         oldest = now - self.settings.loading
@@ -212,18 +212,18 @@ class AffinityRouting:
         return levels
 
     def _limit(self, replicas: Sequence[Replica]) -> float:
-        """How busy a replica is that counts as overloaded."""
+        """How busy a replica must be to count as overloaded."""
         mean = sum(replica.busy for replica in replicas) / len(replicas)
         return max(self.settings.overload, self.settings.imbalance * mean)
 
     def _least_busy_first(self, replicas: Sequence[Replica]) -> Callable[[Replica], tuple[float, int]]:
-        """A sort key: how busy, and among equals another order for every request."""
+        """A sort key: how busy, and for ties a different order for every request."""
         turn = self.turn
         self._know(replicas)
         return lambda replica: (replica.busy, mix(self.hashes[replica.name] ^ turn))
 
     def _know(self, replicas: Sequence[Replica]) -> None:
-        """Other replicas than in the last call: other hashes, and the homes found so far are out of date."""
+        """The set of replicas changed: compute new hashes, and drop the homes found so far."""
         names = [replica.name for replica in replicas]
         if len(names) != len(self.hashes) or any(name not in self.hashes for name in names):
             self.hashes = {name: hash_of(name) for name in names}
@@ -231,12 +231,12 @@ class AffinityRouting:
 
 
 def hash_of(name: str) -> int:
-    """64 bits that depend on the name alone: the same in every process."""
+    """64 bits that depend only on the name: equal in every process."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def mix(value: int) -> int:
-    """The finishing steps of splitmix64: every bit of the 64 depends on every one of `value`."""
+    """The finishing steps of splitmix64: each of the 64 bits depends on all bits of `value`."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
     return value ^ (value >> 31)

@@ -1,1 +1,1 @@
-"""The Triton contract: the models' tensors and parameters, and how they become requests and responses."""
+"""The Triton contract: the models' tensors and parameters, and their conversion to requests and responses."""

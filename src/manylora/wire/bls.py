@@ -1,5 +1,6 @@
-"""Parts of `tensorrt_llm_bls`: which tensor of each model is which, its checks, its batches, stop words
-matched on text, speculative decoding with two models."""
+"""Parts of `tensorrt_llm_bls`: mapping of tensors between models, checks, batches, stop words matched on
+text, and speculative decoding with two models.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ SAME = (
     "guided_decoding_guide",
 )  # fmt: skip
 TWO_NAMES = {"seed": "random_seed", "min_tokens": "min_length"}
-"""Later releases' names of inputs, and those of before."""
+"""Names of inputs in later releases, and their earlier names."""
 TO_ENGINE = {
     "top_k": "runtime_top_k",
     "top_p": "runtime_top_p",
@@ -66,12 +67,12 @@ TO_POSTPROCESSING = {
     "lora_text": "LORA_TEXT",
 }
 PASSED_ON = [tensor.name for tensor in ENSEMBLE_OUTPUTS if tensor.name != "text_output"]
-"""Outputs of the engine's model that go to the client as they are."""
+"""Outputs of the engine's model that are passed to the client unchanged."""
 REFUSED = ("image_input", "image_bytes_input", "image_url_input", "video_bytes_input")
 
 
 def check_inputs(values: Arrays, accumulate: bool, has_draft_model: bool) -> None:
-    """Raises RequestError with upstream's texts where it has one."""
+    """Raises RequestError, with TensorRT-LLM's texts where there is one."""
     for name in REFUSED:
         if name in values and values[name].size:
             raise RequestError(f"input {name} is not supported by this server: leave it out")
@@ -104,7 +105,7 @@ def check_inputs(values: Arrays, accumulate: bool, has_draft_model: bool) -> Non
 
 
 def items(values: Arrays) -> list[dict[str, np.ndarray]]:
-    """Each item of the batch with a batch dimension of one; scalars as [1, 1]."""
+    """Each item of the batch with a batch dimension of one. Scalars as [1, 1]."""
     count = len(values["text_input"])
     for name, array in values.items():
         if len(array) != count:
@@ -116,7 +117,7 @@ def items(values: Arrays) -> list[dict[str, np.ndarray]]:
 
 
 def lora_weights_of_items(tensor: ServerTensor | None, count: int) -> list[np.ndarray | ServerTensor | None]:
-    """One for each item of a batch. That of a single item goes on as it came: NumPy has no bfloat16."""
+    """One per item of a batch. For a single item it is passed through, because NumPy has no bfloat16."""
     if tensor is None or count == 1:
         return [tensor] * count
     try:
@@ -131,10 +132,10 @@ def lora_weights_of_items(tensor: ServerTensor | None, count: int) -> list[np.nd
 
 
 class StopWords:
-    """For all sequences of one request, matched on text: it does not matter how a word was cut into tokens.
+    """Stop words for all sequences of a request. They are matched on text, so it does not matter how a word
+    is tokenised.
 
-    skip: as for TextStop.
-    repeated: every text begins at the beginning again, as with accumulated tokens.
+    skip: as in TextStop. repeated: every text starts from the beginning again, as with accumulated tokens.
     """
 
     def __init__(self, words: Sequence[str], skip: int = 0, repeated: bool = False) -> None:
@@ -143,11 +144,11 @@ class StopWords:
 
     @property
     def all_stopped(self) -> bool:
-        """Whether every sequence that had text has come to a stop word."""
+        """Whether every sequence with text has reached a stop word."""
         return bool(self._sequences) and all(stop.stopped for stop in self._sequences.values())
 
     def cut(self, sequence: int, texts: Sequence[str]) -> list[str]:
-        """The next text of each beam of a sequence, up to the end of a stop word."""
+        """The next text of each beam of a sequence, cut after a stop word."""
         if not self._words:
             return list(texts)
         cut = []
@@ -160,9 +161,9 @@ class StopWords:
 
 
 class TextStop:
-    """For one sequence. The stop word itself stays in the output, as for words matched on tokens.
+    """Stop words for one sequence. The stop word itself stays in the output, as for words matched on tokens.
 
-    skip: characters at the beginning where no word counts (the prompt, where it is echoed).
+    skip: characters at the start in which no word counts (the prompt, if it is echoed).
     """
 
     def __init__(self, words: Sequence[str], skip: int = 0) -> None:
@@ -173,7 +174,9 @@ class TextStop:
         self.stopped = False
 
     def feed(self, text: str) -> str:
-        """The part of the next text that is output: up to the end of the first stop word, no more after."""
+        """The part of the next text that is output: up to the end of the first stop word, and nothing after
+        it.
+        """
         if self.stopped or not self._words:
             return "" if self.stopped else text
         passed = min(self._skip, len(text))
@@ -194,11 +197,11 @@ def speculate(
     guess: Callable[[list[int], int], list[int]],
     confirm: Callable[[list[int], list[int]], tuple[list[int], bool]],
 ) -> list[int]:
-    """The new tokens of speculative decoding: one model guesses, the other confirms.
+    """The new tokens of speculative decoding: one model drafts, the other verifies.
 
-    guess: (all tokens so far, count) to at most `count` tokens of the draft model.
-    confirm: (all tokens so far, guessed ones) to those that the target model confirms and one of its own, and
-    whether the sequence has ended.
+    guess: (all tokens so far, count) -> at most `count` tokens of the draft model. confirm: (all tokens so
+    far, drafted tokens) -> the tokens that the target model accepts with one of its own, and whether the
+    sequence has ended.
     """
     output: list[int] = []
     ended = False

@@ -1,4 +1,4 @@
-"""TextGenerator: text in, text out by calling the other models, as `tensorrt_llm_bls` does."""
+"""TextGenerator: text in, text out by calling the other models, as in `tensorrt_llm_bls`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from manylora.wire.shape_guard import read_inputs
 ENGINE_OUTPUTS = [*bls.TO_POSTPROCESSING, *bls.PASSED_ON]
 
 Values = Mapping[str, np.ndarray | ServerTensor]
-"""Tensors by name; a tensor of the server's where it only passes through."""
+"""Tensors by name. A tensor of the server's is only passed through."""
 
 T = TypeVar("T")
 
@@ -29,16 +29,16 @@ class CallModel(Protocol):
     def __call__(
         self, model: str, inputs: Values, outputs: Sequence[str], request_id: str = ""
     ) -> Iterable[Mapping[str, ServerTensor]]:
-        """The outputs of each response, as they come. Raises RequestError with the model's error text.
+        """The outputs of each response, as they arrive. Raises RequestError with the model's error text.
 
-        request_id: for an engine's model, which may give several responses.
+        request_id: for an engine's model, which may return several responses.
         """
 
 
 class ClientRequest:
-    """A client's request, and the requests to engines that are open for it. Any thread.
+    """A client's request, and its open requests to engines. Thread-safe.
 
-    is_cancelled: asks the server whether the client has disconnected; not to be called after `finish`.
+    is_cancelled: asks the server whether the client has disconnected. Do not call it after `finish`.
     """
 
     def __init__(self, is_cancelled: Callable[[], bool]) -> None:
@@ -46,11 +46,11 @@ class ClientRequest:
         self._lock = threading.Lock()
         self._open: set[tuple[str, str]] = set()
         self._finished = False
-        self.abandoned = False  # nobody takes its responses any more
+        self.abandoned = False  # its responses are no longer wanted
 
     @contextmanager
     def engine_request(self, model: str) -> Iterator[str]:
-        """Around a request to an engine's model: its id, which no other request has. Raises RequestError."""
+        """Context for a request to an engine's model. Yields a unique id. Raises RequestError."""
         if self.abandoned:
             raise RequestError("the client has left")
         request = (model, str(uuid.uuid4()))
@@ -63,21 +63,21 @@ class ClientRequest:
                 self._open.discard(request)
 
     def finish(self) -> None:
-        """To be called before the final response is sent."""
+        """Call this before sending the final response."""
         with self._lock:
             self._finished = True
 
     def to_stop(self) -> list[tuple[str, str]]:
-        """Models and ids of requests that are open for a client that has disconnected."""
+        """Models and ids of open requests whose client has disconnected."""
         with self._lock:
             self.abandoned = self.abandoned or (not self._finished and self._is_cancelled())
             return list(self._open) if self.abandoned else []
 
 
 class TextGenerator:
-    """engine, draft: names of the models that generate and, in speculative decoding, guess.
+    """engine, draft: names of the models that generate and, for speculative decoding, draft.
 
-    accumulate: each response of a stream has the whole text so far, not only what is new.
+    accumulate: each response of a stream has the whole text so far, not only the new part.
     """
 
     def __init__(self, call: CallModel, engine: str, draft: str | None, accumulate: bool) -> None:
@@ -93,9 +93,9 @@ class TextGenerator:
     def responses(
         self, client: ClientRequest, inputs: Arrays, lora_weights: ServerTensor | None
     ) -> Iterator[Values]:
-        """Outputs of each response, as they come; every item of a batch is generated on its own.
+        """Outputs of each response, as they arrive. Every item of a batch is generated separately.
 
-        inputs: all but lora_weights. Raises RequestError.
+        inputs: all except lora_weights. Raises RequestError.
         """
         bls.check_inputs(inputs, self._accumulate, self._draft is not None)
         batch = bls.items(inputs)
@@ -106,7 +106,7 @@ class TextGenerator:
         return _interleaved([self._item(client, *row, index) for index, row in rows])
 
     def stop(self, model: str, request_id: str) -> None:
-        """End a request to an engine's model."""
+        """Stop a request to an engine's model."""
         stop_request(self._call, model, request_id)
 
     def _item(
@@ -149,7 +149,7 @@ class TextGenerator:
                     self.stop(self._engine, request_id)
 
     def _prepare(self, inputs: Arrays) -> Arrays:
-        """Inputs of the engine's model from text."""
+        """Convert text to the inputs of the engine's model."""
         texts = {name: inputs[source] for source, name in bls.TO_PREPROCESSING.items() if source in inputs}
         [outputs] = self._call("preprocessing", texts, list(bls.FROM_PREPROCESSING))
         return {bls.FROM_PREPROCESSING[name]: tensor.as_numpy() for name, tensor in outputs.items()}
@@ -174,7 +174,9 @@ class TextGenerator:
                 return next(iter(self._call(model, sent, ENGINE_OUTPUTS, request_id)))
 
         def step(ids: list[int], count: int) -> dict[str, np.ndarray]:
-            """Each step's prompt has the output so far: what counts from the prompt's end moves on."""
+            """Each step's prompt includes the output so far, so positions counted from the prompt's end
+            shift.
+            """
             moved = _prompt(ids, count)
             if "prompt_ignore_length" in inputs:
                 moved["prompt_ignore_length"] = np.minimum(inputs["prompt_ignore_length"], len(prompt))
@@ -199,13 +201,14 @@ class TextGenerator:
 
 
 def stop_request(call: CallModel, model: str, request_id: str) -> None:
-    """End a request to an engine's model."""
+    """Stop a request to an engine's model."""
     list(call(model, {**_prompt([0], 0), "stop": np.array([[True]])}, ENGINE_OUTPUTS, request_id))
 
 
 def _interleaved(streams: Sequence[Iterator[T]]) -> Iterator[T]:
-    """What the streams give, as it comes: each runs on its own thread. All run to their end; if any failed,
-    nothing more is given, and the first failure is raised."""
+    """Yield items of all streams as they arrive; each stream runs on its own thread. All run to their end.
+    After a failure nothing more is yielded, and the first failure is raised.
+    """
     merged: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
     end = (None, None)
 
@@ -239,7 +242,7 @@ def _stop_words(inputs: Arrays, streaming: bool, repeated: bool) -> bls.StopWord
 
 
 def _prompt(ids: list[int], count: int) -> dict[str, np.ndarray]:
-    """For `count` new tokens behind ids."""
+    """Inputs for `count` new tokens after ids."""
     return {
         "input_ids": np.array([ids], np.int32),
         "input_lengths": np.array([[len(ids)]], np.int32),
@@ -248,14 +251,14 @@ def _prompt(ids: list[int], count: int) -> dict[str, np.ndarray]:
 
 
 def _with_ids(outputs: Values, ids: np.ndarray) -> Values:
-    """The response with these ids [1, beams, tokens] in place of the new ones, as if it were the first."""
+    """The response with ids [1, beams, tokens] instead of the new ones, as if it were the first response."""
     lengths = np.array([[ids.shape[2]] * ids.shape[1]], np.int32)
     others = {name: value for name, value in outputs.items() if name != "previous_ids"}
     return others | {"output_ids": ids, "sequence_length": lengths}
 
 
 def _response(texts: Sequence[str], outputs: Values, index: int | None) -> Values:
-    """index: the item's place in a batch; None: there is no other item."""
+    """index: the item's index in a batch; None: there is only one item."""
     response: dict[str, np.ndarray | ServerTensor] = {
         "text_output": np.array([text.encode() for text in texts], np.object_)
     }
@@ -266,7 +269,7 @@ def _response(texts: Sequence[str], outputs: Values, index: int | None) -> Value
 
 
 def _counts(inputs: Arrays, engine_inputs: Values, outputs: Values) -> Values:
-    """Tokens of the prompt, and of the first beam in this response, where they are asked for."""
+    """Token counts of the prompt, and of the first beam in this response, if requested."""
     found = {}
     if _number(inputs, "return_num_input_tokens"):
         found["num_input_tokens"] = _array(engine_inputs["input_lengths"])[:1].reshape(1, 1)
@@ -287,5 +290,5 @@ def _array(value: np.ndarray | ServerTensor) -> np.ndarray:
 
 
 def _number(inputs: Arrays, name: str) -> int:
-    """A scalar input; 0 without it."""
+    """A scalar input, or 0 if absent."""
     return int(inputs[name].reshape(-1)[0]) if name in inputs else 0

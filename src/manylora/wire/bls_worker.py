@@ -1,5 +1,6 @@
-"""BlsWorker: answers the requests of models that call the engine's model, such as `tensorrt_llm_bls`, on
-threads, and ends what nobody waits for."""
+"""BlsWorker: answers requests of models that call the engine's model, such as `tensorrt_llm_bls`, on threads,
+and ends abandoned ones.
+"""
 
 from __future__ import annotations
 
@@ -17,32 +18,32 @@ from manylora.wire.sending import send
 from manylora.wire.server_types import FINAL, Response, ResponseSender, ServerRequest
 
 THREADS = 64
-PERIOD_S = 0.1  # between two times of asking who has disconnected
+PERIOD_S = 0.1  # between checks for disconnected clients
 
 
 class LastOutputs(dict[str, Any]):
-    """Outputs of a response that is known to be the last one: it is sent as the final one."""
+    """Outputs of a response that is known to be the last one. It is sent with the final flag."""
 
 
 class Generator(Protocol):
     """Answers requests by calling the engine's model."""
 
     def answer(self, client: ClientRequest, request: ServerRequest[Any]) -> Iterator[Values]:
-        """Outputs of each response, as they come; after LastOutputs none. Raises RequestError."""
+        """Outputs of each response, as they arrive; none after LastOutputs. Raises RequestError."""
 
     def stop(self, model: str, request_id: str) -> None:
-        """End a request to an engine's model."""
+        """Stop a request to an engine's model."""
 
 
 class BlsWorker(Generic[Response]):
-    """name: the model's, for the log. lifeline: told how many requests are open.
+    """name: the model's, for the log. lifeline: gets the number of open requests.
 
-    decoupled: any number of responses to a request; otherwise the first is the only one.
-    respond: outputs to a response. fail: an error to it.
-    before: called before each response, on the thread that sends, the one that may write metrics.
+    decoupled: any number of responses per request; otherwise only the first is sent. respond: converts
+    outputs to a response. fail: converts an error to one. before: called before each response, on the sending
+    thread, which is the only one that may write metrics.
 
-    Every thread here goes on when a request fails; a response that cannot be sent ends its request, and the
-    engine stops generating for it.
+    All threads continue when a request fails. If a response cannot be sent, its request ends, and the engine
+    stops generating for it.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class BlsWorker(Generic[Response]):
         self._clients: set[ClientRequest] = set()
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        # One thread sends: many at once are more than the server bears.
+        # Only one thread sends, because the server cannot handle many concurrent senders.
         self._threads = [
             threading.Thread(target=self._watch, name="manylora-watch", daemon=True),
             threading.Thread(target=self._send_all, name="manylora-send", daemon=True),
@@ -81,7 +82,7 @@ class BlsWorker(Generic[Response]):
             self._pool.submit(self._answer, request, sender, self._begin(sender.is_cancelled))
 
     def close(self) -> None:
-        """Nothing runs here afterwards: a metric that a thread lets go of too late ends the process."""
+        """Afterwards no thread runs here: releasing a metric too late would crash the process."""
         self._pool.shutdown(wait=True)
         self._closing.set()
         self._outbox.put(None)
@@ -137,8 +138,10 @@ class BlsWorker(Generic[Response]):
                     client.abandoned = True
 
     def _watch(self) -> None:
-        """Stop the generations of clients that have disconnected: nothing else tells the engine's model. More
-        than once, as a stop may come before the request that it is for."""
+        """Stop the generations of disconnected clients: nothing else tells the engine's model.
+
+        Repeated, because a stop may arrive before the request it is for.
+        """
         while not self._closing.wait(PERIOD_S):
             with self._lock:
                 clients = list(self._clients)

@@ -1,9 +1,9 @@
 """How the engine's model learns that a client of the ensemble has disconnected.
 
-Triton does not tell it: only steps that start after that are marked as cancelled, and those of a stream are
-postprocessing's. So postprocessing asks for some of its requests, and tells the engine's model the number
-that stands in the response it came from, by a datagram through the launcher's run directory. A datagram that
-is lost is sent again with the stream's next tokens.
+Triton does not tell it: only steps that start afterwards are marked as cancelled, and in a stream these are
+postprocessing's. Therefore postprocessing checks some of its requests, and sends the engine's model the
+request number from the response that it processes, as a datagram through the launcher's run directory. A lost
+datagram is sent again with the stream's next tokens.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from manylora.wire.server_types import ServerRequest
 
 NUMBER = "REQUEST_NUMBER"  # input of postprocessing
 SOCKET = "disconnects"
-PERIOD_S = 0.005  # asking is a call into the server and back
+PERIOD_S = 0.005  # a check is a round trip to the server
 
 
 class DisconnectReporter:
-    """For postprocessing. Without a launcher nobody listens, and it does nothing."""
+    """For postprocessing. Without a launcher it does nothing, because nobody listens."""
 
     def __init__(self) -> None:
         self._path = _path()
@@ -35,7 +35,7 @@ class DisconnectReporter:
         self._socket.setblocking(False)
 
     def check_one(self, requests: Sequence[ServerRequest[Any]]) -> None:
-        """Ask whether one of these requests was cancelled, unless another was asked about a moment ago."""
+        """Check whether one of these requests was cancelled, unless another check was made a moment ago."""
         now = time.monotonic()
         if self._path is None or now - self._asked < PERIOD_S:
             return
@@ -48,8 +48,9 @@ class DisconnectReporter:
 
 
 def listen(disconnected: Callable[[int], None]) -> None:
-    """disconnected: called on a thread with the number of a request whose client has disconnected, perhaps
-    repeatedly."""
+    """disconnected: called on a thread with the number of a request whose client has disconnected, possibly
+    repeatedly.
+    """
     path = _path()
     if path is None:
         return

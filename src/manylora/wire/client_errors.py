@@ -11,14 +11,15 @@ from manylora.wire.tensor_table import MODELS
 
 WHOLE = "context_and_generation"
 INPUTS = re.compile(r"lora_\w+|pooling|classification_head|embedding_request")
-"""What changes an answer, and is an input wherever it is taken. HTTP's `generate` makes a parameter of each
-field that is no input of the model."""
+"""Names that change an answer and are inputs wherever they are supported. HTTP's `generate` turns every field
+that is not an input of the model into a parameter.
+"""
 
 logger = logging.getLogger("manylora")
 
 
 def client_message(error: Exception, model: str) -> str:
-    """The text for the client. An unexpected error goes to the server's log, with its stack trace."""
+    """The text for the client. An unexpected error is logged with its stack trace."""
     if isinstance(error, ManyloraError):
         return str(error)
     logger.error("%s failed", model, exc_info=error)
@@ -26,15 +27,15 @@ def client_message(error: Exception, model: str) -> str:
 
 
 def client_error(error: Exception, model: str) -> RequestError:
-    """The same, for one that says what kind it is."""
+    """The same, for an error that has its own kind."""
     return error if isinstance(error, RequestError) else RequestError(client_message(error, model))
 
 
 def check_parameters(parameters: str) -> None:
-    """Raises RequestError for `check_phase`, and for an adapter or a kind of output that the model asked has
-    no input for. Other parameters are ignored: they may be meant for other programs.
+    """Raises RequestError as `check_phase`, and for an adapter or a kind of output for which the model has no
+    input. Other parameters are ignored, because they may be meant for other programs.
 
-    parameters: JSON, as Triton gives them.
+    parameters: JSON, as given by Triton.
     """
     check_phase(parameters)
     if INPUTS.search(parameters) is None:
@@ -51,11 +52,11 @@ def check_parameters(parameters: str) -> None:
 
 
 def check_phase(parameters: str) -> None:
-    """Raises RequestError if a request asks for one phase of a generation only, prefill or decode.
+    """Raises RequestError if a request asks for only one phase of a generation, prefill or decode.
 
-    parameters: JSON, as Triton gives them.
+    parameters: JSON, as given by Triton.
     """
-    if "request_type" not in parameters:  # most have none, and each request comes here
+    if "request_type" not in parameters:  # fast path: most requests have none
         return
     kind = json.loads(parameters).get("request_type", WHOLE)
     if kind != WHOLE:

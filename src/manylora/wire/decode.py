@@ -1,4 +1,4 @@
-"""Input tensors of `tensorrt_llm` to Requests."""
+"""Converts input tensors of `tensorrt_llm` to Requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEFAULTED = (
     "min_tokens",
 )  # fmt: skip
 
-RETENTION = (  # inputs, any of which acts
+RETENTION = (  # inputs, each of which may be used alone
     "token_range_starts", "token_range_ends", "token_range_priorities", "token_range_durations_ms",
     "decode_priority", "decode_duration_ms",
 )  # fmt: skip
@@ -43,7 +43,7 @@ RETENTION = (  # inputs, any of which acts
 
 @dataclass(frozen=True)
 class Decoded:
-    """A request, and how its answer is to be written. exclude_input: None when the model's default holds."""
+    """A request, and how to write its answer. exclude_input: None: the model's default."""
 
     request: Request
     exclude_input: bool | None
@@ -52,8 +52,9 @@ class Decoded:
 
 @dataclass(frozen=True)
 class _Item:
-    """One item of the batch: scalars and rows by name, None when absent. longest: prompt and output may be,
-    in tokens; None: not known."""
+    """One item of the batch: scalars and rows by name, None if absent. longest: maximum tokens of prompt and
+    output; None: unknown.
+    """
 
     arrays: Arrays
     index: int
@@ -70,14 +71,16 @@ class _Item:
         return utf8(value[0], name) if isinstance(value[0], bytes | str) else value[0].item()
 
     def size(self, name: str) -> int:
-        """Of this item's row; 0 where the tensor is absent."""
+        """Length of this item's row. 0 if the tensor is absent."""
         return self.arrays[name][self.index].size if name in self.arrays else 0
 
     def row(self, name: str) -> np.ndarray | None:
         return self.arrays[name][self.index] if name in self.arrays else None
 
     def ids(self, name: str, most: int | None) -> list[int]:
-        """A row of numbers. most: so many, judged before they are Python's and take 10 times the room."""
+        """A row of numbers. most: checked before they become Python integers, which take 10 times the
+        memory.
+        """
         row = self.row(name)
         if row is None:
             return []
@@ -87,7 +90,7 @@ class _Item:
 
 
 def is_stop(arrays: Arrays) -> bool:
-    """Whether this is a stop request; looked at before anything else."""
+    """Whether this is a stop request. Checked before anything else."""
     return "stop" in arrays and bool(np.any(arrays["stop"]))
 
 
@@ -98,11 +101,11 @@ def decode_requests(
     has_encoder: bool = False,
     max_seq_len: int | None = None,
 ) -> list[Decoded]:
-    """One for each item of the batch. Raises RequestError.
+    """One request per item of the batch. Raises RequestError.
 
-    max_seq_len: prompt and output, in tokens; longer inputs are refused before they are read.
-    has_encoder: the model reads input_ids with an encoder, and its decoder goes on from decoder_input_ids; a
-    decoder alone takes no notice of the latter, which the ensemble always sends.
+    max_seq_len: tokens of prompt and output; longer inputs are refused before they are read. has_encoder: the
+    model reads input_ids with an encoder, and its decoder starts from decoder_input_ids. Decoder-only models
+    ignore the latter, which the ensemble always sends.
     """
     sizes = {name: len(array) for name, array in arrays.items()}
     batch = sizes.get("input_lengths", 1)
@@ -202,7 +205,7 @@ def _params(item: _Item, sequences: int, width: int) -> SamplingConfig:
 
 
 def _sampling_defaults(item: _Item, max_tokens: int) -> dict[str, Any]:
-    """Values of the fields in DEFAULTED, for those that have no input. Raises RequestError."""
+    """Values for the fields in DEFAULTED that have no input. Raises RequestError."""
     text = item.scalar("sampling_defaults") or "{}"
     try:
         given = json.loads(text)

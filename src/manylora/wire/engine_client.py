@@ -1,4 +1,4 @@
-"""For clients of the model `tensorrt_llm`: a Request to input tensors, responses to Events."""
+"""For clients of the model `tensorrt_llm`: converts a Request to input tensors, and responses to Events."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ USUAL = SamplingConfig()
 
 
 def request_tensors(request: Request) -> Tensors:
-    """Inputs by name, each with a leading batch dimension of 1. Parameters with default values are left out.
+    """Inputs by name, each with a leading batch dimension of 1. Parameters with default values are omitted.
 
-    Prompt tables, drafts, retention and decoder prompts are not sent: no caller uses them.
+    Prompt tables, drafts, retention and decoder prompts are not sent, because no caller uses them.
     """
     params = request.params
     found: Tensors = {
@@ -50,13 +50,14 @@ def request_tensors(request: Request) -> Tensors:
 
 @dataclass
 class AnswerReader:
-    """Reads the responses to one request. It ends when all its sequences have a finish reason, or with the
-    final response: which comes first depends on the server."""
+    """Reads the responses to one request. It is done when all sequences have a finish reason, or after the
+    final response. Which comes first depends on the server.
+    """
 
     request: Request
     _lengths: dict[int, int] = field(default_factory=dict)  # tokens so far of every sequence
     _open: set[int] = field(default_factory=set)
-    _stopped: set[int] = field(default_factory=set)  # sequences that have given their end id
+    _stopped: set[int] = field(default_factory=set)  # sequences that have returned their end id
     _arrival_ns: int = field(default_factory=time.monotonic_ns)
     _first_token_ns: int = 0
 
@@ -65,11 +66,11 @@ class AnswerReader:
 
     @property
     def done(self) -> bool:
-        """Whether the last event has been given."""
+        """Whether the last event has been returned."""
         return not self._open
 
     def read(self, tensors: Mapping[str, np.ndarray], final: bool) -> list[Event]:
-        """tensors: outputs of one response; empty: a response that only says that it is the final one."""
+        """tensors: outputs of one response; empty: the response is only a final flag."""
         events = [self._event(tensors)] if "output_ids" in tensors and not self.done else []
         if final and self._open:
             events += self._endings()
@@ -80,7 +81,7 @@ class AnswerReader:
         length = tensors["sequence_length"].reshape(-1)[0] if "sequence_length" in tensors else None
         ids = _first_row(tensors["output_ids"])[:length].tolist()
         if "finish_reason" not in tensors and ids and ids[-1] == self.request.params.end_id:
-            self._stopped.add(index)  # some servers leave the end id in the output, ours does not
+            self._stopped.add(index)  # some servers include the end id in the output, ours does not
             ids.pop()
         self._lengths[index] = self._lengths.get(index, 0) + len(ids)
         self._first_token_ns = self._first_token_ns or time.monotonic_ns()
@@ -110,7 +111,7 @@ class AnswerReader:
         return rows if pooling.mode == "all" else rows[0]
 
     def _endings(self) -> list[Event]:
-        """For sequences without a finish reason: NVIDIA's server sends none, only a final response."""
+        """Endings for sequences without a finish reason: NVIDIA's server sends only a final response."""
         params = self.request.params
         events = []
         for index in sorted(self._open):
@@ -133,7 +134,7 @@ class AnswerReader:
 
 def _sampling(params: SamplingConfig) -> Tensors:
     if params.temperature == 0:
-        # With top_k 1 every server takes the most probable token; some divide by the temperature.
+        # With top_k 1 every server is greedy. Some divide by the temperature.
         params = replace(params, temperature=1.0, top_k=1, top_p=None)
     return {
         name: _one(value, TYPES[name])
@@ -206,7 +207,7 @@ def _text(tensors: Mapping[str, np.ndarray], name: str) -> str:
 
 
 def _rows(tensors: Mapping[str, np.ndarray], name: str) -> np.ndarray | None:
-    """[rows, vocab] of an output with leading dimensions of 1; None: it was not sent."""
+    """[rows, vocab] of an output with leading dimensions of 1. None: it was not sent."""
     if name not in tensors or tensors[name].size <= 1:
         return None
     return tensors[name].reshape(tensors[name].shape[-2:]).astype(np.float32)

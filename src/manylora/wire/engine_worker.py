@@ -1,4 +1,6 @@
-"""EngineWorker: requests of `tensorrt_llm` to the engine, its events to responses. One thread sends them."""
+"""EngineWorker: passes requests of `tensorrt_llm` to the engine, and its events to responses, sent by one
+thread.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,13 @@ if TYPE_CHECKING:
     from manylora.engine.loop import EngineLoop
 
 NAME = "tensorrt_llm"
-STALLED_S = 5.0  # of the engine's thread, from which it counts as busy without any request
-LAST_RESPONSES_S = 5.0  # after the engine's end, for the responses to open requests
-SENT_S = 0.5  # without another one, for the last response to reach the server
-# Asking whether a request was cancelled is a call into the server and back, and responses wait for it.
+STALLED_S = 5.0  # without progress, the engine's thread counts as busy even without requests
+LAST_RESPONSES_S = 5.0  # to send responses to open requests after the engine ended
+SENT_S = 0.5  # for the last response to reach the server
+# A check whether a request was cancelled is a round trip to the server, during which responses wait.
 CHECKS_AT_ONCE = 16
 
-UNREAD = LoraInput(None)  # the adapter of a request that was refused before it was known
+UNREAD = LoraInput(None)  # for requests refused before their adapter is known
 
 logger = logging.getLogger("manylora")
 
@@ -54,18 +56,18 @@ class MetricsExporter(Protocol):
 
 @dataclass(frozen=True)
 class EngineModelOptions:
-    """Parameters of the model beside the engine's own. Periods in seconds."""
+    """Parameters of the model other than the engine's. Periods in seconds."""
 
     decoupled: bool
     exclude_input: bool
     logits_dtype: str
     cancellation_period: float
     stats_period: float
-    tells_adapter: bool = False  # to postprocessing, where adapters may have a tokenizer
+    tells_adapter: bool = False  # tell postprocessing the adapter, as it may have a tokenizer
 
     @classmethod
     def of(cls, model_config: str, decoupled: bool) -> EngineModelOptions:
-        """model_config: JSON, as Triton gives it. Raises ConfigError, ValueError."""
+        """model_config: JSON, as given by Triton. Raises ConfigError, ValueError."""
         parameters, config = parameters_of(model_config), json.loads(model_config)
         return cls(
             decoupled=decoupled,
@@ -79,12 +81,12 @@ class EngineModelOptions:
 
 @dataclass(eq=False)
 class TritonCall(Generic[Response]):
-    """One request of Triton's, whose items are requests to the engine.
+    """One request from Triton, whose items are requests to the engine.
 
-    request_id: the client's own; may be empty or repeated.
-    number: [1, 1] int64, of this call alone; it goes to postprocessing, and comes back when a client left.
-    tickets: of all requests to the engine. open: how many of these have not ended.
-    started: whether a response was sent. done: whether the final one was.
+    request_id: the client's own; may be empty or repeated. number: [1, 1] int64, unique for this call;
+    postprocessing gets it and returns it when a client has left. tickets: of all requests to the engine.
+    open: number of these that have not ended. started: whether a response was sent. done: whether the final
+    one was sent.
     """
 
     request_id: str
@@ -97,20 +99,20 @@ class TritonCall(Generic[Response]):
 
 
 class OpenCalls(Generic[Response]):
-    """The requests that are not answered yet. Any thread."""
+    """The requests that are not answered yet. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers = count(1)
         self._calls: set[TritonCall[Response]] = set()
         self._by_id: dict[str, set[TritonCall[Response]]] = {}
-        self._unchecked: list[TritonCall[Response]] = []  # of the present round of `next_to_check`
+        self._unchecked: list[TritonCall[Response]] = []  # in the current round of `next_to_check`
 
     def __len__(self) -> int:
         return len(self._calls)
 
     def new(self, request_id: str, sender: ResponseSender[Response]) -> TritonCall[Response]:
-        """Not open yet: one that is refused never is."""
+        """A call that is not open yet. A refused call is never opened."""
         return TritonCall(request_id, sender, np.array([[next(self._numbers)]], np.int64))
 
     def add(self, call: TritonCall[Response]) -> None:
@@ -135,7 +137,7 @@ class OpenCalls(Generic[Response]):
             return [call for call in self._calls if call.number.item() == number]
 
     def next_to_check(self, most: int) -> Sequence[TritonCall[Response]]:
-        """At most so many, others with the next calls, until each had its turn. For one thread."""
+        """At most `most` calls, different ones at each call until all had their turn. For one thread."""
         if not self._unchecked:
             with self._lock:
                 self._unchecked = list(self._calls)
@@ -144,10 +146,10 @@ class OpenCalls(Generic[Response]):
 
 
 class EngineWorker(Generic[Response]):
-    """lifeline: told how many requests are open, and how far the engine is.
+    """lifeline: gets the number of open requests and the engine's progress.
 
-    respond: outputs to a response. fail: an error to a response. read_bfloat16: reads a tensor of the
-    type that NumPy does not have.
+    respond: converts outputs to a response. fail: converts an error to a response. read_bfloat16: reads a
+    tensor of this type, which NumPy does not have.
     """
 
     def __init__(
@@ -179,8 +181,9 @@ class EngineWorker(Generic[Response]):
         self._sender.join()
 
     def _activity(self) -> tuple[int, int]:
-        """Requests and steps. A thread that is stuck between requests holds up the next ones: it counts as
-        one."""
+        """Open requests and engine steps. A thread that is stuck between requests blocks the next ones, so it
+        counts as one.
+        """
         return len(self._calls) or int(self._engine.stalled_s > STALLED_S), self._engine.stats().steps
 
     def _take(self, request: ServerRequest[Response]) -> None:
@@ -198,7 +201,7 @@ class EngineWorker(Generic[Response]):
         except Exception as error:
             refusal = client_error(error, NAME)
             self._outbox.put((call, None, Event(finish_reason=FinishReason.ERROR, error=refusal, last=True)))
-        if call.done:  # one item of a batch has failed already
+        if call.done:  # another item of the batch has already failed
             self._cancel(call)
 
     def _submit(self, call: TritonCall[Response], arrays: Arrays) -> None:
@@ -222,7 +225,7 @@ class EngineWorker(Generic[Response]):
             self._cancel(call)
 
     def _client_left(self, number: int) -> None:
-        """A client of the ensemble: Triton tells it to postprocessing only."""
+        """A client of the ensemble has left. Triton tells only postprocessing."""
         for call in self._calls.with_number(number):
             self._cancel(call)
 
@@ -231,8 +234,9 @@ class EngineWorker(Generic[Response]):
             self._engine.cancel(ticket)
 
     def _send_all(self) -> None:
-        """The thread that sends. Without it, or without the engine, the process is of no use: it ends and the
-        launcher starts another."""
+        """The sending thread. If it or the engine dies, the process is useless: it exits, and the launcher
+        starts another.
+        """
         try:
             self._send_until_closed()
         except BaseException:
@@ -256,7 +260,7 @@ class EngineWorker(Generic[Response]):
                 sent = now
             if self._engine.death is None:
                 ends = now + LAST_RESPONSES_S
-            elif now > ends or now - sent >= SENT_S:  # the server may have requests yet, to be refused
+            elif now > ends or now - sent >= SENT_S:  # the server may still have requests to refuse
                 os._exit(1)
             if now - checked >= self._options.cancellation_period:
                 self._cancel_abandoned()
@@ -266,7 +270,7 @@ class EngineWorker(Generic[Response]):
                 shown = now
 
     def _waiting(self) -> list[Item[TritonCall[Response]] | None]:
-        """All that waits to be sent; None at the end when nothing more will come."""
+        """All items to be sent. None at the end means that nothing more will come."""
         try:
             batch = [self._outbox.get(timeout=self._options.cancellation_period)]
         except queue.Empty:
@@ -306,7 +310,7 @@ class EngineWorker(Generic[Response]):
             send(call.sender, response, FINAL)
 
     def _give_up(self, call: TritonCall[Response], error: Exception) -> None:
-        """A response could not be made or sent: nothing more of its request is generated or sent."""
+        """A response could not be created or sent: stop its request."""
         refusal = client_error(error, NAME)
         self._cancel(call)
         self._calls.discard(call)
@@ -315,7 +319,7 @@ class EngineWorker(Generic[Response]):
             send(call.sender, self._fail(refusal), FINAL)
 
     def _cancel_abandoned(self) -> None:
-        """Ask for some calls whether their client is there, for the rest in the next periods."""
+        """Check for some calls whether their client is still there; the others follow in later periods."""
         for call in self._calls.next_to_check(CHECKS_AT_ONCE):
             try:
                 if call.sender.is_cancelled():

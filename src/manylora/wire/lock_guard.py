@@ -1,9 +1,9 @@
-"""Keeps Triton's stub from blocking for ever when several threads read streams of another model.
+"""Keeps Triton's stub from deadlocking when several threads read streams of another model.
 
-A thread that takes a response of a stream waits for Python's lock while it holds the stream's mutex; the
-stub's own thread, which brings the next response, waits for that mutex while it holds the one of all streams;
-and a thread that opens a stream waits for the latter while it holds Python's lock. None of them goes on. With
-`share_lock` a thread that has to wait for a mutex of the stub lets others have Python's lock meanwhile.
+A thread that takes a response from a stream waits for the GIL while it holds the stream's mutex. The stub's
+own thread, which delivers the next response, waits for that mutex while it holds the mutex of all streams. A
+thread that opens a stream waits for the latter while it holds the GIL. This is a deadlock. With `share_lock`
+a thread that has to wait for a mutex of the stub releases the GIL meanwhile.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ OF_PYTHON = (
 
 
 def share_lock() -> None:
-    """In this process, if it is Triton's stub. Without a compiler nothing changes: the launcher restarts a
-    server with a process that blocks."""
+    """Apply this to the process if it is Triton's stub. Without a compiler nothing changes, and the launcher
+    restarts a server with a blocked process.
+    """
     if not _is_stub():
         return
     try:
@@ -40,7 +41,8 @@ def share_lock() -> None:
 
 def load() -> ctypes.CDLL | None:
     """lock_guard.c; None without a compiler. Raises OSError, subprocess.SubprocessError, and AttributeError
-    where Python lacks a function."""
+    if Python lacks a function.
+    """
     library = load_library(SOURCE)
     if library is None:
         return None

@@ -1,6 +1,6 @@
 """Prometheus metrics of the engine: TensorRT-LLM's families, and ours for adapters.
 
-Plain data: which family, which labels, which value. The model's process hands it to Triton.
+Plain data: family, labels and value. The model's process passes it to Triton.
 """
 
 from __future__ import annotations
@@ -80,16 +80,16 @@ FAMILIES = {
     "manylora_cuda_graphs_recorded_total": MetricFamily("CUDA graphs that were recorded", "counter"),
     "manylora_decode_steps_total": MetricFamily("Decode steps on a GPU by how they were launched", "counter"),
 }
-MAX_ADAPTERS = 100  # label values; the adapters after these are counted together
+MAX_ADAPTERS = 100  # label values; further adapters are counted together
 STAMP = "Timestamp"
 BASE, OTHER = "base", "other"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """increment: add to a counter; otherwise the value is the gauge's, the counter's total, or observed.
+    """increment: add to a counter; otherwise the value is a gauge's, a counter's total, or an observation.
 
-    logged: what upstream's log calls it; empty for what is not its own.
+    logged: its name in TensorRT-LLM's log; empty for metrics of our own.
     """
 
     family: str
@@ -136,16 +136,16 @@ def engine_samples(stats: EngineStats) -> Iterator[Sample]:
 
 
 def iteration_log(samples: Iterable[Sample]) -> dict[str, float | str]:
-    """What upstream's verbose log says in a line of JSON: the gauges of its families, under other names."""
+    """The content of a line of TensorRT-LLM's verbose log: the gauges of its families, under other names."""
     found: dict[str, float | str] = {one.logged: one.value for one in samples if one.logged}
     when = datetime.fromtimestamp(float(found[STAMP]) / 1e6, timezone.utc)
     return {**found, STAMP: when.strftime("%m-%d-%Y %H:%M:%S.%f")}
 
 
 class RequestMeter:
-    """Samples of finished sequences. There are at most MAX_ADAPTERS labels, with BASE and OTHER: the first
-    adapters that answered have their own, the rest are `other`. An adapter whose requests all failed has
-    none, as clients can send any name.
+    """Samples of finished sequences. There are at most MAX_ADAPTERS labels, BASE and OTHER included: the first
+    adapters with an answer have their own, the others are `other`. An adapter whose requests all failed has
+    none, because clients can send any name.
 
     The launcher's trial request before the server is ready is not counted.
     """
@@ -157,8 +157,9 @@ class RequestMeter:
     def samples(
         self, lora: LoraInput | LoraMix | None, event: Event, waited_s: float = 0.0
     ) -> Iterator[Sample]:
-        """Of several adapters each has counted the request as its own. waited_s: before the engine had it; it
-        counts as queueing, and to the first token."""
+        """In a mix, each adapter counts the request. waited_s: before the engine got it; it counts as
+        queueing time, and towards the first token.
+        """
         self._starting = self._starting and is_starting()
         if self._starting:
             return iter(())
@@ -222,7 +223,7 @@ def _upstream(stats: EngineStats) -> Iterator[tuple[str, str, list[tuple[str, st
     ]  # fmt: skip
     a = stats.adapters
     engine_bytes, host_bytes = stats.weight_bytes + stats.kv_bytes, a.host_pages * a.page_bytes
-    if stats.on_gpu:  # a CPU's device level is a number of pages that may be in use, and no memory
+    if stats.on_gpu:  # on a CPU the device level only limits pages in use and has no memory
         engine_bytes += a.device_pages * a.page_bytes
     yield MEMORY, "memory_type", [
         ("cpu", "Runtime CPU Memory Usage", 0 if stats.on_gpu else engine_bytes + host_bytes),
@@ -252,7 +253,7 @@ def _upstream(stats: EngineStats) -> Iterator[tuple[str, str, list[tuple[str, st
 
 
 def _lora_info(stats: EngineStats) -> Sample:
-    """For pickers of the Kubernetes Gateway API: who is on the device, who is waited for."""
+    """For endpoint pickers of the Kubernetes Gateway API: adapters on the device, and adapters waited for."""
     running = [one.name for one in stats.adapters.residents if one.on_device]
     labels = (
         ("max_lora", str(max(1, stats.adapters.max_device_adapters))),

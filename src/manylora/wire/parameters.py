@@ -1,4 +1,6 @@
-"""Model parameters of config.pbtxt to an EngineConfig. Empty text and an unfilled `${…}` mean the default."""
+"""Converts model parameters of config.pbtxt to an EngineConfig. Empty text and an unfilled `${…}` mean the
+default.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ logger = logging.getLogger("manylora")
 
 Value = TypeVar("Value")
 TYPES = ("v1", "V1", "inflight_batching", "inflight_fused_batching")
-# Parameters whose name is not that of the setting.
+# Parameters whose name differs from the setting's.
 RENAMED = {
     "max_num_sequences": "max_batch_size",
     "cuda_graph_mode": "enable_cuda_graph",
@@ -47,14 +49,14 @@ RENAMED = {
 }
 NAMES = {**{key: key for key in resolve.KEYS if key not in RENAMED.values()}, **RENAMED}
 """Every setting by the name of its parameter."""
-# Parameters that would change answers; only these values mean what the engine does anyway.
+# Parameters that would change answers. Only these values match what the engine does.
 HARMLESS = {
     "sink_token_length": ("0",),
     "decoding_mode": ("top_k", "top_p", "top_k_top_p", "beam_search", "auto"),
     "encoder_model_path": (),
     "guided_decoding_backend": ("xgrammar", "llguidance"),
 }
-# Parameters with an effect that are no settings of the engine.
+# Parameters with an effect that are not settings of the engine.
 OTHERS = (
     "FORCE_CPU_ONLY_INPUT_TENSORS", "gpt_model_type", "gpt_model_path", "executor_worker_path",
     "exclude_input_in_output", "cancellation_check_period_ms", "stats_check_period_ms",
@@ -63,16 +65,16 @@ OTHERS = (
 ENGINE = "tensorrt_llm"
 COMMENT = re.compile(r"^\s*#.*$", re.MULTILINE)
 PARAMETER = re.compile(r'key:\s*"(\w+)"\s*value:?\s*{\s*string_value:\s*"([^"\n]*)"')  # of config.pbtxt
-POSITIONS = ("max_position_embeddings", "n_positions")  # what config.json calls the longest sequence
+POSITIONS = ("max_position_embeddings", "n_positions")  # names of the longest sequence in config.json
 
 
 def parameters_of(model_config: str) -> dict[str, str]:
-    """Of the JSON that Triton hands to a model as its configuration."""
+    """Parameters in the JSON configuration that Triton passes to a model."""
     return {key: value["string_value"] for key, value in json.loads(model_config)["parameters"].items()}
 
 
 def value_of(parameters: Mapping[str, str], name: str) -> str | None:
-    """The parameter's text, or None when it is unset."""
+    """The parameter's text, or None if it is not set."""
     text = parameters.get(name, "").strip()
     return None if not text or text.startswith("${") else text
 
@@ -89,7 +91,7 @@ def milliseconds(parameters: Mapping[str, str], name: str, default: int) -> floa
 
 
 def logits_dtype(model_config: Mapping[str, Any]) -> str:
-    """NumPy's name for the type of the logits outputs. Raises ConfigError for what NumPy does not have."""
+    """NumPy's name for the dtype of the logits outputs. Raises ConfigError for dtypes that NumPy lacks."""
     types = {output["name"]: output["data_type"] for output in model_config["output"]}
     names = {"TYPE_FP32": "float32", "TYPE_FP16": "float16"}
     found = types.get("generation_logits", "TYPE_FP32")
@@ -99,9 +101,9 @@ def logits_dtype(model_config: Mapping[str, Any]) -> str:
 
 
 def names_file(parameters: Mapping[str, str], folder: Path) -> Path | None:
-    """The parameter lora_names_file, else multi_lora.json where vllm_backend has it, if it is there.
+    """The parameter lora_names_file, or else vllm_backend's multi_lora.json if it exists.
 
-    folder: of any model, in the repository.
+    folder: of any model in the repository.
     """
     named = value_of(parameters, "lora_names_file")
     usual = folder.parent / "vllm_model" / "1" / "multi_lora.json"
@@ -111,9 +113,11 @@ def names_file(parameters: Mapping[str, str], folder: Path) -> Path | None:
 def engine_config(
     parameters: Mapping[str, str], folder: Path | None = None, world_size: int | None = None
 ) -> EngineConfig:
-    """Raises ConfigError naming the parameter that is missing, unparsable or asks for what is not there.
+    """Raises ConfigError that names a parameter that is missing, cannot be parsed or asks for something
+    unavailable.
 
-    folder: of the model, in the repository. world_size: ranks that are wanted; None: as the launcher has it.
+    folder: of the model in the repository. world_size: requested number of ranks; None: as the launcher has
+    it.
     """
     kind = value_of(parameters, "gpt_model_type")
     if kind not in TYPES:
@@ -140,7 +144,7 @@ def engine_config(
     _divide_world(settings, world_size or os.environ.get(WORLD_SIZE), model_folder(Path(path)))
     if folder is not None:
         settings["names_file"] = names_file(parameters, folder)
-    settings.pop("tokenizer_dir", None)  # is for guided decoding alone
+    settings.pop("tokenizer_dir", None)  # only for guided decoding
     if value_of(parameters, "guided_decoding_backend") is not None:
         settings["tokenizer_dir"] = model_folder(Path(value_of(parameters, "tokenizer_dir") or path))
     model = model_folder(Path(path))
@@ -150,8 +154,9 @@ def engine_config(
 
 
 def _divide_world(settings: dict[str, Any], world: int | str | None, model: Path) -> None:
-    """Parallel sizes of --world_size, where the parameters leave one open; where they leave both, those that
-    the model was built for if they make so many. Raises ConfigError."""
+    """Parallel sizes for --world_size if the parameters leave one open. If they leave both open, the sizes
+    the model was built for are used if they match. Raises ConfigError.
+    """
     if world is None:
         return
     tensor, pipeline, size = "tensor_parallel_size", "pipeline_parallel_size", int(world)
@@ -170,27 +175,28 @@ def _divide_world(settings: dict[str, Any], world: int | str | None, model: Path
 
 
 def repository_config(repo: Path, world_size: int | None = None) -> EngineConfig:
-    """Of the engine's model of a repository, for a process that Triton does not start. Raises as
-    `engine_config`."""
+    """The configuration of a repository's engine model, for a process that Triton does not start. Raises as
+    `engine_config`.
+    """
     folder = repo / ENGINE
     return engine_config(parameters_beside(folder), folder, world_size)
 
 
 def quant_config(parameters: Mapping[str, str]) -> QuantConfig | None:
-    """How the parameters alone have the base rounded. Raises ConfigError."""
+    """How the base model is quantised according to the parameters alone. Raises ConfigError."""
     names = {name: key for name, key in NAMES.items() if key in resolve.QUANT_KEYS}
     return resolve.quant_config(_settings(parameters, names))
 
 
 def written_parameters(text: str) -> dict[str, str]:
-    """Of the text of a config.pbtxt."""
+    """Parameters in the text of a config.pbtxt."""
     return dict(PARAMETER.findall(COMMENT.sub("", text)))
 
 
 def parameters_beside(model: Path, name: str = ENGINE) -> dict[str, str]:
-    """Those of another model of the repository, as its config.pbtxt has them; none where it cannot be read.
+    """Parameters of another model in the repository, from its config.pbtxt. Empty if it cannot be read.
 
-    model: the folder of the model that asks.
+    model: the folder of the calling model.
     """
     try:
         text = (model.parent / name / "config.pbtxt").read_text(encoding="utf-8")
@@ -200,8 +206,8 @@ def parameters_beside(model: Path, name: str = ENGINE) -> dict[str, str]:
 
 
 def engine_context(model: Path, name: str = ENGINE) -> int | None:
-    """Tokens of the longest sequence that the engine's model takes, by its max_seq_len and the checkpoint's
-    config.json; None: not known, or not limited.
+    """Maximum sequence length of the engine's model in tokens, from its max_seq_len and the checkpoint's
+    config.json. None: unknown, or not limited.
 
     model: this model's folder in the repository. name: the engine's model.
     """
@@ -211,9 +217,9 @@ def engine_context(model: Path, name: str = ENGINE) -> int | None:
         folder = model_folder(Path(path)) if path else None
         config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else {}
     except (OSError, ValueError, ConfigError):
-        return None  # the engine's model says what is wrong with it
+        return None  # the engine's model reports what is wrong
     if not isinstance(config, dict) or config.get("is_encoder_decoder"):
-        return None  # positions may be relative, and know no longest
+        return None  # relative positions have no maximum
     longest, text = _positions(config), value_of(parameters, "max_seq_len") or ""
     limit = int(text) if text.isdecimal() else 0
     return min(longest, limit) if longest and limit else longest
@@ -244,7 +250,7 @@ def _max_positions(path: Path) -> int | None:
 
 
 def _positions(config: Mapping[str, Any]) -> int | None:
-    """The longest sequence by a config.json, in tokens. None: it does not say."""
+    """The longest sequence in tokens according to a config.json. None: not given."""
     found = [config[name] for name in POSITIONS if isinstance(config.get(name), int)]
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     try:

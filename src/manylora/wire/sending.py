@@ -1,4 +1,4 @@
-"""Sends responses, and keeps their tensors meanwhile."""
+"""Sends responses, and keeps their tensors alive meanwhile."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from manylora.wire.server_types import Response, ResponseSender
 
 
 def send(sender: ResponseSender[Response], response: Response | None, flags: int = 0) -> None:
-    """As the sender's own. response: None only with the flag FINAL. Any thread.
+    """As the sender's own `send`. response: None only with the flag FINAL. Thread-safe.
 
-    The binding sends without Python's lock, and drops the outputs that the client has not asked for. If
-    nobody else had them, it would free their arrays beside running Python code, which now and then ends the
-    process some time later.
+    The binding sends without holding the GIL, and drops outputs that the client did not request. Without
+    another reference it would free their arrays concurrently with running Python code, which occasionally
+    crashes the process later.
     """
     if response is None:
         sender.send(flags=flags)
         return
     kept = response.output_tensors()
     sender.send(response, flags)
-    del kept  # not before
+    del kept  # only now

@@ -1,4 +1,4 @@
-"""ServerCalls: requests to other models and responses, for models that call the engine's model."""
+"""ServerCalls: requests to other models and their responses, for models that call the engine's model."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from manylora.errors import RequestCancelledError, RequestError, UnavailableErro
 from manylora.wire.bls_generator import Values
 
 STATUSES = ((UnavailableError, "UNAVAILABLE"), (RequestCancelledError, "CANCELLED"))
-"""Errors that have a status of Triton's own; all others are INTERNAL."""
-KEPT_S = 1.0  # after its end, a call's responses
+"""Errors with their own Triton status. All others are INTERNAL."""
+KEPT_S = 1.0  # how long a call's responses are kept after its end
 
 
 class ServerCalls:
     """pb_utils: triton_python_backend_utils, which only models can import.
 
-    streams: whether the model itself may give several responses; then so may what it calls.
+    streams: whether the model itself may return several responses; then called models may, too.
     """
 
     def __init__(self, pb_utils: Any, streams: bool = True) -> None:
         self._pb_utils, self._streams = pb_utils, streams
         self._lock = threading.Lock()
-        self._ended: deque[tuple[float, Any]] = deque()  # when, and the responses
+        self._ended: deque[tuple[float, Any]] = deque()  # end time, and the responses
 
     def call(
         self, model: str, inputs: Values, outputs: Sequence[str], request_id: str = ""
@@ -59,9 +59,11 @@ class ServerCalls:
                 self._keep(responses)
 
     def _keep(self, responses: Any) -> None:
-        """The stub lets go of a call's responses on a thread that runs beside Python code. If nobody else has
-        them then, it frees their arrays there, and now and then that ends the process. So they are kept until
-        it has done so, and freed here. Any thread."""
+        """Keep a call's responses alive for a while, and free them here. Thread-safe.
+
+        The stub releases them on a thread that runs concurrently with Python code. If that were the last
+        reference, they would be freed there, which occasionally crashes the process.
+        """
         now, old = time.monotonic(), []
         with self._lock:
             self._ended.append((now, responses))
@@ -79,6 +81,6 @@ class ServerCalls:
         return self._pb_utils.InferenceResponse(error=kinds(str(error), code))
 
     def _tensors(self, values: Values) -> list[Any]:
-        """An array becomes a tensor; a tensor of the server's passes through."""
+        """An array becomes a tensor. A tensor of the server's is passed through."""
         make = self._pb_utils.Tensor
         return [make(name, one) if isinstance(one, np.ndarray) else one for name, one in values.items()]

@@ -1,4 +1,4 @@
-"""What the package uses of the objects that Triton's Python backend hands to a model."""
+"""The parts of the Python backend's objects that this package uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class ServerResponse(Protocol):
-    """The backend's InferenceResponse: only models make one."""
+    """The backend's InferenceResponse. Only models can create one."""
 
     def output_tensors(self) -> Sequence[object]: ...
 
@@ -32,7 +32,7 @@ class ServerTensor(Protocol):
 
 
 class ResponseSender(Protocol[Sent]):
-    """Takes the responses to one request. Any thread may send."""
+    """Takes the responses to one request. Thread-safe."""
 
     def send(self, response: Sent | None = None, flags: int = 0) -> None: ...
     def is_cancelled(self) -> bool: ...

@@ -1,9 +1,9 @@
 """Protects a model's process from inputs with impossible shapes.
 
-The server compares a tensor's bytes with its shape modulo 2**64, so `[1, 2**63 - 1, 2**63 - 1]` with four
-bytes gets through. Before it calls the model, the model's process asks NumPy for an array of that shape;
-NumPy refuses, and nothing catches that. `check_shapes` looks at the shape in between, and `read_inputs` tells
-the client.
+The server compares a tensor's size with its shape modulo 2**64, so `[1, 2**63 - 1, 2**63 - 1]` with four
+bytes is accepted. Before it calls the model, the model's process creates a NumPy array of that shape. NumPy
+raises an error that nothing catches. `check_shapes` checks the shape before that, and `read_inputs` reports
+the error to the client.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from manylora.system.compiler import Source, load_library
 
 logger = logging.getLogger("manylora")
 
-MOST_ELEMENTS = 2**59  # with 8 bytes each, their number of bytes still is an int64
-STAND_IN = (0,) * 16  # the shape of what is read in place of such a tensor; no input has so many dimensions
-NEW_FROM_DESCR = 94  # where PyArray_NewFromDescr is in the table of NumPy's functions for C
+MOST_ELEMENTS = 2**59  # with 8 bytes each, the number of bytes still fits int64
+STAND_IN = (0,) * 16  # shape of the replacement tensor; no input has so many dimensions
+NEW_FROM_DESCR = 94  # index of PyArray_NewFromDescr in NumPy's C API table
 SOURCE = Source("shape_guard", (Path(__file__).with_suffix(".c"),))
 POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int
 NewFromDescr = ctypes.PYFUNCTYPE(
     POINTER, POINTER, POINTER, INTEGER, POINTER, POINTER, POINTER, INTEGER, POINTER
 )
 SHAPES = [ctypes.c_int64 * dims for dims in range(len(STAND_IN) + 1)]
-_functions: list[Any] = []  # called by the binding as long as the process lives
+_functions: list[Any] = []  # kept alive: the binding calls them until the process ends
 
 
 def check_shapes(pb_utils: Any) -> None:
-    """To be called in a model's `initialize`, before anything makes a tensor.
+    """Call this in a model's `initialize`, before anything creates a tensor.
 
-    pb_utils: triton_python_backend_utils. The binding looks NumPy's functions up once, when it first needs
-    one. It finds ours in the place of the one that makes arrays; all others find NumPy's own.
+    pb_utils: triton_python_backend_utils. The binding looks up NumPy's functions once, at first use. It finds
+    our function in place of the one that creates arrays. All other code finds NumPy's.
     """
     entry = POINTER.from_address(_numpy_functions() + NEW_FROM_DESCR * ctypes.sizeof(POINTER))
     numpys_own = entry.value
@@ -56,7 +56,7 @@ def check_shapes(pb_utils: Any) -> None:
 def read_inputs(
     tensors: Iterable[Any], read_other: Callable[[Any], np.ndarray] | None = None
 ) -> dict[str, np.ndarray]:
-    """Tensors of one of Triton's requests by name. Raises RequestError for a shape that cannot be.
+    """Tensors of a Triton request by name. Raises RequestError for an impossible shape.
 
     read_other: reads a tensor whose dtype NumPy does not have.
     """
@@ -83,7 +83,7 @@ def _is_possible(shape: Iterable[int]) -> bool:
 
 
 def _compiled(numpys_own: int | None) -> Any:
-    """The function of shape_guard.c; None without a compiler."""
+    """The function in shape_guard.c. None without a compiler."""
     try:
         library = load_library(SOURCE)
     except (OSError, subprocess.SubprocessError) as error:
@@ -96,7 +96,7 @@ def _compiled(numpys_own: int | None) -> Any:
 
 
 def _interpreted(numpys_own: int | None) -> Any:
-    """The same in Python: some microseconds for each tensor."""
+    """The same in Python: some microseconds per tensor."""
     make, nothing = NewFromDescr(numpys_own), SHAPES[-1]()  # type: ignore[arg-type]
 
     def checked(kind, descr, dims, shape, strides, data, flags, parent):  # type: ignore[no-untyped-def]
@@ -108,7 +108,7 @@ def _interpreted(numpys_own: int | None) -> Any:
 
 
 def _numpy_functions() -> int:
-    """The address of the table that NumPy gives to code in C."""
+    """The address of NumPy's C API table."""
     version = int(np.__version__.split(".")[0])
     module = importlib.import_module("numpy.core.multiarray" if version < 2 else "numpy._core.multiarray")
     pointer = ctypes.pythonapi.PyCapsule_GetPointer

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Tensor:
-    """dims without the batch dimension; scalar: dims [1] reshaped away, so the model sees [batch]."""
+    """dims without the batch dimension. scalar: dims [1] reshaped away, so that the model sees [batch]."""
 
     name: str
     dtype: str
@@ -37,7 +37,7 @@ STATISTICS = [
 LORA = [
     Tensor("lora_weights", "${lora_weights_data_type}", (-1, -1), ragged=True),
     Tensor("lora_config", "INT32", (-1, -1), ragged=True),
-    Tensor("lora_invocation_tokens", "INT32", (-1,), ragged=True),  # ours: of activated LoRA
+    Tensor("lora_invocation_tokens", "INT32", (-1,), ragged=True),  # ours: for activated LoRA
 ]
 GUIDES = _many("STRING", "guided_decoding_guide_type guided_decoding_guide", ragged=True)
 CATALOG = _many("STRING", "lora_name lora_ckpt_source", ragged=True)  # ours: an adapter by its name
@@ -69,7 +69,7 @@ PREPROCESSING = Model(
         Tensor("EMBEDDING_BIAS_WEIGHTS", "FP32", (-1,)),
         *_many("INT32", "END_ID PAD_ID"),
         Tensor("PROMPT_TABLE_EXTRA_ID", "UINT64"),
-        *_many("UINT64", "LORA_TASK_ID"),  # ours: of which adapter the tokenizer is
+        *_many("UINT64", "LORA_TASK_ID"),  # ours: the adapter whose tokenizer is used
         *_many("STRING", "LORA_NAME"),
     ),
     outputs=(
@@ -82,7 +82,7 @@ PREPROCESSING = Model(
         Tensor("REQUEST_OUTPUT_LEN", "INT32", (-1,)),
         *_many("INT32", "OUT_END_ID OUT_PAD_ID"),
         Tensor("OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", (-1,)),
-        Tensor("OUT_SAMPLING_DEFAULTS", "STRING"),  # ours: JSON of what comes with the adapter
+        Tensor("OUT_SAMPLING_DEFAULTS", "STRING"),  # ours: defaults of the adapter, as JSON
     ),
 )
 
@@ -107,7 +107,7 @@ TENSORRT_LLM = Model(
         Tensor("runtime_top_p_reset_ids", "INT32", scalar=True),
         Tensor("min_p", "FP32", scalar=True),  # ours
         Tensor("use_drafts", "BOOL", scalar=True),  # ours
-        Tensor("sampling_defaults", "STRING", ragged=True),  # ours: JSON, for inputs that are left out
+        Tensor("sampling_defaults", "STRING", ragged=True),  # ours: JSON, for inputs that are not set
         Tensor("len_penalty", "FP32", scalar=True),
         Tensor("early_stopping", "BOOL", scalar=True),
         Tensor("repetition_penalty", "FP32", scalar=True),
@@ -140,7 +140,7 @@ TENSORRT_LLM = Model(
         ),
         *_many("INT32", "retention_decode_priority retention_decode_duration_ms", ragged=True),
         *GUIDES,
-        # Ours: hidden states or labels in place of tokens.
+        # Ours: hidden states or labels instead of tokens.
         *_many("STRING", "pooling", ragged=True),
         Tensor("classification_head", "BOOL", scalar=True),
         *_many(
@@ -153,12 +153,12 @@ TENSORRT_LLM = Model(
         *RESULTS,
         Tensor("context_phase_params", "UINT8", (-1,)),
         *STATISTICS,
-        # Ours: what stateless postprocessing needs to stream exact text.
+        # Ours: stateless postprocessing needs this to stream exact text.
         Tensor("previous_ids", "INT32", (-1, -1)),
-        Tensor("request_number", "INT64"),  # comes back when the client has left
+        Tensor("request_number", "INT64"),  # returned when the client has left
         *REASON_AND_TIER,
         Tensor("pooled_output", "FP32", (-1, -1)),
-        Tensor("lora_text", "STRING"),  # for postprocessing: a step takes nothing but this model's outputs
+        Tensor("lora_text", "STRING"),  # for postprocessing, which only sees this model's outputs
     ),
 )
 
@@ -169,7 +169,7 @@ POSTPROCESSING = Model(
         Tensor("PREVIOUS_IDS", "INT32", (-1, -1), ragged=True),
         Tensor("FINISH_REASON", "STRING"),
         Tensor("REQUEST_NUMBER", "INT64"),
-        Tensor("LORA_TEXT", "STRING", ragged=True),  # ours: of which adapter the tokenizer is
+        Tensor("LORA_TEXT", "STRING", ragged=True),  # ours: the adapter whose tokenizer is used
     ),
     outputs=(Tensor("OUTPUT", "STRING", (-1,)),),
 )
@@ -222,7 +222,7 @@ TENSORRT_LLM_BLS = Model(
         Tensor("num_draft_tokens", "INT32"),
         Tensor("use_draft_logits", "BOOL", scalar=True),
         *_many("BOOL", "return_num_input_tokens return_num_output_tokens", scalar=True),
-        Tensor("seed", "UINT64"),  # what releases after 0.19 call random_seed and min_length
+        Tensor("seed", "UINT64"),  # names of random_seed and min_length in releases after 0.19
         Tensor("min_tokens", "INT32"),
     ),
     outputs=(*ENSEMBLE.outputs, *_many("INT32", "num_input_tokens num_output_tokens")),
@@ -296,7 +296,7 @@ REFUSED_INPUTS = (
     "skip_cross_attn_blocks", "lookahead_window_size", "lookahead_ngram_size",
     "lookahead_verification_set_size",
 )  # fmt: skip
-"""Inputs of `tensorrt_llm` that ask for what the engine does not do; sending one is an error by name."""
+"""Inputs of `tensorrt_llm` for features that the engine lacks. Sending one is an error that names it."""
 
 SAMPLING_SCALARS = {
     "top_k": "runtime_top_k",
@@ -315,4 +315,4 @@ SAMPLING_SCALARS = {
         "beam_search_diversity_rate", "return_log_probs", "return_context_logits", "return_generation_logits",
     )
 }  # fmt: skip
-"""Fields of SamplingParams that are one value, and the inputs of `tensorrt_llm` that carry them."""
+"""Fields of SamplingParams that are single values, with the `tensorrt_llm` inputs that carry them."""

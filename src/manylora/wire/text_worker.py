@@ -1,5 +1,6 @@
-"""TextWorker: answers the requests of pre- and postprocessing. Long texts go to other threads, so short ones
-need not wait."""
+"""TextWorker: answers requests of pre- and postprocessing. Long texts are processed on other threads, so that
+short ones do not wait.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +19,11 @@ from manylora.wire.shape_guard import read_inputs
 
 
 class TextWorker(Generic[Response]):
-    """name: the model's, for the log. lifeline: told how many requests are open.
+    """name: the model's, for the log. lifeline: gets the number of open requests.
 
-    length: of a request's texts, in characters or tokens; raises RequestError for inputs that are wrong.
-    respond: a request's inputs to its response; may raise. fail: an error's text to a response.
+    length: size of a request's texts, in characters or tokens; raises RequestError for invalid inputs.
+    respond: computes the response to a request's inputs; may raise. fail: converts an error's text to a
+    response.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class TextWorker(Generic[Response]):
         self._threads = TextThreads()
 
     def execute(self, requests: Sequence[ServerRequest[Response]]) -> list[Response | None]:
-        """What a model's `execute` returns. None: the response is sent later."""
+        """The return value of a model's `execute`. None: the response is sent later."""
         with self._lifeline.busy():
             return [self._answer(request) for request in requests]
 
@@ -64,7 +66,7 @@ class TextWorker(Generic[Response]):
             try:
                 send(sender, self._response(inputs), FINAL)
             except Exception as error:
-                client_message(error, self._name)  # for the log: this client cannot be told
+                client_message(error, self._name)  # only logged: this client cannot be told
 
     def _response(self, inputs: Arrays) -> Response:
         try:

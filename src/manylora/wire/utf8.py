@@ -9,7 +9,7 @@ from manylora.errors import RequestError
 
 
 def utf8(value: bytes | str, name: str) -> str:
-    """One value of a text tensor. name: as the client knows the input. Raises RequestError."""
+    """One value of a text tensor. name: the client's name of the input. Raises RequestError."""
     try:
         return value.decode() if isinstance(value, bytes) else value
     except UnicodeDecodeError:
@@ -17,7 +17,7 @@ def utf8(value: bytes | str, name: str) -> str:
 
 
 def is_unicode(value: Any) -> bool:
-    """Whether no text in a value of JSON has half of a surrogate pair, as an escape can make one."""
+    """Whether all texts in a JSON value are valid Unicode: an escape can make half of a surrogate pair."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

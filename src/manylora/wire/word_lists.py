@@ -1,4 +1,4 @@
-"""Stop and bad words as tensors, one [2, L] for each request: ids in row 0, running ends in row 1."""
+"""Stop and bad words as tensors, one [2, L] per request: ids in row 0, cumulative ends in row 1."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def encode_word_lists(requests: Sequence[Sequence[Sequence[int]]]) -> np.ndarray
 
 
 def decode_word_list(array: np.ndarray | None, name: str) -> tuple[tuple[int, ...], ...]:
-    """The words of one request. name: of the input. Raises RequestError."""
+    """The words of one request. name: of the input, for errors. Raises RequestError."""
     if array is None or array.size == 0:
         return ()
     wrong = f"Invalid format for word list. {name} must have ids in row 0 and their running ends in row 1"

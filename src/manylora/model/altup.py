@@ -1,7 +1,7 @@
-"""AltUp: several residual streams, of which one goes through each layer's attention and MLP, and Laurel.
+"""AltUp (several residual streams, one of which goes through each layer's attention and MLP), and Laurel.
 
-Before a layer every stream is predicted from all of them; after it every one is corrected by what the layer
-has changed in its own. The mixing is of a few numbers for each token, and computed in float32.
+Before a layer every stream is predicted from all streams. After it every stream is corrected by the change
+that the layer made to its own stream. The mixing uses a few coefficients per token, computed in float32.
 """
 
 from __future__ import annotations
@@ -17,24 +17,27 @@ from manylora.kernels.spec import LoraBatch
 from manylora.lora.modules import LoraModuleId
 from manylora.model.layers import AddInput, Attends, FeedForward, LoraLinear, Norm, Wanted
 
-LEAST = 1e-5  # of a mean square, below which a stream is not made as large as another
+LEAST = 1e-5  # minimum mean square when scaling a stream
 
 
 @dataclass(frozen=True)
 class Streams:
-    """Makes the streams of embeddings, and one of the streams behind the last layer. enter, leave: for each
-    stream but the first."""
+    """Creates the streams from embeddings, and joins them after the last layer. enter, leave: one linear
+    layer for each stream except the first.
+    """
 
     enter: tuple[LoraLinear, ...]
     leave: tuple[LoraLinear, ...]
 
     def split(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
-        """x [T, hidden] -> [T, streams, hidden], all of them as large as x."""
+        """x [T, hidden] -> [T, streams, hidden], all with the magnitude of x."""
         size = _magnitude(x)
         return torch.stack([x, *(_scaled(linear(x, lora), size) for linear in self.enter)], dim=1)
 
     def merge(self, streams: Tensor, lora: LoraBatch | None) -> Tensor:
-        """[T, streams, hidden] -> [T, hidden]: their mean, all of them made as large as the first."""
+        """[T, streams, hidden] -> [T, hidden]: their mean, after scaling all to the magnitude of the
+        first.
+        """
         first, *others = (stream.contiguous() for stream in streams.unbind(1))
         size, total = _magnitude(first), first.float()
         for linear, stream in zip(self.leave, others, strict=True):
@@ -44,8 +47,9 @@ class Streams:
 
 @dataclass(frozen=True)
 class AltUp:
-    """The mixing of one layer. router: hidden to streams; predict: streams to streams ** 2; correct: streams
-    to streams. scale [hidden]: on the corrected stream that the layer's input is made of; None: 1."""
+    """The mixing of one layer. router: hidden to streams. predict: streams to streams ** 2. correct: streams
+    to streams. scale [hidden]: on the corrected stream from which the layer's own input is made; None: 1.
+    """
 
     active: int  # the stream that goes through the layer
     router_norm: Norm
@@ -55,7 +59,9 @@ class AltUp:
     scale: Tensor | None
 
     def predicted(self, streams: Tensor, lora: LoraBatch | None) -> Tensor:
-        """streams [T, S, hidden]: i becomes itself plus the sum over j of coefficient[i, j] times j."""
+        """streams [T, S, hidden]: stream i becomes itself plus the sum over j of coefficient[i, j] * stream
+        j.
+        """
         count = streams.shape[1]
         routed = self._routed(streams[:, self.active].contiguous(), lora)
         rates = self.predict(routed, lora).float().unflatten(-1, (count, count, 1))
@@ -66,7 +72,7 @@ class AltUp:
         return made.to(streams.dtype)
 
     def corrected(self, streams: Tensor, new: Tensor, lora: LoraBatch | None) -> Tensor:
-        """streams [T, S, hidden], as predicted; new [T, hidden]: what the layer has made of its own."""
+        """streams [T, S, hidden], as predicted. new [T, hidden]: the layer's output for its own stream."""
         rates = self.correct(self._routed(new, lora), lora).float() + 1
         change = new.float() - streams[:, self.active].float()
         return torch.addcmul(streams.float(), rates.unsqueeze(-1), change.unsqueeze(1)).to(streams.dtype)
@@ -78,7 +84,7 @@ class AltUp:
 
 @dataclass(frozen=True)
 class Laurel:
-    """x + norm(right(left x)): a residual of low rank beside attention."""
+    """x + norm(right(left x)): a low-rank residual beside attention."""
 
     left: LoraLinear
     right: LoraLinear
@@ -90,8 +96,9 @@ class Laurel:
 
 @dataclass(frozen=True)
 class AltUpBlock:
-    """One decoder layer over streams, in place of `Block`. The layer's own input goes into all streams but
-    the first."""
+    """One decoder layer over streams, used instead of `Block`. The per-layer input is added to all streams
+    except the first.
+    """
 
     attention: Attends
     mlp: FeedForward
@@ -130,7 +137,7 @@ class AltUpBlock:
 
 
 def make_streams(config: AltUpConfig, linear: Callable[[int, str, int], LoraLinear]) -> Streams:
-    """linear: makes one of the layer that adapters have its rows in, our name, and a module."""
+    """linear: creates a linear layer, from the layer that stores its adapter rows, our name, and a module."""
     numbers = range(config.streams - 1)
     enter = (linear(n, f"altup.enter.{n}", LoraModuleId.ALTUP_PROJECTIONS) for n in numbers)
     leave = (linear(n, f"altup.leave.{n}", LoraModuleId.ALTUP_UNEMBED_PROJECTIONS) for n in numbers)
@@ -138,12 +145,12 @@ def make_streams(config: AltUpConfig, linear: Callable[[int, str, int], LoraLine
 
 
 def _magnitude(x: Tensor) -> Tensor:
-    """Of each row [T, 1], float32."""
+    """Magnitude of each row, [T, 1] float32."""
     return x.float().square().mean(-1, keepdim=True).sqrt()
 
 
 def _scaled(x: Tensor, size: Tensor) -> Tensor:
-    """x [T, hidden] with rows of this magnitude."""
+    """x [T, hidden] with its rows scaled to this magnitude."""
     wide = x.float()
     own = wide.square().mean(-1, keepdim=True).clamp(min=LEAST).sqrt()
     return (wide * size / own).to(x.dtype)

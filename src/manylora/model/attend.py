@@ -1,4 +1,4 @@
-"""Attention of encoder-decoder models in plain PyTorch: not causal, or with a bias of the scores."""
+"""Attention of encoder-decoder models in plain PyTorch: bidirectional, or with a bias on the scores."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torch import Tensor
 
 from manylora.kernels.spec import AttentionBatch
 
-SOME_QUERIES = 64  # at least so many are attended in one operation
+SOME_QUERIES = 64  # minimum number of queries per operation
 
 
 class RelativeBias:
-    """T5's bias of attention scores: a learned one for each head and bucket of distances.
+    """T5's bias on attention scores, learned for each head and bucket of distances.
 
     weight: [buckets, heads]. max_distance: larger distances share the last bucket. longest: tokens of the
-    longest sequence. both_ways: half of the buckets are for later keys, as in an encoder.
+    longest sequence.
+    both_ways: half of the buckets are for later keys, as in an encoder.
     """
 
     def __init__(self, weight: Tensor, max_distance: int, longest: int, both_ways: bool) -> None:
@@ -30,16 +31,18 @@ class RelativeBias:
         self._by_distance = weight[buckets.to(weight.device)].T.contiguous()  # [heads, 2 * longest - 1]
 
     def __call__(self, distances: Tensor) -> Tensor:
-        """distances: int64, of keys minus queries, each less than `longest`; [...] -> [heads, ...]."""
+        """distances: int64, key position minus query position, each less than `longest`; [...] -> [heads,
+        ...].
+        """
         return self._by_distance[:, distances + self._zero]
 
 
 @dataclass(frozen=True)
 class PagedGroup:
-    """G sequences that are attended in one operation, with n query rows each, over m keys.
+    """G sequences whose attention is one operation, with n query rows each, over m keys.
 
-    rows: [G, n], indices in the batch. blocks: [G, blocks for m keys]. padding: [G, m], True beyond the end
-    of a sequence; None: no sequence is shorter. mask: [G, 1 or heads, n, m], added to the scores, or None.
+    rows: [G, n], indices in the batch. blocks: [G, blocks for m keys]. padding: [G, m], True after the end of
+    a sequence; None: no sequence is shorter. mask: [G, 1 or heads, n, m], added to the scores, or None.
     """
 
     rows: Tensor
@@ -58,7 +61,7 @@ def attend_spans(
     bias: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Full attention within each sequence, or with a window that of tokens less than so many apart.
+    """Full attention within each sequence, or with a window attention to tokens less than `window` apart.
 
     Semantics, for rows r = starts[s]:starts[s+1]: softmax(scale * q[r] k[r].T + bias[:, :n, :n]) v[r]
     q [T, Hq, D], k, v [T, H, D]; bias [H, longest, longest] or None, and none with a window -> [T, Hq, D].
@@ -67,7 +70,8 @@ def attend_spans(
     for start, stop in pairwise(starts):
         count = stop - start
         queries, keys, values = (x[start:stop].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        # With a window, some queries at a time with the keys that they see; else all at once.
+        # With a window, process some queries at a time with the keys that they see. Otherwise process all at
+        # once.
         step = count if window is None else max(window, SOME_QUERIES)
         for first in range(0, count, step):
             last = min(count, first + step)
@@ -97,7 +101,7 @@ def attend_groups(
         k, v = (
             cache[group.blocks].to(q.dtype).flatten(1, 2)[:, : group.num_keys] for cache in (k_cache, v_cache)
         )
-        if group.padding is not None:  # other sequences' blocks, where 0 * NaN is NaN
+        if group.padding is not None:  # blocks of other sequences: 0 * NaN would be NaN
             k, v = (x.masked_fill(group.padding[..., None, None], 0) for x in (k, v))
         mixed = F.scaled_dot_product_attention(
             q[group.rows].transpose(1, 2),
@@ -117,9 +121,9 @@ def paged_groups(
     bias: RelativeBias | None = None,
     causal: bool = False,
 ) -> list[PagedGroup]:
-    """Sequences with one query row form one group; each of the others is a group. Made once for a step.
+    """Sequences with one query row form one group. Each other sequence is a group. Computed once per step.
 
-    causal: query rows are a sequence's last tokens, and do not see later ones.
+    causal: query rows are a sequence's last tokens and do not see later ones.
     """
     sequences = list(enumerate(pairwise(batch.query_starts)))
     single = [s for s, (start, stop) in sequences if stop - start == 1]
@@ -167,9 +171,10 @@ def _group(
 
 
 def _buckets(distances: Tensor, count: int, max_distance: int, both_ways: bool) -> Tensor:
-    """Half of the buckets have one distance each, the others grow logarithmically.
+    """The first half of the buckets have one distance each; the others grow logarithmically.
 
-    In float32 and in the training code's order of operations, as rounding decides between two buckets.
+    Computed in float32 and in the training code's order of operations, because rounding decides between two
+    buckets.
     """
     later = torch.zeros_like(distances)
     if both_ways:

@@ -1,4 +1,4 @@
-"""ForwardBatch: the input of a forward pass, made by the runner."""
+"""ForwardBatch: the input of a forward pass, created by the runner."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from manylora.kernels.spec import AttentionBatch, LoraBatch
 
 @dataclass
 class HiddenRows:
-    """rows [P] int64, ascending, whose hidden states behind the final norm are wanted. hidden [P, hidden]:
-    written by the forward pass."""
+    """rows [P] int64, ascending: rows whose hidden states after the final norm are needed. hidden [P,
+    hidden]: written by the forward pass.
+    """
 
     rows: Tensor
     hidden: Tensor | None = None
@@ -21,7 +22,7 @@ class HiddenRows:
 
 @dataclass
 class Best:
-    """tokens [L] int64: what `best_tokens` says of the logits, where the forward pass finds it on its way."""
+    """tokens [L] int64: result of `best_tokens` on the logits, if the forward pass computes it anyway."""
 
     tokens: Tensor | None = None
 
@@ -31,16 +32,17 @@ class ForwardBatch:
     """T token rows, packed over all sequences.
 
     input_ids, positions: [T] int64.
-    logits_rows: [L] int64, ascending, the rows whose logits are computed.
-    rope_lengths: [T] int64, the length by which `dynamic` and `longrope` rotate a row; None: positions + 1.
+    logits_rows: [L] int64, ascending, rows whose logits are computed.
+    rope_lengths: [T] int64, the sequence length with which `dynamic` and `longrope` rotate a row; None:
+    positions + 1.
     embeddings: rows [E] int64 and vectors [E, hidden] that replace the embeddings of their tokens.
-    cross: encoder-decoder models only: the pages and numbers of each sequence's cross-attention keys; its
-           slots are empty.
-    state: where the states of recurrent layers are; None: each sequence begins, and nothing is kept of it.
-    token_types: [T] int64; None: all are 0.
-    pooled: None where no hidden states are wanted.
+    cross: encoder-decoder models only: pages and lengths of each sequence's cross-attention keys; its slots
+    are empty.
+    state: locations of recurrent states; None: each sequence starts here, and no state is kept.
+    token_types: [T] int64; None: all 0.
+    pooled: None if no hidden states are needed.
     best: written by the forward pass.
-    lora: None when no row has an adapter; then no LoRA kernel runs.
+    lora: None if no row has an adapter; no LoRA kernel runs then.
     """
 
     input_ids: Tensor

@@ -30,7 +30,8 @@ from manylora.quant.config import QuantConfig
 INDEX = "model.safetensors.index.json"
 DEFAULT_BATCH = EngineConfig.max_batch_size
 SHARD_BYTES = 4 * 2**30
-# Not copied, as they are weights in other formats. Other files are copied: they may be the tokenizer's.
+# Not copied, because these are weights in other formats. All other files are copied: they may belong to the
+# tokenizer.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 NOT_COPIED = ("config.json", "quantize_config.json", INDEX)
 CPU = torch.device("cpu")
@@ -41,9 +42,10 @@ LARGEST_COPIED = 2**28
 class BuildPlan:
     """model_dir: a Hugging Face directory. dtype: of the weights; auto: the checkpoint's.
 
-    limits: by name, as in the build record; None: not recorded. max_input_len may be among them, which is
-    recorded only. lora: fields of LoraConfig. tp_size, pp_size: ranks that serve it, which are recorded only:
-    each reads its part of the one checkpoint.
+    limits: by name, as in the build record; None: not recorded. They may include max_input_len, which is only
+    recorded.
+    lora: fields of LoraConfig. tp_size, pp_size: ranks that will serve it; only recorded, because each rank
+    reads its part of the one checkpoint.
     """
 
     model_dir: Path
@@ -58,8 +60,9 @@ class BuildPlan:
 
 @dataclass(frozen=True)
 class Built:
-    """num_quantised of num_linears matrices in the layers are quantised with quant_algo. Bytes are of all
-    tensors."""
+    """num_quantised of num_linears matrices in the layers are quantised with quant_algo. Byte counts cover
+    all tensors.
+    """
 
     num_linears: int
     num_quantised: int
@@ -69,7 +72,7 @@ class Built:
 
 
 def build(plan: BuildPlan) -> Built:
-    """Raises ConfigError when the model cannot be served or the directory not be written.
+    """Raises ConfigError if the model cannot be served or the directory cannot be written.
 
     config.json is written last, so that an interrupted build is not mistaken for a model.
     """
@@ -114,7 +117,9 @@ def _check_limits(plan: BuildPlan, model: ModelConfig) -> None:
 
 
 def _prepare(plan: BuildPlan) -> None:
-    """Make the output directory, or empty one that an earlier build wrote. Raises ConfigError for others."""
+    """Create the output directory, or empty that of an earlier build. Raises ConfigError for other
+    directories.
+    """
     out = plan.output_dir
     out.mkdir(parents=True, exist_ok=True)
     config = out / "config.json"
@@ -186,7 +191,7 @@ def _cast(
 
 
 def _of_each_expert(name: str, stack: Tensor, spec: WeightSpec, names: TensorNames) -> dict[str, Tensor]:
-    """The matrices of experts one by one, from a tensor of all. Raises ConfigError."""
+    """The matrices of single experts, from a tensor of all. Raises ConfigError."""
     end = next(one for pair in STACKS for one in pair if name.endswith(one))
     block = name.removesuffix(end)
     if spec.transposed or not block.endswith(f"{names.sparse}."):
@@ -210,7 +215,7 @@ def _fields(name: str, weight: QuantisedWeight) -> dict[str, Tensor]:
 
 
 class _Writer:
-    """Tensors into files of at most SHARD_BYTES, with an index when there is more than one."""
+    """Writes tensors to files of at most SHARD_BYTES, with an index if there are several."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -219,7 +224,7 @@ class _Writer:
         self._shards: list[tuple[Path, list[str]]] = []
 
     def add_all(self, tensors: dict[str, Tensor]) -> int:
-        """Returns their bytes."""
+        """Returns the size in bytes."""
         for name, tensor in tensors.items():
             if self._open and self._bytes + tensor.nbytes > SHARD_BYTES:
                 self._flush()
@@ -244,7 +249,7 @@ class _Writer:
     def _flush(self) -> None:
         path = self._directory / f"model-part-{len(self._shards)}.safetensors"
         save_file(self._open, path, metadata={"format": "pt"})
-        path.chmod(0o644)  # it is created readable by its owner only
+        path.chmod(0o644)  # created readable only by its owner
         self._shards.append((path, list(self._open)))
         self._open, self._bytes = {}, 0
 

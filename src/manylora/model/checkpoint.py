@@ -22,7 +22,7 @@ START = "decoder_start_token_id"
 
 
 def read_model_config(model_dir: Path) -> ModelConfig:
-    """Of a Hugging Face directory. Raises ConfigError naming what is missing or not supported."""
+    """Read a Hugging Face directory. Raises ConfigError that names what is missing or not supported."""
     model_dir = Path(model_dir)
     check_model_folder(model_dir, weights=False)
     raw = read_settings(model_dir / "config.json")
@@ -40,13 +40,13 @@ def read_model_config(model_dir: Path) -> ModelConfig:
         )
     quant = checkpoint_quant(raw, model_dir)
     generation = read_settings(model_dir / "generation_config.json")
-    if family.encoder is not None and generation:  # its first token ids override those of config.json
+    if family.encoder is not None and generation:  # its first token ids override config.json's
         start = {name: generation[name] for name in (START,) if name in generation}
         raw = {**raw, **start, "forced_bos_token_id": generation.get("forced_bos_token_id")}
     try:
         settings = family.settings(raw)
         fields = {**read_common(settings, family.rope), **family.config(settings)}
-        if headed is not None:  # the head for text would be the embedding, and is not used
+        if headed is not None:  # the language-model head would be the embedding, and is unused
             labels = num_labels(raw) if headed else 0
             fields |= {"makes_text": False, "tie_word_embeddings": True, "num_labels": labels}
         tokens = _score_tokens(model_dir, fields) if fields.get("makes_text", True) else None
@@ -76,7 +76,7 @@ def read_model_config(model_dir: Path) -> ModelConfig:
 
 
 def _score_tokens(model_dir: Path, fields: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Their ids. Raises ConfigError."""
+    """Ids of the score tokens. Raises ConfigError."""
     named = read_score_tokens(model_dir)
     if named is None:
         return None
@@ -90,8 +90,11 @@ def _score_tokens(model_dir: Path, fields: Mapping[str, Any]) -> tuple[int, int]
 
 
 def _causal(architecture: str) -> tuple[str, bool | None]:
-    """The family's name of an architecture without a head for text, and whether that has a classification
-    head; None: it has a head for text."""
+    """The family's name for an architecture without a language-model head, and whether that has a
+    classification head.
+
+    None: it has a language-model head.
+    """
     found = HEADED.fullmatch(architecture)
     if found is None or architecture in FAMILIES:
         return architecture, None
@@ -101,12 +104,12 @@ def _causal(architecture: str) -> tuple[str, bool | None]:
 
 
 def _stored_dtype(model_dir: Path) -> str:
-    """That of the checkpoint's first weight, where config.json says none. float32 without a checkpoint."""
+    """Dtype of the checkpoint's first weight, if config.json gives none. float32 without a checkpoint."""
     from manylora.model.safetensors_file import FLOATS, SafetensorsFile  # with torch, which few need here
 
     try:
         paths = weight_files(model_dir)
-    except ConfigError:  # it is only described
+    except ConfigError:  # only the description is available
         return "float32"
     for path in paths:
         with SafetensorsFile(path) as file:

@@ -1,4 +1,4 @@
-"""Attention within chunks of a sequence: a token sees those before it in its own chunk alone."""
+"""Attention within chunks of a sequence: a token sees only earlier tokens of its own chunk."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from manylora.kernels.spec import AttentionBatch
 
 
 def in_chunks(batch: AttentionBatch, size: int, kv: Tensor) -> tuple[AttentionBatch, Tensor]:
-    """Each sequence as the chunks of `size` tokens that its rows are in, which are attended as sequences of
-    their own; and the cache [layers, planes, blocks, tokens, heads, dim] with blocks that lie in one chunk
-    each. Both as they are where no sequence is longer than a chunk."""
+    """Split each sequence into chunks of `size` tokens that attend separately, as if they were sequences.
+
+    Returns the batch, and the cache [layers, planes, blocks, tokens, heads, dim] with blocks that do not span
+    chunks. Both are unchanged if no sequence is longer than a chunk.
+    """
     if max(batch.kv_lens) <= size:
         return batch, kv
     starts, lengths, sequences, firsts = [0], [], [], []
@@ -33,7 +35,7 @@ def in_chunks(batch: AttentionBatch, size: int, kv: Tensor) -> tuple[AttentionBa
     device = batch.block_table.device
     table = (batch.block_table.unsqueeze(-1) * parts + torch.arange(parts, device=device)).flatten(1)
     columns = torch.tensor(firsts).unsqueeze(1) // tokens + torch.arange(size // tokens)
-    columns = columns.clamp_(max=table.shape[1] - 1).to(device)  # behind the end nothing is read
+    columns = columns.clamp_(max=table.shape[1] - 1).to(device)  # nothing is read past the end
     rows = torch.tensor(sequences, device=device).unsqueeze(1)
     chunks = AttentionBatch(starts, lengths, table[rows, columns].int(), batch.slots)
     return chunks, kv.view(*kv.shape[:2], -1, tokens, *kv.shape[4:])

@@ -1,4 +1,4 @@
-"""Decoder: one transformer for every decoder-only family; the families differ in their ModelConfig."""
+"""Decoder: one transformer for all decoder-only families, which differ in their ModelConfig."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from manylora.model.rope import RotaryTable, make_rope
 
 
 class Decoder(DecoderLayers):
-    """The arguments are Transformer's."""
+    """Takes the arguments of Transformer."""
 
     def __init__(
         self, config: ModelConfig, weights: dict[str, Any], dtype: torch.dtype, ops: ReferenceOps
@@ -64,7 +64,7 @@ class Decoder(DecoderLayers):
             self._rotary = [RotaryTable(rope, dtype, self._device) for rope in ropes]
 
         self._decode_step = None
-        self._last: tuple[ForwardBatch, KvTensors] | None = None  # that went through it
+        self._last: tuple[ForwardBatch, KvTensors] | None = None  # of the last compiled step
         parts = decoder_parts(
             config, self._blocks, norm, self._head, self._head_bias, self._plain_embedding()
         )
@@ -72,10 +72,10 @@ class Decoder(DecoderLayers):
             self._decode_step = ops.decode_step(parts)
 
     def forward(self, batch: ForwardBatch, kv: KvTensors, states: RecurrentState | None = None) -> Tensor:
-        """Logits [L, vocab] float32 of `batch.logits_rows`; writes keys and values into kv.
+        """Logits [L, vocab] float32 of `batch.logits_rows`. Writes keys and values to kv.
 
-        states: of recurrent layers. The batch of the last call, with other contents in its tensors, takes
-        much less time on a CPU, and may overwrite the logits that this gave.
+        states: of recurrent layers. On a CPU, passing the batch of the last call again, with new contents in
+        its tensors, is much faster, and may overwrite the previous logits.
         """
         found = self._in_one_call(batch, kv)
         logits, best = found or (self._in_layers(batch, kv, states), None)
@@ -84,7 +84,7 @@ class Decoder(DecoderLayers):
         return bounded
 
     def _in_one_call(self, batch: ForwardBatch, kv: KvTensors) -> tuple[Tensor, Tensor] | None:
-        """None where the layers must be called one by one."""
+        """None if the layers must be called one by one."""
         step, last = self._decode_step, self._last
         if step is None or not isinstance(kv, Tensor):
             return None
@@ -108,7 +108,7 @@ class Decoder(DecoderLayers):
         return self._layers(x, turns, batch, kv, states, own)
 
     def _bounded(self, logits: Tensor) -> Tensor:
-        """Scaled, and capped softly, where the family does so."""
+        """Apply the family's scale and soft cap to the logits."""
         scale, cap = self.config.logits_scale, self.config.logits_softcap
         if scale == 1 and cap is None:
             return logits
@@ -125,7 +125,7 @@ class Decoder(DecoderLayers):
         states: RecurrentState | None,
         inputs: Tensor | None,
     ) -> Tensor:
-        """turns: without a rotation, then with each. inputs: of layers that have vectors of their own."""
+        """turns: without rotation, then for each rotation. inputs: for layers with vectors of their own."""
         delta: Tensor | None = None  # the last block's output, not added to x yet
         x = self._enter(x, batch, kv)
         whole, chunk = batch.attention, self.config.attention_chunk
@@ -156,17 +156,17 @@ class Decoder(DecoderLayers):
         return self._leave(x, delta, batch, kv, inputs)
 
     def _vectors(self, made_by: LayerInputs, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """Of each layer, [layers, T, dim]. x: the embeddings."""
+        """Vectors for each layer, [layers, T, dim]. x: the embeddings."""
         return made_by(ids_of(batch), x, batch.lora)
 
     def _enter(self, x: Tensor, batch: ForwardBatch, kv: KvTensors) -> Tensor:
-        """What the first layer gets of embeddings: one residual stream or several."""
+        """The input of the first layer from embeddings: one residual stream or several."""
         return x if self._streams is None else self._streams.split(x, batch.lora)
 
     def _leave(
         self, x: Tensor, delta: Tensor | None, batch: ForwardBatch, kv: KvTensors, inputs: Tensor | None
     ) -> Tensor:
-        """The logits of what the last layer gives. inputs: as of `_layers`."""
+        """The logits from the last layer's output. inputs: as in `_layers`."""
         if self._streams is not None:
             x = self._streams.merge(x, batch.lora)
         if batch.pooled is not None:
@@ -174,8 +174,11 @@ class Decoder(DecoderLayers):
         return self._logits(x, delta, batch)
 
     def _wanted(self, batch: ForwardBatch) -> Wanted | None:
-        """The rows that the last layer is computed for behind its attention; None: all of them, as where
-        arrays that adapters bring count on that, or tables are on another device or of all rows."""
+        """The rows for which the last layer is computed after its attention.
+
+        None: all rows, if extras of adapters depend on that, or if tables are on another device or cover all
+        rows.
+        """
         rows, lora = batch.logits_rows, batch.lora
         if self._device.type != "cpu" or batch.pooled is not None or self._streams is not None:
             return None
@@ -192,8 +195,8 @@ class Decoder(DecoderLayers):
         pooled.hidden = self._hidden(x, delta, pooled.rows, lora)
 
     def _hidden(self, x: Tensor, delta: Tensor | None, rows: Tensor, lora: LoraBatch | None) -> Tensor:
-        """Behind the final norm and what may follow it, [P, hidden or projected_size] of rows [P]."""
-        if self._project_out is not None:  # its adapters are for all rows
+        """After the final norm and optional projection: [P, hidden or projected_size] of rows [P]."""
+        if self._project_out is not None:  # its adapters apply to all rows
             assert delta is not None
             return self._project_out(self._final_norm.add(x, delta, lora)[1], lora)[rows]
         if delta is None:
@@ -204,7 +207,7 @@ class Decoder(DecoderLayers):
         return self._final_norm.add(x, delta, lora)[1][rows]
 
     def _growth(self, batch: ForwardBatch) -> Tensor | None:
-        """Of queries, [T, 1, 1]. On a CPU None where no position is so far on that it matters."""
+        """Factors on queries, [T, 1, 1]. On a CPU None if no position is large enough to matter."""
         config = self.config
         if config.query_growth is None:
             return None
@@ -215,7 +218,7 @@ class Decoder(DecoderLayers):
         return growth.to(self.dtype).view(-1, 1, 1)
 
     def _unrotated_growth(self, batch: ForwardBatch, growth: Tensor | None) -> Tensor | None:
-        """Of the queries of layers that are not rotated, [T, 1, 1]."""
+        """Factors on queries in layers without rotation, [T, 1, 1]."""
         if self.config.unrotated_growth is None:
             return growth
         rate, length = self.config.unrotated_growth
@@ -224,12 +227,12 @@ class Decoder(DecoderLayers):
 
     def _logits(self, x: Tensor, delta: Tensor | None, batch: ForwardBatch) -> Tensor:
         lora = batch.lora
-        if not len(batch.logits_rows):  # as of an encoder, whose head for text is none
+        if not len(batch.logits_rows):  # as for an encoder, which has no language-model head
             return torch.empty((0, self.config.vocab_size), device=self._device)
         return self._apply_head(self._hidden(x, delta, batch.logits_rows, lora), lora)
 
     def _apply_head(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
-        """Of rows behind the final norm. x [L, hidden] -> [L, vocab] float32."""
+        """Logits of rows after the final norm. x [L, hidden] -> [L, vocab] float32."""
         logits = self._head_rows(x, self._head_bias)
         if logits is None:
             return torch.empty((0, self.config.vocab_size), device=self._device)
@@ -238,8 +241,9 @@ class Decoder(DecoderLayers):
         return logits
 
     def _plain_embedding(self) -> Tensor | None:
-        """The table of which the first layer gets rows, scaled alone; None: more is done to them, or it is
-        one that the compiled step does not read."""
+        """The table whose rows, only scaled, are the first layer's input. None: more is done to them, or the
+        compiled step cannot read the table.
+        """
         table = self._weights["embed"]
         more = (self._project_in, self._embedding_norm, self._streams, self._weights.get("positions"))
         if any(one is not None for one in more) or not isinstance(table, Tensor):
@@ -249,7 +253,7 @@ class Decoder(DecoderLayers):
 
     @torch.inference_mode()
     def _embed(self, batch: ForwardBatch) -> Tensor:
-        """The embedding's scale is for tokens: a request's own vectors are used as they are."""
+        """The embedding scale applies to tokens only: a request's own vectors are used unchanged."""
         x = self._embed_tokens(batch, self._weights["embed"], "embed")
         if batch.embeddings is not None:
             rows, vectors = batch.embeddings
@@ -263,7 +267,7 @@ class Decoder(DecoderLayers):
         return x if self._embedding_norm is None else self._embedding_norm(x, batch.lora)
 
     def _rotated(self, rotary: int) -> ModelConfig:
-        """Of a layer that uses this rotation."""
+        """The config of a layer that uses this rotation."""
         blocks = enumerate(self._blocks)
         layers = (
             n for n, block in blocks if block.attention is not None and block.attention.rotary == rotary
@@ -272,7 +276,7 @@ class Decoder(DecoderLayers):
 
 
 def _kv_places(config: ModelConfig) -> dict[int, int]:
-    """Of each layer with attention, where its keys and values are among those of all layers."""
+    """For each layer with attention, the index of its keys and values in the cache."""
     if config.bidirectional:  # nothing is cached
         return dict.fromkeys(config.attention_layers, 0)
     own = [*sorted(config.attention_layers - config.kv_readers), *config.kv_before]
@@ -281,7 +285,7 @@ def _kv_places(config: ModelConfig) -> dict[int, int]:
 
 
 def ids_of(batch: ForwardBatch) -> Tensor:
-    """Of each row; 0 where a vector is in its token's place."""
+    """Token ids of the rows. 0 for a row whose token is replaced by a vector."""
     if batch.embeddings is None:
         return batch.input_ids
     return batch.input_ids.index_fill(0, batch.embeddings[0], 0)

@@ -1,4 +1,4 @@
-"""DecoderLayers: what each layer of a decoder is made of, from its weights and its ModelConfig."""
+"""DecoderLayers: builds the layers of a decoder from its weights and its ModelConfig."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from manylora.model.transformer import Transformer
 
 
 class DecoderLayers(Transformer):
-    """Makes a decoder's layers. The arguments are Transformer's."""
+    """Builds a decoder's layers. Takes the arguments of Transformer."""
 
     def __init__(
         self, config: ModelConfig, weights: dict[str, Any], dtype: torch.dtype, ops: ReferenceOps
@@ -55,7 +55,7 @@ class DecoderLayers(Transformer):
     def _block(self, layer: int) -> Block | AltUpBlock:
         names = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
         norms = {name: self._layer_norm(layer, name) for name in names}
-        if self.config.post_norm:  # each norm is computed with the sum that comes after it
+        if self.config.post_norm:  # each norm is computed together with the next addition
             before = self._layer_norm(layer - 1, "mlp_norm") if layer else None
             norms |= {"attention_norm": before, "mlp_norm": norms["attention_norm"]}
         latent, attention = self.config.latent, None
@@ -80,7 +80,9 @@ class DecoderLayers(Transformer):
         return LayerInputs(own, self._weights["layer_inputs.embed"], project, norm)
 
     def _outer_linear(self, row: int, name: str, module_id: int, width: int | None = None) -> LoraLinear:
-        """A linear layer outside layers. row: the layer of its rows in adapters. width: None: hidden."""
+        """A linear layer outside the layers. row: the layer number of its rows in adapters. width: None:
+        hidden.
+        """
         target = LoraTarget(module_id, 0, width or self.config.hidden_size)
         return LoraLinear(self._ops, row, self._weights[f"{name}.weight"], None, (target,))
 
@@ -138,7 +140,7 @@ class DecoderLayers(Transformer):
         config = self.config.of_layer(layer)
         window = config.sliding_windows[layer] if config.sliding_windows else None
         still = config.learned_positions or layer in config.unrotated_layers
-        # With two rotary bases, the second is for layers with a window.
+        # With two rotary bases, the second is for layers with a sliding window.
         rotary = -1 if still else int(window is not None and config.rope_local_theta is not None)
         named = (("q_norm", self._names.q_norm), ("k_norm", self._names.k_norm))
         norms = [self._norm(f"{layer}.{ours}", f"layers.{layer}.{theirs}") for ours, theirs in named]

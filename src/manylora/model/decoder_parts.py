@@ -1,4 +1,4 @@
-"""What a decoder of plain layers is made of, for devices that run its decode step as one call."""
+"""The parts of a plain decoder, for devices that run its decode step as a single call."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def decoder_parts(
     head_bias: Tensor | None,
     embedding: Tensor | None,
 ) -> DecoderParts | None:
-    """None where layers differ from a sequence of attention and gated MLP with RMS norms. embedding: of which
-    the first layer gets rows, scaled alone."""
+    """None if layers are not all attention and gated MLP with RMS norms. embedding: the table whose rows,
+    only scaled, are the first layer's input.
+    """
     if config.parallel_blocks or config.residual_scale != 1 or norm.bias is not None:
         return None
     if config.qkv_clip is not None or config.attention_chunk or config.unrotated_growth:

@@ -1,4 +1,4 @@
-"""DeltaRule: a recurrent layer, in attention's place. Its state of a sequence has one size at any length."""
+"""DeltaRule: a recurrent layer used instead of attention. Its state per sequence has a fixed size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from manylora.model.layers import LoraLinear
 
 @dataclass(frozen=True)
 class LayerState:
-    """The states of one layer, and which of them a step reads and writes."""
+    """The states of one layer, and the slots that a step reads and writes."""
 
     state: RecurrentState
     batch: StateBatch
@@ -26,7 +26,7 @@ class LayerState:
 
 @dataclass(frozen=True)
 class DeltaRule:
-    """project: to [q; k; v; z] of all heads. gates: to [b; a], how much a row writes and what it keeps."""
+    """project: to [q; k; v; z] of all heads. gates: to [b; a], which control writing and forgetting."""
 
     ops: ReferenceOps
     project: LoraLinear
@@ -41,7 +41,7 @@ class DeltaRule:
 
 
 def make_states(config: RecurrentConfig, slots: int, device: torch.device) -> RecurrentState:
-    """Of all layers. What is in them is never read before it is written."""
+    """States of all layers. Their initial content is never read."""
     return RecurrentState(
         *(torch.zeros(len(config.layers), slots, *shape, device=device) for shape in config.state_shapes)
     )
@@ -50,7 +50,7 @@ def make_states(config: RecurrentConfig, slots: int, device: torch.device) -> Re
 def passing_states(
     config: RecurrentConfig, starts: Sequence[int], device: torch.device
 ) -> tuple[RecurrentState, StateBatch]:
-    """Of sequences that begin with this batch, and of which nothing is kept after it."""
+    """States for sequences that start with this batch and are not continued."""
     count = len(starts) - 1
     none, slots = torch.full((count,), -1, device=device), torch.arange(count, device=device)
     batch = StateBatch(torch.tensor(list(starts), device=device), none, slots, torch.zeros_like(slots), none)

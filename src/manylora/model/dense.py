@@ -1,4 +1,4 @@
-"""The layers that sentence-transformers has behind pooling, in folders of their own."""
+"""The dense layers that sentence-transformers applies after pooling, in separate folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILE = "model.safetensors"
 
 
 def load_dense(folder: Path, hidden_size: int, device: torch.device) -> tuple[HeadLayer, ...]:
-    """In float32. Raises ConfigError for a file that is missing or of another shape."""
+    """In float32. Raises ConfigError for a file that is missing or has another shape."""
     layers, size = [], hidden_size
     for one in read_dense_modules(folder):
         path = one.folder / FILE

@@ -1,6 +1,6 @@
-"""EffectiveWeights: a checkpoint's weights as the served model multiplies with them.
+"""EffectiveWeights: a checkpoint's weights as the served model uses them in products.
 
-DoRA's norms are of these weights, which loading may round; they are computed from the checkpoint.
+DoRA's norms must be those of these weights, which loading may round. They are computed from the checkpoint.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from manylora.quant.config import QuantConfig
 
 
 class EffectiveWeights:
-    """Of one checkpoint. Safe from any thread.
+    """The effective weights of one checkpoint. Thread-safe.
 
     quant: how plain linear layers are quantised at load time. dtype: the compute dtype, to which scales are
-    rounded; float32 where it is not known, which keeps them.
+    rounded; float32 if unknown, which does not round them.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class EffectiveWeights:
     def __call__(
         self, name: str, names: Collection[str], weight: Tensor | QuantisedWeight
     ) -> Tensor | QuantisedWeight:
-        """weight: some rows of the tensor `name`. names: of all tensors in the checkpoint."""
+        """weight: some rows of the tensor `name`. names: all tensors in the checkpoint."""
         if isinstance(weight, QuantisedWeight):
             return weight.to(self._dtype)
         if self._quant is None or not self._quant.any_weights:
@@ -43,7 +43,7 @@ class EffectiveWeights:
         return quantise(weight.to(self._dtype), self._quant) if name in self._quantised else weight
 
     def _sources(self, names: Collection[str], quant: QuantConfig) -> set[str]:
-        """Layers that are fused at load time are quantised together, or not at all."""
+        """The layers to quantise. Layers that are fused at load time are all quantised, or none."""
         found: set[str] = set()
         for ours, spec in checkpoint_plan(self._config, names).items():
             sources = [piece.source for piece in spec.slices]

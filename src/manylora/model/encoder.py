@@ -1,4 +1,6 @@
-"""Encoder: a stack of layers whose tokens see each other, for hidden states and labels of whole prompts."""
+"""Encoder: a stack of layers whose tokens attend to each other, for hidden states and labels of whole
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from manylora.model.transformer import Transformer
 
 
 class Encoder(Transformer):
-    """The arguments are Transformer's."""
+    """Takes the arguments of Transformer."""
 
     def __init__(
         self, config: ModelConfig, weights: dict[str, Any], dtype: torch.dtype, ops: ReferenceOps
@@ -32,8 +34,9 @@ class Encoder(Transformer):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KvTensors) -> Tensor:
-        """Whole prompts: no keys and values are kept. Only `batch.pooled` is computed; the logits [0, vocab]
-        are empty."""
+        """Process whole prompts without storing keys and values. Only `batch.pooled` is computed; the logits
+        [0, vocab] are empty.
+        """
         starts, lora = batch.attention.query_starts, batch.lora
 
         def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -45,7 +48,7 @@ class Encoder(Transformer):
         return self._leave(x, batch)
 
     def _leave(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """Behind the last layer."""
+        """Steps after the last layer."""
         if batch.pooled is not None:
             batch.pooled.hidden = x[batch.pooled.rows]
         return torch.empty((0, self.config.vocab_size), device=self._device)
@@ -59,7 +62,7 @@ class Encoder(Transformer):
         return x if self._embedding_norm is None else self._embedding_norm(x, batch.lora)
 
     def _places(self, batch: ForwardBatch) -> Tensor:
-        """Rows of the table of positions, [T]. Where there is a token of padding, its row is the first."""
+        """Rows of the position table, [T]. A padding token uses the first row."""
         padding = self.config.padding_id
         if padding is None:
             return batch.positions

@@ -43,7 +43,7 @@ class SelfAttention:
 
 @dataclass(frozen=True)
 class _CrossAttention:
-    """Queries from the decoder over paged keys and values from the encoder's output."""
+    """Queries from the decoder over paged keys and values of the encoder's output."""
 
     config: ModelConfig
     q: LoraLinear
@@ -51,7 +51,7 @@ class _CrossAttention:
     out: LoraLinear
 
     def store_kv(self, encoded: Tensor, batch: ForwardBatch, kv: Tensor, ops: ReferenceOps) -> None:
-        """Write the keys and values of the encoder's output [T, hidden] into their pages."""
+        """Write keys and values of the encoder's output [T, hidden] to their pages."""
         k, v = self.kv(encoded, batch.lora).unflatten(1, (2, -1, self.config.head_dim)).unbind(1)
         k, v = k.contiguous(), v.contiguous()
         ops.rotate_and_store(k, k, v, None, kv[0], kv[1], batch.attention)  # k in place of queries: unused
@@ -65,8 +65,9 @@ class _CrossAttention:
 
 @dataclass(frozen=True)
 class Layer:
-    """cross, cross_norm: None in the encoder. post_norm: norms follow the residual sums instead of preceding
-    attention and the MLP."""
+    """cross, cross_norm: None in the encoder. post_norm: norms follow the residual additions instead of
+    preceding attention and the MLP.
+    """
 
     post_norm: bool
     attention: SelfAttention
@@ -97,8 +98,8 @@ class Layer:
 class Stack:
     """An encoder or a decoder: its layers and what surrounds them. None: the family does not have it.
 
-    name: `encoder` or `decoder`, the prefix of its names among our weights and in an adapter's extras.
-    bias: of attention scores by relative position, as in T5.
+    name: `encoder` or `decoder`, the prefix in the names of our weights and of an adapter's extras. bias: on
+    attention scores by relative position, as in T5.
     """
 
     name: str
@@ -111,10 +112,10 @@ class Stack:
 
 
 class EncoderDecoder(Transformer):
-    """Layers are numbered through both stacks, the encoder's first; adapters number them in the same way.
+    """Layers are numbered through both stacks, the encoder's first. Adapters number them in the same way.
 
     max_seq_len: the longest encoder prompt or decoder sequence that will be run; None: what the model allows.
-    The rest is Transformer's.
+    The other arguments are Transformer's.
     """
 
     def __init__(
@@ -141,9 +142,10 @@ class EncoderDecoder(Transformer):
 
     @torch.inference_mode()
     def encode(self, batch: ForwardBatch, kv: KvTensors) -> None:
-        """Run the encoder on whole prompts, and write every cross-attention's keys and values into kv.
+        """Run the encoder on whole prompts, and write the keys and values of all cross-attention layers to
+        kv.
 
-        `batch.attention.slots` are the places of each row's keys and values. kv as for `forward`.
+        `batch.attention.slots` are the slots of each row's keys and values. kv as in `forward`.
         """
         starts, stack = batch.attention.query_starts, self._encoder
         bias = None
@@ -165,7 +167,7 @@ class EncoderDecoder(Transformer):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KvTensors) -> Tensor:
-        """Logits [L, vocab] float32 of `batch.logits_rows`; writes the decoder's keys and values into kv.
+        """Logits [L, vocab] float32 of `batch.logits_rows`. Writes the decoder's keys and values to kv.
 
         kv [decoder layers, 2, num_blocks, tokens_per_block, num_heads, head_dim].
         """
@@ -181,7 +183,7 @@ class EncoderDecoder(Transformer):
         return self._logits(x, batch)
 
     def _encoded(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """What cross-attention reads, of the output of the encoder's last layer."""
+        """The input of cross-attention, from the output of the encoder's last layer."""
         norm = self._encoder.norm
         return x if norm is None else norm(x, batch.lora)
 
@@ -189,7 +191,7 @@ class EncoderDecoder(Transformer):
         """x: the output of the decoder's last layer."""
         norm, rows, lora = self._decoder.norm, batch.logits_rows, batch.lora
         x = (x if norm is None else norm(x, lora))[rows]
-        if self.config.logits_scale != 1:  # before the head: a bias that an adapter gives it is not scaled
+        if self.config.logits_scale != 1:  # before the head: an adapter's bias on the head is not scaled
             x = x * self.config.logits_scale
         logits = self._head_rows(x, None)
         if logits is None:
@@ -229,7 +231,7 @@ class EncoderDecoder(Transformer):
         return logits
 
     def _enter(self, batch: ForwardBatch, stack: Stack) -> Tensor:
-        """What a stack's first layer gets."""
+        """The input of a stack's first layer."""
         x = self._embed_tokens(batch, stack.embedding, f"{stack.name}.embed")
         if stack.positions is not None:
             x = x + F.embedding(batch.positions, stack.positions)

@@ -18,7 +18,9 @@ Extras = Sequence[ExtraSegment]
 
 
 def changed_inputs(x: Tensor, extras: Extras, layer: int, targets: Sequence[LoraTarget]) -> Tensor:
-    """x [T, K] as a layer of one module takes it, where adapters scale or rotate that; not changed itself."""
+    """x [T, K] after adapters' input scales and rotations for a layer of one module. x itself is not
+    changed.
+    """
     if len(targets) == 1:
         for rows, _, mine in _inputs(x, extras, layer, targets):
             x = x.clone()
@@ -34,8 +36,9 @@ def adapt_inputs(
     targets: Sequence[LoraTarget],
     linear: Callable[[Tensor], Tensor],
 ) -> None:
-    """Compute y [T, N] = linear(x) again, in place, where an adapter changes what one of several modules
-    takes: of its rows, and of that module's columns."""
+    """Recompute y [T, N] = linear(x), in place, where an adapter changes the input of one of several modules:
+    for its rows, and for that module's columns.
+    """
     if len(targets) > 1:
         for rows, target, mine in _inputs(x, extras, layer, targets):
             y[rows, _columns(target)] = linear(mine)[:, _columns(target)]
@@ -44,7 +47,7 @@ def adapt_inputs(
 def _inputs(
     x: Tensor, extras: Extras, layer: int, targets: Sequence[LoraTarget]
 ) -> Iterator[tuple[slice, LoraTarget, Tensor]]:
-    """Rows of x that an adapter scales or rotates, for which module, and what becomes of them."""
+    """Rows of x that an adapter scales or rotates, for which module, and their new values."""
     for segment in extras:
         for target in targets:
             name = f"layers.{layer}.{MODULE_NAMES[target.module_id]}"
@@ -80,8 +83,9 @@ def _columns(target: LoraTarget) -> slice:
 
 
 def _turned(y: Tensor, turn: Extra) -> Tensor:
-    """turn [groups, size] times y, of which the halves of each group have changed places and the one that
-    comes first its sign; y [T, N]."""
+    """turn [groups, size] times y, after swapping the halves of each group and negating the one that comes
+    first; y [T, N].
+    """
     first, second = y.unflatten(-1, (-1, 2, turn.columns // 2)).unbind(-2)
     return torch.stack((-second, first), dim=-2).flatten(-3) * turn.vector(y.dtype)
 
@@ -89,9 +93,9 @@ def _turned(y: Tensor, turn: Extra) -> Tensor:
 def adapt_norm(
     y: Tensor, x: Tensor, extras: Extras, name: str, renormalise: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
-    """Replace the norm's weight by a trained one, and add trained biases. y = norm(x), changed in place.
+    """Replace the norm's weight by a trained one, and add trained biases. y = norm(x) is changed in place.
 
-    renormalise: the norm of x with another weight, float32, in the checkpoint's convention.
+    renormalise: computes the norm of x with another weight, float32, in the checkpoint's convention.
     """
     for segment in extras:
         rows = slice(segment.start, segment.stop)
@@ -103,7 +107,7 @@ def adapt_norm(
 
 
 def adapt_prompt(x: Tensor, extras: Extras, scale: Tensor | None) -> None:
-    """Put embeddings of virtual tokens into x [T, hidden], in place. scale: of them; None: 1."""
+    """Write embeddings of virtual tokens to x [T, hidden], in place. scale: factor on them; None: 1."""
     for segment in extras:
         prompt = segment.values.get("prompt.weight")
         if prompt is not None and segment.virtual is not None:
@@ -115,7 +119,7 @@ def adapt_prompt(x: Tensor, extras: Extras, scale: Tensor | None) -> None:
 def prefixes(
     extras: Extras, layer: int, heads: int, dtype: torch.dtype
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Rows [V] whose keys and values an adapter brings, and these, [V, heads, head_dim]."""
+    """Rows [V] whose keys and values come from an adapter, with these, [V, heads, head_dim]."""
     for segment in extras:
         keys, values = (segment.values.get(f"layers.{layer}.prefix.{part}") for part in ("keys", "values"))
         if keys is not None and values is not None and segment.virtual is not None:
@@ -127,8 +131,8 @@ def prefixes(
 def adapt_embedding(x: Tensor, ids: Tensor, extras: Extras, name: str = "embed") -> None:
     """x [T, hidden]: the embeddings of ids [T], not scaled yet; changed in place.
 
-    name: of the table in extras: `embed`, or `encoder.embed` and `decoder.embed`. These two share the rows
-    that are trained for some tokens, `embed.tokens`.
+    name: of the table in extras: `embed`, or `encoder.embed` and `decoder.embed`. The latter two share
+    `embed.tokens`, the rows trained for some tokens.
     """
     for segment in extras:
         rows, values = slice(segment.start, segment.stop), segment.values
@@ -146,9 +150,9 @@ def adapt_embedding(x: Tensor, ids: Tensor, extras: Extras, name: str = "embed")
 
 
 def adapt_head(logits: Tensor, x: Tensor, extras: Extras, bias: Tensor | None, tied: bool) -> None:
-    """logits [L, vocab] float32 of x [L, hidden]; changed in place. bias: the base's.
+    """logits [L, vocab] float32 of x [L, hidden]; changed in place. bias: the base model's.
 
-    tied: the head is the embedding, so rows of the embedding that are trained for some tokens count here too.
+    tied: the head is the embedding, so embedding rows trained for some tokens apply here, too.
     """
     for segment in extras:
         values = segment.values

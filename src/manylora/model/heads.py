@@ -1,4 +1,4 @@
-"""Classification heads: what hidden states go through in place of the head for text."""
+"""Classification heads, which replace the language-model head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from manylora.lora.extras import HEAD
 
 @dataclass(frozen=True)
 class HeadLayer:
-    """What comes before a head of one layer, as `HeadLayerConfig` says. norm: weight, bias and eps."""
+    """The layer before a single-layer head, as in `HeadLayerConfig`. norm: weight, bias and eps."""
 
     config: HeadLayerConfig
     weight: Tensor
@@ -37,7 +37,7 @@ class HeadLayer:
 
 @dataclass(frozen=True)
 class ClassificationHead:
-    """weight [labels, n], bias [labels] or None. dense: a layer before it, with tanh; weight and bias."""
+    """weight [labels, n], bias [labels] or None. dense: weight and bias of a layer before it, with tanh."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -45,7 +45,7 @@ class ClassificationHead:
 
     @classmethod
     def of_weights(cls, weights: Mapping[str, Tensor]) -> ClassificationHead | None:
-        """Of a model's weights, by our names; None: it has no head."""
+        """From a model's weights, by our names. None: it has no head."""
         if f"{HEAD}.weight" not in weights:
             return None
         dense = weights.get(f"{HEAD}.dense.weight")
@@ -54,7 +54,7 @@ class ClassificationHead:
 
     @classmethod
     def of_extras(cls, extras: Mapping[str, Extra]) -> ClassificationHead | None:
-        """Of an adapter's extras; None: it has no head of its own."""
+        """From an adapter's extras. None: it has no head of its own."""
         found = {name: one for name, one in extras.items() if name.startswith(f"{HEAD}.")}
         return cls.of_weights({name: _values(name, one) for name, one in found.items()})
 
@@ -70,6 +70,6 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _values(name: str, extra: Extra) -> Tensor:
-    """A matrix; or a bias, which has one column in its pages."""
+    """A matrix, or a bias, which has one column in its pages."""
     whole = extra.pieces[0] if len(extra.pieces) == 1 else torch.cat(extra.pieces)
     return whole.reshape(-1) if name.endswith(".bias") else whole

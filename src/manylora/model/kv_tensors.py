@@ -1,4 +1,4 @@
-"""The tensors of the KV cache: one for all layers that are alike, else one for each layer."""
+"""The tensors of the KV cache: one for all layers if they are equal, otherwise one per layer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from manylora.config.engine import ModelConfig
 
 KvTensors = Tensor | tuple[Tensor, ...]
-"""By layer [planes, blocks, tokens_per_block, kv_heads, head_dim]; planes: keys and values, or latents."""
+"""Per layer [planes, blocks, tokens_per_block, kv_heads, head_dim]. planes: keys and values, or latents."""
 
 
 def make_kv(
     config: ModelConfig, blocks: int, tokens_per_block: int, make: Callable[[tuple[int, ...]], Tensor]
 ) -> KvTensors:
-    """make: from a shape to a tensor."""
+    """make: creates a tensor of a shape."""
     each = [(planes, blocks, tokens_per_block, *heads) for planes, *heads in config.kv_shapes]
     if len(set(each)) == 1:
         return make((len(each), *each[0]))
@@ -24,12 +24,12 @@ def make_kv(
 
 
 def token_numbers(config: ModelConfig) -> int:
-    """Of one token in the cache, over all layers."""
+    """Numbers per token in the cache, over all layers."""
     return sum(math.prod(shape) for shape in config.kv_shapes)
 
 
 def copy_blocks(kv: KvTensors, source: Tensor, target: Tensor) -> None:
-    """source, target: numbers of blocks, int64."""
+    """source, target: block numbers, int64."""
     if isinstance(kv, Tensor):
         kv[:, :, target] = kv[:, :, source]
         return

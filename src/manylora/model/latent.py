@@ -1,17 +1,18 @@
 """Attention over latent keys and values (MLA), as in DeepSeek V2 and V3.
 
-The cache has one vector for each token, for all heads: a rotated key, and the latent of which kv_b_proj makes
-the other part of each head's key, and its value. Those are never made. With W_k and W_v a head's rows of
-kv_b_proj, q_i . (W_k c_j) is (q_i W_k) . c_j, and the sum of p_j W_v c_j is W_v times the sum of p_j c_j. So
-queries are turned into latents, attention is that of one key head of `cached_dim` elements, and what it gives
-is turned into values.
+The cache has one vector per token for all heads: a rotated key, and the latent from which kv_b_proj computes
+the rest of each head's key, and its value. Those are never computed. With W_k and W_v as a head's rows of
+kv_b_proj, q_i . (W_k c_j) = (q_i W_k) . c_j, and the sum of p_j W_v c_j is W_v times the sum of p_j c_j.
+Queries are therefore projected to latents, attention has one key head of `cached_dim` elements, and its
+output is projected to values.
 
 An adapter on kv_b_proj adds B A to W_k and W_v. All tokens of a sequence have the same adapter, so its
-products are with the step's rows alone, r * heads * (head + kv_rank) multiplications for either, however long
-the sequence is. Making keys and values instead would add B A c_j for every token in the cache, in every step.
+products involve only the step's rows: r * heads * (head + kv_rank) multiplications each, whatever the length
+of the sequence. Computing keys and values instead would add B A c_j for every token in the cache, in every
+step.
 
-The price is that scores and sums have `cached_dim` elements (576 in DeepSeek) in place of a head's 192 and
-128, which is what prompts pay. Decoding reads the cache, which is many times smaller for it.
+The price is that scores and sums have `cached_dim` elements (576 in DeepSeek) instead of a head's 192 and
+128, which makes prompts slower. Decoding reads the cache, which is many times smaller this way.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ KV_B = LoraModuleId.ATTN_KV_B
 
 @dataclass(frozen=True)
 class _Adapted:
-    """Rows of the batch under one adapter. A [r, kv_rank]; B transposed [r, H, plain + value]; magnitude
-    [H, plain + value] or None."""
+    """Rows of the batch with one adapter. A [r, kv_rank]; B transposed [r, H, plain + value]; magnitude
+    [H, plain + value] or None.
+    """
 
     rows: slice
     a: Tensor
@@ -44,7 +46,7 @@ class _Adapted:
 
 @dataclass(frozen=True)
 class Expansion:
-    """kv_b_proj, from latents to the keys and values of each head, which is applied to queries and to sums.
+    """kv_b_proj, from latents to each head's keys and values. It is applied to queries and to sums.
 
     weight [H, plain_dim + value_dim, kv_rank].
     """
@@ -54,7 +56,7 @@ class Expansion:
     plain_dim: int
 
     def of_queries(self, q: Tensor, lora: LoraBatch | None) -> Tensor:
-        """q [T, H, plain_dim] -> [T, H, kv_rank]: q_i W_k, with each row's adapter."""
+        """q [T, H, plain_dim] -> [T, H, kv_rank]: q_i W_k, including each row's adapter."""
         adapted = list(self._adapted(q, lora))
         scaled = [one for one in adapted if one.magnitude is not None]
         q = q.clone() if scaled else q
@@ -68,7 +70,7 @@ class Expansion:
         return y
 
     def of_sums(self, mixed: Tensor, lora: LoraBatch | None) -> Tensor:
-        """mixed [T, H, kv_rank] -> [T, H, value_dim]: W_v times the sums, with each row's adapter."""
+        """mixed [T, H, kv_rank] -> [T, H, value_dim]: W_v times the sums, including each row's adapter."""
         y = _by_head(mixed, self.weight[:, self.plain_dim :].transpose(1, 2))
         for one in self._adapted(mixed, lora):
             low = mixed[one.rows] @ one.a.T
@@ -93,7 +95,7 @@ class Expansion:
                 yield _Adapted(rows, a, b.view(-1, heads, width), m)
 
     def _add_biases(self, y: Tensor, lora: LoraBatch | None) -> None:
-        """Trained ones. That of keys adds the same to all scores of a query, which changes nothing."""
+        """Add trained biases. That of keys adds the same to all scores of a query, which has no effect."""
         name = f"layers.{self.layer}.{MODULE_NAMES[KV_B]}.bias"
         for segment in lora.extras if lora is not None else ():
             bias = segment.values.get(name)
@@ -104,7 +106,7 @@ class Expansion:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """qkv: fused q_proj, or q_a_proj where queries have a vector of their own, and kv_a_proj_with_mqa.
+    """qkv: fused q_proj (or q_a_proj if queries have a latent) and kv_a_proj_with_mqa.
 
     q_up: q_b_proj, or None. pairs: neighbours are rotated together.
     """
@@ -143,7 +145,7 @@ class LatentAttention:
             (self._rotated(turned.unsqueeze(1), turns), self.kv_norm(latent, lora)[:, None]), dim=-1
         )
         cache = kv[0]
-        self.ops.rotate_and_store(k, k, k, None, cache, cache, batch)  # one vector, so stored as both
+        self.ops.rotate_and_store(k, k, k, None, cache, cache, batch)  # one vector, passed as key and value
         q = torch.cat((self._rotated(q, turns), self.expansion.of_queries(plain, lora)), dim=-1)
         mixed = self.ops.attention(q, cache, cache, batch, self.params)[..., sizes.rope_dim :]
         values = self.expansion.of_sums(mixed, lora)

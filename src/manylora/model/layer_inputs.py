@@ -1,4 +1,4 @@
-"""Per-layer embeddings: vectors that layers get of each token beside the residual stream."""
+"""Per-layer embeddings: vectors per token that layers get in addition to the residual stream."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from manylora.config.blocks import LayerInputsConfig
 from manylora.kernels.spec import LoraBatch
 from manylora.model.layers import LoraLinear, Norm
 
-HALF = 2.0**-0.5  # keeps the sum of two vectors as long as one
+HALF = 2.0**-0.5  # keeps the magnitude of a sum of two vectors
 
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """Of the first layers, as many as the table has: [vocab_size, layers * dim]. project: hidden to
-    layers * dim, of all layers. norm: over dim."""
+    """For the first layers, as many as the table covers: [vocab_size, layers * dim]. project: hidden to
+    layers * dim, for all layers. norm: over dim.
+    """
 
     config: LayerInputsConfig
     table: Tensor
@@ -26,30 +27,30 @@ class LayerInputs:
     norm: Norm
 
     def __call__(self, ids: Tensor, x: Tensor, lora: LoraBatch | None) -> Tensor:
-        """ids [T]; x [T, hidden], their embeddings -> [layers, T, dim]."""
+        """ids [T]; x [T, hidden]: their embeddings -> [layers, T, dim]."""
         return self.add(ids, self.made(x, lora))
 
     def made(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
-        """The parts that are made of the tokens' embeddings, [T, layers, dim]."""
+        """The parts computed from the tokens' embeddings, [T, layers, dim]."""
         made = self.project(x, lora) * torch.tensor(x.shape[1] ** -0.5, dtype=x.dtype).item()
         return self.norm(made.unflatten(-1, (-1, self.config.dim)), lora)
 
     def add(self, ids: Tensor, made: Tensor) -> Tensor:
-        """made: of the layers that the table has. With what is looked up [layers, T, dim]."""
+        """made: of the layers that the table covers. Adds the lookups: [layers, T, dim]."""
         ids = ids.where(ids < self.config.vocab_size, 0)
-        scale = torch.tensor(self.config.dim**0.5, dtype=made.dtype)  # rounded before its use, as in training
+        scale = torch.tensor(self.config.dim**0.5, dtype=made.dtype)  # rounded before use, as in training
         looked_up = self.look_up(ids).to(made.dtype) * scale.item()
         whole = (made + looked_up.view(made.shape)) * torch.tensor(HALF, dtype=made.dtype).item()
         return whole.transpose(0, 1)
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """[T] -> [T, layers * dim], in the table's type or wider."""
+        """[T] -> [T, layers * dim], in the table's dtype or wider."""
         return F.embedding(ids, self.table)
 
 
 @dataclass(frozen=True)
 class LayerInput:
-    """norm(project(f(gate x) * own)), which is added to the residual stream behind a block."""
+    """norm(project(f(gate x) * own)), which is added to the residual stream after a block."""
 
     gate: LoraLinear
     project: LoraLinear

@@ -1,4 +1,4 @@
-"""The layers of a decoder. LoraLinear applies the adapters; no layer depends on a device or a rank."""
+"""The layers of a decoder. LoraLinear applies adapters. No layer depends on a device or a rank."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from manylora.model.extras import adapt_inputs, adapt_linear, adapt_norm, change
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm, or LayerNorm where there is a bias. weight [N], in the input's dtype or in float32.
+    """RMSNorm, or LayerNorm if there is a bias. weight [N], in the input's dtype or in float32.
 
-    name: in the extras of adapters. plus_one: the checkpoint has the weight minus 1.
+    name: in the extras of adapters. plus_one: the checkpoint stores the weight minus 1.
     """
 
     ops: ReferenceOps
@@ -88,16 +88,18 @@ class LoraLinear:
 
 
 class Turns(NamedTuple):
-    """What the positions of a step's rows do to queries and keys: how they are rotated, and what queries are
-    multiplied by, [T, 1, 1]. None: nothing."""
+    """How the positions of a step's rows affect queries and keys: rotations, and factors on queries, [T, 1,
+    1]. None: no effect.
+    """
 
     rotary: Rotary | None = None
     growth: Tensor | None = None
 
 
 class Attends(Protocol):
-    """The attention of a block; x [T, hidden] -> [T, hidden]. rotary: which of a step's rotations it uses;
-    -1: none. kv: the layer's part of the cache."""
+    """The attention of a block; x [T, hidden] -> [T, hidden]. rotary: index of its rotation among the step's;
+    -1: none. kv: the layer's part of the cache.
+    """
 
     @property
     def rotary(self) -> int: ...
@@ -109,11 +111,12 @@ class Attends(Protocol):
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention over paged keys and values; of an encoder within whole prompts, without them.
+    """Grouped-query attention over paged keys and values. In an encoder: within whole prompts, without a
+    cache.
 
-    config: as of this layer. q_norm, k_norm: over head_dim, or over all heads at once when config.qk_norm is
-    `all`; or None. rotary: which of a step's rotations the layer uses; -1: none. v_norm: over head_dim, or
-    None.
+    config: of this layer. q_norm, k_norm: over head_dim, or over all heads at once if config.qk_norm is
+    `all`; or None.
+    rotary: index of the layer's rotation among the step's; -1: none. v_norm: over head_dim, or None.
     """
 
     config: ModelConfig
@@ -173,7 +176,7 @@ class Attention:
     def _store_prefixes(
         self, lora: LoraBatch, batch: AttentionBatch, kv: Tensor, turns: Turns, dtype: torch.dtype
     ) -> None:
-        """Over the keys and values of virtual tokens, which mean nothing, those that adapters bring."""
+        """Overwrite the unused keys and values of virtual tokens with those that adapters bring."""
         config = self.config
         for rows, k, v in prefixes(lora.extras, self.qkv.layer, config.num_kv_heads, dtype):
             if config.rope_interleaved and turns.rotary is not None:
@@ -186,8 +189,10 @@ class Attention:
 
 
 def halves_first(x: Tensor, count: int) -> Tensor:
-    """The first `count` elements of each head, which are pairs, as the pairs' first ones and then their
-    second ones. Scores stay as they are where queries and keys are both reordered. x [T, H, D]."""
+    """Reorder the first `count` elements of each head from pairs to all first ones, then all second ones.
+
+    Scores do not change if queries and keys are both reordered. x [T, H, D].
+    """
     if count == x.shape[-1]:
         return x.unflatten(-1, (-1, 2)).transpose(-1, -2).reshape(x.shape)
     pairs = x[..., :count]
@@ -195,7 +200,9 @@ def halves_first(x: Tensor, count: int) -> Tensor:
 
 
 class Wanted(NamedTuple):
-    """The rows [L] that are read behind a layer, and their adapters, whose rows are counted among them."""
+    """The rows [L] that are needed after a layer, and their adapters, with positions counted within these
+    rows.
+    """
 
     rows: Tensor
     lora: LoraBatch | None
@@ -205,19 +212,20 @@ FeedForward = Callable[[Tensor, LoraBatch | None], Tensor]
 """The MLP or mixture of experts of a block; x [T, hidden] -> [T, hidden]."""
 
 AddInput = Callable[[Tensor, Tensor, LoraBatch | None], Tensor]
-"""Of x [T, hidden] and the layer's own vectors [T, dim], what is added to x."""
+"""From x [T, hidden] and the layer's own vectors [T, dim], what is added to x."""
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """down(f(gate x) * up x), the fused weight's rows being [up; gate]; without a gate down(f(up x)). scales:
-    on what f gets of a gate, and on the output."""
+    """down(f(gate x) * up x), with the fused weight's rows as [up; gate]. Without a gate: down(f(up x)).
+    scales: on the gate before f, and on the output.
+    """
 
     up_gate: LoraLinear
     down: LoraLinear
     activation: str
     gated: bool
-    cutoff: float | None = None  # standard deviations above a token's mean gate; what is less becomes 0
+    cutoff: float | None = None  # gates below mean + cutoff * standard deviation become 0
     scales: tuple[float, float] = (1.0, 1.0)
 
     def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
@@ -235,22 +243,22 @@ class Mlp:
         return self.down(ACTIVATIONS[self.activation](y), lora)
 
     def _spread(self, gate: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean and the standard deviation of each row [T, n] -> [T, 1]."""
+        """Mean and standard deviation of each row [T, n] -> [T, 1]."""
         return gate.mean(-1, keepdim=True), gate.std(-1, keepdim=True, unbiased=False)
 
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder layer. attention: None where a recurrent layer has its place, or nothing. mlp: None where
-    there is attention or a recurrent layer alone. Norms that the family does not have are None; post norms
-    are of the branch outputs. beside: makes the MLP's output and x, which is not normalised, into what is
-    added. scalar [1]: of the whole output; None: 1.
+    """One decoder layer. attention: None if a recurrent layer replaces it, or if there is none. mlp: None if
+    there is only attention or a recurrent layer. Norms that the family lacks are None; post norms apply to
+    branch outputs. beside: computes what is added from the MLP's output and the unnormalised x. scalar [1]:
+    factor on the whole output; None: 1.
 
-    Takes the residual stream x and a delta that is not added to it yet (None: zero), and returns such a pair,
-    so that one kernel adds and normalises, between blocks too. mix: attention, or what the layer has in its
-    place, with the rows' tables and caches; None where it has an MLP alone. own: the layer's own vectors of
-    the tokens, [T, dim], where `add_input` makes something of them that is added too. wanted: what comes
-    after `mix` is for these rows alone, and so are both results.
+    Takes the residual stream x and a delta that is not added yet (None: zero), and returns such a pair, so
+    that one kernel adds and normalises, also between blocks. mix: attention or its replacement, with the
+    rows' tables and caches; None if there is only an MLP. own: the layer's own vectors of the tokens, [T,
+    dim], if `add_input` uses them. wanted: everything after `mix` is computed for these rows only, and so are
+    both results.
     """
 
     config: ModelConfig
@@ -280,7 +288,7 @@ class Block:
             lora, own = wanted.lora, None if own is None else own[wanted.rows]
         if mix is None or self.mlp is None:
             return x, self._scaled(mixed if self.mlp is None else self.mlp(seen, lora))
-        if self.config.post_norm:  # attention_norm is the last block's, on its sum
+        if self.config.post_norm:  # attention_norm is the previous block's, applied to its sum
             _, x = _add(self.mlp_norm, seen, mixed, lora)
             return x, self.mlp(x, lora)
         mixed = _apply(self.attention_post_norm, mixed, lora)
@@ -304,7 +312,7 @@ class Block:
 def side_by_side(
     scales: BesideConfig | None, attention: Callable[[Tensor], Tensor], recurrent: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """Both of the same input, added."""
+    """Apply both to the same input, and add the results."""
     assert scales is not None, "only then a layer has both"
 
     def mix(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Mamba2: a recurrent layer with Mamba-2 in attention's place."""
+"""Mamba2: a recurrent layer with Mamba-2, used instead of attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from manylora.model.layers import LoraLinear
 
 @dataclass(frozen=True)
 class Mamba2:
-    """project: to [z; values; b; c; d]. factors: on these, in the compute dtype; None: there are none."""
+    """project: to [z; values; b; c; d]. factors: on these, in the compute dtype; None: none."""
 
     ops: ReferenceOps
     project: LoraLinear
@@ -37,7 +37,7 @@ class Mamba2:
 
 
 def mamba2_factors(own: Mamba2Config, like: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """like: on the device where they are to be."""
+    """like: a tensor on the target device."""
     if set(own.scales) <= {1.0}:
         return None
     keys = own.groups * own.state_dim

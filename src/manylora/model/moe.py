@@ -18,7 +18,7 @@ from manylora.model.routing import Router, route
 
 @dataclass(frozen=True)
 class Experts:
-    """One projection of every expert. weights: E packed weights [N, K]. biases: [E, N], or None."""
+    """One projection of all experts. weights: E packed weights [N, K]. biases: [E, N], or None."""
 
     ops: ReferenceOps
     layer: int
@@ -29,7 +29,7 @@ class Experts:
     def __call__(
         self, x: Tensor, pairs: ExpertPairs, experts: Tensor | None, lora: LoraBatch | None
     ) -> Tensor:
-        """experts: of each pair, int64; None where there are no biases."""
+        """experts: of each pair, int64; None without biases."""
         y = self.ops.expert_linear(x, pairs, self.weights)
         if self.biases is not None:
             y += self.biases[experts]
@@ -40,7 +40,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """The expert that every token uses, times the sigmoid of its gate [1, hidden] if it has one."""
+    """The expert that every token uses, multiplied by the sigmoid of its gate [1, hidden] if it has one."""
 
     mlp: Mlp
     gate: LoraLinear | None
@@ -54,10 +54,9 @@ class SharedExpert:
 class Moe:
     """Each token's experts, weighted by its router, and the shared expert if there is one.
 
-    The rows of up_gate are [up; gate], or [up] without a gate, as in a plain MLP. correction [experts]
-    float32: as `route` takes it.
-    scales [experts] float32: of the weights of each; None: 1. latent_in, latent_out: between what the layer
-    has and what its routed experts read and give; None: they are alike.
+    The rows of up_gate are [up; gate], or [up] without a gate, as in a dense MLP. correction [experts]
+    float32: as in `route`. scales [experts] float32: factors on the experts' weights; None: 1. latent_in,
+    latent_out: between the layer's width and that of its routed experts; None: they are equal.
     """
 
     config: MoeConfig
@@ -72,13 +71,13 @@ class Moe:
     latent_out: LoraLinear | None = None
 
     def __call__(self, x: Tensor, lora: LoraBatch | None, scored: Tensor | None = None) -> Tensor:
-        """scored: what the router reads; None: x."""
+        """scored: the router's input; None: x."""
         scores = self.router(x if scored is None else scored, lora)
         weights, choices = route(scores, self.config, self.correction)
         if self.scales is not None:
             weights = weights * self.scales[choices]
         seen = x if self.latent_in is None else self.latent_in(x, lora)
-        if self.config.routing.scores == "top":  # weights are on what experts get
+        if self.config.routing.scores == "top":  # weights multiply the experts' inputs
             mixed = self.each(seen, choices, lora, weights).float().sum(dim=1).to(x.dtype)
         else:
             y = self.each(seen, choices, lora).float()
@@ -89,8 +88,9 @@ class Moe:
     def each(
         self, x: Tensor, choices: Tensor, lora: LoraBatch | None, weights: Tensor | None = None
     ) -> Tensor:
-        """What its experts make of each token, [T, k, hidden]: in each token's order of experts, so that its
-        sum does not depend on other tokens. weights [T, k]: of what the experts get."""
+        """The experts' outputs for each token, [T, k, hidden], in each token's order of experts, so that its
+        sum does not depend on other tokens. weights [T, k]: factors on the inputs.
+        """
         pairs, places = self.up_gate.ops.pair_up(choices, self.config.num_experts, lora)
         experts = in_pairs(choices, places) if self.config.biased else None
         y = self.run(x, pairs, experts, lora, in_pairs(weights, places))
@@ -104,7 +104,7 @@ class Moe:
         lora: LoraBatch | None,
         weights: Tensor | None,
     ) -> Tensor:
-        """Of each pair, [P, hidden]. experts: as `Experts` takes them. weights [P]"""
+        """Outputs of the pairs, [P, hidden]. experts: as in `Experts`. weights [P]."""
         seen = x[pairs.rows]
         if weights is not None:
             seen = seen * weights.to(x.dtype).unsqueeze(1)
@@ -117,10 +117,10 @@ class Moe:
 
 @dataclass(frozen=True)
 class ExpertsBesideMlp:
-    """The sum of an MLP's output and of experts that read the same stream, each with norms of its own.
+    """The sum of an MLP's output and of experts that read the same stream, each with its own norms.
 
-    moe: called as `Moe` is. scored: the norm of what the router reads, which is multiplied by hidden ** -0.5
-    too.
+    moe: called like `Moe`. scored: the norm of the router's input, which is also multiplied by hidden **
+    -0.5.
     """
 
     moe: Callable[[Tensor, LoraBatch | None, Tensor], Tensor]

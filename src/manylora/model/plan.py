@@ -1,4 +1,4 @@
-"""Which rows of which checkpoint tensors make up each of the model's weights. Reads names, not tensors."""
+"""Which rows of which checkpoint tensors make up each of the model's weights. Uses names, not tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLASSIFIERS = ("score", "classifier")
 
 
 def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
-    """Our names to specs. stored: the names of the checkpoint's tensors, as some layouts differ in these."""
+    """Our names -> specs. stored: names of the checkpoint's tensors, on which some layouts depend."""
     names = FAMILIES[config.architecture].names(config)
     encoder = FAMILIES[config.architecture].encoder
     if encoder is not None:
@@ -82,13 +82,13 @@ def _around_encoder(config: ModelConfig, names: TensorNames, root: str, stored: 
 
 
 def _plain(name: str, source: str, rows: int, columns: int, biased: bool = True) -> Plan:
-    """A layer that is not packed."""
+    """A weight that is not packed."""
     plan = {f"{name}.weight": WeightSpec((whole(f"{source}.weight", rows),), columns)}
     return plan | ({f"{name}.bias": WeightSpec((whole(f"{source}.bias", rows),))} if biased else {})
 
 
 def _classifier(config: ModelConfig, stored: Collection[str]) -> Plan:
-    """The classification head: a single layer, or the two of RoBERTa."""
+    """The classification head: a single layer, or RoBERTa's two."""
     hidden = config.hidden_size
     if "classifier.out_proj.weight" in stored:
         dense = _plain("score.dense", "classifier.dense", hidden, hidden)
@@ -101,21 +101,23 @@ def _classifier(config: ModelConfig, stored: Collection[str]) -> Plan:
 
 
 def unused_prefixes(config: ModelConfig) -> tuple[str, ...]:
-    """Prefixes of tensors that a checkpoint may have and that are not loaded."""
+    """Prefixes of tensors in a checkpoint that are not loaded."""
     names = FAMILIES[config.architecture].names(config)
     heads = (f"{names.head}.", "lm_head.") if config.tie_word_embeddings else ()
     return (*names.unused, *heads, *_unused_kv(config, names))
 
 
 def _unused_kv(config: ModelConfig, names: TensorNames) -> list[str]:
-    """What released checkpoints have of the keys and values of layers that read another layer's."""
+    """Names of unused key and value tensors of layers that read another layer's, in released checkpoints."""
     parts = (*names.qkv[1:], names.k_norm, names.k_norm.replace("k_norm", "v_norm"))
     layers = [f"{root}{names.layers}.{layer}." for root in ("", *names.roots) for layer in config.kv_readers]
     return [f"{layer}{part}." for layer in layers for part in parts]
 
 
 def head_name(config: ModelConfig, stored: Collection[str]) -> str:
-    """Of the head's tensors in this checkpoint: transformers 5 keeps that of a text tower outside of it."""
+    """Name of the head's tensors in this checkpoint: transformers 5 stores a text tower's head outside of
+    it.
+    """
     named = FAMILIES[config.architecture].names(config).head
     return "lm_head" if f"{named}.weight" not in stored and "lm_head.weight" in stored else named
 
@@ -123,8 +125,9 @@ def head_name(config: ModelConfig, stored: Collection[str]) -> str:
 def _encoder_decoder(
     config: ModelConfig, encoder: TensorNames, decoder: TensorNames, stored: Collection[str]
 ) -> Plan:
-    """Layers are numbered through both stacks, the encoder's first. What belongs to one stack has its name as
-    prefix."""
+    """Layers are numbered through both stacks, the encoder's first. Tensors of one stack have its name as
+    prefix.
+    """
     assert config.encoder is not None
     hidden, count = config.hidden_size, config.encoder.num_layers
     base = _root(encoder, stored).removesuffix(encoder.roots[-1])
@@ -151,7 +154,7 @@ def _encoder_decoder(
 
 
 def _around_layers(config: ModelConfig, names: TensorNames, root: str) -> Plan:
-    """Positions and norms of an encoder or a decoder outside its layers."""
+    """Positions and norms of an encoder or a decoder, outside its layers."""
     own, hidden, specs = config.encoder, config.hidden_size, {}
     assert own is not None
     if config.learned_positions:
@@ -171,8 +174,9 @@ def _positions(source: str, config: ModelConfig) -> WeightSpec:
 
 
 def _root(names: TensorNames, stored: Collection[str]) -> str:
-    """The root of the embedding, else the first that occurs in the checkpoint; none, where a bare model was
-    saved."""
+    """The root of the embedding, or else the first root that occurs in the checkpoint. Empty if a bare model
+    was saved.
+    """
     for root in ("", *names.roots):
         if f"{root}{names.embed}.weight" in stored:
             return root

@@ -17,14 +17,14 @@ from manylora.config.engine import ModelConfig, MoeConfig
 from manylora.model.families.family import TensorNames
 from manylora.model.plan_parts import Plan, RowSlice, WeightSpec, linear, matrix, norm, whole
 
-# Names of the tensors of all experts of a layer: as transformers has them, and as Granite was released.
+# Names of the tensors of all experts of a layer, in transformers and in Granite's released files.
 STACKS = (
     ("experts.gate_up_proj", "experts.down_proj"),
     ("experts.up_proj", "experts.down_proj"),
     ("input_linear.weight", "output_linear.weight"),
 )
 
-# Of layers with attention and a recurrent layer, the latter's matrices whose names both have.
+# In layers with attention and a recurrent layer: names that both have, and the prefix for the latter.
 RECURRENT, BOTH = "recurrent_", ("out.weight", "out.bias")
 
 
@@ -35,7 +35,7 @@ def layer_plan(
         specs = _recurrent(config, names, source)
     else:
         specs = _attention(config, names, source)
-        if reads_kv:  # it has queries alone
+        if reads_kv:  # it has only queries
             specs = {name: spec for name, spec in specs.items() if not name.startswith(("qkv", "k_norm"))}
             q = (whole(source + names.qkv[0], config.q_size),)
             specs |= linear("q", q, config.hidden_size, config.attention_bias, config)
@@ -73,7 +73,7 @@ def _layer_input(config: ModelConfig, own: LayerInputsConfig, source: str) -> Pl
 
 
 def mixer_plan(config: ModelConfig, names: TensorNames, source: str, layer: int) -> Plan:
-    """Of a decoder's layer all but its MLP."""
+    """All weights of a decoder layer except its MLP."""
     if layer in config.unmixed_layers:
         return norm("mlp_norm", source + names.block_norms["mlp_norm"], config.hidden_size, config)
     if layer in config.mlpless_layers:
@@ -203,7 +203,7 @@ def mlp_plan(config: ModelConfig, names: TensorNames, source: str) -> Plan:
 
 
 def sparse_plan(config: ModelConfig, names: TensorNames, source: str, stored: Collection[str]) -> Plan:
-    """Experts one by one, as in released checkpoints, or stacked in two tensors, as transformers has them."""
+    """Experts one by one, as in released checkpoints, or stacked in two tensors, as in transformers."""
     assert config.moe is not None
     moe, hidden = config.moe, config.hidden_size
     inner, count, seen = moe.intermediate_size, moe.num_experts, moe.latent_size or hidden
@@ -216,7 +216,7 @@ def sparse_plan(config: ModelConfig, names: TensorNames, source: str, stored: Co
     if moe.routing.corrected:
         known = [f"{block}.{name}" for name in names.corrections]
         found = next((name for name in known if name in stored), known[0])
-        one = "moe_statics." in found  # a matrix of one row
+        one = "moe_statics." in found  # stored as a matrix with one row
         rows = WeightSpec((whole(found, 1),), count, wide=True)
         specs["router.correction"] = rows if one else WeightSpec((whole(found, count),), wide=True)
     if moe.beside_mlp:
@@ -252,7 +252,7 @@ def sparse_plan(config: ModelConfig, names: TensorNames, source: str, stored: Co
 
 
 def _interleaved(moe: MoeConfig, hidden: int, block: str) -> Plan:
-    """Of all experts in one tensor, [in, out], gate and up in turn."""
+    """All experts in one tensor, [in, out], with gate and up alternating."""
     inner, specs = moe.intermediate_size, {}
     for e in range(moe.num_experts):
         fused = RowSlice(f"{block}gate_up_proj", 1, inner, 2 * inner, e, moe.num_experts, 2)
@@ -268,8 +268,9 @@ def _interleaved(moe: MoeConfig, hidden: int, block: str) -> Plan:
 
 
 def _stacked(names: TensorNames, source: str, stored: Collection[str]) -> tuple[str, tuple[str, str] | None]:
-    """The block of a layer's experts, and its tensors of all experts: gate and up, and down. None: each
-    expert has its own."""
+    """The block of a layer's experts, and its tensors of all experts: gate and up, and down. None: one tensor
+    per expert.
+    """
     own = source + names.sparse if names.sparse else source.removesuffix(".")
     for block in (f"{source}mlp", own):
         for first, second in STACKS:
@@ -305,7 +306,7 @@ def _qkv(config: ModelConfig, names: TensorNames, source: str) -> tuple[RowSlice
 
 
 def _grouped(fused: str, sizes: tuple[int, ...], groups: int) -> tuple[RowSlice, ...]:
-    """Parts of these sizes, which the checkpoint has in groups, one after another."""
+    """Parts of these sizes, stored in groups one after another."""
     total = sum(sizes)
     pieces, first = [], 0
     for size in sizes:

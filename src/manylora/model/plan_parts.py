@@ -1,4 +1,4 @@
-"""Pieces of a plan: rows of a checkpoint's tensors, and what a linear layer and a norm are made of."""
+"""Elements of a plan: rows of a checkpoint's tensors, and the weights of a linear layer and of a norm."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from manylora.config.engine import ModelConfig
 class RowSlice:
     """Rows [start, start + rows) of the checkpoint tensor `source`, which has `total` rows.
 
-    experts > 0: the tensor stacks the matrices of that many experts; the rows are of number `expert`.
-    step: from one of the rows to the next.
+    experts > 0: the tensor stacks the matrices of this many experts; the rows are of number `expert`. step:
+    distance between rows.
     """
 
     source: str
@@ -31,12 +31,12 @@ class RowSlice:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """One of the model's tensors: slices of the checkpoint's, one below the other. columns 0: a vector.
+    """One of the model's tensors: slices of the checkpoint's, stacked. columns 0: a vector.
 
-    first_column, all_columns: where the columns begin in the checkpoint, and how many there are; 0: no more.
-    is_matrix: of a linear layer, so it is packed. transposed: the checkpoint has it as [in, out]. plus_one: 1
-    is added after loading, in float32, because bfloat16 would round small stored weights away. wide: kept in
-    float32, as the arithmetic is that reads it. depthwise: the checkpoint has [N, 1, columns].
+    first_column, all_columns: offset of the columns in the checkpoint, and how many it has; 0: no others.
+    is_matrix: of a linear layer, so it is packed. transposed: stored as [in, out]. plus_one: add 1 after
+    loading, in float32, because bfloat16 would round small stored weights away. wide: kept in float32, like
+    the arithmetic that uses it. depthwise: stored as [N, 1, columns].
     """
 
     slices: tuple[RowSlice, ...]
@@ -62,11 +62,11 @@ class WeightSpec:
         return replace(self, columns=self.all_columns or self.columns, first_column=0, all_columns=0)
 
     def take_columns(self, columns: range) -> WeightSpec:
-        """Some columns, of a spec that has all."""
+        """Some columns of a spec that has all of them."""
         return replace(self, columns=len(columns), first_column=columns.start, all_columns=self.columns)
 
     def take_rows(self, *runs: range) -> WeightSpec:
-        """These rows of the fused tensor, one run below the other."""
+        """These rows of the fused tensor, one run after the other."""
         pieces = []
         for run in runs:
             first = 0
@@ -89,7 +89,7 @@ class WeightSpec:
 
 
 Plan = dict[str, WeightSpec]
-"""Our names of the model's weights, and where they come from."""
+"""Our names of the model's weights, and their sources."""
 
 
 def linear(name: str, pieces: Iterable[RowSlice], columns: int, biased: bool, config: ModelConfig) -> Plan:

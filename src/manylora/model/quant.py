@@ -1,4 +1,4 @@
-"""Quantises weights, and joins quantised pieces of a checkpoint into one weight."""
+"""Quantises weights, and joins quantised parts of a checkpoint to one weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from manylora.quant.checkpoint import CheckpointQuant
 from manylora.quant.config import SERVED, QuantAlgo, QuantConfig
 from manylora.quant.layouts import halves_to_bytes
 
-# Not the gates of recurrent layers: they are small, and what they give is an exponent.
+# Not the gates of recurrent layers: they are small, and their output is an exponent.
 LINEARS = (
     "qkv.weight", ".q.weight", "q_b.weight", "out.weight", "up_gate.weight", "down.weight", "cross_q.weight",
     "cross_kv.weight", ".in.weight", "project_in.weight",
@@ -30,13 +30,14 @@ def is_linear(name: str) -> bool:
 
 
 def should_quantise(name: str, sources: Sequence[str], config: QuantConfig) -> bool:
-    """Whether one of our fused weights is to be quantised: all of its sources are."""
+    """Whether one of our fused weights should be quantised: only if all of its sources should."""
     return is_linear(name) and all(config.quantises(s.removesuffix(".weight")) for s in sources)
 
 
 def quantise(weight: Tensor, config: QuantConfig) -> QuantisedWeight:
-    """Quantise a weight [N, K], rounding to nearest. Scales and offsets are first rounded to the weight's
-    dtype, then values with these. Raises ConfigError when no group size fits."""
+    """Quantise a weight [N, K], rounding to nearest. Scales and offsets are rounded to the weight's dtype
+    first, then values with these. Raises ConfigError if no group size fits.
+    """
     wide, dtype = weight.float(), weight.dtype
     largest = wide.abs().amax(1, keepdim=True)
     if config.quant_algo == QuantAlgo.FP8:
@@ -60,8 +61,9 @@ def quantise(weight: Tensor, config: QuantConfig) -> QuantisedWeight:
 
 
 def _symmetric(wide: Tensor, dtype: torch.dtype) -> QuantisedWeight:
-    """4 bits without offsets: of each BLOCK inputs, the one farthest from 0 becomes -8. Scales are rounded to
-    bfloat16, in which the kernels keep them, whatever their dtype."""
+    """4 bits without offsets: in each BLOCK inputs, the one with the largest magnitude becomes -8. Scales are
+    rounded to bfloat16, in which the kernels store them, whatever their dtype.
+    """
     rows, columns = wide.shape
     if columns % BLOCK:
         raise _no_group(QuantAlgo.W4A8, QuantAlgo.W8A8, columns)
@@ -75,7 +77,7 @@ def _symmetric(wide: Tensor, dtype: torch.dtype) -> QuantisedWeight:
 
 
 def stack_weights(pieces: Sequence[Tensor | QuantisedWeight]) -> Tensor | QuantisedWeight | StackedWeight:
-    """Concatenate weights of the same inputs; as a StackedWeight where their formats differ."""
+    """Concatenate weights with the same inputs, as a StackedWeight if their formats differ."""
     runs: list[list[Any]] = []
     for piece in pieces:
         if runs and _same_format(runs[-1][0], piece):
@@ -89,7 +91,7 @@ def stack_weights(pieces: Sequence[Tensor | QuantisedWeight]) -> Tensor | Quanti
 def check_quant_request(
     config: QuantConfig | None, stored: CheckpointQuant | None, is_quantised: bool
 ) -> None:
-    """Raises ConfigError when a checkpoint cannot be quantised as asked.
+    """Raises ConfigError if a checkpoint cannot be quantised as requested.
 
     stored: its own quantisation. is_quantised: it has quantised weights.
     """

@@ -1,8 +1,8 @@
 """Rotary positions of the released checkpoints: default, linear, dynamic, llama3, yarn, longrope,
 proportional.
 
-`dynamic` and `longrope` rotate a token by the length that its sequence has when the token is computed, as
-transformers does: tokens of a prompt by the prompt's length, each later one by its own position + 1.
+`dynamic` and `longrope` rotate a token by the length that its sequence has when the token is computed, as in
+transformers: prompt tokens by the prompt's length, each later token by its own position + 1.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
 from manylora.kernels.decode_step import PlacedRotary
 
-LEAST_KEPT, MOST_KEPT = 256, 8192  # positions of a table; 8 MiB, of heads of 128
+LEAST_KEPT, MOST_KEPT = 256, 8192  # positions in a table; 8 MiB for heads of 128
 
 
 @dataclass(frozen=True)
 class Rope:
-    """One way to rotate. frequencies: inverse, [rotary_dim / 2] float32. factor: on cos and sin.
+    """A way to rotate. frequencies: inverse, [rotary_dim / 2] float32. factor: on cos and sin.
 
-    by_length: from lengths [T] int64 to the frequencies [T, rotary_dim / 2] of each row; None: all have the
-    same.
+    by_length: from lengths [T] int64 to the frequencies [T, rotary_dim / 2] of each row; None: the same for
+    all lengths.
     """
 
     frequencies: Tensor
@@ -43,10 +43,10 @@ class Rope:
 
 
 class RotaryTable:
-    """What rows are turned by. On a CPU it is found once for each position, where lengths do not matter:
-    these are a dozen of torch's calls, which take longer than a row's numbers.
+    """Caches the rotation of rows. On a CPU it is computed once per position, unless it depends on the
+    length: it takes a dozen torch calls, which are slower than using the cached numbers.
 
-    dtype: of the compute.
+    dtype: the compute dtype.
     """
 
     def __init__(self, rope: Rope, dtype: torch.dtype, device: torch.device) -> None:
@@ -62,7 +62,7 @@ class RotaryTable:
         return found.cos.index_select(0, found.places), found.sin.index_select(0, found.places)
 
     def placed(self, positions: Tensor, lengths: Tensor | None) -> PlacedRotary:
-        """The same, as they are kept."""
+        """The same, as indices into the cached tables."""
         end = int(positions.numpy().max(initial=-1)) + 1 if self._keeps else 0
         if not 0 < end <= MOST_KEPT:
             return PlacedRotary(*self._find(positions, lengths), None)
@@ -79,7 +79,7 @@ class RotaryTable:
 
 
 def make_rope(config: ModelConfig, device: torch.device, local: bool = False) -> Rope:
-    """local: of layers with a window, where these have a separate base. Raises ConfigError."""
+    """local: for layers with a window, if these have a separate base. Raises ConfigError."""
     if local:
         assert config.rope_local_theta is not None
         return Rope(_plain(config, config.rope_local_theta).to(device))
@@ -167,7 +167,7 @@ def _yarn_attention(scaling: dict, factor: float) -> float:
 
 
 def _longrope(config: ModelConfig, scaling: dict, device: torch.device) -> Rope:
-    """One factor for each frequency: the long ones for what is longer than the original context."""
+    """One factor per frequency. The long factors apply to lengths beyond the original context."""
     context = scaling["original_max_position_embeddings"]
     periods = _periods(config)
 
@@ -192,7 +192,7 @@ def _longrope(config: ModelConfig, scaling: dict, device: torch.device) -> Rope:
 
 
 def _proportional(config: ModelConfig, scaling: dict, device: torch.device) -> Rope:
-    """Pairs beyond the share of the head are not turned. They are where those of a whole head are."""
+    """Pairs beyond the share of the head are not rotated. Pairs are placed as for a whole head."""
     turned = int(scaling["share"] * config.rotary_dim // 2)
     frequencies = _plain(config) / scaling.get("factor", 1.0)
     frequencies[turned:] = 0

@@ -1,4 +1,4 @@
-"""Which experts a token takes, and with what weights, from the scores of a router."""
+"""Which experts a token uses and with what weights, from the router's scores."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Router = LoraLinear | WideRouter
 def route(logits: Tensor, config: MoeConfig, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The chosen experts [T, k] int64 and their weights [T, k] float32, from router logits [T, experts].
 
-    correction [experts] float32: added to the scores that experts are chosen by.
+    correction [experts] float32: added to the scores for choosing experts only.
     """
     routing = config.routing
     logits = logits.float()
@@ -57,7 +57,7 @@ def route(logits: Tensor, config: MoeConfig, correction: Tensor | None = None) -
 
 
 def _within_best_groups(marks: Tensor, routing: RoutingConfig) -> Tensor:
-    """marks [T, experts], -inf outside of each token's best groups."""
+    """marks [T, experts], with -inf outside of each token's best groups."""
     grouped = marks.unflatten(-1, (routing.groups, -1))
     worth = grouped.topk(routing.group_best, dim=-1).values.sum(dim=-1)
     best = worth.topk(routing.top_groups, dim=-1).indices

@@ -1,7 +1,7 @@
 """SafetensorsFile: a safetensors file that is read, not mapped.
 
-Its pages do not stay in the process, and a file that is cut short while it is read raises an error instead of
-ending the process with SIGBUS.
+Its pages do not stay in the process's memory. A file that is truncated while it is read raises an error
+instead of killing the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class SafetensorsFile:
-    """A context manager, which closes the file. Raises ConfigError unless it is a whole safetensors file.
+    """A context manager that closes the file. Raises ConfigError unless the file is a complete safetensors
+    file.
 
-    on_read: called with the bytes of each reading, from any thread.
+    on_read: called with the number of bytes of each read, from any thread.
     """
 
     def __init__(self, path: Path, on_read: Callable[[int], None] = lambda count: None) -> None:
@@ -56,18 +57,18 @@ class SafetensorsFile:
         return self._entries.keys()
 
     def types(self) -> Iterator[str]:
-        """Of the tensors, in the order of `keys`; by their names in the file."""
+        """Types of the tensors, in the order of `keys`, by their names in the file."""
         return (entry["dtype"] for entry in self._entries.values())
 
     def get_slice(self, name: str) -> FileTensor:
-        """Reads nothing yet."""
+        """Does not read anything yet."""
         return FileTensor(self, name, self._entries[name])
 
     def get_tensor(self, name: str) -> Tensor:
         return self.get_slice(name).whole()
 
     def read(self, offset: int, out: Tensor) -> None:
-        """Fill a contiguous CPU tensor from `offset` bytes after the header. Safe from any thread."""
+        """Fill a contiguous CPU tensor, starting `offset` bytes after the header. Thread-safe."""
         view = memoryview(out.reshape(-1).view(torch.uint8).numpy().data)
         done = 0
         while done < len(view):
@@ -89,7 +90,7 @@ class FileTensor:
         return self._entry["shape"]
 
     def get_dtype(self) -> str:
-        """As safetensors names it: F32, BF16, …"""
+        """The type as safetensors names it: F32, BF16, …"""
         return self._entry["dtype"]
 
     @property
@@ -105,7 +106,7 @@ class FileTensor:
         return made
 
     def of_expert(self, number: int) -> Tensor:
-        """One of the tensors that are stacked in this one. Raises ConfigError."""
+        """One of the tensors stacked in this one. Raises ConfigError."""
         count, *shape = self.get_shape()
         if not 0 <= number < count:
             raise ConfigError(f"{self._name} must hold more than {number} experts, got {count}")
@@ -114,15 +115,15 @@ class FileTensor:
         return made
 
     def read_rows(self, start: int, out: Tensor) -> None:
-        """Read rows [start, start + len(out)) into a contiguous CPU tensor of the file's dtype. A row is
-        a run of the last dimension; of a vector, one number."""
+        """Read rows [start, start + len(out)) into a contiguous CPU tensor of the file's dtype. A row is a
+        run of the last dimension; in a vector, one number.
+        """
         shape = self.get_shape()
         size = self.dtype.itemsize * (shape[-1] if len(shape) > 1 else 1)
         self._file.read(self._offset + start * size, out)
 
     def read_block(self, rows: range, columns: range) -> Tensor:
-        """Of a matrix, these rows and columns; nothing else is read. Stacked matrices count as one, each
-        below the one before."""
+        """Read only these rows and columns of a matrix. Stacked matrices count as one, stacked by rows."""
         made = torch.empty((len(rows), len(columns)), dtype=self.dtype)
         width, size = self.get_shape()[-1], self.dtype.itemsize
         if len(columns) == width:

@@ -1,4 +1,4 @@
-"""Attention of a layer without keys and values: it reads those that an earlier layer has stored."""
+"""Attention of a layer without keys and values: it reads those stored by an earlier layer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from manylora.model.layers import LoraLinear, Norm, Turns
 
 @dataclass(frozen=True)
 class SharedKvAttention:
-    """Grouped-query attention over paged keys and values of another layer, which has run in this step.
+    """Grouped-query attention over paged keys and values of another layer, which ran earlier in this step.
 
-    q_norm: over head_dim, or None. rotary: which of a step's rotations the layer uses; -1: none.
+    q_norm: over head_dim, or None. rotary: index of the layer's rotation among the step's; -1: none.
     """
 
     config: ModelConfig

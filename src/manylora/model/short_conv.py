@@ -1,4 +1,6 @@
-"""ShortConv: a layer of LFM2, a gated convolution over a sequence's last inputs in attention's place."""
+"""ShortConv: a layer of LFM2, a gated convolution over a sequence's last inputs, used instead of
+attention.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from manylora.model.layers import LoraLinear
 
 @dataclass(frozen=True)
 class ShortConv:
-    """project: to [b; c; h]; b * h goes into the convolution, and what comes out is multiplied by c.
+    """project: to [b; c; h]. b * h is the input of the convolution, whose output is multiplied by c.
 
-    taps: [taps, channels] float32, the newest input's last.
+    taps: [taps, channels] float32, newest input last.
     """
 
     ops: ReferenceOps

@@ -1,4 +1,4 @@
-"""Transformer: what Decoder and EncoderDecoder share. It makes layers from weights, and embeds tokens."""
+"""Transformer: shared by Decoder and EncoderDecoder. Creates layers from weights, and embeds tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from manylora.model.layers import LoraLinear, Mlp, Norm
 
 
 class Transformer:
-    """weights: our names to tensors on one device, as `model.weights` loads them, matrices packed.
+    """weights: our names -> tensors on one device, as loaded by `model.weights`, with packed matrices.
 
     dtype: the compute dtype; weights may be narrower.
     """
@@ -36,10 +36,10 @@ class Transformer:
         self._head, self._head_bias = weights["head.weight"], weights.get("head.bias")
         self.classifier = ClassificationHead.of_weights(weights)
         self.head_layer = self._head_layer()
-        self.dense: tuple[HeadLayer, ...] = ()  # behind pooling, for embeddings
+        self.dense: tuple[HeadLayer, ...] = ()  # applied after pooling, for embeddings
         scale = config.attention_scale
         self._attention_scale = config.head_dim**-0.5 if scale is None else scale
-        # Rounded to the compute dtype before it is used, as in training.
+        # Rounded to the compute dtype before use, as in training.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device=self._device)
 
     @property
@@ -63,7 +63,7 @@ class Transformer:
         return F.embedding(ids, table).to(self.dtype)
 
     def _head_rows(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Logits [L, vocab] float32 of hidden states [L, hidden]. None where another rank has them."""
+        """Logits [L, vocab] float32 of hidden states [L, hidden]. None if another rank has the head."""
         return self._ops.linear(x, self._head, bias).float()
 
     def _qkv(self, layer: int) -> LoraLinear:
@@ -103,7 +103,7 @@ class Transformer:
         return LoraLinear(self._ops, layer, weight, bias, targets)
 
     def _head_layer(self) -> HeadLayer | None:
-        """None: the checkpoint has none."""
+        """None if the checkpoint has no such layer."""
         weights, own = self._weights, self.config.head_layer
         if own is None or "head_layer.weight" not in weights:
             return None
@@ -134,5 +134,7 @@ def _is_quantised(weight: Weight) -> bool:
 
 
 def _cutoff(share: float) -> float | None:
-    """Standard deviations above the mean that this share of normal numbers is below; None: of none."""
+    """How many standard deviations above the mean this share of a normal distribution lies below. None: no
+    cutoff.
+    """
     return NormalDist().inv_cdf(share) if share else None

@@ -1,4 +1,4 @@
-"""Loads safetensors files, or a GGUF file, into a model: each tensor is read once, into its fused weight."""
+"""Loads safetensors files or a GGUF file into a model. Each tensor is read once, into its fused weight."""
 
 from __future__ import annotations
 
@@ -33,20 +33,23 @@ from manylora.system.progress import Progress
 
 logger = logging.getLogger("manylora")
 
-# Buffers in some checkpoints that follow from the configuration; these biases are causal masks.
+# Buffers in some checkpoints that follow from the configuration. These biases are causal masks.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bias", "position_ids")
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 Files = dict[str, SafetensorsFile | GgufFile]
-"""Tensor name -> the open file that has it."""
+"""Tensor name -> the open file that contains it."""
 
 
 def compute_dtype(choice: str, config: ModelConfig, device: Device) -> torch.dtype:
-    """The dtype of all tensors but weights. `auto`: the checkpoint's; on a CPU float32 in place of float16,
-    and of bfloat16 where the processor lacks it: both are slow there, and float32 loses nothing. float32 also
-    where products of bfloat16 round it themselves. Once, before weights are loaded."""
+    """The dtype of all tensors except weights. Called once, before weights are loaded.
+
+    `auto`: the checkpoint's. On a CPU, float32 replaces float16, and also bfloat16 if the processor lacks it:
+    both are slow there, and float32 loses nothing. It is also float32 if bfloat16 products round it
+    themselves.
+    """
     if choice == "auto":
         choice = config.dtype
         slow = choice == "float16" or (choice == "bfloat16" and not device.ops.has_bfloat16)
@@ -58,10 +61,11 @@ def compute_dtype(choice: str, config: ModelConfig, device: Device) -> torch.dty
 def adapter_dtype(
     settings: EngineConfig, config: ModelConfig, compute: torch.dtype, device: Device
 ) -> torch.dtype:
-    """The dtype of adapters in memory. `auto`: `dtype` as it was said, or the checkpoint's, where the kernels
-    widen it as they read, else the compute dtype. That halves their bytes, and rounds float32 adapters.
+    """The dtype of adapters in memory.
 
-    Raises ConfigError for one that the kernels cannot read.
+    `auto`: `dtype` if it was set, or the checkpoint's if kernels widen it on reading, otherwise the compute
+    dtype. This halves their bytes, and rounds float32 adapters. Raises ConfigError for a dtype that the
+    kernels cannot read.
     """
     wanted, name = settings.lora.lora_adapter_dtype, settings.dtype
     if wanted == "auto":
@@ -94,13 +98,13 @@ def load_decoder(
 ) -> Decoder | EncoderDecoder | Encoder:
     """Load the model in `model_dir` onto `device`.
 
-    dtype: the compute dtype. max_seq_len: of the longest sequence, for an encoder-decoder model; None: what
-    the model allows. quant: for linear layers; None: as the checkpoint has them. Raises ConfigError naming a
-    missing, unknown or wrongly shaped tensor, or a broken file.
+    dtype: the compute dtype. max_seq_len: longest sequence of an encoder-decoder model; None: what the model
+    allows. quant: for linear layers; None: as in the checkpoint. Raises ConfigError that names a missing,
+    unknown or wrongly shaped tensor, or a broken file.
     """
     config, weights = load_weights(model_dir, config, dtype, device, quant)
     if config.bidirectional:
-        weights["head.weight"] = weights["embed"]  # which nobody asks for
+        weights["head.weight"] = weights["embed"]  # required, but never used
         kind = Encoder if config.learned_positions else Decoder
         return kind(config, weights, dtype, device.ops)
     if "head.weight" not in weights:  # tied to the embedding
@@ -118,9 +122,9 @@ def load_weights(
     quant: QuantConfig | None = None,
     take: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> tuple[ModelConfig, dict[str, Any]]:
-    """The weights by our names, matrices packed; and the config, corrected by what the checkpoint has.
+    """The weights by our names, with packed matrices; and the config, corrected according to the checkpoint.
 
-    take: the part of the plan that is read. Raises ConfigError, as `load_decoder`.
+    take: selects the part of the plan to read. Raises ConfigError, as `load_decoder`.
     """
     rounds_inputs = _check_rounding(weights_algo(model_dir, quant), device)
     with ExitStack() as stack:
@@ -139,7 +143,7 @@ def load_weights(
                 pieces = _read_quantised(spec, files, stored, dtype, device, rounds_inputs)
                 if spec.is_matrix:
                     weights[name] = device.ops.pack(pieces, routed)
-                else:  # of what is no plain linear layer
+                else:  # not a plain linear layer
                     assert isinstance(pieces, QuantisedWeight)
                     weights[name] = pieces.wide().to(torch.float32 if spec.wide else dtype)
                 continue
@@ -158,7 +162,7 @@ def load_weights(
 
 
 def _check_rounding(algo: str | None, device: Device) -> bool:
-    """Whether weights of this quant_algo round their inputs. Raises ConfigError where nothing does."""
+    """Whether weights of this quant_algo round their inputs. Raises ConfigError if nothing supports that."""
     if algo in INTEGER and device.torch.type != "cpu":
         raise ConfigError(
             f"quant_algo {algo} is for CPUs, and device is {device.torch.type} ({device.name}): use "
@@ -168,8 +172,9 @@ def _check_rounding(algo: str | None, device: Device) -> bool:
 
 
 def _with_own_head(config: ModelConfig, files: Files) -> ModelConfig:
-    """The config of a checkpoint that has a head beside a different embedding: then they are not tied, as in
-    transformers 5, whatever config.json says."""
+    """The config of a checkpoint whose head differs from the embedding: they are not tied then, as in
+    transformers 5, whatever config.json says.
+    """
     if not config.tie_word_embeddings or config.encoder is not None:
         return config
     head = f"{head_name(config, files)}.weight"
@@ -185,8 +190,9 @@ def _with_own_head(config: ModelConfig, files: Files) -> ModelConfig:
 def _loaded_dtype(
     name: str, spec: WeightSpec, files: Files, compute: torch.dtype, device: Device
 ) -> torch.dtype:
-    """A tensor's dtype in memory: the compute dtype, or the checkpoint's where kernels widen that exactly, or
-    what linear layers round their inputs to."""
+    """A tensor's dtype in memory: the compute dtype, or the checkpoint's if kernels widen that exactly, or
+    the dtype to which linear layers round their inputs.
+    """
     if spec.plus_one or spec.wide:
         return torch.float32
     if not (spec.is_matrix or name in ("embed", "layer_inputs.embed")):
@@ -202,11 +208,11 @@ def _loaded_dtype(
 def open_checkpoint(
     model_dir: Path, stack: ExitStack, on_read: Callable[[int], None] = lambda count: None
 ) -> Files:
-    """Reads headers only. on_read: as of SafetensorsFile. Raises ConfigError."""
+    """Reads only headers. on_read: as in SafetensorsFile. Raises ConfigError."""
     found: Files = {}
     paths = weight_files(model_dir)
     if paths[0].suffix == ".gguf":
-        whole = stack.enter_context(GgufFile(paths[0], on_read))  # which finds the other parts
+        whole = stack.enter_context(GgufFile(paths[0], on_read))  # it finds the other parts
         return dict.fromkeys(whole.keys(), whole)
     for path in paths:
         file = stack.enter_context(SafetensorsFile(path, on_read))
@@ -215,7 +221,9 @@ def open_checkpoint(
 
 
 def plan_of_files(config: ModelConfig, files: Files) -> Plan:
-    """The plan of this checkpoint, whose experts' matrices may be either way in one tensor. Reads headers."""
+    """The plan of this checkpoint. Experts' matrices in one tensor may have either orientation. Reads
+    headers.
+    """
     plan = checkpoint_plan(config, files)
     if config.moe is None or not config.moe.either_way:
         return plan
@@ -231,8 +239,9 @@ def _as_stored(spec: WeightSpec, files: Files) -> WeightSpec:
 def check_names(
     files: Files, plan: Plan, config: ModelConfig, quant: QuantConfig | None
 ) -> CheckpointWeights:
-    """The checkpoint's quantised weights. Raises ConfigError unless it has exactly the tensors that the plan
-    names, and can be quantised as `quant` says."""
+    """The checkpoint's quantised weights. Raises ConfigError unless it has exactly the tensors of the plan,
+    and can be quantised according to `quant`.
+    """
     stored = CheckpointWeights(config.quant, files.keys())
     sources = {piece.source for spec in plan.values() for piece in spec.slices}
     wanted = {name for source in sources for name in stored.names(source)}
@@ -258,12 +267,12 @@ def check_names(
 
 
 def _is_nonzero_bias(name: str, files: Files, stored: CheckpointWeights) -> bool:
-    """Whether this is a bias that the model does not have, and not all zeros."""
+    """Whether this is a bias that the model does not have and that is not all zeros."""
     return stored.is_spare_bias(name) and bool(files[name].get_tensor(name).any())
 
 
 class _SpecRows:
-    """The WeightRows of a plain weight: fused from slices and read on demand. dtype: after loading."""
+    """The WeightRows of a plain weight, fused from slices and read on demand. dtype: after loading."""
 
     def __init__(self, spec: WeightSpec, files: Files, dtype: torch.dtype, device: Device) -> None:
         self._spec, self.dtype, self._device = spec, dtype, device.torch
@@ -274,7 +283,7 @@ class _SpecRows:
         self.streams = runs and all(s.dtype == dtype for s in self._stored)
 
     def read(self, start: int, out: Tensor) -> None:
-        """Rows [start, start + len(out)) into a contiguous tensor on the CPU; where `streams`. Any thread."""
+        """Rows [start, start + len(out)) into a contiguous CPU tensor, if `streams`. Thread-safe."""
         first, stop = 0, start + len(out)  # rows of the slice in the fused weight
         for piece, stored in zip(self._spec.slices, self._stored, strict=True):
             low, high = max(start, first), min(stop, first + piece.rows)
@@ -284,7 +293,7 @@ class _SpecRows:
             first += piece.rows
 
     def whole(self) -> Tensor:
-        """On the device."""
+        """The whole weight, on the device."""
         made = torch.empty(self.shape, dtype=self.dtype, device=self._device)
         if self.streams and made.device.type == "cpu":
             self.read(0, made)
@@ -335,7 +344,7 @@ def _read_quantised(
     device: Device,
     rounds_inputs: bool,
 ) -> Tensor | QuantisedWeight | StackedWeight:
-    """Each source is read once, whole: some layouts interleave rows."""
+    """Read each source once, completely, because some layouts interleave rows."""
     whole: dict[tuple[str, int], QuantisedWeight] = {}
     pieces: list[Tensor | QuantisedWeight] = []
     for piece in spec.slices:
@@ -355,7 +364,7 @@ def _read_quantised(
 
 @contextmanager
 def _naming(source: str) -> Iterator[None]:
-    """Errors begin with the layer's name."""
+    """Prefix errors with the layer's name."""
     try:
         yield
     except ConfigError as error:
@@ -371,8 +380,9 @@ def read_quantised(
     device: torch.device,
     expert: int | None = None,
 ) -> QuantisedWeight:
-    """A quantised weight [rows, columns] of the checkpoint; of a stack of experts one expert's. Raises
-    ConfigError."""
+    """A quantised weight [rows, columns] of the checkpoint, or of one expert in a stack. Raises
+    ConfigError.
+    """
 
     def read(name: str) -> Tensor:
         file = files[name]

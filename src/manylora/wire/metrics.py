@@ -143,9 +143,9 @@ def iteration_log(samples: Iterable[Sample]) -> dict[str, float | str]:
 
 
 class RequestMeter:
-    """Samples of finished sequences. There are at most MAX_ADAPTERS labels, BASE and OTHER included: the first
-    adapters with an answer have their own, the others are `other`. An adapter whose requests all failed has
-    none, because clients can send any name.
+    """Samples of finished sequences. There are at most MAX_ADAPTERS labels, including BASE and OTHER: the
+    first adapters with an answer have their own, the others are `other`. An adapter whose requests all failed
+    has none, because clients can send any name.
 
     The launcher's trial request before the server is ready is not counted.
     """

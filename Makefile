@@ -1,6 +1,7 @@
 # `make help` lists the targets.
 PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.10,$(shell command -v python$(v))) $(shell command -v python3))
 TORCH_INDEX ?=
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -20,7 +21,7 @@ serve: $(STAMP) ## the server of the demo, left running, with commands to try
 	@$(BIN)/python examples/demo/run.py serve
 
 test: $(STAMP) ## the tests, also against a real tritonserver
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 test-slow: $(STAMP) ## the slow tests, which `make test` skips
 	$(BIN)/python -m pytest --slow -m slow

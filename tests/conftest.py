@@ -44,6 +44,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=SLOW))
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One worker runs all tests of servers, which wait more than they compute. The others take the rest, file
+    by file."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ServersTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "server" if nodeid.startswith("tests/server/") else super()._split_scope(nodeid)
+
+    return ServersTogether(config, log)
+
+
 @pytest.fixture(params=["torch", *NAMES])
 def ops(request: pytest.FixtureRequest) -> CpuOps:
     """The CPU's operations without and with the compiled kernels, for each level of instruction sets."""

@@ -103,7 +103,8 @@ def test_the_base_does_not_answer_in_an_adapters_place(world: World, tmp_path: P
 def test_the_first_rows_adapter_does_not_serve_the_whole_batch(world: World) -> None:
     engine = world.engine()
     order = [*range(len(world.paths)), *reversed(range(len(world.paths)))]
-    found = run(engine, *(world.request(world.lora(number)) for number in order))
+    for _ in range(2):  # the second time all adapters are in the cache already
+        found = run(engine, *(world.request(world.lora(number)) for number in order))
     assert engine.stats().max_adapters_in_step == len(world.paths) - 1, "they were in one step"
     assert [tokens(events) for events in found] == [world.answers[number] for number in order]
 

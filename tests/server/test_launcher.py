@@ -45,6 +45,18 @@ def test_stopping_finishes_what_is_in_flight_refuses_what_is_new_and_leaves_noth
     assert served.launch("--status").returncode == 1
 
 
+def test_no_process_crashes_at_the_stop_because_of_a_request_that_was_refused(
+    world: World, tmp_path: Path
+) -> None:
+    served = new_server(fill_repo(tmp_path / "repo", world.model))
+    served.start()
+    with Path(served.state()["log"]).open(encoding="utf-8") as log:
+        with pytest.raises(grpc.InferenceServerException, match="max_tokens"):
+            ask(served, inputs(new=-3))  # the traceback of the error refers to the server's objects
+        served.launch("--stop")
+        assert "Fatal Python error" not in log.read()
+
+
 def until_refused(server: Running, stopper: threading.Thread) -> str:
     """Send requests until one of them is refused, and wait for none. Returns what it was told."""
     errors: queue.SimpleQueue[str] = queue.SimpleQueue()

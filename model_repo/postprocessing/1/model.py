@@ -17,6 +17,7 @@ from manylora.text.postprocessing import Postprocessor
 from manylora.text.tokenizer import open_tokenizer
 from manylora.wire.client_disconnects import DisconnectReporter
 from manylora.wire.parameters import flag, parameters_of
+from manylora.wire.sending import release
 from manylora.wire.server_types import Arrays
 from manylora.wire.shape_guard import check_shapes
 from manylora.wire.text_worker import TextWorker
@@ -50,6 +51,7 @@ class TritonPythonModel:
     def finalize(self) -> None:
         self._worker.close()
         _cached_tensor.cache_clear()  # a tensor that outlives the server's memory crashes the process
+        release(self)
 
     def _respond(self, inputs: Arrays) -> pb_utils.InferenceResponse:
         texts = self._postprocessor.run(inputs)

@@ -13,6 +13,7 @@ from manylora.system.lifeline import Lifeline
 from manylora.text.preprocessing import Preprocessor
 from manylora.text.tokenizer import open_tokenizer
 from manylora.wire.parameters import engine_context, flag, parameters_of
+from manylora.wire.sending import release
 from manylora.wire.server_types import Arrays
 from manylora.wire.shape_guard import check_shapes
 from manylora.wire.text_worker import TextWorker
@@ -40,6 +41,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._worker.close()
+        release(self)
 
     def _respond(self, inputs: Arrays) -> pb_utils.InferenceResponse:
         outputs = self._preprocessor.run(inputs)

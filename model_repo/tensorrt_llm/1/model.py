@@ -21,6 +21,7 @@ from manylora.errors import ConfigError
 from manylora.system.lifeline import Lifeline
 from manylora.wire.engine_worker import EngineModelOptions, EngineWorker, Outputs
 from manylora.wire.parameters import engine_config, parameters_of
+from manylora.wire.sending import release
 from manylora.wire.server_calls import ServerCalls
 from manylora.wire.shape_guard import check_shapes
 
@@ -55,6 +56,7 @@ class TritonPythonModel:
     def finalize(self) -> None:
         self._worker.close()
         _small_tensor.cache_clear()  # a tensor that outlives the server's memory crashes the process
+        release(self)
 
 
 def _respond(outputs: Outputs) -> pb_utils.InferenceResponse:

@@ -18,6 +18,7 @@ from manylora.lora.library.names import read_names
 from manylora.system.lifeline import Lifeline
 from manylora.wire.bls_worker import BlsWorker
 from manylora.wire.parameters import flag, names_file, parameters_beside, parameters_of
+from manylora.wire.sending import release
 from manylora.wire.server_calls import ServerCalls
 from manylora.wire.shape_guard import check_shapes
 
@@ -52,3 +53,4 @@ class TritonPythonModel:
     def finalize(self) -> None:
         self._worker.close()
         self._end()
+        release(self)

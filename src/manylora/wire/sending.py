@@ -1,6 +1,8 @@
-"""Sends responses, and keeps their tensors alive meanwhile."""
+"""When the server's tensors and other objects are freed: not while it uses them, nor after its memory."""
 
 from __future__ import annotations
+
+import gc
 
 from manylora.wire.server_types import Response, ResponseSender
 
@@ -18,3 +20,14 @@ def send(sender: ResponseSender[Response], response: Response | None, flags: int
     kept = response.output_tensors()
     sender.send(response, flags)
     del kept  # only now
+
+
+def release(model: object) -> None:
+    """Frees what a model refers to, at the end of its `finalize`.
+
+    Tensors, requests and metrics use the server's shared memory. The model and its threads refer to each
+    other, so without this they would be freed when the interpreter ends. By then the memory is gone, and
+    the process crashes.
+    """
+    vars(model).clear()
+    gc.collect()

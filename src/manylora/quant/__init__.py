@@ -1,1 +1,1 @@
-"""Quantised weights: their settings, and the checkpoints of other tools read value for value."""
+"""Quantised weights: their settings, and exact reading of other tools' checkpoints."""

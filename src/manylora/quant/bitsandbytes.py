@@ -1,4 +1,4 @@
-"""Checkpoints of bitsandbytes: NF4 and FP4, with scales that may be quantised themselves, and int8."""
+"""Checkpoints of bitsandbytes: NF4 and FP4, with scales that may themselves be quantised, and int8."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ NESTED_ABSMAX, NESTED_MAP = "weight.nested_absmax", "weight.nested_quant_map"
 
 
 def four_bits(tensors: Mapping[str, Tensor], columns: int) -> QuantisedWeight:
-    """weight: uint8, two codes in a byte, the first in its high half, row after row. weight.absmax: of each
-    `blocksize` of them the largest magnitude; uint8 where it is quantised, in blocks with scales of their own
-    and an offset. weight.quant_map: float32 [16], the value of each code. Raises ConfigError."""
+    """weight: uint8, two codes per byte, the first in the high half, row after row. weight.absmax: the
+    largest magnitude of each `blocksize` values; uint8 if quantised, in blocks with their own scales and an
+    offset. weight.quant_map: float32 [16], the value of each code. Raises ConfigError.
+    """
     state = _state(tensors)
     rows, inputs = state["shape"]
     if inputs != columns or columns % 2:
@@ -42,8 +43,9 @@ def four_bits(tensors: Mapping[str, Tensor], columns: int) -> QuantisedWeight:
 
 
 def eight_bits(tensors: Mapping[str, Tensor], columns: int) -> QuantisedWeight:
-    """weight: int8 [N, K], of each row 127ths of its largest magnitude, which is SCB, float32 [N]. Raises
-    ConfigError."""
+    """weight: int8 [N, K], in units of 1/127 of the row's largest magnitude, which is SCB, float32 [N].
+    Raises ConfigError.
+    """
     weight, largest = tensors["weight"], tensors["SCB"]
     rows = len(weight)
     if weight.dtype != torch.int8 or tuple(weight.shape) != (rows, columns):
@@ -68,7 +70,7 @@ def _nested(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
 
 
 def _state(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The JSON that lies beside a weight."""
+    """The JSON stored beside a weight."""
     name = next(name for name in tensors if name.startswith(STATE))
     stored = tensors[name]
     if stored.dtype != torch.uint8 or stored.numel() > STATE_BYTES:

@@ -13,7 +13,7 @@ from manylora.quant.config import QuantAlgo
 
 GPTQ_FILE = "quantize_config.json"
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "bitsandbytes")
-AWQ_VERSIONS = ("gemm", "exllama")  # one layout in the file, two kernels
+AWQ_VERSIONS = ("gemm", "exllama")  # one file layout, two kernels
 PACKED = "pack-quantized"
 COMPRESSED = (PACKED, "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 BITS = (4, 8)
@@ -22,7 +22,7 @@ BITS = (4, 8)
 @dataclass(frozen=True)
 class CheckpointQuant:
     """method: one of METHODS. algo: TensorRT-LLM's name for it. zero_shift: added to stored zero points; 1 in
-    the first layout of GPTQ, which stores them minus 1. block: (outputs, inputs) that share a scale, or None.
+    GPTQ's first layout, which stores them minus 1. block: (outputs, inputs) that share a scale, or None.
     """
 
     method: str
@@ -32,8 +32,9 @@ class CheckpointQuant:
 
 
 def checkpoint_quant(raw: Mapping[str, Any], model_dir: Path) -> CheckpointQuant | None:
-    """raw: config.json. The first GPTQ tools wrote a separate file, which is read too. None: plain weights,
-    or those of `manylora build`. Raises ConfigError."""
+    """raw: config.json. Also reads the separate file that the first GPTQ tools wrote. None: plain weights, or
+    those of `manylora build`. Raises ConfigError.
+    """
     named, path = raw.get("quantization_config"), model_dir / GPTQ_FILE
     file = "config.json: quantization_config"
     try:
@@ -46,8 +47,9 @@ def checkpoint_quant(raw: Mapping[str, Any], model_dir: Path) -> CheckpointQuant
 
 
 def read_checkpoint_quant(raw: Mapping[str, Any]) -> CheckpointQuant | None:
-    """raw: the `quantization_config` of config.json. None: plain weights. Raises ValueError naming what is
-    not supported."""
+    """raw: the `quantization_config` of config.json. None: plain weights. Raises ValueError that names what
+    is not supported.
+    """
     if not raw:
         return None
     method = raw.get("quant_method")

@@ -1,4 +1,6 @@
-"""CheckpointWeights: finds and reads the quantised weights of a checkpoint, several tensors for each."""
+"""CheckpointWeights: finds and reads the quantised weights of a checkpoint, which consist of several
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from manylora.quant.checkpoint import CheckpointQuant
 from manylora.quant.mxfp4 import mxfp4
 
 PARTS = {"values": "qweight", **{name: name for name in ("scales", "offsets", "zeros", "order", "codebook")}}
-"""The fields of a QuantisedWeight to the suffixes of tensor names in a directory of `manylora build`."""
+"""Fields of a QuantisedWeight -> suffixes of tensor names in a directory of `manylora build`."""
 
-# For each method: required and optional suffixes of the tensors of a quantised weight.
+# For each method: required and optional suffixes of a quantised weight's tensors.
 TENSORS: dict[str, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {
     "built": ((("qweight", "scales"), ("offsets", "zeros", "order", "codebook")),),
     "awq": ((("qweight", "qzeros", "scales"), ()),),
@@ -25,7 +27,7 @@ TENSORS: dict[str, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {
         (("weight", "weight_scale"), ("weight_zero_point",)),
     ),
     "fp8": ((("weight", "weight_scale_inv"), ()), (("weight", "weight_scale"), ())),
-    "mxfp4": ((("_blocks", "_scales"), ()),),  # of the experts of a layer
+    "mxfp4": ((("_blocks", "_scales"), ()),),  # for the experts of a layer
     "bitsandbytes": (
         *(
             (
@@ -38,7 +40,7 @@ TENSORS: dict[str, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {
     ),
     "fbgemm_fp8": ((("weight", "weight_scale"), ("input_scale_ub",)),),
 }
-# Which plain layers do not have.
+# Suffixes that plain layers do not have.
 KEYS = {
     "qweight",
     "weight_packed",
@@ -54,15 +56,17 @@ UNUSED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale
 
 class CheckpointWeights:
     """quant: from the checkpoint's config.json; None: plain weights, or a directory of `manylora build`.
-    names: of all tensors of the checkpoint."""
+    names: of all tensors in the checkpoint.
+    """
 
     def __init__(self, quant: CheckpointQuant | None, names: Collection[str]) -> None:
         self._quant, self._names = quant, names
         self._method = "built" if quant is None else quant.method
 
     def parts(self, source: str) -> dict[str, str]:
-        """Suffix -> name of the tensors that make up the quantised weight `source`; empty where that is a
-        plain weight, or missing. Raises ConfigError when only some of them exist."""
+        """Suffix -> name of the tensors of the quantised weight `source`. Empty if it is a plain weight or
+        missing. Raises ConfigError if only some of them exist.
+        """
         if not source.endswith("weight") and self._method != "mxfp4":
             return {}
         stem, layouts_known = source.removesuffix("weight"), TENSORS[self._method]
@@ -77,21 +81,23 @@ class CheckpointWeights:
         return {}
 
     def names(self, source: str) -> set[str]:
-        """The names of the tensors that make up the weight `source`, quantised or plain."""
+        """Names of the tensors of the weight `source`, quantised or plain."""
         return set(self.parts(source).values()) or {source}
 
     def is_left_out(self, name: str) -> bool:
         """Whether a tensor is not loaded: scales of activations, keys and values, which are not quantised
-        here, and spare biases."""
+        here, and spare biases.
+        """
         return self._quant is not None and (name.endswith(UNUSED) or self.is_spare_bias(name))
 
     def is_spare_bias(self, name: str) -> bool:
-        """Some GPTQ tools write a bias for every layer; where the model has none, it must be zero."""
+        """Some GPTQ tools write a bias for every layer. If the model has none, it must be zero."""
         return self._method == "gptq" and name.endswith(".bias") and f"{name[:-4]}qweight" in self._names
 
     def read(self, source: str, columns: int, read: Callable[[str], Tensor]) -> QuantisedWeight:
-        """The weight `source`, which has `parts`, or one expert's. read: returns a tensor by name. Raises
-        ConfigError naming the layer and a tensor that does not fit."""
+        """The weight `source`, which has `parts`, or that of one expert. read: returns a tensor by name.
+        Raises ConfigError that names the layer and the tensor that does not fit.
+        """
         tensors = {end: read(name) for end, name in self.parts(source).items()}
         try:
             return self._layout(tensors, columns)

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class QuantAlgo(str, Enum):
-    """Equal to its own name as text."""
+    """Each member equals its own name as text."""
 
     W8A16 = "W8A16"
     W4A16 = "W4A16"
@@ -45,13 +45,13 @@ class QuantAlgo(str, Enum):
 SERVED = (QuantAlgo.W8A16, QuantAlgo.W4A16, QuantAlgo.FP8)
 """Formats to which plain weights can be quantised here, on any device."""
 INTEGER = (QuantAlgo.W8A8, QuantAlgo.W4A8)
-"""More of them, on a CPU only: inputs of linear layers are rounded to 8 bits, and integers are multiplied."""
+"""Further formats, on a CPU only: inputs of linear layers are rounded to 8 bits, for integer products."""
 CALIBRATED = (
     QuantAlgo.W4A16_AWQ, QuantAlgo.W4A16_GPTQ, QuantAlgo.W8A16_GPTQ, QuantAlgo.FP8_BLOCK_SCALES,
     QuantAlgo.W4A16_MXFP4,
 )  # fmt: skip
-"""Formats of checkpoints quantised by other tools that are read here."""
-# Fields that no algorithm here uses, and the values that are accepted for them.
+"""Formats of other tools' quantised checkpoints that can be read."""
+# Fields that no algorithm here uses, with the accepted values.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "smoothquant_val": (0.5,),
     "clamp_val": (None,),

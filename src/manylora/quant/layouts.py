@@ -1,7 +1,7 @@
 """Reads each quantised checkpoint layout into a QuantisedWeight, without rounding.
 
-Arguments: `tensors` of a linear layer by the suffixes of their names; `columns`, K, the inputs of the layer.
-All raise ConfigError naming a tensor that does not fit. Scales keep the checkpoint's dtype.
+Arguments: `tensors` of a linear layer by the suffixes of their names; `columns`: K, the layer's inputs. All
+functions raise ConfigError that names a tensor that does not fit. Scales keep the checkpoint's dtype.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ FLOAT8 = torch.float8_e4m3fn
 WHOLE = (torch.int8, FLOAT8)  # one value per byte
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Position in an AWQ word of each of its eight values."""
-MIDDLE = {4: 8, 8: 128}  # bits -> the unsigned value that means zero
+MIDDLE = {4: 8, 8: 128}  # bits -> the unsigned value that represents zero
 
 
 def built(tensors: Mapping[str, Tensor], columns: int) -> QuantisedWeight:
-    """What `manylora build` writes: the fields of a QuantisedWeight."""
+    """The format of `manylora build`: the fields of a QuantisedWeight."""
     values, scales = tensors["qweight"], tensors["scales"]
     _check("qweight", values, (len(scales), columns // 2 if values.dtype == torch.uint8 else columns))
     rest = {name: tensors.get(name) for name in ("offsets", "zeros", "order", "codebook")}
@@ -45,7 +45,8 @@ def awq(tensors: Mapping[str, Tensor], columns: int) -> QuantisedWeight:
 def gptq(tensors: Mapping[str, Tensor], columns: int, zero_shift: int) -> QuantisedWeight:
     """qweight [K * bits / 32, N], qzeros [G, N * bits / 32] int32, scales [G, N], g_idx [K] or none.
 
-    A zero point is the stored one plus zero_shift, within its bits: 0 less one is stored as the largest.
+    A zero point is the stored one plus zero_shift, modulo its bits: 0 minus one is stored as the largest
+    value.
     """
     scales, words = tensors["scales"], tensors["qweight"]
     groups, rows = scales.shape
@@ -59,8 +60,9 @@ def gptq(tensors: Mapping[str, Tensor], columns: int, zero_shift: int) -> Quanti
 
 
 def packed(tensors: Mapping[str, Tensor], columns: int) -> QuantisedWeight:
-    """compressed-tensors: weight_packed [N, K * bits / 32] int32, weight_scale [N, G], and perhaps
-    weight_zero_point [N * bits / 32, G] int32 and weight_g_idx [K]."""
+    """compressed-tensors: weight_packed [N, K * bits / 32] int32, weight_scale [N, G], and optionally
+    weight_zero_point [N * bits / 32, G] int32 and weight_g_idx [K].
+    """
     words, scales = tensors["weight_packed"], _table("weight_scale", tensors["weight_scale"])
     rows, groups = len(words), scales.shape[1]
     bits = 8 if words.shape[1] * 4 == columns else 4
@@ -78,8 +80,9 @@ def packed(tensors: Mapping[str, Tensor], columns: int) -> QuantisedWeight:
 
 
 def scaled(tensors: Mapping[str, Tensor], columns: int, block: tuple[int, int] | None) -> QuantisedWeight:
-    """weight [N, K] in float8_e4m3fn or int8, and weight_scale or weight_scale_inv, which a value is
-    multiplied with: one, [N, 1], [N, G], or one for each block of outputs and inputs."""
+    """weight [N, K] in float8_e4m3fn or int8, with factors weight_scale or weight_scale_inv: one, [N, 1], [N,
+    G], or one per block of outputs and inputs.
+    """
     weight = tensors["weight"]
     if weight.dtype not in WHOLE or weight.dim() != 2 or weight.shape[1] != columns:
         raise ConfigError(
@@ -102,9 +105,9 @@ def scaled(tensors: Mapping[str, Tensor], columns: int, block: tuple[int, int] |
 
 
 def unpack(packed: Tensor, bits: int, places: tuple[int, ...] | None = None) -> Tensor:
-    """int32 [R, C] -> uint8 [R, C * 32 / bits]; the first value lies in a word's lowest bits.
+    """int32 [R, C] -> uint8 [R, C * 32 / bits]. The first value is in a word's lowest bits.
 
-    places: the positions of the values in a word, if others.
+    places: positions of the values in a word, if different.
     """
     count = 32 // bits
     shifts = torch.tensor(places or range(count), dtype=torch.int32, device=packed.device) * bits
@@ -118,7 +121,7 @@ def halves_to_bytes(halves: Tensor) -> Tensor:
 
 
 def regroup(groups: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Order the inputs by group, and cut them into runs of equal length that each lie in one group.
+    """Order the inputs by group, and split them into runs of equal length, each within one group.
 
     groups: int [K], the group of each input. Returns the order int64 [K] (None: unchanged), and the group of
     each run, int64 [K / length], with the largest possible length.
@@ -135,7 +138,7 @@ def regroup(groups: Tensor) -> tuple[Tensor | None, Tensor]:
 def _from_words(
     words: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, of_input: Tensor, columns: int
 ) -> QuantisedWeight:
-    """words [N, K * bits / 32] int32. Their bytes are our layout already, unless inputs are reordered."""
+    """words [N, K * bits / 32] int32. Their bytes already have our layout, unless inputs are reordered."""
     _check("g_idx", of_input, (columns,))
     if not 0 <= int(of_input.min()) <= int(of_input.max()) < scales.shape[1]:
         raise ConfigError(f"g_idx must name groups from 0 to {scales.shape[1] - 1}")
@@ -173,7 +176,7 @@ def _even(columns: int, groups: int) -> Tensor:
 
 
 def _signed(values: Tensor, bits: int) -> Tensor:
-    """Unsigned values minus the one that means zero."""
+    """Unsigned values minus the one that represents zero."""
     return (values.to(torch.int16) - MIDDLE[bits]).to(torch.int8)
 
 

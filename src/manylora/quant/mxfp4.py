@@ -1,4 +1,4 @@
-"""MXFP4: 4-bit floats (e2m1), of which 32 inputs share a power of two."""
+"""MXFP4: 4-bit floats (e2m1) in which 32 inputs share a power of two."""
 
 from __future__ import annotations
 

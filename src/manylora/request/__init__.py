@@ -1,4 +1,4 @@
-"""Request and Event: what goes into the engine, and what comes out. Plain data, checked where it is made."""
+"""Request and Event: the engine's input and output. Plain data, validated on creation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoraInput and LoraMix: the adapters of a request, as they came."""
+"""LoraInput and LoraMix: the adapters of a request, as received."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from manylora.errors import RequestError
 from manylora.request.rules import require
 
 MAX_MIXED = 8  # adapters of one request
-MAX_SCALE = 100.0  # of an adapter, or less than its negative
+MAX_SCALE = 100.0  # largest magnitude of an adapter's scale
 INVOCATION = "invocation"  # name of a LoraExtra
-MAX_INVOCATION = 4096  # tokens of it
+MAX_INVOCATION = 4096  # maximum number of its tokens
 
 
 @dataclass(frozen=True, eq=False)
 class LoraExtra:
-    """A part of an adapter that has no row in the tensor form: a bias, a norm, something of the embedding or
+    """A part of an adapter without a row in the tensor form: a bias, a norm, or a part of the embedding or
     the head.
 
-    name: as `manylora.lora.extras` lists them.
-    values: [n] or [rows, columns], of the types of `LoraInput.weights`, the scaling in them.
-    token_ids: of a matrix that has rows for these tokens only; ascending.
+    name: one of those listed in `manylora.lora.extras`.
+    values: [n] or [rows, columns], in the types of `LoraInput.weights`, with the scaling folded in.
+    token_ids: for a matrix with rows for these tokens only; ascending.
     """
 
     name: str
@@ -33,26 +33,27 @@ class LoraExtra:
 
     @classmethod
     def invocation(cls, token_ids: Iterable[int]) -> LoraExtra:
-        """Of an activated LoRA, which acts from the last of these sequences in the prompt on; no values."""
+        """For an activated LoRA: it acts from the last of these sequences in the prompt on. Has no values."""
         return cls(INVOCATION, np.empty(0, np.float32), tuple(token_ids))
 
 
 @dataclass(frozen=True, eq=False)
 class LoraInput:
-    """The adapter part of a request, as it came.
+    """The adapter part of a request, as received.
 
-    task_id: unsigned 64-bit identity the client uses for this adapter.
+    task_id: unsigned 64-bit id that the client uses for this adapter.
     weights: [1, rows, W], float32, float16, 2-byte void ("V2", the bits of bfloat16) or 1-byte void ("V1", of
-             float8_e4m3fn, which comes from files and crosses no wire); None when cached.
-    config:  [1, rows, 3 or 4] int32, columns module id, layer, rank[, is_dora]; None when cached.
-    name:    of an adapter in the server's catalog, in place of all of these.
-    source:  what kind of checkpoint `name` must be, "hf" or "nemo"; None: whatever it is.
-    extras:  parts of the adapter beside its tensors; they come from files, and only INVOCATION crosses wires.
-    checked: the adapter that the engine's own store made of these tensors before, or of files: then nothing
-             is checked and digested again.
-    scales:  [rows] float32, what each row's B A is multiplied by, of float8_e4m3fn weights; None: 1.
-    version: which one of its name this content is, where the caller counts them; 0: the engine does.
-    follow:  go on with newer versions of the name, from one step to the next.
+             float8_e4m3fn, which only comes from files); None if cached.
+    config:  [1, rows, 3 or 4] int32, columns module id, layer, rank[, is_dora]; None if cached.
+    name:    of an adapter in the server's catalog, used instead of all of these.
+    source:  required kind of checkpoint of `name`, "hf" or "nemo"; None: any.
+    extras:  parts of the adapter besides its tensors. They come from files; only INVOCATION is sent by
+    clients.
+    checked: the adapter that the engine's own store made from these tensors or from files earlier: nothing is
+             validated and digested again.
+    scales:  [rows] float32, factor on each row's B A, for float8_e4m3fn weights; None: 1.
+    version: number of this content among those of its name, if the caller counts them; 0: the engine counts.
+    follow:  switch to newer versions of the name, from one step to the next.
     Shapes and contents are checked by `manylora.lora.tensors`, not here.
     """
 
@@ -69,23 +70,24 @@ class LoraInput:
 
     @property
     def label(self) -> str:
-        """What versions are counted under: the name, else the id."""
+        """The key under which versions are counted: the name, or else the id."""
         return str(self.task_id) if self.name is None else self.name
 
     def without_tensors(self) -> LoraInput:
-        """The same adapter, by what identifies it."""
+        """The same adapter with only its identity."""
         bare = {"weights": None, "config": None, "extras": (), "checked": None, "scales": None}
         return replace(self, **bare) if self.has_tensors else self  # type: ignore[arg-type]
 
     @property
     def invocation(self) -> tuple[int, ...]:
-        """Tokens from which on an activated LoRA acts; none: the adapter acts everywhere."""
+        """Tokens from which an activated LoRA acts. Empty: the adapter acts everywhere."""
         return next((extra.token_ids for extra in self.extras if extra.name == INVOCATION), ())
 
     @property
     def has_tensors(self) -> bool:
-        """True when the request brought tensors (possibly only one of the two, which is an error later), or
-        what was made of them."""
+        """Whether the request brought tensors (possibly only one of the two, which is an error later), or an
+        adapter made from them.
+        """
         return self.weights is not None or self.config is not None or self.checked is not None
 
     @property
@@ -100,9 +102,9 @@ class LoraInput:
 
 @dataclass(frozen=True, eq=False)
 class LoraMix:
-    """Several adapters that act together, or one with a scale. Made by `mix`.
+    """Several adapters that act together, or one with a scale. Created by `mix`.
 
-    members: each with what its B A is multiplied by; of float32, and neither 0 nor, of one alone, 1.
+    members: each with the factor on its B A, rounded to float32. It is not 0, and for a single adapter not 1.
     """
 
     members: tuple[tuple[LoraInput, float], ...]
@@ -113,23 +115,23 @@ class LoraMix:
 
     @property
     def has_tensors(self) -> bool:
-        """Whether any has."""
+        """Whether any member has tensors."""
         return any(lora.has_tensors for lora, _ in self.members)
 
     def without_tensors(self) -> LoraMix:
-        """The same adapters, by what identifies them."""
+        """The same adapters with only their identity."""
         return self.map(LoraInput.without_tensors)
 
     def map(self, change: Callable[[LoraInput], LoraInput]) -> LoraMix:
-        """The same with other members in place of these."""
+        """The same with each member replaced by `change` of it."""
         return LoraMix(tuple((change(lora), scale) for lora, scale in self.members))
 
 
 @dataclass(frozen=True)
 class AdapterVersion:
-    """The content of an adapter that made the output tokens from `start` on, up to the next version's.
+    """The content of an adapter that generated the output tokens from `start` on, up to the next version's.
 
-    name: as in `LoraInput.label`. number: counts the contents that the name has had, from 1.
+    name: as in `LoraInput.label`. number: counts the contents of the name, from 1.
     """
 
     name: str
@@ -139,10 +141,10 @@ class AdapterVersion:
 
 
 def mix(members: Sequence[tuple[LoraInput, float]], field: str = "lora") -> LoraInput | LoraMix | None:
-    """What a request asks for that names these adapters with these scales; None: the base model.
+    """The adapter part for these adapters and scales. None: the base model.
 
-    An adapter that is named twice has the sum of its scales, as with PEFT, and with 0 takes no part.
-    field: which names them. Raises RequestError.
+    If an adapter is named twice, its scales add up, as in PEFT. An adapter with scale 0 is dropped. field:
+    the field that names them. Raises RequestError.
     """
     require(len(members) <= MAX_MIXED, field, f"must name at most {MAX_MIXED} adapters", len(members))
     sums: dict[object, tuple[LoraInput, float]] = {}
@@ -159,7 +161,7 @@ def mix(members: Sequence[tuple[LoraInput, float]], field: str = "lora") -> Lora
 
 
 def _scale(value: float, field: str) -> float:
-    """In float32, as kernels have it."""
+    """Rounded to float32, as used by kernels."""
     ok = isfinite(value) and abs(value) <= MAX_SCALE
     require(ok, field, f"must have scales that are finite, of at most {MAX_SCALE:g} up or down", value)
     return float(np.float32(value))

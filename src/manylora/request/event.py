@@ -1,4 +1,4 @@
-"""Event: new tokens of a sequence, or its end, with what was counted meanwhile."""
+"""Event: new tokens of a sequence, or its end, with statistics."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ class FinishReason(str, Enum):
     __str__ = str.__str__  # StrEnum, for Python 3.10
 
     STOP = "stop"  # end_id or a stop word
-    LENGTH = "length"  # max_tokens, or the model's longest sequence
+    LENGTH = "length"  # max_tokens, or the model's maximum length
     CANCELLED = "cancelled"  # by the client
     ERROR = "error"
 
 
 @dataclass(frozen=True)
 class ActivatedTokens:
-    """Tokens of a request with an activated LoRA, of prompt and output together.
+    """Tokens of a request with an activated LoRA, in prompt and output together.
 
-    before: where it does not act, as in the base model. shared: of these, the ones whose KV blocks were
-    there, made for whomever. acted: the others, from its invocation on; 0 without one.
+    before: where it does not act, so the base model does. shared: of these, tokens whose KV blocks were
+    cached by any request.
+    acted: the others, from its invocation on; 0 without an invocation.
     """
 
     before: int
@@ -37,10 +38,10 @@ class ActivatedTokens:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Times in nanoseconds of one monotonic clock, 0: not yet; counts of KV blocks and of draft tokens.
+    """Times in nanoseconds of a monotonic clock, 0: not yet; numbers of KV blocks and of draft tokens.
 
-    kv_reused_blocks: of the prompt, those that were there. kv_taken_blocks: the others, generated tokens not
-    counted; kv_new_blocks: those of them for which nothing known had to go.
+    kv_reused_blocks: blocks of the prompt that were cached. kv_taken_blocks: the other blocks, without those
+    of generated tokens. kv_new_blocks: those of them that did not evict a reusable block.
     """
 
     arrival_ns: int
@@ -54,37 +55,39 @@ class RequestMetrics:
     accepted_draft_tokens: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
-    adapter_tier: str = ""  # where the adapter was found: device, host, disk, wire; empty without one
-    activated: ActivatedTokens | None = None  # of an activated LoRA
+    adapter_tier: str = ""  # where the adapter was found: device, host, disk, wire; empty: no adapter
+    activated: ActivatedTokens | None = None  # for an activated LoRA
 
 
 @dataclass(frozen=True)
 class Beam:
-    """One result of a beam search; log_probs as in Event. cum_log_prob counts the end id too."""
+    """One result of a beam search. log_probs as in Event. cum_log_prob includes the end id."""
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     cum_log_prob: float
 
 
-@dataclass(slots=True, eq=False)  # not frozen, which takes longer to make: a stream has one for each token
+@dataclass(slots=True, eq=False)  # not frozen, which is slower to create: a stream has one per token
 class Event:
     """New tokens of one sequence of a request, or its end.
 
-    token_ids: new since the last event of this sequence (all of them when not streaming); the prompt never.
-    log_probs: natural-log probabilities of `token_ids`, same length; empty unless asked for. Taken after
-               temperature and penalties, before the top-k and top-p cuts.
-    finish_reason: None while the sequence goes on.
+    token_ids: new since the last event of this sequence (all of them if not streaming); never the prompt.
+    log_probs: natural-log probabilities of `token_ids`, same length; empty unless requested. Computed after
+             temperature and penalties, before the top-k and top-p cuts.
+    finish_reason: None while the sequence continues.
     last: True on exactly one event, the final one of the request.
-    error: set exactly when finish_reason is ERROR.
-    beams: of a beam search, the best first; token_ids is empty then.
-    context_logits: [prompt, vocab] float32, on the first event, when asked for.
-    generation_logits: [output, vocab] float32, on the last event of the sequence, when asked for; of a stream
-               [len(token_ids), vocab] on each of its events.
-    pooled: float32, of a request with a pooling: [n], or [prompt, n] of all tokens.
-    metrics: on the last event of each sequence, and on every event of a stream, where they are those of the
-             first event until the last.
-    versions: of the adapter, for all of the sequence's tokens so far; empty for the base model.
+    error: set exactly if finish_reason is ERROR.
+    beams: results of a beam search, best first; token_ids is empty then.
+    context_logits: [prompt, vocab] float32, on the first event, if requested.
+    generation_logits: [output, vocab] float32, on the last event of the sequence, if requested; when
+    streaming
+             [len(token_ids), vocab] on each event.
+    pooled: float32, of a request with a pooling: [n], or [prompt, n] for all tokens.
+    metrics: on the last event of each sequence. When streaming on every event, with the values of the first
+    event
+             until the last.
+    versions: of the adapter, covering all of the sequence's tokens so far; empty for the base model.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -102,4 +105,4 @@ class Event:
 
 
 Sink = Callable[[Event], None]
-"""Takes the events of one request, on the engine's thread; must not block and must not raise."""
+"""Takes the events of one request, on the engine's thread. It must not block and must not raise."""

@@ -1,4 +1,4 @@
-"""Request: one prompt, and what is wanted of it."""
+"""Request: one prompt, and what to compute for it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from manylora.request.adapter import LoraInput, LoraMix
 from manylora.request.rules import require
 from manylora.request.sampling import SamplingConfig
 
-MAX_RANGES = 1024  # of token retention
+MAX_RANGES = 1024  # maximum number of retention ranges
 POOLING_MODES = ("last", "mean", "cls", "all")
 
 
 @dataclass(frozen=True)
 class Retention:
-    """How long the KV blocks of a prompt and its output are kept for reuse, from 0 to 100; 35 is usual.
+    """Priority with which the KV blocks of a prompt and its output are kept for reuse, from 0 to 100; 35 is
+    the default.
 
     ranges: (first token, token after the last or None, priority, milliseconds or None) of the prompt.
     """
@@ -41,11 +42,11 @@ class Retention:
 
 @dataclass(frozen=True)
 class Pooling:
-    """What a request wants of its prompt in place of new tokens: hidden states behind the final norm.
+    """Compute hidden states after the final norm of the prompt, instead of new tokens.
 
-    mode: last, cls (the first), mean, or all tokens. head: they go through a classification head, the
-    adapter's own or else the model's, after `last`, `cls` and `mean`. first: tokens of the first of two texts
-    in the prompt, which models with token types tell apart; 0: there is one text.
+    mode: last, cls (the first), mean, or all tokens. head: apply a classification head, the adapter's own or
+    else the model's, after `last`, `cls` and `mean`. first: tokens of the first of two texts in the prompt,
+    which models with token types distinguish; 0: a single text.
     """
 
     mode: str = "last"
@@ -60,17 +61,18 @@ class Pooling:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One prompt to continue, under one adapter, several, or none.
+    """One prompt to continue, with one adapter, several, or none.
 
-    request_id: the client's own, for logs and `stop`; may be empty or repeated, the engine never keys by it.
+    request_id: the client's own, for logs and `stop`; may be empty or repeated, because the engine never uses
+    it as a key.
     prompt:     token ids, at least one. Ids from the vocabulary's size on are rows of prompt_table.
-    encoder_prompt: of an encoder-decoder model: what the encoder reads; `prompt` is then the decoder's, empty
+    encoder_prompt: for an encoder-decoder model: the encoder's input; `prompt` is then the decoder's, empty
                 for the model's own start. Without it `prompt` is for the encoder.
-    streaming:  True: an Event for every step with new tokens; False: one Event for each finished sequence.
-    draft:      a guess at the next tokens; those that the model confirms are taken in one step.
+    streaming:  True: an Event for every step with new tokens; False: one Event per finished sequence.
+    draft:      a guess of the next tokens; those that the model confirms are accepted in one step.
     prompt_table: [n, hidden_size] float16 or float32, embeddings for the ids beyond the vocabulary.
-    cache_salt: requests share KV blocks of equal beginnings only where this is equal too.
-    pooling:    what is wanted in place of new tokens; of `params` nothing counts then. None: new tokens.
+    cache_salt: requests share KV blocks of equal prefixes only if this is equal, too.
+    pooling:    what to compute instead of new tokens; `params` is then ignored. None: new tokens.
     """
 
     prompt: tuple[int, ...]
@@ -98,7 +100,7 @@ class Request:
 
     @cached_property
     def table_digest(self) -> str:
-        """Of prompt_table; empty without one. Made once for all sequences."""
+        """Digest of prompt_table. Empty without one. Computed once for all sequences."""
         if self.prompt_table is None:
             return ""
         return blake2b(np.ascontiguousarray(self.prompt_table).data, digest_size=20).hexdigest()

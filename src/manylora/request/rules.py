@@ -1,4 +1,4 @@
-"""How a value that cannot work is refused."""
+"""Refuses a value that cannot work."""
 
 from __future__ import annotations
 

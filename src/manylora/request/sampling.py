@@ -1,4 +1,4 @@
-"""SamplingConfig: how one request is decoded, and Guide: what its output must match."""
+"""SamplingConfig: how a request is decoded. Guide: a constraint on its output."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from manylora.errors import RequestError
 from manylora.request.rules import require
 
 MAX_SEED = 2**64 - 1
-MOST = 2**31 - 1  # of a count or a token's id
-WHOLE_PROMPT = MOST  # as prompt_ignore_length: a longer one than any prompt
-MOST_FLOAT = 3.4e38  # of what is computed with in float32
+MOST = 2**31 - 1  # maximum of counts and token ids
+WHOLE_PROMPT = MOST  # as prompt_ignore_length: longer than any prompt
+MOST_FLOAT = 3.4e38  # maximum of values used in float32
 FINITE = " and finite in float32"
-MOST_LENGTH_PENALTY = 30.0  # or its negative: a length to the power of more is no float
-LEAST_DIVISOR = 1e-6  # lower temperatures are as this one: logits divided by them could overflow
-# What one request may bring. Bounds that depend on the engine are in `engine.checks`.
-MAX_WORDS = 1024  # stop words, and bad words: every new token is compared with each
-MAX_WORD_TOKENS = 2**14  # of either, all together
+MOST_LENGTH_PENALTY = 30.0  # largest magnitude: a length to a higher power overflows
+LEAST_DIVISOR = 1e-6  # lower temperatures count as this one: dividing logits by them could overflow
+# Limits of one request. Limits that depend on the engine are in `engine.checks`.
+MAX_WORDS = 1024  # stop words, and bad words: each new token is compared with all
+MAX_WORD_TOKENS = 2**14  # all words of either kind together
 MAX_GUIDE_BYTES = 2**18
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "lark_grammar", "llguidance")
 COUNTS = (
@@ -31,8 +31,9 @@ COUNTS = (
 
 @dataclass(frozen=True)
 class Guide:
-    """What the output must match: any JSON, a JSON schema, a regular expression, or a grammar in EBNF, in
-    Lark or in the JSON form of llguidance."""
+    """A constraint on the output: any JSON, a JSON schema, a regular expression, or a grammar in EBNF, in
+    Lark or in llguidance's JSON form.
+    """
 
     type: str
     text: str = ""
@@ -47,37 +48,38 @@ class Guide:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How one request is decoded. Token ids, counts in tokens. Raises RequestError when a value cannot work.
+    """How a request is decoded. Token ids, counts in tokens. Raises RequestError for a value that cannot
+    work.
 
-    Greedy unless asked otherwise: `top_k` in {None, 0, 1} with `top_p` in {None, 0}, or `top_k` 1, or
-    `temperature` 0, takes the most probable token.
+    Greedy by default: `top_k` in {None, 0, 1} with `top_p` in {None, 0}, or `top_k` 1, or `temperature` 0,
+    takes the most probable token.
     """
 
     max_tokens: int = 32  # new tokens, at least 1
-    end_id: int | None = None  # generation stops at this token; None: runs to max_tokens
+    end_id: int | None = None  # generation stops at this token; None: only at max_tokens
     temperature: float = 1.0
     top_k: int | None = None  # 0 or None: no limit
     top_p: float | None = None  # 0 or None: not set
-    min_p: float = 0.0  # tokens less probable than this times the most probable one are not drawn
-    top_p_min: float = 1e-6  # top_p decays by top_p_decay with every token, down to this,
+    min_p: float = 0.0  # exclude tokens less probable than this times the most probable one
+    top_p_min: float = 1e-6  # top_p is multiplied by top_p_decay after every token, down to this,
     top_p_decay: float = 1.0
-    top_p_reset_id: int | None = None  # and returns to its first value after this token
+    top_p_reset_id: int | None = None  # and is reset to its first value after this token
     seed: int | None = None  # None: 0, so that a repeated request repeats its answer
-    repetition_penalty: float = 1.0  # > 1: logits of tokens seen in prompt or output are made lower by it
-    presence_penalty: float = 0.0  # subtracted once from tokens of prompt and output,
-    frequency_penalty: float = 0.0  # and this per occurrence; both after the division by the temperature
-    prompt_ignore_length: int = 0  # so many tokens of the prompt, from its beginning, count for neither
-    min_tokens: int = 0  # end_id is not taken before this many new tokens
-    stop_words: tuple[tuple[int, ...], ...] = ()  # stops after any of these; the word stays in the output
+    repetition_penalty: float = 1.0  # > 1: lowers the logits of tokens in prompt or output
+    presence_penalty: float = 0.0  # subtracted once from tokens in prompt or output,
+    frequency_penalty: float = 0.0  # and this per occurrence; both after division by the temperature
+    prompt_ignore_length: int = 0  # these two ignore this many tokens at the prompt's start
+    min_tokens: int = 0  # end_id is not allowed before this many new tokens
+    stop_words: tuple[tuple[int, ...], ...] = ()  # stop after any of these; the word stays in the output
     bad_words: tuple[tuple[int, ...], ...] = ()  # never completed
-    num_return_sequences: int = 1  # independent samples of one prompt; with beams: how many are returned
+    num_return_sequences: int = 1  # independent samples of one prompt; with beams: number returned
     beam_width: int = 1  # > 1: beam search
     length_penalty: float = 0.0  # of a beam's score: log probability / length ** length_penalty
-    early_stopping: bool = True  # ends when beam_width beams ended; False: when none can still become better
-    beam_search_diversity_rate: float = 0.0  # a beam's n-th best token counts n * rate less when ranked
+    early_stopping: bool = True  # end when beam_width beams ended; False: when none can still improve
+    beam_search_diversity_rate: float = 0.0  # a beam's n-th best token is ranked n * rate lower
     logit_bias: np.ndarray | None = field(default=None, compare=False)  # [vocab] float32, added to the logits
     guide: Guide | None = None
-    use_drafts: bool = True  # where the engine drafts by n-grams
+    use_drafts: bool = True  # if the engine uses n-gram drafts
     return_log_probs: bool = False
     return_context_logits: bool = False
     return_generation_logits: bool = False
@@ -96,7 +98,7 @@ class SamplingConfig:
         _check_words("bad_words", self.bad_words)
 
     def _rules(self) -> Iterator[tuple[bool, str, str, object]]:
-        """Whether a parameter is right, its name, what it must be, its value."""
+        """For each parameter: whether it is valid, its name, what it must be, and its value."""
         yield self.max_tokens > 0, "request_output_len (max_tokens)", "must be > 0", self.max_tokens
         heat, repetition = self.temperature, self.repetition_penalty
         yield 0 <= heat <= MOST_FLOAT, "temperature", f"must be >= 0{FINITE}", heat
@@ -133,7 +135,7 @@ class SamplingConfig:
 
     @property
     def greedy(self) -> bool:
-        """True when the most probable token is always taken."""
+        """True if the most probable token is always taken."""
         return self.temperature == 0 or self.top_k == 1 or (not self.top_k and not self.top_p)
 
     @cached_property
@@ -142,24 +144,25 @@ class SamplingConfig:
 
     @cached_property
     def reads_tokens(self) -> bool:
-        """Whether the host must know a token before the next can be drawn, or collects logits."""
+        """Whether the host must know a token before the next can be sampled, or collects logits."""
         logits = self.return_context_logits or self.return_generation_logits
         return logits or any(len(word) > 1 for word in self.bad_words)
 
     @cached_property
     def counts_tokens(self) -> bool:
-        """Whether each token changes how the next is drawn, which a device keeps account of itself."""
+        """Whether each token changes how the next is sampled, in a way that the device tracks itself."""
         return self.has_penalties or bool(self.top_p and self.top_p_decay != 1)
 
     @cached_property
     def divisor(self) -> float:
-        """Of the logits: the temperature; 1 where it is 0, or could change nothing."""
+        """Divisor of the logits: the temperature; 1 if it is 0 or has no effect."""
         matters = not self.greedy or self.has_penalties or self.return_log_probs or self.beam_width > 1
         return max(self.temperature, LEAST_DIVISOR) if self.temperature and matters else 1.0
 
     def with_output_penalties(self) -> SamplingConfig:
-        """The same with the penalties of OpenAI and vLLM: presence and frequency are counted over the output
-        alone, and subtracted before the division by the temperature."""
+        """The same with the penalties of OpenAI and vLLM: presence and frequency are counted only over the
+        output, and subtracted before division by the temperature.
+        """
         if not (self.presence_penalty or self.frequency_penalty):
             return self
         presence, frequency = self.presence_penalty / self.divisor, self.frequency_penalty / self.divisor

@@ -1,1 +1,1 @@
-"""The process: its threads, memory, compiler and parent. Nothing here knows of models or adapters."""
+"""The process: its threads, memory, compiler and parent. Nothing here depends on models or adapters."""

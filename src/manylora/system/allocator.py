@@ -1,7 +1,7 @@
 """Settings of the C library's allocator.
 
-By default freed blocks of many megabytes go back to the system at once, and the next step has a page fault
-for each of their pages: up to a tenth of the time of prompts on a CPU.
+By default, freed blocks of many megabytes are returned to the system at once, and the next step has a page
+fault for each of their pages: up to a tenth of the time of prompts on a CPU.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import ctypes
 import sys
 from contextlib import suppress
 
-MAX_FREE = 2**28  # bytes that are free and not given back to the system
+MAX_FREE = 2**28  # free bytes that are not returned to the system
 # Options of glibc's mallopt.
 TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8
 
 
 def keep_memory() -> bool:
-    """Let this process keep up to MAX_FREE bytes that it has freed, and let all threads use them. Returns
-    whether that was set: only glibc can."""
+    """Let this process keep up to MAX_FREE freed bytes, and let all threads use them. Returns whether that
+    was set: only glibc supports it.
+    """
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -29,7 +30,7 @@ def keep_memory() -> bool:
 
 
 def release_free_memory() -> None:
-    """Return free memory to the system: to be called after freeing much that is not needed again soon."""
+    """Return free memory to the system. Call this after freeing much that is not needed again soon."""
     if sys.platform.startswith("linux"):
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Libraries of our C code: those that the wheel brings, or built once and kept in the user's cache."""
+"""Libraries of our C code: from the wheel, or built once and kept in the user's cache."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ TIMEOUT_S = 300  # half a minute on an idle machine
 
 @dataclass(frozen=True)
 class Source:
-    """C files of one folder, whose headers count as well, and what a library of them is called.
+    """C files of a folder, including headers, and the name of their library.
 
-    options: of every compiler. openmp: threads; clang's and zig's calls are answered by native/openmp.c.
+    options: for every compiler. openmp: uses threads; native/openmp.c implements the calls of clang and zig.
     """
 
     name: str
@@ -34,11 +34,11 @@ class Source:
 
     @property
     def prebuilt(self) -> Path:
-        """The folder in which a wheel has the libraries."""
+        """The folder with a wheel's prebuilt libraries."""
         return self.files[0].parent / "built"
 
     def file_name(self, level: Level, *more: bytes) -> str:
-        """Another one for other contents."""
+        """A name that depends on the contents."""
         headers = sorted(self.files[0].parent.glob("*.h"))
         contents = [path.read_bytes() for path in (*self.files, *headers)]
         made_for = (level.options, level.target, level.cpu)
@@ -48,7 +48,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Compiler:
-    """kind: gcc, clang or zig, which compiles for every level on every machine."""
+    """kind: gcc, clang or zig. zig compiles for every level on every machine."""
 
     command: tuple[str, ...]
     kind: str
@@ -61,7 +61,7 @@ class Compiler:
 
 
 def find_compiler() -> Compiler | None:
-    """The machine's, or that of the `ziglang` package. Raises OSError, subprocess.SubprocessError."""
+    """The machine's compiler, or the `ziglang` package's. Raises OSError, subprocess.SubprocessError."""
     found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if found is None:
         return find_zig()
@@ -82,8 +82,9 @@ def _version(*command: str, option: str = "--version") -> bytes:
 
 
 def find_library(source: Source, level: Level) -> tuple[Path, str] | None:
-    """The library's file and where it is from: what the wheel has, else it is built. None without a compiler.
-    Raises OSError, subprocess.SubprocessError."""
+    """The library's file and its origin: from the wheel, or else built. None without a compiler. Raises
+    OSError, subprocess.SubprocessError.
+    """
     prebuilt = source.prebuilt / source.file_name(level)
     if prebuilt.exists():
         return prebuilt, "of the wheel"
@@ -95,8 +96,9 @@ def find_library(source: Source, level: Level) -> tuple[Path, str] | None:
 
 
 def load_library(source: Source) -> ctypes.CDLL | None:
-    """One that any processor can run. None without a compiler, or with MANYLORA_NATIVE=0. Raises OSError,
-    subprocess.SubprocessError."""
+    """A library that runs on any processor. None without a compiler, or with MANYLORA_NATIVE=0. Raises
+    OSError, subprocess.SubprocessError.
+    """
     if os.environ.get("MANYLORA_NATIVE") == "0":
         return None
     found = next((find_library(source, level) for level in find_levels()[-1:]), None)
@@ -119,7 +121,7 @@ def find_cache() -> Path:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
             return folder
-    except (OSError, RuntimeError):  # the latter: this user has no home
+    except (OSError, RuntimeError):  # RuntimeError: this user has no home directory
         pass
     return make_temporary("kernels")
 
@@ -128,7 +130,8 @@ def compile_library(compiler: Compiler, source: Source, level: Level, path: Path
     """Raises OSError, subprocess.SubprocessError."""
     threads = ("-fopenmp",) if source.openmp else ()
     options = (*compiler.options(level), *source.options, *threads, "-fPIC", "-c")
-    # What changes how floats are rounded is not given to the linker, which would do so in the whole process.
+    # Options that change float rounding are not passed to the linker, which would apply them to the whole
+    # process.
     link = (*compiler.options(level), "-shared", *(threads if compiler.kind == "gcc" else ()))
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -138,11 +141,11 @@ def compile_library(compiler: Compiler, source: Source, level: Level, path: Path
             _run([*compiler.command, *options, str(file), "-o", built], folder)
         strip = ("-s",) if compiler.kind == "zig" else ()
         _run([*compiler.command, *link, *strip, *objects, "-o", str(made), "-lm"], folder)
-        made.replace(path)  # at once: another process may be building the same
+        made.replace(path)  # atomic: another process may be building the same library
 
 
 def _run(command: list[str], folder: str) -> None:
-    """A compiler is several processes: all of them end when the time is over. folder: for what it keeps."""
+    """A compiler is several processes: all of them are killed at the timeout. folder: for temporary files."""
     kept = {name: os.environ.get(name, folder) for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",

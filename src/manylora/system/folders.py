@@ -1,8 +1,8 @@
-"""Folders that a process holds while it lives, and temporary ones that go with it.
+"""Folders that a process holds while it lives, and temporary ones that are removed with it.
 
-A lock on the folder says that somebody has it. The kernel gives the lock back however its process ends, and
-unlike a process number it holds across containers that share a disk. What a killed process left is removed
-when the same user's next one makes a temporary folder.
+A lock on a folder shows that a process uses it. The kernel releases the lock however its process ends. Unlike
+a process id, it also works across containers that share a disk. Folders of killed processes are removed when
+the same user's next process creates a temporary folder.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW  # others may write to /tmp, links too
+FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW  # other users may write links to /tmp
 
 _temporary: dict[Path, tuple[int, int]] = {}
-"""Folder -> the descriptor that holds it, and the process that made it: a fork has the same table."""
+"""Folder -> the descriptor that holds it, and the process that created it, because a fork copies this
+table.
+"""
 
 
 def hold(folder: Path) -> int:
-    """A descriptor: while it is open, here or in a fork, nobody removes the folder.
+    """Returns a descriptor. While it is open, here or in a fork, nobody removes the folder.
 
-    Raises FileNotFoundError if there is none any more, OSError where its disk has no locks.
+    Raises FileNotFoundError if it no longer exists, OSError if its disk does not support locks.
     """
     descriptor = os.open(folder, FLAGS)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         if not os.path.samestat(os.fstat(descriptor), folder.lstat()):
-            raise FileNotFoundError(folder)  # removed before it was locked, and made again
+            raise FileNotFoundError(folder)  # removed before it was locked, and created again
     except OSError:
         os.close(descriptor)
         raise
@@ -40,7 +42,9 @@ def hold(folder: Path) -> int:
 
 
 def remove_unless_held(folder: Path, first: str = "") -> bool:
-    """Whether it was removed: not if a process holds it. first: the file without which it counts as none."""
+    """Returns whether it was removed: not if a process holds it. first: the file without which it is not
+    valid.
+    """
     try:
         descriptor = os.open(folder, FLAGS)
     except OSError:
@@ -58,10 +62,10 @@ def remove_unless_held(folder: Path, first: str = "") -> bool:
 
 
 def make_temporary(kind: str) -> Path:
-    """A new folder of this process, `manylora-USER-KIND-…` in the folder of `tempfile`. It goes with
-    `remove_temporary`, when the interpreter ends, or after the process.
+    """A new folder of this process, `manylora-USER-KIND-…` in the folder of `tempfile`.
 
-    kind: small letters. Raises OSError.
+    It is removed by `remove_temporary`, when the interpreter exits, or after the process has ended. kind:
+    lower-case letters. Raises OSError.
     """
     _remove_abandoned(Path(tempfile.gettempdir()))
     if not _temporary:
@@ -73,14 +77,14 @@ def make_temporary(kind: str) -> Path:
             descriptor = hold(folder)
         except FileNotFoundError:  # between these two lines it looked abandoned
             continue
-        except OSError:  # no locks: then nobody else removes it either
+        except OSError:  # no locks: then no other process removes it either
             descriptor = -1
         _temporary[folder] = descriptor, os.getpid()
         return folder
 
 
 def remove_temporary(folder: Path) -> None:
-    """Remove what `make_temporary` made. What cannot be removed stays. Idempotent."""
+    """Remove a folder of `make_temporary`. What cannot be removed stays. Idempotent."""
     descriptor, _ = _temporary.pop(folder, (-1, 0))
     shutil.rmtree(folder, ignore_errors=True)
     if descriptor >= 0:
@@ -89,7 +93,7 @@ def remove_temporary(folder: Path) -> None:
 
 @contextmanager
 def temporary_folder(kind: str) -> Iterator[Path]:
-    """`make_temporary` for as long as the block lasts."""
+    """`make_temporary` for the duration of the block."""
     folder = make_temporary(kind)
     try:
         yield folder
@@ -104,7 +108,7 @@ def _remove_all() -> None:
 
 
 def _remove_abandoned(base: Path) -> None:
-    """What processes of this user that were killed have left."""
+    """Remove folders that killed processes of this user left behind."""
     ours = re.compile(rf"manylora-{os.getuid()}-[a-z]+-[a-z0-9_]{{8}}")
     with suppress(OSError):
         for entry in os.scandir(base):

@@ -1,13 +1,13 @@
 """Lifeline: a thread in each model's process that ends it with its server, and reports to the launcher.
 
-Triton never ends a Python model's process that is busy when the server dies, so the process ends itself. A
-thread of C's does so, where it can be compiled: the server's binding waits for the server, as when it sets a
-metric, with Python's lock held, and no thread of Python's runs then.
+Triton never ends a Python model's process that is busy when the server dies, so the process ends itself. If
+possible a compiled C thread does this: the server's binding may block in a call to the dead server, for
+example while it sets a metric, and holds the GIL meanwhile, so that no Python thread runs.
 
-Launcher and processes share a run directory. The launcher creates the file `drain` there to have new requests
-refused, and removes the file `starting` when the server is ready. Each process writes a report: whether it
-has seen `drain`, how many requests are open, and a number that grows while it works on them. A report
-overwrites the one before, of an earlier server too: that works on a full disk.
+Launcher and processes share a run directory. The launcher creates the file `drain` there to make processes
+refuse new requests, and removes the file `starting` when the server is ready. Each process writes a report:
+whether it has seen `drain`, how many requests are open, and a number that grows while it works on them. A
+report overwrites the previous one, also that of an earlier server, because this works on a full disk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger("manylora")
 
 SOURCE = Source("lifeline", (Path(__file__).with_suffix(".c"),))
 RUN_DIR = "MANYLORA_RUN_DIR"
-WORLD_SIZE = "MANYLORA_WORLD_SIZE"  # variable with the launcher's --world_size, where that was given
+WORLD_SIZE = "MANYLORA_WORLD_SIZE"  # variable with the launcher's --world_size, if it was given
 DRAIN_FILE = "drain"
 STARTING_FILE = "starting"
 REPORT = "report."
@@ -37,7 +37,9 @@ PERIOD_S = 0.25
 
 
 class Report(NamedTuple):
-    """held: open requests. written_ns: modification time of the file: new even if the disk is full."""
+    """held: open requests. written_ns: modification time of the file, which is updated even if the disk is
+    full.
+    """
 
     draining: bool
     held: int
@@ -46,11 +48,11 @@ class Report(NamedTuple):
 
 
 class Lifeline:
-    """To be created before a model loads, which may take long. Ends the process if the server is gone. If C
-    code ends it, the server's log has the stack of each thread.
+    """Create this before a model loads, which may take long. It ends the process if the server is gone. If
+    the C code ends it, the server's log has the stack of each thread.
 
     name: of the model's instance. activity: returns the number of open requests and the progress, on any
-    thread; may be set later; by default they are what `busy` counts.
+    thread; may be set later; the default is what `busy` counts.
     """
 
     def __init__(self, name: str) -> None:
@@ -70,7 +72,7 @@ class Lifeline:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Around the work on a request."""
+        """Context for the work on a request."""
         self._held += 1
         try:
             yield
@@ -84,13 +86,13 @@ class Lifeline:
             if os.getppid() != self._parent:
                 os._exit(1)
             if self._run_dir is not None and self._run_dir.is_dir():
-                # Read before the counts: nothing new is taken after a report that says so.
+                # Read before the counts: after a report with this flag no new request is accepted.
                 self.draining = (self._run_dir / DRAIN_FILE).exists()
                 held, progress = self.activity()
                 self._write(self._run_dir, f"{os.getpid()} {int(self.draining)} {held} {progress}")
 
     def _write(self, run_dir: Path, text: str) -> None:
-        """In place. If even that fails, the file's time still says that this process is alive."""
+        """Write in place. Even if that fails, the file's time shows that this process is alive."""
         try:
             if self._report is None:
                 self._report = os.open(
@@ -114,7 +116,7 @@ def _end_with(parent: int) -> None:
 
 
 def is_launched() -> bool:
-    """Whether this server has a launcher, which starts it again."""
+    """Whether this server has a launcher that restarts it."""
     return RUN_DIR in os.environ
 
 
@@ -134,7 +136,7 @@ def _is_marked(name: str) -> bool:
 
 
 def read_reports(run_dir: Path, pids: Container[int]) -> dict[int, Report]:
-    """The last reports of these processes; other files are of an earlier server."""
+    """The latest reports of these processes. Other files are from an earlier server."""
     found = {}
     for path in run_dir.glob(f"{REPORT}*"):
         try:
@@ -148,7 +150,8 @@ def read_reports(run_dir: Path, pids: Container[int]) -> dict[int, Report]:
 
 def _is_child_of_server(folder: str) -> bool:
     """Whether the parent is the server, which has this run directory in its environment, and not the process
-    that adopts orphans."""
+    that adopts orphans.
+    """
     try:
         environment = Path(f"/proc/{os.getppid()}/environ").read_bytes()
     except PermissionError:

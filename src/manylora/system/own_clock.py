@@ -1,4 +1,4 @@
-"""OwnClock: time in which this process could look at others, for deciding that one of them hangs."""
+"""OwnClock: time in which this process itself was running, for deciding that another one hangs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 
 class OwnClock:
-    """Seconds, of which no more than `longest_s` count between two readings: in a longer gap the caller stood
-    still itself, as when a machine, a container or all of its processes are stopped. Nobody could do anything
-    then, so it is no silence. For one thread, which must read it more often than that.
+    """Seconds, of which at most `longest_s` count between two readings. A longer gap means that the caller
+    itself was stopped, for example with its machine or container. Other processes may have been stopped then,
+    too, so it does not count as their silence. Use on one thread, which must read it more often than that.
     """
 
     def __init__(self, longest_s: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,4 +1,4 @@
-"""Levels of instruction sets that our C code is compiled for, and which of them this processor has."""
+"""Instruction-set levels for which our C code is compiled, and which of them this processor supports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Level:
-    """needs: what /proc/cpuinfo must name. options: of GCC and clang, any version. target, cpu: of zig."""
+    """needs: features required in /proc/cpuinfo. options: for GCC and clang of any version. target, cpu: for
+    zig.
+    """
 
     name: str
     machine: str
@@ -30,17 +32,17 @@ LEVELS = (
     Level("x86-64", "x86_64", frozenset(), (), X86, "x86_64"),
     Level("aarch64", "aarch64", frozenset({"asimd"}), (), ARM, "generic"),
 )
-"""The best first. glibc 2.17 is older than what torch asks for."""
+"""Best first. glibc 2.17 is older than what torch requires."""
 
 
 def find_levels() -> list[Level]:
-    """Those that this processor can execute, the best first."""
+    """The levels that this processor can execute, best first."""
     known = read_features()
     return [level for level in LEVELS if level.machine == platform.machine() and level.needs <= known]
 
 
 def read_features() -> frozenset[str]:
-    """What the kernel says that programs may use; nothing where it does not say."""
+    """Features that the kernel reports for programs. Empty if unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Progress of what takes a while, in bytes: one line that is rewritten in a terminal, lines in a log."""
+"""Progress of long operations, in bytes: one line that is rewritten on a terminal, lines in a log."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Callable
 
 logger = logging.getLogger("manylora")
 
-QUIET_S = 2.0  # before the first line: what is done by then has only its summary
+QUIET_S = 2.0  # before the first line: shorter operations only get a summary
 LINE_S = 5.0  # between two lines of a log
-REWRITE_S = 0.2  # between two states of a terminal's line
+REWRITE_S = 0.2  # between two updates of a terminal's line
 
 
 class Progress:
-    """A context manager, which logs a summary when all went well. Any thread.
+    """A context manager that logs a summary on success. Thread-safe.
 
-    doing, done: "loading", "loaded". what: comes behind them. total: bytes.
+    doing, done: "loading", "loaded". what: follows them in the text. total: bytes.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Progress:
         self._now = 0
         self._started = clock()
         self._due = self._started + QUIET_S
-        self._shown = 0  # characters of the terminal's line
+        self._shown = 0  # characters on the terminal's line
 
     def __enter__(self) -> Progress:
         return self
@@ -42,12 +42,12 @@ class Progress:
             logger.info("%s %s: %s in %.1f s", self._done, self._what, size(self._total), seconds)
 
     def add(self, count: int) -> None:
-        """So many bytes more are done."""
+        """This many more bytes are done."""
         with self._lock:
             self._set(self._now + count)
 
     def set(self, count: int) -> None:
-        """So many bytes are done."""
+        """This many bytes are done in total."""
         with self._lock:
             self._set(count)
 
@@ -67,7 +67,7 @@ class Progress:
         self._due = now + (REWRITE_S if self._terminal else LINE_S)
 
     def _rewrite(self, text: str) -> None:
-        """The terminal's line; "" removes it."""
+        """Write the terminal's line. "" removes it."""
         if not (self._terminal and (text or self._shown)):
             return
         sys.stderr.write("\r" + text.ljust(self._shown) + ("" if text else "\r"))
@@ -76,7 +76,7 @@ class Progress:
 
 
 def size(count: int) -> str:
-    """Bytes as a person reads them: 1.2 GB is 1.2e9."""
+    """Bytes in readable form: 1.2 GB is 1.2e9."""
     for unit, bytes_of in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= bytes_of:
             return f"{count / bytes_of:.1f} {unit}"

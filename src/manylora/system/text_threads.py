@@ -1,4 +1,4 @@
-"""TextThreads: threads that tokenise and decode long texts, so that short ones need not wait for them."""
+"""TextThreads: threads that tokenise and decode long texts, so that short ones do not wait."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ import os
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 LONG = 2**12
-"""Characters, or tokens, of a text from which it goes to a thread."""
+"""Texts of this many characters or tokens and more are processed on a thread."""
 
-HUGE = 2**17  # from which it goes to the one thread for such texts
+HUGE = 2**17  # from this on, on a single thread for such texts
 THREADS = 4
 
 
 class TextThreads:
-    """A few threads for long texts, and one for all huge ones: each of these takes hundreds of megabytes."""
+    """A few threads for long texts, and one for all huge ones, because each of these takes hundreds of
+    megabytes.
+    """
 
     def __init__(self) -> None:
         self._long = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "manylora-long-text")
         self._huge = ThreadPoolExecutor(1, "manylora-huge-text")
 
     def executor(self, length: int) -> Executor | None:
-        """The threads for a text of this length, in characters or tokens; None: the caller's own thread."""
+        """The threads for a text of this length, in characters or tokens. None: the caller's own thread."""
         if length < LONG:
             return None
         return self._huge if length >= HUGE else self._long
 
     def close(self) -> None:
-        """Wait for the texts that were given."""
+        """Wait for submitted texts."""
         self._long.shutdown()
         self._huge.shutdown()

@@ -1,4 +1,4 @@
-"""Threads that leave the processor to others: those in the background, and OpenMP's while they wait."""
+"""Keeps threads from taking CPU time from others: background threads, and OpenMP threads while they wait."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 
-NICE = 10  # a thread gets about a tenth of a core that the engine needs too, and all of an idle one
+NICE = 10  # such a thread gets about a tenth of a contended core, and all of an idle one
 
 
 def lower_priority() -> None:
-    """Lower the priority of the calling thread, and of those that it starts from now on.
+    """Lower the priority of the calling thread, and of threads that it starts later.
 
     For threads that load adapters: a slower load delays the first request of one adapter, but a core taken
-    from the engine delays every token of every request. Only Linux has priorities of threads; elsewhere, and
-    where they may not be set, nothing changes.
+    from the engine delays every token of every request. Only Linux has per-thread priorities. On other
+    systems, or without permission, nothing changes.
     """
     if sys.platform != "linux":
         return
@@ -26,7 +26,8 @@ def lower_priority() -> None:
 
 
 def thread_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment with a spin time of about 50 us, longer than between two operations, unless one is set.
+    """The environment with a spin time of about 50 us, unless one is set. This is longer than the gap between
+    two operations.
 
     libgomp reads it when torch is imported. Its default is milliseconds, on a core that other work may need.
     """

@@ -1,1 +1,1 @@
-"""Text to tokens and back: the tokenizer, chat templates, streaming detokenization, length limits."""
+"""Text to tokens and back: the tokenizer, chat templates, streaming detokenisation, length limits."""

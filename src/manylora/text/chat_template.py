@@ -1,4 +1,4 @@
-"""ChatTemplate: messages to a prompt, by the Jinja template of a tokenizer directory."""
+"""ChatTemplate: renders messages to a prompt with the Jinja template of a tokenizer directory."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from manylora.errors import ConfigError, RequestError, TextTooLongError
 
 Messages = Sequence[Mapping[str, Any]]
 FILE = "chat_template.jinja"
-ROLES = {"developer": "system"}  # templates know the older name only
-# Characters of a prompt, and of one JSON text in it: nested lists with indents grow with their square.
+ROLES = {"developer": "system"}  # templates only know the older name
+# Characters of a prompt, and of one JSON text in it: nested lists with indentation grow quadratically.
 MOST = 2**22
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 
 class ChatTemplate:
-    """sources: templates by name; `default` is the usual one. settings: of tokenizer_config.json.
+    """sources: templates by name; `default` is the usual one. settings: from tokenizer_config.json.
 
-    Templates see what transformers shows them: messages, tools, special tokens, `raise_exception`,
-    `strftime_now`, and a `tojson` that leaves HTML alone. Raises ConfigError when one is not valid.
+    Templates get what transformers passes to them: messages, tools, special tokens, `raise_exception`,
+    `strftime_now`, and a `tojson` that does not escape HTML. Raises ConfigError for an invalid template.
     """
 
     def __init__(self, sources: Mapping[str, str], settings: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, directory: Path, settings: Mapping[str, Any], path: Path | None = None) -> ChatTemplate:
-        """That of a tokenizer's directory. path: a file in its place. Raises ConfigError."""
+        """The template of a tokenizer's directory. path: a file to use instead. Raises ConfigError."""
         file = path or (directory / FILE if (directory / FILE).is_file() else None)
         if file is None:
             return cls(sources_in(settings), settings)
@@ -71,8 +71,9 @@ class ChatTemplate:
         most: int = MOST,
         variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> str:
-        """The prompt, ready for the assistant's answer. most: its characters. variables: that the template
-        sees besides, or add_generation_prompt. Raises RequestError."""
+        """The prompt, ready for the assistant's answer. most: maximum number of characters. variables: passed
+        to the template, which may include add_generation_prompt. Raises RequestError.
+        """
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template = self._templates.get(name)
         if template is None:
@@ -84,25 +85,26 @@ class ChatTemplate:
         except TemplateError as error:
             raise RequestError(f"the chat template cannot render these messages: {error}") from error
         except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
-            # Whatever expressions of a template run into; its author did not think of such messages.
+            # Any error in a template's expressions: its author did not expect such messages.
             raise RequestError(
                 f"the chat template cannot render these messages: {type(error).__name__}"
             ) from error
 
 
 def up_to_last_message(text: str, messages: Messages) -> str:
-    """The beginning of a rendered chat that ends with the content of its last message, so that the answer
-    continues it. Raises RequestError where the template does not show that content."""
+    """The start of a rendered chat up to the end of the last message's content, so that the answer continues
+    it. Raises RequestError if the template does not show that content.
+    """
     content = str(messages[-1].get("content") or "")
     at = text.rfind(content.strip()) if content.strip() else -1
     if at < 0:
         raise RequestError("continue_final_message needs a last message with a text that the template shows")
-    whole = content.lstrip()  # templates may strip what they show
+    whole = content.lstrip()  # templates may strip the content
     return text[: at + len(whole if text.startswith(whole, at) else whole.rstrip())]
 
 
 def sources_in(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The templates in a tokenizer_config.json, by name; empty: it has none."""
+    """The templates in a tokenizer_config.json, by name. Empty if there are none."""
     found = settings.get("chat_template")
     if isinstance(found, list):
         return {str(one.get("name")): str(one.get("template")) for one in found if isinstance(one, dict)}

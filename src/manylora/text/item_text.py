@@ -1,4 +1,4 @@
-"""ItemText: how the text of one request is made, where its adapter brings a tokenizer or defaults."""
+"""ItemText: how the text of one request is processed if its adapter brings a tokenizer or defaults."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from manylora.wire.server_types import Arrays
 from manylora.wire.utf8 import utf8
 
 TASK_ID, NAME = "LORA_TASK_ID", "LORA_NAME"  # inputs of preprocessing
-TOLD = "LORA_TEXT"  # of postprocessing: what `wire.encode.adapter_told` gives
+TOLD = "LORA_TEXT"  # input of postprocessing: the result of `wire.encode.adapter_told`
 
 
 @dataclass(frozen=True)
 class ItemText:
-    """end_ids, stop_ids: tokens that end an output. stop: texts that do, where the request names none.
-    sampling: fields of `SamplingConfig` for what it leaves out."""
+    """end_ids, stop_ids: tokens that end an output. stop: texts that end it, if the request names none.
+    sampling: defaults for fields of `SamplingConfig`.
+    """
 
     tokenizer: Tokenizer
     end_ids: tuple[int, ...] = ()
@@ -33,14 +34,14 @@ class OwnTexts(Protocol):
     """What comes with adapters, by name or task id."""
 
     def find(self, name: str | None, task_id: int | None) -> ItemText | None:
-        """None: the base model's. May read files. Raises AdapterInvalidError."""
+        """None: use the base model's. May read files. Raises AdapterInvalidError."""
 
     def is_at_hand(self, name: str | None, task_id: int | None) -> bool:
         """Whether `find` reads no large file."""
 
 
 def adapters_of(inputs: Arrays, count: int) -> list[tuple[str | None, int | None]]:
-    """Name and task id that each item gives. Raises RequestError."""
+    """Name and task id in each item. Raises RequestError."""
     names = _column(inputs.get(NAME), NAME, count)
     ids = _column(inputs.get(TASK_ID), TASK_ID, count)
     decoded = [None if one is None else utf8(one, "lora_name") for one in names]
@@ -51,7 +52,7 @@ def adapters_of(inputs: Arrays, count: int) -> list[tuple[str | None, int | None
 
 
 def adapters_told(inputs: Arrays, count: int) -> list[tuple[str | None, int | None]]:
-    """As `adapters_of`, of what `adapter_told` gave. Raises RequestError."""
+    """As `adapters_of`, from the result of `adapter_told`. Raises RequestError."""
     return [_told(one) for one in _column(inputs.get(TOLD), TOLD, count)]
 
 

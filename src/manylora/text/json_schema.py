@@ -1,11 +1,11 @@
-"""What a JSON schema leaves open, closed: for guides, which would else let a model invent keys."""
+"""Closes objects in a JSON schema, for guided decoding. Otherwise a model could invent keys."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# Where a schema has other schemas in it: by name, in a list, alone.
+# Where a schema contains other schemas: by name, in a list, single.
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 SINGLE = ("items", "additionalProperties", "contains")
@@ -14,10 +14,10 @@ DECIDED = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 
 
 def closed(schema: Any) -> Any:
-    """The same schema, in which an object with `properties` takes no other keys unless it says so.
+    """The same schema, in which an object with `properties` allows no other keys unless it says so.
 
-    A schema that builds an object from several (a word of COMBINING beside `properties`, or `allOf` of more
-    than one) stays as it is: a key that one part does not know may belong to another.
+    A schema that combines several objects (a keyword of COMBINING beside `properties`, or `allOf` with more
+    than one) is not changed: a key that is unknown to one part may belong to another.
     """
     return schema if _combines(schema) else _close(schema)
 
@@ -39,7 +39,7 @@ def _close(schema: Any) -> Any:
 
 
 def _combines(schema: Any) -> bool:
-    """Whether any part of it builds an object from several."""
+    """Whether any part of it combines several objects."""
     if isinstance(schema, list):
         return any(_combines(one) for one in schema)
     if not isinstance(schema, Mapping):

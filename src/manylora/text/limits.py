@@ -1,4 +1,6 @@
-"""How long a text may be, judged before it is tokenised, by the longest token of the vocabulary."""
+"""Limits on the length of texts, checked before tokenisation, based on the longest token of the
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +11,31 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from manylora.errors import TextTooLongError
 
-# Characters. Texts up to FREE are always tokenised, so that an error can say how many tokens they have.
+# Characters. Texts up to FREE are always tokenised, so that an error can give their number of tokens.
 FREE = 2**14
-LONGEST_TEXT = 2**19  # where it is not known how many tokens a text may have at least
-GENEROUS = 16  # for each token, four times those of English
-ASSUMED = 128  # for each token, where a tokenizer sets no bound: it drops text, or makes a run one token
-COMPOSED = 4  # that NFC composes to one, at most
+LONGEST_TEXT = 2**19  # if the minimum number of tokens of a text is unknown
+GENEROUS = 16  # per token, four times as many as in English
+ASSUMED = 128  # per token, if a tokenizer has no bound: it drops text, or merges runs
+COMPOSED = 4  # maximum that NFC composes to one
 
 KEEP_ALL = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength")  # pre-tokenizers
 KEEP_UNLESS_REMOVED = ("Split", "Punctuation")
-# By normalizer: how many characters become one at most.
+# By normalizer: the most characters that become one.
 FACTORS = dict.fromkeys(("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"), 1)
 FACTORS |= {"NFC": COMPOSED, "NFKC": COMPOSED}
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 class TextLimits:
-    """per_token: the most characters that one token stands for."""
+    """per_token: the most characters that one token represents."""
 
     def __init__(self, per_token: int | None) -> None:
         self.per_token = per_token or ASSUMED
 
     def check(self, length: int, context: int | None, whole: bool = True) -> None:
-        """Raises TextTooLongError if a text of so many characters must have more than `context` tokens.
+        """Raises TextTooLongError if a text of this length must have more than `context` tokens.
 
-        context: None: not known. whole: False: the text need not fit the context. In both cases the limit is
+        context: None: unknown. whole: False: the text need not fit the context. In both cases the limit is
         `longest_text`.
         """
         if context is None or not whole:
@@ -49,15 +51,15 @@ class TextLimits:
             )
 
     def probe(self, text: str, context: int, count: Callable[[str], int]) -> None:
-        """Raises TextTooLongError if the beginning of a text already has clearly more than `context` tokens.
+        """Raises TextTooLongError if the start of a text already has clearly more than `context` tokens.
 
-        This is cheaper than to tokenise all of it. A text of a length that usually fits is not looked at.
-        count: tokens of a text.
+        This is cheaper than tokenising all of it. A text whose length usually fits is not checked. count:
+        returns the number of tokens of a text.
         """
         size = max(FREE, 4 * context)
         while 2 * size <= len(text):
             tokens = count(text[:size])
-            if tokens > context + context // 4:  # the cut changes the last of them only
+            if tokens > context + context // 4:  # the cut affects only the last tokens
                 raise TextTooLongError(
                     f"The first {size} of the text's {len(text)} characters have {tokens} tokens already: "
                     f"the context has room for {context}"
@@ -66,20 +68,22 @@ class TextLimits:
 
 
 def longest_text(context: int | None) -> int:
-    """Limit in characters for a text that need not fit the context: more than usually fits."""
+    """Limit in characters for a text that need not fit the context: more than what usually fits."""
     return max(LONGEST_TEXT, GENEROUS * (context or 0))
 
 
 def most_listed(context: int) -> int:
-    """Tokens of which a list is made at most. Making it blocks other threads, and tokenising does not."""
+    """Maximum length of a token list. Creating it blocks other threads, unlike tokenising."""
     return max(context, FREE)
 
 
 def characters_per_token(spec: Mapping[str, Any]) -> int | None:
-    """The most characters of a text that one token can stand for; None: any number, as a normalizer or
-    pre-tokenizer drops some, or one token stands for a run of unknown ones. spec: a tokenizer.json.
+    """The most characters of a text that one token can represent.
 
-    Characters and not bytes: normal forms change the number of bytes both ways.
+    None: any number, because a normalizer or pre-tokenizer drops some, or one token represents a run of
+    unknown characters.
+    spec: a tokenizer.json. Counts characters, not bytes, because normal forms change the number of bytes both
+    ways.
     """
     added = spec.get("added_tokens") or []
     if spec.get("truncation") or any(token.get("lstrip") or token.get("rstrip") for token in added):
@@ -92,7 +96,7 @@ def characters_per_token(spec: Mapping[str, Any]) -> int | None:
 
 
 def _longest(spec: Mapping[str, Any]) -> int | None:
-    """Characters of the longest token; None if the model may drop or merge unknown characters."""
+    """Characters of the longest token. None if the model may drop or merge unknown characters."""
     model = spec.get("model") or {}
     vocab = model.get("vocab") or {}
     tokens = {token for token, _ in vocab} if isinstance(vocab, list) else set(vocab)
@@ -110,7 +114,7 @@ def _longest(spec: Mapping[str, Any]) -> int | None:
 
 
 def _shrink(normalizer: Mapping[str, Any] | None) -> int | None:
-    """How many characters become one at most; None: any number."""
+    """The most characters that become one. None: any number."""
     factor = 1
     for part in _parts(normalizer):
         one = _replaced(part) if part.get("type") == "Replace" else FACTORS.get(str(part.get("type")))
@@ -134,7 +138,7 @@ def _keeps(pre_tokenizer: Mapping[str, Any] | None) -> bool:
 
 
 def _parts(found: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """Of a normalizer or pre-tokenizer, in their order."""
+    """Parts of a normalizer or pre-tokenizer, in order."""
     if not found:
         return []
     if found.get("type") != "Sequence":

@@ -1,4 +1,4 @@
-"""Postprocessor: inputs of the model `postprocessing` to texts."""
+"""Postprocessor: converts inputs of the model `postprocessing` to texts."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from manylora.text.item_text import OwnTexts, adapters_told
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.server_types import Arrays
 
-MAX_TOKENS = 2**20  # of one request
+MAX_TOKENS = 2**20  # maximum per request
 
 
 logger = logging.getLogger("manylora")
 
 
 class Postprocessor:
-    """own: what comes with adapters; None: the base model's tokenizer is everybody's."""
+    """own: what comes with adapters; None: all use the base model's tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, own: OwnTexts | None = None) -> None:
         self._tokenizer, self._own = tokenizer, own
         self._skip = skip_special_tokens
 
     def length(self, inputs: Arrays) -> int:
-        """Tokens of all sequences. Raises RequestError where there are too many, or shapes do not match."""
+        """Tokens of all sequences. Raises RequestError if there are too many, or if shapes do not match."""
         tokens, lengths = inputs["TOKENS_BATCH"], inputs["SEQUENCE_LENGTH"]
         windows = inputs.get("PREVIOUS_IDS")
         if tokens.shape[:2] != lengths.shape or (windows is not None and windows.shape[:2] != lengths.shape):
@@ -43,8 +43,9 @@ class Postprocessor:
         return count
 
     def run(self, inputs: Arrays) -> tuple[bytes, ...]:
-        """One text for each beam of each item, in UTF-8. In a stream, which comes with the ids before these,
-        it is exactly the text that the new ids add. Raises RequestError."""
+        """One text per beam of each item, in UTF-8. In a stream, where earlier ids are given, exactly the
+        text that the new ids add. Raises RequestError.
+        """
         tokens, lengths = inputs["TOKENS_BATCH"], inputs["SEQUENCE_LENGTH"]
         windows, final = inputs.get("PREVIOUS_IDS"), "FINISH_REASON" in inputs
         texts = []
@@ -61,8 +62,10 @@ class Postprocessor:
         return tuple(texts)
 
     def _tokenizers(self, inputs: Arrays, count: int) -> list[Tokenizer]:
-        """Preprocessing has used them for the same requests, and refuses what cannot be read. Files that
-        broke since then are no error here: the ensemble would never free what the request holds."""
+        """The tokenizers that preprocessing used for the same requests; it refuses those that cannot be read.
+        Files that broke since then are no error here, because the ensemble would never free the request's
+        resources.
+        """
         if self._own is None:
             return [self._tokenizer] * count
         found = []

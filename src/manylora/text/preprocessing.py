@@ -1,4 +1,4 @@
-"""Preprocessor: inputs of the model `preprocessing` to its outputs."""
+"""Preprocessor: converts inputs of the model `preprocessing` to its outputs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from manylora.wire.word_lists import encode_word_lists
 
 REFUSED = ("IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES")
 WORDS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
-SENT_AS = {ours: sent for sent, ours in TO_PREPROCESSING.items()}  # inputs, as clients of text know them
-MAX_WORDS = 16384  # of one request
-WORD_COST = 16  # characters of text that take as long as one more word does, even an empty one
+SENT_AS = {ours: sent for sent, ours in TO_PREPROCESSING.items()}  # names of inputs in text requests
+MAX_WORDS = 16384  # maximum per request
+WORD_COST = 16  # a word, even an empty one, takes as long as this many characters
 
 
 class Preprocessor:
-    """context: tokens of the longest sequence that the engine takes; None: not known. own: what comes with
-    adapters; None: the base model's text is everybody's.
+    """context: maximum sequence length of the engine; None: unknown. own: what comes with adapters; None: all
+    use the base model's text.
 
-    Raises ConfigError where the tokenizer's directory cannot be read.
+    Raises ConfigError if the tokenizer's directory cannot be read.
     """
 
     def __init__(
@@ -44,14 +44,16 @@ class Preprocessor:
         self._decoder_start = tokenizer.decoder_start_id
 
     def length(self, inputs: Arrays) -> int:
-        """Characters of all texts. Raises RequestError where there are too many, or an input is not taken."""
+        """Characters of all texts. Raises RequestError if there are too many, or for an input that is not
+        supported.
+        """
         for name in REFUSED:
             if name in inputs:
                 raise RequestError(f"input {name} is not supported by this server: leave it out")
         prompts = [len(text) for text in _sent(inputs, "QUERY").reshape(-1)]
         adapters = adapters_of(inputs, len(prompts)) if self._own else []
         for index, length in enumerate(prompts):
-            # With another tokenizer more may fit: then `run` says whether it does.
+            # With another tokenizer more may fit: then `run` checks it.
             whole = not adapters or adapters[index] == (None, None)
             self._tokenizer.limits.check(length, self._context, whole)
         reading = LONG * sum(not self._own.is_at_hand(*one) for one in set(adapters)) if self._own else 0
@@ -97,14 +99,14 @@ class Preprocessor:
         return outputs
 
     def _texts(self, inputs: Arrays, count: int) -> list[ItemText]:
-        """How the text of each item is made. Raises AdapterInvalidError."""
+        """How the text of each item is processed. Raises AdapterInvalidError."""
         base = ItemText(self._tokenizer)
         if self._own is None:
             return [base] * count
         return [self._own.find(*one) or base for one in adapters_of(inputs, count)]
 
     def _decoder_prompts(self, inputs: Arrays, items: Sequence[ItemText], pad: int) -> list[list[int]]:
-        """For an encoder-decoder model: the decoder's start id, and then the ids of its text."""
+        """For an encoder-decoder model: the decoder's start id, followed by the ids of its text."""
         if "DECODER_QUERY" not in inputs:
             return [[pad if self._decoder_start is None else self._decoder_start]] * len(items)
         if self._decoder_start is None:
@@ -113,7 +115,7 @@ class Preprocessor:
         return [[self._decoder_start, *_encode(item, text)] for item, text in pairs]
 
     def _biases(self, inputs: Arrays, items: Sequence[ItemText]) -> np.ndarray:
-        """[count, vocab]: each weight added to every token of its word; [count, 0] without words."""
+        """[count, vocab]: each weight, added to all tokens of its word. [count, 0] without words."""
         count = len(items)
         words, weights = (inputs.get(f"EMBEDDING_BIAS_{name}") for name in ("WORDS", "WEIGHTS"))
         if words is None and weights is None:
@@ -136,7 +138,7 @@ Words = list[list[list[int]]]
 
 
 def _sent(inputs: Arrays, name: str) -> np.ndarray:
-    """The texts of an input, in its shape; empty where it is absent. Raises RequestError."""
+    """The texts of an input, in its shape. Empty if it is absent. Raises RequestError."""
     given = inputs.get(name, np.empty(0, np.object_))
     found = [utf8(text, f"{SENT_AS[name]} ({name})") for text in given.reshape(-1)]
     return np.array(found, np.object_).reshape(given.shape)
@@ -155,7 +157,7 @@ def _words(inputs: Arrays, name: str, items: Sequence[ItemText]) -> Words | None
 
 
 def _stops(inputs: Arrays, items: Sequence[ItemText], ends: Sequence[Sequence[int]]) -> Words | None:
-    """With what ends an output because of its adapter."""
+    """Stop words, including those of the adapter."""
     given, asked = _words(inputs, "STOP_WORDS_DICT", items), "END_ID" in inputs
     found = []
     for index, (item, end_ids) in enumerate(zip(items, ends, strict=True)):
@@ -171,7 +173,7 @@ def _word_lists(words: Words | None, count: int) -> np.ndarray:
 
 
 def _end_ids(item: ItemText) -> list[int]:
-    """The first is the engine's end id, which is never part of an output."""
+    """End ids. The first is the engine's end id, which is never part of an output."""
     named = item.tokenizer.eos_id
     return list(dict.fromkeys([*item.end_ids, *([] if named is None else [named])]))
 

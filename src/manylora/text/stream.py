@@ -1,4 +1,4 @@
-"""Incremental detokenization of one output. The pieces of text add up to the text of all ids."""
+"""Incremental detokenisation of one output. The pieces of text concatenate to the text of all ids."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ LONG = 16  # ids from which a window is cut back to its suffix
 
 
 class ByteStream:
-    """For byte-level tokenizers: every id is bytes of UTF-8, so only an unfinished character has to wait.
+    """For byte-level tokenizers: every id is bytes of UTF-8, so only an incomplete character is held back.
 
-    bytes_of: an id's bytes; none of an id that has no token. skipped: ids that are not shown.
+    bytes_of: returns an id's bytes, empty for an id without token. skipped: ids that are not shown.
     """
 
     def __init__(self, bytes_of: Callable[[int], bytes], skipped: Container[int]) -> None:
@@ -19,7 +19,7 @@ class ByteStream:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def add(self, ids: Sequence[int], final: bool) -> str:
-        """The text that cannot change any more with later ids; with `final`, all that is left."""
+        """The text that later ids cannot change any more. With `final`, all remaining text."""
         bytes_of, skipped = self._bytes_of, self._skipped
         return self._decode(b"".join([bytes_of(i) for i in ids if i not in skipped]), final)
 
@@ -27,9 +27,10 @@ class ByteStream:
 class WindowStream:
     """For any tokenizer: a window of the last ids is decoded again with the new ones.
 
-    stable:  ids to the part of their text that nothing can change any more. whole: to their text.
-    suffix:  the end of a window that settles the seam to what follows.
-    skipped: ids that are not shown. has_token: of an id; one without would make the window grow for ever.
+    stable:  from ids to the part of their text that cannot change any more. whole: to their full text.
+    suffix:  the end of a window that determines the transition to what follows.
+    skipped: ids that are not shown. has_token: whether an id has a token; others would make the window grow
+    forever.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class WindowStream:
         self._stable, self._whole, self._suffix = stable, whole, suffix
         self._skipped, self._has_token = skipped, has_token
         self._window: list[int] = []
-        self._shown = ""  # what the window's ids have settled
+        self._shown = ""  # final text of the window's ids
 
     def add(self, ids: Sequence[int], final: bool) -> str:
         new = [i for i in ids if i not in self._skipped and self._has_token(i)]

@@ -1,4 +1,4 @@
-"""Tokenizer: text to ids and back, without transformers; and the exact text of a stream."""
+"""Tokenizer: text to ids and back, without transformers, and the exact text of a stream."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from manylora.text.limits import TextLimits, characters_per_token, longest_text,
 from manylora.text.stream import ByteStream, TextStream, WindowStream
 from manylora.wire.parameters import value_of
 
-LARGE = 2**17  # characters, or tokens, whose tables are worth giving back to the system
-CONTEXT = 8  # ids that settle any seam which is not inside a run of byte tokens
+LARGE = 2**17  # characters or tokens from which memory is returned to the system
+CONTEXT = 8  # ids that determine any transition outside a run of byte tokens
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable character that byte-level BPE writes for each byte (GPT-2's table)."""
+    """The printable character that byte-level BPE uses for each byte (GPT-2's table)."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     table = {chr(byte): byte for byte in plain}
     rest = [byte for byte in range(256) if byte not in plain]
@@ -39,7 +39,7 @@ ALPHABET = _byte_alphabet()
 class Tokenizer:
     """tokenizer.json and tokenizer_config.json of a Hugging Face directory. Raises ConfigError.
 
-    chat_template: a file to use in place of the directory's own.
+    chat_template: a file to use instead of the directory's own.
     """
 
     def __init__(self, directory: Path, chat_template: Path | None = None) -> None:
@@ -55,7 +55,7 @@ class Tokenizer:
 
     @classmethod
     def parse(cls, text: str) -> Tokenizer:
-        """Of a tokenizer.json alone: for `with_parts`. Raises ValueError."""
+        """Create it from a tokenizer.json only, for `with_parts`. Raises ValueError."""
         made = cls.__new__(cls)
         made.directory = Path()
         try:
@@ -80,7 +80,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
 
     def with_parts(self, settings: Mapping[str, Any], template: ChatTemplate) -> Tokenizer:
-        """The same vocabulary with other settings and another template. Costs next to nothing."""
+        """The same vocabulary with other settings and another template. Cheap."""
         other = copy(self)
         other._settings, other._chat = dict(settings), template
         return other
@@ -90,12 +90,12 @@ class Tokenizer:
         return self._chat
 
     def vocabulary(self) -> dict[str, int]:
-        """Every token with its id, added ones too."""
+        """All tokens with their ids, including added ones."""
         return self._library.get_vocab(with_added_tokens=True)
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template shows the model the tools of a request."""
+        """Whether the chat template shows a request's tools to the model."""
         return self._chat.takes_tools
 
     @property
@@ -108,24 +108,26 @@ class Tokenizer:
 
     @property
     def pad_id(self) -> int | None:
-        """The padding token, or the end token where there is none."""
+        """The padding token, or the end token if there is none."""
         pad = self._named_id("pad_token")
         return self.eos_id if pad is None else pad
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What tokenizer_config.json says."""
+        """The content of tokenizer_config.json."""
         return self._settings
 
     @property
     def chat_template(self) -> str | None:
-        """The text of the template, the usual one."""
+        """The text of the default template."""
         return self._chat.source
 
     @property
     def decoder_start_id(self) -> int | None:
-        """What the decoder of an encoder-decoder model begins with, whose configuration lies beside the
-        tokenizer; None: there is no such model. generation_config.json decides, where there is one."""
+        """The first token of an encoder-decoder model's decoder, from the configuration beside the tokenizer.
+
+        generation_config.json takes precedence. None: there is no such model.
+        """
         settings = [
             read_settings(self.directory / f"{name}.json") for name in ("config", "generation_config")
         ]
@@ -137,10 +139,10 @@ class Tokenizer:
         return found[-1] if found else self.pad_id
 
     def encode(self, text: str, add_special_tokens: bool = True, context: int | None = None) -> list[int]:
-        """The text's ids. A long text keeps no other thread of Python waiting.
+        """The text's ids. A long text does not block other Python threads.
 
-        context: tokens there is room for: a text that has more for sure is not tokenised to its end. What is
-        given may still have more. Raises RequestError.
+        context: tokens that fit: a text that certainly has more is not tokenised completely. The result may
+        still have more. Raises RequestError.
         """
         if context is not None:
             self.limits.check(len(text), context)
@@ -152,8 +154,9 @@ class Tokenizer:
         return ids
 
     def encode_pair(self, first: str, second: str, context: int | None = None) -> tuple[list[int], int]:
-        """The ids of two texts as one, as the tokenizer joins them; and how many of these belong to the
-        first. Raises RequestError."""
+        """The ids of two texts, joined as the tokenizer does, and how many of them belong to the first.
+        Raises RequestError.
+        """
         self.limits.check(len(first) + len(second), context)
         try:
             encoded = self._library.encode(first, second)
@@ -170,11 +173,11 @@ class Tokenizer:
     def delta(
         self, window: Sequence[int], new: Sequence[int], final: bool, skip_special_tokens: bool = True
     ) -> str:
-        """The text that `new` ids add to a stream whose last ids before them were `window`.
+        """The text that `new` ids add to a stream whose preceding ids were `window`.
 
-        What may still change is held back until it is settled, or `final`: an unfinished character of
-        byte-level tokens, and a run of byte-fallback tokens, decoded as a whole. The concatenation of
-        all deltas is the decoded text of all ids.
+        Text that may still change is held back until it is final, or `final` is set: an incomplete character
+        of byte-level tokens, and a run of byte-fallback tokens, which are decoded together. All deltas
+        concatenate to the decoded text of all ids.
         """
         if skip_special_tokens:
             new = [i for i in new if i not in self._special]

@@ -1,1 +1,1 @@
-"""Text models of other projects' Triton repositories, over the model `tensorrt_llm`."""
+"""Text models of other projects' Triton repositories, implemented on the model `tensorrt_llm`."""

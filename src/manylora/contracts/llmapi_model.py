@@ -31,7 +31,7 @@ FIELDS = (
 ALONE = ("lora_id", "lora_name", "lora_path", "lora_ckpt_source")  # inputs that name one adapter
 MAX_SAMPLES = 128
 EXTRAS = ("return_finish_reason", "return_stop_reason", "return_cumulative_logprob")
-STATISTICS = {  # output -> the engine's
+STATISTICS = {  # output -> the engine's output
     "kv_cache_reused_block": "kv_cache_reused_blocks",
     "kv_cache_missed_block": "kv_cache_alloc_total_blocks",
     **{
@@ -47,13 +47,13 @@ STATISTICS = {  # output -> the engine's
 
 @dataclass(frozen=True)
 class AdapterFolders:
-    """Folders that a client may name: those the operator has named. catalog: <catalog>/<name>/."""
+    """Folders that a client may name: those that the operator has named. catalog: <catalog>/<name>/."""
 
     catalog: Path | None = None
     named: Mapping[str, Path] = field(default_factory=dict)
 
     def name_of(self, path: str) -> str:
-        """The name under which the engine knows a folder. Raises RequestError."""
+        """The engine's name for a folder. Raises RequestError."""
         wanted = _plain(path)
         if self.catalog is not None and wanted.parent == _plain(self.catalog):
             return wanted.name
@@ -97,12 +97,12 @@ class LlmapiModel:
             raise RequestError("A request id must be provided for request cancellation")
         with self._lock:
             for client in self._open.get(name, ()):
-                client.abandoned = True  # its generation is stopped, and what there is is the answer
+                client.abandoned = True  # its generation is stopped; the output so far is the answer
         raise RequestCancelledError("Request cancelled by client")
 
     @contextmanager
     def _named(self, name: str, client: ClientRequest) -> Iterator[None]:
-        """Around a request that can be stopped by its id."""
+        """Context for a request that can be stopped by its id."""
         with self._lock:
             self._open.setdefault(name, set()).add(client)
         try:
@@ -114,7 +114,7 @@ class LlmapiModel:
                     del self._open[name]
 
     def _asked(self, arrays: Arrays) -> tuple[Asked, str]:
-        """And the text to put before the output."""
+        """The request, and the text to put before the output."""
         refuse(arrays, "image_url", f"{PREFIX}logits_post_processor_name")
         text, streaming = scalar(arrays, "text_input"), bool(scalar(arrays, "streaming", False))
         if streaming and not self._decoupled:
@@ -137,7 +137,7 @@ class LlmapiModel:
         return made, "" if exclude else text
 
     def _lora(self, arrays: Arrays) -> LoraInput | LoraMix | None:
-        """By its path, else its name, else the id under which the engine has it; or several together."""
+        """The adapter by path, name, or the engine's id; or several that act together."""
         if "lora_mix_names" in arrays or "lora_mix_scales" in arrays:
             others = [name for name in ALONE if name in arrays]
             if others:
@@ -184,5 +184,5 @@ def _statistics(engine: Mapping[str, float]) -> dict[str, np.ndarray]:
 
 
 def _plain(path: str | Path) -> Path:
-    """Without `..`, by the text alone: a client learns nothing of links, nor of what is there."""
+    """Remove `..` textually only, so that a client learns nothing about links or existing files."""
     return Path(os.path.normpath(Path(path).absolute()))

@@ -1,4 +1,4 @@
-"""PromptRunner: one prompt through the engine's model, from text to outputs as they grow."""
+"""PromptRunner: runs one prompt on the engine's model, and returns its growing outputs."""
 
 from __future__ import annotations
 
@@ -39,12 +39,11 @@ POOLED_OUTPUTS = ["output_ids", "sequence_index", "finish_reason", "pooled_outpu
 
 @dataclass(frozen=True)
 class Asked:
-    """What one request asks for, whatever its inputs are called.
+    """What one request asks for, independent of the names of its inputs.
 
-    top: alternatives to show for each token; None: no log probabilities of single tokens.
-    allowed: the only tokens that may be generated; empty: all.
-    bias: token -> what is added to its logit. statistics: whether `Answer.statistics` is wanted.
-    output_penalties: as of `SamplingConfig.with_output_penalties`.
+    top: alternatives to show per token; None: no log probabilities of tokens. allowed: the only tokens that
+    may be generated; empty: all. bias: token -> addition to its logit. statistics: whether
+    `Answer.statistics` is needed. output_penalties: as in `SamplingConfig.with_output_penalties`.
     """
 
     text: str
@@ -60,8 +59,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answer:
-    """The outputs so far. alternatives: of each output, for its tokens that are new. prompt: its ids.
-    statistics: of the engine, by the names of its outputs; empty unless asked for. tokenizer: of its text."""
+    """The outputs so far. alternatives: for the new tokens of each output. prompt: its ids. statistics: of
+    the engine, by the names of its outputs; empty unless requested. tokenizer: of its text.
+    """
 
     outputs: list[CompletionOutput]
     alternatives: list[list[TokenLogprob]]
@@ -73,10 +73,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """The engine's model as its folder in the repository describes it.
+    """The engine's model, as described by its folder in the repository.
 
-    context: tokens of prompt and output; None: not known. streams: whether it may give several responses.
-    pooling: how embeddings are made. texts: what comes with adapters; None: nothing is trusted.
+    context: tokens of prompt and output; None: unknown. streams: whether it may return several responses.
+    pooling: how embeddings are computed. texts: what comes with adapters; None: nothing is trusted.
     """
 
     name: str
@@ -89,7 +89,7 @@ class EngineSetup:
 
     @classmethod
     def open(cls, folder: Path, parameters: Mapping[str, str]) -> EngineSetup:
-        """folder: of the model that asks, in the repository. parameters: its own. Raises ConfigError."""
+        """folder: of the calling model in the repository. parameters: its own. Raises ConfigError."""
         name = value_of(parameters, "tensorrt_llm_model_name") or ENGINE
         engine = parameters_beside(folder, name)
         model_dir = value_of(engine, "gpt_model_path")
@@ -115,12 +115,14 @@ class PromptRunner:
         return self._engine.pooling
 
     def defaults(self, lora: LoraInput | LoraMix | None) -> GenerationDefaults:
-        """Of the adapter that acts, for what a request leaves out. Raises AdapterInvalidError."""
+        """Defaults of the adapter that acts, for values that a request does not set. Raises
+        AdapterInvalidError.
+        """
         own = self._own(lora)
         return NO_DEFAULTS if own is None else own.defaults
 
     def answers(self, client: ClientRequest, asked: Asked) -> Iterator[Answer]:
-        """One for each piece of a stream, else the finished one alone. Raises RequestError."""
+        """One answer per part of a stream, otherwise only the finished one. Raises RequestError."""
         own = self._own(asked.lora)
         tokenizer, end_ids = self._engine.tokenizer, None
         if own is not None:
@@ -158,7 +160,7 @@ class PromptRunner:
         pooling: Pooling,
         lora: LoraInput | LoraMix | None,
     ) -> tuple[tuple[int, ...], np.ndarray]:
-        """The prompt's ids, and what the engine gives for them: [n], or [tokens, n] of all tokens, float32.
+        """The prompt's ids, and the engine's result for them: [n], or [tokens, n] for all tokens, float32.
 
         Raises RequestError.
         """
@@ -198,7 +200,7 @@ class PromptRunner:
         made = decoding.params.with_output_penalties() if asked.output_penalties else decoding.params
         made = replace(made, return_generation_logits=asked.top is not None)
         made = made if bias is None else replace(made, logit_bias=bias)
-        # At least one alternative: then the log probabilities come with ranks.
+        # At least one alternative: log probabilities then come with ranks.
         top = None if asked.top is None else max(1, asked.top)
         return tuple(ids), Plan(replace(decoding, params=made), top)
 

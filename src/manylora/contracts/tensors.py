@@ -14,7 +14,7 @@ from manylora.wire.utf8 import utf8
 
 
 def scalar(arrays: Arrays, name: str, default: Any = None) -> Any:
-    """The one value of an input; bytes as text. Raises RequestError."""
+    """The single value of an input; bytes as text. Raises RequestError."""
     if name not in arrays:
         return default
     array = arrays[name]
@@ -34,7 +34,7 @@ def text_tensor(values: Iterable[str]) -> np.ndarray:
 
 
 def refuse(arrays: Mapping[str, Any], *names: str) -> None:
-    """Raises RequestError for an input that is not taken."""
+    """Raises RequestError for an input that is not supported."""
     for name in names:
         if name in arrays:
             raise RequestError(f"input {name} is not supported by this server: leave it out")
@@ -43,7 +43,9 @@ def refuse(arrays: Mapping[str, Any], *names: str) -> None:
 def named_mix(
     names: Sequence[str] | None, scales: Sequence[float] | None, field: str
 ) -> LoraInput | LoraMix | None:
-    """Adapters that act together. scales: None: 1 each. field: that names them. Raises RequestError."""
+    """Adapters that act together. scales: None: 1 each. field: the field that names them. Raises
+    RequestError.
+    """
     if names is None:
         raise RequestError(f"{field.replace('names', 'scales')} need lora_mix_names")
     if scales is not None and len(scales) != len(names):

@@ -11,14 +11,14 @@ from manylora.llmapi.pooled_outputs import PoolingParams, check_dimensions
 from manylora.wire.utf8 import is_unicode
 
 NAME = "embedding_request"
-MAX_BYTES = 2**22  # of the JSON
+MAX_BYTES = 2**22  # maximum size of the JSON
 MAX_ID = 2**31 - 1
 
 
 def read_embedding_request(text: str, settings: PoolingSettings) -> tuple[str | list[int], PoolingParams]:
-    """The prompt as text or token ids, and what is done with its embedding. Raises RequestError.
+    """The prompt as text or token ids, and how to process its embedding. Raises RequestError.
 
-    text: JSON with `input`, and `pooling_params` with `dimensions`, a number or a list of one.
+    text: JSON with `input`, and `pooling_params` with `dimensions`, a number or a list with one.
     """
     if len(text) > MAX_BYTES:
         raise RequestError(f"{NAME} must have at most {MAX_BYTES} bytes, got {len(text)}")

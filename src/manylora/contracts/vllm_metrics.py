@@ -1,4 +1,4 @@
-"""VllmMetrics: the metrics that vllm_backend reports, under vLLM's names."""
+"""VllmMetrics: the metrics of vllm_backend, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 def families(longest: int) -> dict[str, MetricFamily]:
-    """By name. longest: tokens of a prompt and its output."""
+    """Families by name. longest: tokens of a prompt and its output."""
     counts = _buckets(longest)
     return {
         "vllm:prompt_tokens_total": MetricFamily("Tokens of prompts", "counter"),
@@ -33,7 +33,7 @@ def families(longest: int) -> dict[str, MetricFamily]:
 
 
 class VllmMetrics:
-    """pb_utils: triton_python_backend_utils. labels: of every metric."""
+    """pb_utils: triton_python_backend_utils. labels: on every metric."""
 
     def __init__(self, pb_utils: Any, labels: Mapping[str, str], longest: int) -> None:
         self._finished: queue.SimpleQueue[tuple[Asked, Answer]] = queue.SimpleQueue()
@@ -41,21 +41,21 @@ class VllmMetrics:
         for name, one in families(longest).items():
             kind = getattr(pb_utils.MetricFamily, one.kind.upper())
             family = pb_utils.MetricFamily(name=name, description=one.help, kind=kind)
-            self._families.append(family)  # a metric ends with its family
+            self._families.append(family)  # keeps the family, without which its metrics end
             buckets = {"buckets": list(one.buckets)} if one.buckets else {}
             self._metrics[name] = family.Metric(labels=dict(labels), **buckets)
 
     def observe(self, asked: Asked, answer: Answer) -> None:
-        """A finished answer, with its statistics. Any thread."""
+        """Record a finished answer, with its statistics. Thread-safe."""
         self._finished.put((asked, answer))
 
     def close(self) -> None:
-        """To be called in the model's `finalize`: a metric that ends later ends the process with it."""
+        """Call this in the model's `finalize`: a metric that is released later crashes the process."""
         self._metrics.clear()
         self._families.clear()
 
     def write(self) -> None:
-        """What was observed. One thread only: two on one metric end the server."""
+        """Write what was recorded. One thread only: two threads on one metric crash the server."""
         while not self._finished.empty():
             for name, value in samples(*self._finished.get()):
                 metric = self._metrics[name]

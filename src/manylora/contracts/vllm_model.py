@@ -41,8 +41,9 @@ Observe = Callable[[Asked, Answer], None]
 
 
 class VllmModel:
-    """names: of the adapters in multi_lora.json, which an error lists. enabled: whether adapters are taken.
-    observe: told of every finished answer; None: nobody counts."""
+    """names: of the adapters in multi_lora.json, for an error message. enabled: whether adapters are
+    supported. observe: called with every finished answer; None: no metrics.
+    """
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class VllmModel:
                     self._observe(what, answer)
                 found = self._response(answer, what, extras, prompt)
                 yield LastOutputs(found) if answer.finished else found
-                prompt = ""  # once
+                prompt = ""  # only once
         except RequestError as error:
             raise RequestError(self._explained(str(error), name)) from None
 
@@ -78,7 +79,7 @@ class VllmModel:
         self._runner.stop(model, request_id)
 
     def _given(self, arrays: Arrays, own: str) -> dict[str, Any]:
-        """Of `read_parameters`. own: the request's own parameters, which are read where there is no input."""
+        """The result of `read_parameters`. own: the request's own parameters, used if there is no input."""
         sent = scalar(arrays, NAME)
         if sent is None:
             check_phase(own)
@@ -108,7 +109,7 @@ class VllmModel:
         return LastOutputs(found)
 
     def _asked(self, arrays: Arrays, given: Mapping[str, Any], extras: set[str]) -> tuple[Asked, str]:
-        """And the text to put before the output. given: of `_given`."""
+        """The request, and the text to put before the output. given: from `_given`."""
         refuse(arrays, "image")
         if "text_input" not in arrays:
             raise RequestError("text_input is required")
@@ -123,7 +124,7 @@ class VllmModel:
         return made, "" if exclude else text
 
     def _explained(self, error: str, name: str) -> str:
-        """In vllm_backend's words. name: of the adapter that was asked for."""
+        """The error in vllm_backend's words. name: of the requested adapter."""
         if self._names and error == str(AdapterNotFoundError(name)):
             return f"LoRA {name} is not supported, we currently support {self._names}"
         return error if error == NOT_ENABLED else f"Error generating stream: {error}"
@@ -147,8 +148,11 @@ class VllmModel:
     def _logprobs(
         self, answer: Answer, output: CompletionOutput, top: int | None
     ) -> list[dict[str, Any]] | None:
-        """For each new token: the token itself and the `top` most probable ones, by their ids. Their
-        texts add up to the output's: a token that is a part of a character has none, the last has all."""
+        """For each new token: the token itself and the `top` most probable ones, by id.
+
+        Their texts concatenate to the output's: a token that is part of a character has none, and its last
+        token has all of it.
+        """
         if top is None:
             return None
         ids = [*answer.prompt[-WINDOW:], *output.token_ids]
@@ -170,8 +174,9 @@ class VllmModel:
 
 
 def takes_adapters(file: Path) -> bool:
-    """Whether model.json, if it is there, leaves adapters on. Its other keys set up an engine, which is that
-    of `tensorrt_llm` here. Raises ConfigError."""
+    """Whether model.json, if it exists, leaves adapters enabled. Its other keys configure an engine, which
+    here is that of `tensorrt_llm`. Raises ConfigError.
+    """
     given = read_settings(file)
     others = ", ".join(sorted(given.keys() - {"enable_lora"}))
     if others:

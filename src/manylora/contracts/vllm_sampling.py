@@ -1,4 +1,4 @@
-"""vLLM's SamplingParams as JSON, as vllm_backend takes them, to the LLM API's."""
+"""Converts vLLM's SamplingParams, as the JSON that vllm_backend accepts, to the LLM API's."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from manylora.wire.utf8 import is_unicode
 
 NAME = "sampling_parameters"
 LORA_KEYS = ("lora_name", "lora_mix_names", "lora_mix_scales")
-MAX_BYTES = 2**20  # of the JSON
+MAX_BYTES = 2**20  # maximum size of the JSON
 MAX_ALTERNATIVES = 20
-MAX_SEQUENCES = 128  # outputs of one prompt
-GREEDY_BELOW = 1e-5  # temperatures
+MAX_SEQUENCES = 128  # maximum outputs of one prompt
+GREEDY_BELOW = 1e-5  # lower temperatures mean greedy
 DEFAULTS: dict[str, Any] = {"max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "n": 1}
 GUIDES = ("structured_outputs", "guided_decoding")  # the second is the older name
-# What only says how something is done or shown, and cannot change an answer.
+# Keys about how something is done or shown, which cannot change an answer.
 NO_EFFECT = ("skip_reading_prefix_cache", "stream_interval", "output_text_buffer_length", "skip_clone")
-# Keys that ask for what is not done here, unless they have one of these values.
+# Keys for features that are not supported, unless they have one of these values.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "output_kind": (0,), "flat_logprobs": (False,), "prompt_logprobs": (), "logits_processors": (),
     "spaces_between_special_tokens": (True,), "extra_args": ({},), "logprob_token_ids": (),
@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (), "trace_decode_token_ids": (), "routed_experts_prompt_start": (0,),
     "use_beam_search": (False,), "early_stopping": (False,), "length_penalty": (1.0, 0.0),
 }  # fmt: skip
-# What Triton and its doors put among a request's own parameters.
+# Parameters that Triton and its front ends add to a request's own.
 SERVERS_OWN = re.compile(r"triton_\w+|sequence_\w+|binary_data_output|priority|timeout|request_type|stream")
 
 
@@ -119,13 +119,13 @@ TAKEN: dict[str, tuple[Callable[[Any], Any], str]] = {
     "lora_mix_names": TEXTS,
     "lora_mix_scales": (_numbers, "a list of numbers"),
 }
-"""Keys that act: what reads a value, and what it must be."""
+"""Supported keys: the function that reads a value, and what it must be."""
 
 
 def read_parameters(text: str, own: bool) -> dict[str, Any]:
-    """Values by key, each of its type; null is no value. Numbers may come as text. Raises RequestError.
+    """Values by key, each of its type; null counts as not set. Numbers may be text. Raises RequestError.
 
-    own: the request's own parameters, among which the server has some, not the input.
+    own: these are the request's own parameters, which include some of the server's, not the input.
     """
     if len(text) > MAX_BYTES:
         raise RequestError(f"{NAME} must have at most {MAX_BYTES} bytes, got {len(text)}")
@@ -157,7 +157,9 @@ def read_parameters(text: str, own: bool) -> dict[str, Any]:
 
 
 def adapters(given: Mapping[str, Any]) -> LoraInput | LoraMix | None:
-    """By its name, or several that act together. given: of `read_parameters`. Raises RequestError."""
+    """The adapter by name, or several that act together. given: from `read_parameters`. Raises
+    RequestError.
+    """
     names, scales = given.get("lora_mix_names"), given.get("lora_mix_scales")
     if names is None and scales is None:
         return LoraInput(None, name=given["lora_name"]) if "lora_name" in given else None
@@ -174,8 +176,9 @@ def asked(
     lora: LoraInput | LoraMix | None = None,
     defaults: GenerationDefaults = NO_DEFAULTS,
 ) -> Asked:
-    """text: the prompt. given: of `read_parameters`. cumulative: whether the sum of log probabilities is
-    shown. lora: of `adapters`. defaults: that come with it. Raises RequestError."""
+    """text: the prompt. given: from `read_parameters`. cumulative: whether the sum of log probabilities is
+    shown. lora: from `adapters`. defaults: that come with it. Raises RequestError.
+    """
     found = {**DEFAULTS, **_own_defaults(defaults), **given}
     if "min_tokens" not in given and "min_tokens" in found:
         found["min_tokens"] = min(found["min_tokens"], found["max_tokens"])
@@ -208,7 +211,7 @@ def _own_defaults(defaults: GenerationDefaults) -> dict[str, Any]:
     found = dict(defaults.fields)
     if defaults.max_tokens is not None:
         found["max_tokens"] = defaults.max_tokens
-    return found | ({"top_p": 1.0, "top_k": 1} if found.get("top_p") == 0 else {})  # the most probable token
+    return found | ({"top_p": 1.0, "top_k": 1} if found.get("top_p") == 0 else {})  # greedy
 
 
 def _check(found: Mapping[str, Any]) -> None:
@@ -230,7 +233,7 @@ def _check(found: Mapping[str, Any]) -> None:
 
 
 def _guide(guides: Mapping[str, Mapping[str, Any]]) -> GuidedDecodingParams | None:
-    """vLLM's StructuredOutputsParams. guides: by the key that has them, of GUIDES."""
+    """vLLM's StructuredOutputsParams. guides: by their key, one of GUIDES."""
     if not guides:
         return None
     if len(guides) > 1:

@@ -1,1 +1,3 @@
-"""GGUF files as base models: the container, its types, and what stands for config.json and tokenizer.json."""
+"""GGUF files as base models: the container, its types, and replacements for config.json and
+tokenizer.json.
+"""

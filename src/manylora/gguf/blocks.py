@@ -1,4 +1,4 @@
-"""The values of GGUF's block types. Each equals gguf-py's bit for bit when it is made wide in float32."""
+"""The values of GGUF's block types. Widened to float32, each is bit-identical to gguf-py's."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BITS = torch.arange(8, dtype=torch.uint8)
 
 
 def read_blocks(kind: str, data: Tensor, columns: int) -> QuantisedWeight:
-    """data: uint8 [N, bytes of a row] of a type in LAYOUTS -> a weight [N, columns], scales in float32.
+    """data: uint8 [N, bytes per row] of a type in LAYOUTS -> a weight [N, columns], scales in float32.
 
-    Scales that a block has as products of two are multiplied in float32, as gguf-py does.
+    Scales that a block stores as products of two numbers are multiplied in float32, as in gguf-py.
     """
     size, layout = LAYOUTS[kind]
     return layout(data.view(len(data), -1, size), columns)
@@ -40,7 +40,7 @@ def _fifth_bits(packed: Tensor) -> Tensor:
 
 
 def _four(values: Tensor, scales: Tensor, offsets: Tensor | None, columns: int) -> QuantisedWeight:
-    """values: uint8 from 0 to 15. With offsets the value is what is stored; without it is 8 less."""
+    """values: uint8 from 0 to 15. With offsets the value is the stored one; without them it is 8 less."""
     zeros = None if offsets is None else torch.full(scales.shape, -8, dtype=torch.int8)
     halves = values.reshape(len(values), columns)
     return QuantisedWeight(halves_to_bytes(halves).contiguous(), scales, offsets, zeros)
@@ -74,7 +74,7 @@ def _q8_0(blocks: Tensor, columns: int) -> QuantisedWeight:
 
 
 def _scales_of_eight(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of Q4_K and Q5_K: a scale and an offset for each 32 of a block's 256 inputs, float32 [N, G]."""
+    """For Q4_K and Q5_K: a scale and an offset for each 32 of a block's 256 inputs, float32 [N, G]."""
     low, mid, high = blocks[..., 4 : 4 + SCALE_BYTES].split(4, dim=-1)
     scales = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), dim=-1).float()
     minima = torch.cat((mid & 63, (high >> 4) | ((mid >> 2) & 48)), dim=-1).float()
@@ -96,7 +96,7 @@ def _q5_k(blocks: Tensor, columns: int) -> QuantisedWeight:
 
 
 def _q6_k(blocks: Tensor, columns: int) -> QuantisedWeight:
-    """A scale for each 16 inputs."""
+    """One scale per 16 inputs."""
     low = blocks[..., :128].unflatten(-1, (2, 64))
     shifts = (BITS[:4] * 2).unsqueeze(-1)
     high = (blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts) & 3  # [N, B, 2, 4, 32]
@@ -110,9 +110,9 @@ LAYOUTS: dict[str, tuple[int, Callable[[Tensor, int], QuantisedWeight]]] = {
     "Q4_0": (18, _q4_0), "Q4_1": (20, _q4_1), "Q5_0": (22, _q5_0), "Q5_1": (24, _q5_1), "Q8_0": (34, _q8_0),
     "Q4_K": (144, _q4_k), "Q5_K": (176, _q5_k), "Q6_K": (210, _q6_k),
 }  # fmt: skip
-"""Bytes of a block, and how it is read, by the name of the type."""
+"""Bytes per block, and the function that reads it, by name of the type."""
 PLAIN_FIELDS: tuple[str, ...] = ("values", "scales")
 FIELDS: dict[str, tuple[str, ...]] = dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "Q6_K"), PLAIN_FIELDS)
 FIELDS |= dict.fromkeys(("Q5_1", "Q5_K"), (*PLAIN_FIELDS, "offsets"))
 FIELDS |= dict.fromkeys(("Q4_1", "Q4_K"), (*PLAIN_FIELDS, "offsets", "zeros"))
-"""The fields of the QuantisedWeight of each type."""
+"""The fields of each type's QuantisedWeight."""

@@ -1,5 +1,6 @@
-"""How many folders of GGUF files there may be: those used longest ago are removed, unless a process has
-them."""
+"""Limits the number of folders for GGUF files: the least recently used ones are removed unless a process uses
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ _held: dict[Path, int] = {}
 
 
 def hold(folder: Path) -> bool:
-    """Keep a folder from being removed while this process lives. False: there is none, or not all of it."""
+    """Keep a folder from being removed while this process lives. Returns False if it does not exist or is
+    incomplete.
+    """
     if folder in _held and (folder / "config.json").is_file():
         return True
     try:
@@ -27,13 +30,13 @@ def hold(folder: Path) -> bool:
         os.close(descriptor)
         return False
     _held[folder] = descriptor
-    with suppress(OSError):  # another user's
+    with suppress(OSError):  # it belongs to another user
         os.utime(folder)
     return True
 
 
 def most_folders() -> int:
-    """Raises ConfigError for a setting that is no number of at least 1."""
+    """Raises ConfigError for a setting that is not a number of at least 1."""
     given = os.environ.get(SETTING, "").strip()
     if not given:
         return MOST_FOLDERS
@@ -43,8 +46,9 @@ def most_folders() -> int:
 
 
 def remove_old(base: Path) -> None:
-    """Folders in `base` beyond the most there may be, the one used longest ago first. What cannot be removed
-    stays: another process has it, or it is another user's."""
+    """Remove folders in `base` beyond the limit, least recently used first. Folders that cannot be removed
+    stay, because another process uses them or they belong to another user.
+    """
     found = [(_used(one), one) for one in base.iterdir() if one.is_dir() and not one.name.startswith(".")]
     spare = len(found) - most_folders()
     for _, folder in sorted(found):
@@ -60,5 +64,5 @@ def _used(folder: Path) -> float:
 
 
 def remove(folder: Path) -> bool:
-    """Whether it was removed: not where a process has it."""
+    """Returns whether it was removed: not if a process uses it."""
     return folders.remove_unless_held(folder, "config.json")

@@ -1,4 +1,4 @@
-"""What stands for config.json and generation_config.json in a GGUF file, and its tensors' usual names."""
+"""Builds config.json, generation_config.json and the usual tensor names from a GGUF file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GEMMA2 = {
     **NAMES, "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
-# Factors of rotary frequencies, which are part of the configuration.
+# Factors of rotary frequencies, which become part of the configuration.
 FACTORS = {name: f"{name}.weight" for name in ("rope_freqs", "rope_factors_long", "rope_factors_short")}
 END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 LARGEST_GEMMAS = {
@@ -37,9 +37,8 @@ LARGEST_GEMMAS = {
 class GgufFamily:
     """One architecture of GGUF.
 
-    architecture: in config.json. fields: more keys of config.json. turned: llama.cpp's converter has
-    reordered the rows of q and k, so that pairs of rotated dimensions are neighbours. plus_one: it has added
-    1 to norms.
+    architecture: in config.json. fields: further keys of config.json. turned: llama.cpp's converter reordered
+    the rows of q and k, so that pairs of rotated dimensions are neighbours. plus_one: it added 1 to norms.
     """
 
     architecture: str
@@ -60,7 +59,7 @@ class _Metadata:
         return self.header.metadata.get(f"{self.kind}.{name}", default)
 
     def number(self, name: str, default: float | None = None) -> Any:
-        """Raises ConfigError unless it is one number, or the same one for every layer."""
+        """Raises ConfigError unless it is one number, or the same number for every layer."""
         found = self.get(name, default)
         if hasattr(found, "tolist"):
             values = set(found.tolist())
@@ -128,7 +127,7 @@ FAMILIES = {
 
 
 def family_of(header: Header) -> GgufFamily:
-    """Raises ConfigError for a file that is no base model, or of another architecture."""
+    """Raises ConfigError for a file that is not a base model, or has another architecture."""
     kind = header.metadata.get("general.architecture")
     if header.metadata.get("general.type", "model") != "model":
         found = printable(str(header.metadata["general.type"]))
@@ -143,7 +142,7 @@ def family_of(header: Header) -> GgufFamily:
 
 
 def tensor_name(name: str, family: GgufFamily) -> str:
-    """A tensor's name in a Hugging Face checkpoint; its own where it has no other."""
+    """A tensor's name in a Hugging Face checkpoint. Its own name if there is no other."""
     stem, _, end = name.rpartition(".")
     if stem in OUTSIDE:
         return f"{OUTSIDE[stem]}.{end}"
@@ -189,7 +188,7 @@ def config_json(header: Header, factors: Callable[[str], list[float]]) -> dict[s
 
 
 def _scaling(one: _Metadata, factors: Callable[[str], list[float]]) -> dict[str, Any]:
-    """rope_scaling. What scales each frequency by a factor of its own is longrope here."""
+    """rope_scaling. A scaling with one factor per frequency is called longrope here."""
     kind = one.get("rope.scaling.type", "none")
     context = one.number("rope.scaling.original_context_length", one.number("context_length"))
     original = {"original_max_position_embeddings": context}
@@ -211,6 +210,6 @@ def _scaling(one: _Metadata, factors: Callable[[str], list[float]]) -> dict[str,
 
 
 def generation_json(header: Header) -> dict[str, Any]:
-    """Each token that ends an answer."""
+    """All tokens that end an answer."""
     found = [header.metadata.get(f"tokenizer.ggml.{name}") for name in END_IDS]
     return {"eos_token_id": sorted({one for one in found if isinstance(one, int)})}

@@ -1,7 +1,7 @@
-"""Reads a GGUF file's header: its metadata, and where its tensors lie.
+"""Reads a GGUF file's header: its metadata, and the locations of its tensors.
 
-The file may be a stranger's: every count, length and offset is judged against the file's size before anything
-is read or allocated.
+The file is untrusted: every count, length and offset is checked against the file's size before anything is
+read or allocated.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ STRING, ARRAY = 8, 9
 MOST_KEYS, MOST_TENSORS, MOST_DIMS = 2**16, 2**17, 4
 LONGEST_KEY, LONGEST_NAME, LONGEST_TEXT = 2**16 - 1, 256, 2**24  # bytes
 LARGEST_HEADER = 2**28  # bytes
-MOST_TEXTS = 2**22  # in one array: more than any vocabulary and its merges
+MOST_TEXTS = 2**22  # in one array: more than in any vocabulary with its merges
 LARGEST_ALIGNMENT = 2**16
 
-# Type number -> name, values of a block, bytes of a block.
+# Type number -> name, values per block, bytes per block.
 TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
@@ -57,8 +57,9 @@ NOT_READ = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """shape: as PyTorch has it, outputs first. kind: a name of TYPES. offset: bytes from the file's start.
-    part: of a file in several parts, the number of the one that has it, from 0."""
+    """shape: as in PyTorch, outputs first. kind: a name in TYPES. offset: bytes from the file's start. part:
+    for a file in several parts, the index of its part.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -68,7 +69,7 @@ class TensorInfo:
 
     @property
     def row_bytes(self) -> int:
-        """Of one run of the last dimension."""
+        """Bytes of one run of the last dimension."""
         _, values, size = next(entry for entry in TYPES.values() if entry[0] == self.kind)
         return self.shape[-1] // values * size
 
@@ -87,7 +88,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Raises ConfigError naming what is wrong with the file."""
+    """Raises ConfigError that says what is wrong with the file."""
     try:
         with path.open("rb") as file:
             return _Reader(path, file).header()
@@ -123,7 +124,9 @@ class _Reader:
         return Header(self._path, metadata, self._placed(found, metadata))
 
     def _placed(self, found: list[TensorInfo], metadata: dict[str, Any]) -> dict[str, TensorInfo]:
-        """With offsets from the file's start. Raises ValueError for one outside the file."""
+        """The tensors with offsets from the file's start. Raises ValueError for an offset outside of the
+        file.
+        """
         align = metadata.get("general.alignment", 32)
         if not isinstance(align, int) or not 1 <= align <= LARGEST_ALIGNMENT or align & (align - 1):
             raise ValueError(

@@ -1,5 +1,6 @@
-"""GgufFile: a GGUF file as a checkpoint with Hugging Face's names. Quantised weights look as `manylora build`
-writes them, several tensors for each, so whatever reads such a checkpoint reads this."""
+"""GgufFile: presents a GGUF file as a checkpoint with Hugging Face's names. Quantised weights look as
+`manylora build` writes them, several tensors per weight, so that any code for such a checkpoint can read it.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ from manylora.kernels.quantised import QuantisedWeight
 from manylora.quant.checkpoint_weights import PARTS
 
 EMBEDDING = "token_embd.weight"
-WIDE_BYTES = 2**22  # of the file that are made wide at a time
+WIDE_BYTES = 2**22  # bytes of the file that are widened at a time
 
 
 class GgufFile:
-    """A context manager, which closes the file. Has the methods of SafetensorsFile. Safe from any thread.
+    """A context manager that closes the file. Has the methods of SafetensorsFile. Thread-safe.
 
-    path: of a file in several parts, any of them. on_read: called with the bytes of each reading. Raises
-    ConfigError.
+    path: for a file in several parts, any of them. on_read: called with the number of bytes of each read.
+    Raises ConfigError.
     """
 
     def __init__(self, path: Path, on_read: Callable[[int], None] = lambda count: None) -> None:
@@ -54,7 +55,7 @@ class GgufFile:
                 raise ConfigError(f"{path}: {name} is stored as {info.kind}, which only matrices are")
             stem = named.removesuffix("weight")
             self._parts |= {stem + PARTS[field]: (tensor, field) for field in FIELDS[info.kind]}
-        self._last: tuple[GgufTensor, QuantisedWeight] | None = None  # its parts are asked for one by one
+        self._last: tuple[GgufTensor, QuantisedWeight] | None = None  # its parts are requested one by one
         self._open = ExitStack()
         self._parts_open: list[int] = []
         try:
@@ -76,11 +77,11 @@ class GgufFile:
         return [*self._tensors, *self._parts]
 
     def types(self) -> Iterator[str]:
-        """Of the plain tensors, by safetensors' names."""
+        """Types of the plain tensors, by safetensors' names."""
         return (tensor.get_dtype() for tensor in self._tensors.values())
 
     def get_slice(self, name: str) -> GgufTensor:
-        """Of a plain tensor. Reads nothing yet."""
+        """A plain tensor. Does not read anything yet."""
         return self._tensors[name]
 
     def get_tensor(self, name: str) -> Tensor:
@@ -106,15 +107,15 @@ class GgufFile:
 
 
 class GgufTensor:
-    """One tensor of a file, in the order of rows and with the values that Hugging Face's checkpoint has.
+    """One tensor of a file, with the order of rows and the values of Hugging Face's checkpoint.
 
-    heads: llama.cpp has reordered the rows within each of so many; None: it has not. minus: taken off each
-    value.
+    heads: number of heads within which llama.cpp reordered the rows; None: not reordered. minus: subtracted
+    from each value.
     """
 
     def __init__(self, file: GgufFile, info: TensorInfo, heads: Any, minus: int) -> None:
         self._file, self._info, self._minus = file, info, minus
-        self._rows: Tensor | None = None  # the file's number of each row
+        self._rows: Tensor | None = None  # row numbers in the file
         count = info.shape[0]
         if heads is not None:
             if not isinstance(heads, int) or heads < 1 or count % heads or count // heads % 2:
@@ -127,7 +128,7 @@ class GgufTensor:
         return list(self._info.shape)
 
     def get_dtype(self) -> str:
-        """As safetensors names it; F32 for what is made wide when it is read."""
+        """The type as safetensors names it; F32 for tensors that are widened when read."""
         return self._info.kind if self._info.kind in PLAIN else "F32"
 
     @property
@@ -140,14 +141,14 @@ class GgufTensor:
         return made
 
     def read_rows(self, start: int, out: Tensor) -> None:
-        """Fill `out` with rows [start, start + len(out)), as of FileTensor."""
+        """Fill `out` with rows [start, start + len(out)), as in FileTensor."""
         step = max(1, WIDE_BYTES // self._info.row_bytes) if len(self._info.shape) > 1 else len(out)
         for first in range(0, len(out), step):
             part = out[first : first + step]
             part.copy_(self._read(start + first, len(part)).view(part.shape))
 
     def read_block(self, rows: range, columns: range) -> Tensor:
-        """As of FileTensor; rows are read whole, some at a time."""
+        """As in FileTensor. Rows are read completely, some at a time."""
         made = torch.empty((len(rows), len(columns)), dtype=self.dtype)
         step = max(1, WIDE_BYTES // self._info.row_bytes)
         for first in range(0, len(rows), step):

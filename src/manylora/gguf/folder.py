@@ -1,5 +1,6 @@
-"""A folder that stands for a GGUF file wherever a model's folder is asked for: links to the file's parts, and
-what its metadata says as config.json, tokenizer.json and so on."""
+"""A folder that stands for a GGUF file wherever a model's folder is expected. It has links to the file's
+parts, and its metadata as config.json, tokenizer.json and so on.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from manylora.gguf.parts import NAMED, part_name, part_paths, read_parts
 from manylora.gguf.tokenizer import has_tokenizer, tokenizer_config, tokenizer_json
 
 LINK = "model.gguf"
-VERSION = 1  # of what is written into a folder
+VERSION = 1  # version of a folder's contents
 MOST_FACTORS = 2**12
 
 
@@ -30,15 +31,17 @@ def is_gguf(path: Path) -> bool:
 
 
 def linked_files(folder: Path) -> list[Path]:
-    """The links to the parts of a GGUF file in the folder that stands for it; none in any other folder."""
+    """The links to a GGUF file's parts in the folder that stands for it. Empty for any other folder."""
     whole = folder / LINK
     return [whole] if whole.is_file() else sorted(folder.glob("model-*-of-*.gguf"))
 
 
 def gguf_folder(path: Path) -> Path:
-    """The folder of a GGUF file, or of the one that `path` is a part of, made if there is none, in
-    `~/.cache/manylora/gguf`. It is another one when a file has changed; folders that nobody has used for
-    longest are removed. Raises ConfigError."""
+    """The folder of a GGUF file, or of the file that `path` is a part of, in `~/.cache/manylora/gguf`.
+    Created if necessary.
+
+    A changed file gets another folder. The least recently used folders are removed. Raises ConfigError.
+    """
     parts = part_paths(path.absolute())
     files = [part.resolve() for part in parts]
     named = f"{VERSION}"
@@ -67,7 +70,7 @@ def gguf_folder(path: Path) -> Path:
 
 
 def _make(base: Path, folder: Path, texts: dict[str, str], links: dict[str, Path]) -> None:
-    """All of it, or nothing. Raises OSError."""
+    """Create all of it, or nothing. Raises OSError."""
     made = Path(tempfile.mkdtemp(prefix=".making-", dir=base))
     try:
         made.chmod(0o755)
@@ -76,11 +79,11 @@ def _make(base: Path, folder: Path, texts: dict[str, str], links: dict[str, Path
         for name, file in links.items():
             (made / name).symlink_to(file)
         if not (folder / "config.json").is_file():
-            remove(folder)  # what is left of one whose removal was cut short
+            remove(folder)  # remains of an interrupted removal
         made.rename(folder)
     except OSError:
         shutil.rmtree(made, ignore_errors=True)
-        if not (folder / "config.json").is_file():  # else another process was faster
+        if not (folder / "config.json").is_file():  # otherwise another process was faster
             raise
 
 

@@ -1,5 +1,6 @@
-"""GGUF files in several parts, NAME-00001-of-00003.gguf and so on: the first has the metadata, each has some
-of the tensors, and each is a GGUF file of its own."""
+"""GGUF files in several parts, NAME-00001-of-00003.gguf and so on. The first has the metadata, each has some
+of the tensors, and each is a valid GGUF file.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
 def part_paths(path: Path) -> list[Path]:
-    """All parts, in order, of a file of which `path` is any; the file alone where its name says nothing.
+    """All parts of a file, in order; `path` is any of them. Only the file itself if its name does not
+    indicate parts.
 
-    Raises ConfigError naming the first part that is missing.
+    Raises ConfigError that names the first missing part.
     """
     named = NAMED.fullmatch(path.stem)
     if named is None:
@@ -45,7 +47,7 @@ def part_name(stem: str, number: int, count: int, suffix: str = ".gguf") -> str:
 def read_parts(path: Path) -> Header:
     """The header of the whole file, of which `path` is any part: the first part's metadata, and all tensors.
 
-    Every part is judged against its own size before anything of it is read. Raises ConfigError.
+    Every part is checked against its own size before anything of it is read. Raises ConfigError.
     """
     paths = part_paths(path)
     headers = [read_header(one) for one in paths]

@@ -1,4 +1,4 @@
-"""What stands for tokenizer.json and tokenizer_config.json in a GGUF file."""
+"""Builds tokenizer.json and tokenizer_config.json from a GGUF file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from manylora.gguf.container import Header
 logger = logging.getLogger("manylora")
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
-SPACE = "▁"  # what SentencePiece writes for a space
-LONGEST_PIECE = 512  # characters; longer tokens are none that text is made of
+SPACE = "▁"  # SentencePiece's symbol for a space
+LONGEST_PIECE = 512  # characters; longer tokens do not occur in text
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
-# How text is cut before pairs are merged, by tokenizer.ggml.pre: as the models' own tokenizer.json has it.
+# How text is split before merges, by tokenizer.ggml.pre, as in the models' own tokenizer.json.
 TAILS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = TAILS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + REST
@@ -41,12 +41,12 @@ WHOLE_WORDS = (
     "llama-v3",
     "llama4-bpe",
     "tekken",
-)  # words of the vocabulary are not merged
+)  # words in the vocabulary are not merged
 COMPOSED = ("qwen2",)  # NFC
 
 
 def tokenizer_json(header: Header) -> dict[str, Any]:
-    """Raises ConfigError naming a kind of tokenizer that is not read."""
+    """Raises ConfigError that names a kind of tokenizer that is not supported."""
     kind, tokens = header.metadata.get("tokenizer.ggml.model"), _tokens(header)
     vocab: dict[str, int] = {}
     for number, token in enumerate(tokens):
@@ -113,7 +113,7 @@ def _special_id(header: Header, name: str, tokens: list[str]) -> int | None:
 
 
 def _added(header: Header, tokens: list[str], kind: str) -> list[dict[str, Any]]:
-    """Tokens that are found in a text as they are. Runs of spaces are left to the merges."""
+    """Tokens that are matched literally in a text. Runs of spaces are left to the merges."""
     added = []
     for number, (token, sort) in enumerate(zip(tokens, _types(header, len(tokens)), strict=True)):
         special = sort in (CONTROL, UNKNOWN)
@@ -217,7 +217,7 @@ def _sentence_pieces(header: Header, vocab: dict[str, int]) -> dict[str, Any]:
 
 
 def _merges(header: Header, tokens: list[str], vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """SentencePiece merges the pair whose token has the highest score; each way to make a token from two."""
+    """SentencePiece merges the pair whose token has the highest score: all ways to build a token from two."""
     scores = header.metadata.get("tokenizer.ggml.scores")
     values: list[float] = scores.tolist() if isinstance(scores, np.ndarray) else []
     if len(values) != len(tokens):

@@ -1,1 +1,1 @@
-"""The ranks of one engine: how they find each other, what they send each other, and who notices a loss."""
+"""The ranks of one engine: how they find each other, what they exchange, and how a loss is detected."""

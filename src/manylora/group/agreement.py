@@ -1,4 +1,4 @@
-"""What all ranks of a group must have alike: the configuration, and the files of the checkpoint."""
+"""What must be equal on all ranks of a group: the configuration, and the checkpoint's files."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ OF_RANK_0 = (
     "model_dir", "tokenizer_dir", "prefetch_dir", "catalog_dir", "names_file", "allowed_paths",
     "disk_cache_dir",
 )  # fmt: skip
-"""Paths, which may differ between hosts; those of adapters only rank 0 reads."""
+"""Paths, which may differ between hosts. Those of adapters are read only by rank 0."""
 
 
 def to_values(config: EngineConfig) -> dict[str, Any]:
-    """As JSON can hold it."""
+    """The configuration as JSON-serialisable values."""
     return json.loads(json.dumps(asdict(config), default=str))
 
 
 def from_values(values: Mapping[str, Any]) -> EngineConfig:
-    """What `to_values` was made of."""
+    """The configuration from which `to_values` made these."""
     given = dict(values)
     lora, quant = _typed(LoraCacheConfig, given.pop("lora")), given.pop("quant")
     own = _typed(EngineConfig, given)
@@ -44,7 +44,7 @@ def _typed(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def identity(config: EngineConfig) -> dict[str, str]:
-    """What ranks compare: of each part of what they serve, one line."""
+    """What ranks compare: one line for each part of what they serve."""
     values = to_values(config)
     lora = values.pop("lora")
     settings = {name: value for name, value in {**lora, **values}.items() if name not in OF_RANK_0}
@@ -56,7 +56,7 @@ def identity(config: EngineConfig) -> dict[str, str]:
 
 
 def check_identity(rank: int, found: Mapping[str, str], expected: Mapping[str, str]) -> None:
-    """Raises ConfigError that says what a rank has otherwise than rank 0."""
+    """Raises ConfigError that says what differs from rank 0."""
     for name, value in expected.items():
         if found.get(name) != value:
             more = "" if name == "another checkpoint" else f": {found.get(name)}, rank 0 has {value}"
@@ -65,7 +65,7 @@ def check_identity(rank: int, found: Mapping[str, str], expected: Mapping[str, s
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Of config.json, and of the names and sizes of the files with weights; their bytes are not read."""
+    """Digest of config.json, and of names and sizes of the weight files. Their contents are not read."""
     digest = hashlib.sha256()
     try:
         digest.update((folder / "config.json").read_bytes() if folder.is_dir() else b"")

@@ -1,4 +1,6 @@
-"""Channel: messages of a name, plain values and arrays over a socket. Arrays cross as their bytes."""
+"""Channel: messages over a socket, each with a name, plain values and arrays. Arrays are sent as their
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ MAX_HEADER = 2**26  # bytes
 
 
 class ChannelClosedError(ConnectionError):
-    """The other end is gone."""
+    """The other end has closed the channel."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """what: its name. values: what JSON can hold."""
+    """what: its name. values: JSON-serialisable."""
 
     what: str
     values: dict[str, Any] = field(default_factory=dict)
@@ -32,7 +34,7 @@ class Message:
 
 
 class Channel:
-    """Any thread sends, one receives. Raises ChannelClosedError when the other end is gone."""
+    """Any thread may send, one thread receives. Raises ChannelClosedError if the other end is gone."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -55,7 +57,7 @@ class Channel:
             raise ChannelClosedError(str(error)) from error
 
     def receive(self) -> Message:
-        """Waits for the next message, for ever or as `set_timeout` says: then TimeoutError."""
+        """Wait for the next message, forever or as set by `set_timeout`; then raises TimeoutError."""
         (size,) = HEAD.unpack(self._take(HEAD.size))
         if size > MAX_HEADER:
             raise ChannelClosedError(f"a header of {size} bytes")
@@ -63,11 +65,13 @@ class Channel:
         return Message(what, values, [self._array(np.dtype(kind), shape) for kind, shape in shapes])
 
     def set_timeout(self, seconds: float | None) -> None:
-        """Of each wait for bytes."""
+        """Timeout of each wait for bytes."""
         self._socket.settimeout(seconds)
 
     def is_closed(self) -> bool:
-        """Whether the other end is gone, and nothing that it said is left. While nobody receives."""
+        """Whether the other end is gone and nothing is left to receive. Call it only while nobody
+        receives.
+        """
         try:
             return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -76,7 +80,7 @@ class Channel:
             return True
 
     def close(self) -> None:
-        """Idempotent. The other end sees it at once, also where a process has inherited the socket."""
+        """Idempotent. The other end notices at once, even if a child process has inherited the socket."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -98,7 +102,7 @@ class Channel:
                 count = self._socket.recv_into(place)
             except OSError as error:
                 if isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:
-                    raise  # of `set_timeout`; the system's means that the other host is gone
+                    raise  # from `set_timeout`; the system's timeout means that the other host is gone
                 raise ChannelClosedError(str(error)) from error
             if not count:
                 raise ChannelClosedError("the other end closed")

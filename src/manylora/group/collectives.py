@@ -1,4 +1,4 @@
-"""Joins torch's collectives, in which the ranks of a group compute together."""
+"""Joins torch's collectives, with which the ranks of a group compute together."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from torch.distributed import Store
 from manylora.errors import ConfigError
 from manylora.group.place import Place
 
-GLOO = "GLOO_SOCKET_IFNAME"  # else Gloo takes the address of the host's name, which is often the loopback's
-SIOCGIFADDR, NAME_SIZE = 0x8915, 16  # of linux/sockios.h and linux/if.h
+GLOO = "GLOO_SOCKET_IFNAME"  # otherwise Gloo uses the host name's address, often the loopback's
+SIOCGIFADDR, NAME_SIZE = 0x8915, 16  # from linux/sockios.h and linux/if.h
 
 
 @contextmanager
 def interface_of(place: Place) -> Iterator[None]:
-    """Within it, Gloo connects over the interface of rank 0's host, or over none that others see where all
-    ranks are on one, unless the user has chosen."""
+    """Inside, Gloo connects over the interface that reaches rank 0's host, or over the loopback if all ranks
+    are on one host, unless the user has chosen an interface.
+    """
     name = "lo" if place.on_one_host else interface_towards(place.address)
     if name is None or GLOO in os.environ:
         yield
@@ -37,7 +38,7 @@ def interface_of(place: Place) -> Iterator[None]:
 
 
 def join_collectives(place: Place, store: Store, backend: str) -> None:
-    """Every rank calls this at the same time; it waits for all. backend: of torch. Raises ConfigError."""
+    """All ranks call this at the same time; it waits for all. backend: torch's. Raises ConfigError."""
     if dist.is_initialized():
         raise ConfigError(
             "torch.distributed is in use in this process already: one engine of several ranks at a time"
@@ -63,13 +64,13 @@ def _addresses(probe: socket.socket) -> Iterator[tuple[str, ipaddress.IPv4Addres
             yield name, ipaddress.ip_address(bytes.fromhex(digits))
         return
     for _, name in socket.if_nameindex():
-        with suppress(OSError):  # it has none
+        with suppress(OSError):  # it has no address
             request = struct.pack(f"{NAME_SIZE}s24x", name.encode())
             yield name, ipaddress.ip_address(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
 
 
 def leave_group() -> None:
-    """Once nothing is computed any more, or ranks are gone. Idempotent."""
+    """Call this once nothing is computed any more, or ranks are gone. Idempotent."""
     if dist.is_initialized():
         with suppress(RuntimeError):
             dist.destroy_process_group()

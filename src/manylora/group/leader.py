@@ -1,4 +1,4 @@
-"""Leader: rank 0's side of a group. It tells the other ranks what it does itself, so that all do the same."""
+"""Leader: rank 0's side of a group. It tells the other ranks what it does, so that all ranks do the same."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from manylora.group.watch import Watch
 
 logger = logging.getLogger("manylora")
 
-FIND_S = 5.0  # for the reason of an error that may be the loss of a rank
+FIND_S = 5.0  # to find out whether an error was caused by the loss of a rank
 
 
 class Leader:
-    """Raises ConfigError when a rank does not come, or has another checkpoint or configuration.
+    """Raises ConfigError if a rank does not join, or has another checkpoint or configuration.
 
     store: for torch's collectives.
     """
 
     def __init__(self, config: EngineConfig, place: Place) -> None:
         self.place, self._ended, self._told = place, False, 0
-        self._lock = threading.Lock()  # of the channels of adapters
+        self._lock = threading.Lock()  # protects the adapter channels
         store, token = open_store(place), secrets.token_hex(16) if place.address else ""
         self.store: Store = group_store(store, token)
         self._watch = Watch(place.size, meet_ranks(place, store, token) if place.address else None)
@@ -46,13 +46,13 @@ class Leader:
             raise
 
     def on_loss(self, lost: Callable[[str], None]) -> None:
-        """Call `lost` once, with the reason, when a rank is lost; from any thread."""
+        """Call `lost` once, from any thread, with the reason when a rank is lost."""
         self._watch.lost = lost
         if self._watch.reason is not None:
             lost(self._watch.reason)
 
     def tell(self, message: Message) -> None:
-        """Have the others do the same, in the order of the calls. One thread. Raises GroupLostError."""
+        """Make the other ranks do the same, in the order of the calls. One thread. Raises GroupLostError."""
         self._told += 1
         for link in self._watch.links:
             try:
@@ -61,9 +61,11 @@ class Leader:
                 raise self.lost(error) from error
 
     def ask(self, message: Message) -> None:
-        """Have the others do something beside the steps, and wait until they have: after what they were told
-        before, as that may need the pages that this gives to another adapter. Any thread. Raises RequestError
-        when one could not, GroupLostError."""
+        """Make the other ranks do something beside the steps, and wait until they have.
+
+        They do it after everything they were told before, which may still need pages that this gives to
+        another adapter. Thread-safe. Raises RequestError if a rank could not do it, GroupLostError.
+        """
         failed: str | None = None
         message = replace(message, values={**message.values, "after": self._told})
         with self._lock:
@@ -78,7 +80,7 @@ class Leader:
             raise RequestError(f"The adapter could not be loaded: {failed}")
 
     def lost(self, error: BaseException) -> GroupLostError:
-        """Of an error in what all ranks do together: after it they are not in step any more."""
+        """For an error in a joint operation: afterwards the ranks are no longer in step."""
         if isinstance(error, GroupLostError):
             return error
         reason = self._watch.wait_loss(FIND_S)
@@ -89,12 +91,12 @@ class Leader:
         return GroupLostError(reason)
 
     def start_error(self, error: Exception) -> Exception:
-        """What to raise for an error while the group starts: another rank may be its reason."""
+        """The error to raise for an error while the group starts, which another rank may have caused."""
         reason = self._watch.wait_loss(0.0 if isinstance(error, ConfigError) else FIND_S)
         return error if reason is None else ConfigError(reason)
 
     def end(self, message: Message) -> bool:
-        """Tell the other ranks to end, and wait until they have. False: that was done before."""
+        """Tell the other ranks to end, and wait for them. Returns False if that was done before."""
         if self._ended:
             return False
         with suppress(GroupLostError):
@@ -124,7 +126,9 @@ class Leader:
             self.tell_one(link.rank, Message(AGREED))
 
     def _refuse(self, reason: str) -> None:
-        """Let the others say it too: each host's user sees its own rank's words only."""
+        """Pass the reason on to the other ranks, because each host's user sees only its own rank's
+        messages.
+        """
         for link in self._watch.links:
             with suppress(ChannelClosedError):
                 link.steps.send(Message(REFUSED, {"reason": reason}))

@@ -1,4 +1,4 @@
-"""Place: which rank of how many this process is, by the environment of torchrun, mpirun or srun."""
+"""Place: which rank this process is, and of how many, from the environment of torchrun, mpirun or srun."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manylora.errors import ConfigError
 
 
 class Names(NamedTuple):
-    """Of a launcher's variables. local: of this host."""
+    """Names of a launcher's variables. local: on this host."""
 
     launcher: str
     rank: str
@@ -22,24 +22,25 @@ class Names(NamedTuple):
 
 
 MPI = "OMPI_COMM_WORLD"
-# Those of a step: a job has such without `STEP` also where nothing has started several processes. Behind the
-# others, as mpirun starts what it needs on other hosts by srun, and torchrun may be started by it.
+# Variables of a job step: a job has those without `STEP` even if it started only one process. Last in the
+# order, because mpirun starts its processes on other hosts with srun, and srun may start torchrun.
 SRUN = Names("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 LAUNCHERS = (
     Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     Names("mpirun", f"{MPI}_RANK", f"{MPI}_SIZE", f"{MPI}_LOCAL_RANK", f"{MPI}_LOCAL_SIZE"),
     SRUN,
 )
-RUN_BY = ("TORCHELASTIC_RUN_ID", f"{MPI}_RANK")  # variables of a launcher that waits for its processes
-RANK_0_GONE = 3  # exit status of another rank that has lost rank 0
+RUN_BY = ("TORCHELASTIC_RUN_ID", f"{MPI}_RANK")  # set by launchers that wait for their processes
+RANK_0_GONE = 3  # exit status of a rank that has lost rank 0
 DEFAULT_PORT = 29500  # torch's
 LOOPBACKS = ("127.", "localhost", "::1")
 
 
 @dataclass(frozen=True)
 class Place:
-    """local_rank, local_size: of this host. address, port: of rank 0's store; "" where rank 0 has started the
-    other ranks itself."""
+    """local_rank, local_size: on this host. address, port: of rank 0's store; "" if rank 0 started the other
+    ranks itself.
+    """
 
     rank: int
     size: int
@@ -50,7 +51,7 @@ class Place:
 
     @classmethod
     def alone(cls, size: int) -> Place:
-        """Rank 0 of a group on this machine, whose other ranks it starts."""
+        """Rank 0 of a group on this machine that starts its other ranks itself."""
         return cls(0, size, 0, size)
 
     @property
@@ -59,23 +60,23 @@ class Place:
 
 
 def is_one_of_several(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher has started several processes, whatever they run. Raises ConfigError."""
+    """Whether a launcher started several processes, of any program. Raises ConfigError."""
     return _started(environment) is not None
 
 
 def started_rank(environment: Mapping[str, str] = os.environ) -> int:
-    """Among those processes; 0 also for one alone. Raises ConfigError."""
+    """The rank among those processes. 0 also for a single process. Raises ConfigError."""
     started = _started(environment)
     return 0 if started is None else started.rank
 
 
 def ends_with_launcher(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher waits for this process, and takes its end for the end of the work."""
+    """Whether a launcher waits for this process, and takes its exit for the end of the work."""
     return any(name in environment for name in RUN_BY) or environment.get(SRUN.size, "1") != "1"
 
 
 def find_place(size: int, environment: Mapping[str, str] = os.environ) -> Place:
-    """size: of the group that is wanted. Raises ConfigError when a launcher started another number."""
+    """size: requested size of the group. Raises ConfigError if a launcher started another number."""
     started = None if size == 1 else _started(environment)
     if started is None:
         return Place.alone(size)
@@ -109,7 +110,7 @@ class _Started(NamedTuple):
 
 
 def _started(environment: Mapping[str, str]) -> _Started | None:
-    """None: nobody has started several."""
+    """None: no launcher started several processes."""
     for names in LAUNCHERS:
         if names.rank in environment and names.size in environment:
             rank, count = _number(environment, names.rank, 0), _number(environment, names.size, 0)
@@ -119,7 +120,7 @@ def _started(environment: Mapping[str, str]) -> _Started | None:
 
 
 def _local_size(environment: Mapping[str, str], names: Names, size: int) -> int:
-    """srun has the numbers of all hosts, as 2(x3),1."""
+    """srun lists the numbers of all hosts, for example 2(x3),1."""
     text = environment.get(names.local_size, "")
     if names is not SRUN or not text:
         return _number(environment, names.local_size, size)

@@ -1,5 +1,6 @@
-"""How ranks find each other: rank 0 starts the others and hands them its sockets, or torchrun or mpirun has
-started all of them and they meet at a store of torch's."""
+"""How ranks find each other. Either rank 0 starts the others and passes them its sockets, or torchrun or
+mpirun started all of them and they meet at a torch store.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +24,22 @@ from manylora.group.place import Place
 logger = logging.getLogger("manylora")
 
 COMMAND = "manylora.engine.follower"
-START_S = 240.0  # for all ranks to come: less than the launcher's time for a start
-PAUSE_S = 0.5  # before a rank looks for rank 0 again
-HELLO_S = 30.0  # for one that has connected to say who it is
+START_S = 240.0  # for all ranks to join: less than the launcher's start timeout
+PAUSE_S = 0.5  # between attempts of a rank to find rank 0
+HELLO_S = 30.0  # for a connected rank to identify itself
 KEY = "manylora/rank0"
-AGREED, REFUSED = "agreed", "refused"  # what rank 0 answers to what another has said of itself
+AGREED, REFUSED = "agreed", "refused"  # rank 0's answers to a rank's description
 LOOPBACK = "127.0.0.1"
-# A host that is gone answers nothing: after about so long its connections break.
+# A host that is gone does not respond: after about this time its connections break.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
 
 
 @dataclass
 class Link:
-    """One other rank, as rank 0 has it. process: None where somebody else has started it.
+    """Another rank, as seen by rank 0. process: None if it was started elsewhere.
 
-    steps: what ranks do one after the other, and from there what they say of themselves. adapters: requests
-    and answers, so that a large adapter delays no step.
+    steps: for operations in order, and from there for reports. adapters: for requests with answers, so that a
+    large adapter does not delay a step.
     """
 
     rank: int
@@ -52,7 +53,7 @@ class Link:
 
 
 def spawn_ranks(size: int) -> list[Link]:
-    """Processes that end with the thread that calls this, at the latest."""
+    """Processes that end with the calling thread, at the latest."""
     links: list[Link] = []
     for rank in range(1, size):
         pairs = [socket.socketpair() for _ in range(2)]
@@ -61,7 +62,7 @@ def spawn_ranks(size: int) -> list[Link]:
         command = [sys.executable, "-m", COMMAND, str(os.getpid()), *map(str, numbers)]
         cores = max(1, len(os.sched_getaffinity(0)) // size)
         environment = {"OMP_NUM_THREADS": str(cores), **os.environ}
-        process = subprocess.Popen(  # not in the terminal's process group: Ctrl-C is for rank 0
+        process = subprocess.Popen(  # outside the terminal's process group: Ctrl-C is for rank 0
             command, pass_fds=numbers, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
         )
         for one in theirs:
@@ -71,7 +72,7 @@ def spawn_ranks(size: int) -> list[Link]:
 
 
 def open_store(place: Place) -> Store:
-    """For torch's collectives, of rank 0. Raises ConfigError."""
+    """Rank 0's store for torch's collectives. Raises ConfigError."""
     if not place.address:
         return TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     try:
@@ -90,14 +91,14 @@ def _open_store(place: Place, seconds: float) -> Store:
 
 
 def group_store(store: Store, token: str = "") -> Store:
-    """What only this start of the group sees: torchrun's own store outlives it."""
+    """A store that only this start of the group sees. torchrun's own store outlives it."""
     return PrefixStore(f"manylora/{token}", store)
 
 
 def meet_ranks(place: Place, store: Store, token: str) -> list[Link]:
-    """The others, which were started elsewhere. Raises ConfigError that names those that did not come.
+    """The other ranks, which were started elsewhere. Raises ConfigError that names those that did not join.
 
-    token: of this start, for `group_store` of all ranks, and so that nobody else is taken for one.
+    token: identifies this start, for `group_store` of all ranks, and to reject strangers.
     """
     found: dict[int, dict[str, Channel]] = {}
     deadline = time.monotonic() + START_S
@@ -125,7 +126,7 @@ def meet_ranks(place: Place, store: Store, token: str) -> list[Link]:
                 continue
             rank, name = int(hello["rank"]), str(hello["name"])
             if any(one.is_closed() for one in found.get(rank, {}).values()):
-                for one in found.pop(rank).values():  # it ended meanwhile, and was started again
+                for one in found.pop(rank).values():  # it ended meanwhile and was restarted
                     one.close()
             if not 0 < rank < place.size or name in found.setdefault(rank, {}):
                 raise ConfigError(
@@ -146,7 +147,7 @@ def _listen(place: Place) -> socket.socket:
 
 
 class Joined(NamedTuple):
-    """What another rank has of the group; see `Link`."""
+    """Another rank's connections to the group; see `Link`."""
 
     steps: Channel
     adapters: Channel
@@ -154,8 +155,9 @@ class Joined(NamedTuple):
 
 
 def join(place: Place) -> Joined:
-    """The other side of `meet_ranks`; returns when all ranks have come. What it finds may be left of a rank 0
-    that has just ended, so it looks again and again. Raises ConfigError."""
+    """The counterpart of `meet_ranks`. Returns when all ranks have joined. Retries, because what it finds may
+    be left over from a rank 0 that has just ended. Raises ConfigError.
+    """
     deadline = time.monotonic() + START_S
     while True:
         opened: list[Channel] = []
@@ -175,7 +177,7 @@ def join(place: Place) -> Joined:
 
 
 def _join(place: Place, opened: list[Channel], deadline: float) -> Joined:
-    """opened: takes the channels. Raises OSError, RuntimeError, ValueError."""
+    """opened: collects the opened channels. Raises OSError, RuntimeError, ValueError."""
 
     def left() -> float:
         return max(1.0, deadline - time.monotonic())
@@ -188,7 +190,7 @@ def _join(place: Place, opened: list[Channel], deadline: float) -> Joined:
         opened.append(channel)
         channel.send(hello(rank=place.rank, name=name, token=token))
     opened[0].set_timeout(START_S)
-    opened[0].receive()  # once all have come
+    opened[0].receive()  # sent once all have joined
     for channel in opened:
         channel.set_timeout(None)
     return Joined(opened[0], opened[1], group_store(store, token))

@@ -1,4 +1,4 @@
-"""Watch: a thread of rank 0 that notices a rank that ended, hangs or has lost its host."""
+"""Watch: a thread on rank 0 that detects ranks that ended, hang or lost their host."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from manylora.system.own_clock import OwnClock
 logger = logging.getLogger("manylora")
 
 PERIOD_S = 0.1
-STOPPED_S = 3.0  # that a process is stopped by a signal, before it counts as lost
-SILENCE_S = 30.0  # of a rank that says twice a second that it is there
-TURN_S = 1.0  # of `OwnClock`: what a look may take and count
-LAST_WORDS_S = 1.0  # after a rank has closed its sockets, for it to end
-END_S = 5.0  # for ranks to end by themselves
+STOPPED_S = 3.0  # a process stopped by a signal for this long counts as lost
+SILENCE_S = 30.0  # without reports, which come twice a second, a rank counts as lost
+TURN_S = 1.0  # of `OwnClock`: the most that one check can add
+LAST_WORDS_S = 1.0  # for a rank to exit after it closed its sockets
+END_S = 5.0  # for ranks to exit by themselves
 
 
 class Watch:
-    """Starts the ranks too, because the system ends them with the thread that has started them, and this one
-    lasts as long as the process.
+    """It also starts the ranks, because the system ends them with the thread that started them, and this
+    thread lives as long as the process.
 
     links: to ranks that were started elsewhere. lost: called once, on this thread, with the reason.
     """
@@ -39,7 +39,7 @@ class Watch:
         self.reason: str | None = None
         self.links = links or []
         self._size, self._closing = size, threading.Event()
-        self._found = threading.Event()  # a loss
+        self._found = threading.Event()  # set when a loss was found
         self._started = threading.Event()
         self._news = threading.Condition()
         self._hellos: dict[int, Mapping[str, Any]] = {}
@@ -56,25 +56,25 @@ class Watch:
             raise self._error
 
     def wait_hello(self, rank: int, deadline: float) -> Mapping[str, Any] | None:
-        """What a rank has said of itself; None when it is lost, or has not come until `deadline`."""
+        """A rank's description of itself. None if it is lost, or has not joined by `deadline`."""
         with self._news:
             while rank not in self._hellos and self.reason is None and time.monotonic() < deadline:
                 self._news.wait(PERIOD_S)
             return self._hellos.get(rank)
 
     def wait_loss(self, seconds: float) -> str | None:
-        """The reason of a loss that is found within so long."""
+        """The reason of a loss found within this time."""
         self._found.wait(seconds)
         return self.reason
 
     def note(self, reason: str) -> None:
-        """A loss that somebody else has seen. The first counts. Any thread."""
+        """Record a loss detected elsewhere. Only the first counts. Thread-safe."""
         if self.reason is None and not self._closing.is_set():
             self.reason = reason
             self._found.set()
 
     def close(self) -> None:
-        """End all ranks: those that do not end by themselves are killed. Idempotent."""
+        """End all ranks. Those that do not exit are killed. Idempotent."""
         self._closing.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * END_S)
@@ -97,7 +97,7 @@ class Watch:
         self._end(END_S)
 
     def _look(self) -> None:
-        """Take what ranks say, for PERIOD_S at most."""
+        """Receive reports, for at most PERIOD_S."""
         now, links = self._clock.read(), {link.steps.fileno(): link for link in self.links}
         readable, _, _ = select.select(list(links), [], [], PERIOD_S)
         for number in readable:
@@ -119,7 +119,7 @@ class Watch:
             self._check(link, now)
 
     def _check(self, link: Link, now: float) -> None:
-        heard = self._heard.get(link.rank, now)  # one that imports and loads says nothing yet
+        heard = self._heard.get(link.rank, now)  # a rank that is still loading does not report yet
         if link.process is not None and _is_stopped(link.process.pid):
             if now - self._stopped.setdefault(link.rank, now) > STOPPED_S:
                 self.note(f"rank {link.rank} of {self._size} was stopped by a signal")
@@ -137,7 +137,7 @@ class Watch:
         return f"rank {link.rank} of {self._size} {how}"
 
     def _end(self, patience: float) -> None:
-        """Close all channels, which ends the ranks; kill those of this machine that do not end."""
+        """Close all channels, which ends the ranks. Kill those on this machine that do not exit."""
         for link in self.links:
             link.close()
         deadline = time.monotonic() + patience

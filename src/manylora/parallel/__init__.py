@@ -1,1 +1,3 @@
-"""Tensor, pipeline and expert parallelism, applied to a model from outside: no layer knows of a rank."""
+"""Tensor, pipeline and expert parallelism, applied to a model from outside: layers do not know about
+ranks.
+"""

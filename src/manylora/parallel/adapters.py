@@ -1,8 +1,8 @@
-"""AdapterSlicer: what one rank holds of each adapter.
+"""AdapterSlicer: the part of each adapter that one rank holds.
 
-The pages of an adapter have the same numbers on every rank, so one rank decides for all: the geometry of
-pages is that of the largest stage on all of them, and an adapter takes as many pages as its part of any stage
-does.
+An adapter's pages have the same numbers on all ranks, so that one rank can decide for all. Therefore all
+ranks use the page geometry of the largest stage, and an adapter takes as many pages as its part needs on any
+stage.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from manylora.request import INVOCATION, LoraExtra
 
 
 class AdapterSlicer:
-    """model: the whole one. target_modules: as of LoraCacheConfig. agree: the smallest number that any rank
-    gives. held: this rank's modules, layers as in its stage."""
+    """model: the whole model. target_modules: as in LoraCacheConfig. agree: returns the smallest number among
+    all ranks. held: this rank's modules, with the layers of its stage.
+    """
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class AdapterSlicer:
         self._model, self._mapping, self.agree = model, mapping, agree
         self.num_ranks = mapping.world_size
         self._whole = lora_modules(model, target_modules)
-        self._every = lora_modules(model), self._of_rank(())  # also those that adapters may not have rows for
+        self._every = lora_modules(model), self._of_rank(())  # includes modules that are not targets
         self._local: Dict[int, LoraModule] = self._of_rank(target_modules)
         self.num_layers = len(layers_of_stage(model, mapping.at(0)))
         stages = [mapping.at(stage * mapping.tp_size) for stage in range(mapping.pp_size)]
@@ -56,16 +57,16 @@ class AdapterSlicer:
         self._qk_norms[names.k_norm] = (key_heads, model.num_kv_heads)
 
     def _of_rank(self, target_modules: tuple[str, ...]) -> dict[int, LoraModule]:
-        """One rank's modules, whatever its stage; layers as in the whole model."""
+        """One rank's modules, independent of its stage, with the layers of the whole model."""
         mapping = self._mapping
         tp = mapping.tp_size
         of_layer = Mapping(tp, mapping.tp_rank, tp, moe_ep_size=mapping.moe_ep_size)
         found = lora_modules(rank_config(self._model, of_layer), target_modules)
-        router = LoraModuleId.MOE_ROUTER  # it chooses among the experts of all ranks
+        router = LoraModuleId.MOE_ROUTER  # the router chooses among the experts of all ranks
         return {**found, router: lora_modules(self._model)[router]} if router in found else found
 
     def _in_stages(self, stages: Sequence[Mapping]) -> dict[int, LoraModule]:
-        """A rank's modules, layers as in a stage: on each the largest of what these stages have there."""
+        """A rank's modules, with the layers of a stage: on each the largest of these stages."""
         found: dict[int, dict[int, LoraModule]] = {}
         for mapping in stages:
             for module_id, module in self._local.items():
@@ -81,8 +82,9 @@ class AdapterSlicer:
         return partial(place_in_stage, self._model, mapping)
 
     def slice(self, adapter: Adapter | FileAdapter) -> AdapterPart:
-        """This rank's rows and extras, layers numbered from the stage's first. The digest stays. An
-        AdapterPart is returned as it is. The values must be in memory."""
+        """This rank's rows and extras, with layers numbered from the stage's first. The digest is kept. An
+        AdapterPart is returned unchanged. The values must be in memory.
+        """
         if isinstance(adapter, AdapterPart):
             return adapter
         assert isinstance(adapter, Adapter), "readers of several ranks read values"
@@ -94,13 +96,13 @@ class AdapterSlicer:
         return AdapterPart(adapter.digest, tuple(rows), tuple(kept))
 
     def layout(self, adapter: Adapter | FileAdapter, geometry: CacheGeometry, element_bytes: int) -> Layout:
-        """Of this rank's part, with as many pages as on every rank. Raises AdapterInvalidError."""
+        """Layout of this rank's part, with as many pages as on every rank. Raises AdapterInvalidError."""
         mapping, sizes = self._mapping, (geometry, element_bytes)
         if isinstance(adapter, AdapterPart):
             shapes, extras, pages = adapter.shapes(self.held), adapter.extras, adapter.num_pages
             mine = with_extras(Layout.of(shapes, *sizes), extras, geometry)
         else:
-            # The first rank of a stage has all that the others of its stage have.
+            # The first rank of a stage has everything that the stage's other ranks have.
             stages = [mapping.at(stage * mapping.tp_size) for stage in range(mapping.pp_size)]
             pages = max(self._layout(adapter, one, *sizes).num_pages for one in stages)
             mine = self._layout(adapter, mapping, *sizes)
@@ -120,13 +122,15 @@ class AdapterSlicer:
         return with_extras(Layout.of(shapes, geometry, element_bytes), kept, geometry)
 
     def _extra(self, extra: LoraExtra, mapping: Mapping) -> LoraExtra | None:
-        """A rank's part of an extra. Those of embedding and head are whole on every rank of their stage."""
+        """A rank's part of an extra. Extras of embedding and head are complete on every rank of their
+        stage.
+        """
         found = LAYER.match(extra.name)
         if extra.name == INVOCATION:
             return extra
         if found is None:
             part = of_stack(extra.name).partition(".")[0]
-            last = part in ("norm", "head")  # scores are made on rank 0
+            last = part in ("norm", "head")  # scores are computed on rank 0
             tied = extra.name == "embed.tokens" and self._model.tie_word_embeddings
             here = (mapping.is_first_stage and not last) or (mapping.is_last_stage and (last or tied))
             return extra if here else None
@@ -141,7 +145,7 @@ class AdapterSlicer:
     def _of_layer(
         self, name: str, values: np.ndarray, mapping: Mapping, number: int, layer: int
     ) -> np.ndarray | None:
-        """name: of an extra, below its layer. number: of the module that it is of; -1: of none."""
+        """name: of an extra, within its layer. number: of its module; -1: none."""
         owner, _, kind = name.rpartition(".")
         model = self._model.of_layer(layer)
         tp, rank = mapping.tp_size, mapping.tp_rank
@@ -168,12 +172,12 @@ class AdapterSlicer:
                 )
             cut = module.in_dim > inputs and len(values) > size
             return values.reshape(tp, -1, size)[rank] if cut else values
-        if kind in ("scale", "turn"):  # of a part of a sum as of the sum
+        if kind in ("scale", "turn"):  # applies to a partial sum as to the sum
             cut = module.split is Split.B_ROWS
             return _cut_groups(owner, values, rows_of_rank(module, local, tp, rank)) if cut else values
         if kind != "bias":
             return values
-        # Its outputs are added up, so one rank adds the bias.
+        # Its outputs are summed over ranks, so only one rank adds the bias.
         if module.split is Split.A_COLS or number == LoraModuleId.MOE_LATENT_FC2:
             return values if rank == 0 else None
         return values[rows_of_rank(module, local, tp, rank)] if module.split is Split.B_ROWS else values
@@ -184,7 +188,7 @@ def _size(module: LoraModule) -> int:
 
 
 def _cut_groups(owner: str, values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Those rows of [out] or of [groups, size]. Raises AdapterInvalidError where a group is not whole."""
+    """These rows of [out] or [groups, size]. Raises AdapterInvalidError if a group is not complete."""
     if values.ndim == 1:
         return values[rows]
     size = values.shape[1]

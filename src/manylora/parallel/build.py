@@ -26,8 +26,9 @@ AnyRank = RankDecoder | RankEncoder | RankEncoderDecoder
 
 @dataclass(frozen=True)
 class RankModel:
-    """model: the whole one. local: this rank's part, whose sizes the caches and the kernels have. dtype: the
-    compute dtype. decoder: gives logits on rank 0, and no rows elsewhere."""
+    """model: the whole model. local: this rank's part, whose sizes caches and kernels use. dtype: the compute
+    dtype. decoder: returns logits on rank 0, and no rows elsewhere.
+    """
 
     model: ModelConfig
     local: ModelConfig
@@ -37,7 +38,7 @@ class RankModel:
 
 
 def build_rank(config: EngineConfig, mapping: Mapping, collectives: Collectives, device: Device) -> RankModel:
-    """Reads this rank's weights. Raises ConfigError."""
+    """Read this rank's weights. Raises ConfigError."""
     model = read_model_config(config.model_dir)
     dtype = compute_dtype(config.dtype, model, device)
     sizes = config.quant, config.max_seq_len
@@ -56,7 +57,7 @@ def load_rank(
     quant: QuantConfig | None = None,
     max_seq_len: int | None = None,
 ) -> AnyRank:
-    """As `load_decoder`, of one rank."""
+    """As `load_decoder`, for one rank."""
     local = rank_config(model, mapping)
     found, weights = load_weights(
         model_dir, model, dtype, device, quant, lambda plan: rank_plan(plan, model, mapping)
@@ -73,7 +74,9 @@ def load_rank(
 def _fill_ends(
     weights: dict[str, Any], local: ModelConfig, dtype: torch.dtype, device: Device, mapping: Mapping
 ) -> None:
-    """A head that is tied to the embedding, and empty tensors for what this stage does not have."""
+    """Set a head that is tied to the embedding, and empty tensors for weights that this stage does not
+    have.
+    """
     empty = torch.empty((0, local.hidden_size), dtype=dtype, device=device.torch)
     if "head.weight" not in weights and mapping.is_last_stage and not local.bidirectional:
         weights["head.weight"] = device.ops.pack(weights["embed"])
@@ -82,7 +85,7 @@ def _fill_ends(
 
 
 def _around_stages(local: ModelConfig) -> list[str]:
-    """Weights that the first stage alone or the last one alone has."""
+    """Weights that only the first or only the last stage has."""
     others = range(0 if local.altup is None else local.altup.streams - 1)
     names = [f"altup.{end}.{n}.weight" for end in ("enter", "leave") for n in others]
     if local.layer_inputs is not None:
@@ -93,7 +96,7 @@ def _around_stages(local: ModelConfig) -> list[str]:
 
 
 def _fill_biases(weights: dict[str, Any], local: ModelConfig, dtype: torch.dtype, device: Device) -> None:
-    """Of experts whose outputs are added up, one rank has the bias; the others add nothing."""
+    """For experts whose outputs are summed, one rank has the bias, and the others add nothing."""
     moe = local.moe
     for layer in moe.layers if moe is not None and moe.biased else ():
         for expert in range(moe.num_experts if moe is not None else 0):

@@ -1,4 +1,4 @@
-"""Collectives: what ranks tell each other within a forward pass."""
+"""Collectives: communication between ranks within a forward pass."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from manylora.parallel.mapping import Mapping
 
 
 class Collectives(Protocol):
-    """Every rank of a stage calls the same operations in the same order."""
+    """All ranks of a stage call the same operations in the same order."""
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over the ranks of this stage, in the order of the ranks; the same bits on each."""
+        """The sum over the ranks of this stage, in rank order, with identical bits on each rank."""
 
     def gather(self, x: Tensor) -> list[Tensor] | None:
-        """x of each rank of this stage, on its first one; None on others. Of one shape on all."""
+        """x of each rank in this stage, on its first rank; None on others. Equal shapes on all ranks."""
 
     def send_hidden(self, x: Tensor) -> None:
-        """To the rank with the same part of the next stage."""
+        """Send to the rank with the same part in the next stage."""
 
     def receive_hidden(self, x: Tensor) -> Tensor:
-        """Into x, of the rank with the same part of the stage before. Returns x."""
+        """Receive into x from the rank with the same part in the previous stage. Returns x."""
 
     def from_last(self, x: Tensor) -> Tensor:
-        """x of the rank with the same part of the last stage; into x, on ranks of others. Returns x."""
+        """x of the rank with the same part in the last stage, received into x on other ranks. Returns x."""
 
     def send_back(self, x: Tensor) -> None:
-        """Logits or hidden states, to rank 0 from the first rank of the last stage."""
+        """Send logits or hidden states to rank 0, from the first rank of the last stage."""
 
     def receive_back(self, x: Tensor) -> Tensor:
-        """Into x, on rank 0. Returns x."""
+        """Receive into x, on rank 0. Returns x."""
 
     def least(self, number: int) -> int:
-        """The smallest number that any rank gives."""
+        """The smallest number among all ranks."""
 
 
 class TorchCollectives:
-    """Over the process group of torch.distributed, which has been initialised. Every rank makes one.
+    """Uses the initialised process group of torch.distributed. Every rank creates one.
 
-    device: of the tensors; `least` uses it too, as NCCL knows no others.
+    device: of the tensors. `least` uses it, too, because NCCL supports no others.
     """
 
     def __init__(self, mapping: Mapping, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class TorchCollectives:
         self._leader = mapping.tp_group[0]
 
     def sum(self, x: Tensor) -> Tensor:
-        """Not by an all-reduce: what order that adds a row's parts in depends on the rows beside it."""
+        """Does not use all-reduce, whose order of additions for a row depends on the rows beside it."""
         if self._size == 1:
             return x
         parts = torch.empty((self._size, *x.shape), dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""RankDecoder: a Decoder of one rank's weights, with what it exchanges with others put around its layers."""
+"""RankDecoder: a Decoder with one rank's weights, with communication added around its layers."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from manylora.parallel.vectors import RankLayerInputs
 
 
 class RankDecoder(SharedLayers, Decoder):
-    """config: as `rank_config` makes it. model: the whole one's. weights: as `rank_plan` has them, with empty
-    ones for the embedding and the head of stages that have none.
+    """config: as from `rank_config`. model: the whole model's. weights: as in `rank_plan`, with empty ones
+    for the embedding and the head on stages without them.
 
     `forward` returns logits on rank 0, and [0, vocab] on others.
     """
@@ -49,10 +49,10 @@ class RankDecoder(SharedLayers, Decoder):
         self._share(model, mapping, collectives)
         self._quantised_experts = False
         super().__init__(config, weights, dtype, ops)
-        self._decode_step = None  # as that is one call from the first layer to the last
+        self._decode_step = None  # because it is one call from the first layer to the last
         self._kv_received, self._kv_sent = kv_from_before(model, mapping), kv_for_next(model, mapping)
         self._passed_on: dict[int, Tensor] = {}  # keys and values by layer, within a step
-        if model.moe is not None:  # of any stage, as they decide what adapters may have
+        if model.moe is not None:  # on any stage, because they decide what adapters may have
             self._quantised_experts = not collectives.least(not super().has_quantised_experts)
 
     @property
@@ -60,7 +60,7 @@ class RankDecoder(SharedLayers, Decoder):
         return self._quantised_experts
 
     def _router(self, layer: int, moe: MoeConfig) -> Router:
-        """It chooses among the experts of all ranks."""
+        """The router chooses among the experts of all ranks."""
         return super()._router(layer, self._model.moe or moe)
 
     def _moe(self, layer: int, moe: MoeConfig) -> Moe:
@@ -120,7 +120,7 @@ class RankDecoder(SharedLayers, Decoder):
         return SharedNorm(**fields, add_up=self._collectives.sum, share=share, total=total)
 
     def _embed(self, batch: ForwardBatch) -> Tensor:
-        """Behind the first stage the residual stream, or streams."""
+        """After the first stage: the residual stream, or streams."""
         if self._mapping.is_first_stage:
             return super()._embed(batch)
         streams = () if self.config.altup is None else (self.config.altup.streams,)
@@ -169,15 +169,15 @@ class RankDecoder(SharedLayers, Decoder):
         return self._answer(batch)
 
     def _pool(self, x: Tensor, delta: Tensor | None, pooled: HiddenRows, lora: LoraBatch | None) -> None:
-        """Of several stages, `_logits` brings them to rank 0, behind the hidden states."""
+        """With several stages, `_logits` sends them to rank 0, after the hidden states."""
         if self._mapping.rank == 0 and self._mapping.pp_size == 1:
             super()._pool(x, delta, pooled, lora)
 
     def _wanted(self, batch: ForwardBatch) -> None:
-        """Other stages read all rows."""
+        """None: other stages read all rows."""
 
     def _logits(self, x: Tensor, delta: Tensor | None, batch: ForwardBatch) -> Tensor:
-        """Of the last stage."""
+        """On the last stage."""
         logits, mapping, pooled = (
             self._to_rank_0(super()._logits(x, delta, batch)),
             self._mapping,

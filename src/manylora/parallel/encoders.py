@@ -1,4 +1,4 @@
-"""RankEncoder and RankEncoderDecoder: these models of one rank's weights."""
+"""RankEncoder and RankEncoderDecoder: these models with one rank's weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from manylora.parallel.mapping import Mapping
 
 
 class RankEncoder(SharedLayers, Encoder):
-    """The arguments are RankDecoder's. Rank 0 has the hidden states, and without stages every rank."""
+    """Takes RankDecoder's arguments. Rank 0 has the hidden states; without stages every rank has them."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class RankEncoder(SharedLayers, Encoder):
 
 
 class RankEncoderDecoder(SharedLayers, EncoderDecoder):
-    """The arguments are RankDecoder's, and EncoderDecoder's max_seq_len. A stage has layers of both stacks.
-    The cache has the keys and values of this rank's heads, of the decoder's layers of its stage: what the
-    encoder's last stage gives comes to all stages, for the cross-attention of their layers.
+    """Takes RankDecoder's arguments, and EncoderDecoder's max_seq_len. A stage has layers of both stacks. The
+    cache has keys and values of this rank's heads, for the decoder layers of its stage. The output of the
+    encoder's last stage is sent to all stages, for their cross-attention.
 
     `forward` returns logits on rank 0, and [0, vocab] on others.
     """

@@ -1,4 +1,4 @@
-"""MoePart: the mixture of experts of a rank that has some of the experts."""
+"""MoePart: the mixture of experts on a rank that has some of the experts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from manylora.model.moe import Moe, in_pairs
 
 @dataclass(frozen=True)
 class MoePart(Moe):
-    """As `Moe`, with the experts [first, first + config.num_experts) of those that the router chooses among.
-    What the others make of a token is 0, so that the ranks' results add up."""
+    """As `Moe`, with experts [first, first + config.num_experts) of those among which the router chooses. The
+    other experts contribute 0, so that the ranks' results can be summed.
+    """
 
     first: int = 0
 
@@ -25,10 +26,10 @@ class MoePart(Moe):
         count, ops = self.config.num_experts, self.up_gate.ops
         own = choices - self.first
         mine = (own >= 0) & (own < count)
-        # The choices of other ranks' experts are those of one more expert, behind all of ours.
+        # Choices of other ranks' experts are mapped to one additional expert after ours.
         pairs, places = ops.pair_up(own.where(mine, count), count + 1, lora)
         if not isinstance(pairs, HostPairs):
-            # A device that does not tell the host how many pairs there are computes all of them.
+            # A device that does not report the number of pairs to the host computes all of them.
             y = super().each(x, own.where(mine, choices % count), lora, weights)
             return y.where(mine.unsqueeze(-1), 0)
         used = pairs.starts[count]

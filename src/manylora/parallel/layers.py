@@ -1,4 +1,4 @@
-"""SharedLayers: what every kind of model does differently where ranks share its layers."""
+"""SharedLayers: what every kind of model does differently if ranks share its layers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from manylora.model.transformer import Transformer
 from manylora.parallel.collectives import Collectives
 from manylora.parallel.mapping import Mapping
 
-# Row-parallel, so what a rank makes of one is a part of a sum. Experts' and shared experts' are added up
-# together, once for a layer.
+# Row-parallel, so that a rank's result is a partial sum. Experts' and shared experts' results are summed
+# together, once per layer.
 SUMMED = ("out", "cross_out", "recurrent_out", "down")
 
 
 @dataclass(frozen=True)
 class SummedLinear(LoraLinear):
-    """A layer that has a part of its inputs here."""
+    """A layer with a part of its inputs on this rank."""
 
     add_up: Callable[[Tensor], Tensor] = lambda x: x
 
@@ -34,7 +34,7 @@ class SummedLinear(LoraLinear):
 
 @dataclass(frozen=True)
 class SummedMlp:
-    """A mixture of experts with a part of their width, or of the experts."""
+    """A mixture of experts with a part of their width, or with some of the experts."""
 
     mlp: Callable[..., Tensor]
     add_up: Callable[[Tensor], Tensor]
@@ -45,7 +45,7 @@ class SummedMlp:
 
 @dataclass(frozen=True)
 class SpreadMlp(Mlp):
-    """A part of an MLP whose gate is cut by the mean and the deviation of all of it. total: its width."""
+    """A part of an MLP whose gate is cut by mean and deviation over its whole width. total: that width."""
 
     add_up: Callable[[Tensor], Tensor] = lambda x: x
     total: int = 0
@@ -60,8 +60,8 @@ class SpreadMlp(Mlp):
 class SharedNorm(Norm):
     """RMSNorm over all heads at once, of which this rank has some.
 
-    share: of the heads that the ranks have together, those that count: less than 1 where several ranks have
-    the same ones. total: elements of the whole.
+    share: of the heads on all ranks, the share that counts: less than 1 if several ranks have the same heads.
+    total: elements of the whole.
     """
 
     add_up: Callable[[Tensor], Tensor] = lambda x: x
@@ -78,8 +78,9 @@ class SharedNorm(Norm):
 def look_up_shared(
     ids: Tensor, table: Tensor, tokens: range, dtype: torch.dtype, collectives: Collectives
 ) -> Tensor:
-    """Rows of a table [len(tokens), n] that has these tokens' here -> [T, n] in `dtype`. Each token's row is
-    with one rank; the others add zeros."""
+    """Look up rows of a table [len(tokens), n] that holds these tokens on this rank -> [T, n] in `dtype`.
+    Each token's row is on one rank; the others add zeros.
+    """
     own = ids - tokens.start
     mine = (own >= 0) & (own < len(tokens))
     x = F.embedding(own.where(mine, 0), table).to(dtype)
@@ -87,10 +88,10 @@ def look_up_shared(
 
 
 class SharedLayers(Transformer):
-    """Comes before the kind of model among a class's bases. `_share` is called before the model is made."""
+    """Must precede the kind of model in a class's bases. Call `_share` before the model is created."""
 
     def _share(self, model: ModelConfig, mapping: Mapping, collectives: Collectives) -> None:
-        """model: the whole one."""
+        """model: the whole model."""
         self._model, self._mapping, self._collectives = model, mapping, collectives
         self._tokens = mapping.vocabulary(model.vocab_size)
 
@@ -115,9 +116,9 @@ class SharedLayers(Transformer):
         return look_up_shared(ids, table, self._tokens, self.dtype, self._collectives)
 
     def _head_rows(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        """On the first rank of a stage; each has the logits of some tokens. bias: of all tokens."""
+        """On the first rank of a stage. Each rank has the logits of some tokens. bias: for all tokens."""
         mapping, tokens = self._mapping, self._tokens
-        if not len(x):  # none are wanted
+        if not len(x):  # none are needed
             return torch.empty((0, self._model.vocab_size), device=self._device)
         part = bias if bias is None else bias[tokens.start : tokens.stop]
         logits = super()._head_rows(x, part)
@@ -125,7 +126,7 @@ class SharedLayers(Transformer):
             return logits
         assert logits is not None
         sizes = [len(mapping.at(rank).vocabulary(self._model.vocab_size)) for rank in range(mapping.tp_size)]
-        # Every part as wide as the first, which is the widest.
+        # Pad all parts to the width of the first, which is the widest.
         parts = self._collectives.gather(F.pad(logits, (0, sizes[0] - logits.shape[1])))
         if parts is None:
             return None
@@ -135,7 +136,7 @@ class SharedLayers(Transformer):
         return self._collectives.receive_hidden(torch.empty(shape, dtype=self.dtype, device=self._device))
 
     def _to_rank_0(self, logits: Tensor) -> Tensor:
-        """Of the last stage. What this rank's forward pass returns."""
+        """On the last stage. Returns the result of this rank's forward pass."""
         if self._mapping.pp_size == 1:
             return logits
         if self._mapping.tp_rank == 0 and len(logits):
@@ -143,7 +144,7 @@ class SharedLayers(Transformer):
         return torch.empty((0, self.config.vocab_size), device=self._device)
 
     def _answer(self, batch: ForwardBatch) -> Tensor:
-        """On rank 0 what the last stage has made: logits, and hidden states behind the final norm."""
+        """On rank 0 the results of the last stage: logits, and hidden states after the final norm."""
         count, where, pooled = len(batch.logits_rows), self._device, batch.pooled
         rows = 0 if self._mapping.rank else count
         logits = torch.empty((rows, self.config.vocab_size), device=where)

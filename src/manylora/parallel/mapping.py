@@ -1,4 +1,4 @@
-"""Mapping: which ranks share the layers of a model, which its matrices, and which its experts."""
+"""Mapping: which ranks share the layers of a model, its matrices, and its experts."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
 from manylora.lora.slicing import pipeline_layers
 
-MOST_TRIED = 64  # ranks of a stage that errors name as possible
+MOST_TRIED = 64  # maximum ranks per stage that errors suggest
 
 
 @dataclass(frozen=True)
 class Mapping:
-    """One of `world_size` ranks, in TensorRT-LLM's terms. Raises ConfigError for sizes that do not agree.
+    """One of `world_size` ranks, in TensorRT-LLM's terms. Raises ConfigError for inconsistent sizes.
 
-    tp_size: ranks that share each matrix of a layer. pp_size: stages, which share the layers. Neighbouring
-    ranks share matrices: rank = pp_rank * tp_size + tp_rank.
-    moe_ep_size: of the ranks that share a layer, so many groups have experts of their own; the
-    `moe_tp_size` ranks of a group share each expert's matrices.
+    tp_size: ranks that share each matrix of a layer. pp_size: stages, which divide the layers. Neighbouring
+    ranks share matrices: rank = pp_rank * tp_size + tp_rank. moe_ep_size: number of groups, among the ranks
+    that share a layer, that divide whole experts; the `moe_tp_size` ranks of a group share each expert's
+    matrices.
     """
 
     world_size: int = 1
@@ -81,22 +81,25 @@ class Mapping:
         return replace(self, rank=rank)
 
     def stage_layers(self, num_layers: int) -> range:
-        """Of this stage: equal shares, the remainder one each to the first stages."""
+        """Layers of this stage: equal shares; the first stages get one of the remaining layers each."""
         return pipeline_layers(num_layers, self.pp_size, self.pp_rank)
 
     def experts(self, num_experts: int) -> range:
-        """Whose matrices this rank has, or a part of them."""
+        """Experts whose matrices, or parts of them, this rank has."""
         share = num_experts // self.moe_ep_size
         return range(self.moe_ep_rank * share, (self.moe_ep_rank + 1) * share)
 
     def vocabulary(self, size: int) -> range:
-        """The tokens whose rows of the embedding and the head this rank has: equal shares, the remainder one
-        each to the first ranks."""
+        """Tokens whose rows of the embedding and the head this rank has: equal shares; the first ranks get
+        one of the remaining rows each.
+        """
         return pipeline_layers(size, self.tp_size, self.tp_rank)
 
 
 def layers_of_stage(model: ModelConfig, mapping: Mapping) -> Sequence[int]:
-    """Ascending, as the whole model numbers them: of an encoder-decoder model some of each stack."""
+    """In ascending order, numbered as in the whole model. For an encoder-decoder model, some of each
+    stack.
+    """
     encoded = encoder_layers(model)
     decoded = mapping.stage_layers(model.num_layers - encoded)
     if not encoded:
@@ -105,13 +108,14 @@ def layers_of_stage(model: ModelConfig, mapping: Mapping) -> Sequence[int]:
 
 
 def encoder_layers(model: ModelConfig) -> int:
-    """Of an encoder-decoder model, the layers before those of its decoder; else 0."""
+    """Number of encoder layers, which precede the decoder's. 0 for other models."""
     return model.encoder.num_layers if model.encoder is not None else 0
 
 
 def check_mapping(model: ModelConfig, mapping: Mapping) -> None:
-    """Raises ConfigError, naming what cannot be shared and how many ranks could, unless these can run the
-    model."""
+    """Raises ConfigError if these ranks cannot run the model. It names what cannot be shared, and numbers of
+    ranks that would work.
+    """
     try:
         _check(model, mapping)
     except ConfigError as error:
@@ -119,7 +123,9 @@ def check_mapping(model: ModelConfig, mapping: Mapping) -> None:
 
 
 def _what_fits(model: ModelConfig, mapping: Mapping) -> str:
-    """The tensor parallel sizes that would do with as many stages, else with one; the end of an error."""
+    """Tensor-parallel sizes that would work with this number of stages, or else with one. The end of an
+    error.
+    """
     pp, ep = mapping.pp_size, mapping.moe_ep_size
     for stages, groups in ((pp, ep), (pp, 1), (1, 1)):
         sizes = (n for n in range(1, MOST_TRIED + 1) if not n % groups)
@@ -182,7 +188,7 @@ def _check(model: ModelConfig, mapping: Mapping) -> None:
 
 
 def _check_stages(model: ModelConfig, mapping: Mapping) -> None:
-    """All ranks have the same caches, so each stage must have layers of either kind."""
+    """All ranks have the same caches, so each stage must have layers of both kinds."""
     for stage in range(mapping.pp_size):
         layers = mapping.at(stage * mapping.tp_size).stage_layers(model.num_layers)
         kinds = {"recurrent": model.recurrent_layers, "attention": model.attention_layers}
@@ -195,7 +201,7 @@ def _check_stages(model: ModelConfig, mapping: Mapping) -> None:
 
 
 def _check_streams(streams: int, layers: int) -> None:
-    """Adapters have rows of the matrices that make streams in the first layers of a stage."""
+    """Adapters store rows of the matrices that create streams in the first layers of a stage."""
     if layers < streams - 1:
         raise ConfigError(
             f"each stage must have at least {streams - 1} layers, one for each residual stream but the first"
@@ -203,7 +209,7 @@ def _check_streams(streams: int, layers: int) -> None:
 
 
 def _check_heads(what: str, count: int, tp: int) -> None:
-    """Of what ranks may have the same of."""
+    """For parts of which several ranks may have the same."""
     if count % tp and tp % count:
         raise ConfigError(f"tp_size must divide {what.format(count)}, or they it; got {tp}")
 

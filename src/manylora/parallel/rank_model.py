@@ -1,4 +1,4 @@
-"""rank_config: the model that one rank runs, as if there were no others: fewer heads, layers and experts."""
+"""rank_config: the model that one rank runs as if it were alone: fewer heads, layers and experts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ T = TypeVar("T")
 
 
 def rank_config(model: ModelConfig, mapping: Mapping) -> ModelConfig:
-    """The sizes of this rank's part: its heads, the width of its MLPs, and the layers of its stage, numbered
-    from 0, and its experts. Vocabulary and hidden size stay the model's. Raises ConfigError."""
+    """Sizes of this rank's part: its heads, the width of its MLPs, the layers of its stage (numbered from 0),
+    and its experts. Vocabulary and hidden size are the model's. Raises ConfigError.
+    """
     check_mapping(model, mapping)
     if mapping.world_size == 1:
         return model
@@ -36,7 +37,7 @@ def rank_config(model: ModelConfig, mapping: Mapping) -> ModelConfig:
         num_layers=len(layers),
         num_heads=model.num_heads // tp,
         num_kv_heads=_key_heads(model.num_kv_heads, tp),
-        # A width that no layer has need not be divisible.
+        # A width that no layer uses need not be divisible.
         intermediate_size=model.intermediate_size // tp if model.mlp_layers else model.intermediate_size,
         layer_shapes=tuple(_shape(one, tp) for one in _those(model.layer_shapes, layers)),
         sliding_windows=_those(model.sliding_windows, layers),
@@ -77,5 +78,5 @@ def _of_stage(numbers: frozenset[int], layers: Sequence[int]) -> frozenset[int]:
 
 
 def _those(each: tuple[T, ...], layers: Sequence[int]) -> tuple[T, ...]:
-    """Of what a family has for each layer, or for none."""
+    """For these layers, the values that a family has per layer, if it has any."""
     return tuple(each[number] for number in layers) if each else ()

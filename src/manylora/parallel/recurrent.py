@@ -1,4 +1,4 @@
-"""SharedMamba2: a Mamba-2 layer of one rank, where the heads that are normalised together are on several."""
+"""SharedMamba2: a Mamba-2 layer on one rank, if heads that are normalised together are on several ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from manylora.model.mamba2 import Mamba2
 
 @dataclass(frozen=True)
 class SharedMamba2(Mamba2):
-    """add_up: over the ranks of a stage, [T, groups]. group, groups: which this rank's heads are of, and how
-    many there are. total: values of a group, over all its ranks."""
+    """add_up: sums over the ranks of a stage, [T, groups]. group, groups: the group of this rank's heads, and
+    the number of groups. total: values per group, over all its ranks.
+    """
 
     add_up: Callable[[Tensor], Tensor] = lambda x: x
     group: int = 0

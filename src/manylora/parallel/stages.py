@@ -1,4 +1,4 @@
-"""What stages of a model have beside their own layers: rows of adapters, and keys and values of others."""
+"""What stages have besides their own layers: rows of adapters, and keys and values of other layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from manylora.lora.modules import LoraModuleId
 from manylora.parallel.mapping import Mapping, layers_of_stage
 from manylora.parallel.weights import key_heads
 
-# Modules outside of the layers, whose rows have numbers of layers all the same.
+# Modules outside of the layers, whose rows have layer numbers nevertheless.
 BEFORE_LAYERS = (
     LoraModuleId.PER_LAYER_MODEL_PROJECTION,
     LoraModuleId.ALTUP_PROJECTIONS,
@@ -19,7 +19,7 @@ BEHIND_LAYERS = (LoraModuleId.ALTUP_UNEMBED_PROJECTIONS, LoraModuleId.PROJECT_OU
 
 
 def place_in_stage(model: ModelConfig, mapping: Mapping, module_id: int, layer: int) -> int | None:
-    """The number that a module's row of this layer of the model has in a stage; None: it is in another."""
+    """The number of this layer's row of a module within a stage. None: it is in another stage."""
     if module_id in BEFORE_LAYERS:
         return layer if mapping.is_first_stage else None
     if module_id in BEHIND_LAYERS:
@@ -30,9 +30,9 @@ def place_in_stage(model: ModelConfig, mapping: Mapping, module_id: int, layer: 
 
 @dataclass(frozen=True)
 class PassedKv:
-    """The keys and values of a layer that a stage gets from the one before or gives to the next.
+    """Keys and values of a layer that a stage receives from the previous one or sends to the next.
 
-    place: in its cache; None: it only passes them on. heads, dim: of a token.
+    place: index in its cache; None: it only passes them on. heads, dim: per token.
     """
 
     layer: int
@@ -42,7 +42,7 @@ class PassedKv:
 
 
 def kv_from_before(model: ModelConfig, mapping: Mapping) -> list[PassedKv]:
-    """Of layers of earlier stages, those that this stage or a later one reads."""
+    """For layers of earlier stages that this stage or a later one reads."""
     layers = mapping.stage_layers(model.num_layers)
     own = [n for n in layers if n in model.attention_layers and n not in model.kv_readers]
     here = sorted(
@@ -54,7 +54,7 @@ def kv_from_before(model: ModelConfig, mapping: Mapping) -> list[PassedKv]:
 
 
 def kv_for_next(model: ModelConfig, mapping: Mapping) -> list[PassedKv]:
-    """What `kv_from_before` gives of the next stage, with its places in this one."""
+    """The result of `kv_from_before` for the next stage, with indices in this one."""
     if mapping.is_last_stage:
         return []
     layers = mapping.stage_layers(model.num_layers)

@@ -1,4 +1,4 @@
-"""RankLayerInputs: the per-layer embeddings of one rank, which has some tokens of the table."""
+"""RankLayerInputs: the per-layer embeddings on one rank, which has some tokens of the table."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from manylora.parallel.layers import look_up_shared
 
 @dataclass(frozen=True)
 class RankLayerInputs(LayerInputs):
-    """The table's columns are those of the layers of this stage, its rows those of `tokens`.
+    """The table has the columns of this stage's layers and the rows of `tokens`.
 
-    What is made of embeddings, the first stage makes for all layers: no other has the embeddings, nor the
-    adapters' rows of that matrix.
+    The first stage computes the parts from embeddings for all layers, because only it has the embeddings and
+    the adapters' rows of that matrix.
     """
 
     collectives: Collectives
@@ -29,8 +29,9 @@ class RankLayerInputs(LayerInputs):
         return look_up_shared(ids, self.table, self.tokens, self.table.dtype, self.collectives)
 
     def of_stage(self, ids: Tensor, made: Tensor) -> Tensor:
-        """made: of the layers of this stage and of those behind it, [T, layers, dim] -> [layers, T, dim]:
-        those of this stage as the blocks take them, the others as they were made."""
+        """made: for the layers of this stage and later ones, [T, layers, dim] -> [layers, T, dim]: those of
+        this stage as blocks need them, the others unchanged.
+        """
         count = self.table.shape[1] // self.config.dim
         own = self.add(ids, made[:, :count])
         return torch.cat((own, made[:, count:].transpose(0, 1)))

@@ -1,8 +1,8 @@
-"""rank_plan: which part of each of a model's weights one rank reads.
+"""rank_plan: the part of each of a model's weights that one rank reads.
 
 Column-parallel matrices (qkv, up and gate) keep some of their outputs, row-parallel ones (out, down) some of
-their inputs, embedding and head some tokens. What a rank makes of a row-parallel matrix is a part of a sum,
-so its bias is with the first rank alone.
+their inputs, embedding and head some tokens. The result of a row-parallel matrix is a partial sum, so only
+the first rank has its bias.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from manylora.parallel.mapping import Mapping, layers_of_stage
 LAYER = re.compile(r"(\d+)\.(.+)")
 EXPERT = re.compile(r"expert\.(\d+)\.(.+)")
 STACK = re.compile(r"(?:encoder|decoder)\.(.+)")
-# Of a layer, the same on every rank of a stage: also the norm that all heads of a recurrent layer share, and
-# matrices so narrow that an exchange would cost more than each rank's computing all of them. latent_out has
-# no bias, so what it makes of parts of a sum adds up.
+# Weights of a layer that are equal on all ranks of a stage, including a norm that all heads of a recurrent
+# layer share, and matrices so small that communication would cost more than computing them on each rank.
+# latent_out has no bias, so its results on partial sums can be summed.
 WHOLE = (
     "router.weight", "router.bias", "router.correction", "router.norm.weight", "router.scales",
     "shared_gate.weight", "norm.weight", "scalar", "input_gate.weight", "input_project.weight",
@@ -32,17 +32,17 @@ NORMS = (
     "attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "cross_norm", "mlp_own_post_norm",
     "experts_norm", "experts_post_norm", "input_norm", "altup_norm", "laurel_norm",
 )  # fmt: skip
-VECTORS = ("decay", "shift", "skip")  # of the heads of Mamba-2
-# Outside of the layers, whole on the ranks of the first stage, and of the last one.
+VECTORS = ("decay", "shift", "skip")  # per head of Mamba-2
+# Weights outside of the layers, complete on the ranks of the first stage, and of the last one.
 BEFORE = ("positions", "token_types", "embedding_norm.", "layer_inputs.", "altup.enter.", "0.project_in.")
 BEHIND = ("altup.leave.", "0.project_out.")
 
 
 def rank_plan(plan: Plan, model: ModelConfig, mapping: Mapping) -> Plan:
-    """The part of the whole model's plan; layers and experts are numbered from the first of this rank.
+    """The part of the whole model's plan. Layers and experts are numbered from the first of this rank.
 
-    head.bias is whole, as adapters on the head need it so. Raises ConfigError for a weight that nobody knows
-    how to share.
+    head.bias is complete, because adapters on the head need it. Raises ConfigError for a weight that cannot
+    be shared.
     """
     layers = layers_of_stage(model, mapping)
     found: Plan = {}
@@ -69,7 +69,7 @@ def _around_layers(name: str, spec: WeightSpec, model: ModelConfig, mapping: Map
     tokens = mapping.vocabulary(model.vocab_size)
     if own in ("norm.weight", "norm.bias") or name.startswith(("score.", "head_layer.")):
         return spec
-    if own == "relative":  # a bias of each head
+    if own == "relative":  # a bias per head
         return spec.take_columns(query_heads(model, mapping))
     if name == "layer_inputs.embed" and model.layer_inputs is not None:
         return _of_layer_inputs(spec, model.layer_inputs, mapping)
@@ -87,13 +87,13 @@ def _around_layers(name: str, spec: WeightSpec, model: ModelConfig, mapping: Map
 
 
 def of_stack(name: str) -> str:
-    """The name without that of the encoder or the decoder, of what is outside of their layers."""
+    """The name without the prefix of encoder or decoder, for weights outside of their layers."""
     stack = STACK.fullmatch(name)
     return name if stack is None else stack[1]
 
 
 def _of_layer_inputs(spec: WeightSpec, own: LayerInputsConfig, mapping: Mapping) -> WeightSpec:
-    """Of the table some tokens, and the columns of this stage's layers."""
+    """Some tokens of the table, and the columns of this stage's layers."""
     layers = mapping.stage_layers(own.layers)
     columns = range(layers.start * own.dim, layers.stop * own.dim)
     spec = spec.take_rows(mapping.vocabulary(own.vocab_size))
@@ -101,7 +101,7 @@ def _of_layer_inputs(spec: WeightSpec, own: LayerInputsConfig, mapping: Mapping)
 
 
 def _of_layer(name: str, spec: WeightSpec, model: ModelConfig, mapping: Mapping, number: int) -> Plan:
-    """One of a layer's weights, or nothing where this rank has no part of it. number: of the layer."""
+    """One of a layer's weights. Empty if this rank has no part of it. number: of the layer."""
     tp, rank = mapping.tp_size, mapping.tp_rank
     model = model.of_layer(number)
     expert = EXPERT.fullmatch(name)
@@ -128,7 +128,9 @@ def _of_layer(name: str, spec: WeightSpec, model: ModelConfig, mapping: Mapping,
 
 
 def _runs_of_heads(block: str, model: ModelConfig, mapping: Mapping, number: int) -> list[range] | None:
-    """The rows of what each head, or each channel of a recurrent layer, has some of. None: nobody knows."""
+    """This rank's rows, for weights with rows per head, or per channel of a recurrent layer. None: unknown
+    weight.
+    """
     tp, rank, latent = mapping.tp_size, mapping.tp_rank, model.latent
     if number in model.recurrent_layers and model.recurrent is not None:
         found = _recurrent_runs(model.recurrent, tp, rank).get(block)
@@ -137,7 +139,7 @@ def _runs_of_heads(block: str, model: ModelConfig, mapping: Mapping, number: int
     if latent is not None:
         heads, cached = model.num_heads, latent.cached_dim
         queries = heads * latent.query_dim
-        if block == "qkv":  # what all heads share is whole
+        if block == "qkv":  # parts that all heads share are complete
             first = range(latent.q_rank) if latent.q_rank else _share(queries, tp, rank)
             size = latent.q_rank or queries
             return [first, range(size, size + cached)]
@@ -154,7 +156,7 @@ def _runs_of_heads(block: str, model: ModelConfig, mapping: Mapping, number: int
 
 
 def _recurrent_runs(own: RecurrentConfig, tp: int, rank: int) -> dict[str, list[range]]:
-    """Of a recurrent layer's weights that are divided by heads or channels, the rows."""
+    """Rows of a recurrent layer's weights that are divided by heads or channels."""
     if isinstance(own, Mamba2Config):
         return _mamba2_runs(own, tp, rank)
     if isinstance(own, ConvConfig):
@@ -168,7 +170,7 @@ def _recurrent_runs(own: RecurrentConfig, tp: int, rank: int) -> dict[str, list[
 
 
 def _mamba2_runs(own: Mamba2Config, tp: int, rank: int) -> dict[str, list[range]]:
-    """Neighbours have the same groups where there are fewer than ranks."""
+    """Neighbouring ranks have the same groups if there are fewer groups than ranks."""
     values = own.value_size, _share(own.value_size, tp, rank)
     heads = own.heads, _share(own.heads, tp, rank)
     groups, dim = _heads(own.groups, tp, rank), own.state_dim
@@ -179,7 +181,7 @@ def _mamba2_runs(own: Mamba2Config, tp: int, rank: int) -> dict[str, list[range]
 
 
 def _below(parts: Iterable[tuple[int, range]]) -> list[range]:
-    """Runs of parts of these sizes, which lie one behind the other."""
+    """Ranges of consecutive parts with these sizes."""
     runs, first = [], 0
     for size, run in parts:
         runs.append(_shift(run, first))
@@ -188,7 +190,7 @@ def _below(parts: Iterable[tuple[int, range]]) -> list[range]:
 
 
 def _shares_of_parts(sizes: Iterable[int], count: int, number: int) -> list[range]:
-    """An equal share of each of the parts, which lie one behind the other."""
+    """An equal share of each of several consecutive parts."""
     return _below((size, _share(size, count, number)) for size in sizes)
 
 
@@ -208,7 +210,7 @@ def _of_sum(name: str, kind: str, spec: WeightSpec, count: int, number: int) -> 
 
 
 def _of_qk_norm(block: str, spec: WeightSpec, model: ModelConfig, mapping: Mapping) -> WeightSpec:
-    """One weight for all heads, or one for each; of latent attention, of what all heads share."""
+    """One weight for all heads, or one per head. For latent attention: of the parts that all heads share."""
     if model.qk_norm == "head" or model.latent is not None:
         return spec
     queries = block == "q_norm"
@@ -226,20 +228,21 @@ def _qkv_rows(model: ModelConfig, mapping: Mapping) -> list[range]:
         (keys, model.kv_size, model.num_kv_heads),
         (keys, model.kv_size, model.num_kv_heads),
     ):
-        dim = size // count  # a query's gate is beside it
+        dim = size // count  # each query has its gate beside it
         runs.append(range(first + heads.start * dim, first + heads.stop * dim))
         first += size
     return runs
 
 
 def query_heads(model: ModelConfig, mapping: Mapping) -> range:
-    """Of this rank."""
+    """Query heads of this rank."""
     return _share(model.num_heads, mapping.tp_size, mapping.tp_rank)
 
 
 def key_heads(model: ModelConfig, mapping: Mapping) -> range:
-    """Of this rank: those that its query heads read. Neighbours have the same one where there are fewer key
-    heads than ranks."""
+    """Key heads of this rank: those that its query heads read. Neighbouring ranks have the same one if there
+    are fewer key heads than ranks.
+    """
     return _heads(model.num_kv_heads, mapping.tp_size, mapping.tp_rank)
 
 

@@ -1,12 +1,14 @@
-"""Time to first token of an activated LoRA behind a prompt that the base model has read, and of a plain one.
+"""Time to first token of an activated and of a plain LoRA, after a prompt that the base model has already
+read.
 
     PYTHONPATH=src python benchmarks/activated.py [--prompt 2000] [--pairs 5]
 
 A plain LoRA has other keys and values than the base model, so its prompt is computed again, whoever has read
-it; an activated one computes its invocation sequence and what follows. The same tensors are served as both,
-with an invocation of 4 tokens and a question of 12 behind a prompt that no adapter has seen. The two take
-turns, which of them is first changes from pair to pair. Then 10 adapters read one prompt at once, which the
-base model has read, and one that is new, and the KV blocks they hold are counted. The last line is JSON.
+it before. An activated LoRA computes only its invocation sequence and what follows. The same tensors are
+served as both, with an invocation of 4 tokens and a question of 12 after a prompt that no adapter has seen.
+The two alternate, and which one is first changes from pair to pair. Then 10 adapters read one prompt at once,
+first one that the base model has read, then a new one, and the KV blocks that they hold are counted. The last
+line is JSON.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""How long an adapter takes from its PEFT directory in the page cache to the device level, beside the time of
-copying its bytes twice, and how much memory that needs beyond the caches.
+"""How long it takes to load an adapter from its PEFT directory in the page cache to the device level,
+compared with copying its bytes twice, and how much memory that needs beyond the caches.
 
-The adapter has rank 16 on every linear layer of a model of Llama-2-7B's shape (32 layers, 4096, 11008); its
+The adapter has rank 16 on every linear layer of a model of Llama-2-7B's shape (32 layers, 4096, 11008). Its
 numbers are random, and the base model is only a config.json. First: the files are new to the catalog (their
-times have changed), and their content is digested. Again: the adapter was evicted from both levels and comes
-back. Both are measured against copies between buffers that are resident already, as the caches are.
+times have changed), and their content is digested. Again: the adapter was evicted from both levels and is
+reloaded. Both are compared with copies between buffers that are already resident, as the caches are.
 
-The fastest of the rounds counts, of copies as of loads, by the clock and by processor time: on a machine that
-others use too the clock says little, and what a load takes from the engine's threads is processor time.
+The fastest round counts, for copies and loads, in wall time and in CPU time. On a shared machine wall time
+says little, and CPU time is what a load takes from the engine's threads.
 
 Memory is the growth of RssAnon + RssFile at its peak, which the kernel resets before each run (clear_refs),
-over what is resident with the caches alone; in multiples of the adapter's bytes in the cache. What is kept
-for the next load counts.
+over what is resident with the caches alone, in multiples of the adapter's bytes in the cache. Memory kept for
+the next load counts.
 
     adapter_load.py --rounds 20
     adapter_load.py --stored bfloat16 --dtype float32

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Whether `manylora bench throughput` reports what a clock beside it sees.
+"""Whether `manylora bench throughput` reports what an independent clock measures.
 
-Runs the command in this process. From outside, time is taken around the sending of all requests and the last
-answer; tokens are counted in the answers that --output_json wrote. Prints both rates and how far apart they
-are, which is to be 3 % at most, for each round.
+Runs the command in this process. From outside, time is measured from the first request to the last answer,
+and tokens are counted in the answers that --output_json wrote. Prints both rates and their difference for
+each round; it should be at most 3 %.
 
     bench_check.py --rounds 3
 """

@@ -3,9 +3,9 @@
 
     charts.py --engine engine.json --peers peers.json docs/images
 
-engine_MODEL_avx2 (or avx-512, neon): tokens per second with adapters, beside what bandwidth and arithmetic of
-the machine leave of the base model's speed. peers_MODEL_avx2: ours and other engines at 1, 4, 16 and 32
-requests at once.
+engine_MODEL_avx2 (or avx-512, neon): tokens per second with adapters, compared with the share of the base
+model's speed that the machine's bandwidth and arithmetic allow. peers_MODEL_avx2: manylora and other engines
+at 1, 4, 16 and 32 concurrent requests.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What cold loads do to requests whose adapter is warm: time to first token through the OpenAI server.
+"""The effect of cold loads on requests with warm adapters: time to first token through the OpenAI server.
 
-Warm requests arrive at equal intervals, over a few adapters that stay on the device. Beside them others
-arrive, in turns within one run: `calm`, for adapters that are warm too, and `cold`, for adapters that must be
-read from their files, checked, put in memory and copied: every time, since there are more of them than the
-cache and the copies of the server hold. So both sides compute the same; what differs is the loading. Ideal is
-a ratio of 1; loading uses a processor, so it can reach that only where one is free.
+Warm requests arrive at equal intervals, for a few adapters that stay on the device. Other requests arrive
+beside them, alternating within one run: `calm`, for adapters that are warm, too, and `cold`, for adapters
+that must be read from their files, checked, stored and copied every time, because there are more of them than
+the cache and the server's copies hold. Both sides therefore compute the same and differ only in the loading.
+The ideal ratio is 1. Loading uses a CPU core, so the ratio can only be reached if one is free.
 
     cold_loads.py --rounds 3
     cold_loads.py --hidden 192 --layers 4 --cold-per-second 20

@@ -2,12 +2,12 @@
 """The engine in-process: output tokens per second with and without adapters, latency, memory, start-up.
 
 The physics. A decode step of n sequences reads every weight once, W bytes, and the keys and values of each
-sequence, and does 2 n FLOPs for each weight: it takes at least the larger of bytes / bandwidth and FLOPs /
-rate, both measured here first (limits.py says how, and what is counted). Adapters add r * sum(in + out)
-elements each, read once for each distinct one in the batch, and as many multiplications for each sequence;
-one sequence for each adapter is the worst case for the bytes. What the whole load would take so, with and
-without adapters, is the limit; what is measured beyond it is overhead: calls, copies, padding, waiting. Fewer
-bits save bytes, not FLOPs.
+sequence, and does 2 n FLOPs per weight. It takes at least the larger of bytes / bandwidth and FLOPs / rate;
+both are measured here first (limits.py explains how, and what counts). Each adapter adds r * sum(in + out)
+elements, which are read once per distinct adapter in the batch, and as many multiplications per sequence. One
+sequence per adapter is the worst case for the bytes. The time that the whole load would take at these rates,
+with and without adapters, is the limit. Everything measured beyond it is overhead: calls, copies, padding,
+waiting. Fewer bits save bytes, not FLOPs.
 
     engine.py                                           # small, bfloat16, prompts of 64, 16 at a time
     engine.py --models small,mid --dtypes bfloat16,float32,int8,int4 --prompts 64,512 --json found.json

@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
-"""Affinity routing beside random routing: real replicas, many adapters, and little room for them in each.
+"""Affinity routing compared with random routing: real replicas, many adapters, and little cache space in
+each.
 
-For each kind of routing a fleet is started. In turns they get the same requests at the same intervals:
-adapters by Zipf's law, in an open loop. Printed are the adapters that had to be loaded from their files, and
-the time to first token. At the end, with --kill, a replica of the last fleet is killed by SIGKILL under the
-same load: how many requests were lost (an error before the first text), cut (an error event in the stream),
-or given to another replica.
+A fleet is started for each kind of routing. They alternate, with the same requests at the same intervals:
+adapters by Zipf's law, in an open loop. The output is the number of adapters that had to be loaded from their
+files, and the time to first token. With --kill, a replica of the last fleet is finally killed by SIGKILL
+under the same load, and the output is how many requests were lost (an error before the first text), cut (an
+error event in the stream), or given to another replica.
 
     fleet.py
     fleet.py --routing affinity --seconds 20 --kill
 
-Needs `pip install 'manylora[fleet]'`, and a machine without other work. Where this process stood still for
-a second, everything was stopped from outside: times of requests under way then are left out, and counted.
+Needs `pip install 'manylora[fleet]'`, and a machine without other work. If this process did not run for a
+second, everything was stopped from outside: requests running at that time are left out of the times, and
+counted.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a machine allows: its bandwidth and GEMM rate, measured, and the times that follow for a model.
+"""The limits of a machine: its bandwidth and GEMM rate, measured, and the resulting times for a model.
 
 A step of n sequences cannot be faster than the larger of two times.
 
@@ -9,12 +9,12 @@ A step of n sequences cannot be faster than the larger of two times.
 - FLOPs: 2 for each weight and sequence, 2 for each element of its adapter, and 4 for each key element that
   its heads meet; divided by the GEMM rate.
 
-Prompts take the larger of their FLOPs and of reading the weights once. Norms, rotary embeddings, the choice
-of tokens and the embedding's rows are left out: they are small, and all of them are overhead.
+Prompts take the larger of the time for their FLOPs and the time to read the weights once. Norms, rotary
+embeddings, sampling and the embedding's rows are left out: they are small, and all of them are overhead.
 
-The bandwidth is that of a plain read loop in every core (memchr of the C library over memory far larger than
-the caches, in huge pages where the system gives them); the GEMM rate is the best of torch and of our own
-kernel. Both are the best of many: other work on the machine can only make them smaller.
+The bandwidth is that of a plain read loop on all cores (the C library's memchr over memory far larger than
+the caches, in huge pages if available). The GEMM rate is the best of torch and our own kernel. Both are the
+best of many runs, because other work on the machine can only lower them.
 
     limits.py --json limits.json
 """

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Drafts by n-grams, off and on in turn: tokens per second where answers repeat themselves and where not.
+"""N-gram drafts, off and on in turn: tokens per second where answers repeat themselves and where they do not.
 
 The physics. A decode step of n sequences reads each weight once and does 2 n FLOPs for it. A draft of k
-tokens adds k rows to that: no bytes of weights, but their FLOPs. With few sequences reading takes longer than
-multiplying, so a row costs little, and each accepted token saves a step; with many the row costs what a token
-costs. What is expected is therefore a gain that falls with n, and with text that nothing foretells a loss of
-the first drafts of each request, after which it pauses.
+tokens adds k rows: no bytes of weights, but their FLOPs. With few sequences reading takes longer than
+multiplying, so a row costs little, and each accepted token saves a step. With many sequences a row costs as
+much as a token. The expected gain therefore falls with n. For unpredictable text, the expected loss is the
+first drafts of each request, after which it pauses.
 
     ngram.py                                  # small, float32, 1, 4 and 16 requests at a time
     ngram.py --model small --dtype bfloat16 --at-once 1,8 --draft 5 --rounds 5 --json found.json

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What the servers cost: tokens per second through the ensemble over gRPC and through the OpenAI server over
-HTTP, against the engine in-process.
+"""The overhead of the servers: tokens per second through the ensemble over gRPC and through the OpenAI server
+over HTTP, compared with the engine in-process.
 
-Same model, same requests, same number of streams, in turns within one run; prints every round, the ratio
-of the medians, and the processor time of each of Triton's processes, which other work on the machine disturbs
-less than the rates. The model's step is the work; everything the server adds is overhead:
-with a step of s seconds and n streams the engine makes n / s tokens per second, and a server must carry as
-many responses. Client, server and engine share the cores here.
+Same model, same requests, same number of streams, alternating within one run. Prints every round, the ratio
+of the medians, and the CPU time of each of Triton's processes, which is less affected by other work on the
+machine than the rates. The model's step is the work; everything the server adds is overhead. With a step of s
+seconds and n streams the engine generates n / s tokens per second, and a server must handle as many
+responses. Client, server and engine share the cores here.
 
     overhead.py --streams 64 --rounds 3
     overhead.py --streams 64 --rounds 3 --stream-intervals 1 4

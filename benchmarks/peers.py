@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""manylora and the engines one would pick instead, on the same random models and adapters.
+"""Compares manylora with the engines one would otherwise choose, on the same random models and adapters.
 
-Each engine is measured against manylora, the two in turn in one run, each in a process of its own that is
-idle while the other runs; the ratio is the median of the pairs. At N at once, a call has N requests for both,
-all of them run at once, and the next call comes when it has ended; requests of 64 tokens in and 64 out,
-greedy, never ending early. The time to the first token is that of such a call for one token: until all N have
-theirs. --in-flight also measures ours alone with N requests open at any time and answers of 32 to 96 tokens.
+Each engine is measured against manylora, alternating within one run, each in a separate process that is idle
+while the other one runs. The ratio is the median of the pairs. At concurrency N, a call has N requests for
+both engines, which all run at once, and the next call starts when it has ended. Requests have 64 tokens in
+and 64 out, greedy, and never end early. The time to first token is the time of such a call for one token:
+until all N have theirs. --in-flight also measures manylora alone with N requests open at any time and answers
+of 32 to 96 tokens.
 
     peers.py                                                          # whoever this Python can import
     peers.py --python openvino=/venvs/ov/bin/python --models small,mid --keep build/peers --json found.json

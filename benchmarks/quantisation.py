@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Weights in 8 and 4 bits beside plain ones: bytes, speed and distance from float32, on one model.
+"""Weights in 8 and 4 bits compared with plain ones: bytes, speed and distance from float32, on one model.
 
-The physics. A decode step of few rows reads every weight once and computes little, so at best it is faster by
-the ratio of the bytes; a kernel that cannot keep up with the memory, or that makes weights wide first, loses
-that again. Many rows, as of a prompt, are bound by FLOPs, which fewer bits do not save unless the product is
-of integers (W8A8, W4A8). Accuracy: logits of some prompts against float32's, as mean Kullback-Leibler
+The physics. A decode step of few rows reads every weight once and computes little, so at best its speed-up is
+the ratio of the bytes. A kernel that cannot keep up with memory, or that widens weights first, loses some of
+that. Many rows, as in a prompt, are bound by FLOPs, which fewer bits do not reduce unless the product uses
+integers (W8A8, W4A8). Accuracy: logits of some prompts compared with float32's, as mean Kullback-Leibler
 divergence and as the share of equal first choices.
 
     quantisation.py --model examples/demo/base

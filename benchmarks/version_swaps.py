@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What new versions of an adapter cost: the time from tensors in memory to the first token of the
-new version, and throughput with a swap each second beside none.
+"""The cost of new versions of an adapter: the time from tensors in memory to the first token of the new
+version, and throughput with and without a swap each second.
 
-The model and the adapters are the demo's. Tensors are put with `LLM.load_adapter`, and with --http by
-`PUT /v1/lora_adapters/NAME` to a server on this machine's loopback, in a process of its own. Under load all
-requests follow, so that every swap moves all of them. Rounds with and without swaps take turns, and the best
-of each counts: on a machine that others use the median says more of them than of this.
+The model and the adapters are the demo's. Tensors are loaded with `LLM.load_adapter`, and with --http by `PUT
+/v1/lora_adapters/NAME` to a server on this machine's loopback, in a separate process. Under load all requests
+follow, so that every swap affects all of them. Rounds with and without swaps alternate, and the best of each
+counts: on a shared machine the median says more about other work than about swaps.
 
     version_swaps.py --rounds 5 --seconds 4
     version_swaps.py --http

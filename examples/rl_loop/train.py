@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Reinforcement learning with rollouts from the served policy, on a CPU in a minute.
 
-The adapter is trained with PEFT; after each step its tensors are put under the name `policy`, and the next
-rollouts come from that version: from `LLM` in this process, or over HTTP from `manylora serve`. The reward is
-the share of an answer's characters that are vowels, advantages are taken within the samples of one prompt
-(GRPO without a clip: each rollout is used once). Every rollout says which version made it, and its log
-probabilities are compared with the trainer's own: in float32 they are those of the same policy.
+The adapter is trained with PEFT. After each step its tensors are loaded under the name `policy`, and the next
+rollouts use that version: from `LLM` in this process, or over HTTP from `manylora serve`. The reward is the
+share of vowels in an answer's characters. Advantages are computed within the samples of one prompt (GRPO
+without clipping: each rollout is used once). Every rollout says which version generated it, and its log
+probabilities are compared with the trainer's: in float32 they are those of the same policy.
 
     python examples/rl_loop/train.py
     python examples/rl_loop/train.py --http

@@ -1,5 +1,6 @@
-"""Datasets of requests: JSON Lines, one request per line, with trtllm-bench's fields; random ones; and which
-adapter each request asks for."""
+"""Datasets of requests: JSON Lines with trtllm-bench's fields, one request per line; random datasets; and the
+assignment of adapters to requests.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +25,10 @@ ZIPF = 1.5
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One line. task_id: the request's number, not the adapter's. prompt: not used where input_ids are given.
-    output_tokens: to generate. lora: None is the base model."""
+    """One line of a dataset. task_id: the request's number, not the adapter's. prompt: unused if input_ids
+    are given.
+    output_tokens: number to generate. lora: None is the base model.
+    """
 
     task_id: int
     prompt: str | None
@@ -85,7 +88,7 @@ def adapters_of(requests: Iterable[BenchRequest]) -> list[LoRARequest]:
 def with_adapters(
     requests: Iterable[BenchRequest], adapters: Iterable[LoRARequest | None]
 ) -> list[BenchRequest]:
-    """The same requests with other adapters, one for each request."""
+    """The same requests with other adapters, one per request."""
     return [replace(r, lora=lora) for r, lora in zip(requests, adapters, strict=True)]
 
 
@@ -107,12 +110,12 @@ def spread(popularity: str, adapters: Sequence[T], count: int, rng: random.Rando
 
 
 def normal_lengths(mean: float, stdev: float) -> Lengths:
-    """In tokens, at least 1."""
+    """Lengths in tokens, at least 1."""
     return lambda rng: max(1, round(rng.gauss(mean, stdev)))
 
 
 def uniform_lengths(low: int, high: int) -> Lengths:
-    """In tokens, both ends included."""
+    """Lengths in tokens, both ends included."""
     return lambda rng: rng.randint(low, high)
 
 

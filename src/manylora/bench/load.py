@@ -35,8 +35,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Record:
-    """One request. started: when it was sent; in an open loop when it was due, so that time in which a slow
-    target delays the sender counts. error: None if it was answered."""
+    """One request. started: when it was sent; in an open loop when it was due, so that delays of the sender
+    caused by a slow target count. error: None if it was answered.
+    """
 
     request: BenchRequest
     started: float
@@ -46,7 +47,7 @@ class Record:
 
 
 class Target(Protocol):
-    """The system that the requests go to. `send` raises any exception for a request that fails."""
+    """The system under load. `send` may raise any exception for a request that fails."""
 
     async def send(self, request: BenchRequest) -> Answer: ...
 

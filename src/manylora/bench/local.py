@@ -1,4 +1,4 @@
-"""LocalTarget: an LLM in this process under load, and what its engine looked like meanwhile."""
+"""LocalTarget: an LLM in this process under load, with samples of its engine's statistics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PERIOD_S = 0.02
 
 
 class LocalTarget:
-    """streaming: each step's tokens are taken as they come. sampling: fields of SamplingParams."""
+    """streaming: take each step's tokens as they arrive. sampling: fields of SamplingParams."""
 
     def __init__(self, llm: LLM, streaming: bool, sampling: dict[str, Any]) -> None:
         self._llm, self._streaming, self._sampling = llm, streaming, sampling
@@ -39,7 +39,7 @@ class LocalTarget:
 
 
 class Sampler:
-    """A context manager that takes the engine's figures every PERIOD_S seconds."""
+    """A context manager that samples the engine's statistics every PERIOD_S seconds."""
 
     def __init__(self, llm: LLM) -> None:
         self.samples: list[Sample] = []
@@ -65,9 +65,9 @@ class Sampler:
 def open_llm(
     model_dir: Path, arguments: dict[str, Any], tokenizer: bool, adapters: bool
 ) -> tuple[LLM, dict[str, Any]]:
-    """An LLM for a benchmark, and what it is, for the report.
+    """An LLM for a benchmark, and facts about it for the report.
 
-    With adapters and no lora_config every module is a target. Raises ConfigError.
+    With adapters but no lora_config, every module is a target. Raises ConfigError.
     """
     settings = {"skip_tokenizer_init": not tokenizer, **arguments}
     if adapters:

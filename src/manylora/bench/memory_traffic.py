@@ -19,8 +19,9 @@ from manylora.model.checkpoint import read_model_config
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that the average decode step of a run reads: base weights, KV cache of the running sequences, and
-    each adapter of the batch once. Activations are not counted."""
+    """Bytes that an average decode step of a run reads: base weights, KV cache of the running sequences, and
+    each adapter of the batch once. Activations do not count.
+    """
 
     weight_bytes: float
     kv_bytes: float
@@ -35,7 +36,7 @@ class Traffic:
 
 
 def mean_traffic(samples: Sequence[Sample], num_bytes: float) -> Traffic | None:
-    """The mean over samples with running sequences; None without any. num_bytes: of one adapter."""
+    """The mean over samples with running sequences. None if there are none. num_bytes: per adapter."""
     busy = [stats for _, stats in samples if stats.running]
     if not busy:
         return None

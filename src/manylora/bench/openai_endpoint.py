@@ -136,7 +136,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         if not line.startswith(b"data:"):
             continue
         if data == b"[DONE]":
-            response.read()  # to the end, so that the connection can be used again
+            response.read()  # read to the end, so that the connection can be reused
             return
         yield _parse(data)
     raise RequestError("the server ended the stream without [DONE]")

@@ -1,4 +1,4 @@
-"""What one benchmark is asked to do."""
+"""The options of one benchmark run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ class BenchOptions:
     """model_dir: a Hugging Face directory; None only with an endpoint. llm: arguments of `LLM`.
 
     sampling: fields of SamplingParams for every request. concurrency: 0 is no limit. request_rate: of an open
-    loop, in requests a second; None: a closed one. popularity, num_adapters: share the adapters out anew, of
-    lora_dir's directories or else of the dataset's, once for each number. compare_base: again without any.
+    loop, in requests per second; None: a closed loop. popularity, num_adapters: assign adapters anew, from
+    the subfolders of lora_dir or else from the dataset, once for each number. compare_base: also run without
+    adapters.
     """
 
     model: str

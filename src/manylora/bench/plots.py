@@ -1,4 +1,4 @@
-"""The report as plots: a PNG, or one HTML file with the plots and the text."""
+"""The report as plots: a PNG, or one HTML file with plots and text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUFFIXES = (".png", ".html")
 
 
 def check_plot(path: Path) -> None:
-    """Before the run: raises ConfigError if the plot cannot be written."""
+    """Check before the run whether the plot can be written. Raises ConfigError."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"--plot must name a file ending in {' or '.join(SUFFIXES)}, got {path.name}")
     _figure()
@@ -28,7 +28,7 @@ def check_plot(path: Path) -> None:
 def write_plot(
     path: Path, report: dict[str, Any], records: Sequence[Record], samples: Sequence[Sample]
 ) -> None:
-    """samples: empty for a server, whose cache statistics are not known."""
+    """samples: empty for a server, whose cache statistics are unknown."""
     figure = _figure()
     left, middle, right = figure.subplots(1, 3)
     if report["adapters"]["sweep"]:

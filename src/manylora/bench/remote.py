@@ -15,7 +15,9 @@ ANSWER_TIMEOUT_S = 600.0
 
 
 class RemoteTarget:
-    """Base class of server targets. Each thread has a connection. connections: their number; 0: the most."""
+    """Base class of server targets. Each thread has its own connection. connections: their number; 0: the
+    maximum.
+    """
 
     def __init__(self, connections: int) -> None:
         self._pool = ThreadPoolExecutor(min(connections or MAX_CONNECTIONS, MAX_CONNECTIONS))

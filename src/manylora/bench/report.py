@@ -22,7 +22,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def measure(records: Sequence[Record], *, streaming: bool) -> dict[str, Any]:
-    """The report's sections about the requests that were answered. Raises ValueError if none was."""
+    """The report's sections about answered requests. Raises ValueError if there are none."""
     done = _answered(records)
     if not done:
         reason = next((record.error for record in records if record.error), "there was none")
@@ -56,16 +56,16 @@ def measure(records: Sequence[Record], *, streaming: bool) -> dict[str, Any]:
 
 
 def issue_rate(records: Sequence[Record]) -> float | None:
-    """Requests sent a second; None when all were sent at once."""
+    """Requests sent per second. None if all were sent at once."""
     started = [record.started for record, _ in _answered(records)]
     duration = max(started) - min(started)
     return (len(started) - 1) / duration if duration > 0 else None
 
 
 def tier_figures(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Number of requests and time to first token, by where the adapter was found; and of the base model.
+    """Number of requests and time to first token, by where the adapter was found, and for the base model.
 
-    Tiers without requests are left out, and times where no first token is known.
+    Tiers without requests are omitted, and so are times if no first token is known.
     """
     groups: dict[str, list[Record]] = {}
     for record in records:
@@ -102,8 +102,9 @@ def _answered(records: Sequence[Record]) -> list[tuple[Record, Answer]]:
 
 
 def _streaming(done: Sequence[tuple[Record, Answer]]) -> dict[str, dict[str, float]] | None:
-    """Percentiles of the time from sending to the first token, of each request's mean time between the tokens
-    after it, and of tokens a second after it."""
+    """Percentiles of the time to first token, of each request's mean time between later tokens, and of its
+    tokens per second after the first token.
+    """
     ttfts, tpots = [], []
     for record, answer in done:
         if answer.first_token is not None:

@@ -1,4 +1,4 @@
-"""The report as text: sections in the order and words of trtllm-bench, then one about adapters."""
+"""The report as text: sections in the order and words of trtllm-bench, followed by one about adapters."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ CACHE = {
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """report: as `--report_json` writes it."""
+    """report: as written by `--report_json`."""
     return "\n".join(_lines(report))
 
 

@@ -1,4 +1,4 @@
-"""Runs one benchmark: open the system, warm it up, send the load, and make the report."""
+"""Runs one benchmark: opens the system, warms it up, sends the load, and creates the report."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def run_bench(options: BenchOptions) -> BenchResult:
 
 
 def _assign_adapters(options: BenchOptions, requests: list[BenchRequest]) -> list[list[BenchRequest]]:
-    """The dataset with adapters as the options ask, once for each number of adapters."""
+    """The dataset with adapters assigned according to the options, once for each number of adapters."""
     if not (options.popularity or options.num_adapters or options.lora_dir):
         return [requests]
     pool: list[LoRARequest] = adapters_of(requests)
@@ -99,7 +99,7 @@ def _assign_adapters(options: BenchOptions, requests: list[BenchRequest]) -> lis
 
 
 def _difference(before: AdapterStats | None, after: AdapterStats | None) -> dict[str, int] | None:
-    """Counters of the run, and the number of adapters in the cache after it."""
+    """Counters of the run, and the number of adapters in the cache afterwards."""
     if before is None or after is None:
         return None
     found = {name: getattr(after, name) for name in CACHE_COUNTERS}
@@ -110,7 +110,7 @@ def _difference(before: AdapterStats | None, after: AdapterStats | None) -> dict
 
 
 def _decoding(stats: EngineStats) -> dict[str, Any] | None:
-    """Drafts since the engine's start; None: there were none, or the engine is elsewhere."""
+    """Draft statistics since the engine's start. None: no drafts, or the engine runs elsewhere."""
     if not stats.draft_tokens:
         return None
     drafted, accepted = stats.draft_tokens, stats.accepted_draft_tokens
@@ -118,7 +118,7 @@ def _decoding(stats: EngineStats) -> dict[str, Any] | None:
         "num_draft_tokens": drafted,
         "num_accepted_draft_tokens": accepted,
         "draft_acceptance_rate": accepted / drafted,
-        "acceptance_length": 1 + accepted / stats.drafts,  # tokens of a step with a draft
+        "acceptance_length": 1 + accepted / stats.drafts,  # tokens per step with a draft
     }
 
 

@@ -16,14 +16,14 @@ from manylora.stats import AdapterStats
 
 
 def open_system(options: BenchOptions, requests: list[BenchRequest], stack: ExitStack) -> SystemUnderTest:
-    """Open what the options name; the stack closes it. Raises ConfigError."""
+    """Open the system that the options name. The stack closes it. Raises ConfigError."""
     return _RemoteSystem(options, stack) if options.endpoint else _LocalSystem(options, requests, stack)
 
 
 class SystemUnderTest:
-    """A target, and what the report says about it.
+    """A target, and facts about it for the report.
 
-    facts: for the report's sections `engine` and `world_info`, and the device, where they are known.
+    facts: for the report's sections `engine` and `world_info`, and the device, if known.
     """
 
     target: Target
@@ -99,7 +99,9 @@ def _load(target: Target, requests: list[BenchRequest], options: BenchOptions) -
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[Record], None]]:
-    """A function that advances the progress bar, which is shown on a terminal, where tqdm is installed."""
+    """Yields a function that advances the progress bar. The bar is shown on a terminal if tqdm is
+    installed.
+    """
     try:
         tqdm = importlib.import_module("tqdm").tqdm
     except ImportError:

@@ -23,11 +23,12 @@ from manylora.wire.engine_client import AnswerReader, request_tensors
 NOT_CACHED = "Please send LoRA weights with request"
 MODEL = "tensorrt_llm"
 STORAGE_TYPES = {"TYPE_BF16": "bfloat16", "TYPE_FP16": "float16"}
-FIELDS = ("end_id", "temperature", "top_k", "top_p", "seed")  # of SamplingConfig, that can be sent
+FIELDS = ("end_id", "temperature", "top_k", "top_p", "seed")  # fields of SamplingConfig that can be sent
 
 
 class TritonTarget(RemoteTarget):
-    """Each running request has its own stream: an error on a shared one does not say which request it is for.
+    """Each running request has its own stream: on a shared stream, an error does not say which request it is
+    for.
 
     The first request of an adapter sends its tensors, and so does one for which the server answers that the
     adapter is not cached. sampling: fields of SamplingConfig. encode: text to token ids; None if all prompts
@@ -140,7 +141,7 @@ class TritonTarget(RemoteTarget):
 
 
 class _Stream:
-    """A client with an open stream. answers: (result, error) of each response."""
+    """A client with an open stream. answers: (result, error) for each response."""
 
     def __init__(self, client: Any) -> None:
         self.client, self.close = client, client.close

@@ -1,4 +1,4 @@
-"""Driver: runs a model on several sequences without an engine, and gives all logits."""
+"""Driver: runs a model on several sequences without an engine, and returns all logits."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from manylora.request import LoraExtra, LoraInput
 
 BLOCK, BLOCKS = 8, 128
 Tensors = tuple[np.ndarray, np.ndarray]
-"""Weights and config of an adapter, as a request carries them."""
+"""Weights and config of an adapter, as in a request."""
 Adapter = Tensors | LoraInput | None
-"""LoraInput where there are extras; None: the base model."""
+"""LoraInput if there are extras; None: the base model."""
 
 
 def agree(found: Tensor, expected: Tensor) -> bool:
-    """Within 1e-4 of the largest logit, and the same greedy token at each position."""
+    """Whether logits agree within 1e-4 of the largest one, with the same greedy token at each position."""
     near = (found - expected).abs().max() / expected.abs().max() < 1e-4
     return bool(near) and torch.equal(found.argmax(-1), expected.argmax(-1))
 
@@ -40,8 +40,8 @@ def agree(found: Tensor, expected: Tensor) -> bool:
 class Driver:
     """Runs several sequences in packed steps, with scattered KV blocks, and collects all logits.
 
-    adapters: of each sequence. modules: which they have rows for; None: the model's.
-    texts: the encoder's prompt of each, for an encoder-decoder model.
+    adapters: one per sequence. modules: the modules of their rows; None: the model's. texts: the encoder's
+    prompts, for an encoder-decoder model.
     """
 
     def __init__(
@@ -75,8 +75,9 @@ class Driver:
         self._logits: list[list[Tensor]] = [[] for _ in sequences]
 
     def run(self) -> list[Tensor]:
-        """Logits [len, vocab] of each sequence. Prompts go in unequal chunks, the rest token by token, all
-        sequences packed together."""
+        """Logits [len, vocab] of each sequence. Prompts are processed in unequal chunks, the rest token by
+        token, with all sequences packed together.
+        """
         plans = [[max(len(s) // part, 1) for part in (2, 4, 8)] for s in self._sequences]
         while any(d < len(s) for d, s in zip(self._done, self._sequences, strict=True)):
             counts = []
@@ -100,7 +101,9 @@ class Driver:
         model.encode(batch, self._kv)
 
     def prefill(self, rows: Sequence[int] | None = None) -> Tensor:
-        """All sequences whole in one step; logits [L, vocab] of these rows, or of all."""
+        """Process all sequences completely in one step. Returns logits [L, vocab] of these rows, or of
+        all.
+        """
         return self._forward([len(s) for s in self._sequences], rows)
 
     def _step(self, counts: list[int]) -> None:
@@ -114,7 +117,7 @@ class Driver:
     def _forward(
         self, counts: list[int], rows: Sequence[int] | None = None, members: list[int] | None = None
     ) -> Tensor:
-        """So many tokens of each member."""
+        """Process this many tokens of each member."""
         members = list(range(len(counts))) if members is None else members
         done = [self._done[s] for s in members]
         attention, positions = _attention([self._blocks[s] for s in members], done, counts)
@@ -137,7 +140,7 @@ class Driver:
         return self._decoder.forward(batch, self._kv)
 
     def _state_batch(self, members: list[int], starts: Sequence[int]) -> StateBatch | None:
-        """Slots change in each step of a sequence, so that none is both read and written."""
+        """A sequence's slot changes in each step, so that no slot is both read and written."""
         if self._states is None:
             return None
         count = len(self._sequences)
@@ -173,7 +176,7 @@ class Driver:
 def _attention(
     blocks: Sequence[Sequence[int]], done: Sequence[int], counts: Sequence[int]
 ) -> tuple[AttentionBatch, Tensor]:
-    """For `counts` new rows of each sequence after the `done` ones; and the positions [T] of the rows."""
+    """For `counts` new rows of each sequence after `done` rows; and the positions [T] of the rows."""
     ends = [d + n for d, n in zip(done, counts, strict=True)]
     spans = [range(d, end) for d, end in zip(done, ends, strict=True)]
     slots = [b[p // BLOCK] * BLOCK + p % BLOCK for b, span in zip(blocks, spans, strict=True) for p in span]
@@ -182,7 +185,7 @@ def _attention(
 
 
 def _unused_states(config: RecurrentConfig, count: int) -> RecurrentState:
-    """Two slots for each sequence, full of NaN."""
+    """Two slots per sequence, filled with NaN."""
     states = make_states(config, 2 * count, torch.device("cpu"))
     states.inputs.fill_(float("nan")), states.memory.fill_(float("nan"))
     return states
@@ -194,7 +197,7 @@ def _table(blocks: Sequence[Sequence[int]]) -> Tensor:
 
 
 def _scattered(extra: LoraExtra, dtype: torch.dtype) -> Extra:
-    """In three pieces of a pool of its own, in reverse order and with NaN between them."""
+    """The extra in three pieces of a separate pool, in reverse order and with NaN between them."""
     values = torch.from_numpy(extra.values).to(dtype)
     values = values if values.ndim == 2 else values.unsqueeze(1)
     parts = values.split(-(-len(values) // 3))[::-1]
@@ -212,7 +215,9 @@ def _scattered(extra: LoraExtra, dtype: torch.dtype) -> Extra:
 def _make_pool(
     adapters: Sequence[Adapter], modules: Mapping[int, LoraModule]
 ) -> tuple[Tensor, list[dict[tuple[int, int], LoraRow]]]:
-    """All adapters in one flat pool, and where their rows are: at odd offsets, with NaN between them."""
+    """All adapters in one flat pool, and the locations of their rows: at odd offsets, with NaN between
+    them.
+    """
     pieces, adapters_rows, used = [np.full(13, np.nan, np.float32)], [], 13
     for adapter in adapters:
         rows: dict[tuple[int, int], LoraRow] = {}

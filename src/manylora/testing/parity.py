@@ -1,6 +1,6 @@
-"""Parity: the decoder beside transformers + PEFT, for every family, kind of adapter and source.
+"""Parity: compares the decoder with transformers + PEFT, for every family, kind of adapter and source.
 
-`python -m manylora.testing.parity` prints what agrees and what is refused, as docs/models.md has it.
+`python -m manylora.testing.parity` prints what agrees and what is refused, in the form of docs/models.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PROMPT, ENCODER_PROMPT = 60, 37  # tokens
 
 
 class LayerNames(NamedTuple):
-    """The last parts of the names of a model's modules, as PEFT's settings take them.
+    """The last parts of a model's module names, as used in PEFT's settings.
 
     linears: the linear layers of a block, attention's first. layers: the list of blocks.
     """
@@ -87,9 +87,9 @@ ALTUP_ENDS = ("altup_projections", "altup_unembed_projections")
 REFUSED = "refused: "
 WITHOUT_OUT = ("NemotronHForCausalLM", "FalconH1ForCausalLM")  # PEFT refuses out_proj there
 SOURCES = ("peft", "npy", "llgtrt")
-# Models quantised at load time. Their reference is a model with the rounded values.
+# Models quantised at load time. The reference is a model with the rounded values.
 QUANTISED = {f"llama {algo}": ("llama", QuantConfig(algo)) for algo in SERVED}
-NEMO = "NeMo"  # one more kind, with sources of its own: the archive, and what nemo_lora_convert writes
+NEMO = "NeMo"  # another kind, with its own sources: the archive, and the output of nemo_lora_convert
 NEMO_SOURCES = ("nemo", "converted nemo")
 
 
@@ -132,15 +132,16 @@ def _last_parts(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def make_kind(path: Path, model_dir: Path, kind: str, seed: int) -> Path:
-    """An adapter of PEFT of one of KINDS, on all linear layers unless the kind says which."""
+    """A PEFT adapter of one of KINDS, on all linear layers unless the kind says otherwise."""
     names = linear_names(read_model_config(model_dir))
     return make_adapter(path, model_dir, seed, **{"modules": names.linears, **KINDS[kind](names)})
 
 
 def read_from(source: str, adapter: Path, model_dir: Path, quant: QuantConfig | None = None) -> Tensors:
-    """A PEFT adapter's tensors, through a source of SOURCES. quant: of the base at load time.
+    """A PEFT adapter's tensors, read through a source of SOURCES. quant: of the base model at load time.
 
-    Raises AdapterInvalidError."""
+    Raises AdapterInvalidError.
+    """
     config = read_model_config(model_dir)
     base = BaseWeights(model_dir, EffectiveWeights(config, quant))
     tensors = read_adapter_folder(adapter, base, lora_modules(config))
@@ -155,7 +156,7 @@ def read_from(source: str, adapter: Path, model_dir: Path, quant: QuantConfig | 
 
 
 def read_nemo_from(source: str, archive: Path, model_dir: Path) -> Tensors:
-    """A NeMo archive's tensors, through a source of NEMO_SOURCES. Raises AdapterInvalidError."""
+    """A NeMo archive's tensors, read through a source of NEMO_SOURCES. Raises AdapterInvalidError."""
     modules = lora_modules(read_model_config(model_dir))
     if source == "nemo":
         return read_adapter_folder(archive, modules=modules)
@@ -165,7 +166,7 @@ def read_nemo_from(source: str, archive: Path, model_dir: Path) -> Tensors:
 
 
 class _Comparison:
-    """One variant of a model, its adapters of every kind, and the verdict on each."""
+    """One variant of a model, its adapters of every kind, and the result for each."""
 
     def __init__(self, folder: Path, variant: str) -> None:
         family, quant = QUANTISED.get(variant, (variant, None))
@@ -184,8 +185,9 @@ class _Comparison:
         self._verdicts: dict[str, str] = {}
 
     def run(self) -> dict[str, str]:
-        """Kind of adapter, and `base`, to `pass`, `differs` or why it is refused; each source that differs is
-        named."""
+        """Kind of adapter, or `base` -> `pass`, `differs` or the reason for a refusal. Each source that
+        differs is named.
+        """
         for seed, kind in enumerate(KINDS):
             self._add_peft(seed, kind)
         self._add_nemo()
@@ -228,7 +230,7 @@ class _Comparison:
             self._adapters.append((NEMO, source, read_nemo_from(source, archive, self._model_dir)))
 
     def _logits(self) -> list[torch.Tensor]:
-        """Of each adapter, up to eight of them in a batch."""
+        """Logits for each adapter, up to eight adapters per batch."""
         cpu = open_device("cpu")
         decoder = load_decoder(self._model_dir, self._config, torch.float32, cpu, PROMPT, self._quant)
         assert not isinstance(decoder, Encoder), "an encoder alone has no logits"
@@ -241,7 +243,7 @@ class _Comparison:
 
 
 def _parse(arguments: Sequence[str]) -> Sequence[str]:
-    """The variants that the command line names, or all."""
+    """The variants named on the command line, or all."""
     known = (*FAMILIES, *MOE_FAMILIES, *ENCODER_DECODER_FAMILIES, *QUANTISED)
     parser = argparse.ArgumentParser(
         "python -m manylora.testing.parity",
@@ -257,9 +259,10 @@ def _parse(arguments: Sequence[str]) -> Sequence[str]:
 
 
 def report(found: Mapping[str, Mapping[str, str]]) -> str:
-    """What agrees and what does not, in Markdown. found: of each variant, kind of adapter to verdict.
+    """What agrees and what does not, in Markdown. found: for each variant, kind of adapter -> result.
 
-    Variants with the same exceptions share a row; reasons for refusal are footnotes, numbered from 1."""
+    Variants with the same exceptions share a row. Reasons for refusal are footnotes, numbered from 1.
+    """
     reasons: list[str] = []
     rows: dict[str, list[str]] = {}
     for variant, verdicts in found.items():
@@ -288,7 +291,7 @@ def _shown(verdict: str, reasons: list[str]) -> str:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Print the report, of all variants of models or of those named. Returns 1 when something differs."""
+    """Print the report for all variants of models, or for those named. Returns 1 if something differs."""
     variants = _parse(arguments)
     from transformers.utils import logging
 

@@ -1,6 +1,6 @@
-"""Tiny random models and adapters, from a seed, and the answers of transformers + PEFT to compare ours with.
+"""Tiny random models and adapters from a seed, and the results of transformers + PEFT for comparison.
 
-Both libraries are imported where they are used.
+Both libraries are imported only where they are used.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def make_model(
 
 
 def make_wide(path: Path, model_dir: Path, quant: QuantConfig, linears: Sequence[str]) -> Path:
-    """A copy of a plain model with the weights of its linear layers rounded as `quant` rounds them.
+    """A copy of a plain model with the weights of its linear layers rounded as by `quant`.
 
-    linears: the ends of the names of the layers.
+    linears: the ends of the layers' names.
     """
     from safetensors.torch import load_file, save_file
 
@@ -195,8 +195,9 @@ def reference_generate(
     max_new_tokens: int,
     encoder_ids: Sequence[int] = (),
 ) -> list[int]:
-    """Greedy continuation by transformers (+ PEFT) in float32, never stopping early. encoder_ids: the
-    encoder's prompt, of an encoder-decoder model."""
+    """Greedy continuation by transformers (+ PEFT) in float32, which never stops early. encoder_ids: the
+    encoder's prompt, for an encoder-decoder model.
+    """
     ids = list(prompt_ids)
     for _ in range(max_new_tokens):
         ids.append(int(reference_logits(model_dir, adapter_dir, ids, encoder_ids=encoder_ids)[-1].argmax()))

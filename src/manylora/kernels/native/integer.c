@@ -215,7 +215,7 @@ INLINE void round_block(const Form form, const int zero, const float *x, char *t
         const integers whole = (integers)(load(x + i) * by + 12582912.0f) - 0x4b400000;
         memcpy(n + i, &whole, sizeof whole);
     }
-    for (int i = 0; i < BLOCK; i++) sum += n[i];
+    for (int i = 0; i < BLOCK; i++) sum += (int8_t)n[i]; /* of NaN and infinity n is too large to be summed */
     if (form == PAIRS) {
         int16_t *q = (int16_t *)to;
         for (int i = 0; i < BLOCK; i += 4) { /* as the weights of four inputs are unpacked: even, odd */

@@ -79,7 +79,9 @@ INLINE words widen_uint16(const char *at) {
 #elif defined(__AVX2__)
     return (words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)at));
 #else
-    return __builtin_convertvector(*(const halves *)at, words);
+    halves some;
+    memcpy(&some, at, sizeof some);
+    return __builtin_convertvector(some, words);
 #endif
 }
 
@@ -121,9 +123,14 @@ INLINE vector widen_float8(const char *at) {
 #endif
 }
 
+/* LANES elements at any address: in a file they lie behind a header of any length. */
 INLINE vector widen(Kind kind, const char *at) {
     if (kind == FLOAT8) return widen_float8(at);
-    if (kind == FLOAT32) return load((const float *)at);
+    if (kind == FLOAT32) {
+        vector some;
+        memcpy(&some, at, sizeof some);
+        return some;
+    }
     if (kind == INT8) return __builtin_convertvector(widen_int8(at), vector);
     return (vector)(widen_uint16(at) << 16);
 }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from manylora.errors import ConfigError
-from manylora.launcher.processes import end_marked, exit_text, port_is_free, spawn
+from manylora.launcher.processes import end_marked, exit_text, kill_child, port_is_free, spawn
 from manylora.launcher.supervisor import StoppedError
 
 MARK = "MANYLORA_KEPT_BY"
@@ -65,9 +65,7 @@ class CommandService:
         self.kill()
 
     def kill(self) -> None:
-        if self._process and self._process.poll() is None:  # otherwise its id may belong to another process
-            self._process.kill()
-            self._process.wait()
+        kill_child(self._process)
         end_marked(MARK, self._mark)
 
     def close(self, reason: str | None) -> None:

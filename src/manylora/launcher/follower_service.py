@@ -15,7 +15,7 @@ from pathlib import Path
 from manylora.errors import ConfigError
 from manylora.group.place import RANK_0_GONE
 from manylora.launcher.logs import open_log
-from manylora.launcher.processes import end_marked, exit_text, spawn, stat_of
+from manylora.launcher.processes import end_marked, exit_text, kill_child, spawn, stat_of
 from manylora.launcher.supervisor import StoppedError
 from manylora.launcher.triton_service import InRunDirectory
 from manylora.system.lifeline import RUN_DIR, WORLD_SIZE
@@ -92,9 +92,7 @@ class FollowerService(InRunDirectory):
         self.kill()
 
     def kill(self) -> None:
-        if self._process and self._process.poll() is None:  # otherwise its id may belong to another process
-            self._process.kill()
-            self._process.wait()
+        kill_child(self._process)
         end_marked(RUN_DIR, str(self._run_dir))
 
     def _spawn(self, report: int) -> None:

@@ -54,6 +54,13 @@ def spawn(
     )
 
 
+def kill_child(process: subprocess.Popen | None) -> None:
+    """Kill a process that this one has started, and wait for its end. None: there is none."""
+    if process is not None and process.poll() is None:  # otherwise its id may belong to another process
+        process.kill()
+        process.wait()
+
+
 def end_marked(name: str, value: str) -> None:
     """Kill every process of this user that was started with this environment variable, and wait until they
     end.

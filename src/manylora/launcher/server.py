@@ -22,7 +22,7 @@ from manylora.errors import ConfigError
 from manylora.launcher.installation import Installation
 from manylora.launcher.logs import ServerLog, open_log
 from manylora.launcher.management_access import http_proxy_command, management_flags
-from manylora.launcher.processes import end_marked, exit_text, free_port, spawn, stat_of
+from manylora.launcher.processes import end_marked, exit_text, free_port, kill_child, spawn, stat_of
 from manylora.launcher.supervisor import StoppedError
 from manylora.system.lifeline import (
     DRAIN_FILE,
@@ -303,9 +303,7 @@ class TritonServer:
     def kill(self) -> None:
         """Kill the server and its proxy. `remove_leftovers` ends what remains of its models."""
         for process in (self._process, self._proxy):
-            if process.poll() is None:  # otherwise its id may belong to another process
-                process.kill()
-                process.wait()
+            kill_child(process)
 
     def _command(self, installation: Installation) -> list[str]:
         o = self._options

@@ -30,7 +30,7 @@ from manylora.llmapi.named_adapters import NamedAdapters, with_requests
 from manylora.llmapi.options import LlmArguments, check_known
 from manylora.llmapi.outputs import RequestOutput
 from manylora.llmapi.pooled import PooledRequests, hidden_state
-from manylora.llmapi.prompts import ChatText, Input, Prompt, PromptReader
+from manylora.llmapi.prompts import ChatText, Input, Prompt, PromptReader, for_each
 from manylora.llmapi.result import GenerationResult
 from manylora.llmapi.sampling import SamplingParams
 from manylora.llmapi.service import Service
@@ -179,9 +179,9 @@ class LLM(ChatRequests, PooledRequests):
         """
         single = isinstance(inputs, str | Mapping) or (bool(inputs) and isinstance(inputs[0], int))
         prompts: list[Any] = [inputs] if single else list(inputs)
-        params = _for_each(prompts, "sampling_params", sampling_params)
+        params = for_each(prompts, "sampling_params", sampling_params)
         lora_request = self._named(lora_request)
-        adapters = _for_each(prompts, "lora_request", lora_request, is_choice(lora_request))
+        adapters = for_each(prompts, "lora_request", lora_request, is_choice(lora_request))
         made: list[Generation] = []
         known: Known = {}
         try:
@@ -360,14 +360,6 @@ def _listed(given: Any) -> list[Any]:
 
 def _open_tokenizer(tokenizer: str | Path | Tokenizer, revision: str | None) -> Tokenizer:
     return tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(local_model(tokenizer, revision))
-
-
-def _for_each(prompts: Sequence[Any], name: str, value: Any, is_one: bool = False) -> list[Any]:
-    if is_one or not isinstance(value, list | tuple):
-        return [value] * len(prompts)
-    if len(value) != len(prompts):
-        raise ValueError(f"{name} must be one, or one for each prompt: got {len(value)} for {len(prompts)}")
-    return list(value)
 
 
 def _with_progress(results: list[GenerationResult], use_tqdm: bool) -> Iterable[GenerationResult]:

@@ -24,7 +24,7 @@ from manylora.llmapi.pooled_outputs import (
     probabilities,
     similarity,
 )
-from manylora.llmapi.prompts import Prompt
+from manylora.llmapi.prompts import Prompt, for_each
 from manylora.llmapi.sampling import SamplingParams
 from manylora.llmapi.service import Service
 from manylora.lora.text.current import OwnText
@@ -187,7 +187,7 @@ class PooledRequests:
                 (tuple(ids), Pooling(self._pooling.head_mode, head=True, first=first))
                 for ids, first in joined
             ]
-            made = _submit(self, prompts, _for_each(prompts, lora))
+            made = _submit(self, prompts, _loras_of(prompts, lora))
             return [
                 _output(one, ScoringOutput(pair_score(one.result.result(), self._pooling, params)))
                 for one in made
@@ -240,7 +240,7 @@ def _run(
     sampling = SamplingParams(
         truncate_prompt_tokens=params.truncate_prompt_tokens, add_special_tokens=params.add_special_tokens
     )
-    loras = _for_each(given, owner._named(lora_request))
+    loras = _loras_of(given, owner._named(lora_request))
     pairs = zip(given, loras, strict=True)
     ids = [owner._encode(one, sampling, lora).token_ids for one, lora in pairs]
     pooling = pooling_of(task, owner._pooling)
@@ -252,14 +252,8 @@ def hidden_state(owner: _Owner, token: int, lora_request: LoRAChoice | None) -> 
     _submit(owner, [((token,), Pooling())], [lora_request])
 
 
-def _for_each(prompts: Sequence[Any], lora_request: Any) -> list[LoRAChoice | None]:
-    if is_choice(lora_request) or not isinstance(lora_request, list | tuple):
-        return [lora_request] * len(prompts)
-    if len(lora_request) != len(prompts):
-        raise ValueError(
-            f"lora_request must be one, or one for each prompt: got {len(lora_request)} for {len(prompts)}"
-        )
-    return list(lora_request)
+def _loras_of(prompts: Sequence[Any], lora_request: Any) -> list[LoRAChoice | None]:
+    return for_each(prompts, "lora_request", lora_request, is_choice(lora_request))
 
 
 def _submit(

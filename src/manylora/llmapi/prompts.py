@@ -87,3 +87,13 @@ class PromptReader:
         if not ids or len(ids) < len(decoder_ids):
             raise ValueError(f"{DECODER_IDS} must be a list of token ids, got {decoder_ids!r:.80}")
         return replace(prompt, decoder_ids=tuple(ids))
+
+
+def for_each(prompts: Sequence[Any], name: str, value: Any, is_one: bool = False) -> list[Any]:
+    """Returns one value per prompt for an argument that is either one value for all prompts, or a list or
+    tuple with one for each. is_one: it is one value, whatever its type. Raises ValueError."""
+    if is_one or not isinstance(value, list | tuple):
+        return [value] * len(prompts)
+    if len(value) != len(prompts):
+        raise ValueError(f"{name} must be one, or one for each prompt: got {len(value)} for {len(prompts)}")
+    return list(value)

@@ -110,7 +110,8 @@ INSIDE = {
         "logprobs", "pooled_request", "responses_request", "ollama_request", "run_request", "openapi",
     ],
     "openai.serving": [
-        "logs", "watching", "connections", "host_check", "protocol", "event_queue", "generation",
+        "logs", "watching", "connections", "host_check", "protocol", "event_queue", "engine_answer",
+        "generation",
         "adapter_entry", "adapter_record", "copies", "root_scan", "catalog", "fairness", "history",
         "backend", "pinning", "shared_adapters", "keys", "responses",
         "transport", "prompts", "running_calls", "pooled_state", "inference",

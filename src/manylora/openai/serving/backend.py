@@ -19,6 +19,7 @@ from manylora.lora.tensors import Adapter
 from manylora.openai.api.errors import ApiError, as_api_error, invalid_value, unsupported_field
 from manylora.openai.serving.adapter_entry import Version
 from manylora.openai.serving.catalog import AdapterCatalog
+from manylora.openai.serving.engine_answer import engine_answer
 from manylora.openai.serving.event_queue import EventQueue
 from manylora.openai.serving.fairness import FairQueue
 from manylora.openai.serving.history import History
@@ -214,20 +215,8 @@ class Backend:
 
     async def cache_map(self) -> CacheMap | None:
         """Which adapter is on which pages, by name. None if the engine does not say, or not in time."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[CacheMap | None] = loop.create_future()
-
-        def set_answer(found: CacheMap | None) -> None:
-            if not answer.done():
-                answer.set_result(found)
-
-        def take(found: CacheMap | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(set_answer, found)
-
-        self.engine.cache_map(take)
         try:
-            found = await asyncio.wait_for(answer, MAP_TIMEOUT_S)
+            found = await engine_answer(self.engine.cache_map, MAP_TIMEOUT_S)
         except TimeoutError:
             return None
         return None if found is None else self._with_names(found)

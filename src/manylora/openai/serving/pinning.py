@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from manylora.errors import AdapterCacheFullError, AdapterNotCachedError, RequestError
 from manylora.openai.api.errors import ApiError, as_api_error
@@ -13,6 +13,7 @@ from manylora.openai.serving import watching
 from manylora.openai.serving.adapter_entry import AdapterEntry
 from manylora.openai.serving.backend import EnginePins
 from manylora.openai.serving.catalog import AdapterCatalog
+from manylora.openai.serving.engine_answer import engine_answer
 
 logger = logging.getLogger("manylora")
 
@@ -111,21 +112,9 @@ class Pinning:
 
     @staticmethod
     async def _ask(engine: EnginePins, task_id: int) -> RequestError | None:
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[RequestError | None] = loop.create_future()
-
-        def set_answer(found: RequestError | None) -> None:
-            if not answer.done():
-                answer.set_result(found)
-
-        def take(found: RequestError | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(set_answer, found)
-
-        engine.pin(task_id, take)
         try:
-            return await asyncio.wait_for(answer, ANSWER_S)
-        except (TimeoutError, asyncio.TimeoutError):
+            return await engine_answer(partial(engine.pin, task_id), ANSWER_S)
+        except TimeoutError:
             engine.unpin(task_id)
             return RequestError("the engine does not answer")
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,6 +52,16 @@ def answers(engine: Engine, *requests: Request) -> list[list[int]]:
     found = run(engine, *requests)
     assert not [event.error for events in found for event in events if event.error]
     return [[token for event in events for token in event.token_ids] for events in found]
+
+
+def pooled(engine: Engine, *requests: Request) -> list[np.ndarray]:
+    """What each request for hidden states or a head's values gets; none may fail."""
+    found = []
+    for [event] in run(engine, *requests):
+        assert event.error is None
+        assert event.pooled is not None
+        found.append(event.pooled)
+    return found
 
 
 def check_plain_beams(model: Path) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import openai
+from waiting import wait_for
 
 from manylora.openai.options import ServeOptions
 from manylora.openai.server import http_server, open_app
@@ -59,10 +58,3 @@ class Running:
         self._server.should_exit = True
         self._thread.join(60)
         assert not self._thread.is_alive(), "the server does not stop"
-
-
-def wait_for(done: Callable[[], bool], seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.02)

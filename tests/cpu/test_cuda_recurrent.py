@@ -10,8 +10,8 @@ import pytest
 import test_delta_rule
 import test_mamba2
 import torch
+from recurrent_states import DECODING, PROMPTS, SLOTS, TAPS, check_parts, copy, table
 from test_cuda_kernels import DEVICE
-from test_mamba2 import SLOTS, TAPS, copy, table
 from torch import Tensor
 
 from manylora.kernels.cuda import convolution, recurrent
@@ -20,7 +20,7 @@ from manylora.kernels.recurrent import RecurrentState, StateBatch
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.transfer import to_device
 
-Layer = Callable[[ReferenceOps, slice, RecurrentState, StateBatch], Tensor]
+Layer = Callable[[ReferenceOps, slice | list[int], RecurrentState, StateBatch], Tensor]
 """The output of some rows by some operations."""
 
 CASES = [
@@ -30,10 +30,6 @@ CASES = [
 ]
 SMALL = [("mamba2", (3, 3, 1, 7), {}), ("delta rule", (1, 2, 7, 5), {}), ("convolution", (7,), {})]
 LARGE = 128  # elements of a head's row: few rows of these, which the interpreter takes seconds for
-# Rows of each sequence; reads, writes, cuts, saves: from zeros, its own slot or another; with and without
-# a copy.
-PROMPTS = [5, 1, 7, 1, 2], [0, -1, 2, 5, -1], [0, 1, 3, 5, 4], [2, 0, 7, 0, 1], [7, -1, 8, -1, 6]
-DECODING = [1, 1, 1], [4, -1, 0], [4, 2, 1], [0, 1, 0], [-1, 6, -1]
 
 
 def make(  # type: ignore[no-untyped-def]
@@ -99,22 +95,11 @@ def test_inputs_of_16_bits(kind: str, shape: tuple[int, ...], form: dict) -> Non
 def test_parts_and_company_change_no_bit(kind: str, shape: tuple[int, ...], form: dict) -> None:
     ops, count = CudaOps(), 11
     layer, state = make(kind, shape, form, count)
-    whole = copy(state)
-    batch = to_device(table([count], [-1], [3], [4], [5]), DEVICE)
-    expected = layer(ops, slice(None), whole, batch)
-    for cuts in ((4, 7), (1,) * count, (8, 2, 1)):
-        parts, found, start = copy(state), [], 0
-        for number, size in enumerate(cuts):
-            both = [0, *range(start, start + size)]
-            batch = to_device(table([1, size], [0, 3 if number else -1], [1, 3], [0, 0], [-1, -1]), DEVICE)
-            found.append(layer(ops, both, parts, batch)[1:])  # type: ignore[arg-type]
-            start += size
-            if start == 4:
-                assert torch.equal(parts.inputs[3], whole.inputs[5])
-                assert torch.equal(parts.memory[3], whole.memory[5])
-        assert torch.equal(torch.cat(found), expected)
-        assert torch.equal(parts.inputs[3], whole.inputs[3])
-        assert torch.equal(parts.memory[3], whole.memory[3])
+
+    def on_device(rows: slice | list[int], states: RecurrentState, batch: StateBatch) -> Tensor:
+        return layer(ops, rows, states, to_device(batch, DEVICE))
+
+    check_parts(on_device, state, 1, ((4, 7), (1,) * count, (8, 2, 1)))
 
 
 @pytest.mark.parametrize(("kind", "shape", "form"), SMALL, ids=str)

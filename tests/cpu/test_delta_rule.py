@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 from levels import NAMES, open_library
+from recurrent_states import DECODING, PROMPTS, SLOTS, TAPS, check_parts, copy, table
 
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.delta_rule import DeltaWeights
-from manylora.kernels.recurrent import RecurrentState, StateBatch
+from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.reference import ReferenceOps
 
-SLOTS, TAPS = 9, 4
 SHAPES = [
     (2, 6, 12, 10),
     (1, 2, 128, 128),
@@ -35,24 +35,11 @@ def make(key_heads: int, heads: int, key_dim: int, value_dim: int, rows: int) ->
     return random(rows, channels + values + 5)[:, 5:], random(rows, 2 * heads + 3)[:, 3:], weights, state
 
 
-def table(counts: list[int], *others: list[int]) -> StateBatch:
-    starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
-    return StateBatch(*map(torch.tensor, (starts, *others)))
-
-
-def copy(state: RecurrentState) -> RecurrentState:
-    return RecurrentState(state.inputs.clone(), state.memory.clone())
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("level", NAMES)
 def test_the_kernel_is_the_reference(level: str, shape: tuple) -> None:
-    """From zeros, a slot of its own or another one; with and without a copy; prompts and decoding rows."""
     ops = CompiledOps(open_library(level))
-    for counts, *others in (
-        ([5, 1, 7, 1, 2], [0, -1, 2, 5, -1], [0, 1, 3, 5, 4], [2, 0, 7, 0, 1], [7, -1, 8, -1, 6]),
-        ([1, 1, 1], [4, -1, 0], [4, 2, 1], [0, 0, 0], [-1, -1, -1]),
-    ):
+    for counts, *others in (PROMPTS, DECODING):
         x, gates, weights, state = make(*shape, sum(counts))
         mine, theirs = copy(state), copy(state)
         batch = table(counts, *others)
@@ -68,22 +55,8 @@ def test_the_kernel_is_the_reference(level: str, shape: tuple) -> None:
 def test_parts_and_company_change_no_bit(level: str, shape: tuple) -> None:
     ops, count = CompiledOps(open_library(level)), 23
     x, gates, weights, state = make(*shape, count)
-    whole = copy(state)
-    expected = ops.delta_rule(x, gates, weights, whole, table([count], [-1], [3], [8], [5]))
-    for cuts in ((8, 15), (1,) * count, (20, 2, 1)):
-        parts, found, start = copy(state), [], 0
-        for number, size in enumerate(cuts):
-            rows = slice(start, start + size)
-            others = torch.cat((x[:4], x[rows])), torch.cat((gates[:4], gates[rows]))
-            batch = table([4, size], [0, 3 if number else -1], [1, 3], [0, 0], [-1, -1])
-            found.append(ops.delta_rule(*others, weights, parts, batch)[4:])
-            start += size
-            if start == 8:
-                for one, other in ((parts.inputs[3], whole.inputs[5]), (parts.memory[3], whole.memory[5])):
-                    assert torch.equal(one, other)
-        assert torch.equal(torch.cat(found), expected)
-        assert torch.equal(parts.inputs[3], whole.inputs[3])
-        assert torch.equal(parts.memory[3], whole.memory[3])
+    layer = lambda rows, *states: ops.delta_rule(x[rows], gates[rows], weights, *states)  # noqa: E731
+    check_parts(layer, state, 4, ((8, 15), (1,) * count, (20, 2, 1)))
 
 
 def test_what_no_sequence_has_stays_as_it_is() -> None:

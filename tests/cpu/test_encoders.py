@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from pooled_adapters import hidden, logits, make_classifier, near
-from running import read, run, tokens
+from running import pooled, read, tokens
 from safetensors.torch import load_file, save_file
 
 from manylora.config.engine import EngineConfig
@@ -78,22 +78,13 @@ def ask(
     return Request(tuple(ids), lora=lora, pooling=Pooling(mode, head, first))
 
 
-def answers(engine: Engine, *requests: Request) -> list[np.ndarray]:
-    found = []
-    for [event] in run(engine, *requests):
-        assert event.error is None
-        assert event.pooled is not None
-        found.append(event.pooled)
-    return found
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_hidden_states(kind: str, tmp_path: Path) -> None:
     model = make_encoder(tmp_path / "model", kind)
     engine = engine_of(model)
     prompts = [prompt(count, count) for count in (100, 3, 60, 61, 1)]  # in two steps
     for _ in range(2):
-        found = answers(engine, *(ask(ids, "all") for ids in prompts), *(ask(ids, "mean") for ids in prompts))
+        found = pooled(engine, *(ask(ids, "all") for ids in prompts), *(ask(ids, "mean") for ids in prompts))
         for ids, every, mean in zip(prompts, found, found[5:], strict=False):
             expected = hidden(model, ids)
             assert near(every, expected)
@@ -113,7 +104,7 @@ def test_heads_and_adapters(kind: str, tmp_path: Path) -> None:
     a, b = read(tmp_path / "own", base, 1), read(tmp_path / "each", base, 2)
     x, y = prompt(40, 1), prompt(17, 2)
     requests = [ask(x, mode, True), ask(x, mode, True, a), ask(y, mode, True, a)]
-    found = answers(
+    found = pooled(
         engine, *requests, ask(y, "all" if labels_each == "TOKEN_CLS" else mode, True, b), ask(y, mode, True)
     )
     expected = [logits(plain, x), logits(own, x), logits(own, y), logits(each, y), logits(plain, y)]
@@ -124,7 +115,7 @@ def test_heads_and_adapters(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_is_no_farther_from_the_truth_than_transformers(kind: str, tmp_path: Path) -> None:
     model, ids = make_encoder(tmp_path / "model", kind), prompt(60, 4)
-    [found] = answers(engine_of(model, "bfloat16"), ask(ids, "all"))
+    [found] = pooled(engine_of(model, "bfloat16"), ask(ids, "all"))
     truth = hidden(model, ids)
     import transformers
 
@@ -139,7 +130,7 @@ def test_bfloat16_is_no_farther_from_the_truth_than_transformers(kind: str, tmp_
 def test_tokens_of_padding_have_a_position_of_their_own(kind: str, tmp_path: Path) -> None:
     model = make_encoder(tmp_path / "model", kind)
     [ids, *others] = [[0, 1, 9, 8, 1, 1, 7, 2, 1], prompt(20, 1), [1], [3, 1, 5]]
-    found = answers(engine_of(model), *(ask(one, "all") for one in (ids, *others)))
+    found = pooled(engine_of(model), *(ask(one, "all") for one in (ids, *others)))
     for one, values in zip((ids, *others), found, strict=True):
         assert near(values, hidden(model, one))
 
@@ -152,7 +143,7 @@ def test_modernbert_pools_labels_as_its_config_says(tmp_path: Path) -> None:
     )  # fmt: skip
     assert read_pooling_settings(base).head_mode == "mean"
     ids = prompt(100, 1)
-    [found] = answers(engine_of(base), ask(ids, "mean", head=True))
+    [found] = pooled(engine_of(base), ask(ids, "mean", head=True))
     assert near(found, logits(_load(base), ids))
 
 
@@ -168,7 +159,7 @@ def test_a_base_without_what_its_heads_need(kind: str, missing: str, tmp_path: P
     request = ask([5, 6], head=True, lora=read(tmp_path / "own", base, 1))
     with pytest.raises(RequestError, match=f"lacks {missing}"):
         engine.submit(engine.prepare(request))
-    assert near(answers(engine, ask([5, 6]))[0], hidden(base, [5, 6])[0])
+    assert near(pooled(engine, ask([5, 6]))[0], hidden(base, [5, 6])[0])
 
 
 def test_two_texts(tmp_path: Path) -> None:
@@ -177,7 +168,7 @@ def test_two_texts(tmp_path: Path) -> None:
     with torch.inference_mode():
         types = torch.tensor([[0] * 8 + [1] * 12])
         expected = _load(base)(torch.tensor([ids]), token_type_ids=types).logits[0].numpy()
-    found = answers(engine_of(base), ask(ids, head=True, first=8), ask(ids, head=True))
+    found = pooled(engine_of(base), ask(ids, head=True, first=8), ask(ids, head=True))
     assert near(found[0], expected)
     assert not near(found[1], expected)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import run, tokens
+from running import answers, run, tokens
 from safetensors.torch import load_file, save_file
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -68,10 +68,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 def request(prompt: list[int], adapter: int = 0, count: int = COUNT, **params: Any) -> Request:
     lora = LoraInput(adapter) if adapter else None
     return Request(tuple(prompt), SamplingConfig(max_tokens=count, **params), lora=lora)
-
-
-def answers(engine: Engine, *requests: Request) -> list[list[int]]:
-    return [[token for event in events for token in event.token_ids] for events in run(engine, *requests)]
 
 
 def test_adapters_are_on_every_linear_layer(served: Served) -> None:

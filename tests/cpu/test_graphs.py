@@ -61,15 +61,19 @@ def _at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manylora.engine.runner.PLAIN_USES", 0)
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[LoraInput]]:
-    path = tmp_path_factory.mktemp("graphs")
+def make_world(path: Path) -> tuple[Path, list[LoraInput]]:
+    """A model of one layer, and an adapter of each of KINDS."""
     model = make_model(path / "model", seed=1, num_hidden_layers=1)
     adapters = []
     for i, (rank, modules) in enumerate(KINDS):
         folder = make_adapter(path / str(i), model, seed=i, rank=rank, modules=modules)
         adapters.append(LoraInput(i + 1, *convert_peft(folder, "float32")))
     return model, adapters
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[LoraInput]]:
+    return make_world(tmp_path_factory.mktemp("graphs"))
 
 
 def open_engine(

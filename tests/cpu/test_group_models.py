@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pooled_adapters import make_classifier
-from running import read, run, tokens
+from running import pooled, read, run, tokens
 from test_encoders import LINEARS as ENCODERS
 from test_encoders import make_encoder, prompt
 
@@ -120,15 +120,6 @@ def check_answers(name: str, tmp_path: Path, on: dict[str, int] | None = None) -
         engine.close()
 
 
-def pooled(engine: Engine, requests: list[Request]) -> list[np.ndarray]:
-    found = []
-    for [event] in run(engine, *requests):
-        assert event.error is None
-        assert event.pooled is not None
-        found.append(event.pooled)
-    return found
-
-
 def check_pooled(model: Path, requests: list[Request], **ranks: int) -> None:
     engine = engine_of(model, **ranks)
     try:
@@ -138,8 +129,8 @@ def check_pooled(model: Path, requests: list[Request], **ranks: int) -> None:
 
 
 def check_pooled_by(engine: Engine, model: Path, requests: list[Request]) -> None:
-    expected = pooled(engine_of(model), requests)
-    for ours, theirs in zip(pooled(engine, requests), expected, strict=True):
+    expected = pooled(engine_of(model), *requests)
+    for ours, theirs in zip(pooled(engine, *requests), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
 
 

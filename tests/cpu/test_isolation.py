@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from running import read, run
 from safetensors.torch import load_file, save_file
-from serving import DEMO, Running, wait_for
+from serving import DEMO, Running
+from waiting import wait_for
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 from levels import NAMES, open_library
+from recurrent_states import DECODING, PROMPTS, SLOTS, TAPS, check_parts, copy, table
 
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.mamba2 import CHUNK, Mamba2Weights
-from manylora.kernels.recurrent import RecurrentState, StateBatch
+from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.reference import ReferenceOps
 
-SLOTS, TAPS = 9, 4
 SHAPES = [
     (6, 2, 10, 12),
     (2, 1, 64, 128),
@@ -49,25 +49,12 @@ def make(
     return random(rows, heads * dim + channels + heads + 5)[:, 5:], weights, state
 
 
-def table(counts: list[int], *others: list[int]) -> StateBatch:
-    starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
-    return StateBatch(*map(torch.tensor, (starts, *others)))
-
-
-def copy(state: RecurrentState) -> RecurrentState:
-    return RecurrentState(state.inputs.clone(), state.memory.clone())
-
-
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("level", NAMES)
 def test_the_kernel_is_the_reference(level: str, shape: tuple[int, int, int, int], form: dict) -> None:
-    """From zeros, a slot of its own or another one; with and without a copy; prompts and decoding rows."""
     ops = CompiledOps(open_library(level))
-    for counts, *others in (
-        ([5, 1, 7, 1, 2], [0, -1, 2, 5, -1], [0, 1, 3, 5, 4], [2, 0, 7, 0, 1], [7, -1, 8, -1, 6]),
-        ([1, 1, 1], [4, -1, 0], [4, 2, 1], [0, 0, 0], [-1, -1, -1]),
-    ):
+    for counts, *others in (PROMPTS, DECODING):
         x, weights, state = make(*shape, sum(counts))
         weights = replace(weights, **form)
         mine, theirs = copy(state), copy(state)
@@ -96,18 +83,5 @@ def test_a_prompt_in_chunks_is_the_recurrence(shape: tuple[int, int, int, int]) 
 def test_parts_and_company_change_no_bit(level: str, shape: tuple[int, int, int, int]) -> None:
     ops, count = CompiledOps(open_library(level)), 23
     x, weights, state = make(*shape, count)
-    whole = copy(state)
-    expected = ops.mamba2(x, weights, whole, table([count], [-1], [3], [8], [5]))
-    for cuts in ((8, 15), (1,) * count, (20, 2, 1)):
-        parts, found, start = copy(state), [], 0
-        for number, size in enumerate(cuts):
-            both = torch.cat((x[:4], x[start : start + size]))
-            batch = table([4, size], [0, 3 if number else -1], [1, 3], [0, 0], [-1, -1])
-            found.append(ops.mamba2(both, weights, parts, batch)[4:])
-            start += size
-            if start == 8:
-                for one, other in ((parts.inputs[3], whole.inputs[5]), (parts.memory[3], whole.memory[5])):
-                    assert torch.equal(one, other)
-        assert torch.equal(torch.cat(found), expected)
-        assert torch.equal(parts.inputs[3], whole.inputs[3])
-        assert torch.equal(parts.memory[3], whole.memory[3])
+    layer = lambda rows, *states: ops.mamba2(x[rows], weights, *states)  # noqa: E731
+    check_parts(layer, state, 4, ((8, 15), (1,) * count, (20, 2, 1)))

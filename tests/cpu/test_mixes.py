@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from running import read, run, tokens
+from running import answers, read, run, tokens
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -95,10 +95,6 @@ def engine(world: World, **options: object) -> Engine:
     lora = {"gpu_memory_bytes": 2**23, "host_memory_bytes": 2**24, **options.pop("lora", {})}  # type: ignore[dict-item]
     settings = {"device": "cpu", "dtype": "float32", "max_seq_len": 128, "tokens_per_block": 4, **options}
     return Engine(EngineConfig(world.model, lora=LoraCacheConfig(**lora), **settings))  # type: ignore[arg-type]
-
-
-def answers(made: Engine, *requests: Request) -> list[list[int]]:
-    return [[token for event in events for token in event.token_ids] for events in run(made, *requests)]
 
 
 def test_mixes_equal_peft_together_and_alone(world: World) -> None:

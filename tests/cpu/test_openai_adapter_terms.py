@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx2
 import pytest
-from serving import DEMO, Running, wait_for
+from serving import DEMO, Running
+from waiting import wait_for
 
 from manylora.commands.convert import main as convert
 from manylora.errors import ConfigError, RequestError

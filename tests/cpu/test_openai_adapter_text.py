@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from own_text import adapter
-from serving import DEMO, Running, wait_for
+from serving import DEMO, Running
+from waiting import wait_for
 
 from manylora.errors import ConfigError
 from manylora.lora.text.generation_defaults import GenerationDefaults

@@ -14,7 +14,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 import httpx2
 import pytest
-from serving import DEMO, Running, wait_for
+from serving import DEMO, Running
+from waiting import wait_for
 
 from manylora.errors import ConfigError
 from manylora.openai.api.errors import ApiError

@@ -21,7 +21,8 @@ import openai
 import pytest
 from penalties import most_probable, vllm
 from safetensors.numpy import load_file, save_file
-from serving import DEMO, Running, wait_for
+from serving import DEMO, Running
+from waiting import wait_for
 
 from manylora.errors import RequestError
 from manylora.launcher.processes import free_port

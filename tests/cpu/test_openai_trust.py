@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from serving import DEMO, Running, wait_for
+from serving import DEMO, Running
 from starlette.requests import Request
+from waiting import wait_for
 
 from manylora.errors import ConfigError
 from manylora.lora.library import disk

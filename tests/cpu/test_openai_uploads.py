@@ -9,7 +9,8 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from serving import DEMO, Running, wait_for
+from serving import DEMO, Running
+from waiting import wait_for
 
 from manylora.commands.convert import main as convert
 

@@ -12,7 +12,8 @@ import httpx2
 import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file
-from serving import DEMO, Running, wait_for
+from serving import DEMO, Running
+from waiting import wait_for
 
 LINE = "What is the capital of France?\nAnswer:"
 ANSWERS = {"chinese": "巴黎", "japanese": "パリ"}

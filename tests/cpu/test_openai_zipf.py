@@ -18,8 +18,9 @@ import pytest
 import torch
 from peft import PeftModel, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from serving import Running, wait_for
+from serving import Running
 from transformers import AutoModelForCausalLM
+from waiting import wait_for
 
 from manylora.llmapi.lora import LoraConfig
 from manylora.testing.tiny_models import make_adapter, make_model

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_graphs import CPU, KINDS, NothingWaits, Recorder
+from test_graphs import CPU, NothingWaits, Recorder, make_world
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -20,20 +20,12 @@ from manylora.kernels import transfer
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device, open_device
 from manylora.llmapi import LLM, SamplingParams
-from manylora.lora.convert import convert_peft
 from manylora.request import Event, FinishReason, LoraInput, Request, SamplingConfig
-from manylora.testing.tiny_models import make_adapter, make_model
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[LoraInput]]:
-    path = tmp_path_factory.mktemp("overlap")
-    model = make_model(path / "model", seed=1, num_hidden_layers=1)
-    adapters = []
-    for i, (rank, modules) in enumerate(KINDS):
-        folder = make_adapter(path / str(i), model, seed=i, rank=rank, modules=modules)
-        adapters.append(LoraInput(i + 1, *convert_peft(folder, "float32")))
-    return model, adapters
+    return make_world(tmp_path_factory.mktemp("overlap"))
 
 
 RUNNING_AHEAD: list[dict[str, Any]] = [  # though each token changes how the next is drawn

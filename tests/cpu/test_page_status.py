@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from serving import DEMO, Running, wait_for
+from serving import DEMO, Running
+from waiting import wait_for
 
 from manylora.openai.serving.history import MAX_POINTS, History
 from manylora.request import Event, FinishReason, RequestMetrics

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import read, run, tokens
+from running import answers, read, run, tokens
 from safetensors.torch import load_file, save_file
 
 from manylora.config.blocks import Mamba2Config
@@ -103,11 +103,6 @@ def served(workshop: Path) -> Any:
 def request(prompt: list[int], adapter: int = 0, count: int = COUNT, **params: Any) -> Request:
     lora = LoraInput(adapter) if adapter else None
     return Request(tuple(prompt), SamplingConfig(max_tokens=count, **params), lora=lora)
-
-
-def answers(engine: Engine, *requests: Request) -> list[list[int]]:
-    found = run(engine, *requests)
-    return [[token for event in events for token in event.token_ids] for events in found]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

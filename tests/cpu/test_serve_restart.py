@@ -7,23 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx2
 import pytest
+from waiting import answers
+from waiting import wait_for_named as wait_for
 
 from manylora.launcher.processes import free_port
 from manylora.testing.tiny_models import make_model
-
-
-def wait_for(what: str, condition: Callable[[], object], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} not within {seconds} s"
-        time.sleep(0.05)
 
 
 def children(pid: int) -> set[int]:
@@ -53,17 +47,10 @@ def served(model: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], 
     command = [sys.executable, "-m", "manylora.commands.serve", str(model), "--port", str(port), "--restart"]
     with subprocess.Popen([*command, *flags]) as keeper:
         try:
-            wait_for("the server", lambda: is_up(url))
+            wait_for("the server", lambda: answers(f"{url}/health"))
             yield keeper, url
         finally:
             keeper.terminate()
-
-
-def is_up(url: str) -> bool:
-    try:
-        return httpx2.get(f"{url}/health", timeout=10).status_code == 200
-    except httpx2.HTTPError:
-        return False
 
 
 def server_of(keeper: int) -> int:
@@ -87,7 +74,7 @@ def test_serve_comes_back_after_a_kill_and_drains_at_a_signal(tmp_path: Path) ->
             os.kill(server, signal.SIGKILL)
             with pytest.raises(httpx2.TransportError):
                 list(lines)
-        wait_for("the server again", lambda: is_up(url))
+        wait_for("the server again", lambda: answers(f"{url}/health"))
         with stream(url) as lines:
             everyone = children(keeper.pid)
             keeper.send_signal(signal.SIGTERM)
@@ -107,7 +94,7 @@ def test_a_killed_rank_0_leaves_no_rank_and_all_come_back(tmp_path: Path) -> Non
             with pytest.raises(httpx2.TransportError):
                 list(lines)
         wait_for("the other ranks' end", lambda: gone(others))
-        wait_for("the server again", lambda: is_up(url))
+        wait_for("the server again", lambda: answers(f"{url}/health"))
         with stream(url) as lines:
             assert [line for line in lines if line][-1] == "data: [DONE]"
         again = followers_of(server_of(keeper.pid))

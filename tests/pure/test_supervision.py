@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from waiting import wait_for_named as wait_for
 
 from manylora.errors import ConfigError
 from manylora.launcher import supervisor as keeper_module
@@ -42,15 +43,6 @@ code = Supervisor(child, Roles(state.fd), state, 2).run()
 print(state.read()["reason"])
 sys.exit(code)
 """
-
-
-def wait_for(what: str, condition: Callable[[], object], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"{what} not within {seconds} s")
 
 
 class Scripted:

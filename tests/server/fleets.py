@@ -7,8 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import httpx2 as httpx
 from conftest import free_ports
+from waiting import answers, wait_for
 
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
 
@@ -56,18 +56,8 @@ def body(adapter: str, tokens: int, **more: Any) -> dict[str, Any]:
     return {"model": adapter, "prompt": PROMPT, "max_tokens": tokens, **fixed, **more}
 
 
-def wait_for(done: Callable[[], object], seconds: float = 90) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.1)
-
-
 def is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health/ready", timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
+    return answers(f"{url}/health/ready")
 
 
 def processes_of(session: int) -> list[str]:

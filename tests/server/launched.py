@@ -17,6 +17,8 @@ import tritonclient.grpc as grpc
 from conftest import Running
 from test_server import PROMPT, inputs, tensor
 from tritonclient.utils import InferenceServerException
+from waiting import answers
+from waiting import wait_for_named as wait_for
 
 STREAMS = 50
 MODELS = ("preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls")
@@ -79,24 +81,12 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def wait_for(what: str, condition: object, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():  # type: ignore[operator]
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"{what} not within {seconds} s")
-
-
 def is_back(server: Running, old: int) -> bool:
     return is_gone(old) and is_ready(server) and served(server).get("server", old) != old
 
 
 def is_ready(server: Running) -> bool:
-    with suppress(OSError):
-        url = f"http://127.0.0.1:{server.http}/v2/health/ready"
-        return urllib.request.urlopen(url, timeout=5).status == 200
-    return False
+    return answers(f"http://127.0.0.1:{server.http}/v2/health/ready")
 
 
 def scrape(server: Running) -> dict[str, float]:

@@ -10,9 +10,10 @@ from pathlib import Path
 import grpc
 import numpy as np
 from conftest import Running
-from launched import total, wait_for
+from launched import total
 from test_shapes import ONE
 from tritonclient.grpc import service_pb2, service_pb2_grpc
+from waiting import wait_for_named as wait_for
 
 TOKENS = 240  # the model has 256 positions
 LEAVERS = 150

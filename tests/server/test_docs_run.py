@@ -13,13 +13,13 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from waiting import answers
 
 NOT_RUN = {
     "CONTRIBUTING.md": "the checks of a change",
@@ -112,14 +112,6 @@ class Shell:
         while not any(answers(f"http://localhost:{port}{path}") for path in READY):
             assert self._server.poll() is None and time.monotonic() < end, f"{line}\n{log.read_text()}"
             time.sleep(0.1)
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=1) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
 
 
 def free(port: int) -> bool:

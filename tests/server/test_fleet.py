@@ -15,7 +15,8 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
-from fleets import ADAPTERS, REPLICAS, Fleet, body, started, wait_for
+from fleets import ADAPTERS, REPLICAS, Fleet, body, started
+from waiting import wait_for
 
 pytest.importorskip("ray", reason="the extra fleet is not installed: pip install -e '.[fleet]'")
 pytestmark = pytest.mark.timeout(600)

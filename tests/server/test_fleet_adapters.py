@@ -15,8 +15,9 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from fleets import PROMPT, REPLICAS, Fleet, body, started, wait_for
+from fleets import PROMPT, REPLICAS, Fleet, body, started
 from safetensors.torch import load_file, save, save_file
+from waiting import wait_for
 
 from manylora.testing.tiny_models import make_adapter, reference_generate
 

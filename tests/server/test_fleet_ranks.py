@@ -8,7 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fleets import is_ready, started, wait_for
+from fleets import is_ready, started
+from waiting import wait_for
 
 pytest.importorskip("ray", reason="the extra fleet is not installed: pip install -e '.[fleet]'")
 pytestmark = pytest.mark.timeout(600)

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import tritonclient.grpc as grpc
 from conftest import Running, World, fill_repo, new_server
-from launched import MODELS, children, is_back, is_gone, models, processes, streams, wait_for
+from launched import MODELS, children, is_back, is_gone, models, processes, streams
 from test_server import NEW, PROMPT, ask, inputs, new_ids
+from waiting import wait_for_named as wait_for
 
 from manylora.system.lifeline import read_reports
 

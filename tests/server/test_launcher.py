@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 import tritonclient.grpc as grpc
 from conftest import ROOT, Running, World, fill_repo, new_server
-from launched import children, is_gone, models, processes, streams, wait_for
+from launched import children, is_gone, models, processes, streams
 from test_server import ask, inputs
+from waiting import wait_for_named as wait_for
 
 WHEEL = Path(find_spec("pytriton").origin).parent / "tritonserver"  # type: ignore[union-attr, arg-type]
 

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import tritonclient.grpc as grpc
 from conftest import Running, new_server
-from launched import is_back, is_gone, processes, wait_for
+from launched import is_back, is_gone, processes
 from tritonclient.utils import InferenceServerException
+from waiting import wait_for_named as wait_for
 
 HTTP_DOORS = (
     ("GET", "/v2/systemsharedmemory/status"),

@@ -21,7 +21,8 @@ from manylora.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
 from penalties import most_probable, tensorrt_llm, vllm
-from serving import Running, wait_for
+from serving import Running
+from waiting import wait_for
 
 NEW = 10
 NUM = 16  # sequences

@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 from conftest import Running, World, fill_repo, new_server
-from launched import active, children, scrape, scrape_until, wait_for
+from launched import active, children, scrape, scrape_until
 from test_client_disconnects import generated
 from test_server import tensor
 from tritonclient.utils import InferenceServerException
+from waiting import wait_for_named as wait_for
 
 from manylora.testing.tiny_models import make_adapter, reference_generate
 from manylora.text.tokenizer import Tokenizer

@@ -8,14 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, free_ports
+from waiting import answers, wait_for
 
 pytest.importorskip("selenium", reason="selenium is missing: pip install -e '.[dev]'")
 pytest.importorskip("axe_core_python", reason="axe-core-python is missing: pip install -e '.[dev]'")
@@ -66,21 +66,6 @@ def serve(folder: Path, *flags: str, root: Path = DEMO / "adapters") -> Iterator
         process.terminate()
         process.wait(60)
         log.close()
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
-
-
-def wait_for(done: Callable[[], object], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")

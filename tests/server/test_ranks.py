@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 from conftest import Running, World, fill_repo, new_server
-from launched import children, command_line, is_back, is_gone, processes, streams, wait_for
+from launched import children, command_line, is_back, is_gone, processes, streams
 from test_server import NEW, PROMPT, ask, inputs, lora, new_ids
+from waiting import wait_for_named as wait_for
 
 from manylora.testing.tiny_models import reference_generate
 

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pytest
 from conftest import Running, World, fill_repo, free_ports, new_server
-from launched import is_back, is_gone, is_ready, processes, streams, wait_for
+from launched import is_back, is_gone, is_ready, processes, streams
 from test_server import NEW, PROMPT, ask, inputs, lora, new_ids
+from waiting import wait_for_named as wait_for
 
 from manylora.testing.tiny_models import reference_generate
 

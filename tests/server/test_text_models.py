@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 from conftest import Running
-from launched import active, total, wait_for
+from launched import active, total
 from test_server import PROMPT, generate, tensor
 from tritonclient.utils import InferenceServerException
+from waiting import wait_for_named as wait_for
 
 ONE = np.array([[4]], np.int32)
 LONG = "Hello " * 2500  # not more than is tokenised whatever comes of it, and more than is done at once

@@ -47,24 +47,25 @@ GROUPS = ("adapters", "attention", "weights", "rows", "recurrent")
 HEAD = "| case | block | registers | spilled | shared | blocks | loads | tensor cores | loop | barriers |"
 INTRODUCTION = """# Machine code of the GPU kernels
 
-`make gpu-static` compiles every kernel in the Triton language, with every choice of block sizes that a start
-may measure, for {targets}, and reads what NVIDIA's assembler made of it. Nothing runs, so it
-needs no GPU and shows no time. It was made with triton {version}. Shapes are those of a Llama 3 8B;
-heads of 256 and 512 are those of a Gemma 4, and of 64 those of a gpt-oss. Recurrent layers
-are those of a Granite 4, a Qwen 3.5 and an LFM2.
+`make gpu-static` compiles every kernel in the Triton language for {targets}, with every
+choice of block sizes that the engine may time at startup, and reads the machine code that NVIDIA's
+assembler makes of it. Nothing runs, so it needs no GPU and gives no times. This page was made with triton
+{version}. Shapes are those of a Llama 3 8B; heads of 256 and 512 those of a Gemma 4, heads of 64 those of
+a gpt-oss. Recurrent layers are those of a Granite 4, a Qwen 3.5 and an LFM2.
 
-A row is a case with one choice. Where the kinds of GPU differ, a cell has the value of each, in that order.
+Each row is one case with one choice of block sizes. Where the GPUs differ, a cell has one value for each, in
+the order above.
 
 | column | meaning |
 |---|---|
 | block | size along the kernel's main dimension, warps, stages of loads in flight, parts of the sum |
-| registers | of a thread; a GPU has 65,536 for a unit (SM) |
-| spilled | bytes of a thread in local memory; more than 16 is a fault, and `make gpu-static` fails |
-| shared | bytes of shared memory of a thread block |
-| blocks | thread blocks that fit into a unit at once |
-| loads | instructions that load 128, 64, and 32 or fewer bits of global memory for each thread |
-| tensor cores | the main loop's instruction |
-| loop, barriers | instructions of the main loop, and its barriers |"""
+| registers | per thread; an SM has 65,536 |
+| spilled | bytes per thread in local memory; with more than 16, `make gpu-static` fails |
+| shared | bytes of shared memory per thread block |
+| blocks | thread blocks that fit on an SM at once |
+| loads | instructions that load 128, 64, and 32 or fewer bits of global memory per thread |
+| tensor cores | the instruction in the main loop |
+| loop, barriers | instructions in the main loop, and barriers among them |"""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ class FakeEngine:
         self.gate.set()
         self.known: set[int] = set()
         self.order: list[tuple[int, bool]] = []
+        self.num_ended = 0
         self.adapters = SimpleNamespace(
             make_ready=lambda is_idle: None,
             resident=lambda task_id: task_id in self.known,
@@ -77,10 +78,11 @@ class FakeEngine:
             )
             if last:
                 del self.open[handle]
+                self.num_ended += 1
         return events
 
     def stats(self) -> EngineStats:
-        return EngineStats()
+        return EngineStats(requests_finished=self.num_ended)
 
     def on_loss(self, lost: Callable[[str], None]) -> None:
         self.lost = lost
@@ -131,6 +133,20 @@ def test_many_threads_each_get_their_own_answer(loop: EngineLoop) -> None:
         sink.wait()
         assert [t for e in sink.events for t in e.token_ids] == list(range(1, i + 2))
     assert loop.num_open == 0
+
+
+def test_who_has_the_last_answer_finds_it_in_the_statistics(loop: EngineLoop) -> None:
+    for count in range(1, 20):
+        seen: list[int] = []
+        sink = Sink()
+
+        def take(event: Event, sink: Sink = sink, seen: list[int] = seen) -> None:
+            seen.append(loop.stats().requests_finished)
+            sink(event)
+
+        loop.submit(request(), take)
+        sink.wait()
+        assert seen[-1] == count
 
 
 def test_errors_and_cancelling(loop: EngineLoop) -> None:

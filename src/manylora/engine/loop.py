@@ -141,7 +141,7 @@ class EngineLoop:
         return done
 
     def stats(self) -> EngineStats:
-        """At most STATS_S old while the engine works, exact when it is idle. Thread-safe."""
+        """At most STATS_S old while the engine works, exact from the last answer on. Thread-safe."""
         return self._stats
 
     def cache_map(self, take: Callable[[CacheMap], None]) -> None:
@@ -205,6 +205,8 @@ class EngineLoop:
             while self._take_commands():
                 self._turn_at = time.monotonic()
                 events = self._engine.step()
+                if not self._engine.has_work:  # a client that has its answer finds it counted
+                    self._take_stats()
                 self._delivering = True
                 for handle, event in events:
                     self._forward(handle, event)

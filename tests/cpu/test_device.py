@@ -3,6 +3,8 @@ And what must not wait for it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,3 +85,29 @@ def test_pages_go_to_the_device_in_pieces() -> None:
         pool.load(Layout((), (5, 1)), [0, 1], [1, 0])
     assert sum(sizes) == 6 * 2 * width
     assert max(sizes) <= PIECE_BYTES
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_no_more_threads_than_processors_that_the_groups_allow(
+    monkeypatch: pytest.MonkeyPatch, threads: None
+) -> None:
+    monkeypatch.setattr("manylora.kernels.device.usable_processors", lambda: 3)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    torch.set_num_threads(5)
+    assert open_device("cpu").name == "CPU (5 threads)", "the user has said so"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert open_device("cpu").name == "CPU (3 threads)"
+    torch.set_num_threads(2)
+    assert open_device("cpu").name == "CPU (2 threads)"
+
+
+def test_a_machine_without_proc_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("manylora.kernels.device.Path", lambda path: tmp_path / path.lstrip("/"))
+    with pytest.raises(ConfigError, match=r"/proc/meminfo .* is /proc mounted\?$"):
+        open_device("cpu").free_bytes()

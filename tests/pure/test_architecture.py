@@ -29,8 +29,8 @@ RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, nam
 INSIDE = {
     "request": ["rules", "sampling", "adapter", "request", "event"],
     "system": [
-        "threads", "allocator", "text_threads", "processor", "folders", "compiler", "lifeline", "progress",
-        "own_clock",
+        "cgroup", "threads", "allocator", "text_threads", "processor", "folders", "compiler", "lifeline",
+        "progress", "own_clock",
     ],
     "kernels": [
         "activations", "quantised", "huge_pages", "panels", "integer", "products", "extras", "row_format",

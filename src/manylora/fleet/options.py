@@ -15,6 +15,7 @@ from manylora.errors import ConfigError
 from manylora.lora.library.names import is_name
 from manylora.openai.arguments import options_of, parse
 from manylora.openai.options import ServeOptions
+from manylora.system.cgroup import usable_processors
 
 POLICIES = ("affinity", "random")
 SMALLEST = 0.1  # seconds: about how often Ray's controller checks its replicas
@@ -122,7 +123,7 @@ class FleetOptions(ServeOptions):
     @property
     def cpus(self) -> float:
         """CPUs per replica."""
-        return self.replica_cpus or max(self.ranks, (os.cpu_count() or 1) // self.most_replicas)
+        return self.replica_cpus or max(self.ranks, usable_processors() // self.most_replicas)
 
     def threads(self, environment: Mapping[str, str] = os.environ) -> int | None:
         """Threads of each rank, if a replica has several: Ray would give each rank all threads of its

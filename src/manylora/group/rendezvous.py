@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from manylora.errors import ConfigError
 from manylora.group.channel import Channel, ChannelClosedError, Message
 from manylora.group.place import Place
+from manylora.system.cgroup import usable_processors
 
 logger = logging.getLogger("manylora")
 
@@ -60,7 +61,7 @@ def spawn_ranks(size: int) -> list[Link]:
         ours, theirs = zip(*pairs, strict=True)
         numbers = [one.fileno() for one in theirs]
         command = [sys.executable, "-m", COMMAND, str(os.getpid()), *map(str, numbers)]
-        cores = max(1, len(os.sched_getaffinity(0)) // size)
+        cores = max(1, usable_processors() // size)
         environment = {"OMP_NUM_THREADS": str(cores), **os.environ}
         process = subprocess.Popen(  # outside the terminal's process group: Ctrl-C is for rank 0
             command, pass_fds=numbers, stdin=subprocess.DEVNULL, start_new_session=True, env=environment

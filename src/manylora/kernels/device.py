@@ -7,6 +7,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.huge_pages import huge_zeros
 from manylora.kernels.reference import ReferenceOps
+from manylora.system.cgroup import available_memory, usable_processors
 
 logger = logging.getLogger("manylora")
 
@@ -148,7 +150,7 @@ class Device:
             free, _ = torch.cuda.mem_get_info(self.torch)
             cached = torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch)
             return free + cached
-        return min(_meminfo_available(), _cgroup_available())
+        return min(_meminfo_available(), available_memory())
 
     def total_bytes(self) -> int:
         """Total bytes of the GPU or of the host."""
@@ -165,6 +167,7 @@ def open_device(name: str) -> Device:
     except RuntimeError as error:
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
     if device.type == "cpu":
+        _limit_threads()
         library = native.load()
         ops = CpuOps() if library is None else CompiledOps(library)
         return Device(device, ops, f"CPU ({torch.get_num_threads()} threads)")
@@ -176,6 +179,12 @@ def open_device(name: str) -> Device:
     if (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {name!r} does not exist: there are {torch.cuda.device_count()} GPUs")
     return _open_cuda(device)
+
+
+def _limit_threads() -> None:
+    """torch counts the processors, not the time that a container's limit leaves of them."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), usable_processors()))
 
 
 def _resolved(name: str) -> str:
@@ -257,25 +266,8 @@ def _open_cuda(device: torch.device) -> Device:
 
 
 def _meminfo_available() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigError("/proc/meminfo does not tell how much memory is available")
-
-
-def _cgroup_available() -> int:
-    """Bytes left under the container's memory limit. A very large number without a limit."""
-    unlimited = 2**62
-    root = Path("/sys/fs/cgroup")
-    for limit, usage in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            total = (root / limit).read_text(encoding="utf-8").strip()
-            if total == "max":
-                return unlimited
-            return max(0, int(total) - int((root / usage).read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            continue
-    return unlimited
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise ConfigError("/proc/meminfo does not tell how much memory is available: is /proc mounted?")

@@ -1,0 +1,85 @@
+"""Limits of this process's control groups: containers, services and batch systems set them.
+
+They apply at each level, from the process's own group up to the root. Both versions of the interface are
+read. In a container the root of /sys/fs/cgroup may be the container's own group.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+UNLIMITED = 2**62
+
+
+def usable_processors() -> int:
+    """How many threads can compute at the same time: the processors that this process may run on, or fewer
+    if its groups limit its CPU time. More threads would use up each period's time early and then all wait.
+    """
+    try:
+        allowed = len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):  # not on Linux
+        allowed = os.cpu_count() or 1
+    return max(1, min([allowed, *map(math.ceil, _cpu_quotas())]))
+
+
+def available_memory() -> int:
+    """Bytes that the groups still allow. UNLIMITED or more without a limit."""
+    return max(0, min(_left_in_groups(), default=UNLIMITED))
+
+
+def _cpu_quotas() -> Iterator[float]:
+    """In processors, of each group that has one."""
+    for folder in _groups("cpu"):
+        with suppress(OSError, ValueError, ZeroDivisionError):
+            quota, period = map(int, (folder / "cpu.max").read_text(encoding="utf-8").split())
+            yield quota / period
+        with suppress(OSError, ValueError, ZeroDivisionError):
+            quota = int((folder / "cpu.cfs_quota_us").read_text(encoding="utf-8"))
+            if quota > 0:
+                yield quota / int((folder / "cpu.cfs_period_us").read_text(encoding="utf-8"))
+
+
+def _left_in_groups() -> Iterator[int]:
+    """Files that were read count as used, but the system drops those that were read once when memory is
+    needed, for example those of the model's weights.
+    """
+    for folder in _groups("memory"):
+        for limit, usage, dropped in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            with suppress(OSError, ValueError):
+                left = int((folder / limit).read_text(encoding="utf-8"))
+                left -= int((folder / usage).read_text(encoding="utf-8"))
+                yield left + _statistic(folder / "memory.stat", dropped)
+
+
+def _statistic(path: Path, name: str) -> int:
+    with suppress(OSError, ValueError):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(" ")
+            if key == name:
+                return int(value)
+    return 0
+
+
+def _groups(controller: str) -> Iterator[Path]:
+    """Folders of the groups of this process that may limit it, its own first."""
+    try:
+        lines = MEMBERSHIP.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    paths = {names: path for _, names, path in (line.split(":", 2) for line in lines if line.count(":") > 1)}
+    ours = {name: path for names, path in paths.items() for name in names.split(",")}
+    for mount, path in ((ROOT / controller, ours.get(controller, "/")), (ROOT, ours.get("", "/"))):
+        parts = [part for part in path.split("/") if part]
+        if ".." in parts:  # outside what this process sees
+            parts = []
+        for count in range(len(parts), -1, -1):
+            yield mount.joinpath(*parts[:count])

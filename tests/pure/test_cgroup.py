@@ -1,0 +1,95 @@
+"""Protects a server in a container or a service with limits: it counts the processors and the memory that it
+may use, not those of the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from manylora.system import cgroup
+from manylora.system.cgroup import UNLIMITED, available_memory, usable_processors
+
+GIB = 2**30
+
+
+class Machine:
+    """16 processors, and the files of its groups."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._path = path
+        monkeypatch.setattr(cgroup, "ROOT", path / "cgroup")
+        monkeypatch.setattr(cgroup, "MEMBERSHIP", path / "membership")
+        monkeypatch.setattr(cgroup.os, "sched_getaffinity", lambda process: set(range(16)), raising=False)
+
+    def belongs(self, *lines: str) -> None:
+        (self._path / "membership").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+    def write(self, **files: object) -> None:
+        """In one group; its folder is `at`."""
+        folder = self._path / "cgroup" / str(files.pop("at", "."))
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (folder / name.replace("__", ".")).write_text(f"{content}\n", encoding="utf-8")
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+def test_without_groups_all_counts(machine: Machine) -> None:
+    assert (usable_processors(), available_memory()) == (16, UNLIMITED)
+
+
+def test_groups_without_limits_allow_all(machine: Machine) -> None:
+    machine.belongs("0::/a")
+    machine.write(at="a", cpu__max="max 100000", memory__max="max", memory__current=GIB)
+    assert (usable_processors(), available_memory()) == (16, UNLIMITED)
+    machine.belongs("4:cpu,cpuacct:/b", "3:memory:/")
+    machine.write(at="cpu/b", cpu__cfs_quota_us=-1, cpu__cfs_period_us=100000)
+    assert usable_processors() == 16
+
+
+@pytest.mark.parametrize(("quota", "count"), [(400_000, 4), (150_000, 2), (20_000, 1), (9_900_000, 16)])
+def test_a_quota_is_rounded_up_to_processors(machine: Machine, quota: int, count: int) -> None:
+    machine.belongs("0::/")  # in a container
+    machine.write(cpu__max=f"{quota} 100000")
+    assert usable_processors() == count
+    machine.write(cpu__max="max 100000")
+    machine.belongs("4:cpu,cpuacct:/docker/1", "0::/")  # its own group is at the root here, too
+    machine.write(at="cpu", cpu__cfs_quota_us=quota, cpu__cfs_period_us=100000)
+    assert usable_processors() == count
+
+
+def test_the_narrowest_of_all_levels_counts(machine: Machine) -> None:
+    machine.belongs("0::/system.slice/our.service")
+    machine.write(at="system.slice", cpu__max="300000 100000", memory__max=9 * GIB, memory__current=GIB)
+    machine.write(
+        at="system.slice/our.service", cpu__max="max 100000", memory__max=10 * GIB, memory__current=GIB
+    )
+    assert (usable_processors(), available_memory()) == (3, 8 * GIB)
+    machine.belongs("0::/../elsewhere")  # a path out of what is mounted leads nowhere
+    assert usable_processors() == 16
+
+
+def test_what_was_read_of_files_is_free_again(machine: Machine) -> None:
+    """Weights are read before the KV cache is sized, and what was read of their files stays in memory."""
+    machine.belongs("0::/")
+    machine.write(memory__max=4 * GIB, memory__current=4 * GIB, memory__stat=f"anon 9\ninactive_file {GIB}")
+    assert available_memory() == GIB
+    machine.belongs("5:memory:/a")
+    machine.write(memory__max="max")
+    machine.write(
+        at="memory/a", memory__limit_in_bytes=4 * GIB, memory__usage_in_bytes=4 * GIB,
+        memory__stat=f"inactive_file 1\ntotal_inactive_file {2 * GIB}",
+    )  # fmt: skip
+    assert available_memory() == 2 * GIB
+
+
+def test_odd_files_are_no_limit(machine: Machine) -> None:
+    machine.belongs("nonsense", "", "0::/")
+    machine.write(cpu__max="", memory__max="many", memory__current="")
+    assert (usable_processors(), available_memory()) == (16, UNLIMITED)
+    machine.write(cpu__max="100000 0")
+    assert usable_processors() == 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -304,3 +305,17 @@ def test_a_record_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(record))
         with pytest.raises(ConfigError, match="build it again"):
             read_build_record(tmp_path)
+
+
+def test_a_full_disk_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without room for the weights; the limit on a file's size stands for it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        status = main(["build", "--model_dir", str(BASE), "--output_dir", str(tmp_path / "out")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert status == 1
+    [told] = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path / 'out'} cannot be written: " in told and "File too large" in told
+    assert not (tmp_path / "out" / "config.json").exists(), "it would look like a model"

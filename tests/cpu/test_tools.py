@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -365,3 +366,14 @@ def test_tensors_without_meaning_are_not_converted(
         assert manylora("convert", "-i", tmp_path / "a.safetensors", "-o", tmp_path / "out") == 1
         assert reason in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_named(lora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without room for the weights; the limit on a file's size stands for it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, hard))
+    try:
+        assert manylora("convert", "-i", lora, "-o", tmp_path / "out") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert capsys.readouterr().err == f"{tmp_path / 'out'} cannot be written: File too large\n"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -248,7 +249,10 @@ class _Writer:
 
     def _flush(self) -> None:
         path = self._directory / f"model-part-{len(self._shards)}.safetensors"
-        save_file(self._open, path, metadata={"format": "pt"})
+        try:
+            save_file(self._open, path, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk, for example
+            raise ConfigError(f"{self._directory} cannot be written: {error}") from error
         path.chmod(0o644)  # created readable only by its owner
         self._shards.append((path, list(self._open)))
         self._open, self._bytes = {}, 0

@@ -56,12 +56,19 @@ def write_npy(
 ) -> None:
     """invocation: as `read_npy_invocation` gives it. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    np.save(folder / WEIGHTS, weights, allow_pickle=False)
-    np.save(folder / CONFIG, config, allow_pickle=False)
+    _save(folder / WEIGHTS, weights)
+    _save(folder / CONFIG, config)
     if invocation:
-        np.save(folder / INVOCATION, np.array([invocation], np.int32), allow_pickle=False)
+        _save(folder / INVOCATION, np.array([invocation], np.int32))
     else:
         (folder / INVOCATION).unlink(missing_ok=True)  # of another adapter
+
+
+def _save(path: Path, values: np.ndarray) -> None:
+    """As `np.save`, whose error does not say why a file could not be written."""
+    whole = io.BytesIO()
+    np.save(whole, values, allow_pickle=False)
+    path.write_bytes(whole.getbuffer())
 
 
 @dataclass(frozen=True)

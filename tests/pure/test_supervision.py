@@ -19,7 +19,7 @@ from waiting import wait_for_named as wait_for
 
 from manylora.errors import ConfigError
 from manylora.launcher import supervisor as keeper_module
-from manylora.launcher.logs import limit_size, open_log
+from manylora.launcher.logs import ServerLog, limit_size, open_log
 from manylora.launcher.processes import end_marked, free_port, is_alive
 from manylora.launcher.roles import SUPERVISOR, Roles
 from manylora.launcher.server import MemoryLimit
@@ -356,3 +356,15 @@ def test_a_server_that_has_grown_is_started_anew_in_a_quiet_moment() -> None:
     assert limit.exceeded(over, 0, 7.1) == "tritonserver holds 150 MiB, of at most 100"
     assert limit.exceeded(201 << 20, 9, 8.0) is not None, "twice as much is not waited with"
     assert MemoryLimit(0).exceeded(1 << 40, 0, 0.0) is None
+
+
+def test_what_every_server_without_a_gpu_logs_is_not_why_it_ended(tmp_path: Path) -> None:
+    log = ServerLog(tmp_path / "server.log")
+    log.path.write_text(
+        'E1124 00:54:26.046756 24836 server.cc:241] "CudaDriverHelper has not been initialized."\n'
+        'E1124 00:54:37.762918 24836 ensemble_scheduler.cc:1468] "unable to create stream for ensemble: CUDA '
+        'driver version is insufficient for CUDA runtime version"\n'
+        'E1124 00:54:37.768438 24836 main.cc:245] "failed to start GRPC service: Unavailable"\n',
+        encoding="utf-8",
+    )
+    assert log.complaint() == "failed to start GRPC service: Unavailable"

@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import urllib.request
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,8 @@ from conftest import ROOT, Running, World, fill_repo, new_server
 from launched import children, is_gone, models, processes, streams
 from test_server import ask, inputs
 from waiting import wait_for_named as wait_for
+
+from manylora.launcher.processes import why_taken
 
 WHEEL = Path(find_spec("pytriton").origin).parent / "tritonserver"  # type: ignore[union-attr, arg-type]
 
@@ -241,6 +244,31 @@ def test_the_executable_of_the_wheel_is_started_with_its_parts_by_any_name(
         assert len(ask(served, inputs())) == 1
     finally:
         assert served.launch("--stop").returncode == 0
+
+
+def test_all_three_ports_listen_on_an_address_of_ipv6(world: World, tmp_path: Path) -> None:
+    served = new_server(fill_repo(tmp_path / "repo", world.model))
+    if why_taken(served.http, "::1") is not None:
+        pytest.skip("there is no IPv6 here")
+    started = served.launch("--address=::1")
+    assert started.returncode == 0, started.stderr
+    try:
+        assert "from this machine only" in started.stderr
+        for port, path in ((served.http, "v2/health/ready"), (served.metrics, "metrics")):
+            with urllib.request.urlopen(f"http://[::1]:{port}/{path}", timeout=60) as answer:
+                assert answer.status == 200
+        with grpc.InferenceServerClient(f"[::1]:{served.grpc}") as client:
+            assert client.is_server_ready()
+    finally:
+        assert served.launch("--stop").returncode == 0
+
+
+@pytest.mark.parametrize("address", ["203.0.113.9", "[::1]", "nowhere.invalid"])
+def test_an_address_of_another_machine_is_named(server: Running, address: str) -> None:
+    refused = new_server(server.repo).launch(f"--address={address}")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(f"--address {address}: ")
+    assert "it must be an address of this machine" in refused.stderr and refused.stderr.count("\n") == 1
 
 
 def test_an_unfilled_repository_and_ports_in_use(server: Running) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import sys
 from argparse import ArgumentParser, Namespace
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from manylora.errors import ConfigError
 from manylora.group.place import Place, find_place, is_one_of_several
-from manylora.launcher.processes import port_is_free
+from manylora.launcher.processes import why_taken
 from manylora.launcher.repository import check_filled
 from manylora.launcher.templates import FOLDER
 from manylora.wire.parameters import ENGINE, repository_config
@@ -38,7 +39,9 @@ def argument_parser() -> ArgumentParser:
     parser.add_argument("--grpc_port", type=int, default=8001)
     parser.add_argument("--http_port", type=int, default=8000)
     parser.add_argument("--metrics_port", type=int, default=8002)
-    parser.add_argument("--address", default="0.0.0.0", help="address that all three ports listen on")
+    parser.add_argument(
+        "--address", default="0.0.0.0", help="address that all three ports listen on; IPv6 without brackets"
+    )
     parser.add_argument(
         "--force", "-f", action="store_true", help="start even if another tritonserver is running"
     )
@@ -159,8 +162,19 @@ def _find_place(repo: Path, world_size: int | None) -> Place:
 def _check_nothing_in_the_way(options: Namespace) -> None:
     for name in PORTS:
         port = getattr(options, name)
-        if not port_is_free(port, options.address):
+        error = why_taken(port, options.address)
+        if error is None:
+            continue
+        if error.errno == errno.EADDRINUSE:
             raise ConfigError(f"--{name} {port} is in use: stop what listens there or choose another")
+        if error.errno in (errno.EACCES, errno.EPERM):
+            raise ConfigError(
+                f"--{name} {port}: {error.strerror}; ports below 1024 are the system's: choose another"
+            )
+        raise ConfigError(
+            f"--address {options.address}: {error.strerror}; it must be an address of this machine: "
+            "127.0.0.1 for itself, 0.0.0.0 for every interface, :: for every interface with IPv6"
+        )
     if pids := _busy_servers():
         text = (
             f"tritonserver process(es) already found with PID(s): {', '.join(pids)}.\n"

@@ -50,8 +50,8 @@ class ServerLog:
         return found[0].split("\\n")[0].strip(' "') if found else None  # without Python's traceback
 
     def complaint(self) -> str | None:
-        """The first error of any kind."""
-        errors = r"^E\d{4} (?!.*CudaDriverHelper)[^\]]+\] \"?([^\n\"]+)"
+        """The first error of any kind, but for two that every server without a GPU logs."""
+        errors = r"^E\d{4} (?!.*(?:CudaDriverHelper|unable to create stream))[^\]]+\] \"?([^\n\"]+)"
         found = re.findall(errors, self._read(), re.MULTILINE)
         return found[0].strip(' "') if found else None
 

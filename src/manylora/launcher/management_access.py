@@ -46,7 +46,7 @@ def http_proxy_command(address: str, port: int, inner_port: int, run_dir: Path, 
 
 def describe_access(address: str, run_dir: Path, management_is_open: bool) -> str:
     """Text for the terminal: which interfaces are open to whom."""
-    whose = "from this machine only" if address in ("127.0.0.1", "localhost") else f"on {address}"
+    whose = "from this machine only" if address in ("127.0.0.1", "::1", "localhost") else f"on {address}"
     if management_is_open:
         kind = "management, which reads and writes memory of this machine, is open too"
     else:

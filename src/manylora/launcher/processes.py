@@ -136,12 +136,17 @@ def free_port() -> int:
     raise OSError(errno.EADDRINUSE, "no port is free")
 
 
-def port_is_free(port: int, address: str) -> bool:
+def why_taken(port: int, address: str) -> OSError | None:
+    """Why nothing can listen there. None: it can."""
     try:
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(place)
-    except OSError:
-        return False
-    return True
+    except OSError as error:
+        return error
+    return None
+
+
+def port_is_free(port: int, address: str) -> bool:
+    return why_taken(port, address) is None

@@ -46,6 +46,7 @@ QUIET_S = 2.0  # idle time before a server that has grown is restarted
 ALLOCATOR = {"MALLOC_ARENA_MAX": 2, "MALLOC_MMAP_THRESHOLD_": 2**17, "MALLOC_TRIM_THRESHOLD_": 2**17}
 RESIDENT = 21  # index of resident pages in `stat_of`
 PAGE = os.sysconf("SC_PAGE_SIZE")
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # every interface -> where this machine finds it
 STACK = 128 * 2**20  # stack bytes per tritonserver thread; only used pages take memory
 
 
@@ -309,8 +310,10 @@ class TritonServer:
         o = self._options
         command = [str(installation.binary), "--model-repository", str(o.model_repo), *installation.arguments]
         command += [f"--http-port={self._inner_port}", "--http-address=127.0.0.1"]  # behind our proxy
-        for kind, port in (("grpc", o.grpc_port), ("metrics", o.metrics_port)):
-            command += [f"--{kind}-port={port}", f"--{kind}-address={o.address}"]
+        is_v6 = ":" in o.address  # Triton's two services write such an address in two ways
+        grpc, metrics = (f"[{o.address}]", f"ipv6:{o.address}") if is_v6 else (o.address, o.address)
+        command += [f"--grpc-port={o.grpc_port}", f"--grpc-address={grpc}"]
+        command += [f"--metrics-port={o.metrics_port}", f"--metrics-address={metrics}"]
         command += [
             "--disable-auto-complete-config",
             f"--backend-config=python,shm-region-prefix-name={_prefix(o.http_port)}{secrets.token_hex(8)}_",
@@ -354,7 +357,7 @@ class TritonServer:
         second.
         """
         o = self._options
-        host = "127.0.0.1" if o.address == "0.0.0.0" else o.address
+        host = EVERYWHERE.get(o.address, o.address)
         connection = http.client.HTTPConnection(host, o.http_port, timeout=1)
         try:
             connection.request("POST" if body else "GET", path, body)

@@ -33,6 +33,22 @@ INTERRUPTED = 130  # exit status after Ctrl-C, as shells report it
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     name = given[0] if given else "--help"
+    try:
+        try:
+            return _run(name, given)
+        finally:
+            sys.stdout.flush()  # here, where a closed pipe is no error
+    except KeyboardInterrupt:
+        newline = "\n" if sys.stderr.isatty() else ""  # the terminal has printed ^C on this line
+        print(f"{newline}manylora {name}: stopped by Ctrl-C", file=sys.stderr, flush=True)
+        logging.shutdown()
+        os._exit(INTERRUPTED)  # do not wait for threads that download or compute
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(name: str, given: list[str]) -> int:
     if name in ("-h", "--help"):
         print(_usage())
         return 0 if given else 2
@@ -44,16 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"did you mean manylora {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         print(f"manylora: there is no command {name!r}; {hint}", file=sys.stderr)
         return 2
-    try:
-        return import_module(COMMANDS[name][0]).main(given[1:])
-    except KeyboardInterrupt:
-        newline = "\n" if sys.stderr.isatty() else ""  # the terminal has printed ^C on this line
-        print(f"{newline}manylora {name}: stopped by Ctrl-C", file=sys.stderr, flush=True)
-        logging.shutdown()
-        os._exit(INTERRUPTED)  # do not wait for threads that download or compute
-    except BrokenPipeError:  # the reader closed the pipe, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    return import_module(COMMANDS[name][0]).main(given[1:])
 
 
 def _usage() -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -377,3 +378,17 @@ def test_a_full_disk_is_named(lora: Path, tmp_path: Path, capsys: pytest.Capture
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert capsys.readouterr().err == f"{tmp_path / 'out'} cannot be written: File too large\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"]])
+@pytest.mark.parametrize("buffered", [True, False])
+def test_a_reader_that_has_seen_enough_is_no_error(arguments: list[str], buffered: bool) -> None:
+    """As in `manylora --help | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, *([] if buffered else ["-u"]), "-m", "manylora.cli", *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=environment, check=False)
+    os.close(writer)
+    assert ended.stderr == b""
+    assert ended.returncode in (0, 1)  # argparse itself ignores it, where it notices

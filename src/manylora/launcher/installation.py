@@ -91,7 +91,17 @@ def _from_wheel(server: Path, run_dir: Path) -> Installation:
 
 def _check_stub(stub: Path, environment: dict[str, str]) -> None:
     """Check that the stub starts. With missing libraries the server would hang without an error."""
-    result = subprocess.run(["ldd", str(stub)], env=environment, capture_output=True, text=True, check=False)
+    if not os.access(stub, os.X_OK):
+        raise ConfigError(
+            f"{stub.parents[2]} is on a disk whose files cannot be executed (noexec), but the Python "
+            "backend's must be: set TMPDIR to a folder on another disk"
+        )
+    try:
+        result = subprocess.run(
+            ["ldd", str(stub)], env=environment, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:  # a small image
+        return
     missing = [line.split()[0] for line in result.stdout.splitlines() if "not found" in line]
     if missing:
         raise ConfigError(

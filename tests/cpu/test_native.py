@@ -52,9 +52,9 @@ def test_no_compiler(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_compiler_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_compiler(tmp_path, "No space left on device")
+    write_compiler(tmp_path, "Assembler messages:\nFatal error: No space left on device")
     said = outcome(caplog)
-    assert "could not be built, torch is used: No space left on device" in said
+    assert "torch is used: Assembler messages: Fatal error: No space left on device" in said, "one line"
     assert not list((tmp_path / "cache" / "manylora").iterdir()), "something was left behind"
 
 

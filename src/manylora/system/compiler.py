@@ -157,4 +157,4 @@ def _run(command: list[str], folder: str) -> None:
             os.killpg(process.pid, signal.SIGKILL)
             raise
     if process.returncode:
-        raise OSError(errors.strip()[:300] or f"{command[0]} failed")
+        raise OSError(" ".join(errors.split())[:300] or f"{command[0]} failed")

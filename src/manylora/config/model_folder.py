@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.config.hub import is_hub_id
+from manylora.config.values import readable
 from manylora.errors import ConfigError, printable
 from manylora.gguf.folder import linked_files
 
@@ -24,17 +25,20 @@ MOST_LISTED = 5
 
 def check_model_folder(folder: Path, *, weights: bool = True) -> None:
     """Raises ConfigError unless there is a config.json and, with `weights`, the files of `weight_files`."""
-    if not (folder / "config.json").is_file():
-        raise ConfigError(_no_model(folder))
+    with readable(folder):
+        if not (folder / "config.json").is_file():
+            raise ConfigError(_no_model(folder))
     if weights:
         weight_files(folder)
 
 
 def check_adapter_path(path: Path) -> None:
     """Raises ConfigError if the path does not exist or is a base model."""
-    if not path.exists():
-        raise ConfigError(_no_folder(path, "adapter's folder"))
-    if (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
+    with readable(path):
+        if not path.exists():
+            raise ConfigError(_no_folder(path, "adapter's folder"))
+        is_model = (path / "config.json").is_file() and not (path / "adapter_config.json").is_file()
+    if is_model:
         raise ConfigError(f"{path} is a whole model, not an adapter: manylora serve {shlex.quote(str(path))}")
 
 
@@ -42,10 +46,11 @@ def weight_files(folder: Path) -> list[Path]:
     """The checkpoint's safetensors files, all of which exist, or the parts of the GGUF file. Raises
     ConfigError.
     """
-    names = _weights_of(folder)
-    if not names:
-        raise ConfigError(_no_weights(folder))
-    _check_files(folder, names)
+    with readable(folder):
+        names = _weights_of(folder)
+        if not names:
+            raise ConfigError(_no_weights(folder))
+        _check_files(folder, names)
     return [folder / name for name in names]
 
 

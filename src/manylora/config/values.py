@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,25 @@ from manylora.errors import ConfigError
 TRUE, FALSE = ("true", "1", "t", "y", "yes"), ("false", "0", "f", "n", "no")
 
 
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Raises ConfigError in place of an OSError. path: if the error does not name a file."""
+    try:
+        yield
+    except OSError as error:
+        advice = f"; let the user of this process, uid {os.getuid()}, read it"
+        raise ConfigError(
+            f"{error.filename or path} cannot be read: {error.strerror}"
+            + (advice if isinstance(error, PermissionError) else "")
+        ) from error
+
+
 def read_settings(path: Path, kind: type = dict) -> Any:
     """Empty if the file does not exist. kind: dict or list. Raises ConfigError for anything else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else kind()
-    except (OSError, ValueError, RecursionError) as error:
+        with readable(path):
+            found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else kind()
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(found, kind):
         raise ConfigError(f"{path} must hold a JSON {'object' if kind is dict else 'list'}")

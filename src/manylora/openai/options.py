@@ -14,7 +14,7 @@ from typing import Any
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.hub import hub_name, is_hub_id, local_adapter, local_model
 from manylora.config.model_folder import check_adapter_path, check_model_folder, check_tokenizer_folder
-from manylora.config.values import at_least, one_of
+from manylora.config.values import at_least, one_of, readable
 from manylora.errors import ConfigError
 from manylora.llmapi import options as llm
 from manylora.llmapi.engine_config import engine_config
@@ -226,8 +226,9 @@ class ServeOptions:
         if self.restart and self.port == 0:
             raise ConfigError("restart needs a port of its own, got port 0: every start would choose another")
         for folder in (*self.lora_root, *self.lora_allowed_path, *(one.path for one in self.lora_trust)):
-            if not folder.is_dir():
-                raise ConfigError(f"{folder} is not a directory: give folders")
+            with readable(folder):
+                if not folder.is_dir():
+                    raise ConfigError(f"{folder} is not a directory: give folders")
 
     def _check_adapters(self) -> None:
         names = [one.name for one in self.lora_modules]
@@ -238,7 +239,9 @@ class ServeOptions:
                 what = "is the base model's name" if name in self.bases else "is there twice"
                 raise ConfigError(f"lora_modules: {name!r} {what}: give each adapter a name of its own")
         for root in self.lora_root:
-            if (root / "adapter_config.json").is_file():
+            with readable(root):
+                is_adapter = (root / "adapter_config.json").is_file()
+            if is_adapter:
                 raise ConfigError(
                     f"lora_root {root} is an adapter itself: give the folder above it, or "
                     f"--lora-modules {root.absolute().name}={root}"

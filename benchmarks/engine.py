@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from limits import Limits, adapter_elements, measure_machine
+from limits import Limits, adapter_elements, kv_bytes, measure_machine
 from loads import ALL, AT_ONCE, MODELS, OUTPUT, QKV, Case, prompts, save_model
 from machine import QUIET, Others, see_machine
 from peers.tables import case_words, line
@@ -135,7 +135,7 @@ def _measure(setting: Setting, options: argparse.Namespace, folder: Path, answer
     _load(loop, texts[:1], [None], 1, 1)
     started = time.perf_counter() - began
     modules, layers = lora_modules(engine.model), engine.model.num_layers
-    limits = Limits(engine.model, setting.dtype, engine._parts.decoder.dtype.itemsize,
+    limits = Limits(engine.model, setting.dtype, 4 if setting.dtype == "float32" else kv_bytes(),
                     engine.adapters._pool.flat.element_size(), bandwidth, rate)  # fmt: skip
     cases = [case for case in CASES if case.name in options.cases or case.name == BASE]
     loras = {case.name: _warm(loop, case, modules, layers, setting) for case in cases}

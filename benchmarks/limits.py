@@ -87,10 +87,9 @@ def _gemm_rates() -> dict[str, float]:
     return {name: flops / min(_seconds(do) for _ in range(GEMMS)) for name, do in work.items()}
 
 
-def wide_dtype() -> torch.dtype:
-    """Of the engine's keys, values and other tensors beside a bfloat16 model's weights."""
-    ops = open_device("cpu").ops
-    return ops.compute_in(torch.bfloat16) if ops.has_bfloat16 else torch.float32
+def kv_bytes() -> int:
+    """Of a key or a value of a bfloat16 model, in the engine."""
+    return 2 if open_device("cpu").ops.has_bfloat16 else 4
 
 
 def _seconds(work: Callable[[], object]) -> float:

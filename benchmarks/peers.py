@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from limits import Limits, measure_machine, wide_dtype
+from limits import Limits, kv_bytes, measure_machine
 from loads import ALL, MODELS, OUTPUT, QKV, VOCAB, Case, module_sizes, save_adapter, save_model
 from machine import QUIET, see_machine, wait_for_quiet
 from peers import tables
@@ -75,11 +75,11 @@ def main() -> None:
     machine = see_machine()
     print(machine, file=sys.stderr)
     share = wait_for_quiet(options.wait)
-    wide = wide_dtype()
+    element = kv_bytes()
     bandwidth, rate = measure_machine()
     if share > QUIET:
         print(f"others use {share:.2f} CPUs: figures, and the limits, say little", file=sys.stderr)
-    found = Found(machine.as_dict(), {"bandwidth": bandwidth, "gemm": rate, "wide": wide.itemsize})
+    found = Found(machine.as_dict(), {"bandwidth": bandwidth, "gemm": rate, "wide": element})
     if options.json and options.json.exists():
         earlier = read(options.json)
         earlier.add(found)
@@ -210,8 +210,8 @@ def _set_limits(row: Row, rates: dict[str, float]) -> None:
         head_dim=shape["hidden_size"] // shape["num_attention_heads"],
         intermediate_size=shape["intermediate_size"], vocab_size=VOCAB,
     )  # fmt: skip
-    stored = 2 if row.dtype == "bfloat16" else 4
-    element = int(rates["wide"]) if row.dtype == "bfloat16" else 4
+    stored = 2 if row.dtype != "float32" else 4
+    element = int(rates["wide"]) if row.dtype != "float32" else 4
     limits = Limits(model, row.dtype, element, stored, rates["bandwidth"], rates["gemm"])
     case = next(case for case in CASES if case.name == row.case)
     sizes = module_sizes(row.model)

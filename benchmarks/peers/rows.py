@@ -98,8 +98,8 @@ class FirstUse:
 
 @dataclass
 class Found:
-    """A file of figures. limits: bandwidth in bytes/s, GEMM rate in FLOPs/s, and wide: bytes of
-    a number that bfloat16 models are computed in, and of a key or value."""
+    """A file of figures. limits: bandwidth in bytes/s, GEMM rate in FLOPs/s, and wide: bytes of a key or a
+    value of bfloat16 models."""
 
     machine: dict[str, Any]
     limits: dict[str, float]

@@ -43,9 +43,22 @@ def _compiled() -> None:
 
 @pytest.mark.usefixtures("_compiled")
 @pytest.mark.parametrize(("num_sequences", "most_rows"), [(1, 1024), (3, 1024), (7, 1024), (7, 11)])
-@pytest.mark.parametrize(("family", "quant"), [*((family, None) for family in FAMILIES), *QUANTISED])
+@pytest.mark.parametrize(
+    ("family", "quant", "kept"),
+    [
+        *((family, None, torch.float32) for family in FAMILIES),
+        *((family, quant, torch.float32) for family, quant in QUANTISED),
+        *((family, None, torch.bfloat16) for family in ("llama-biases", "gemma3", "phi3-partial-rotary")),
+    ],
+)
 def test_a_step_as_one_call_gives_the_same_bits(
-    family: str, quant: str | None, num_sequences: int, most_rows: int, tmp_path: Path, monkeypatch
+    family: str,
+    quant: str | None,
+    kept: torch.dtype,
+    num_sequences: int,
+    most_rows: int,
+    tmp_path: Path,
+    monkeypatch,
 ) -> None:
     """Of all rows together, or of some after others, which end within a sequence."""
     monkeypatch.setattr("manylora.kernels.decode_step.MOST_ROWS", most_rows)
@@ -67,11 +80,15 @@ def test_a_step_as_one_call_gives_the_same_bits(
         return found
 
     monkeypatch.setattr(DecodeStep, "__call__", count)
-    whole = Driver(decoder, sequences, adapters).run()
+    whole = Driver(decoder, sequences, adapters, kv_dtype=kept).run()
     assert calls >= 2
     monkeypatch.setattr(decoder, "_decode_step", None)
-    for found, expected in zip(whole, Driver(decoder, sequences, adapters).run(), strict=True):
+    single = Driver(decoder, sequences, adapters, kv_dtype=kept).run()
+    for found, expected in zip(whole, single, strict=True):
         assert torch.equal(found, expected)
+    if kept != torch.float32:
+        wide = Driver(decoder, sequences, adapters).run()
+        assert not all(map(torch.equal, whole, wide)), "nothing was rounded"
 
 
 @pytest.mark.usefixtures("_compiled")

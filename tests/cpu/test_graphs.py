@@ -290,7 +290,9 @@ def test_the_graph_not_used_for_longest_is_let_go(world: tuple[Path, list[LoraIn
     from manylora.engine.memory import batch_limits
     from manylora.model.checkpoint import read_model_config
 
-    limits = batch_limits(EngineConfig(model, max_batch_size=8), read_model_config(model), torch.float32, 64)
+    limits = batch_limits(
+        EngineConfig(model, max_batch_size=8), read_model_config(model), torch.float32, torch.float32, 64
+    )
     ops.reserve(limits, CPU)
     graphs = DecodeGraphs(lambda batch: batch.positions[:, None].clone(), ops, recorder, CPU, limits, 2)
 

@@ -121,15 +121,16 @@ def test_a_fused_projection_and_its_parts_add_the_same_in_company(ops: CpuOps) -
     assert torch.equal(y[3], got[3])
 
 
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("queries", [[1, 1, 1], [1, 6, 1, 3], [4]])
 def test_attention_reads_pages_as_the_reference_does(
-    ops: CpuOps, queries: list[int], window: int | None
+    ops: CpuOps, queries: list[int], window: int | None, kept: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     size, heads, kv_heads, dim = 4, 6, 2, 24
     lengths = [q + 7 * i for i, q in enumerate(queries)]
-    k, v = torch.randn(40, size, kv_heads, dim), torch.randn(40, size, kv_heads, dim)
+    k, v = torch.randn(2, 40, size, kv_heads, dim).to(kept)
     columns = -(-max(lengths) // size)
     table = torch.randperm(40)[: len(queries) * columns].view(len(queries), columns).int()
     starts = [0]
@@ -145,14 +146,15 @@ def test_attention_reads_pages_as_the_reference_does(
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (30, None), (30, 0.3), (None, 50.0)])
 @pytest.mark.parametrize("dim", [10, 16, 64, 72, 80, 128, 256])
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 def test_a_decoded_row_keeps_its_bits_in_company(
-    ops: CpuOps, dim: int, window: int | None, softcap: float | None
+    ops: CpuOps, kept: torch.dtype, dim: int, window: int | None, softcap: float | None
 ) -> None:
     torch.manual_seed(dim)
     size, heads, kv_heads, count = 8, 6, 2, 11
     lengths = [1 + 9 * i for i in range(count)]
     columns = -(-max(lengths) // size)
-    k, v = torch.randn(2, count * columns, size, kv_heads, dim)
+    k, v = torch.randn(2, count * columns, size, kv_heads, dim).to(kept)
     table = torch.randperm(count * columns).view(count, columns).int()
     nothing = torch.empty(0, dtype=torch.int64)
     q = torch.randn(count, heads, dim)
@@ -169,6 +171,8 @@ def test_a_decoded_row_keeps_its_bits_in_company(
     for row in range(count):
         alone = AttentionBatch((0, 1), lengths[row : row + 1], table[row : row + 1], nothing)
         assert torch.equal(ops.attention(q[row : row + 1], k, v, alone, params)[0], found[row])
+    # Numbers of another type are widened exactly, so it makes no difference in which type they are kept.
+    assert torch.equal(ops.attention(q, k.float(), v.float(), batch, params), found)
 
 
 @pytest.mark.parametrize("columns", [2, 33, 130, 2500])
@@ -220,10 +224,17 @@ def test_weights_stay_as_they_are_where_packing_fails_its_trial(
     assert torch.equal(ops.linear(x, weight, None), torch.nn.functional.linear(x, weight))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "dim", "turned"), [(3, 64, 64), (70, 24, 8), (5, 10, 0)])
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [
+        (torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "dim", "turned"), [(3, 64, 64), (70, 24, 8), (5, 10, 0), (2, 256, 100), (3, 300, 300)]
+)
 def test_heads_are_turned_and_stored(
-    ops: CpuOps, rows: int, dim: int, turned: int, dtype: torch.dtype
+    ops: CpuOps, rows: int, dim: int, turned: int, dtype: torch.dtype, kept: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     joined = torch.randn(rows, 8 * dim).to(dtype)
@@ -233,12 +244,33 @@ def test_heads_are_turned_and_stored(
     rotary = (torch.randn(rows, turned).to(dtype), torch.randn(rows, turned).to(dtype)) if turned else None
     answers = []
     for one in (ReferenceOps(), ops):
-        caches = torch.zeros(2, 5, 16, 2, dim).to(dtype)
+        caches = torch.zeros(2, 5, 16, 2, dim).to(kept)
         answers.append((one.rotate_and_store(q, k, v, rotary, caches[0], caches[1], batch), caches))
     close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
-    for want, got in zip(*answers, strict=True):
-        torch.testing.assert_close(got, want, **close)
+    (want, expected), (got, found) = answers
+    torch.testing.assert_close(got, want, **close)
+    near = {"rtol": 0.008, "atol": 1e-6} if kept != dtype else close  # one unit in the last place of bfloat16
+    torch.testing.assert_close(found, expected, **near)
     assert torch.equal(joined, before), "its input was changed"
+
+
+def test_a_cache_in_bfloat16_is_rounded_to_nearest(ops: CpuOps) -> None:
+    """Also ties, infinities, numbers that round to infinity, and NaNs of all bits."""
+    bits = torch.tensor(
+        [0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0x7FFFFFFF, 0x7F800001, 1, 0x3F807FFF]
+    )
+    values = torch.cat((bits, bits + 2**31)).to(torch.int32).view(torch.float32)
+    for dim in (16, 11, 5):  # whole vectors and parts of them
+        x = values[:dim].view(1, 1, dim)
+        caches = torch.zeros(2, 1, 1, 1, dim, dtype=torch.bfloat16)
+        batch = AttentionBatch(
+            (0, 1), (1,), torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+        )
+        ops.rotate_and_store(x, x, x, None, caches[0], caches[1], batch)
+        for cache in caches:
+            torch.testing.assert_close(
+                cache.view(dim), x.view(dim).bfloat16(), rtol=0, atol=0, equal_nan=True
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -148,13 +148,13 @@ def build_rank(config: EngineConfig, place: Place, comm: TorchCollectives | None
     held = _load(config, device, place.rank, comm)
     decoder, local, dtype = held.decoder, held.local, held.dtype
     decoder.dense = load_dense(config.model_dir, held.model.hidden_size, device.torch)
-    kv_dtype = kv_cache_dtype(config, dtype)
+    kv_dtype = kv_cache_dtype(config, dtype, device)
     lora = _lora_config(config, held.model, decoder)
     pages_dtype = adapter_dtype(config, held.model, dtype, device)
     share = place.local_size if on_cpu else 1  # ranks that share the same memory
     free_bytes = usable_bytes(config, device, before) // share
     if isinstance(decoder, Decoder):
-        limits = batch_limits(config, local, dtype, config.max_seq_len or local.max_seq_len)
+        limits = batch_limits(config, local, dtype, kv_dtype, config.max_seq_len or local.max_seq_len)
         modules = lora_modules(local, lora.target_modules).values()
         free_bytes = max(0, free_bytes - peak_bytes(decoder, device, limits, config, modules))
     room = 0 if on_cpu else adapter_room(config, lora, local, pages_dtype, free_bytes)
@@ -171,7 +171,7 @@ def build_rank(config: EngineConfig, place: Place, comm: TorchCollectives | None
     # On a CPU the cache's pages have not been touched yet, so the system still counts them as free.
     untouched = plan.num_bytes + state_bytes if on_cpu else 0
     free_bytes = max(0, usable_bytes(config, device, before) // share - untouched)
-    limits = batch_limits(config, local, dtype, plan.max_seq_len)
+    limits = batch_limits(config, local, dtype, kv_dtype, plan.max_seq_len)
     lora = with_room(lora, room, free_bytes)
     sizes = plan, kv_tensor, states, limits, dtype, pages_dtype, lora, free_bytes
     return RankParts(held.model, local, device, decoder, *sizes, held.slicer)

@@ -38,10 +38,11 @@ class KvPlan:
         return self.num_blocks * self.block_bytes
 
 
-def kv_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of keys and values."""
-    fp8 = config.quant is not None and config.quant.fp8_kv_cache
-    return torch.float8_e4m3fn if fp8 else dtype
+def kv_cache_dtype(config: EngineConfig, dtype: torch.dtype, device: Device) -> torch.dtype:
+    """The dtype of keys and values. dtype: that of the computation."""
+    if config.quant is not None and config.quant.fp8_kv_cache:
+        return torch.float8_e4m3fn
+    return torch.bfloat16 if device.ops.rounds_inputs else dtype
 
 
 def check_model(config: EngineConfig, model: ModelConfig) -> None:
@@ -185,7 +186,7 @@ def with_room(lora: LoraCacheConfig, room: int, free_bytes: int) -> LoraCacheCon
 
 
 def batch_limits(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, max_seq_len: int
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, max_seq_len: int
 ) -> BatchLimits:
     """The largest shapes that the device's kernels must support."""
     return BatchLimits(
@@ -197,7 +198,7 @@ def batch_limits(
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         dtype=dtype,
-        kv_dtype=kv_cache_dtype(config, dtype),
+        kv_dtype=kv_dtype,
         softcap=model.attention_softcap,
         sinks=model.attention_sinks,
         windows=frozenset(model.sliding_windows or (None,)),

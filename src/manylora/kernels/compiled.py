@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from manylora.kernels.cpu import CpuOps
-from manylora.kernels.decode_step import SHORT, DecoderParts, DecodeStep
+from manylora.kernels.decode_step import KINDS, SHORT, DecoderParts, DecodeStep
 from manylora.kernels.delta_rule import DeltaWeights
 from manylora.kernels.integer import to_integer_panels
 from manylora.kernels.mamba2 import Mamba2Weights
@@ -219,8 +219,8 @@ class CompiledOps(CpuOps):
         v_cache: Tensor,
         batch: AttentionBatch,
     ) -> Tensor:
-        wide = all(one.dtype == torch.float32 for one in (q, k, v, k_cache))
-        if not (wide and all(map(_whole_rows, (q, k, v)))):
+        wide = all(one.dtype == torch.float32 for one in (q, k, v))
+        if not (wide and _can_cache(k_cache) and all(map(_whole_rows, (q, k, v)))):
             return super().rotate_and_store(q, k, v, rotary, k_cache, v_cache, batch)
         rows, heads, dim = q.shape
         cos, sin, turned, out = None, None, 0, q
@@ -229,8 +229,8 @@ class CompiledOps(CpuOps):
             turned = cos.shape[1]
         self._library.rotate_and_store(
             out.data_ptr(), q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
-            address(cos), address(sin), k_cache.data_ptr(), v_cache.data_ptr(), batch.slots.data_ptr(),
-            rows, heads, k.shape[1], dim, turned,
+            address(cos), address(sin), KINDS.index(k_cache.dtype), k_cache.data_ptr(), v_cache.data_ptr(),
+            batch.slots.data_ptr(), rows, heads, k.shape[1], dim, turned,
         )  # fmt: skip
         return out
 
@@ -256,8 +256,9 @@ class CompiledOps(CpuOps):
             self._scores = torch.empty(2 * count * heads * longest)
         out, ends = torch.empty_like(q), np.array(lengths, np.int64)
         self._library.decode_attention(
-            out.data_ptr(), heads * dim, q.data_ptr(), heads * dim, k_cache.data_ptr(), v_cache.data_ptr(),
-            table.data_ptr(), table.shape[1], ends.ctypes.data, count, heads, kv_heads, dim, size,
+            out.data_ptr(), heads * dim, q.data_ptr(), heads * dim, KINDS.index(k_cache.dtype),
+            k_cache.data_ptr(), v_cache.data_ptr(), table.data_ptr(), table.shape[1], ends.ctypes.data,
+            count, heads, kv_heads, dim, size,
             params.scale, -1 if params.window is None else params.window, params.softcap or 0.0,
             address(params.sinks), self._scores.data_ptr(), longest,
         )  # fmt: skip
@@ -376,7 +377,11 @@ def _can_add(x: Tensor, pool: Tensor) -> bool:
 
 
 def _can_attend(q: Tensor, k_cache: Tensor) -> bool:
-    return q.dtype == k_cache.dtype == torch.float32 and q.shape[2] <= LARGEST_HEAD
+    return q.dtype == torch.float32 and k_cache.dtype in KINDS and q.shape[2] <= LARGEST_HEAD
+
+
+def _can_cache(cache: Tensor) -> bool:
+    return cache.dtype == torch.float32 or (cache.dtype == torch.bfloat16 and cache.shape[-1] <= LARGEST_HEAD)
 
 
 def _plain(*tensors: Tensor) -> bool:

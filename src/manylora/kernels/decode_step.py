@@ -31,8 +31,8 @@ LINEARS = 4  # linear layers per decoder layer
 CALLS = 2  # adapter calls per linear layer: for a fused projection, then for its parts
 NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "k_norm")
 SIZES = (
-    "layers", "hidden", "heads", "kv_heads", "dim", "size", "inner", "widest", "activation", "norm_heads",
-    "pairs", "most_scores",
+    "layers", "hidden", "heads", "kv_heads", "dim", "size", "inner", "widest", "activation", "cache_kind",
+    "norm_heads", "pairs", "most_scores",
 )  # fmt: skip
 
 
@@ -172,7 +172,13 @@ class DecodeStep:
         self._decoder = np.zeros(1, DECODER)
         self._decoder_at = self._decoder.ctypes.data
         self._decoder["layer"] = self._layers.ctypes.data
-        for name in {*SIZES, "eps", "embedding_scale"} - {"layers", "size", "widest", "most_scores"}:
+        for name in {*SIZES, "eps", "embedding_scale"} - {
+            "layers",
+            "size",
+            "widest",
+            "cache_kind",
+            "most_scores",
+        }:
             self._decoder[name] = getattr(parts, name)
         self._decoder["layers"], self._decoder["most_scores"] = len(parts.layers), MOST_SCORES
         self._decoder["widest"] = max(max(w.rows, w.columns) for w in map(_panels, parts.linears()))
@@ -203,7 +209,7 @@ class DecodeStep:
         ascending. The rest as for `Decoder.forward`.
         """
         self._last = None
-        plain = x.dtype in (torch.int64, kv.dtype) and kv.dtype == torch.float32 and x.is_contiguous()
+        plain = x.dtype in (torch.int64, torch.float32) and kv.dtype in KINDS and x.is_contiguous()
         if not plain or (lora is not None and lora.extras):
             return None
         tables = _one_by_one(batch)
@@ -292,7 +298,7 @@ class DecodeStep:
     def _place(self, kv: Tensor) -> None:
         """kv [layers, 2, blocks, size, kv_heads, dim]"""
         self._kv = kv
-        self._decoder["size"] = kv.shape[3]
+        self._decoder["size"], self._decoder["cache_kind"] = kv.shape[3], KINDS.index(kv.dtype)
         for layer, row in enumerate(self._layers):
             row["keys"], row["values"] = kv[layer, 0].data_ptr(), kv[layer, 1].data_ptr()
 

@@ -219,7 +219,7 @@ class ReferenceOps:
             rows = cache.view(-1, *new.shape[1:])
             if cache.dtype == FP8:  # as bytes, as few operations support it; clamped, as overflow becomes NaN
                 new, rows = new.clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8), rows.view(torch.uint8)
-            rows.index_copy_(0, batch.slots, new)
+            rows.index_copy_(0, batch.slots, new.to(rows.dtype))
 
     def attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, params: AttentionParams

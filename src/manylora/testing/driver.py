@@ -41,7 +41,7 @@ class Driver:
     """Runs several sequences in packed steps, with scattered KV blocks, and collects all logits.
 
     adapters: one per sequence. modules: the modules of their rows; None: the model's. texts: the encoder's
-    prompts, for an encoder-decoder model.
+    prompts, for an encoder-decoder model. kv_dtype: None: the decoder's.
     """
 
     def __init__(
@@ -51,9 +51,10 @@ class Driver:
         adapters: Sequence[Adapter],
         texts: Sequence[Sequence[int]] = (),
         modules: Mapping[int, LoraModule] | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         config = decoder.config
-        unset = partial(torch.full, fill_value=float("nan"), dtype=decoder.dtype)
+        unset = partial(torch.full, fill_value=float("nan"), dtype=kv_dtype or decoder.dtype)
         self._kv = make_kv(config, BLOCKS, BLOCK, unset)
         self._decoder, self._sequences = decoder, sequences
         blocks = list(range(BLOCKS))

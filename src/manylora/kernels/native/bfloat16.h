@@ -49,9 +49,6 @@ INLINE int64_t rounded_stride(int64_t in) { return (((in + 31) / 32 + 1) | 1) * 
 
 /* A row of inputs in bfloat16, and zeros up to the next one. */
 INLINE void round_inputs(uint16_t *to, const float *x, int64_t in) {
-    for (int64_t k = 0; k < in; k += LANES) {
-        const words bits = (words)load_some(x + k, in - k), nan = (words)((bits & 0x7fffffff) > 0x7f800000);
-        narrow(BFLOAT16, (char *)(to + k), (bits & ~nan) | (nan & 0x7fc00000)); /* rounding makes some NaNs zeros */
-    }
+    for (int64_t k = 0; k < in; k += LANES) narrow_any((char *)(to + k), (words)load_some(x + k, in - k));
     memset(to + in, 0, (rounded_stride(in) - in) * sizeof *to);
 }

@@ -1,7 +1,7 @@
 /* A step of a whole decoder in one parallel region. All rows are computed as in decoding, each with its own length; a
  * short prompt is several such rows. Between operations threads wait at a barrier, which takes a microsecond; a call
  * from Python for each operation takes ten, and lets the threads fall asleep. The operations are those that are
- * otherwise called one by one, so the bits are the same. All is float32 but weights, pages of adapters and the tables.
+ * otherwise called one by one, so the bits are the same. All is float32 but weights, pages of adapters, keys, values and the tables.
  * After its attention the last layer computes only rows whose logits are wanted, as no other row is read again. */
 
 #include "bfloat16.h"
@@ -19,7 +19,7 @@ typedef struct {
     const float *attention_norm, *attention_post_norm, *mlp_norm, *mlp_post_norm; /* NULL: none */
     const float *q_norm, *k_norm;                                                 /* both or none */
     Weight linear[LINEARS];
-    float *keys, *values; /* of this layer, [blocks, size, kv_heads, dim] */
+    char *keys, *values; /* of this layer, [blocks, size, kv_heads, dim] */
     int64_t window, rotary; /* < 0: none; which cos and sin */
     float scale, cap;
 } Layer;
@@ -27,6 +27,7 @@ typedef struct {
 typedef struct {
     const Layer *layer;
     int64_t layers, hidden, heads, kv_heads, dim, size, inner, widest, activation;
+    int64_t cache_kind; /* of keys and values */
     int64_t norm_heads; /* whether q and k are normalised head by head */
     int64_t pairs;      /* as of Rotation */
     int64_t most_scores; /* at most, of all rows and heads */
@@ -122,7 +123,7 @@ static const float *attend(const Decoder *d, const Layer *l, const Adapters *ada
     const int64_t turned = l->rotary < 0 ? 0 : s->turned, number = l->rotary < 0 ? 0 : l->rotary;
     Rotation r = {m->q, m->wide, m->wide + q_size, m->wide + q_size + kv_size, width, width, width,
                   s->cos[number], s->sin[number], l->keys, l->values, s->slots, s->rows, d->heads, d->kv_heads,
-                  d->dim, turned, d->pairs, s->places[number]};
+                  d->dim, turned, d->pairs, s->places[number], d->cache_kind};
     apply(&l->linear[QKV], of(adapters, QKV), s, m, m->wide, seen);
     if (l->q_norm) { /* `mixed` is not in use yet */
         float *const q = m->mixed, *const k = m->mixed + s->rows * q_size;
@@ -135,7 +136,7 @@ static const float *attend(const Decoder *d, const Layer *l, const Adapters *ada
     float *const mixed = queries == m->mixed ? m->q : m->mixed;
     const Attention a = {mixed, queries, l->keys, l->values, s->table, s->lengths, m->scores, q_size,
                          turned ? q_size : r.q_stride, s->columns, s->rows, d->heads, d->kv_heads, d->dim, d->size,
-                         m->longest, l->window, l->scale, l->cap, NULL};
+                         m->longest, l->window, l->scale, l->cap, NULL, d->cache_kind};
     attention_team(&a);
     return mixed;
 }

@@ -82,26 +82,52 @@ static void ONCE turn(float *to, const float *x, const float *cos, const float *
     }
 }
 
-void rotate_team(const Rotation *r) {
-    const int64_t width = r->kv_heads * r->dim;
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < r->rows; row++) {
-        const int64_t place = (r->places ? r->places[row] : row) * r->turned, at = r->slots[row] * width;
-        const float *const c = r->cos + place, *const s = r->sin + place;
-        if (r->turned)
-            turn(r->q_out + row * r->heads * r->dim, r->q + row * r->q_stride, c, s, r->heads, r->dim, r->turned, r->pairs);
-        turn(r->k_cache + at, r->k + row * r->k_stride, c, s, r->kv_heads, r->dim, r->turned, r->pairs);
-        memcpy(r->v_cache + at, r->v + row * r->v_stride, width * sizeof *r->v);
+static void ONCE round_row(char *to, const float *x, int64_t count) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) narrow_any(to + i * 2, (words)load(x + i));
+    if (i < count) {
+        char rest[2 * LANES];
+        narrow_any(rest, (words)load_some(x + i, count - i));
+        memcpy(to + i * 2, rest, (count - i) * 2);
     }
 }
 
-/* Rotated q to q_out [rows, heads, dim]; rotated k, and v, to row slots[row] of the caches. The heads of a row are
- * contiguous; cos, sin [rows, turned]; turned 0: q is left alone. */
+/* A row's keys and values to row `at` of the caches. */
+static void keep(const Rotation *r, int64_t row, int64_t at, const float *cos, const float *sin) {
+    const float *const k = r->k + row * r->k_stride, *const v = r->v + row * r->v_stride;
+    const int64_t width = r->kv_heads * r->dim, place = at * width * size_of(r->kind);
+    if (r->kind == FLOAT32) {
+        turn((float *)(r->k_cache + place), k, cos, sin, r->kv_heads, r->dim, r->turned, r->pairs);
+        memcpy(r->v_cache + place, v, width * sizeof *v);
+        return;
+    }
+    float head[LARGEST_HEAD];
+    for (int64_t h = 0; h < r->kv_heads; h++) {
+        turn(head, k + h * r->dim, cos, sin, 1, r->dim, r->turned, r->pairs);
+        round_row(r->k_cache + place + h * r->dim * 2, head, r->dim);
+    }
+    round_row(r->v_cache + place, v, width);
+}
+
+void rotate_team(const Rotation *r) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < r->rows; row++) {
+        const int64_t place = (r->places ? r->places[row] : row) * r->turned;
+        const float *const c = r->cos + place, *const s = r->sin + place;
+        if (r->turned)
+            turn(r->q_out + row * r->heads * r->dim, r->q + row * r->q_stride, c, s, r->heads, r->dim, r->turned, r->pairs);
+        keep(r, row, r->slots[row], c, s);
+    }
+}
+
+/* Rotated q to q_out [rows, heads, dim]; rotated k, and v, to row slots[row] of the caches, rounded to their kind,
+ * FLOAT32 or BFLOAT16 (dim is at most LARGEST_HEAD then). The heads of a row are contiguous; cos, sin [rows, turned];
+ * turned 0: q is left alone. */
 void rotate_and_store(float *q_out, const float *q, int64_t q_stride, const float *k, int64_t k_stride, const float *v,
-                      int64_t v_stride, const float *cos, const float *sin, float *k_cache, float *v_cache,
+                      int64_t v_stride, const float *cos, const float *sin, int64_t kind, char *k_cache, char *v_cache,
                       const int64_t *slots, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t turned) {
     const Rotation r = {q_out, q, k, v, q_stride, k_stride, v_stride, cos, sin, k_cache, v_cache, slots, rows, heads,
-                        kv_heads, dim, turned, 0, NULL};
+                        kv_heads, dim, turned, 0, NULL, kind};
 #pragma omp parallel if (rows > MANY)
     rotate_team(&r);
 }

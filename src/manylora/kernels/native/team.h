@@ -37,7 +37,8 @@ typedef struct { /* the adapters of a linear layer; count 0: none */
 
 typedef struct { /* of attention.c */
     float *out;
-    const float *q, *keys, *values; /* caches [blocks, size, kv_heads, dim] */
+    const float *q;
+    const char *keys, *values;      /* caches [blocks, size, kv_heads, dim] of `kind` */
     const int32_t *table;           /* [n, columns] */
     const int64_t *lengths;         /* [n] */
     float *scores;                  /* room for n * heads * longest */
@@ -45,18 +46,22 @@ typedef struct { /* of attention.c */
     int64_t window;   /* < 0: none */
     float scale, cap; /* cap 0: none */
     const float *sinks; /* [heads], or NULL */
+    int64_t kind; /* FLOAT32 or BFLOAT16 */
 } Attention;
+
+enum { LARGEST_HEAD = 256 }; /* elements of a head, of attention and of caches that are not float32 */
 
 typedef struct { /* of elementwise.c */
     float *q_out; /* [rows, heads, dim] */
     const float *q, *k, *v;
     int64_t q_stride, k_stride, v_stride;
     const float *cos, *sin; /* [..., turned] */
-    float *k_cache, *v_cache;
+    char *k_cache, *v_cache; /* of `kind` */
     const int64_t *slots;
     int64_t rows, heads, kv_heads, dim, turned; /* turned: dimensions that are rotated; 0: q is left alone */
     int64_t pairs;                              /* whether 2i and 2i + 1 are rotated together, or i and i + turned / 2 */
     const int64_t *places; /* [rows], the row of cos and sin for each; NULL: in order */
+    int64_t kind;          /* FLOAT32 or BFLOAT16 */
 } Rotation;
 
 /* The kind of a linear layer that rounds x is that of W + FORMS * form: a form of bfloat16.c, or these of integer.c. */

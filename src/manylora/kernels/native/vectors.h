@@ -197,6 +197,12 @@ INLINE void narrow(Kind kind, char *at, words bits) {
 #endif
 }
 
+/* bfloat16 from float32 that may be NaN: rounding alone makes some NaNs zeros or infinities. */
+INLINE void narrow_any(char *at, words bits) {
+    const words nan = (words)((bits & 0x7fffffff) > 0x7f800000);
+    narrow(BFLOAT16, at, (bits & ~nan) | (nan & 0x7fc00000));
+}
+
 /* A single float32, bfloat16 or 8-bit float. */
 INLINE float widen_one(Kind kind, const char *at) {
     uint32_t bits = 0;

@@ -1,14 +1,14 @@
-"""Time to first token of an activated and of a plain LoRA, after a prompt that the base model has already
-read.
+"""Time to first token of an activated LoRA and of a plain LoRA, after a prompt that the base model has
+already processed.
 
     PYTHONPATH=src python benchmarks/activated.py [--prompt 2000] [--pairs 5]
 
-A plain LoRA has other keys and values than the base model, so its prompt is computed again, whoever has read
-it before. An activated LoRA computes only its invocation sequence and what follows. The same tensors are
-served as both, with an invocation of 4 tokens and a question of 12 after a prompt that no adapter has seen.
-The two alternate, and which one is first changes from pair to pair. Then 10 adapters read one prompt at once,
-first one that the base model has read, then a new one, and the KV blocks that they hold are counted. The last
-line is JSON.
+The keys and values of a plain LoRA differ from those of the base model, so it must compute the whole prompt
+again. An activated LoRA reuses the base model's KV cache and computes only its invocation sequence and what
+follows. The same tensors are served as both kinds, with an invocation of 4 tokens and a question of 12 tokens
+after a prompt that no adapter has seen. The two kinds alternate, and the one that goes first changes from
+pair to pair. Then 10 adapters receive the same prompt at once: first a prompt that the base model has
+processed, then a new one. The KV blocks that they hold are counted. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PLAIN, ADAPTERS, OUTPUT = 100, 10, 4
 
 
 def open_engine(folder: Path, prompt: int) -> tuple[Engine, dict[int, LoraInput]]:
-    """Task ids from 1 on are activated, PLAIN is the first one's tensors without an invocation."""
+    """Task ids from 1 on are activated adapters. PLAIN has the tensors of task 1, without an invocation."""
     model = make_llama(folder / "model", 512, 8)
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": prompt + 64}))
@@ -51,7 +51,7 @@ def open_engine(folder: Path, prompt: int) -> tuple[Engine, dict[int, LoraInput]
 
 
 def first_token_ms(engine: Engine, prompt: list[int], lora: LoraInput | None) -> tuple[float, float]:
-    """Of a request alone, on the clock and of the processor; it runs to its end."""
+    """Run a single request to its end. Returns the wall and CPU milliseconds until its first token."""
     start, used, first = time.perf_counter(), time.process_time(), (0.0, 0.0)
     made = engine.prepare(Request(tuple(prompt), SamplingConfig(max_tokens=OUTPUT), lora, streaming=True))
     engine.submit(made)
@@ -62,7 +62,7 @@ def first_token_ms(engine: Engine, prompt: list[int], lora: LoraInput | None) ->
 
 
 def blocks_of_all(engine: Engine, prompt: list[int], inputs: dict[int, LoraInput]) -> tuple[int, int]:
-    """KV blocks that the adapters hold when all of them decode behind one prompt, and tokens reused."""
+    """The most KV blocks held while all adapters decode after the same prompt, and the tokens reused."""
     before = engine.stats()
     for number in range(1, ADAPTERS + 1):
         asked = Request((*prompt, *INVOKE, *QUESTION), SamplingConfig(max_tokens=OUTPUT), inputs[number])
@@ -75,7 +75,7 @@ def blocks_of_all(engine: Engine, prompt: list[int], inputs: dict[int, LoraInput
 
 
 def arrival(engine: Engine, prompt: list[int], inputs: dict[int, LoraInput]) -> dict[str, object]:
-    """Of all adapters at once, behind a prompt that nobody has read."""
+    """Memory and time when all adapters ask at once, after a prompt that is not in the KV cache."""
     start, used = time.perf_counter(), time.process_time()
     held, reused = blocks_of_all(engine, prompt, inputs)
     seconds = time.perf_counter() - start, time.process_time() - used
@@ -86,14 +86,14 @@ def arrival(engine: Engine, prompt: list[int], inputs: dict[int, LoraInput]) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--prompt", type=int, default=2000, help="tokens that are shared")
+    parser.add_argument("--prompt", type=int, default=2000, help="tokens of the shared prompt")
     parser.add_argument("--pairs", type=int, default=5)
     options = parser.parse_args()
     found: dict[str, list[tuple[float, float]]] = {"base": [], "activated": [], "plain": []}
     with tempfile.TemporaryDirectory() as folder:
         engine, inputs = open_engine(Path(folder), options.prompt)
         texts = [[token % 8000 for token in one] for one in prompts(options.pairs + 3, options.prompt)]
-        for number in inputs:  # into the cache
+        for number in inputs:  # load every adapter into the cache
             first_token_ms(engine, [1, 2, *INVOKE], inputs[number])
         for pair, text in enumerate(texts[:-2]):
             base = first_token_ms(engine, text, None)
@@ -101,7 +101,7 @@ def main() -> None:
             asked = [*text, *INVOKE, *QUESTION]
             taken = {kind: first_token_ms(engine, asked, inputs[number]) for kind, number in order}
             for kind, value in {"base": base, **taken}.items():
-                found[kind] += [value] * (pair > 0)  # the first one warms up
+                found[kind] += [value] * (pair > 0)  # the first pair only warms up
         first_token_ms(engine, texts[-2], None)
         held, reused = blocks_of_all(engine, texts[-2], inputs)
         at_once = arrival(engine, texts[-1], inputs)

@@ -1,18 +1,22 @@
 #!/usr/bin/env python3
-"""How long it takes to load an adapter from its PEFT directory in the page cache to the device level,
-compared with copying its bytes twice, and how much memory that needs beyond the caches.
+"""How long it takes to load an adapter from a PEFT directory to the device level, and how much memory that
+needs beyond the caches. The files are in the page cache. The time is compared with copying the adapter's
+bytes twice.
 
 The adapter has rank 16 on every linear layer of a model of Llama-2-7B's shape (32 layers, 4096, 11008). Its
-numbers are random, and the base model is only a config.json. First: the files are new to the catalog (their
-times have changed), and their content is digested. Again: the adapter was evicted from both levels and is
-reloaded. Both are compared with copies between buffers that are already resident, as the caches are.
+values are random, and the base model is only a config.json. Two cases are measured:
 
-The fastest round counts, for copies and loads, in wall time and in CPU time. On a shared machine wall time
-says little, and CPU time is what a load takes from the engine's threads.
+    first  the files' modification times have changed, so the catalog digests their content again
+    again  the adapter was evicted from both levels and is reloaded
 
-Memory is the growth of RssAnon + RssFile at its peak, which the kernel resets before each run (clear_refs),
-over what is resident with the caches alone, in multiples of the adapter's bytes in the cache. Memory kept for
-the next load counts.
+Both are compared with copies between buffers that are already resident, like the caches.
+
+The fastest round is reported, for copies and for loads, in wall time and in CPU time. Wall time is unreliable
+on a shared machine. CPU time is what a load takes away from the engine's threads.
+
+Memory is the peak of RssAnon + RssFile (reset through clear_refs before each run), minus what is resident
+with the caches alone. It is reported as a multiple of the adapter's bytes in the cache, and includes memory
+that is kept for the next load.
 
     adapter_load.py --rounds 20
     adapter_load.py --stored bfloat16 --dtype float32
@@ -64,7 +68,7 @@ def write_model(folder: Path) -> Path:
 
 
 def write_adapter(folder: Path, stored: str) -> int:
-    """Returns how many numbers it holds."""
+    """Returns the number of elements."""
     rng = np.random.default_rng(0)
     tensors: dict[str, RawTensor] = {}
     for layer in range(LAYERS):
@@ -81,7 +85,7 @@ def write_adapter(folder: Path, stored: str) -> int:
 
 
 def resident() -> tuple[int, int]:
-    """Bytes of anonymous and mapped memory now, and their peak since `reset_peak`."""
+    """Resident bytes now, and their peak since `reset_peak`."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     found = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("Rss", "VmHWM"))}
     now = int(found["RssAnon"]) + int(found["RssFile"]) + int(found["RssShmem"])
@@ -94,7 +98,7 @@ def reset_peak() -> None:
 
 @dataclass(frozen=True)
 class Cost:
-    """wall, busy: seconds by the clock, and of this process's processor time."""
+    """wall: seconds of wall time. busy: seconds of this process's CPU time."""
 
     wall: float
     busy: float
@@ -113,7 +117,7 @@ class Clock:
 
 
 class Copies:
-    """Of so many bytes, twice: what a load is measured against."""
+    """Copies `nbytes` bytes twice: the baseline for a load."""
 
     def __init__(self, nbytes: int) -> None:
         self._buffers = [torch.ones(nbytes, dtype=torch.uint8) for _ in range(3)]
@@ -127,7 +131,7 @@ class Copies:
 
 
 def bring(store: AdapterStore, name: str) -> tuple[Cost, Cost, int]:
-    """Cost until the adapter is checked, and until it is on the device; and the peak of resident bytes."""
+    """Cost until the adapter is read and checked, cost until it is on the device, and peak resident bytes."""
     gc.collect()
     reset_peak()
     clock = Clock()
@@ -151,8 +155,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--stored", choices=STORED, default="float32", help="in the file")
-    parser.add_argument("--dtype", choices=STORED, default="float32", help="in the cache")
+    parser.add_argument("--stored", choices=STORED, default="float32", help="dtype in the file")
+    parser.add_argument("--dtype", choices=STORED, default="float32", help="dtype in the cache")
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
     with tempfile.TemporaryDirectory() as folder:
@@ -161,10 +165,10 @@ def main() -> None:
         numbers = write_adapter(catalog / "one", options.stored)
         write_adapter(catalog / "two", options.stored)
         settings = json.loads((catalog / "two" / "adapter_config.json").read_text(encoding="utf-8"))
-        settings["lora_alpha"] = 16  # the same numbers, another adapter
+        settings["lora_alpha"] = 16  # the same tensors, but a different adapter
         (catalog / "two" / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
         nbytes = numbers * dtype.itemsize
-        # One page, with what rounding rows up to slots adds: bringing one adapter evicts the other.
+        # Room for one adapter, as rows are rounded up to slots: loading one adapter evicts the other.
         room = nbytes * 11 // 10
         config = LoraCacheConfig(
             optimal_adapter_size=RANK,
@@ -173,11 +177,11 @@ def main() -> None:
             gpu_memory_bytes=room,
             catalog_dir=catalog,
         )
-        time.sleep(2 * SETTLED_NS / 1e9)  # files are known by their times once these lie back
+        time.sleep(2 * SETTLED_NS / 1e9)  # the catalog trusts modification times only once they are this old
         store = AdapterStore.open(read_model_config(model), config, open_device("cpu").torch, dtype, 0)
         copies = Copies(nbytes)
         for name in ("one", "two", "one", "two"):
-            bring(store, name)  # the caches are resident, and the catalog knows both
+            bring(store, name)  # afterwards the caches are resident, and the catalog knows both
         staging.drop()
         gc.collect()
         before = resident()[0]
@@ -202,15 +206,17 @@ def main() -> None:
     print(
         f"adapter of {nbytes / 1e6:.0f} MB in the cache, stored as {options.stored}; best of {options.rounds}"
     )
-    print("                  clock          processor")
+    print("                   wall                CPU")
     print(f"copied twice   {1e3 * copy.wall:7.1f} ms      {1e3 * copy.busy:7.1f} ms")
     for title, cost in (("first", anew), ("again", back)):
         print(
             f"{title:15}{1e3 * cost.wall:7.1f} ms {cost.wall / copy.wall:4.2f}"
             f" {1e3 * cost.busy:7.1f} ms {cost.busy / copy.busy:4.2f}"
         )
-    print(f"  of it read   {1e3 * read.wall:7.1f} ms      {1e3 * read.busy:7.1f} ms")
-    print(f"memory beyond the caches: {beyond['first']:.2f} and {beyond['again']:.2f} times its bytes")
+    print(f"  reading      {1e3 * read.wall:7.1f} ms      {1e3 * read.busy:7.1f} ms")
+    print(
+        f"memory beyond the caches: {beyond['first']:.2f} and {beyond['again']:.2f} times the adapter's bytes"
+    )
     figures = {
         "stored": options.stored, "dtype": options.dtype, "mbytes": nbytes / 1e6, "rounds": options.rounds,
         "copied_twice_s": copy.wall, "first_s": anew.wall, "again_s": back.wall,

@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""Charts of what benchmarks/engine.py and benchmarks/peers.py wrote with --json: PNG, SVG. Needs matplotlib.
+"""Draws charts from the JSON files of benchmarks/engine.py and benchmarks/peers.py, as PNG and SVG.
 
     charts.py --engine engine.json --peers peers.json docs/images
 
-engine_MODEL_avx2 (or avx-512, neon): tokens per second with adapters, compared with the share of the base
-model's speed that the machine's bandwidth and arithmetic allow. peers_MODEL_avx2: manylora and other engines
-at 1, 4, 16 and 32 concurrent requests.
+Writes two kinds of charts, whose names end in the processor's instruction set (avx2, avx-512, neon):
+
+    engine_MODEL_avx2  tokens per second with adapters, and what the machine's bandwidth and arithmetic allow
+    peers_MODEL_avx2   manylora and other engines at 1, 4, 16 and 32 concurrent requests
+
+Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ OURS, GREY, MARK, TEXT = "#1f5fbf", "#8a93a0", "#c2410c", "#1b1f24"
 PEERS = {"openvino": "#e39b3a", "llama.cpp": "#4c9f70", "vllm": "#9467bd", "transformers": "#8c8c8c"}
 MODELS = {"small": "Llama of 125 million parameters", "mid": "Qwen2 of 387 million parameters"}
 DTYPES = {"bfloat16": "bfloat16", "float32": "float32", "int8": "8-bit weights", "int4": "4-bit weights"}
-ENGINE_LIMIT = "what reading and multiplying the adapters\nleaves of it at this machine's limits"
-LIMIT = "what memory bandwidth and\narithmetic of this machine allow"
+ENGINE_LIMIT = "limit: the base model's speed minus the cost of\nreading and multiplying the adapters here"
+LIMIT = "limit of this machine's\nmemory bandwidth and arithmetic"
 CHART_CASES = ("base", "r8qkv-8", "r16all-8", "r16all-32")
 STYLE = {
     "font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": GREY,
@@ -34,7 +37,7 @@ STYLE = {
 
 
 def draw_engine(found: dict[str, Any], folder: Path) -> list[Path]:
-    """One for each model, of its first setting. found: as in the benchmark's JSON."""
+    """Draw one chart per model, from its first setting. found: the benchmark's JSON."""
     made: list[Path] = []
     seen: set[str] = set()
     for setting in found["settings"]:
@@ -59,17 +62,17 @@ def _engine(setting: dict[str, Any], machine: dict[str, Any], folder: Path) -> l
         if place:
             axes.vlines(limit, place - 0.36, place + 0.36, MARK, lw=2)
     axes.invert_yaxis()
-    axes.set(xlabel="output tokens per second, and of the base model alone", xlim=(0, base * 1.05))
+    axes.set(xlabel="output tokens per second, and share of the base model's", xlim=(0, base * 1.05))
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", length=0)
     legend = [_patch(GREY, "base model alone"), _patch(OURS, "manylora with adapters"), _mark(ENGINE_LIMIT)]
-    title = _title(setting["model"], setting["dtype"], f", {setting['at_once']} requests at a time")
+    title = _title(setting["model"], setting["dtype"], f", {setting['at_once']} concurrent requests")
     words = f"{_where(machine)}; {setting['prompt']} tokens in, 64 out"
     return _save(figure, title, legend, _name("engine", setting["model"], machine), words, folder)
 
 
 def draw_peers(found: Found, folder: Path) -> list[Path]:
-    """One for each model, in bfloat16, or else in what there is."""
+    """Draw one chart per model, in bfloat16 if it was measured, otherwise in the first dtype."""
     made: list[Path] = []
     for model in dict.fromkeys(row.model for row in found.good()):
         rows = [row for row in found.good() if row.model == model]
@@ -79,7 +82,7 @@ def draw_peers(found: Found, folder: Path) -> list[Path]:
 
 
 def _peers(rows: list[Row], machine: dict[str, Any], folder: Path) -> list[Path]:
-    """A panel for each case: groups of bars for the numbers of requests at once."""
+    """One panel per case, with a group of bars per number of concurrent requests."""
     cases = [name for name in CHART_CASES if any(row.case == name for row in rows)]
     columns = min(2, len(cases))
     lines = -(-len(cases) // columns)
@@ -95,13 +98,13 @@ def _peers(rows: list[Row], machine: dict[str, Any], folder: Path) -> list[Path]
     legend = [_patch(OURS, "manylora"), *(_patch(PEERS[peer], NAMES[peer]) for peer in peers)]
     if any(row.limit for row in rows):
         legend.append(_mark(LIMIT))
-    title = _title(rows[0].model, rows[0].dtype, ", beside other engines")
-    words = f"{_where(machine)}; 64 tokens in, 64 out. ×: our speed by the fastest other engine's"
+    title = _title(rows[0].model, rows[0].dtype, ", compared with other engines")
+    words = f"{_where(machine)}; 64 tokens in, 64 out. ×: manylora's speed / the fastest other engine's"
     return _save(figure, title, legend, _name("peers", rows[0].model, machine), words, folder)
 
 
 def _panel(axes: Any, rows: list[Row], top: float) -> None:
-    """Ours is of the pairs with the first peer."""
+    """Draw one case. manylora was measured once beside each peer; the bar shows the run beside the first."""
     numbers = sorted({row.at_once for row in rows})
     words = []
     for x, number in enumerate(numbers):
@@ -119,7 +122,7 @@ def _panel(axes: Any, rows: list[Row], top: float) -> None:
             )  # fmt: skip
         if some[0].limit:
             axes.hlines(some[0].limit, x - 0.44, x + 0.44, MARK, lw=2)
-        words.append(f"{number} at once\n{min(row.ratio() for row in some):.2f} ×")
+        words.append(f"{number} concurrent\n{min(row.ratio() for row in some):.2f} ×")
     axes.set(ylim=(0, top))
     axes.set_xticks(range(len(numbers)), words)
     axes.tick_params(axis="x", length=0)
@@ -139,7 +142,7 @@ def _title(model: str, dtype: str, more: str) -> str:
 
 
 def _name(kind: str, model: str, machine: dict[str, Any]) -> str:
-    """Processors of one kind replace each other's."""
+    """The file's stem. A chart replaces that of another processor with the same instruction set."""
     first, *more = machine["instructions"].lower().split(", ")
     return "_".join([kind, model, first, *(name for name in more if name in ("bf16", "amx"))])
 
@@ -179,7 +182,7 @@ def _save(figure: Any, title: str, legend: list[Any], name: str, words: str, fol
 def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("folder", type=Path, help="PNG and SVG are written there")
+    parser.add_argument("folder", type=Path, help="where PNG and SVG files are written")
     parser.add_argument("--engine", type=Path, metavar="FILE", help="from engine.py --json")
     parser.add_argument("--peers", type=Path, metavar="FILE", help="from peers.py --json")
     options = parser.parse_args()

@@ -1,9 +1,10 @@
-"""Small calls between two steps behind a step, whose weights have gone through the caches: microseconds.
+"""Time of small calls when the processor's caches are cold, as after the forward pass of a step.
 
     PYTHONPATH=src python benchmarks/cold_calls.py
 
-Cosines and sines of positions, and a greedy token of logits, as a step on a CPU finds them and by torch,
-in turns: first quartile and median of the calling thread's processor time.
+Two calls are measured: the cosines and sines of positions, and the greedy token of each row of logits. Each
+is measured as the engine does it on a CPU and with plain torch, in alternation. Prints the first quartile and
+the median of the calling thread's CPU time, in microseconds.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from manylora.kernels.spec import NOT_FINITE
 from manylora.model.rope import Rope, RotaryTable
 from manylora.request import Request, SamplingConfig
 
-READ = 3 << 21  # float64 numbers, 50 MB, before each call
+READ = 3 << 21  # float64 elements (50 MB) that are read before each call, to empty the caches
 ROUNDS, VOCAB, DIM = 80, 8192, 64
 
 

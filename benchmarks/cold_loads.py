@@ -1,22 +1,27 @@
 #!/usr/bin/env python3
-"""The effect of cold loads on requests with warm adapters: time to first token through the OpenAI server.
+"""Measures how cold loads affect the time to first token of requests with warm adapters (OpenAI server).
 
-Warm requests arrive at equal intervals, for a few adapters that stay on the device. Other requests arrive
-beside them, alternating within one run: `calm`, for adapters that are warm, too, and `cold`, for adapters
-that must be read from their files, checked, stored and copied every time, because there are more of them than
-the cache and the server's copies hold. Both sides therefore compute the same and differ only in the loading.
-The ideal ratio is 1. Loading uses a CPU core, so the ratio can only be reached if one is free.
+Warm requests arrive at equal intervals, for a few adapters that stay on the device. A second stream of
+requests arrives at the same time. It alternates between two kinds within one run:
+
+    calm  its adapters are warm, too
+    cold  its adapters must be read from their files, checked, stored and copied every time, because there are
+          more of them than the cache and the server's copies hold
+
+Both kinds compute the same and differ only in the loading, so the ideal ratio of the warm requests' times is
+1. Loading uses a CPU core, so the ideal can only be reached if a core is free.
 
     cold_loads.py --rounds 3
     cold_loads.py --hidden 192 --layers 4 --cold-per-second 20
-    cold_loads.py --first-use 10                # one request after the other, to a server that is idle
-    cold_loads.py --first-use 10 --streams 16   # and while so many others get their tokens
+    cold_loads.py --first-use 10                # one request after the other, to an idle server
+    cold_loads.py --first-use 10 --streams 16   # the same while 16 other requests are decoding
 
---first-use: time to first token of requests for no adapter, for one that was never used and for the same one
-again, in turn, 64 tokens in, the 125M model in bfloat16; adapters of rank 8 on q, k, v, and of rank 16 on all
-linear layers. With --streams also the longest time between two tokens of any other meanwhile.
+--first-use measures the time to first token of three kinds of requests in turn: without an adapter, with an
+adapter that was never used, and with the same adapter again. Prompts have 64 tokens and the model is the 125M
+one in bfloat16. The adapters have rank 8 on q, k, v, or rank 16 on all linear layers. With --streams, also
+prints the longest time between two tokens of the other requests meanwhile.
 
-Needs an otherwise idle machine; the processor seconds that others took are shown beside the figures.
+Needs an otherwise idle machine. The CPU seconds that other processes used are printed with the figures.
 """
 
 from __future__ import annotations
@@ -48,7 +53,7 @@ PROJECTIONS = {
 
 
 def make_adapter(path: Path, hidden: int, layers: int, rank: int, seed: int) -> int:
-    """A PEFT directory on all linear layers. Returns its bytes."""
+    """Write a PEFT directory with an adapter for all linear layers. Returns the bytes of its tensors."""
     picks, tensors = np.random.default_rng(seed), {}
     for layer in range(layers):
         for block, names in PROJECTIONS.items():
@@ -68,9 +73,9 @@ def make_adapter(path: Path, hidden: int, layers: int, rank: int, seed: int) -> 
 
 
 def serve(model: Path, root: Path, work: Path, cache_bytes: int) -> subprocess.Popen[bytes]:
-    """Neither the cache nor the copies beside it hold all adapters; ready when it listens."""
+    """Start a server whose cache and in-memory copies cannot hold all adapters; wait until it listens."""
     config = work / "serve.yaml"
-    # On a CPU the device level is host memory too: a fraction of it, here as large as the host level.
+    # On a CPU the device level is a fraction of host memory, too. Make it as large as the host level.
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     sizes = {"host_cache_size": cache_bytes, "device_cache_percent": max(1e-4, cache_bytes / total)}
     lines = ["peft_cache_config:", *(f"  {name}: {value}" for name, value in sizes.items())]
@@ -101,7 +106,8 @@ def serve(model: Path, root: Path, work: Path, cache_bytes: int) -> subprocess.P
 async def first_token(
     adapter: str, tokens: int, prompt: str | list[int] = TEXT, seen: list[float] | None = None
 ) -> float:
-    """Seconds from the request to its first text; reads on to the end. seen: takes when each part came."""
+    """Read an answer to its end. Returns the seconds to its first text; appends each part's time to
+    `seen`."""
     body = json.dumps(
         {"model": adapter, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True,
          "ignore_eos": True, "logprobs": 0}
@@ -126,7 +132,7 @@ async def first_token(
 
 
 async def paced(names: list[str], per_second: float, seconds: float, tokens: int) -> list[float]:
-    """An open loop: the next request does not wait for the last."""
+    """Send requests in an open loop: the next request does not wait for the previous one."""
     count = int(per_second * seconds)
     began, tasks = time.perf_counter(), []
     for number in range(count):
@@ -146,7 +152,7 @@ async def measure(beside: list[str], options: argparse.Namespace) -> tuple[list[
 
 
 async def first_uses(names: list[str], streams: int) -> dict[str, list[tuple[float, float]]]:
-    """By what was asked for: seconds to the first token, and the longest gap of a stream meanwhile."""
+    """Seconds to the first token, and the longest gap in another stream meanwhile, by kind of request."""
     texts, found = prompts(3 * len(names) + streams, 64), dict[str, list[tuple[float, float]]]()
     for text in texts[:3]:
         await first_token("model", 2, text)
@@ -162,7 +168,7 @@ async def first_uses(names: list[str], streams: int) -> dict[str, list[tuple[flo
         await asyncio.sleep(0.2)
         began = time.perf_counter()
         taken = await first_token("model" if kind == "none" else name, 1, text)
-        await asyncio.sleep(0.1 if streams else 0)  # for the tokens that waited
+        await asyncio.sleep(0.1 if streams else 0)  # until delayed tokens of the other streams have arrived
         times = [[at for at in one if began - 0.2 < at < began + taken + 0.1] for one in seen]
         gaps = [later - at for one in times for at, later in itertools.pairwise(one) if later > began]
         found.setdefault(kind, []).append((taken, max(gaps, default=0.0)))
@@ -184,7 +190,7 @@ def measure_first_uses(count: int, streams: int) -> None:
         server = serve(model, work / "adapters", work, 2**28)
         try:
             for title, (one, *others) in names.items():
-                asyncio.run(first_token(one, 2))  # of this kind one was used before
+                asyncio.run(first_token(one, 2))  # the first adapter of this kind also warms up the code
                 found = asyncio.run(first_uses(others, streams))
                 median = {
                     kind: [1000 * statistics.median(part) for part in zip(*times, strict=True)]
@@ -195,17 +201,17 @@ def measure_first_uses(count: int, streams: int) -> None:
                 words = [f"{kind} {first:.1f} ms" for kind, (first, _) in median.items()]
                 shown = ", ".join(f"{one:.0f}" for one in beyond)
                 print(f"{title}: first token {', '.join(words)}")
-                print(f"  first use beyond warm {statistics.median(beyond):.1f} ms ({shown})", flush=True)
+                print(f"  first use minus warm {statistics.median(beyond):.1f} ms ({shown})", flush=True)
                 if streams:
                     gaps = [f"{kind} {gap:.0f} ms" for kind, (_, gap) in median.items()]
-                    print(f"  longest gap of {streams} streams meanwhile: {', '.join(gaps)}", flush=True)
+                    print(f"  longest gap in {streams} other streams: {', '.join(gaps)}", flush=True)
         finally:
             server.terminate()
             server.wait()
 
 
 def busy(pid: int) -> tuple[float, float]:
-    """Processor seconds of a process, and of the whole machine."""
+    """CPU seconds of a process, and of the whole machine."""
     own = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     user, nice, system, _, _, irq, soft, *_ = map(
         int, Path("/proc/stat").read_text(encoding="utf-8").split()[1:9]
@@ -230,14 +236,18 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--adapters", type=int, default=40, help="cold ones")
+    parser.add_argument("--adapters", type=int, default=40, help="number of cold adapters")
     parser.add_argument("--warm-per-second", type=float, default=4.0)
     parser.add_argument("--cold-per-second", type=float, default=2.0)
-    parser.add_argument("--tokens", type=int, default=8, help="of a warm request")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each half of a round")
+    parser.add_argument("--tokens", type=int, default=8, help="tokens of a warm request's answer")
+    parser.add_argument("--seconds", type=float, default=20.0, help="length of each half of a round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--first-use", type=int, default=0, metavar="N", help="of N adapters, instead")
-    parser.add_argument("--streams", type=int, default=0, help="other requests meanwhile, with --first-use")
+    parser.add_argument(
+        "--first-use", type=int, default=0, metavar="N", help="measure the first use of N adapters instead"
+    )
+    parser.add_argument(
+        "--streams", type=int, default=0, help="with --first-use: other requests at the same time"
+    )
     options = parser.parse_args()
     if options.first_use:
         measure_first_uses(options.first_use, options.streams)
@@ -250,7 +260,7 @@ def main() -> None:
         size = 0
         for seed, name in enumerate([*names, *cold]):
             size = make_adapter(work / "adapters" / name, options.hidden, options.layers, options.rank, seed)
-        # Room for those that are warm and for a quarter of the rest.
+        # Room for the warm adapters and for a quarter of the cold ones.
         server = serve(model, work / "adapters", work, int(size * (len(names) + options.adapters / 4)))
         found: dict[str, list[float]] = {"calm": [], "cold": []}
         ratios, first = [], []
@@ -275,7 +285,7 @@ def main() -> None:
                     print(
                         f"round {number + 1}, {side}: P50 {1000 * medians[side]:.1f} ms, "
                         f"P95 {1000 * statistics.quantiles(times, n=20)[-1]:.1f} ms; {loaded:.0f} loads; "
-                        f"server {own:.1f} s of processors, others {all_ - own:.1f} s",
+                        f"CPU time of the server {own:.1f} s, of others {all_ - own:.1f} s",
                         flush=True,
                     )
                 ratios.append(medians["cold"] / medians["calm"])
@@ -284,9 +294,9 @@ def main() -> None:
             server.wait()
     p50 = {side: statistics.median(times) for side, times in found.items()}
     own_p50 = 1000 * statistics.median(first)
-    print(f"adapters of {size / 2**20:.1f} MiB; their own first token: P50 {own_p50:.1f} ms")
-    print(f"warm requests: {1000 * p50['calm']:.1f} ms calm, {1000 * p50['cold']:.1f} ms beside cold loads")
-    print(f"ratio {p50['cold'] / p50['calm']:.3f}; of rounds {', '.join(f'{one:.3f}' for one in ratios)}")
+    print(f"adapters of {size / 2**20:.1f} MiB; time to first token of cold requests: P50 {own_p50:.1f} ms")
+    print(f"warm requests: {1000 * p50['calm']:.1f} ms calm, {1000 * p50['cold']:.1f} ms during cold loads")
+    print(f"ratio {p50['cold'] / p50['calm']:.3f}; by round {', '.join(f'{one:.3f}' for one in ratios)}")
     print(json.dumps({"p50": p50, "ratios": ratios, "adapter_bytes": size, **vars(options)}))
 
 

@@ -1,11 +1,11 @@
-"""Decode speed of a recurrent layer's state on a CPU, beside what its memory reads and writes.
+"""Decode speed of recurrent layers on a CPU, compared with the machine's memory bandwidth.
 
     python benchmarks/delta_rule.py
     python benchmarks/delta_rule.py --mamba2
 
-Each row of the table is a step of so many sequences, one token each, over layers whose states together are
-larger than the caches. `share`: bytes of state, read and written, in a second, of what a loop that reads and
-writes as many does, measured in turns with it; the best of each.
+Each row of the table is a step of 1, 4 or 16 sequences with one token each, over layers whose states together
+are larger than the processor's caches. `share` is the bandwidth that the layers reach, divided by that of a
+plain loop that reads and writes the same bytes. The two alternate, and the best run of each counts.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from manylora.kernels.native import load
 from manylora.kernels.recurrent import RecurrentState, StateBatch
 
 Layer = Callable[[CompiledOps, int], Callable[[RecurrentState, StateBatch], Tensor]]
-"""For so many sequences, a step of a layer."""
+"""Given the operations and a number of sequences, returns a function that runs one step of a layer."""
 
 
 def delta_rule(heads: int, key_heads: int, dim: int) -> tuple[int, Layer]:
-    """The channels of its convolution, and the layer."""
+    """A gated delta rule: the channels of its convolution, and the layer."""
     channels, ones = (2 * key_heads + heads) * dim, torch.ones(heads)
     weights = DeltaWeights(torch.randn(4, channels), -ones, ones, torch.ones(dim), 1e-6, key_heads, dim)
 
@@ -40,7 +40,7 @@ def delta_rule(heads: int, key_heads: int, dim: int) -> tuple[int, Layer]:
 
 
 def mamba2(heads: int, dim: int, size: int) -> tuple[int, Layer]:
-    """The channels of its convolution, and the layer."""
+    """A Mamba-2 layer: the channels of its convolution, and the layer."""
     channels, ones = heads * dim + 2 * size, torch.ones(heads)
     vectors = (torch.zeros(channels), -ones, ones, ones, torch.ones(heads * dim))
     weights = Mamba2Weights(torch.randn(4, channels), *vectors, 1e-6, 1, dim, size)
@@ -61,7 +61,7 @@ def measure(run: Callable[[], object]) -> float:
 def compare(
     sequences: int, shape: tuple[int, ...], channels: int, layer: Layer, num_bytes: int, rounds: int
 ) -> None:
-    """shape: of the memory of one sequence."""
+    """Print one row of the table. shape: of one sequence's recurrent memory in one layer."""
     library = load()
     assert library is not None, "needs the compiled kernels"
     one = torch.zeros(shape).nbytes
@@ -89,12 +89,14 @@ def compare(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mamba2", action="store_true", help="in place of a gated delta rule")
-    parser.add_argument("--heads", type=int, help="of values; 32, with --mamba2 48")
-    parser.add_argument("--key-heads", type=int, default=16, help="without --mamba2")
-    parser.add_argument("--dim", type=int, help="of keys and values, 128; with --mamba2 of values, 64")
-    parser.add_argument("--state", type=int, default=128, help="with --mamba2: of b and c")
-    parser.add_argument("--mib", type=int, default=192, help="of state in all")
+    parser.add_argument(
+        "--mamba2", action="store_true", help="measure Mamba-2 instead of the gated delta rule"
+    )
+    parser.add_argument("--heads", type=int, help="value heads (default: 32, with --mamba2 48)")
+    parser.add_argument("--key-heads", type=int, default=16, help="key heads, without --mamba2")
+    parser.add_argument("--dim", type=int, help="head size (default: 128, with --mamba2 64)")
+    parser.add_argument("--state", type=int, default=128, help="with --mamba2: size of B and C")
+    parser.add_argument("--mib", type=int, default=192, help="MiB of state of all layers together")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     heads, dim = (
@@ -106,7 +108,7 @@ def main() -> None:
     else:
         shape, made = (heads, dim, dim), delta_rule(heads, options.key_heads, dim)
     print(f"{torch.get_num_threads()} threads")
-    print("| sequences | layers | state | a layer | read and written | memory | share |")
+    print("| sequences | layers | state | time per layer | layers' bandwidth | loop's bandwidth | share |")
     print("|---|---|---|---|---|---|---|")
     for sequences in (1, 4, 16):
         compare(sequences, shape, *made, options.mib * 2**20, options.rounds)

@@ -1,24 +1,36 @@
 #!/usr/bin/env python3
-"""The engine in-process: output tokens per second with and without adapters, latency, memory, start-up.
+"""Measures the engine in-process: throughput with and without adapters, latency, memory, start-up time.
 
-The physics. A decode step of n sequences reads every weight once, W bytes, and the keys and values of each
-sequence, and does 2 n FLOPs per weight. It takes at least the larger of bytes / bandwidth and FLOPs / rate;
-both are measured here first (limits.py explains how, and what counts). Each adapter adds r * sum(in + out)
-elements, which are read once per distinct adapter in the batch, and as many multiplications per sequence. One
-sequence per adapter is the worst case for the bytes. The time that the whole load would take at these rates,
-with and without adapters, is the limit. Everything measured beyond it is overhead: calls, copies, padding,
-waiting. Fewer bits save bytes, not FLOPs.
+The limit. A decode step of n sequences reads all W bytes of weights once, reads the keys and values of each
+sequence, and does 2 n FLOPs per weight. It takes at least the larger of bytes / bandwidth and FLOPs / rate.
+Both rates are measured first (see limits.py). Each adapter adds r * sum(in + out) elements. They are read
+once per distinct adapter in the batch, and each is multiplied once per sequence. One sequence per adapter is
+therefore the worst case. The limit is the time that the whole load would take at these rates, with and
+without adapters. Everything beyond it is overhead: calls, copies, padding, waiting. Quantisation saves bytes,
+not FLOPs.
 
-    engine.py                                           # small, bfloat16, prompts of 64, 16 at a time
+    engine.py                                           # small, bfloat16, prompts of 64, 16 concurrent
     engine.py --models small,mid --dtypes bfloat16,float32,int8,int4 --prompts 64,512 --json found.json
     engine.py --models mid --cases base,r16all-8 --load offline --at-once 1,4,16 --plot docs/images
 
-Models: small is a Llama of 125 million parameters, mid a Qwen2 of 387 million, both random. Load: twice as
-many requests as run at a time (at least 4), 64 tokens out; closed: one comes as one ends; offline: all come
-at once. int8 and int4 are W8A16 and W4A16 of the bfloat16 model. r8qkv: rank 8 on q, k, v; r16all: rank 16 on
-all linear layers; mixed: ranks 4 to 64 in turn; then the number of distinct adapters, asked for in turn, or
-the n-th 1 / n as often as the first (zipf). Each setting runs in a fresh process; in every round each case
-runs once, in turn; numbers are medians, ratios those of medians. gap: between two tokens of a request.
+Models, both with random weights:
+    small     a Llama of 125 million parameters
+    mid       a Qwen2 of 387 million parameters
+    int8 and int4 are W8A16 and W4A16 of the bfloat16 model.
+
+Load: twice as many requests as run concurrently (at least 4), each with 64 tokens of output.
+    closed    a new request arrives when one ends
+    offline   all requests arrive at once
+
+Cases:
+    r8qkv-N   N distinct adapters of rank 8 on q, k, v, used in turn
+    r16all-N  the same of rank 16 on all linear layers
+    zipf-N    as r16all-N, but the n-th adapter is used 1 / n as often as the first
+    mixed-N   ranks from 4 to 64 on all linear layers
+    resident  the base model, while 32 adapters are in the cache
+
+Each setting runs in its own process. In every round each case runs once. Figures are medians over the rounds,
+and ratios are ratios of medians.
 """
 
 from __future__ import annotations
@@ -57,7 +69,7 @@ NAMES = ("attn_q", "attn_k", "attn_v", "attn_dense", "mlp_gate", "mlp_h_to_4h", 
 IDS = dict(zip(ALL, map(MODULE_NAMES.index, NAMES), strict=True))
 CASES = [
     Case(BASE),
-    Case("resident", (16,), ALL),  # base traffic while 32 adapters are in the cache
+    Case("resident", (16,), ALL),  # requests for the base model while 32 adapters are in the cache
     *(Case(f"r8qkv-{n}", (8,), QKV, n) for n in (1, 8, 32)),
     *(Case(f"r16all-{n}", (16,), ALL, n) for n in (1, 8, 32)),
     Case("zipf-32", (16,), ALL, 32, "zipf"),
@@ -67,7 +79,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Setting:
-    """What is started once: a model, how its weights are held, the length of prompts, requests at a time."""
+    """One engine: a model, the dtype of its weights, the length of prompts, and concurrent requests."""
 
     model: str
     dtype: str
@@ -79,12 +91,13 @@ class Setting:
         return max(4, 2 * self.at_once)
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.dtype}, prompts of {self.prompt}, {self.at_once} at a time"
+        return f"{self.model}, {self.dtype}, prompts of {self.prompt}, {self.at_once} concurrent requests"
 
 
 @dataclass(frozen=True)
 class Run:
-    """Of one load: output tokens per second, seconds to the first token and between tokens, medians."""
+    """The result of one load. rate: output tokens per second. first, gap: median seconds to the first token,
+    and between two tokens."""
 
     rate: float
     first: float
@@ -110,7 +123,7 @@ def main() -> None:
 
 
 def _in_process(setting: Setting, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """So that memory and start-up are this setting's own."""
+    """Measure one setting in a new process, so that its memory and start-up time are its own."""
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     process = context.Process(target=_measure, args=(setting, options, folder, answers))
@@ -180,7 +193,7 @@ def _adapter(case: Case, number: int, modules: dict[int, LoraModule], layers: in
 def _warm(
     loop: EngineLoop, case: Case, modules: dict[int, LoraModule], layers: int, setting: Setting
 ) -> list[LoraInput | None]:
-    """Bring the tensors once; afterwards the ids are enough. Returns the adapter of each request."""
+    """Load the adapters into the cache, and return the task id to use for each request."""
     count = case.adapters or (RESIDENT if case.ranks else 0)
     tensors = [_adapter(case, n, modules, layers) for n in range(count)]
     if tensors:
@@ -196,7 +209,7 @@ def _load(
     at_once: int,
     output: int,
 ) -> Run:
-    """All requests, so many of them open at any time."""
+    """Run all requests, with `at_once` of them open at any time."""
     done: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
     def sink(event: Event) -> None:
@@ -262,12 +275,12 @@ def _report(
 def _print(setting: Setting, report: dict[str, Any]) -> None:
     machine = f"read {report['bandwidth'] / 1e9:.1f} GB/s, GEMM {report['rate'] / 1e9:.0f} GFLOP/s"
     limit = (
-        f"at most {report['ideal_tokens_per_s']:.0f} tokens/s, base at {report['base_of_ideal']:.2f} of it"
+        f"limit {report['ideal_tokens_per_s']:.0f} tokens/s, base reaches {report['base_of_ideal']:.2f} of it"
     )
     process = f"first token {report['start_s']:.1f} s after the start, peak {report['peak_gib']:.2f} GiB"
     print(f"\n{setting}: {machine}: {limit}; {process}")
     if report["others_cpus"] > QUIET:
-        print(f"others used {report['others_cpus']:.2f} CPUs meanwhile: figures and limit say little")
+        print(f"other processes used {report['others_cpus']:.2f} CPUs: figures and limit are unreliable")
     head = ["case", "tokens/s", "of base", "limit", "first token ms", "between tokens ms"]
     print("\n" + line(head) + "\n" + line(["---"] * len(head)))
     for name, case in report["cases"].items():
@@ -283,13 +296,19 @@ def _options() -> argparse.Namespace:
     names = [case.name for case in CASES]
     parser.add_argument("--models", type=_some(list(MODELS)), default=["small"], help=",".join(MODELS))
     parser.add_argument("--dtypes", type=_some(list(DTYPES)), default=["bfloat16"], help=",".join(DTYPES))
-    parser.add_argument("--prompts", type=_lengths, default=[64], help="tokens, as 64,512")
+    parser.add_argument(
+        "--prompts", type=_lengths, default=[64], help="prompt lengths in tokens, such as 64,512"
+    )
     parser.add_argument("--cases", type=_some(names), default=names, help=",".join(names))
     parser.add_argument("--load", default="closed", choices=("closed", "offline"))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--at-once", type=_numbers, default=[AT_ONCE], help="requests at a time, as 1,16")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="written besides what is printed")
-    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="PNG and SVG; needs matplotlib")
+    parser.add_argument(
+        "--at-once", type=_numbers, default=[AT_ONCE], help="concurrent requests, such as 1,16"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FOLDER", help="draw PNG and SVG charts there; needs matplotlib"
+    )
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
@@ -299,7 +318,7 @@ def _options() -> argparse.Namespace:
 def _some(known: list[str]) -> Any:
     def parse(text: str) -> list[str]:
         if wrong := set(text.split(",")) - set(known):
-            raise argparse.ArgumentTypeError(f"{', '.join(sorted(wrong))} not among {', '.join(known)}")
+            raise argparse.ArgumentTypeError(f"{', '.join(sorted(wrong))} must be among {', '.join(known)}")
         return text.split(",")
 
     return parse

@@ -1,19 +1,17 @@
 #!/usr/bin/env python3
-"""Affinity routing compared with random routing: real replicas, many adapters, and little cache space in
-each.
+"""Compares affinity routing with random routing, for real replicas with many adapters and small caches.
 
-A fleet is started for each kind of routing. They alternate, with the same requests at the same intervals:
-adapters by Zipf's law, in an open loop. The output is the number of adapters that had to be loaded from their
-files, and the time to first token. With --kill, a replica of the last fleet is finally killed by SIGKILL
-under the same load, and the output is how many requests were lost (an error before the first text), cut (an
-error event in the stream), or given to another replica.
+Starts one fleet per kind of routing. The fleets take turns and get the same requests at the same times, in an
+open loop. The popularity of adapters follows Zipf's law. Prints how many adapters had to be loaded from their
+files, and the time to first token. With --kill, a replica of the last fleet is then killed with SIGKILL under
+the same load. This prints how many requests were lost (an error before the first text), cut (an error event
+in the stream), or retried on another replica.
 
     fleet.py
     fleet.py --routing affinity --seconds 20 --kill
 
-Needs `pip install 'manylora[fleet]'`, and a machine without other work. If this process did not run for a
-second, everything was stopped from outside: requests running at that time are left out of the times, and
-counted.
+Needs `pip install 'manylora[fleet]'`, and a machine without other work. If this process is paused for a
+second or more, the requests running at that time are excluded from the times and counted separately.
 """
 
 from __future__ import annotations
@@ -49,7 +47,8 @@ TICK_S, STOPPED_S = 0.05, 1.0
 
 @dataclass
 class Asked:
-    """began, ended: of time.perf_counter. first_s: to the first text. outcome: ok, lost, cut."""
+    """A request that ended. began, ended: time.perf_counter. first_s: seconds to the first text. outcome: ok,
+    lost or cut."""
 
     began: float
     ended: float
@@ -60,7 +59,7 @@ class Asked:
 
 
 class Fleet:
-    """A running `manylora fleet`, or what `entry` runs in its place."""
+    """A running `manylora fleet`. entry: the arguments of Python that start it."""
 
     def __init__(
         self,
@@ -86,7 +85,7 @@ class Fleet:
             return answer.read().decode()
 
     def wait(self, replicas: int, adapters: int) -> None:
-        """Until every replica runs and has looked at every adapter."""
+        """Wait until every replica is ready and knows every adapter."""
         read = 'state="ready",replica='
         until = time.monotonic() + START_S
         while time.monotonic() < until and self._process.poll() is None:
@@ -100,7 +99,7 @@ class Fleet:
         raise RuntimeError("the fleet does not start")
 
     def status(self, replicas: int = 0) -> dict[str, Any]:
-        """replicas: how many must have answered."""
+        """Return GET /v1/cache, once at least `replicas` replicas are in it."""
         until = time.monotonic() + START_S
         while time.monotonic() < until:
             with contextlib.suppress(OSError):
@@ -150,7 +149,7 @@ async def ask(port: int, adapter: str, tokens: int, prompt: str | list[int] = TE
 
 
 async def stops(found: list[tuple[float, float]]) -> None:
-    """Adds the times in which this process stood still."""
+    """Append the periods in which this process was paused, as (start, end)."""
     last = time.perf_counter()
     while True:
         await asyncio.sleep(TICK_S)
@@ -163,9 +162,11 @@ async def stops(found: list[tuple[float, float]]) -> None:
 async def paced(
     fleet: Fleet, names: list[str], per_second: float, tokens: int, kill_after: float = 0.0
 ) -> tuple[list[Asked], list[float]]:
-    """An open loop: the next request does not wait for the last. kill_after: seconds, 0 for never.
+    """Send requests in an open loop: the next request does not wait for the previous one. kill_after: seconds
+    until a replica is killed, 0 for never.
 
-    Also the times to first token of those during which nothing was stopped.
+    Returns all requests, and the sorted times to first token of those during which this process was not
+    paused.
     """
     arrivals, at = random.Random(7), 0.0
     stopped: list[tuple[float, float]] = []
@@ -197,7 +198,7 @@ def warm(fleet: Fleet, options: argparse.Namespace) -> None:
 
 
 def measure(fleets: dict[str, Fleet], options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """In turns, so that other work on the machine meets all of them."""
+    """Measure the fleets in turns, so that other work on the machine affects all of them equally."""
     found: dict[str, list[Asked]] = {routing: [] for routing in fleets}
     times: dict[str, list[float]] = {routing: [] for routing in fleets}
     before = {routing: fleet.cold_loads(options.replicas) for routing, fleet in fleets.items()}
@@ -212,7 +213,7 @@ def measure(fleets: dict[str, Fleet], options: argparse.Namespace) -> dict[str, 
             found[routing] += some
             times[routing] += first
         busy.append(others.cpus())
-        print(f"round {number + 1}: others used {busy[-1]:.2f} CPUs", flush=True)
+        print(f"round {number + 1}: other processes used {busy[-1]:.2f} CPUs", flush=True)
     return {
         routing: summary(found[routing], times[routing])
         | {
@@ -266,18 +267,24 @@ def main() -> None:
     parser.add_argument("--routing", nargs="+", default=["random", "affinity"])
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--adapters", type=int, default=60)
-    parser.add_argument("--room", type=int, default=10, help="adapters that each level of a replica holds")
-    parser.add_argument("--zipf", type=float, default=1.0, help="the power of Zipf's law")
+    parser.add_argument(
+        "--room", type=int, default=10, help="adapters that each cache level of a replica holds"
+    )
+    parser.add_argument("--zipf", type=float, default=1.0, help="the exponent of Zipf's law")
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=4)
-    parser.add_argument("--kill-tokens", type=int, default=40, help="of requests while a replica is killed")
+    parser.add_argument(
+        "--kill-tokens", type=int, default=40, help="tokens per answer while a replica is killed"
+    )
     parser.add_argument("--per-second", type=float, default=5.0)
     parser.add_argument("--warm-seconds", type=float, default=20.0)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--rounds", type=int, default=4, help="in which the fleets take turns")
-    parser.add_argument("--wait", type=float, default=0.0, help="so many seconds at most for a quiet machine")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds in which the fleets take turns")
+    parser.add_argument(
+        "--wait", type=float, default=0.0, help="wait up to so many seconds for an idle machine"
+    )
     parser.add_argument("--kill", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
     results: dict[str, dict[str, float]] = {}
@@ -306,7 +313,7 @@ def main() -> None:
         finally:
             for fleet in fleets.values():
                 fleet.close()
-    print(f"{size / 2**20:.1f} MiB an adapter; {see_machine()}")
+    print(f"{size / 2**20:.1f} MiB per adapter; {see_machine()}")
     print(json.dumps(results))
 
 

@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
-"""What a step and a load of the real engine take here, and whether the simulation then agrees with it.
+"""Measures how long steps and loads of the engine take here, and compares the simulation with the engine.
 
-One engine in this process, with fewer places than adapters. In turns: one trace from which the costs are
-fitted, and another that the engine and the simulation both answer. `simulated` has the costs of the first
-trace; `same` those of the steps of the second itself, and so shows what the simulation gets wrong where other
-work on the machine changes its speed from one trace to the next.
+Runs one engine in this process, with fewer places for adapters than there are adapters. Each round has two
+traces of requests. The costs are fitted to the first. The second is answered by the engine and by the
+simulation. The simulation runs with two sets of costs:
+
+    simulated  fitted to the first trace
+    same       fitted to the second trace itself; shows the simulation's own error where other work on the
+               machine changes its speed between the traces
 
     fleet_calibrate.py --rounds 5 --json costs.json      a Llama of 125 million parameters
     fleet_calibrate.py --hidden 64 --layers 2 --stretch --rate 1.2 --output 8 --seconds 60
 
-The second stretches steps and loads of a tiny model to known times by sleeping, so that it compares all but
-the arithmetic even on a busy machine: the threads, scheduler and caches of the engine with the simulation's.
-then fleet_simulation.py --costs costs.json.
+With --stretch, sleeping makes the steps and loads of a tiny model last known times. That compares everything
+except the arithmetic (threads, scheduler, caches), even on a busy machine. Use the costs with
+`fleet_simulation.py --costs costs.json`.
 """
 
 from __future__ import annotations
@@ -38,19 +41,20 @@ from manylora.engine.engine import Engine
 from manylora.engine.loop import EngineLoop
 from manylora.request import Event, LoraInput, Request, SamplingConfig
 
-# write_s is measured: it cannot be stretched, since the engine does not wait for it.
+# write_s is measured. It cannot be stretched, because the engine does not wait for it.
 STRETCHED = Costs(step_s=0.1, token_s=0.002, row_s=0.004, adapter_s=0.005, read_s=0.4, write_s=0.0)
 STOPPED_S = 0.5
 Row = tuple[float, int, int, int]  # seconds, prompt rows, decode rows, adapters
 
 
 class Watched(Engine):
-    """An engine that notes what each step had and how long it took, and how long each adapter was read."""
+    """An engine that records the rows and the duration of each step, and the duration of each adapter's
+    read."""
 
     def __init__(self, config: EngineConfig, least: Costs | None = None) -> None:
         self.rows: list[Row] = []
         self.reads: list[float] = []
-        self.least = least  # seconds that steps and reads take at least
+        self.least = least  # the minimum seconds of steps and reads
         super().__init__(config)
 
     def step(self) -> Any:
@@ -80,7 +84,7 @@ class Watched(Engine):
 
 
 class Stops:
-    """How long this process ever stood still since the last `reset`, as when it is stopped from outside."""
+    """longest: the longest time, in seconds, for which this process was paused since the last `reset`."""
 
     def __init__(self) -> None:
         self.longest = 0.0
@@ -97,7 +101,7 @@ class Stops:
 
 
 def answer(loop: EngineLoop, trace: list[Arrival], vocabulary: int) -> list[Arrival]:
-    """Each request at its time; returns copies with the times at which tokens came."""
+    """Send each request at its time. Returns copies with the times at which tokens arrived."""
     found = [replace(one, first_token=-1.0, end=-1.0) for one in trace]
     left, done = len(found), threading.Event()
     picks = random.Random(3)
@@ -127,7 +131,7 @@ def answer(loop: EngineLoop, trace: list[Arrival], vocabulary: int) -> list[Arri
 
 
 def fit(rows: list[Row]) -> tuple[float, float, float, float]:
-    """step_s, token_s, row_s, adapter_s: least squares without the worst tenth (waits, other work)."""
+    """Fit step_s, token_s, row_s, adapter_s by least squares, without the worst 10 % (waits, other work)."""
     data = np.array([row for row in rows if row[1] + row[2]])
     keep = np.ones(len(data), bool)
     for _ in range(5):
@@ -141,7 +145,7 @@ def fit(rows: list[Row]) -> tuple[float, float, float, float]:
 
 
 def write_seconds(loop: EngineLoop, engine: Watched, fleet: Fleet) -> float:
-    """What the first token of an idle engine waits longer when its adapter is cold, less the reading."""
+    """The extra time to first token of a cold adapter on an idle engine, without the time of reading."""
     waits = []
     for number in range(12):
         name = f"adapter-{(7 * number) % fleet.adapters}"
@@ -169,14 +173,14 @@ def figures(trace: list[Arrival], loads: int) -> dict[str, float]:
 
 
 def rooms(loop: EngineLoop) -> dict[str, int]:
-    """Adapters like the one that is there alone which each level holds."""
+    """How many adapters each level can hold, given that one adapter is in the cache and all have its size."""
     stats = loop.stats().adapters
     host, device = stats.host_pages - stats.host_pages_free, stats.device_pages - stats.device_pages_free
     return {"room": stats.device_pages // device, "host_room": stats.host_pages // host}
 
 
 def one_round(loop: EngineLoop, engine: Watched, fleet: Fleet, seed: int) -> dict[str, Any]:
-    """Fit on one trace, compare on the next. The cache keeps what the fit left in it, in both."""
+    """Fit on one trace, compare on the next. Engine and simulation keep their caches between the two."""
     first, second = (list(arrivals(replace(fleet, seed=2 * seed + i))) for i in (0, 1))
     engine.rows.clear()
     engine.reads.clear()
@@ -200,7 +204,7 @@ def one_round(loop: EngineLoop, engine: Watched, fleet: Fleet, seed: int) -> dic
 
 
 def predict(first: list[Arrival], second: list[Arrival], costs: Costs, fleet: Fleet) -> dict[str, float]:
-    """The second trace in simulated time, by a server that has answered the first."""
+    """Simulate the second trace on a server that has answered the first."""
     clock = Clock()
     server = SimulatedServer("one", costs, fleet.shape, clock)
     for one in first:
@@ -225,7 +229,7 @@ def main() -> None:
     parser.add_argument("--room", type=int, default=10)
     parser.add_argument("--rate", type=float, default=2.0)
     parser.add_argument("--output", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each of a round's two traces")
+    parser.add_argument("--seconds", type=float, default=30.0, help="length of each of a round's two traces")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--stretch", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -259,7 +263,7 @@ def main() -> None:
             stops.reset()
             one = one_round(loop, engine, fleet, number)
             if stops.longest > STOPPED_S:
-                print(f"round {number + 1} is left out: everything stood still for {stops.longest:.1f} s")
+                print(f"round {number + 1} does not count: the process was paused for {stops.longest:.1f} s")
                 continue
             found.append(one)
             for side in ("simulated", "same"):
@@ -267,7 +271,7 @@ def main() -> None:
                 print(f"round {number + 1}, {side}:", *(f"{k} {v:.2f}" for k, v in ratios), flush=True)
         loop.close()
     if not found:
-        raise SystemExit("no round without a stop")
+        raise SystemExit("the process was paused in every round")
     middle = {name: statistics.median(one["costs"][name] for one in found) for name in found[0]["costs"]}
     print(f"adapters of {size / 2**20:.1f} MiB; costs:", json.dumps(middle))
     for side in ("real", "simulated", "simulated_ratios", "same", "same_ratios"):

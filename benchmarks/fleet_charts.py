@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""The chart of docs/scaling.md from what fleet_simulation.py wrote with --json. Needs matplotlib.
+"""Draws the chart of docs/scaling.md from the JSON files of fleet_simulation.py. Needs matplotlib.
 
     fleet_charts.py docs/images found.json more.json
 
-Bars for each case and policy: cold loads of 1000 requests, and P99 of the time to first token.
+Shows cold loads per 1000 requests and the P99 time to first token, for each case and policy.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ COLOURS = {
     "manylora": OURS,
     "bound": GREY,
 }
-# Figure, its factor, words, logarithmic or not.
+# Key of the figure, its factor, axis label, whether the axis is logarithmic.
 PANELS = (
-    ("loads", 1.0, "cold loads of 1000 requests", False),
+    ("loads", 1.0, "cold loads per 1000 requests", False),
     ("ttft_p99", 1000.0, "P99 time to first token, ms", True),
 )
 
 
 def words(fleet: dict[str, Any]) -> str:
-    """What is special about a case."""
+    """The label of a case."""
     more = [f"{fleet['replicas']} servers", f"{fleet['adapters']:,} adapters", f"{fleet['rate']:g} /s each"]
-    more += ["all alike"] if not fleet["zipf"] else []
+    more += ["equal popularity"] if not fleet["zipf"] else []
     more += ["popularity shifts"] if fleet["shift_s"] else []
     more += ["bursts"] if fleet["burst"] > 1 else []
     return "\n".join([", ".join(more[:2]), ", ".join(more[2:])])

@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""A real fleet beside the simulated one: the same arrivals to `manylora fleet` on a real Ray, and in
-simulated time to replicas of the same names, so that adapters have the same homes.
+"""Compares a real fleet with the simulated one.
 
     fleet_compare.py --rates 0.8 1.2 1.6 --json compared.json
 
-Steps and loads of a tiny model are stretched to known times by sleeping, as in fleet_calibrate.py: what is
-compared is the routing with its reports, the endpoint, Ray, and the engines' threads and caches. Two times
-are measured, before what is counted: `write_s` on an idle engine, and the way to the engine and back on the
-idle fleet, by requests for the base model one after the other; half of it counts for each direction.
-For each rate and routing a new fleet is started; the first arrivals only warm it up. Random routing is
-simulated with the choices that were made. Needs `pip install 'manylora[fleet]'`.
+The same arrivals go to a `manylora fleet` on Ray and, in simulated time, to replicas with the same names, so
+that adapters have the same homes. Sleeping makes the steps and loads of a tiny model last known times, as in
+fleet_calibrate.py. This compares everything else: routing and its status reports, the HTTP endpoint, Ray, and
+the engines' threads and caches.
+
+Two times are measured in advance: `write_s` on an idle engine, and the latency to the engine and back on the
+idle fleet. The latency comes from requests for the base model, one after the other, and half of it is added
+in each direction. A new fleet is started for each rate and routing, and the first arrivals only warm it up.
+The simulation of random routing repeats the choices of the real fleet. Needs `pip install 'manylora[fleet]'`.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ BASE_MODEL = "model"
 
 
 def serve(arguments: list[str]) -> None:
-    """`manylora fleet` with these arguments, whose replicas have stretched engines."""
+    """Run `manylora fleet` with these arguments, but with stretched engines in its replicas."""
     options = parse_options(arguments)
     close_ray()
     from manylora.fleet import application, local
@@ -80,7 +82,7 @@ def figures(trace: list[Arrival], loads: int) -> dict[str, float]:
 
 
 class Replayed(LeastBusy):
-    """The replicas that answered a measured run, in the order of the requests."""
+    """Repeats the choices of a measured run. chosen: the replica of each request, in order."""
 
     def __init__(self, chosen: list[str]) -> None:
         super().__init__()
@@ -94,15 +96,16 @@ class Replayed(LeastBusy):
 
 
 async def answer(port: int, trace: list[Arrival]) -> tuple[list[Arrival], list[str]]:
-    """Each request at its time; returns copies with the times at which text came, and the replicas."""
+    """Send each request at its time. Returns copies with the times at which text arrived, and the
+    replicas."""
 
     async def one(place: int, arrival: Arrival) -> tuple[Arrival, str]:
-        # No two alike: the engine would not compute the same beginning twice.
+        # Every prompt is different, because the engine reuses the KV cache of a common prefix.
         prompt = [10 + (7 * (place + row)) % 8000 for row in range(arrival.prompt)]
         found = await real_fleet.ask(port, arrival.adapter or BASE_MODEL, arrival.output, prompt)
         if found.outcome != "ok":
             raise RuntimeError(f"a request failed: {found}")
-        # From when it was sent: what the sender was late is not the fleet's.
+        # Count from when the request was sent, because a delay of this process is not the fleet's.
         at = arrival.at
         done = replace(arrival, first_token=at + found.first_s, end=at + found.ended - found.began)
         return done, found.replica
@@ -116,11 +119,8 @@ async def answer(port: int, trace: list[Arrival]) -> tuple[list[Arrival], list[s
 
 
 class Past:
-    """What a fleet was asked before the requests that count, at which times, for the simulation to do too.
-
-    probe: requests for the base model one after the other; returns the seconds from the client to the engine
-    and back on an idle fleet: what such a request takes beyond its step.
-    """
+    """The requests that a fleet got before the counted ones, with their times, so that the simulation can
+    repeat them."""
 
     def __init__(self, port: int) -> None:
         self._port, self._began = port, time.perf_counter()
@@ -139,14 +139,16 @@ class Past:
         return found
 
     def probe(self, prompt: int) -> float:
+        """Send requests for the base model one after the other, on an idle fleet. Returns the median seconds
+        that they take besides their step: from the client to the engine and back."""
         step = STRETCHED.step_s + prompt * STRETCHED.token_s
         found = [self.answer([Arrival(0.0, None, prompt, 1)])[0] for _ in range(PROBES)]
         return max(0.0, statistics.median(one.first_token for one in found) - step)
 
 
 def calibrate(folder: Path, fleet: Fleet, given: argparse.Namespace) -> tuple[Fleet, float]:
-    """The case with the places of a replica, as pages are whole and there may be more than --room; and
-    `write_s`."""
+    """Returns the case with the number of adapters that a replica really holds, and `write_s`. As pages are
+    whole, a replica may hold more than --room."""
     lora = LoraCacheConfig(
         max_lora_rank=given.rank, max_loras=given.room, max_cpu_loras=given.room,
         catalog_dir=folder / "adapters",
@@ -164,7 +166,7 @@ def calibrate(folder: Path, fleet: Fleet, given: argparse.Namespace) -> tuple[Fl
 def measure(
     fleet: Fleet, folder: Path, routing: str, write_s: float, given: argparse.Namespace
 ) -> dict[str, Any]:
-    """One fleet of each kind, with one trace: what came after the warm-up."""
+    """Run one trace on a real fleet and on a simulated one. Returns the figures after the warm-up."""
     trace = list(arrivals(fleet))
     warm = [one for one in trace if one.at < fleet.warm_s]
     counted = [replace(one, at=one.at - fleet.warm_s) for one in trace if one.at >= fleet.warm_s]
@@ -201,7 +203,7 @@ def measure(
         "real": real,
         "simulated": simulated,
         "ratios": {name: simulated[name] / value for name, value in real.items() if value},
-        # Of each request: when it came, for which adapter, its times to first token and its replica.
+        # For each request: arrival, adapter, time to first token (real, simulated), replica.
         "each": [
             (one.at, one.adapter, one.first_token - one.at, other.first_token - other.at, replica)
             for one, other, replica in zip(measured, expected, later, strict=True)
@@ -218,8 +220,8 @@ def predict(
     costs: Costs,
     fleet: Fleet,
 ) -> tuple[list[Arrival], int]:
-    """What the simulated fleet makes of the same: the counted requests, from `start` on, and how often an
-    adapter was loaded for them."""
+    """Simulate a fleet that first answers `past`, then, from `start` on, the counted requests. Returns the
+    counted requests with their times, and the number of adapters that were loaded for them."""
     clock = Clock()
     servers = {name: SimulatedServer(name, costs, fleet.shape, clock) for name in names}
     replay([replace(one) for one in past], servers, policy, clock)
@@ -236,16 +238,18 @@ def main() -> None:
     parser.add_argument("--routing", nargs="+", default=["random", "affinity"])
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--adapters", type=int, default=60)
-    parser.add_argument("--room", type=int, default=10, help="of a replica, as --max-loras")
+    parser.add_argument("--room", type=int, default=10, help="adapters that a replica holds (--max-loras)")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument(
-        "--rates", type=float, nargs="+", default=[1.2], help="requests a second for each replica"
+        "--rates", type=float, nargs="+", default=[1.2], help="requests per second and replica"
     )
     parser.add_argument("--output", type=int, default=8)
     parser.add_argument("--warm-seconds", type=float, default=15.0)
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--wait", type=float, default=0.0, help="so many seconds at most for a quiet machine")
+    parser.add_argument(
+        "--wait", type=float, default=0.0, help="wait up to so many seconds for an idle machine"
+    )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     fleet = Fleet(
@@ -268,7 +272,7 @@ def main() -> None:
             brief = {name: value for name, value in one.items() if name != "each"}
             print(f"round {number + 1}", json.dumps(brief), flush=True)
             if one["stopped_s"] > STOPPED_S:
-                print(f"left out: everything stood still for {one['stopped_s']:.1f} s")
+                print(f"does not count: the process was paused for {one['stopped_s']:.1f} s")
                 continue
             found.append(one)
     print(see_machine())

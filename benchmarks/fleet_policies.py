@@ -1,4 +1,5 @@
-"""Other ways to choose a server, to compare `manylora.fleet.routing.AffinityRouting` with, and the bounds."""
+"""Routing policies to compare `manylora.fleet.routing.AffinityRouting` with, and a lower bound of cold
+loads."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from manylora.fleet.routing import AffinityRouting, Replica
 
 
 class Policy(Protocol):
-    """As AffinityRouting."""
+    """The interface of AffinityRouting."""
 
     def choose(
         self, adapter: str | None, replicas: Sequence[Replica], now: float, limit: int | None = None
@@ -47,7 +48,7 @@ class RoundRobin:
 
 
 class LeastBusy:
-    """Where every server holds every adapter this is the best that is known; the others can only be worse."""
+    """Chooses the least busy server. If every server holds every adapter, no policy here is better."""
 
     def __init__(self) -> None:
         self._routing = AffinityRouting()
@@ -62,7 +63,7 @@ class LeastBusy:
 
 
 class PlainAffinity(LeastBusy):
-    """Always the adapter's first home by rendezvous hashing, however busy it is."""
+    """Always chooses the adapter's first home by rendezvous hashing, even if it is busy."""
 
     def choose(
         self, adapter: str | None, replicas: Sequence[Replica], now: float, limit: int | None = None
@@ -74,10 +75,11 @@ class PlainAffinity(LeastBusy):
 
 
 def fewest_loads(adapters: Sequence[str | None], room: int) -> list[bool]:
-    """Which requests must load, when the fleet is one cache of `room` adapters that knows the future.
+    """Which requests must load their adapter, if the fleet is one cache of `room` adapters that knows the
+    future.
 
-    Belady's rule: what is needed again last goes first. No routing of servers with that much room together
-    can load less often.
+    Uses Belady's algorithm: evict the adapter whose next use is farthest away. No routing over servers with
+    the same total capacity can load less often.
     """
     following, seen = [len(adapters)] * len(adapters), dict[str, int]()
     for place in range(len(adapters) - 1, -1, -1):

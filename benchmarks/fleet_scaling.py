@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Replicas that come with the queue and go with it: what became of the requests, and of the adapters.
+"""Tests autoscaling: whether requests and adapters survive when replicas are added and removed.
 
-A fleet of one replica, which may become three, is asked by many clients, each of which asks again when it has
-its answer; then by one, until there is one replica again; then every adapter once. Printed: how many replicas
-there were when, how many requests were answered, lost (an error before the first text) or cut, and who
-answered.
+The fleet starts with one replica and may grow to three (--most). Many clients send requests in a closed loop:
+each sends its next request when it has its answer. Then a single client does, until one replica is left. At
+the end every adapter is used once. Prints the number of replicas over time, how many requests were answered,
+lost (an error before the first text) or cut, and which replicas answered.
 
     fleet_scaling.py --clients 16 --tokens 8
 
@@ -32,12 +32,13 @@ LOOK_S = 2.0
 
 
 async def replicas(fleet: Fleet) -> int:
-    """That answer. Asking is a request for each, so not too often."""
+    """The number of replicas that answer. Each call sends a request to every replica, so call it rarely."""
     return len((await asyncio.to_thread(fleet.status))["replicas"])
 
 
 async def run(fleet: Fleet, options: argparse.Namespace) -> tuple[list[Asked], list[tuple[float, int]]]:
-    """All requests, and the changes of the number of replicas: seconds since the start, and the number."""
+    """Returns all requests, and each change of the number of replicas as (seconds since the start,
+    number)."""
     found: list[Asked] = []
     seen: list[tuple[float, int]] = []
     began, wanted = time.perf_counter(), options.clients
@@ -76,13 +77,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--most", type=int, default=3, help="replicas")
-    parser.add_argument("--target", type=float, default=4, help="requests in each that the fleet aims at")
+    parser.add_argument("--most", type=int, default=3, help="maximum number of replicas")
+    parser.add_argument("--target", type=float, default=4, help="target number of requests per replica")
     parser.add_argument("--clients", type=int, default=24)
-    parser.add_argument("--seconds", type=float, default=180.0, help="at most, until all replicas came")
-    parser.add_argument("--stay", type=float, default=15.0, help="seconds with all clients and replicas")
-    parser.add_argument("--upscale", type=float, default=2.0, help="seconds of more load before one comes")
-    parser.add_argument("--downscale", type=float, default=10.0, help="seconds of less before one goes")
+    parser.add_argument("--seconds", type=float, default=180.0, help="maximum wait until all replicas run")
+    parser.add_argument("--stay", type=float, default=15.0, help="seconds of full load after that")
+    parser.add_argument(
+        "--upscale", type=float, default=2.0, help="seconds of load before a replica is added"
+    )
+    parser.add_argument("--downscale", type=float, default=10.0, help="seconds before a replica is removed")
     parser.add_argument("--adapters", type=int, default=12)
     parser.add_argument("--room", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=32)

@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
-"""A fleet of servers in simulated time: how routing, adapters and size decide who waits and what is loaded.
+"""Simulates a fleet of servers: how routing, the number of adapters and the fleet's size affect latency and
+loads.
 
-The router is the one of `manylora.fleet`, the scheduler, KV cache and adapter cache are the engine's own;
-only the seconds of a step and of a load are numbers, which fleet_calibrate.py measures. Requests arrive by
-chance (Poisson), for adapters whose popularity follows Zipf's law, and may shift or come in bursts.
+The router of `manylora.fleet` and the engine's scheduler, KV cache and adapter cache run unchanged, in
+simulated time. Only the durations of steps and loads are given; fleet_calibrate.py measures them. Arrivals
+are Poisson, and the popularity of adapters follows Zipf's law. Popularity can shift over time, and requests
+can come in bursts.
 
     fleet_simulation.py                                  one fleet, every policy
     fleet_simulation.py --replicas 100 --adapters 10000 --zipf 1.0 --burst 4
     fleet_simulation.py --study all --json found.json    the tables of docs/scaling.md
 
-A policy is judged by its cold loads (requests whose adapter their server had to read) and by the times to the
-first token. Bounds: no routing loads less often than one cache as large as all together that knows the
-future; `free` is the time to first token where loading takes no time and the least busy server answers.
+Policies are compared by their cold loads (requests whose server had to read their adapter) and by the time to
+first token. The row `bound` has two bounds. Its cold loads are those of one cache that is as large as all
+servers' caches together and knows the future. Its time to first token assumes that loading takes no time and
+that the least busy server answers.
 """
 
 from __future__ import annotations
@@ -30,9 +33,10 @@ from simulated_server import Arrival, Clock, Costs, Shape, SimulatedServer
 
 from manylora.fleet.routing import AffinityRouting
 
-# Steps: the 125M model in bfloat16, fitted to 8.7, 17.2 and 40.3 ms for 1, 4 and 16 rows and to 61.7 ms for
-# 64 of a prompt, on two cores of an AMD EPYC Zen 3. Loads: an adapter of rank 16 on every linear layer of
-# Llama-2-7B's shape, 160 MB, for the first time. Both with the engine of 22 November 2026.
+# Steps: the 125M model in bfloat16 on two cores of an AMD EPYC Zen 3. The costs are fitted to 8.7, 17.2 and
+# 40.3 ms for 1, 4 and 16 decode rows, and to 61.7 ms for a prompt of 64 rows. Loads: the first load of an
+# adapter of rank 16 on every linear layer of Llama-2-7B's shape, 160 MB. Both with the engine of 22 November
+# 2026.
 MEASURED = Costs(step_s=0.0066, token_s=0.00086, row_s=0.0021, adapter_s=0.00025, read_s=0.146, write_s=0.051)
 POLICIES: dict[str, Callable[[], Policy]] = {
     "random": RandomChoice,
@@ -44,10 +48,14 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 
 @dataclass(frozen=True)
 class Fleet:
-    """One case. rate: requests a second for each replica. zipf: the n-th adapter is asked for n ** -zipf as
-    often as the first; 0: all alike. shift_s: every so many seconds other adapters are the popular ones; 0:
-    never. burst: so many times the rate for 3 s of every 15 s; 1: no bursts. base: share of requests without
-    an adapter. warm_s: at the beginning, not counted."""
+    """One case.
+
+    rate: requests per second and replica. zipf: the n-th adapter is used n ** -zipf as often as the first, 0
+    for equal popularity. shift_s: seconds after which other adapters become popular, 0 for never. burst:
+    factor of the rate during 3 s of every 15 s, 1 for no bursts. base: share of requests without an adapter.
+    warm_s: seconds at the beginning that are not counted. prompt, output: tokens (output: the mean). room,
+    host_room: adapters on each server's device and host level. batch: requests in a step.
+    """
 
     replicas: int = 10
     adapters: int = 1000
@@ -71,7 +79,7 @@ class Fleet:
 
 
 def arrivals(fleet: Fleet) -> Iterator[Arrival]:
-    """In order of time; the same for every policy."""
+    """The requests in order of time. They are the same for every policy."""
     chance = np.random.default_rng(fleet.seed)
     weights = np.arange(1, fleet.adapters + 1) ** -fleet.zipf
     total = np.cumsum(weights / weights.sum())
@@ -94,9 +102,9 @@ def arrivals(fleet: Fleet) -> Iterator[Arrival]:
 
 @dataclass(frozen=True)
 class Found:
-    """Of the requests after the warm-up. Times in seconds. loads: of 1000 requests, those that had to wait.
-    busiest: requests of the busiest server by the mean. tokens_per_s: output of the fleet while requests
-    came. router_s: real seconds of processor for one choice."""
+    """The figures of one policy, after the warm-up. Times in seconds. loads: cold loads per 1000 requests.
+    busiest: requests of the busiest server, divided by the mean. tokens_per_s: output of the fleet while
+    requests arrived. router_s: real CPU seconds per choice."""
 
     policy: str
     requests: int
@@ -111,8 +119,8 @@ class Found:
 def replay(
     requests: list[Arrival], servers: dict[str, SimulatedServer], policy: Policy, clock: Clock
 ) -> float:
-    """Give each request to the server that the policy chooses, until the last has ended. Returns the real
-    seconds of processor that a choice took."""
+    """Send each request to the server that the policy chooses, and run until the last one ends. Returns the
+    real CPU seconds per choice."""
     spent = 0.0
 
     def take(place: int) -> None:
@@ -135,7 +143,7 @@ def replay(
 def simulate(
     fleet: Fleet, costs: Costs, policy: Policy, name: str, trace: list[Arrival] | None = None
 ) -> tuple[Found, list[Arrival]]:
-    """Run the arrivals through one fleet, until the last request has ended."""
+    """Run the arrivals through one fleet until the last request ends."""
     clock = Clock()
     servers = {f"r{i}": SimulatedServer(f"r{i}", costs, fleet.shape, clock) for i in range(fleet.replicas)}
     requests = list(arrivals(fleet)) if trace is None else trace
@@ -164,7 +172,7 @@ def summary(
 
 
 def bound(fleet: Fleet, costs: Costs) -> Found:
-    """What nothing that chooses servers can be better than; see the module's text."""
+    """Bounds that no policy can beat; see the module's docstring."""
     free = replace(costs, read_s=0.0, write_s=0.0)
     found, requests = simulate(replace(fleet, host_room=fleet.adapters), free, LeastBusy(), "bound")
     pooled = fewest_loads([one.adapter for one in requests], fleet.host_room * fleet.replicas)
@@ -175,14 +183,14 @@ def bound(fleet: Fleet, costs: Costs) -> Found:
 def compare(
     fleet: Fleet, costs: Costs, names: list[str] | None = None, with_bound: bool = True
 ) -> list[Found]:
-    """Every policy with the same requests, then the bound."""
+    """Run every policy with the same requests, then the bound."""
     chosen = list(POLICIES) if names is None else names
     found = [simulate(fleet, costs, POLICIES[n](), n)[0] for n in chosen]
     return [*found, bound(fleet, costs)] if with_bound else found
 
 
 def lines(found: list[Found]) -> list[str]:
-    head = "| policy | cold loads of 1000 | TTFT P50 ms | P99 ms | tokens/s | busiest / mean | choice µs |"
+    head = "| policy | cold loads per 1000 | TTFT P50 ms | P99 ms | tokens/s | busiest / mean | choice µs |"
     rows = [
         f"| {one.policy} | {one.loads:.0f} | {1000 * one.ttft_p50:.0f} | {1000 * one.ttft_p99:.0f} | "
         f"{one.tokens_per_s:.0f} | {one.busiest:.2f} | {1e6 * one.router_s:.0f} |"
@@ -210,10 +218,14 @@ def main() -> None:
     for name, value in asdict(BASE).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), help="default: all")
-    parser.add_argument("--no-bound", action="store_true", help="it takes as long as a policy")
-    parser.add_argument("--costs", type=Path, help="JSON of fleet_calibrate.py in place of the 125M model's")
-    parser.add_argument("--study", choices=[*STUDIES, "all"], help="the cases of docs/scaling.md instead")
-    parser.add_argument("--json", type=Path, help="write what was found")
+    parser.add_argument(
+        "--no-bound", action="store_true", help="skip the bound, which takes as long as a policy"
+    )
+    parser.add_argument("--costs", type=Path, help="JSON of fleet_calibrate.py (default: the 125M model's)")
+    parser.add_argument(
+        "--study", choices=[*STUDIES, "all"], help="run these cases of docs/scaling.md instead"
+    )
+    parser.add_argument("--json", type=Path, help="write the results there")
     options = parser.parse_args()
     costs = MEASURED
     if options.costs is not None:

@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
-"""The GPU path in one command: steps, adapters, loads and kernels, each against the memory traffic it needs.
+"""Benchmarks the GPU path: steps, adapters, loads and kernels, each compared with the memory traffic it
+needs.
 
-The physics. A decode step of few sequences is bound by memory: it reads the weights, the keys and values of
-its sequences, and each distinct adapter of the batch once. Divided by the bandwidth that a large copy reaches
-on the same machine this is the least time a step can take (`ideal`); what is measured above it is launches,
-dependencies and padding. R_base is the base model's step time over the time with N adapters, and `of_ideal`
-compares it with the ratio of the bytes.
+The limit. A decode step of few sequences is memory-bound: it reads the weights, the keys and values of its
+sequences, and each distinct adapter of the batch once. `ideal` is the time of these bytes at the bandwidth
+that a large copy reaches on the same machine. Everything beyond it is launches, dependencies and padding.
+R_base is the step time of the base model divided by that with N adapters. `of_ideal` divides it by the ratio
+of the bytes.
 
     PYTHONPATH=src python benchmarks/gpu.py                      # every section, at most 8 minutes
     PYTHONPATH=src python benchmarks/gpu.py --device cpu --tiny  # the same code on a CPU, interpreted
 
-Needs torch with triton, numpy, and nothing else; no network. What targets are about comes first. Sections for
-which time or memory is lacking are skipped with the reason. Writes gpu.json and gpu.md.
+Needs only torch with triton and numpy, and no network. The figures that have targets are measured first. If
+time or memory runs out, the remaining sections are skipped and the reason is reported. Writes gpu.json and
+gpu.md.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured. adapters, resident, steps, reply (tokens of a sequence): of the throughput."""
+    """What is measured. adapters, resident, steps and reply (tokens per sequence) are for the throughput."""
 
     shapes: tuple[str, ...]
     batches: tuple[int, ...]
-    wide: int  # the batch of most figures
+    wide: int  # the batch size of most figures
     context: int
     prompts: tuple[int, ...]
     counts: tuple[int, ...]
@@ -72,8 +74,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes; what a CPU can do")
-    parser.add_argument("--minutes", type=float, default=7.0, help="no section begins after that")
+    parser.add_argument("--tiny", action="store_true", help="use tiny shapes, for a CPU")
+    parser.add_argument("--minutes", type=float, default=7.0, help="do not start a section after that")
     parser.add_argument("--out", type=Path, default=Path("build/bench-gpu"))
     options = parser.parse_args()
     if options.device == "cpu":
@@ -113,7 +115,7 @@ class Bench:
             self.dtype = torch.float32
         deadline = self.began + 60 * options.minutes
         self.clock = Clock(self.device, 0 if options.tiny else 20, deadline)
-        figures = "medians; times in ms" if options.device == "cuda" else "of a CPU: they say nothing"
+        figures = "medians; times in ms" if options.device == "cuda" else "from a CPU: meaningless"
         self.report = Report(
             {
                 "device": self.device.name,
@@ -169,7 +171,7 @@ class Bench:
             self._throughput(world, zipf)
 
     def _blocks(self) -> None:
-        """What the kernels measured at this start or an earlier one."""
+        """Report the block sizes and kernels that were chosen by timing, at this start or an earlier one."""
         chosen = getattr(self.device.ops, "chooser").chosen  # noqa: B009 - of our own operations only
         for shape, choice in chosen.items():
             section = "Orders of launches" if hasattr(choice, "beside") else "Block sizes and kernels"
@@ -188,7 +190,7 @@ class Bench:
                     self._try(name, lambda r=ranks, m=modules, n=count, b=batch: steps.ratio(r, m, n, b))
 
     def _throughput(self, world: World, zipf: Callable[..., None]) -> None:
-        """The pool of the other sections is let go first: every adapter of this one needs room."""
+        """Free the pool of the other sections first, because this section needs room for all adapters."""
         plan = self.plan
         world.let_go()
         self._free()
@@ -204,7 +206,7 @@ class Bench:
             self.report.add("transformers + PEFT", **row)
 
     def _bandwidth(self) -> float:
-        """Bytes per second of a large copy, read and written."""
+        """Bytes per second of a large copy, counting reads and writes."""
         size = 2**20 if self.plan is TINY else 2**31
         source = self.torch.empty(size, dtype=self.torch.uint8, device=self.device.torch)
         target = self.torch.empty_like(source)
@@ -213,7 +215,7 @@ class Bench:
         return 2 * size / seconds
 
     def _try(self, what: str, section: Callable[[], Any]) -> None:
-        """Leave out what does not fit into time or memory, or fails, and say so; the rest goes on."""
+        """Run a section. If there is not enough time or memory, or it fails, report that and continue."""
         if self.clock.left < 0:
             self.report.add("Skipped", what=what, reason="out of time")
             return

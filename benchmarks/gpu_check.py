@@ -1,4 +1,4 @@
-"""Figures of wrong kernels are worth nothing: first, tiny models must say what the reference says."""
+"""Checks the kernels against the reference on tiny models before anything is measured."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ BATCHES = ([1, 1, 1], [5, 1, 20])
 
 
 def check(device: Device, dtype: torch.dtype, report: Report) -> None:
-    """In float32, where nothing but the order of sums may differ, and in the dtype that is measured. Raises
-    SystemExit."""
+    """Check in float32, where only the order of sums may differ, and in the dtype that is measured. Raises
+    SystemExit if a kernel is wrong."""
     for kind, tolerance in dict.fromkeys(
         ((torch.float32, 1e-3), (dtype, 1e-3 if dtype == torch.float32 else 0.05))
     ):
@@ -37,7 +37,7 @@ def check(device: Device, dtype: torch.dtype, report: Report) -> None:
 def _distance(
     shape: str, modules: tuple[int, ...], kv_dtype: torch.dtype | None, device: Device, dtype: torch.dtype
 ) -> float:
-    """The largest difference of any logit, as a share of the largest logit."""
+    """The largest difference between two logits, divided by the largest logit."""
     torch.manual_seed(0)
     world = World(shape, device, dtype, 3, 24, kv_dtype, measures=False)
     adapters = world.adapters(2, (8, 24), modules)

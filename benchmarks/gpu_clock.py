@@ -1,4 +1,4 @@
-"""Clock: median seconds of a call with the device's work, and what is left of the time allowed."""
+"""Clock: measures calls including the device's work, and keeps the time budget."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ __all__ = ["Clock"]
 
 
 class Clock:
-    """repeats: 0: the first call of each is the one that counts. deadline: of time.perf_counter."""
+    """repeats: measured calls after a warm-up call; 0 for a single call without warm-up. deadline: a time of
+    time.perf_counter."""
 
     def __init__(self, device: Device, repeats: int, deadline: float) -> None:
         self._device = device
@@ -24,7 +25,7 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """Seconds of the budget."""
+        """Seconds left in the budget; negative after the deadline."""
         return self._deadline - time.perf_counter()
 
     def sync(self) -> None:
@@ -32,7 +33,7 @@ class Clock:
             torch.cuda.synchronize()
 
     def time(self, call: Callable[[], object], repeats: int | None = None) -> float:
-        """Each call is waited for, as a step of the engine is. The first may compile and does not count."""
+        """Median seconds of a call. Waits for each call. The first call may compile and does not count."""
         if self._repeats:
             call()
         taken = []
@@ -45,8 +46,8 @@ class Clock:
         return statistics.median(taken)
 
     def time_steps(self, call: Callable[[], Tensor]) -> float:
-        """Mean seconds of a call, each made before the answer of the one before is on the host, as the engine
-        makes its steps."""
+        """Mean seconds of a call when calls overlap: each is launched before the previous result is on the
+        host, like the engine's steps."""
         if self._repeats:
             call()
         self.sync()
@@ -60,7 +61,7 @@ class Clock:
         return (time.perf_counter() - began) / count
 
     def time_kernels(self, calls: Sequence[Callable[[], Tensor]]) -> float:
-        """Mean seconds of one of the calls, all launched together from one recorded graph."""
+        """Mean seconds per call when all calls are launched from one captured graph."""
 
         def everything() -> Tensor:
             for call in calls:

@@ -1,8 +1,8 @@
-"""A GPU's driver without a GPU: triton binds and launches kernels as on one, and they do nothing.
+"""A fake GPU driver: triton binds and launches kernels as on a GPU, but they do nothing.
 
-triton's own C code runs, linked with a stub of the driver library, which only notes what it is given.
-Kernels are not compiled: it says nothing of them. Needs a C compiler and Python's headers, as triton does.
-Call `install` before a kernel is launched, in a process of its own without TRITON_INTERPRET.
+triton's own C code runs, linked with a stub of the driver library that only records its arguments. Kernels
+are not compiled, so this does not test them. Needs a C compiler and Python's headers, like triton. Call
+`install` before the first launch, in a separate process without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Any
 
 __all__ = ["FakeDriver", "install", "why_not"]
 
-# A launch is noted as four bytes of length, the configuration (52 bytes), its attributes' names and the
-# values of its parameters. The handle of a function is the address of the sizes of its parameters, from 1 on.
+# A launch is recorded as four bytes of length, the configuration (48 bytes), the ids of its attributes and
+# the values of its parameters. A function's handle is the address of an array: the number of parameters, then
+# the size of each.
 SOURCE = """
 #include <stdint.h>
 #include <string.h>
@@ -65,16 +66,16 @@ NOTED_BYTES = 2**24
 
 
 def why_not() -> str | None:
-    """Why this cannot be used on this machine; None: it can."""
+    """The reason why this machine cannot use the fake driver, or None if it can."""
     if _compiler() is None:
         return "no C compiler was found"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
-        return "Python's headers are not there"
+        return "Python's headers were not found"
     return None
 
 
 def _compiler() -> str | None:
-    """The one that triton would use."""
+    """The compiler that triton would use."""
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
@@ -91,7 +92,7 @@ def _build(folder: Path) -> Path:
 
 
 class FakeDriver:
-    """What was launched. installed: as triton's driver."""
+    """The stub library, and the launches that it records."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
@@ -103,18 +104,18 @@ class FakeDriver:
 
     @property
     def calls(self) -> int:
-        """Launches so far."""
+        """The number of launches so far."""
         return int(self._library.fake_calls())
 
     def noted(self, run: Callable[[], object]) -> list[bytes]:
-        """What the driver gets for each launch of `run`: configuration, attributes, parameters."""
+        """What the driver receives for each launch in `run`: configuration, attributes, parameters."""
         self._library.fake_notes(self._buffer, NOTED_BYTES)
         try:
             run()
         finally:
             used = int(self._library.fake_used())
             self._library.fake_notes(self._buffer, 0)
-        assert used <= NOTED_BYTES, "too much for the notes"
+        assert used <= NOTED_BYTES, "the buffer for recorded launches is too small"
         found, at = [], 0
         while at < used:
             length = int.from_bytes(self._buffer[at : at + 4], "little")
@@ -124,7 +125,7 @@ class FakeDriver:
 
 
 def install(folder: Path) -> FakeDriver:
-    """folder: for the built libraries."""
+    """Make the fake driver triton's active driver. folder: where libraries are built."""
     library = _build(folder)
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder))

@@ -1,7 +1,7 @@
-"""Loads: time to a first token by where its adapter is, and throughput when adapters come and go.
+"""Loads: time to first token by the location of the adapter, and throughput while adapters are swapped.
 
-Both with the adapter cache's own pages, copies and order of eviction; the engine's scheduler, which needs
-more than torch, is not in them.
+Both use the real adapter cache: its pages, copies and order of eviction. They do not use the engine's
+scheduler, because it needs more packages than torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BATCH = 32
 
 
 class _Cache:
-    """A pool that holds `count` adapters of one rank with every module, on either level."""
+    """A pool for `count` adapters of one rank on every module, on each of the two levels."""
 
     def __init__(self, world: World, rank: int, count: int) -> None:
         self.rank, modules, layers = rank, world.modules, world.config.num_layers
@@ -51,14 +51,15 @@ class _Cache:
         self.pool = AdapterPool(plan.geometry, need, need, world.dtype, world.device.torch)
         self.pool.flat.zero_()
         if world.device.torch.type == "cuda":
-            torch.cuda.synchronize()  # copies into it wait for nothing
+            torch.cuda.synchronize()  # the copies run on another stream, which does not wait for this
 
     def batch(self, segments: list[LoraSegment]) -> LoraBatch:
         return LoraBatch(self.pool.flat, tuple(segments), self.pool.alignment)
 
 
 def first_tokens(world: World, clock: Clock, report: Report, prompt: int, step_seconds: float) -> None:
-    """One prompt; its adapter on the device, on the host, in a file. step_seconds: of a decode step."""
+    """Measure one prompt whose adapter is on the device, on the host or in a file. step_seconds: duration of
+    a decode step."""
     cache = _Cache(world, 16, 1)
     pool, layout, pages = cache.pool, cache.layout, list(range(cache.layout.num_pages))
     rows = pool.rows(layout, pages)
@@ -102,7 +103,7 @@ def first_tokens(world: World, clock: Clock, report: Report, prompt: int, step_s
 
 @dataclass
 class _Turn:
-    """A sequence of the batch: its adapter, tokens still to come, and the copy it waits for."""
+    """A sequence of the batch. left: tokens to generate. event: the copy of its adapter, or None."""
 
     digest: str = ""
     left: int = 0
@@ -110,11 +111,14 @@ class _Turn:
 
 
 def zipf(world: World, report: Report, adapters: int, resident: int, steps: int, reply: int) -> None:
-    """Decode steps of sequences of `reply` tokens, adapters drawn by zipf: all on the device, then few."""
+    """Measure decoding with adapters drawn by Zipf's law: with all adapters on the device, then with
+    `resident` of them. reply: tokens per sequence."""
     cache = _Cache(world, 8, adapters)
     rates = {}
     for kept in (adapters, resident):
-        _tokens_per_second(world, cache, kept, adapters, max(2, steps // 10), reply)  # compiles and records
+        _tokens_per_second(
+            world, cache, kept, adapters, max(2, steps // 10), reply
+        )  # compiles kernels and captures graphs
         rates[kept], loads = _tokens_per_second(world, cache, kept, adapters, steps, reply)
         report.add(
             "Throughput, rank 8, 7 modules, zipf", model=world.name, adapters=adapters, on_the_device=kept,
@@ -153,7 +157,7 @@ def _tokens_per_second(
                 book.device.pin(turn.digest)
                 book.host.pin(turn.digest)
         ready = [turn for turn in turns if turn.event is None or turn.event.query()]
-        if not ready:  # with no other work the device waits for the copies
+        if not ready:  # without other work, the device waits for the copies
             ready = turns
             for turn in turns:
                 assert turn.event is not None

@@ -1,4 +1,5 @@
-"""transformers + PEFT on the same machine: greedy tokens per second of a batch, base, one adapter, many."""
+"""transformers + PEFT on the same machine: tokens per second of a greedy batch with no, one and many
+adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def measure(tiny: bool, device: torch.device, dtype: torch.dtype, clock: Clock) -> Iterator[dict[str, Any]]:
-    """Rows of a report; one that says why, where the packages are not there."""
+    """Rows of the report. If a package is missing, a single row with the reason."""
     try:
         from peft import LoraConfig, get_peft_model
         from transformers import LlamaConfig, LlamaForCausalLM

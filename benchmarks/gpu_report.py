@@ -1,4 +1,4 @@
-"""Report: rows of figures by section, and for each target the worst figure that was measured."""
+"""Report: rows of figures by section, and the worst measured figure of each target."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Target:
-    """A bound that every figure must keep: at least `bound`, or at most where `at_most`."""
+    """A bound for figures: at least `bound`, or at most `bound` if `at_most`."""
 
     what: str
     bound: float
@@ -40,7 +40,7 @@ TARGETS = {
 
 @dataclass
 class Report:
-    """Sections of rows, in the order they were measured. facts: what was measured on."""
+    """Sections of rows, in the order in which they were measured. facts: the device, versions and dtype."""
 
     facts: Row
     sections: dict[str, list[Row]] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Report:
         print(section, " ".join(f"{k}={text(v)}" for k, v in values.items()), flush=True)
 
     def hold(self, target: str, value: float) -> None:
-        """A figure that a target is about."""
+        """Add a figure to a target."""
         self.worst[target] = TARGETS[target].worse(self.worst.get(target, value), value)
 
     def targets(self) -> list[Row]:
@@ -65,7 +65,7 @@ class Report:
         return rows
 
     def write(self, folder: Path) -> None:
-        """gpu.json and gpu.md. A CPU's figures get no verdict."""
+        """Write gpu.json and gpu.md. Figures from a CPU are not compared with the targets."""
         targets = {} if self.facts["device"].startswith("CPU") else {"Targets": self.targets()}
         folder.mkdir(parents=True, exist_ok=True)
         content = {"facts": self.facts, "sections": targets | self.sections}

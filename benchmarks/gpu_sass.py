@@ -1,6 +1,6 @@
-"""Reads what NVIDIA's assembler made of a kernel: registers, spills, widths of loads, and its main loop.
+"""Reads the machine code of a compiled kernel: registers, spills, widths of loads, and its main loop.
 
-With the tools in triton's wheel; no GPU is needed.
+Uses the tools in triton's wheel. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ LOADS = ("LDG", "LDGSTS")
 
 @dataclass(frozen=True)
 class Unit:
-    """A streaming multiprocessor: shared memory of all its blocks and of one, in bytes; warps."""
+    """A streaming multiprocessor. shared: bytes of shared memory. most_shared: maximum per block. warps:
+    maximum number of resident warps."""
 
     shared: int
     most_shared: int
@@ -40,8 +41,9 @@ UNITS = {
 
 @dataclass(frozen=True)
 class MachineCode:
-    """registers: of a thread. spilled: bytes of a thread that lie in local memory. blocks: that fit into a
-    unit. loads: of global memory, by bits. loop: operations of the main loop; instructions in it."""
+    """registers: per thread. spilled: bytes per thread in local memory. shared: bytes per block. blocks: how
+    many fit on a unit. loads: number of loads from global memory, by width in bits. loop: number of each
+    operation in the main loop. instructions: in the main loop."""
 
     registers: int
     spilled: int
@@ -53,7 +55,7 @@ class MachineCode:
 
     @property
     def tensor_cores(self) -> str:
-        """The main loop's instruction of tensor cores; empty: none."""
+        """The tensor core instruction in the main loop, or an empty string."""
         return next((name for name in TENSOR_CORES if self.loop[name]), "")
 
     @property
@@ -62,7 +64,7 @@ class MachineCode:
 
 
 def read_code(cubin: bytes, unit: Unit, shared: int, warps: int) -> MachineCode:
-    """cubin: of one kernel. shared: bytes of a block."""
+    """cubin: one kernel. shared: bytes of shared memory per block. warps: per block."""
     text = _dump(cubin, "-sass")
     registers, spilled = registers_of(cubin)
     code = [(int(m[1], 16), m[2], m[3]) for m in LINE.finditer(text)]
@@ -80,7 +82,7 @@ def read_code(cubin: bytes, unit: Unit, shared: int, warps: int) -> MachineCode:
 
 
 def registers_of(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and its bytes in local memory."""
+    """Registers per thread, and bytes of local memory per thread."""
     usage = _dump(cubin, "--dump-resource-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
     assert found is not None, usage
@@ -89,7 +91,7 @@ def registers_of(cubin: bytes) -> tuple[int, int]:
 
 
 def instructions(cubin: bytes) -> list[str]:
-    """Their names in the machine code, in order."""
+    """The names of all instructions, in order."""
     return [match[2] for match in LINE.finditer(_dump(cubin, "-sass"))]
 
 
@@ -102,7 +104,7 @@ def _dump(cubin: bytes, option: str) -> str:
 
 
 def _main_loop(code: list[tuple[int, str, str]]) -> list[tuple[int, str, str]]:
-    """The innermost loop that uses tensor cores, or else loads the most."""
+    """The innermost loop with the most tensor core instructions; without any, the one that loads the most."""
     spans = []
     for at, name, rest in code:
         target = re.search(r"0x([0-9a-f]+)", rest) if name.startswith("BRA") else None
@@ -120,7 +122,7 @@ def _weight(body: list[tuple[int, str, str]]) -> tuple[int, int]:
 
 
 def _bits(name: str) -> int:
-    """Of a load, by its instruction's name."""
+    """The width of a load in bits, from its instruction's name."""
     parts = name.split(".")
     for bits in (256, 128, 64):
         if str(bits) in parts:
@@ -130,5 +132,5 @@ def _bits(name: str) -> int:
 
 def _blocks(unit: Unit, registers: int, shared: int, warps: int) -> int:
     by_registers = unit.registers // (-(-registers * 32 // 256) * 256) // warps
-    by_shared = unit.shared // (-(-(shared + 1024) // 128) * 128)  # the system takes 1 KB of each block
+    by_shared = unit.shared // (-(-(shared + 1024) // 128) * 128)  # the system reserves 1 KB per block
     return min(by_registers, by_shared, unit.warps // warps, 32)

@@ -1,10 +1,11 @@
-"""Compiles every kernel, with every choice of block sizes, for three kinds of GPU, and writes what became of
-it to a table. No GPU is needed: triton brings the compiler and NVIDIA's assembler.
+"""Compiles every kernel with every choice of block sizes for three kinds of GPU, and tabulates the machine
+code.
 
     PYTHONPATH=src python benchmarks/gpu_static.py --out docs/gpu_static.md
 
-Shapes are those of a Llama 3 8B. Fails where a kernel spills registers, needs more shared memory than a GPU
-has, or cannot be compiled. Takes a quarter of an hour of one core; --only, --arch and --case take a part.
+No GPU is needed, because triton's wheel contains the compiler and NVIDIA's assembler. Shapes are those of a
+Llama 3 8B. Fails if a kernel spills registers, needs more shared memory than a GPU has, or cannot be
+compiled. Takes a quarter of an hour on one core. --only, --arch and --case select a part.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ from manylora.kernels.quantised import QuantisedWeight
 from manylora.kernels.recurrent import RecurrentState, StateBatch
 from manylora.kernels.row_format import Encoding, RowFormat
 
-SPILLED = 16  # bytes of a thread that are tolerated
+SPILLED = 16  # tolerated bytes per thread
 HIDDEN, WIDTHS = 4096, (4096, 1024, 1024)
 TARGETS = [spec.LoraTarget(i, sum(WIDTHS[:i]), width) for i, width in enumerate(WIDTHS)]
-LENGTHS = {1: (1,) * 32, 16: (8,) * 4, 64: (128, 128)}  # rows of each adapter, by the size of a tile
+LENGTHS = {1: (1,) * 32, 16: (8,) * 4, 64: (128, 128)}  # rows of each adapter, by tile size
 GROUPS = ("adapters", "attention", "weights", "rows", "recurrent")
 HEAD = "| case | block | registers | spilled | shared | blocks | loads | tensor cores | loop | barriers |"
 INTRODUCTION = """# Machine code of the GPU kernels
@@ -70,7 +71,7 @@ the order above.
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel in one of its cases, with one choice of block sizes, for GPUs of one compute capability."""
+    """A kernel compiled for one case, one choice of block sizes and one compute capability."""
 
     capability: int
     kernel: str
@@ -96,7 +97,7 @@ class Compiled:
 
 
 class Collector:
-    """Stands in for launching: each launch is a kernel to compile, with the case it belongs to."""
+    """Replaces launches: collects each launch as a kernel to compile, with the current case."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -104,7 +105,7 @@ class Collector:
         self.wanted: dict[tuple[str, str, Blocks | None], tuple[Any, tuple, dict]] = {}
 
     def run(self, kernel: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
-        blocks = Every.now if "num_stages" in constants else None  # else it has no choice
+        blocks = Every.now if "num_stages" in constants else None  # other kernels have no choice
         self.wanted[kernel.__name__, self.case, blocks] = kernel, arguments, constants
 
     def compile(self) -> Iterator[Compiled]:
@@ -117,7 +118,7 @@ class Collector:
         try:
             made = JIT_RUN(kernel, *arguments, grid=(1,), warmup=True, **constants)
             code = read_code(made.asm["cubin"], UNITS[self.capability], made.metadata.shared, warps)
-        except Exception as error:  # whatever the compiler raises is a row of the table
+        except Exception as error:  # any error of the compiler becomes a row of the table
             return Compiled(
                 self.capability, name, case, blocks, warps, error=f"{type(error).__name__}: {error}"
             )
@@ -125,7 +126,7 @@ class Collector:
 
 
 class Every(BlockChooser):
-    """Launches every candidate; the last one is left to the caller."""
+    """Launches every candidate, and returns the last one for the caller to launch."""
 
     now: Blocks | None = None
 
@@ -140,8 +141,8 @@ JIT_RUN = JITFunction.run
 
 
 def collect(capability: int, groups: Sequence[str] = GROUPS, part: str = "") -> Collector:
-    """The launches of the groups' kernels, for GPUs of one compute capability (times 10). A process compiles
-    for one of them only, as triton keeps what it compiled. part: of a case's name."""
+    """Collects the launches of the groups' kernels. capability: compute capability times 10; a process may
+    use only one, because triton caches compiled kernels. part: only cases whose name contains this."""
 
     class NoGpu:
         get_current_target = staticmethod(lambda: GPUTarget("cuda", capability, 32))
@@ -208,9 +209,9 @@ def _adapters(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def _kinds_of_adapters() -> Iterator[tuple[torch.dtype, int, int, Encoding, bool, bool]]:
-    """Type, rows of a tile, rank, encoding, whether it is the sum of two that are mixed, and whether others
-    have its matrices too. Of single rows no rank has a kernel of its own; higher ranks than 16 have larger
-    blocks."""
+    """Dtype, rows of a tile, rank, encoding, whether two adapters are mixed, and whether the matrices are
+    shared with other adapters. Tiles of one row use the same kernel for all ranks. In larger tiles, ranks
+    above 16 use larger blocks."""
     for dtype, mixed in product((torch.bfloat16, torch.float32), (False, True)):
         for encoding, shared in ((Encoding.PLAIN, False), (Encoding.PLAIN, True), (Encoding.FLOAT8, False)):
             yield dtype, 1, 32 if mixed else 16, encoding, mixed, shared
@@ -236,7 +237,7 @@ def _attention(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def _kinds_of_heads() -> Iterator[tuple[torch.dtype, tuple[int, int, int], str]]:
-    """Type; heads, key heads and their size; what is special."""
+    """Dtype; heads, key heads and head size; special features of the case."""
     for dtype in (torch.bfloat16, torch.float32):
         for shape in ((32, 8, 128), (16, 8, 256), (16, 2, 512)):
             yield dtype, shape, ""
@@ -282,7 +283,7 @@ def _rows(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def _recurrent(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The layers of a Granite 4, a Qwen 3.5 and an LFM2. Prompts take the kernels of decoding."""
+    """The layers of a Granite 4, a Qwen 3.5 and an LFM2. Prompts use the same kernels as decoding."""
     ops, dtype = _ops(torch.bfloat16), torch.bfloat16
     places = StateBatch(*(torch.zeros(n, dtype=torch.int64) for n in (3, 2, 2, 2, 2)))
     x, heads = torch.zeros(2, 24576, dtype=dtype), torch.zeros(48)
@@ -301,7 +302,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def faults(rows: Sequence[Compiled]) -> list[str]:
-    """What a kernel that may be chosen must not have."""
+    """Faults that no kernel may have: compile errors, spills, too much shared memory."""
     found = []
     for row in rows:
         what = f"sm_{row.capability} {', '.join(row.key)}"
@@ -315,7 +316,7 @@ def faults(rows: Sequence[Compiled]) -> list[str]:
 
 
 def page(rows: Sequence[Compiled], capabilities: Sequence[int]) -> str:
-    """A table for each kernel. A cell holds one value, or that of each kind of GPU where they differ."""
+    """Markdown with one table per kernel. A cell has one value, or one per GPU where they differ."""
     tables: dict[str, dict[tuple[str, str, str], dict[int, list[str]]]] = {}
     for row in rows:
         tables.setdefault(row.kernel, {}).setdefault(row.key, {})[row.capability] = row.cells

@@ -1,4 +1,4 @@
-"""Steps: decoding and prefill, with and without adapters, against the bytes they must read."""
+"""Steps: decoding and prefill with and without adapters, compared with the bytes that they must read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PREFILL_REPEATS = 3
 
 @dataclass(frozen=True)
 class Steps:
-    """Everything about steps of one model. bandwidth: bytes per second of a large copy."""
+    """Measures the steps of one model. bandwidth: bytes per second of a large copy."""
 
     world: World
     clock: Clock
@@ -28,8 +28,9 @@ class Steps:
     bandwidth: float
 
     def base(self, batch: int) -> None:
-        """Base decode steps: recorded and overlapped, as the engine makes them; recorded, each waited for;
-        launched kernel by kernel, each waited for."""
+        """Measure decode steps of the base model in three ways: from a captured graph and overlapped, like
+        the engine (`step`); from a graph, waiting for each (`waited_for`); and eagerly, waiting for each
+        (`plain`)."""
         world, inputs = self.world, self.world.inputs([1] * batch, None)
         seconds = self.clock.time_steps(lambda: world.decode(inputs))
         graph = self.clock.time(lambda: world.decode(inputs))
@@ -43,8 +44,8 @@ class Steps:
             self.report.hold("decode", ideal / seconds)
 
     def ratio(self, ranks: tuple[int, ...], modules: tuple[int, ...], count: int, batch: int) -> None:
-        """R_base: the base's step time over that with so many distinct adapters, measured one after the
-        other; the ideal is the ratio of the bytes."""
+        """Measure R_base: the base model's step time divided by that with `count` distinct adapters. The
+        ideal is the ratio of the bytes."""
         world = self.world
         base = self.clock.time_steps(self._decode(batch))
         adapters = world.adapters(count, ranks, modules)
@@ -60,7 +61,7 @@ class Steps:
         self.report.hold("ratio", ratio / ideal)
 
     def tax(self, batch: int) -> None:
-        """Base-only steps before any adapter came, and after batches with adapters."""
+        """Measure steps of the base model before any adapter was used, and after batches with adapters."""
         world = self.world
         before = self.clock.time_steps(self._decode(batch))
         adapters = world.adapters(min(8, batch), (16,), ALL)
@@ -87,7 +88,7 @@ class Steps:
             self.report.hold("prefill", base / seconds)
 
     def kernels(self, rank: int, batch: int, count: int) -> None:
-        """Shrink and expand of q, k, v over all layers, so that caches do not help."""
+        """Measure the shrink and expand kernels of q, k, v over all layers, so that caches do not help."""
         world, config = self.world, self.world.config
         device, q, kv = world.device, config.q_size, config.kv_size
         targets = tuple(LoraTarget(m, s, w) for m, s, w in ((1, 0, q), (2, q, kv), (3, q + kv, kv)))

@@ -1,6 +1,6 @@
-"""What `gpu.py` measures on: a random model in memory, random adapters in a pool, decode steps.
+"""The test bed of `gpu.py`: a random model in memory, random adapters in a pool, and decode steps.
 
-Built from the package's own parts below the engine, so that a PyTorch image without anything else will do.
+It uses only the parts of the package below the engine, so that a plain PyTorch image is enough.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHAPES = {  # hidden, inner, layers, heads, key heads, head size, vocabulary
     "1B": (2048, 8192, 16, 32, 8, 64, 128256),
     "8B": (4096, 14336, 32, 32, 8, 128, 128256),
 }
-VARIANTS = {  # of `tiny`, for what a Llama does not have
+VARIANTS = {  # of `tiny`, with features that a Llama does not have
     "tiny experts": {
         "architecture": "MixtralForCausalLM",
         "moe": MoeConfig(4, 2, 48, True, frozenset({0})),
@@ -55,7 +55,8 @@ def model_shape(name: str) -> ModelConfig:
 
 @dataclass(frozen=True)
 class Adapters:
-    """So many distinct adapters, each in its own part of the world's pool; ranks in turn, every layer."""
+    """`count` distinct adapters, each in its own part of the pool. They use the ranks in turn, on every
+    layer."""
 
     count: int
     ranks: tuple[int, ...]
@@ -68,7 +69,8 @@ class Adapters:
 class World:
     """A model in `dtype` with a KV cache for `max_batch` sequences of `context` tokens and a few more.
 
-    kv_dtype: of the cache, None: as `dtype`. measures: whether block sizes are, as an engine does at start.
+    kv_dtype: of the KV cache, None for `dtype`. measures: whether block sizes are tuned, as an engine does at
+    startup.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class World:
         self._new_graphs()
 
     def let_go(self) -> None:
-        """Give the pool's memory back; graphs hold it too."""
+        """Free the pool's memory, and the graphs, which hold it, too."""
         self.pool = torch.empty(0, dtype=self.dtype, device=self.device.torch)
         self._new_graphs()
 
@@ -120,14 +122,15 @@ class World:
         return self.config.num_layers * 2 * self.config.kv_size * self.dtype.itemsize
 
     def step_bytes(self, batch: int) -> int:
-        """Read by a base decode step. Of a tied embedding the head's reading counts, else single rows."""
+        """Bytes that a decode step of the base model reads. The embedding counts only if it is tied to the
+        head, which reads all of it."""
         config, weights = self.config, self.decoder.weight_bytes
         if not config.tie_word_embeddings:
             weights -= config.vocab_size * config.hidden_size * self.dtype.itemsize
         return weights + batch * self.context * self.kv_bytes_per_token
 
     def adapters(self, count: int, ranks: tuple[int, ...], modules: tuple[int, ...]) -> Adapters:
-        """Raises torch.OutOfMemoryError where they do not fit."""
+        """Raises torch.OutOfMemoryError if the adapters do not fit in the pool."""
         placed, used = [], 0
         for number in range(count):
             rank, rows = ranks[number % len(ranks)], {}
@@ -142,7 +145,7 @@ class World:
         return Adapters(count, ranks, modules, self.pool, tuple(placed), used * self.dtype.itemsize)
 
     def batch(self, adapters: Adapters | None, lengths: Sequence[int]) -> LoraBatch | None:
-        """Sequences of so many rows, shared out over the adapters in runs; every row has one."""
+        """Assign the sequences to the adapters in contiguous runs. lengths: rows of each sequence."""
         if adapters is None:
             return None
         bounds = [len(lengths) * i // adapters.count for i in range(adapters.count + 1)]
@@ -152,7 +155,8 @@ class World:
         return LoraBatch(adapters.pool, segments, 16)
 
     def inputs(self, lengths: Sequence[int], lora: LoraBatch | None) -> StepInputs:
-        """Sequences whose last so many of `context` tokens are computed now."""
+        """Sequences of `context` tokens each. lengths: how many of their last tokens are computed in this
+        step."""
         starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
         each = self._blocks_each
         blocks = [list(range(i * each, i * each + -(-self.context // PAGE))) for i in range(len(lengths))]
@@ -169,19 +173,20 @@ class World:
         )
 
     def plain(self, inputs: StepInputs) -> Tensor:
-        """One step without a graph: the next tokens."""
+        """Run one step without a graph. Returns the next tokens."""
         batch = to_device(inputs.plan(self.device.ops), self.device.torch)
         return torch.argmax(self._forward(batch), dim=-1)
 
     def decode(self, inputs: StepInputs) -> Tensor:
-        """One decode step as the engine does it, its tables built and copied: the next tokens."""
+        """Run one decode step as the engine does, including building and copying tables. Returns the next
+        tokens."""
         return torch.argmax(self.graphs.run(inputs), dim=-1)
 
     def _forward(self, batch) -> Tensor:  # type: ignore[no-untyped-def]
         return self.decoder.forward(batch, self.kv)
 
     def _pool(self) -> Tensor:
-        """Room for 128 adapters of rank 64 with every module, or for what is left beside the model."""
+        """Room for 128 adapters of rank 64 on every module, or as much as fits besides the model."""
         sizes = sum(module.row_elements(RowFormat(64)) for module in self.modules.values() if module.counted)
         elements = 128 * self.config.num_layers * sizes
         if self.device.torch.type == "cuda":
@@ -191,7 +196,7 @@ class World:
         return torch.empty(elements, dtype=self.dtype, device=self.device.torch).normal_(0, 0.02)
 
     def _weights(self) -> dict[str, Tensor]:
-        """Random ones under the names that a checkpoint's tensors would get."""
+        """Random weights, with the names that a checkpoint's tensors would get."""
         found = {}
         for name, part in checkpoint_plan(self.config, ()).items():
             weight = torch.empty(part.shape, dtype=self.dtype, device=self.device.torch).normal_(0, 0.02)

@@ -1,11 +1,11 @@
-"""Host time of a decode step: what a processor core does between two launches of a recorded step.
+"""Measures the host time of a decode step: the CPU work between two launches of a captured step.
 
     PYTHONPATH=src python benchmarks/host_time.py [--parts] [BATCH/ADAPTERS[/SAMPLING] ...]
 
-Runs the engine with everything a step does but the model itself: a stub gives the logits, the tables are
-those of a GPU's kernels, packed for one copy as on a GPU, and recording is faked. Nothing here needs a GPU.
-SAMPLING: greedy (default), drawn, penalty. The time is that of the thread, the least of many steps: what else
-runs on the machine counts little. It leaves out torch's calls into the driver, a few microseconds each.
+Runs everything in a step of the engine except the model. A stub returns the logits, tables are built and
+packed as for a GPU, and graph capture is faked. No GPU is needed. SAMPLING is greedy (default), drawn or
+penalty. The reported time is the minimum CPU time of the thread over many steps, so that other work on the
+machine has little effect. It excludes torch's calls into the driver, which take a few microseconds each.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 LAYERS = 32
 CONTEXT = 1024  # tokens of each prompt
-VOCAB = 256  # of the stub's logits: sampling's arithmetic is the device's, and does not count
+VOCAB = 256  # of the stub's logits; small, because a GPU would do the arithmetic of sampling
 STEPS = 100
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -55,7 +55,7 @@ def fake_capture(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 class World:
-    """A tiny model of many layers and its adapters, in a folder that is made when first used."""
+    """A tiny model of many layers and its adapters, created in `folder` on first use."""
 
     def __init__(self, folder: Path) -> None:
         self.model = folder / "model"
@@ -68,7 +68,7 @@ class World:
 
     def adapter(self, number: int) -> LoraInput:
         weights = self._weights.copy()
-        weights.flat[0] = number / 256  # other content, so another adapter
+        weights.flat[0] = number / 256  # different content makes a different adapter
         return LoraInput(number + 1, weights, self._config)
 
     def engine(self, batch: int) -> Engine:
@@ -86,14 +86,14 @@ class World:
             max_tokens_in_paged_kv_cache=batch * (CONTEXT + 600),
         )
         engine = Engine(config)
-        # What a GPU holds already; the rest is packed and copied, as to a GPU.
+        # These tensors would already be on the GPU. Everything else is packed and copied, as for a GPU.
         there = {engine.adapters.parts.pool.flat.data_ptr(), device.ops._places.data_ptr()}
         transfer._is_away = lambda value, device: value.numel() > 0 and value.data_ptr() not in there
         return engine
 
 
 def start(world: World, batch: int, adapters: int, sampling: str) -> Engine:
-    """An engine whose sequences all decode, and have for some steps."""
+    """Start an engine and run it until all sequences have decoded for some steps."""
     engine = world.engine(batch)
     loras = [world.adapter(i) for i in range(adapters)]
     for i in range(batch):
@@ -110,7 +110,7 @@ def start(world: World, batch: int, adapters: int, sampling: str) -> Engine:
 
 
 def measure(engine: Engine) -> tuple[float, float]:
-    """Least and median milliseconds of a step."""
+    """Minimum and median milliseconds of a step."""
     times = []
     for _ in range(STEPS):
         began = time.thread_time()
@@ -120,7 +120,7 @@ def measure(engine: Engine) -> tuple[float, float]:
 
 
 class Parts:
-    """Milliseconds of a step in some of its functions, the least; wrapping them costs a little itself."""
+    """Measures the minimum time of some functions in a step. The wrappers themselves cost a little."""
 
     def __init__(self, engine: Engine) -> None:
         self._least: dict[str, float] = defaultdict(lambda: float("inf"))

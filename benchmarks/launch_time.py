@@ -1,9 +1,10 @@
-"""Host time of launches: what a step with a prompt costs, which is launched kernel by kernel, without a GPU.
+"""Measures the host time of eager kernel launches, as in a step with a prompt. No GPU is needed.
 
     PYTHONPATH=src python benchmarks/launch_time.py
 
-A stub stands for the driver (`gpu_fake.py`), which takes a few microseconds more for each launch. The least
-of many calls, in microseconds; triton's own launch beside ours, of the kernels of one layer with adapters.
+Compares triton's own launch with ours for the kernels of one layer with adapters. Prints the minimum of many
+calls, in microseconds. A stub replaces the driver (`gpu_fake.py`); the real one takes a few microseconds more
+per launch.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from typing import Any
 from gpu_fake import install
 
 REPEATS = 300
-SHAPE = (512, 1024, 1, 8, 2, 64, 64)  # as gpu_world has them; launches do not depend on it
+SHAPE = (512, 1024, 1, 8, 2, 64, 64)  # in the order of gpu_world.SHAPES; launch times do not depend on it
 
 
 def least(call: Callable[[], object]) -> float:
-    """Microseconds."""
+    """Minimum time of a call in microseconds."""
     taken = []
     for _ in range(REPEATS):
         began = time.perf_counter_ns()
@@ -31,7 +32,7 @@ def least(call: Callable[[], object]) -> float:
 
 
 def launches(folder: Path) -> list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]]:
-    """Of a step with seven rows that decode, a prompt and three adapters."""
+    """The launches of a step with seven decode rows, a prompt and three adapters."""
     install(folder)
     import gpu_world
     import torch

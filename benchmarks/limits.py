@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
-"""The limits of a machine: its bandwidth and GEMM rate, measured, and the resulting times for a model.
+"""Measures a machine's bandwidth and GEMM rate, and computes the resulting lower bounds of a model's times.
 
-A step of n sequences cannot be faster than the larger of two times.
+A step of n sequences cannot be faster than the larger of two times:
 
-- Bytes: every weight once (bfloat16 is 2 bytes, float32 4, int8 1, int4 0.56 with its scales; the output head
-  is kept in 2 or 4), each distinct adapter in the step once, and the keys and values of all n sequences;
-  divided by the bandwidth.
-- FLOPs: 2 for each weight and sequence, 2 for each element of its adapter, and 4 for each key element that
-  its heads meet; divided by the GEMM rate.
+- Bytes / bandwidth. A step reads every weight once (bfloat16 2 bytes, float32 4, int8 1, int4 0.56 with its
+  scales; the output head 2 or 4), each distinct adapter once, and the keys and values of all n sequences.
+- FLOPs / GEMM rate. A step does 2 FLOPs for each weight and sequence, 2 for each element of the sequence's
+  adapter, and 4 for each key element that its heads attend to.
 
-Prompts take the larger of the time for their FLOPs and the time to read the weights once. Norms, rotary
-embeddings, sampling and the embedding's rows are left out: they are small, and all of them are overhead.
+A prompt takes the larger of the time of its FLOPs and the time to read the weights once. Norms, rotary
+embeddings, sampling and the rows of the embedding do not count. They are small, so all of them are overhead.
 
 The bandwidth is that of a plain read loop on all cores (the C library's memchr over memory far larger than
 the caches, in huge pages if available). The GEMM rate is the best of torch and our own kernel. Both are the
@@ -38,7 +37,7 @@ from manylora.config.engine import ModelConfig
 from manylora.kernels.device import open_device
 from manylora.lora.modules import LoraModule
 
-INT4_SCALES = 8 / 128  # a scale and an offset, in float32, for each group of 128
+INT4_SCALES = 8 / 128  # a float32 scale and a float32 offset for each group of 128
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + INT4_SCALES}
 HEAD_BYTES = {"float32": 4, "bfloat16": 2, "int8": 2, "int4": 2}
 READ_BYTES, READS, GEMMS = 2**28, 16, 12
@@ -54,7 +53,7 @@ def _bandwidth(threads: int) -> float:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     ones = torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
-    find = ctypes.CDLL(None).memchr  # called without the interpreter's lock
+    find = ctypes.CDLL(None).memchr  # ctypes releases the GIL during the call
     find.argtypes, find.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t), ctypes.c_void_p
     part = READ_BYTES // threads
 
@@ -71,8 +70,8 @@ def _bandwidth(threads: int) -> float:
 
 
 def _gemm_rates() -> dict[str, float]:
-    """FLOPs per second, of torch and of our kernel with weights in bfloat16, as prompts meet them. Both
-    multiply bfloat16 where the processor does."""
+    """FLOPs per second of torch and of our kernel, with bfloat16 weights and the number of rows of a prompt.
+    Both use bfloat16 products if the processor has them."""
     ops = open_device("cpu").ops
     dtype = torch.bfloat16 if ops.has_bfloat16 else torch.float32
     ops.compute_in(dtype)
@@ -100,8 +99,8 @@ def _seconds(work: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Limits:
-    """Times at the machine's limits. A step takes the larger of its bytes at `bandwidth` (bytes/s) and its
-    FLOPs at `rate` (FLOPs/s). Weights and adapters are read once in a step, keys and values by their owner.
+    """Times at the machine's limits: bytes at `bandwidth` (bytes/s) or FLOPs at `rate` (FLOPs/s), whichever
+    takes longer.
 
     weights: dtype of the linear layers, one of WEIGHT_BYTES. element: bytes of a key or value.
     adapter_element: bytes of an element of A or B.
@@ -115,8 +114,8 @@ class Limits:
     rate: float
 
     def decode_step(self, lengths: Sequence[float], distinct: Sequence[int] = (), met: float = 0) -> float:
-        """Seconds of a step of one token for each of so many sequences. distinct: elements of each adapter
-        in the batch. met: elements that all sequences together meet."""
+        """Seconds of a decode step. lengths: tokens in the KV cache of each sequence. distinct: elements of
+        each distinct adapter in the batch. met: sum, over the sequences, of the elements of their adapter."""
         m = self.model
         kv = 2 * m.num_layers * m.num_kv_heads * m.head_dim * sum(lengths)
         seconds = self.read_once(distinct) + kv * self.element / self.bandwidth
@@ -125,13 +124,13 @@ class Limits:
         return max(seconds, flops / self.rate)
 
     def read_once(self, distinct: Sequence[int] = ()) -> float:
-        """Seconds of reading all weights and so many adapters, by their elements."""
+        """Seconds to read all weights and some adapters. distinct: elements of each adapter."""
         size = self._layers() * WEIGHT_BYTES[self.weights] + self._head() * HEAD_BYTES[self.weights]
         return (size + sum(distinct) * self.adapter_element) / self.bandwidth
 
     def prefill(self, prompt: int, elements: float = 0) -> float:
-        """Seconds of a prompt under an adapter of so many elements, bound by FLOPs. A token attends to half
-        of the prompt, and only the last one needs the head."""
+        """Seconds of the FLOPs of a prompt. elements: of its adapter. On average a token attends to half of
+        the prompt. Only the last token needs the head."""
         m = self.model
         attention = 2 * m.num_layers * m.num_heads * m.head_dim * prompt**2
         return (2 * (self._layers() + elements) * prompt + 2 * self._head() + attention) / self.rate
@@ -139,9 +138,9 @@ class Limits:
     def run(
         self, adapters: Sequence[int | None], sizes: Sequence[int], prompt: int, output: int, at_once: int
     ) -> float:
-        """Seconds of a whole load: prompts, which bring the first token, then steps of `at_once` sequences.
+        """Seconds of a whole load: prompts, which give the first tokens, then steps of `at_once` sequences.
 
-        adapters: of each request, None: the base. sizes: elements of each adapter."""
+        adapters: of each request, None for the base model. sizes: elements of each adapter."""
         seconds = 0.0
         for start in range(0, len(adapters), at_once):
             some = [n for n in adapters[start : start + at_once] if n is not None]
@@ -163,14 +162,14 @@ class Limits:
 
 
 def adapter_elements(modules: dict[int, LoraModule], used: Sequence[int], rank: int, layers: int) -> int:
-    """Elements of A and B over all layers."""
+    """Elements of an adapter's A and B over all layers."""
     return rank * layers * sum(modules[m].in_dim + modules[m].out_dim for m in used)
 
 
 def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="written besides what is printed")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     options = parser.parse_args()
     machine = see_machine()
     threads = torch.get_num_threads()

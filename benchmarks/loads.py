@@ -1,6 +1,6 @@
-"""The models, adapters and requests that the benchmarks of the CPU share. All of it is random and seeded.
+"""The models, adapters and requests that the CPU benchmarks share. All are random and seeded.
 
-small is a Llama of 125 million parameters, mid a Qwen2 of 387 million. 32 requests, 16 open at a time.
+small is a Llama of 125 million parameters, mid a Qwen2 of 387 million. 32 requests, 16 concurrent.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ ADAPTER_STD = 0.02  # enough to change greedy answers
 
 @dataclass(frozen=True)
 class Case:
-    """ranks: in turn over so many distinct adapters. adapters 0: requests of the base model. popularity:
-    "even", or "zipf", where the n-th adapter is asked for 1 / n as often as the first."""
+    """A set of adapters. ranks: used in turn by the distinct adapters. adapters: how many there are, 0 for
+    requests for the base model. popularity: "even", or "zipf", where the n-th adapter is used 1 / n as often
+    as the first."""
 
     name: str
     ranks: tuple[int, ...] = ()
@@ -42,7 +43,7 @@ class Case:
     popularity: str = "even"
 
     def choose(self, count: int) -> list[int | None]:
-        """The adapter of each of so many requests."""
+        """The adapter of each of `count` requests, None for the base model."""
         if not self.adapters:
             return [None] * count
         if self.popularity == "even":
@@ -58,7 +59,7 @@ def prompts(count: int, length: int, seed: int = 7) -> list[list[int]]:
 
 
 def save_model(path: Path, name: str, dtype: str) -> Path:
-    """One of MODELS as a Hugging Face directory with weights in `dtype`."""
+    """Write one of MODELS as a Hugging Face directory with weights in `dtype`."""
     kind, shape = MODELS[name]
     make_model(path, kind, **COMMON, **shape)
     file = path / "model.safetensors"
@@ -70,7 +71,7 @@ def save_model(path: Path, name: str, dtype: str) -> Path:
 
 
 def make_llama(path: Path, hidden: int, layers: int) -> Path:
-    """A float32 model for what servers cost, with heads of 64 and a vocabulary of 8,192."""
+    """Write a float32 Llama with heads of 64 and a vocabulary of 8,192, to benchmark servers."""
     heads = hidden // 64
     return make_model(
         path, "llama", hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
@@ -80,7 +81,7 @@ def make_llama(path: Path, hidden: int, layers: int) -> Path:
 
 
 def module_sizes(model: str) -> dict[str, tuple[int, int]]:
-    """In and out of each linear layer of a block."""
+    """Inputs and outputs of each linear layer of a block."""
     shape = MODELS[model][1]
     hidden, middle = shape["hidden_size"], shape["intermediate_size"]
     kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
@@ -93,7 +94,7 @@ def module_sizes(model: str) -> dict[str, tuple[int, int]]:
 
 
 def save_adapter(path: Path, model: str, rank: int, modules: tuple[str, ...], seed: int, dtype: str) -> Path:
-    """A PEFT directory; lora_alpha is twice the rank."""
+    """Write a PEFT directory. lora_alpha is twice the rank."""
     shape, sizes = MODELS[model][1], module_sizes(model)
     random = torch.Generator().manual_seed(seed)
     tensors = {}

@@ -1,6 +1,6 @@
-"""The machine a figure was taken on, and how much of it others used meanwhile. Linux.
+"""Describes the machine of a measurement, and how much CPU time other processes used meanwhile. Linux only.
 
-python benchmarks/machine.py        # what the other benchmarks will say about this machine
+python benchmarks/machine.py        # print what the other benchmarks report about this machine
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 QUIET = 0.25
-"""CPUs that others may use during a run before its figures are marked."""
+"""CPUs that other processes may use during a run; above this, its figures are marked as unreliable."""
 
-# Flags of /proc/cpuinfo, and what people call them. The first of the vector widths that is there counts.
+# Flags of /proc/cpuinfo and their common names. Of WIDTHS, the first one found is used.
 WIDTHS = (("avx512f", "AVX-512"), ("avx2", "AVX2"), ("sve", "SVE"), ("asimd", "NEON"))
 EXTRAS = (
     ("avx512_vnni", "VNNI"), ("avx_vnni", "AVX-VNNI"), ("avx512_bf16", "BF16"), ("amx_tile", "AMX"),
@@ -27,7 +27,8 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Machine:
-    """cores: those that this process may use. caches: as "L2 512 KiB", of one core or one group of cores."""
+    """cores: those that this process may use. caches: such as "L2 512 KiB", for one core or group of
+    cores."""
 
     processor: str
     instructions: str
@@ -40,7 +41,7 @@ class Machine:
 
     @property
     def short(self) -> str:
-        """For a caption or a heading."""
+        """A short description for captions and headings."""
         plural = "core" if self.cores == 1 else "cores"
         return f"{self.processor} ({self.instructions}), {self.cores} {plural}"
 
@@ -70,7 +71,7 @@ def see_machine() -> Machine:
 
 
 def _processor(cpu: dict[str, str]) -> str:
-    """As it names itself; a virtual machine may hide the model, so the generation of AMD's is added."""
+    """The processor's own name. AMD's generation is added, because a virtual machine may hide the model."""
     name = cpu.get("model name") or cpu.get("Model") or f"an {platform.machine()} processor"
     for mark in ("(R)", "(TM)", "(tm)", "Processor"):
         name = name.replace(mark, "")
@@ -94,7 +95,7 @@ def _caches() -> tuple[str, ...]:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """Of the first processor."""
+    """The fields of the first processor."""
     first = _read("/proc/cpuinfo").split("\n\n")[0]
     pairs = (line.partition(":") for line in first.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
@@ -108,7 +109,7 @@ def _read(path: str | Path) -> str:
 
 
 def family(root: int) -> set[int]:
-    """A process and all that it started, directly or not."""
+    """The ids of a process and all its descendants."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         if fields := _stat(stat):
@@ -120,14 +121,15 @@ def family(root: int) -> set[int]:
 
 
 def _stat(path: Path) -> list[str]:
-    """The fields of /proc/PID/stat after the name; empty when the process has ended."""
+    """The fields of /proc/PID/stat after the name; empty if the process has ended."""
     return _read(path).rpartition(")")[2].split()
 
 
 class Others:
-    """CPUs used by others since this was made: other processes, and other machines on the same host (steal).
+    """Measures the CPUs that others use, from the creation of this object on: other processes, and other
+    virtual machines on the same host (steal).
 
-    Processes of ours that start and end in between are counted by their parents, so they must be waited for.
+    A child process that starts and ends in between counts as ours only if its parent has waited for it.
     """
 
     def __init__(self) -> None:
@@ -140,13 +142,13 @@ class Others:
 
 
 def all_ticks() -> int:
-    """Ticks of all processors that were not idle: user, nice, system, interrupts, steal."""
+    """Busy ticks of all processors: user, nice, system, interrupts, steal."""
     fields = [int(field) for field in _read("/proc/stat").splitlines()[0].split()[1:9]]
     return sum(fields) - fields[3] - fields[4]
 
 
 def own_ticks() -> int:
-    """Ticks of this process and those it started, with their children that ended."""
+    """Ticks of this process and its descendants, including children that have ended."""
     return sum(
         sum(map(int, fields[11:15]))
         for pid in family(os.getpid())
@@ -155,9 +157,9 @@ def own_ticks() -> int:
 
 
 def wait_for_quiet(seconds: float) -> float:
-    """Wait until others use at most QUIET CPUs over a second, for at most so many seconds.
+    """Wait until others use at most QUIET CPUs during one second, but not longer than `seconds`.
 
-    Returns the CPUs seen last."""
+    Returns the CPUs that others used in the last second."""
     end = time.monotonic() + seconds
     while True:
         others = Others()

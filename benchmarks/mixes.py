@@ -1,9 +1,10 @@
-"""The low-rank work of adapters that act together, beside the same adapters on rows of their own; of a scale.
+"""Compares the low-rank work of a mix of adapters with the same adapters on separate rows, and with a scale.
 
     python benchmarks/mixes.py
 
-Layers of a decoder of 2048 x 5632, adapters of rank 16 on every linear layer, in float32, more of them than a
-cache holds. The two ways of a line take turns; a number is the median of their minima.
+Uses decoder layers of 2048 x 5632, with float32 adapters of rank 16 on every linear layer. All adapters
+together are larger than the processor's caches. The two variants of a line alternate. Each time is the median
+of minima.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment, LoraTarget
 from manylora.lora.loaded import LoadedAdapter
 
 HIDDEN, KV, INNER, RANK, LAYERS, MEMBERS = 2048, 512, 5632, 16, 6, 4
-LINEARS = (  # inputs, and the adapters' modules with their outputs
+LINEARS = (  # inputs, then the id and the outputs of each module
     (HIDDEN, ((1, HIDDEN), (2, KV), (3, KV))),
     (HIDDEN, ((4, HIDDEN),)),
     (HIDDEN, ((5, INNER), (7, INNER))),
@@ -32,7 +33,7 @@ Rows = dict[tuple[int, int], LoraRow]
 
 
 def adapters(count: int) -> tuple[torch.Tensor, list[Rows]]:
-    """A pool, and where the rows of each adapter lie in it."""
+    """A pool, and the rows of each adapter in it."""
     found, used = [dict[tuple[int, int], LoraRow]() for _ in range(count)], 0
     for rows in found:
         for layer in range(LAYERS):

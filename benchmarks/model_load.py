@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""How long a model that `manylora build` wrote takes to load, beside copying its bytes once from the page
-cache, and how much memory `LLM` needs while it loads a checkpoint, beyond the caches it was asked for.
+"""Measures how long a model takes to load, and how much memory that needs.
 
-The model has random weights in bfloat16 and the proportions of Llama-2-7B in fewer layers (16 layers of
-2048, 5504; 32 000 tokens: 1.9 GB), because 13 GB do not fit every machine. Each load runs in a process of its
-own. Its time is that of `load_decoder`, without imports, in the dtype that keeps bfloat16 as it is stored;
-the copy reads the files' bytes into memory that was never touched, as a load must.
+Time: loading a model that `manylora build` wrote, compared with copying its bytes once from the page cache.
+Each load runs in a separate process. The time is that of `load_decoder`, without imports, in the dtype that
+keeps bfloat16 weights as they are stored. The copy goes into fresh memory, like a load.
 
-Memory is VmHWM (which counts anonymous and mapped pages alike) less what the process had after its imports
-and less the KV cache; N is the bytes of the checkpoint's files.
+Memory: the peak while `LLM` loads a checkpoint. It is VmHWM (anonymous and mapped pages) minus the memory
+after the imports and minus the KV cache, in multiples of N, the bytes of the checkpoint's files.
+
+The model has random bfloat16 weights and the proportions of Llama-2-7B in fewer and smaller layers (16 layers
+of 2048, 5504; 32 000 tokens: 1.9 GB), because 13 GB do not fit on every machine.
 
     model_load.py --rounds 5
     model_load.py --layers 32 --hidden 4096      # the whole 13 GB
@@ -42,7 +43,7 @@ CHUNK = 2**24
 
 
 def write_model(folder: Path, layers: int, hidden: int) -> None:
-    """Without transformers, which would hold the model in memory first."""
+    """Write a checkpoint without transformers, which would need the whole model in memory."""
     inner = hidden * 43 // 16
     shapes = {"model.embed_tokens.weight": (32000, hidden), "lm_head.weight": (32000, hidden)}
     shapes["model.norm.weight"] = (hidden,)  # type: ignore[assignment]
@@ -57,7 +58,7 @@ def write_model(folder: Path, layers: int, hidden: int) -> None:
         norms = ("input_layernorm", "post_attention_layernorm")
         shapes |= {f"{root}{name}.weight": (hidden,) for name in norms}  # type: ignore[misc]
     rng = np.random.default_rng(0)
-    # One block of random bits, finite as bfloat16, serves every tensor: only its size is of interest here.
+    # All tensors use the same random values, because only their sizes matter here.
     widest = max(int(np.prod(shape)) for shape in shapes.values())
     bits = (rng.standard_normal(widest, np.float32) * np.float32(0.02)).view(np.uint32) >> 16
     data = bits.astype(np.uint16)
@@ -77,7 +78,7 @@ def write_model(folder: Path, layers: int, hidden: int) -> None:
 
 
 def status(name: str) -> int:
-    """Bytes, as /proc/self/status has them in kB."""
+    """A field of /proc/self/status in bytes."""
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
@@ -89,7 +90,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def copy_once(folder: Path) -> float:
-    """Seconds."""
+    """Copy all files into memory. Returns seconds."""
     start = time.perf_counter()
     kept = []
     for file in files_of(folder):
@@ -103,7 +104,7 @@ def copy_once(folder: Path) -> float:
 
 def load(folder: Path) -> dict[str, float]:
     device = open_device("cpu")
-    device.ops.pack(torch.zeros(64, 64))  # its first use is not part of a load
+    device.ops.pack(torch.zeros(64, 64))  # exclude the initialisation at the first use
     before = status("VmRSS")
     start = time.perf_counter()
     config = read_model_config(folder)
@@ -122,7 +123,7 @@ def llm(folder: Path) -> dict[str, float]:
 
 
 def apart(what: str, folder: Path) -> dict[str, float]:
-    """One run in a process of its own."""
+    """Run one measurement in a separate process."""
     command = [sys.executable, __file__, "--only", what, "--model", str(folder)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ)
     return json.loads(done.stdout.splitlines()[-1])
@@ -147,7 +148,7 @@ def main() -> None:
         build(BuildPlan(model, built))
         nbytes = sum(file.stat().st_size for file in files_of(built))
         rounds = []
-        for _ in range(options.rounds):  # in turns, so that both see the same machine
+        for _ in range(options.rounds):  # alternate, so that other work on the machine affects both equally
             rounds.append((apart("copy", built)["seconds"], apart("load", built)))
         of_llm = [apart("llm", model)["beyond"] for _ in range(options.rounds)]
     copied = statistics.median(seconds for seconds, _ in rounds)
@@ -156,7 +157,7 @@ def main() -> None:
     print(f"checkpoint of {nbytes / 1e9:.2f} GB, {options.layers} layers of {options.hidden}")
     print(f"copied once    {copied:6.2f} s")
     print(f"loaded         {loaded:6.2f} s  {loaded / copied:5.2f}x, peak {peak / nbytes:.2f} N")
-    print(f"LLM beyond its caches: peak {statistics.median(of_llm) / nbytes:.2f} N")
+    print(f"LLM without its caches: peak {statistics.median(of_llm) / nbytes:.2f} N")
     figures = {
         "gbytes": nbytes / 1e9, "copied_s": copied, "loaded_s": loaded, "ratio": loaded / copied,
         "load_peak": peak / nbytes, "llm_peak": statistics.median(of_llm) / nbytes,

@@ -1,18 +1,22 @@
 #!/usr/bin/env python3
-"""N-gram drafts, off and on in turn: tokens per second where answers repeat themselves and where they do not.
+"""Measures n-gram drafting: tokens per second with and without drafts, for repetitive and for random answers.
 
-The physics. A decode step of n sequences reads each weight once and does 2 n FLOPs for it. A draft of k
-tokens adds k rows: no bytes of weights, but their FLOPs. With few sequences reading takes longer than
-multiplying, so a row costs little, and each accepted token saves a step. With many sequences a row costs as
-much as a token. The expected gain therefore falls with n. For unpredictable text, the expected loss is the
-first drafts of each request, after which it pauses.
+Expected gain. A decode step of n sequences reads each weight once and does 2 n FLOPs for it. A draft of k
+tokens adds k rows, which need FLOPs but no further bytes of weights. With few sequences a step is
+memory-bound, so a row costs little, and each accepted token saves a step. With many sequences a row costs as
+much as a token. The gain therefore falls with n. For unpredictable text the loss is the first drafts of each
+request, after which drafting pauses.
 
-    ngram.py                                  # small, float32, 1, 4 and 16 requests at a time
+    ngram.py                                  # small, float32, 1, 4 and 16 concurrent requests
     ngram.py --model small --dtype bfloat16 --at-once 1,8 --draft 5 --rounds 5 --json found.json
 
-The models of loads.py are random and copy nothing, so what may be said makes the text: of 8 tokens alone,
-greedy, an answer soon repeats itself (repeating); of all of them, drawn at temperature 1, it never does
-(random). Both engines are in one process, idle while the other runs; figures are medians of rounds.
+The models of loads.py have random weights, so sampling determines whether answers repeat:
+
+    repeating  greedy, with only 8 allowed tokens: an answer soon repeats itself
+    random     all tokens at temperature 1: an answer never repeats itself
+
+Both engines are in one process, and each is idle while the other one runs. Figures are medians over the
+rounds.
 """
 
 from __future__ import annotations
@@ -58,7 +62,7 @@ def seconds(engine: Engine, requests: list[Request]) -> float:
 def measure(engines: dict[str, Engine], text: str, count: int, rounds: int, vocab: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in engines}
     before = engines["on"].stats()
-    for number in range(rounds + 1):  # the first is not counted
+    for number in range(rounds + 1):  # the first round only warms up
         made = [
             Request(tuple(ids), sampling(text, vocab, number * count + i))
             for i, ids in enumerate(prompts(count, 64, seed=number))

@@ -106,8 +106,7 @@ def serve(model: Path, root: Path, work: Path, cache_bytes: int) -> subprocess.P
 async def first_token(
     adapter: str, tokens: int, prompt: str | list[int] = TEXT, seen: list[float] | None = None
 ) -> float:
-    """Read an answer to its end. Returns the seconds to its first text; appends each part's time to
-    `seen`."""
+    """Read a complete answer. Returns the seconds to its first text. seen: gets the time of each part."""
     body = json.dumps(
         {"model": adapter, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True,
          "ignore_eos": True, "logprobs": 0}

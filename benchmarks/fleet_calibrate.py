@@ -48,8 +48,7 @@ Row = tuple[float, int, int, int]  # seconds, prompt rows, decode rows, adapters
 
 
 class Watched(Engine):
-    """An engine that records the rows and the duration of each step, and the duration of each adapter's
-    read."""
+    """An engine that records the rows and duration of each step, and how long each adapter was read."""
 
     def __init__(self, config: EngineConfig, least: Costs | None = None) -> None:
         self.rows: list[Row] = []

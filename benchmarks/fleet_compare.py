@@ -96,8 +96,7 @@ class Replayed(LeastBusy):
 
 
 async def answer(port: int, trace: list[Arrival]) -> tuple[list[Arrival], list[str]]:
-    """Send each request at its time. Returns copies with the times at which text arrived, and the
-    replicas."""
+    """Send each request at its time. Returns copies with the times of their texts, and their replicas."""
 
     async def one(place: int, arrival: Arrival) -> tuple[Arrival, str]:
         # Every prompt is different, because the engine reuses the KV cache of a common prefix.
@@ -119,8 +118,8 @@ async def answer(port: int, trace: list[Arrival]) -> tuple[list[Arrival], list[s
 
 
 class Past:
-    """The requests that a fleet got before the counted ones, with their times, so that the simulation can
-    repeat them."""
+    """Records the requests before the counted ones and their times, so that the simulation can repeat
+    them."""
 
     def __init__(self, port: int) -> None:
         self._port, self._began = port, time.perf_counter()

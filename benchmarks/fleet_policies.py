@@ -1,5 +1,4 @@
-"""Routing policies to compare `manylora.fleet.routing.AffinityRouting` with, and a lower bound of cold
-loads."""
+"""Routing policies to compare with `manylora.fleet.routing.AffinityRouting`, and a bound on cold loads."""
 
 from __future__ import annotations
 

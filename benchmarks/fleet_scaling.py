@@ -37,8 +37,7 @@ async def replicas(fleet: Fleet) -> int:
 
 
 async def run(fleet: Fleet, options: argparse.Namespace) -> tuple[list[Asked], list[tuple[float, int]]]:
-    """Returns all requests, and each change of the number of replicas as (seconds since the start,
-    number)."""
+    """Returns all requests, and the number of replicas over time as (seconds since the start, number)."""
     found: list[Asked] = []
     seen: list[tuple[float, int]] = []
     began, wanted = time.perf_counter(), options.clients

@@ -1,5 +1,4 @@
-"""transformers + PEFT on the same machine: tokens per second of a greedy batch with no, one and many
-adapters."""
+"""transformers + PEFT on the same machine: tokens per second with no adapter, one and many."""
 
 from __future__ import annotations
 

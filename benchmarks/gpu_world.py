@@ -55,8 +55,7 @@ def model_shape(name: str) -> ModelConfig:
 
 @dataclass(frozen=True)
 class Adapters:
-    """`count` distinct adapters, each in its own part of the pool. They use the ranks in turn, on every
-    layer."""
+    """`count` distinct adapters on every layer, each in its own part of the pool. ranks: used in turn."""
 
     count: int
     ranks: tuple[int, ...]
@@ -155,8 +154,7 @@ class World:
         return LoraBatch(adapters.pool, segments, 16)
 
     def inputs(self, lengths: Sequence[int], lora: LoraBatch | None) -> StepInputs:
-        """Sequences of `context` tokens each. lengths: how many of their last tokens are computed in this
-        step."""
+        """Sequences of `context` tokens. lengths: how many of their last tokens this step computes."""
         starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
         each = self._blocks_each
         blocks = [list(range(i * each, i * each + -(-self.context // PAGE))) for i in range(len(lengths))]
@@ -178,8 +176,7 @@ class World:
         return torch.argmax(self._forward(batch), dim=-1)
 
     def decode(self, inputs: StepInputs) -> Tensor:
-        """Run one decode step as the engine does, including building and copying tables. Returns the next
-        tokens."""
+        """Run one decode step like the engine: build tables, copy them, launch. Returns the next tokens."""
         return torch.argmax(self.graphs.run(inputs), dim=-1)
 
     def _forward(self, batch) -> Tensor:  # type: ignore[no-untyped-def]

@@ -27,8 +27,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Machine:
-    """cores: those that this process may use. caches: such as "L2 512 KiB", for one core or group of
-    cores."""
+    """cores: those that this process may use. caches: such as "L2 512 KiB", per core or group of cores."""
 
     processor: str
     instructions: str

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""The overhead of the servers: tokens per second through the ensemble over gRPC and through the OpenAI server
-over HTTP, compared with the engine in-process.
+"""Measures the overhead of the servers: tokens per second through Triton's ensemble over gRPC and through the
+OpenAI server over HTTP, compared with the engine in-process.
 
-Same model, same requests, same number of streams, alternating within one run. Prints every round, the ratio
-of the medians, and the CPU time of each of Triton's processes, which is less affected by other work on the
-machine than the rates. The model's step is the work; everything the server adds is overhead. With a step of s
-seconds and n streams the engine generates n / s tokens per second, and a server must handle as many
-responses. Client, server and engine share the cores here.
+All use the same model, requests and number of streams, and alternate within one run. Prints every round, the
+ratios of the medians, and the CPU time of each of Triton's processes. Other work on the machine affects the
+CPU time less than the rates. With a step of s seconds and n streams the engine generates n / s tokens per
+second, and a server must handle as many responses. Client, server and engine share the cores.
 
     overhead.py --streams 64 --rounds 3
     overhead.py --streams 64 --rounds 3 --stream-intervals 1 4
@@ -47,10 +46,10 @@ from manylora.request import Request, SamplingConfig
 from manylora.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-TEXT = "Tell me about number {}. \nAnswer:"  # each stream its own, so that the streams' tokens differ
+TEXT = "Tell me about number {}. \nAnswer:"  # different for each stream, so that the tokens differ, too
 METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
-ERROR = b"\x0a"  # the field of ModelStreamInferResponse that comes first, if it does
-LAST = b"triton_final_response\x12\x02\x08\x01"  # a parameter that is true
+ERROR = b"\x0a"  # the tag of error_message, the first field of a ModelStreamInferResponse
+LAST = b"triton_final_response\x12\x02\x08\x01"  # this parameter with the value true
 
 
 def free_ports(count: int) -> list[int]:
@@ -70,7 +69,7 @@ def in_process(model: Path, streams: int, tokens: int) -> float:
             done.put(event)
 
     rates = []
-    for _ in range(2):  # the first warms up
+    for _ in range(2):  # the first run only warms up
         began = time.perf_counter()
         for prompt in prompts:
             loop.submit(Request(prompt, SamplingConfig(max_tokens=tokens), streaming=True), sink)
@@ -104,12 +103,12 @@ def through_the_server(model: Path, work: Path, streams: int, tokens: int, inter
         subprocess.run([*launch, "--stop"], check=True, capture_output=True)
     told = ", ".join(f"{name} {value:.3f}" for name, value in used.items())
     beside = sum(value for name, value in used.items() if name != "tensorrt_llm")
-    print(f"ms for each token: {told}; all beside the engine's process {beside:.3f}")
+    print(f"CPU ms per token: {told}; all except the engine's process {beside:.3f}")
     return rate
 
 
 def processes(launch: list) -> dict[str, int]:
-    """Triton's processes: each model's by its name, tritonserver, and the HTTP proxy."""
+    """The pids of Triton's processes: each model's by the model's name, tritonserver, and the HTTP proxy."""
     told = subprocess.run([*launch, "--status"], check=True, capture_output=True, text=True).stdout
     found = {}
     for pid in json.loads(told)["processes"]:
@@ -144,7 +143,7 @@ def _inputs(text: str, tokens: int) -> list[grpc.InferInput]:
 
 
 async def _ask(port: int, asked: list[list[grpc.InferInput]], tokens: int) -> float:
-    """One thread for all streams, and messages as bytes: the client works on the same cores as the server."""
+    """Ask from a single thread and do not parse messages, because the client shares the server's cores."""
     requests = [service_pb2.ModelInferRequest(model_name="ensemble") for _ in asked]
     for request, inputs in zip(requests, asked, strict=True):
         request.inputs.extend(one._get_tensor() for one in inputs)
@@ -166,7 +165,7 @@ async def _ask(port: int, asked: list[list[grpc.InferInput]], tokens: int) -> fl
         began, used = time.perf_counter(), time.process_time()
         await asyncio.gather(*(one(call, request) for request in requests))
         count, seconds = len(asked) * tokens, time.perf_counter() - began
-        print(f"{1000 * (time.process_time() - used) / count:.3f} ms for each token in the client")
+        print(f"{1000 * (time.process_time() - used) / count:.3f} CPU ms per token in the client")
         return count / seconds
 
 
@@ -190,7 +189,7 @@ def through_openai(model: Path, streams: int, tokens: int, interval: int) -> flo
 
 
 async def _ask_openai(port: int, streams: int, tokens: int) -> float:
-    """Bytes as they come, until the server closes: the client is to cost as little as it can."""
+    """Read bytes without parsing until the server closes, so that the client costs as little as possible."""
 
     async def one(text: str) -> None:
         body = json.dumps(
@@ -222,7 +221,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--stream-intervals", type=int, nargs="+", default=[1], help="tokens in an event")
+    parser.add_argument("--stream-intervals", type=int, nargs="+", default=[1], help="tokens per event")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)

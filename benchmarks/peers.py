@@ -1,26 +1,26 @@
 #!/usr/bin/env python3
-"""Compares manylora with the engines one would otherwise choose, on the same random models and adapters.
+"""Compares manylora with other engines on the same random models and adapters.
 
-Each engine is measured against manylora, alternating within one run, each in a separate process that is idle
-while the other one runs. The ratio is the median of the pairs. At concurrency N, a call has N requests for
-both engines, which all run at once, and the next call starts when it has ended. Requests have 64 tokens in
-and 64 out, greedy, and never end early. The time to first token is the time of such a call for one token:
-until all N have theirs. --in-flight also measures manylora alone with N requests open at any time and answers
-of 32 to 96 tokens.
+Each engine and manylora alternate within one run. Each is a separate process, and is idle while the other one
+runs. The ratio is the median of the pairs. At concurrency N, a call has N requests that run at once, and the
+next call starts when all have ended. Requests have 64 tokens in and 64 out, are greedy and never end early.
+The time to first token is the time of a call with one token of output: until all N requests have their token.
+--in-flight also measures manylora alone with N requests open at any time and answers of 32 to 96 tokens.
 
-    peers.py                                                          # whoever this Python can import
+    peers.py                                                          # all engines this Python can import
     peers.py --python openvino=/venvs/ov/bin/python --models small,mid --keep build/peers --json found.json
-    peers.py --cases base --at-once 1,16 --dtypes int8,int4 --json found.json   # more rows for the file
-    peers.py --json found.json --show                                 # its tables, without measuring
+    peers.py --cases base --at-once 1,16 --dtypes int8,int4 --json found.json   # add rows to the file
+    peers.py --json found.json --show                                 # print its tables without measuring
 
-r8qkv: rank 8 on q, k, v; r16all: rank 16 on all linear layers; then the number of distinct adapters, asked
-for in turn. int8 and int4: 8 and 4 bits for the weights of the bfloat16 model, as each engine does it (ours:
-W8A8 and W4A8, or W8A16 and W4A16 in a version without them). The first tokens of both engines' answers are
-compared: where far fewer than all agree, an adapter was not applied, or rounding decided between near equals.
+Cases: r8qkv-N has N distinct adapters of rank 8 on q, k, v, used in turn; r16all-N has rank 16 on all linear
+layers. int8 and int4 are weights of 8 and 4 bits, made from the bfloat16 model in each engine's own way
+(manylora: W8A8 and W4A8, or W8A16 and W4A16 in a version without them). The first tokens of both engines'
+answers are compared. If many differ, an adapter was not applied, or the best tokens are so close that
+rounding decides.
 
-Needs an otherwise idle machine: rows during which others used more than a quarter of a CPU are marked, and
---wait waits for quiet before each row. The base model at 1, 4, 16 and 32 takes 2 minutes for a small model
-and one peer.
+Needs an otherwise idle machine. Rows during which other processes used more than a quarter of a CPU are
+marked, and --wait waits for an idle machine before each row. The base model at 1, 4, 16 and 32 takes 2
+minutes for a small model and one peer.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ CASES = [
 
 def main() -> None:
     options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that the workers are, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that the workers are closed, too
     if options.show:
         _show(read(options.json), options)
         return
@@ -78,7 +78,7 @@ def main() -> None:
     element = kv_bytes()
     bandwidth, rate = measure_machine()
     if share > QUIET:
-        print(f"others use {share:.2f} CPUs: figures, and the limits, say little", file=sys.stderr)
+        print(f"other processes use {share:.2f} CPUs: figures and limits are unreliable", file=sys.stderr)
     found = Found(machine.as_dict(), {"bandwidth": bandwidth, "gemm": rate, "wide": element})
     if options.json and options.json.exists():
         earlier = read(options.json)
@@ -119,7 +119,7 @@ def _compare(
     options: argparse.Namespace,
     found: Found,
 ) -> None:
-    """One peer and us over all cases, a pair of fresh processes for each set of adapters."""
+    """Measure one peer and manylora in all cases, with a pair of new processes for each set of adapters."""
     for name in SETS:
         cases = [case for case in CASES if case.name in options.cases and case.name.split("-")[0] == name]
         if not cases:
@@ -167,7 +167,7 @@ def _run_set(
             row = Row(model, dtype, case.name, peer, at_once)
             rows.append(row)
             measure(case, ours, theirs, row, options.rounds, options.wait, options.in_flight)
-            busy = f", others used {row.others:.2f} CPUs" if row.busy else ""
+            busy = f", other processes used {row.others:.2f} CPUs" if row.busy else ""
             print(f"{model} {dtype} {peer} {case.name} at {at_once}: {row.ratio():.2f} x, first token "
                   f"{row.first_ratio():.2f} x{busy}", file=sys.stderr, flush=True)  # fmt: skip
     return rows, uses
@@ -184,7 +184,7 @@ def _start(
 
 
 def _setup(model: str, name: str, count: int, dtype: str, folder: Path, options: argparse.Namespace) -> Setup:
-    """Makes what is not there yet."""
+    """Create the model and the adapters that do not exist yet."""
     stored = "float32" if dtype == "float32" else "bfloat16"
     kept = folder / f"{model}-{stored}"
     path, (rank, modules) = kept / "model", SETS[name]
@@ -200,7 +200,8 @@ def _setup(model: str, name: str, count: int, dtype: str, folder: Path, options:
 
 
 def _set_limits(row: Row, rates: dict[str, float]) -> None:
-    """For weights of 8 and 4 bits the rate of integer products would have to be known."""
+    """Set the row's limits. Rows with 8-bit and 4-bit weights get none, because only the GEMM rate of floats
+    is measured."""
     if row.dtype not in ("bfloat16", "float32") or row.error is not None:
         return
     shape = MODELS[row.model][1]
@@ -225,12 +226,12 @@ def _set_limits(row: Row, rates: dict[str, float]) -> None:
 def _can(peer: str, dtype: str) -> bool:
     if dtype in ("bfloat16", "float32") or peer in QUANTISES:
         return True
-    print(f"{peer} is left out with {dtype}: its worker has no weights of fewer bits", file=sys.stderr)
+    print(f"{peer} is skipped for {dtype}: its worker does not support quantised weights", file=sys.stderr)
     return False
 
 
 def _available(options: argparse.Namespace) -> dict[str, str]:
-    """Peer -> Python that can import it. Says who is left out."""
+    """The Python that can import each engine. Prints which engines are skipped."""
     found: dict[str, str] = {}
     for name in (US, *options.peers):
         python = options.python.get(name, sys.executable)
@@ -239,7 +240,7 @@ def _available(options: argparse.Namespace) -> dict[str, str]:
             found[name] = python
         else:
             hint = f"--python {name}=PATH names another Python"
-            print(f"{name} is left out: {python} has no module {MODULES[name]}; {hint}", file=sys.stderr)
+            print(f"{name} is skipped: {python} has no module {MODULES[name]}; {hint}", file=sys.stderr)
     if US not in found:
         sys.exit(f"{US} itself cannot be imported")
     return found
@@ -254,22 +255,24 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--peers", type=_some(peers), default=peers, help=",".join(peers))
     parser.add_argument("--cases", type=_some(names), default=names, help=",".join(names))
     parser.add_argument("--dtypes", type=_some(list(DTYPES)), default=["bfloat16"], help=",".join(DTYPES))
-    parser.add_argument("--at-once", type=_numbers, default=list(AT_ONCE), help="requests in a call, as 1,16")
-    parser.add_argument("--rounds", type=int, default=3, help="pairs; fewer where a row takes over 40 s")
-    parser.add_argument("--in-flight", action="store_true", help="ours with N open at any time, too")
-    parser.add_argument("--wait", type=float, default=0, metavar="SECONDS", help="for quiet, before each row")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="written; rows that it has are kept")
-    parser.add_argument("--show", action="store_true", help="only print the tables of --json")
-    parser.add_argument("--python", action="append", default=[], metavar="PEER=PATH", help="more than once")
     parser.add_argument(
-        "--keep", type=Path, help="folder of models and conversions, made or found; logs, too"
+        "--at-once", type=_numbers, default=list(AT_ONCE), help="requests per call, such as 1,16"
     )
-    parser.add_argument("--timeout", type=float, default=900, help="seconds, for each start and each run")
+    parser.add_argument("--rounds", type=int, default=3, help="pairs per row; fewer if a row takes over 40 s")
+    parser.add_argument("--in-flight", action="store_true", help="also measure manylora with N requests open")
+    parser.add_argument(
+        "--wait", type=float, default=0, metavar="SECONDS", help="for an idle machine, per row"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add the rows to this file")
+    parser.add_argument("--show", action="store_true", help="only print the tables of --json")
+    parser.add_argument("--python", action="append", default=[], metavar="PEER=PATH", help="repeatable")
+    parser.add_argument("--keep", type=Path, help="folder for models, conversions and logs, which are reused")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for each start and each run")
     options = parser.parse_args()
     options.python = dict(pair.split("=", 1) if "=" in pair else parser.error(f"--python {pair}: no =")
                           for pair in options.python)  # fmt: skip
     if unknown := set(options.python) - set(SCRIPTS):
-        parser.error(f"--python: {', '.join(sorted(unknown))} not among {', '.join(SCRIPTS)}")
+        parser.error(f"--python: {', '.join(sorted(unknown))} must be among {', '.join(SCRIPTS)}")
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
     if options.show and not (options.json and options.json.exists()):
@@ -291,7 +294,7 @@ def _some(known: list[str]) -> Any:
     def parse(text: str) -> list[str]:
         chosen = text.split(",")
         if wrong := set(chosen) - set(known):
-            raise argparse.ArgumentTypeError(f"{', '.join(sorted(wrong))} not among {', '.join(known)}")
+            raise argparse.ArgumentTypeError(f"{', '.join(sorted(wrong))} must be among {', '.join(known)}")
         return chosen
 
     return parse

@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
-"""Weights in 8 and 4 bits compared with plain ones: bytes, speed and distance from float32, on one model.
+"""Compares 8-bit and 4-bit weights with plain ones on one model: bytes, speed, and distance from float32.
 
-The physics. A decode step of few rows reads every weight once and computes little, so at best its speed-up is
-the ratio of the bytes. A kernel that cannot keep up with memory, or that widens weights first, loses some of
-that. Many rows, as in a prompt, are bound by FLOPs, which fewer bits do not reduce unless the product uses
-integers (W8A8, W4A8). Accuracy: logits of some prompts compared with float32's, as mean Kullback-Leibler
-divergence and as the share of equal first choices.
+Expected speed. A decode step of few rows is memory-bound, so its speed-up is at most the ratio of the bytes.
+It is less if a kernel cannot keep up with memory or dequantises weights first. Many rows, as in a prompt, are
+bound by FLOPs, which quantisation does not reduce unless the product uses integers (W8A8, W4A8).
+
+Accuracy. The logits of some prompts are compared with those of float32: the mean Kullback-Leibler divergence,
+and the share of positions with the same most likely token.
 
     quantisation.py --model examples/demo/base
     quantisation.py --hidden 2048 --layers 4 --requests 4
 
-Without --model a random Llama is made, whose accuracy says little: random weights have no outliers.
-Each case runs --rounds times, in turn; times are medians. The last line is JSON.
+Without --model, a Llama with random weights is used. Its accuracy is not representative, because random
+weights have no outliers. Each case runs --rounds times, in turn, and times are medians. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -68,8 +70,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=4, help="at a time")
-    parser.add_argument("--tokens", type=int, default=32, help="of each answer")
+    parser.add_argument("--requests", type=int, default=4, help="concurrent requests")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=3)
     return parser.parse_args()
 

@@ -1,9 +1,9 @@
-"""One server in simulated time: the real scheduler, KV cache and adapter cache; only computing and loading
-are replaced by measured times.
+"""One server in simulated time: the engine's scheduler, KV cache and adapter cache. Only computing and
+loading are replaced with measured times.
 
-The store below does with the real `AdapterCache` what `manylora.lora.store.AdapterStore` does with it; that
-one needs torch for its pages. As in `EngineLoop`, one thread reads adapters and one writes them, beside the
-steps.
+`SimulatedStore` uses the real `AdapterCache` in the same way as `manylora.lora.store.AdapterStore`, which
+cannot be used here because its pages need torch. As in `EngineLoop`, one thread reads adapters and one thread
+writes them, concurrently with the steps.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ from manylora.request import Request, SamplingConfig
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds. A step takes step_s and token_s for each row of a prompt, row_s for each row that decodes,
-    adapter_s for each distinct adapter in it. read_s: from an adapter's files to checked tensors; write_s:
-    from there to the pages. Not 0 if there is any writing: a step that starts meanwhile goes without the
-    adapter's requests. front_s: from a client to the engine; back_s: from there to the client."""
+    """Durations in seconds.
+
+    A step takes step_s, plus token_s per row of a prompt, row_s per decode row and adapter_s per distinct
+    adapter. read_s: from an adapter's files to checked tensors. write_s: from there to the pages. It must not
+    be 0 if writing takes any time, because a step that starts during a write leaves out the adapter's
+    requests. front_s: from the client to the engine. back_s: from the engine to the client.
+    """
 
     step_s: float
     token_s: float
@@ -50,7 +53,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of every server: adapters that each level holds, requests in a step, tokens in the KV cache."""
+    """The size of a server: adapters that each level holds, requests in a step, tokens in the KV cache."""
 
     device_adapters: int
     host_adapters: int
@@ -61,7 +64,7 @@ class Shape:
 
 @dataclass(eq=False, slots=True)
 class Arrival:
-    """One request and what became of it. Times in seconds."""
+    """A request and its result. at, first_token, end: in seconds, -1: not reached. prompt, output: tokens."""
 
     at: float
     adapter: str | None
@@ -69,11 +72,11 @@ class Arrival:
     output: int
     first_token: float = -1.0
     end: float = -1.0
-    cold: bool = False  # its adapter was not on its server's host level
+    cold: bool = False  # whether its adapter was not on its server's host level
 
 
 class Clock:
-    """Events in order of their times."""
+    """Simulated time. Runs events in the order of their times."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -91,7 +94,7 @@ class Clock:
 
 @dataclass(eq=False)
 class Lease:
-    """As `manylora.lora.lease.AdapterLease`, as far as the scheduler looks at it."""
+    """The part of `manylora.lora.lease.AdapterLease` that the scheduler uses."""
 
     digest: str
     carried: bool | None = None
@@ -100,13 +103,13 @@ class Lease:
 
 
 class SimulatedStore:
-    """Leases over the real two levels; every adapter takes one page."""
+    """Leases on the two levels of a real `AdapterCache`. Every adapter takes one page."""
 
     def __init__(self, shape: Shape, write_s: float, clock: Clock) -> None:
         self.cache = AdapterCache(shape.host_adapters, min(shape.device_adapters, shape.host_adapters))
         self.num_loads = 0  # to the host level
         self._write_s, self._clock, self._written = write_s, clock, 0.0
-        self._ready: dict[str, float] = {}  # digest -> when it is written
+        self._ready: dict[str, float] = {}  # digest -> time at which it is written
         self._waiting: dict[str, set[Lease]] = {}
 
     def acquire(self, digest: str) -> Lease:
@@ -175,7 +178,7 @@ class SimulatedStore:
 
 
 class SimulatedServer:
-    """Reads adapters, schedules, waits for the time that a step takes, and goes on."""
+    """A server that reads adapters and runs steps in simulated time."""
 
     def __init__(self, name: str, costs: Costs, shape: Shape, clock: Clock) -> None:
         self.name, self.costs, self.shape, self.clock = name, costs, shape, clock
@@ -188,7 +191,7 @@ class SimulatedServer:
         self.scheduler = Scheduler(self.kv, self.store, config)
         self.num_open, self.num_sent, self.busy_s = 0, 0, 0.0
         self._of: dict[Sequence, Arrival] = {}
-        self._inbox: deque[tuple[Arrival, bool]] = deque()  # and whether its adapter has been read for it
+        self._inbox: deque[tuple[Arrival, bool]] = deque()  # with whether its adapter has been read
         self._to_read: deque[Arrival] = deque()
         self._preparing: Counter[str] = Counter()
         self._reading = self._stepping = False
@@ -196,7 +199,7 @@ class SimulatedServer:
 
     @property
     def state(self) -> Replica:
-        """What a router sees; its sets are live."""
+        """The state that a router sees. Its sets are live views of the cache."""
         if self._state is None:
             running = min(self.num_open, self.shape.max_batch_size)
             self._state = Replica(
@@ -215,13 +218,14 @@ class SimulatedServer:
         self.clock.at(self.clock.now + self.costs.front_s, self._take, arrival)
 
     def _take(self, arrival: Arrival) -> None:
-        """As `EngineLoop.submit`."""
+        """Does the same as `EngineLoop.submit`."""
         if not self._enter_preparation(arrival):
             self._inbox.append((arrival, False))
             self._step()
 
     def _enter_preparation(self, arrival: Arrival) -> bool:
-        """Whether its adapter must be read first, or is being read for an earlier request."""
+        """Queue a request for reading if its adapter is not on the host level, or is being read for an
+        earlier request. Returns whether it was queued."""
         adapter = arrival.adapter
         if adapter is None or (self.store.cache.on_host(adapter) and not self._preparing[adapter]):
             return False
@@ -236,7 +240,7 @@ class SimulatedServer:
         self._state = None
 
     def _read(self) -> None:
-        """The thread that reads adapters: one request after the other."""
+        """The thread that reads adapters, one request at a time."""
         if self._to_read and not self._reading:
             self._reading = True
             arrival = self._to_read.popleft()
@@ -251,17 +255,17 @@ class SimulatedServer:
         self._read()
 
     def _step(self) -> None:
-        """The engine's thread: what has arrived, then one step, if there is work."""
+        """The engine thread: submit the arrived requests, then run one step if there is work."""
         if self._stepping:
             return
         while self._inbox:
             arrival, read = self._inbox.popleft()
-            if read or not self._enter_preparation(arrival):  # its adapter may have been evicted meanwhile
+            if read or not self._enter_preparation(arrival):  # an adapter may have been evicted meanwhile
                 self._submit(arrival)
         if not self.scheduler.has_work:
             return
         step = self.scheduler.schedule()
-        assert step.chunks, "nothing can run, though there is work"
+        assert step.chunks, "there is work, but nothing can run"
         leases = (chunk.sequence.lease for chunk in step.chunks)
         ready = max((self.store.ready_at(lease) for lease in leases if lease is not None), default=0.0)
         seconds = self.costs.of(step)

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""The cost of new versions of an adapter: the time from tensors in memory to the first token of the new
+"""Measures the cost of replacing an adapter: the time from tensors in memory to the first token of the new
 version, and throughput with and without a swap each second.
 
-The model and the adapters are the demo's. Tensors are loaded with `LLM.load_adapter`, and with --http by `PUT
-/v1/lora_adapters/NAME` to a server on this machine's loopback, in a separate process. Under load all requests
-follow, so that every swap affects all of them. Rounds with and without swaps alternate, and the best of each
-counts: on a shared machine the median says more about other work than about swaps.
+The model and the adapters are the demo's. Tensors are loaded with `LLM.load_adapter`. With --http, they are
+sent with `PUT /v1/lora_adapters/NAME` over loopback to a server in a separate process. In the throughput test
+all requests have `lora_version="follow"`, so that every swap affects all of them. Rounds with and without
+swaps alternate, and the best round of each counts, because on a shared machine the median mostly reflects
+other work.
 
     version_swaps.py --rounds 5 --seconds 4
     version_swaps.py --http
@@ -39,7 +40,7 @@ def adapter(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def first_token_ms(swaps: int) -> list[float]:
-    """From tensors to the first token, in this process."""
+    """Milliseconds from tensors to the first token, in this process."""
     from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
 
     policy, params = LoRARequest("policy", 1, None), SamplingParams(max_tokens=1, temperature=0.0)
@@ -56,7 +57,7 @@ def first_token_ms(swaps: int) -> list[float]:
 
 
 def http_ms(swaps: int) -> list[float]:
-    """From tensors to the whole answer of one token, over HTTP."""
+    """Milliseconds from tensors to the complete answer of one token, over HTTP."""
     import train
 
     train.LENGTH, train.SAMPLES = 1, 1
@@ -75,7 +76,7 @@ def http_ms(swaps: int) -> list[float]:
 
 
 def throughput(seconds: float, rounds: int) -> dict[str, float]:
-    """Tokens per second of BATCH requests that follow, at any time."""
+    """Tokens per second of BATCH concurrent requests that follow new versions, with and without swaps."""
     from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
 
     policy = LoRARequest("policy", 1, None, lora_version="follow")

@@ -1,1 +1,1 @@
-"""Engines as processes: `process` is the benchmark's side, `worker` the engine's, a script for each."""
+"""Engines in separate processes: `process` is the benchmark's side, `worker` the engine's."""

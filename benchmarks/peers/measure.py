@@ -1,4 +1,4 @@
-"""Two engines on the same requests, in turn: one runs while the other is idle."""
+"""Measures two engines on the same requests, in turn. One is idle while the other one runs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from peers.process import Worker
 from peers.rows import FirstUse, Row
 
 PROMPT, SINGLES, MOST_S = 64, 4, 40.0
-FLOW = (32, 48, 64, 80, 96)  # new tokens of requests in flight, in turn; their mean is OUTPUT
+FLOW = (32, 48, 64, 80, 96)  # output tokens of requests with --in-flight, used in turn; their mean is OUTPUT
 
 
 def warm(ours: Worker, theirs: Worker, chosen: list[int | None]) -> None:
-    """Every adapter once, and two requests without any."""
+    """Run every adapter once, and two requests without an adapter."""
     short = prompts(len(chosen), 8, seed=3)
     for worker in (ours, theirs):
         worker.run(short, chosen, 4)
@@ -25,8 +25,8 @@ def warm(ours: Worker, theirs: Worker, chosen: list[int | None]) -> None:
 
 
 def measure(case: Case, ours: Worker, theirs: Worker, row: Row, rounds: int, wait: float, flow: bool) -> None:
-    """At `row.at_once`: calls of so many requests. Rounds end early after MOST_S seconds, but never before
-    the first pair. Adapters are asked for in turn, on from one call to the next."""
+    """Measure calls of `row.at_once` requests and fill in `row`. No round starts after MOST_S seconds, except
+    the first. Adapters are used in turn, continuing from one call to the next."""
     row.date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
     before = wait_for_quiet(wait)
     others, began = Others(), time.monotonic()
@@ -63,7 +63,7 @@ def measure(case: Case, ours: Worker, theirs: Worker, row: Row, rounds: int, wai
 def _calls(
     worker: Worker, texts: list[list[list[int]]], chosen: list[list[int | None]], tokens: int
 ) -> tuple[list[list[int]], float]:
-    """One call after the other: all answers, and the seconds of all."""
+    """Run one call after the other. Returns all answers and the total seconds."""
     answers, total = [], 0.0
     for some, adapters in zip(texts, chosen, strict=True):
         answer, seconds = worker.run(some, adapters, tokens)
@@ -73,7 +73,7 @@ def _calls(
 
 
 def first_use(ours: Worker, theirs: Worker, use: FirstUse, adapters: int) -> None:
-    """Of processes that have not seen the adapters yet."""
+    """Measure the first use of adapters, in processes that have not used them yet."""
     others = Others()
     texts = prompts(3 * SINGLES + 2, PROMPT, seed=5)
     for worker, times in ((ours, use.ours_s), (theirs, use.peer_s)):

@@ -1,4 +1,4 @@
-"""The benchmark's side of a worker: start it, ask for runs, see its memory, end it."""
+"""The benchmark's side of a worker: starts it, sends requests, reads its memory use, ends it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from peers.worker import Setup
 
 @dataclass(frozen=True)
 class Memory:
-    """Resident bytes; own: without those of mapped files, which the system may drop and read again."""
+    """Resident bytes. own: without mapped files, whose pages the system can drop and read again."""
 
     all: int
     own: int
 
 
 class WorkerError(Exception):
-    """What a worker said, or that it said nothing."""
+    """A worker failed or did not answer."""
 
 
 class Worker:
-    """A context manager. Raises WorkerError, as `run` does, when the engine cannot be started or fails."""
+    """A running worker, as a context manager. Raises WorkerError if the engine cannot be started; so do its
+    methods if the engine fails."""
 
     def __init__(self, python: str, script: Path, setup: Setup, log: Path, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -53,19 +54,20 @@ class Worker:
     def run(
         self, prompts: list[list[int]], adapters: list[int | None], tokens: int
     ) -> tuple[list[list[int]], float]:
-        """All requests in one call. The new tokens, and the seconds they took."""
+        """Run all requests in one call. Returns the new tokens and the seconds."""
         answer = self._ask({"prompts": prompts, "adapters": adapters, "tokens": tokens})
         return answer["tokens"], answer["seconds"]
 
     def flow(
         self, prompts: list[list[int]], adapters: list[int | None], tokens: list[int], at_once: int
     ) -> float:
-        """Seconds, with so many requests open at any time. Only ours can."""
+        """Run all requests, `at_once` of them open at any time. Returns seconds. Only manylora supports
+        it."""
         message = {"prompts": prompts, "adapters": adapters, "tokens": tokens, "open": at_once}
         return self._ask(message)["seconds"]
 
     def resident(self) -> Memory:
-        """Of the engine's process and of those it started, as it is now."""
+        """The current memory of the engine's process and its descendants."""
         total = files = 0
         for pid in family(self._engine):
             try:
@@ -82,7 +84,7 @@ class Worker:
         return Memory(total, total - files)
 
     def close(self) -> None:
-        """All processes of the worker end."""
+        """Kill all processes of the worker."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -106,7 +108,7 @@ class Worker:
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it said why before it ended
+            pass  # the worker has printed the reason before it ended
         try:
             line = self._lines.get(timeout=self._timeout_s)
         except queue.Empty:

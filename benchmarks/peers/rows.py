@@ -1,4 +1,4 @@
-"""What was measured: a row for each case and number of requests at once, and files of them."""
+"""Results: a row for each case and concurrency, and the file format."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from machine import QUIET
 
 @dataclass
 class Row:
-    """Of one case, so many requests at once, beside one peer.
+    """One case at one concurrency, measured with one peer.
 
-    ours_s, peer_s: seconds of each round, in pairs. requests: of a round, in calls of `at_once`. tokens: new
-    ones of each request. ours_first_s, peer_first_s: seconds until all requests of a call have their first
-    token, in pairs. ours_bytes, peer_bytes: resident after the case, {"all", "own"}. same_first: share of
-    requests whose first token both agree on. others: CPUs that others used, before and during. limit: tokens
-    per second that bandwidth and GEMM rate allow, step_limit: seconds of a step at them. flow: our tokens per
-    second with requests in flight.
+    at_once: requests per call. requests: per round. tokens: output tokens per request. ours_s, peer_s:
+    seconds of each round, in pairs. ours_first_s, peer_first_s: seconds until all requests of a call have
+    their first token, in pairs. ours_bytes, peer_bytes: resident bytes after the case, {"all", "own"}.
+    same_first: share of requests whose first token is equal. others: CPUs that other processes used before
+    and during the row. limit: tokens per second that bandwidth and GEMM rate allow. step_limit: seconds of a
+    step at that limit. flow: our tokens per second with --in-flight.
     """
 
     model: str
@@ -54,34 +54,34 @@ class Row:
         return self.others > QUIET
 
     def rate(self, whose: str) -> float:
-        """Tokens per second of "ours" or "peer", by the median round."""
+        """Tokens per second in the median round. whose: "ours" or "peer"."""
         return self.requests * self.tokens / statistics.median(getattr(self, f"{whose}_s"))
 
     def first(self, whose: str) -> float:
-        """Seconds, the median."""
+        """Median seconds to the first token. whose: "ours" or "peer"."""
         return statistics.median(getattr(self, f"{whose}_first_s"))
 
     def ratio(self) -> float:
-        """Our speed by theirs, the median of the pairs."""
+        """Our speed divided by theirs, as the median of the pairs."""
         return _ratio(self.peer_s, self.ours_s)
 
     def first_ratio(self) -> float:
-        """Our time to the first token by theirs: less is better."""
+        """Our time to first token divided by theirs. Less is better."""
         return _ratio(self.ours_first_s, self.peer_first_s)
 
     def memory_ratio(self) -> float:
         return self.ours_bytes["all"] / self.peer_bytes["all"]
 
     def step(self) -> float:
-        """Our seconds between two tokens: those after the first."""
+        """Our seconds per token, after the first token."""
         calls = self.requests / self.at_once
         return (statistics.median(self.ours_s) / calls - self.first("ours")) / (self.tokens - 1)
 
 
 @dataclass
 class FirstUse:
-    """Seconds to the first token of single requests, in pairs: without an adapter, under one that was never
-    used, and under it again."""
+    """Seconds to first token of single requests, in pairs: without an adapter ("none"), with an unused
+    adapter ("first use"), and with the same adapter again ("warm")."""
 
     model: str
     dtype: str
@@ -98,8 +98,8 @@ class FirstUse:
 
 @dataclass
 class Found:
-    """A file of figures. limits: bandwidth in bytes/s, GEMM rate in FLOPs/s, and wide: bytes of a key or a
-    value of bfloat16 models."""
+    """All results of one machine. limits: bandwidth in bytes/s; gemm, the rate in FLOPs/s; wide, the bytes of
+    a key or value of a bfloat16 model."""
 
     machine: dict[str, Any]
     limits: dict[str, float]
@@ -108,8 +108,8 @@ class Found:
     first_use: list[FirstUse] = field(default_factory=list)
 
     def add(self, other: Found) -> None:
-        """Of the same kind of machine: raises ValueError if it is not. A newer row replaces an older one, and
-        the limits that were measured are the best of both."""
+        """Add other results. Newer rows replace older ones, and each limit is the higher of both. Raises
+        ValueError if they are from a different kind of machine."""
         mine, theirs = self.machine["short"], other.machine["short"]
         if mine != theirs:
             raise ValueError(f"figures of {theirs} cannot be added to those of {mine}")

@@ -1,4 +1,4 @@
-"""Markdown of what was measured: a table of figures, one of first uses, and the targets."""
+"""Markdown tables of the results: figures, first uses of adapters, and targets."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def case_words(name: str) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """One ratio. value: of a row, or None where the row says nothing about it. at: the numbers of requests at
-    once that count. more: whether more is better."""
+    """A target for a ratio. value: computes it from a row, None if the row does not have it. at: the
+    concurrencies that count. more: whether more is better."""
 
     words: str
     wanted: float
@@ -49,28 +49,28 @@ def _of_limit(row: Row) -> float | None:
 
 
 def _of_bandwidth(row: Row) -> float | None:
-    """By the time that the bytes of a step would take: at one sequence the limit of a step is its bytes."""
+    """The reached share of the read bandwidth. Valid for one sequence, where bytes limit a step."""
     return row.step_limit / row.step() if row.step_limit else None
 
 
 ALL_OF_THEM = (1, 4, 16, 32)
 TARGETS = (
-    Target("base model: speed, of the best peer's", 1.10, "base", lambda row: row.ratio(), ALL_OF_THEM),
-    Target("base model: time to first token, of the best peer's", 0.95, "base",
+    Target("base model: speed / the best peer's", 1.10, "base", lambda row: row.ratio(), ALL_OF_THEM),
+    Target("base model: time to first token / the best peer's", 0.95, "base",
            lambda row: row.first_ratio(), ALL_OF_THEM, more=False),
-    Target("8 adapters of rank 8 on q, k, v: speed, of the best peer's", 2, "r8qkv-8",
+    Target("8 adapters of rank 8 on q, k, v: speed / the best peer's", 2, "r8qkv-8",
            lambda row: row.ratio(), (16, 32)),
-    Target("32 adapters of rank 16 on all layers: speed, of the best peer's", 6, "r16all-32",
+    Target("32 adapters of rank 16 on all layers: speed / the best peer's", 6, "r16all-32",
            lambda row: row.ratio(), (32,)),
-    Target("memory in all cases, of the best peer's", 0.5, "", lambda row: row.memory_ratio(), ALL_OF_THEM,
+    Target("memory in all cases / the best peer's", 0.5, "", lambda row: row.memory_ratio(), ALL_OF_THEM,
            more=False),
-    Target("base model: of what the machine allows", 0.70, "base", _of_limit, (16,)),
-    Target("base model: a step of one request, of the read bandwidth", 0.85, "base", _of_bandwidth, (1,)),
+    Target("base model: share of the machine's limit", 0.70, "base", _of_limit, (16,)),
+    Target("base model: share of the read bandwidth, one request", 0.85, "base", _of_bandwidth, (1,)),
 )  # fmt: skip
 
 
 def figures(found: Found) -> str:
-    """One table for each model, dtype and peer."""
+    """One table per model, dtype and peer."""
     parts = []
     for model, dtype, peer in dict.fromkeys((row.model, row.dtype, row.peer) for row in found.rows):
         rows = [row for row in found.rows if (row.model, row.dtype, row.peer) == (model, dtype, peer)]
@@ -80,10 +80,10 @@ def figures(found: Found) -> str:
                 "ratio", "memory, GiB: ours", name, "same first token"]  # fmt: skip
         lines = [line(head + ["ours in flight"] * flows), line(["---"] * (len(head) + flows))]
         lines += [line(_cells(row) + [f"{row.flow:.0f}" if row.flow else "–"] * flows) for row in rows]
-        parts.append(f"**{model}, {dtype}, beside {name}**\n\n" + "\n".join(lines))
+        parts.append(f"**{model}, {dtype}, compared with {name}**\n\n" + "\n".join(lines))
     notes = []
     if any(row.busy for row in found.rows):
-        notes.append("\\* Others used more than a quarter of a CPU during this row, so it says little.")
+        notes.append("\\* Unreliable: other processes used more than a quarter of a CPU during this row.")
     if own := _own(found.good()):
         notes.append(own)
     return "\n\n".join([*parts, *notes])
@@ -103,14 +103,14 @@ def _cells(row: Row) -> list[str]:
 
 
 def _own(rows: Iterable[Row]) -> str:
-    """Memory without mapped files, at its most."""
+    """A note with each engine's highest memory without mapped files."""
     most: dict[str, int] = {}
     for row in rows:
         for name, sizes in (("ours", row.ours_bytes), (NAMES[row.peer], row.peer_bytes)):
             most[name] = max(most.get(name, 0), sizes["own"])
     words = ", ".join(f"{name} {size / GIB:.2f}" for name, size in most.items())
     return (
-        f"Memory is all that is resident. Without pages of mapped files, at most: {words} GiB."
+        f"Memory is all resident memory. Without pages of mapped files it is at most: {words} GiB."
         if most
         else ""
     )
@@ -139,7 +139,7 @@ def first_use(found: Found) -> str:
 
 
 def targets(found: Found) -> str:
-    """A table for each model and dtype: each target's worst value among the peers, and whether it is met."""
+    """One table per model and dtype: each target's worst value among the peers, and whether it is met."""
     parts = []
     for model, dtype in dict.fromkeys((row.model, row.dtype) for row in found.good()):
         rows = [row for row in found.good() if (row.model, row.dtype) == (model, dtype)]
@@ -151,7 +151,7 @@ def targets(found: Found) -> str:
 
 
 def _judged(target: Target, rows: list[Row]) -> list[str]:
-    """The cells of a target. Where several rows are asked, the one that is farthest from it counts."""
+    """The cells of a target. If several rows have a value, the worst one counts."""
     values: dict[int, tuple[float, bool]] = {}
     for n in ALL_OF_THEM:
         some = [row for row in rows if row.at_once == n and row.case.startswith(target.case)]
@@ -173,5 +173,5 @@ def _join(numbers: list[int]) -> str:
 
 
 def line(cells: Iterable[str]) -> str:
-    """Of a Markdown table."""
+    """A row of a Markdown table."""
     return "| " + " | ".join(cells) + " |"

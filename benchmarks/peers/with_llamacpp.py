@@ -1,7 +1,8 @@
-"""llama.cpp's server through xllamacpp: as many slots as requests at a time, adapters named in each request.
+"""llama.cpp's server through xllamacpp. It has one slot per concurrent request, and each request names its
+adapter.
 
-The GGUF files are written here with llama.cpp's own `gguf` package. int8 is Q8_0 and int4 is Q4_0, in which
-the embedding and the head are then too. Adapters stay in bfloat16, or in float32 beside a float32 model.
+The GGUF files are written here with llama.cpp's own `gguf` package. int8 is Q8_0 and int4 is Q4_0, also for
+the embedding and the head. Adapters stay in bfloat16, or in float32 if the model is in float32.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from worker import Setup, serve
 
 KINDS = {"bfloat16": Kind.BF16, "float32": Kind.F32, "int8": Kind.Q8_0, "int4": Kind.Q4_0}
 ALPHA = 2.0  # lora_alpha / rank of the benchmark's adapters
-BYTES = 256  # tokens with a name: the tokenizer needs one for each byte; prompts are ids
+BYTES = 256  # the tokenizer needs a token for each byte, although prompts are token ids
 
 
 class LlamaCpp:
@@ -50,9 +51,9 @@ class LlamaCpp:
             "prompt": prompt, "n_predict": tokens, "temperature": 0, "top_k": 1, "samplers": ["top_k"],
             "ignore_eos": True, "cache_prompt": False, "return_tokens": True,
         }  # fmt: skip
-        if self._adapters:  # without it the server applies every adapter
+        if self._adapters:  # without this field the server applies every adapter
             body["lora"] = [{"id": adapter or 0, "scale": 0.0 if adapter is None else 1.0}]
-        # Over HTTP, since the calls of the binding answer with text.
+        # Over HTTP, because the calls of the binding return text.
         request = urllib.request.Request(self._address, json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
         with urllib.request.urlopen(request, timeout=3600) as answer:
@@ -96,7 +97,7 @@ def _adapter(adapter: Path, model: Path, kind: Kind) -> Path:
 
 
 def _writer(path: Path, config: dict[str, Any], adapter: bool = False) -> tuple[gguf.GGUFWriter, Any]:
-    """A file under way, and what gives a tensor's name there."""
+    """A writer for a GGUF file, and a function that maps a checkpoint's tensor names to GGUF names."""
     arch = config["model_type"]
     number = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[arch]
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
@@ -133,13 +134,13 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def _byte_names() -> list[str]:
-    """GPT-2's printable character for each byte, in some order."""
+    """The printable characters that GPT-2 uses for the 256 bytes, in any order."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     return [*map(chr, plain), *(chr(256 + i) for i in range(BYTES - len(plain)))]
 
 
 def _weights(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """float32 values of a file of float32 or bfloat16, which numpy does not know."""
+    """The tensors of a safetensors file as float32. Converts bfloat16, which numpy does not have."""
     data = path.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
     for name, entry in json.loads(data[8:start]).items():
@@ -155,7 +156,7 @@ def _weights(path: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _turn(name: str, weight: np.ndarray, config: dict[str, Any]) -> np.ndarray:
-    """The rows of q and k as llama.cpp's rotation of a Llama takes them: pairs side by side."""
+    """Reorder the rows of q and k for llama.cpp's rotary embedding of a Llama, which pairs adjacent rows."""
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     for part, key in heads.items():
         if part in name and config["model_type"] == "llama":

@@ -1,4 +1,4 @@
-"""manylora, by its LLM."""
+"""manylora, through its `LLM` class."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from worker import Setup, serve
 import manylora
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, SamplingParams
 
-# The first that this version has: activations in 8 bits too, as peers have them, or weights only.
+# The first one that this version of manylora has is used. W8A8 and W4A8 also quantise activations, like the
+# peers.
 QUANT = {"int8": ("W8A8", "W8A16"), "int4": ("W4A8", "W4A16")}
 
 
@@ -19,7 +20,7 @@ class Manylora:
         self._adapters = setup.adapters
         count = len(setup.adapters)
         room, rank = max(1, count), max(1, setup.rank)
-        first = setup.adapters[:1]  # says the modules
+        first = setup.adapters[:1]  # determines the target modules
         lora = LoraConfig(first, max_lora_rank=rank, max_loras=room, max_cpu_loras=room)
         quant = _quant(setup.dtype)
         self.details = {} if quant is None else {f"quant_algo for {setup.dtype}": str(quant.quant_algo)}
@@ -38,7 +39,7 @@ class Manylora:
     def flow(
         self, prompts: list[list[int]], adapters: list[int | None], tokens: list[int], at_once: int
     ) -> list[list[int]]:
-        """So many open at any time, each with its own number of tokens."""
+        """Run all requests with `at_once` of them open at any time, each with its own number of tokens."""
 
         def one(prompt: list[int], adapter: int | None, count: int) -> list[int]:
             params = SamplingParams(max_tokens=count, end_id=-1)

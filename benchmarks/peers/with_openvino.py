@@ -1,9 +1,9 @@
-"""OpenVINO GenAI's continuous batching. The model is converted once, by optimum-intel in the same Python, in
-a process of its own, since what a converter leaves in memory is not the engine's.
+"""OpenVINO GenAI's continuous batching. optimum-intel converts the model once. It runs in a separate process,
+so that its memory does not count as the engine's.
 
-Adapters mixed in one call all become those of its first request, and `add_request` with `step` refuses
-adapters that are chosen for each request (2026.4.1): each adapter has its own call. All requests of a call
-run at once: `max_num_seqs` only counts where prompts are not split (`dynamic_split_fuse=False`).
+Each adapter has its own call, because (2026.4.1) `generate` applies the adapter of the first request to all
+requests of a call, and `add_request` with `step` refuses adapters per request. All requests of a call run at
+once: `max_num_seqs` has an effect only if prompts are not split (`dynamic_split_fuse=False`).
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class OpenVino:
 
 
 def _convert(model: str, path: Path, dtype: str) -> None:
-    """The precision of the run is chosen when the model is loaded; only int8 and int4 compress weights here:
-    8 bits with a scale for each output, 4 bits with a scale and an offset for each 128 inputs."""
+    """Convert a model. int8 has a scale per output, int4 a scale and an offset per 128 inputs. The precision
+    of the computation is chosen when the model is loaded."""
     from optimum.exporters.openvino import main_export
     from optimum.intel import OVConfig, OVWeightQuantizationConfig
 

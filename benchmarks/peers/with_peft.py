@@ -1,4 +1,4 @@
-"""transformers and PEFT: batches of equal prompts, one after the other; adapters mixed by `adapter_names`."""
+"""transformers and PEFT: batches of prompts of equal length, with adapters through `adapter_names`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 from worker import Setup, serve
 
-BASE = "__base__"  # PEFT's own name
+BASE = "__base__"  # PEFT's name for the base model in `adapter_names`
 
 
 class Peft:
@@ -34,7 +34,7 @@ class Peft:
             named = {}
             if self._has_adapters:
                 names = [BASE if i is None else str(i) for i in adapters[some]]
-                if len(set(names)) == 1 and names[0] != BASE:  # without a loop over names
+                if len(set(names)) == 1 and names[0] != BASE:  # avoids PEFT's loop over adapters
                     self._model.set_adapter(names[0])
                 else:
                     named = {"adapter_names": names}

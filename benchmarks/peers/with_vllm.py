@@ -1,4 +1,4 @@
-"""vLLM's build for CPUs, in one process, without its compiler: with LoRA that brought nothing."""
+"""vLLM's CPU build, in one process, with enforce_eager: with LoRA, its compiler made nothing faster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Vllm:
         lora = {}
         if setup.adapters:
             count = len(setup.adapters)
-            rank = max(8, setup.rank)  # the smallest that it takes
+            rank = max(8, setup.rank)  # the smallest max_lora_rank that vLLM accepts
             lora = {
                 "enable_lora": True,
                 "max_loras": count,

@@ -1,10 +1,11 @@
-"""One engine in a process of its own, told what to do by lines of JSON; nothing beyond the standard library.
+"""Runs one engine in a separate process, controlled by lines of JSON. Uses only the standard library.
 
-In: a Setup, then {"prompts": [[int]], "adapters": [int or null], "tokens": int} for each run: one call of
-so many requests, all of them at once. With "open": int, and "tokens" a list, requests flow instead: so many
-are open at any time, and the next is handed in as one ends.
-Out: {"versions": {...}, "pid": int} when the engine has started, then {"tokens": [[int]], "seconds": float},
-or {"error": str}. Whatever else is printed goes to standard error.
+Input: a Setup, then {"prompts": [[int]], "adapters": [int or null], "tokens": int} for each run. A run is one
+call with all requests at once. If "open" is given (int) and "tokens" is a list, that many requests are open
+at any time, and a new one is submitted when one ends.
+
+Output: {"versions": {...}, "pid": int} when the engine has started, then {"tokens": [[int]], "seconds":
+float} for each run, or {"error": str}. Everything else that is printed goes to standard error.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Setup:
-    """What an engine is started with.
+    """The settings of an engine.
 
-    model: a Hugging Face directory. adapters: PEFT directories, empty: no LoRA at all. rank: theirs.
-    dtype: bfloat16, float32, or int8 and int4: the weights of a bfloat16 model in 8 or 4 bits. at_once: most
-    requests in a call. length: tokens of the longest sequence. kept: a folder for what an engine makes of the
-    model, to be found again by the next process.
+    model: a Hugging Face directory. adapters: PEFT directories; if empty, LoRA is disabled. rank: of the
+    adapters. dtype: bfloat16, float32, or int8 and int4 for 8-bit and 4-bit weights made from a bfloat16
+    model. at_once: maximum requests per call. threads: CPU threads. length: tokens of the longest sequence.
+    kept: folder for converted models, which later processes reuse.
     """
 
     model: str
@@ -40,17 +41,17 @@ class Setup:
 
 class Peer(Protocol):
     def generate(self, prompts: list[list[int]], adapters: list[int | None], tokens: int) -> list[list[int]]:
-        """Exactly `tokens` new tokens for each prompt, greedily, all requests at once.
+        """Generate exactly `tokens` tokens for each prompt, greedily, with all requests at once.
 
-        adapters: index in the setup's, None: the base model. One that can say more about what it ran than
-        its versions has `details: dict[str, str]`, one that is a process of its own `pid`, and one whose
-        requests can flow `flow`."""
+        adapters: indices into the setup's adapters, None for the base model. A peer may have three more
+        attributes: `details: dict[str, str]`, reported with its versions; `pid`, if the engine is another
+        process; and a method `flow`, if it supports open requests (see `with_manylora.py`)."""
         ...
 
 
 def serve(start: Callable[[Setup], Peer], versions: Callable[[], dict[str, str]]) -> None:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # libraries print
+    os.dup2(2, 1)  # what libraries print goes to standard error
 
     def say(message: dict[str, Any]) -> None:
         out.write(json.dumps(message) + "\n")
@@ -78,5 +79,5 @@ def _run(peer: Any, asked: dict[str, Any]) -> dict[str, Any]:
     counts = wanted if isinstance(wanted, list) else [wanted] * len(prompts)
     short = [n for n, found in enumerate(tokens) if len(found) != counts[n]]
     if short:
-        raise RuntimeError(f"requests {short} have not the tokens that were asked for")
+        raise RuntimeError(f"requests {short} have the wrong number of tokens")
     return {"tokens": tokens, "seconds": seconds}

@@ -1,4 +1,4 @@
-"""FAMILIES: every supported architecture. A new family is one module here, named in MODULES."""
+"""FAMILIES: every supported architecture. To add a family, add a module here and name it in MODULES."""
 
 from __future__ import annotations
 
@@ -51,4 +51,4 @@ MODULES = (
 FAMILIES: dict[str, ModelFamily] = {
     name: family for module in MODULES for name, family in module.FAMILIES.items()
 }
-"""By the name in config.json's `architectures`."""
+"""The keys are the names in config.json's `architectures`."""

@@ -1,4 +1,4 @@
-"""BART, an encoder-decoder: learned positions, LayerNorm after each residual sum, biases everywhere."""
+"""BART, an encoder-decoder model: learned positions, LayerNorm after each residual sum, biases everywhere."""
 
 from __future__ import annotations
 

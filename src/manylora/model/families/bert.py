@@ -1,4 +1,4 @@
-"""BERT, RoBERTa and XLM-RoBERTa: encoders, whose tokens see each other; LayerNorm after each residual sum."""
+"""BERT, RoBERTa and XLM-RoBERTa: encoders with bidirectional attention, LayerNorm after each residual sum."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _bert(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _roberta(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The first position is behind that of padding. Its own head has two layers."""
+    """Positions start after the padding id. RoBERTa's own classification head has two layers."""
     padding = int(raw["pad_token_id"])
     return {
         **_bert(raw),
@@ -74,4 +74,4 @@ FAMILIES = {
     "RobertaModel": ModelFamily(ROBERTA, _roberta, _names),
     "XLMRobertaModel": ModelFamily(XLM_ROBERTA, _roberta, _names),
 }
-"""With their heads, too: BertForSequenceClassification and the like."""
+"""Also with heads, such as BertForSequenceClassification."""

@@ -17,8 +17,8 @@ ACTIVATIONS = {
 
 
 def read_common(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ModelConfig under their usual names. raw: `ModelFamily.settings`. rope: how `read_rope` is
-    called. Raises ConfigError."""
+    """Reads the fields of ModelConfig that have the same names in most families. raw: `ModelFamily.settings`.
+    rope: keyword arguments of `read_rope`. Raises ConfigError."""
     heads, hidden = _size(raw, "num_attention_heads"), _size(raw, "hidden_size")
     return {
         "vocab_size": _size(raw, "vocab_size"),
@@ -39,11 +39,12 @@ def read_common(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, An
 def read_rope(
     raw: Mapping[str, Any], theta: str = "rope_theta", partial: str = "", renamed: Mapping[str, str] = SU
 ) -> dict[str, Any]:
-    """Both spellings: `rope_theta` with `rope_scaling`, which counts where both are there, and
-    `rope_parameters`.
+    """Reads rotary positions in both spellings: `rope_theta` with `rope_scaling`, or `rope_parameters`. If
+    both are present, `rope_scaling` takes precedence.
 
-    theta, partial: the keys of the base and of the rotated share beside these; without a name for the share,
-    the architecture rotates whole heads, whatever config.json says. renamed: old names of scalings.
+    theta: the top-level key of the base. partial: the top-level key of the rotated share of a head; if empty,
+    the architecture always rotates whole heads and ignores the share in config.json. renamed: from old names
+    of scalings to ours.
     """
     scaling = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
     nested = [name for name, value in scaling.items() if isinstance(value, Mapping)]
@@ -51,7 +52,7 @@ def read_rope(
         raise ConfigError(f"config.json: rope_parameters of {nested[0]} alone is not supported here")
     kind, share = _rope_kind(scaling, renamed), scaling.pop("partial_rotary_factor", None)
     base = scaling.pop("rope_theta", None) or raw.get(theta)
-    if kind == "proportional":  # whole heads, with a frequency of 0 beyond the share
+    if kind == "proportional":  # rotates whole heads, with a frequency of 0 beyond the share
         scaling["share"], share = 1.0 if share is None else float(share), None
     elif partial:
         share = raw[partial] if share is None else share
@@ -73,9 +74,8 @@ def read_rope(
 
 
 def flat_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys from before each kind of layer had rotary parameters of its own: `rope_local_base_freq` is the
-    base of layers with a window, which have no scaling. `truncate` of Yarn has no effect there, as in
-    transformers."""
+    """Converts rotary parameters per kind of layer to the older flat keys. `rope_local_base_freq` is the base
+    of layers with a window, which have no scaling. YaRN's `truncate` is ignored, as in transformers."""
     parameters = raw.get("rope_parameters") or {}
     own = parameters.get("sliding_attention") or {}
     full = {name: one for name, one in (parameters.get("full_attention") or {}).items() if name != "truncate"}
@@ -98,7 +98,7 @@ def text_settings(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
 
 
 def _rope_kind(scaling: dict[str, Any], renamed: Mapping[str, str]) -> str:
-    """Takes the scaling's name out of it. Raises ConfigError."""
+    """Removes the scaling's name from `scaling` and returns it. Raises ConfigError."""
     old = scaling.pop("type", None)
     kind = str(scaling.pop("rope_type", None) or old or "default")
     kind = renamed.get(kind, kind)
@@ -110,10 +110,10 @@ def _rope_kind(scaling: dict[str, Any], renamed: Mapping[str, str]) -> str:
 
 
 def read_windows(raw: Mapping[str, Any], sliding: list[bool] | None = None) -> tuple[int | None, ...]:
-    """Each layer's window, or () without `sliding_window`.
+    """The window of each layer, or () if `sliding_window` is not set.
 
-    sliding: the layers that have one unless `layer_types` says which; None: all have, and the architecture
-    does not read `layer_types`.
+    sliding: whether each layer has a window, if there is no `layer_types`. None: all layers have one, and the
+    architecture does not read `layer_types`.
     """
     window, num_layers = raw["sliding_window"], raw["num_hidden_layers"]
     if window is None:
@@ -130,7 +130,7 @@ def read_windows(raw: Mapping[str, Any], sliding: list[bool] | None = None) -> t
 
 
 def read_activation(name: str) -> str:
-    """Our name of an activation. Raises ConfigError."""
+    """Our name for an activation. Raises ConfigError."""
     if name not in ACTIVATIONS:
         raise ConfigError(
             f"config.json: activation {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
@@ -139,12 +139,12 @@ def read_activation(name: str) -> str:
 
 
 def read_biases(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of attention."""
+    """Whether attention has biases, for its inputs and its output."""
     return dict.fromkeys(("attention_bias", "attention_out_bias"), bool(raw["attention_bias"]))
 
 
 def refuse(raw: Mapping[str, Any], *names: str) -> None:
-    """Raises ConfigError naming the first of these settings that is on: they are not implemented."""
+    """Raises ConfigError if one of these settings is on, because they are not implemented."""
     for name in names:
         if raw.get(name):
             raise ConfigError(f"config.json: {name} {raw[name]!r} is not supported")
@@ -158,7 +158,7 @@ def _size(raw: Mapping[str, Any], name: str) -> int:
 
 
 def read_dtype(raw: Mapping[str, Any]) -> str | None:
-    """None: config.json does not say it."""
+    """The checkpoint's dtype, or None if config.json does not have it. Raises ConfigError."""
     found = raw.get("dtype") or raw.get("torch_dtype")
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3, and the GLM mixtures of experts, which route tokens as V3 does."""
+"""DeepSeek V2 and V3, and the GLM models with experts, which route tokens like V3."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ GLM4_LITE = {
     "rms_norm_eps": 1e-5, "rope_interleave": True, "mlp_layer_types": None,
 }  # fmt: skip
 ALIASES = {"num_local_experts": "n_routed_experts"}
-PREDICTORS = 8  # layers behind the last one that predict further tokens; released models have 1
+PREDICTORS = (
+    8  # at most this many layers for multi-token prediction after the last one; released models have 1
+)
 
 
 def _latent(raw: Mapping[str, Any], pairs: bool) -> dict[str, Any]:
@@ -74,7 +76,7 @@ def _latent(raw: Mapping[str, Any], pairs: bool) -> dict[str, Any]:
 
 
 def _yarn_scale(raw: Mapping[str, Any]) -> float:
-    """Of scores, once for queries and once for keys."""
+    """YaRN's factor on queries and on keys. The scale of attention scores contains it twice."""
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     share, factor = scaling.get("mscale_all_dim"), float(scaling.get("factor") or 1.0)

@@ -1,4 +1,4 @@
-"""Falcon-H1: attention and Mamba-2 side by side in each layer, and numbers that parts are multiplied by."""
+"""Falcon-H1: attention and Mamba-2 in parallel in each layer, and multipliers for many parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FALCON_H1 = {
 
 
 def _falcon_h1(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The multiplier of keys is part of attention's scale."""
+    """Reads the config. The multiplier of keys becomes part of the attention scale."""
     mamba = read_mamba(raw, frozenset(range(raw["num_hidden_layers"])), raw["mamba_d_ssm"])
     assert mamba is not None, "every layer has one"
     gate, down = _numbers(raw, "mlp_multipliers", 2)

@@ -15,33 +15,35 @@ BLOCK_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_
 class TensorNames:
     """The names of a checkpoint's tensors, without `.weight` and `.bias`. The defaults are Llama's.
 
-    All but `head` are below a root; those from `qkv` to `block_norms` are below `layers`.N too. An
+    All names except `head` are below a root. The names of a layer's parts are also below `layers`.N. An
     encoder-decoder model has two sets of names, one for each stack of layers.
 
-    roots: prefixes; the first one that occurs in the checkpoint counts.
-    unused: prefixes of tensors that are not loaded, as those of a vision tower.
-    head_layer: of `ModelConfig.head_layer`: with a root or without. head_norm: its norm.
-    embed: of an encoder-decoder model, the stack's own table where it does not share one.
-    positions: the learned positions. relative: T5's table of relative positions.
-    embedding_norm: on the input of the first layer. norm: on the output of the last; empty: there is none.
-    qkv: three names, or one of a fused tensor, whose rows are in `ModelConfig.qkv_groups` groups of q, k, v.
-    up_gate: two names, one of a fused [gate; up], or one of an MLP without a gate.
-    sparse: the mixture of experts of a layer (empty: it has no name of its own), which has a router,
-        `experts`.N and perhaps `shared_expert` and `shared_expert_gate`. expert_up_gate, expert_down: below
-        each expert. routers: names that a router may have. shared: of a shared expert without a gate, fused
-        [gate; up] and down, below the layer.
+    roots: possible prefixes; the first one that occurs in the checkpoint is used. unused: prefixes of tensors
+    that are not loaded, such as those of a vision tower. head_layer: the layer of `ModelConfig.head_layer`,
+    with or without a root. head_norm: its norm. embed: the embedding. In an encoder-decoder model, the
+    stack's own table if the stacks do not share one. positions: the learned positions. relative: T5's table
+    of relative positions. embedding_norm: the norm before the first layer. norm: the norm after the last
+    layer, empty for none. qkv: three names, or the name of a fused tensor, whose rows are in
+    `ModelConfig.qkv_groups` groups of q, k, v. up_gate: two names, or one name: a fused [gate; up], or the
+    matrix of an MLP without a gate. sparse: a layer's mixture of experts, empty if it has no name of its own.
+    Below it are a router, `experts`.N
+        and optionally `shared_expert` and `shared_expert_gate`. expert_up_gate, expert_down: names below each
+        expert. routers: possible names of the router. shared: a shared expert without a gate: fused [gate;
+        up] and down, below the layer.
     block_norms: from our names (attention_norm, attention_post_norm, mlp_norm, mlp_post_norm, cross_norm) to
-        the checkpoint's; norms that the family does not have are left out.
-    q_norm, k_norm: with `{}` for the number of a head, where each has a tensor of its own.
-    sinks: one number for each head. scalar: one number for a layer, which its output is multiplied by.
-    cross: q, k, v and out of cross-attention.
-    latent: of latent attention, whose qkv are q_a_proj (or q_proj) and kv_a_proj_with_mqa: q_b_proj and
-        kv_b_proj. q_norm and k_norm are of the vectors between these.
-    shared_block: the shared expert, below `sparse`. corrections: names that what is added to a
-        router's scores may have there.
-    recurrent: what a recurrent layer has in attention's place, with conv1d, A_log, dt_bias and norm.
-    recurrent_in: below it, the matrices of [q; k; v; z] and of [b; a]: two, whose rows are in groups of key
-        heads, or [q; k; v], z, b and a. recurrent_out: the matrix of its output.
+        the checkpoint's. Norms that the family does not have are missing.
+    q_norm, k_norm: the norms of queries and keys. If each head has its own tensor, `{}` stands for its
+    number. sinks: attention sinks, one number per head. scalar: a number that the layer's output is
+    multiplied by. cross: q, k, v and out of cross-attention. latent: for latent attention, q_b_proj and
+    kv_b_proj. Then qkv is q_a_proj (or q_proj) and
+        kv_a_proj_with_mqa, and q_norm and k_norm apply between the two.
+    shared_block: the shared expert, below `sparse`. corrections: possible names, below `sparse`, of the bias
+    that
+        is added to the router's scores.
+    recurrent: the recurrent block, which has the place of attention. Below it are conv1d, A_log, dt_bias and
+    norm. recurrent_in: the input matrices below `recurrent`: either two, [q; k; v; z] and [b; a], whose rows
+    are in
+        groups of key heads, or [q; k; v], z, b and a. recurrent_out: the output matrix.
     """
 
     roots: tuple[str, ...] = ("model.",)
@@ -79,8 +81,8 @@ class TensorNames:
 
 
 def text_tower(names: TensorNames) -> TensorNames:
-    """Of the text model of one that sees images too: as it was released, as transformers saves it from 4.52
-    on, as it saves the model without its head, and as a text model of its own."""
+    """The names of the text model inside a vision-language model. The roots cover four layouts: the released
+    files, transformers from 4.52 on, a model saved without its head, and a separate text model."""
     parts = ("vision_tower.", "multi_modal_projector.", "image_newline")
     return replace(
         names,
@@ -94,15 +96,17 @@ def text_tower(names: TensorNames) -> TensorNames:
 class ModelFamily:
     """One architecture.
 
-    defaults: what transformers takes for a key that config.json lacks, for each key that is read;
-        `rope_theta` is the default_theta of its class. Where it takes nothing (head_dim of most), None.
-    config: from config.json, defaults filled in, to the fields of ModelConfig, where they differ from what
-        `common.read_common` reads. Raises ConfigError.
-    names: of the tensors, if not Llama's; of an encoder-decoder model, the decoder's.
-    rename: config.json with its sizes under Llama's names, before anything else reads it.
-    encoder: names of the encoder's tensors; None: a decoder-only model.
-    aliases: other names that a key may have in config.json.
-    rope: how `common.read_rope` is called: the names of keys, and what is rotated.
+    defaults: for each key that is read, the value that transformers uses if config.json lacks the key, or
+    None if
+        it has no default (such as head_dim of most families). `rope_theta` is the default_theta of its class.
+    config: reads config.json, with the defaults filled in. Returns the fields of ModelConfig that differ from
+    the
+        result of `common.read_common`. Raises ConfigError.
+    names: the names of the tensors (default: Llama's). For an encoder-decoder model, the decoder's.
+    rename: returns config.json with its sizes under Llama's names. Called before anything else reads it.
+    encoder: the names of the encoder's tensors, None for a decoder-only model.
+    aliases: from other names of keys in config.json to the names used here.
+    rope: keyword arguments of `common.read_rope`.
     """
 
     defaults: Mapping[str, Any]
@@ -114,6 +118,6 @@ class ModelFamily:
     rope: Mapping[str, Any] = field(default_factory=dict)
 
     def settings(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-        """config.json with the defaults filled in, and sizes under Llama's names."""
+        """config.json with the defaults filled in and with its sizes under Llama's names."""
         named = {name: raw[alias] for alias, name in self.aliases.items() if alias in raw}
         return self.rename({**self.defaults, **raw, **named})

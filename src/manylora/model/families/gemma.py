@@ -45,7 +45,7 @@ MULTIMODAL = {"text_config": None, "tie_word_embeddings": True}
 
 
 def _gemma(raw: Mapping[str, Any]) -> dict[str, Any]:
-    # The first releases say gelu but were trained with its tanh form.
+    # The first releases specify gelu, but were trained with its tanh approximation.
     name = "gelu_pytorch_tanh" if raw["hidden_act"] == "gelu" else raw["hidden_act"]
     return {**_shared(raw), "activation": read_activation(name)}
 
@@ -64,7 +64,7 @@ def _gemma2(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers with a window have a separate rotary base, and no scaling. Where tokens see each other, half of
+    """Layers with a window have a separate rotary base and no scaling. With bidirectional attention, half of
     the window is on each side."""
     pattern = raw["sliding_window_pattern"]
     sliding = [(layer + 1) % pattern != 0 for layer in range(raw["num_hidden_layers"])]
@@ -80,7 +80,7 @@ def _gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma3_model(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Without a head for text, as EmbeddingGemma is saved."""
+    """A model without a language model head, such as EmbeddingGemma."""
     return {**_gemma3(raw), **WITHOUT_HEAD}
 
 

@@ -1,4 +1,4 @@
-"""Gemma 3n's text model: AltUp and Laurel, per-layer embeddings, shared keys and values, a sparse gate."""
+"""Gemma 3n's text model: AltUp and LAuReL, per-layer embeddings, shared keys and values, a sparse gate."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ DEFAULTS = {
     "altup_correct_scale": True, "altup_num_inputs": 4, "num_kv_shared_layers": 15, "laurel_rank": 64,
     "activation_sparsity_pattern": None,
 }  # fmt: skip
-TOWERS = ("audio_tower.", "embed_vision.", "embed_audio.")  # beside the vision tower
+TOWERS = ("audio_tower.", "embed_vision.", "embed_audio.")  # in addition to the vision tower
 
 
 def _settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With one size of the MLP, of which config.json has one for each layer."""
+    """Replaces the list of MLP sizes, one per layer, with a single size."""
     inner = raw["intermediate_size"]
     if isinstance(inner, Sequence) and inner:
         if len(inner) != raw["num_hidden_layers"] or len(set(inner)) > 1:
@@ -68,8 +68,8 @@ def _gemma3n(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shared_kv(kinds: Sequence[object], shared: int) -> tuple[int, ...]:
-    """The layer whose keys and values each layer reads: the last `shared` ones read those of the last layer
-    of their kind before them. kinds: of the layers; equal ones share. Raises ConfigError."""
+    """For each layer, the layer whose keys and values it reads. Each of the last `shared` layers reads those
+    of the last earlier layer of the same kind. kinds: one value per layer. Raises ConfigError."""
     first = len(kinds) - shared
     if not 0 < first <= len(kinds):
         raise ConfigError(
@@ -86,7 +86,8 @@ def shared_kv(kinds: Sequence[object], shared: int) -> tuple[int, ...]:
 
 
 def _sparsity(pattern: Sequence[float] | None, count: int) -> tuple[float, ...]:
-    """Of each layer; without a pattern, of the first ten layers where there are more."""
+    """The sparsity of each layer. Without a pattern, the first ten layers are sparse if there are more
+    layers."""
     if pattern is None:
         sparse = 10 if count > 10 else 0
         pattern = [0.95] * sparse + [0.0] * (count - sparse)

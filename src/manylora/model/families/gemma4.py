@@ -1,5 +1,5 @@
-"""The text models of Gemma 4: layers with and without a window have heads of different sizes, values are
-normalised too, and each layer's output is scaled."""
+"""The text models of Gemma 4: layers with and without a window have different head sizes, values are
+normalised, too, and each layer's output is scaled."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ PARTS = ("audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder.")
 def _gemma4(raw: Mapping[str, Any]) -> dict[str, Any]:
     count, dim = raw["num_hidden_layers"], raw["hidden_size_per_layer_input"]
     windows = read_windows(raw, [(layer + 1) % 6 != 0 for layer in range(count)]) or (None,) * count
-    windows = (*windows[:-1], None)  # whatever config.json says of the last layer
+    windows = (*windows[:-1], None)  # the last layer never has one, regardless of config.json
     sources = shared_kv(windows, raw["num_kv_shared_layers"])
     readers = {layer for layer, source in enumerate(sources) if source != layer}
     return {
@@ -80,12 +80,12 @@ def _gemma4(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shape(raw: Mapping[str, Any], layer: int, full: bool, reads_kv: bool) -> LayerShape:
-    """Of layers without a window, as `per_layer_config` says (transformers writes it so), else as the keys of
-    the first releases do."""
+    """The sizes of a layer. Layers without a window have their own: from `per_layer_config`, which
+    transformers writes, or else from the keys of the first releases."""
     one = raw["attention_k_eq_v"]
     own: dict[str, Any] = {}
     if raw["per_layer_config"] is not None:
-        named = {int(number): own for number, own in raw["per_layer_config"].items()}  # "05", too
+        named = {int(number): own for number, own in raw["per_layer_config"].items()}  # keys may be like "05"
         own = dict(named.get(layer) or {})
     elif full:
         heads = raw["num_global_key_value_heads"] if one else None
@@ -108,7 +108,7 @@ def _shape(raw: Mapping[str, Any], layer: int, full: bool, reads_kv: bool) -> La
 
 
 def _experts(raw: Mapping[str, Any]) -> MoeConfig:
-    """Beside the MLP of every layer; they are not in the one that a name of the MLP means."""
+    """Every layer has experts in addition to its MLP. The names of the MLP do not include them."""
     layers = frozenset(range(raw["num_hidden_layers"]))
     sizes = raw["num_experts"], raw["top_k_experts"], raw["moe_intermediate_size"]
     return checked_moe(MoeConfig(*sizes, True, layers, beside_mlp=True))

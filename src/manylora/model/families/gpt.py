@@ -1,5 +1,5 @@
-"""GPT-2, OPT, GPT-NeoX, Falcon, Phi, StarCoder2, StableLM and Nemotron: LayerNorm, mostly no gate in the MLP,
-often parallel blocks."""
+"""GPT-2, OPT, GPT-NeoX, Falcon, Phi, StarCoder2, StableLM and Nemotron: LayerNorm, mostly MLPs without a
+gate, often parallel blocks."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def _nemotron(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_layers(raw: Mapping[str, Any], eps: str, activation: str) -> dict[str, Any]:
-    """LayerNorm and an MLP without a gate. eps, activation: their names in config.json."""
+    """LayerNorm and an MLP without a gate. eps, activation: their keys in config.json."""
     return {
         "norm": "layer",
         "norm_eps": raw[eps],
@@ -273,7 +273,7 @@ def _plain_layers(raw: Mapping[str, Any], eps: str, activation: str) -> dict[str
 
 
 def _one_key_per_head(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """These families ignore num_key_value_heads and head_dim in config.json."""
+    """For families that ignore num_key_value_heads and head_dim in config.json."""
     heads = raw["num_attention_heads"]
     return {"num_kv_heads": heads, "head_dim": raw["hidden_size"] // heads}
 

@@ -27,7 +27,7 @@ NAMES = TensorNames(sinks="self_attn.sinks", routers=("router",))
 
 
 def _gpt_oss(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A token's experts are weighted by the softmax of their own scores."""
+    """The experts of a token are weighted by the softmax over their scores alone."""
     count, alpha, limit = raw["num_hidden_layers"], raw["swiglu_alpha"], raw["swiglu_limit"]
     if not limit > 0:
         raise ConfigError(f"config.json: swiglu_limit must be more than 0, got {limit!r}")

@@ -1,4 +1,4 @@
-"""GLM-4, Cohere and ERNIE 4.5: neighbouring elements of a head are rotated together."""
+"""GLM-4, Cohere and ERNIE 4.5: rotary positions rotate pairs of adjacent elements of a head."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _glm(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cohere(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """LayerNorm without biases, one for attention and MLP."""
+    """Attention and MLP share one LayerNorm, which has no bias."""
     return {
         **read_biases(raw),
         "rope_interleaved": True,
@@ -65,7 +65,7 @@ def _cohere(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cohere2(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers without a window know no positions."""
+    """Layers without a window have no rotary positions."""
     count, pattern = raw["num_hidden_layers"], raw["sliding_window_pattern"]
     windows = read_windows(raw, [(layer + 1) % pattern != 0 for layer in range(count)])
     rotated = {layer for layer, window in enumerate(windows) if window is not None}

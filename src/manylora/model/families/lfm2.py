@@ -55,7 +55,7 @@ def _lfm2(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moe(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Experts in all layers but the first ones."""
+    """All layers except the first ones have experts."""
     refuse(raw, "conv_bias")
     layers = frozenset(range(raw["num_dense_layers"], raw["num_hidden_layers"]))
     routing = RoutingConfig(
@@ -74,7 +74,7 @@ def _moe(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _convolutions(raw: Mapping[str, Any]) -> ConvConfig | None:
-    """The layers that `layer_types` calls conv, or that are not among `full_attn_idxs`."""
+    """The convolution layers: `conv` in `layer_types`, or else those not in `full_attn_idxs`."""
     count, attended = raw["num_hidden_layers"], raw.get("full_attn_idxs")
     kinds = raw["layer_types"]
     if kinds is None:
@@ -91,7 +91,8 @@ def _convolutions(raw: Mapping[str, Any]) -> ConvConfig | None:
 
 
 def _inner_size(raw: Mapping[str, Any]) -> int:
-    """Two thirds of the size in config.json, rounded up to a multiple, unless that is left as it is."""
+    """The MLP's size: two thirds of that in config.json, rounded up to a multiple of `block_multiple_of`, or
+    the size itself without `block_auto_adjust_ff_dim`."""
     size, factor = raw["intermediate_size"], raw["block_ffn_dim_multiplier"]
     if not raw["block_auto_adjust_ff_dim"]:
         return size

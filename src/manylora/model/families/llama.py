@@ -10,7 +10,8 @@ from manylora.model.families.common import flat_rope, read_biases, read_windows,
 from manylora.model.families.family import ModelFamily, TensorNames, text_tower
 
 PHI3 = TensorNames(qkv=("self_attn.qkv_proj",), up_gate=("mlp.gate_up_proj",))
-# As transformers 5.23 has them; 4.44 and 4.57 have the same, but for what docs/models.md names.
+# The defaults of transformers 5.23. Those of 4.44 and 4.57 are the same, except where docs/models.md says
+# otherwise.
 PLAIN = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu",
@@ -27,7 +28,7 @@ MINISTRAL3 = {
     **MISTRAL, "vocab_size": 131072, "num_hidden_layers": 34, "head_dim": 128, "sliding_window": None,
     "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
 }  # fmt: skip
-# What its class takes without any rotary parameters, instead of a plain base.
+# The rotary parameters that its class in transformers uses if config.json has none.
 MINISTRAL3_ROPE = {
     "type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
     "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
@@ -72,10 +73,10 @@ INTERNLM3 = {
     **LLAMA, "vocab_size": 128512, "intermediate_size": 10240, "num_hidden_layers": 48,
     "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
 }  # fmt: skip
-# The defaults of its own code; transformers has no class of it.
+# The defaults of the code in its repository, as transformers has no class for it.
 INTERNLM2 = {**PLAIN, "vocab_size": 103168, "bias": True}
 
-# Its first releases say su or yarn.
+# The first releases of Phi-3 use the names su and yarn.
 PHI3_ROPE = {
     "partial": "partial_rotary_factor", "renamed": {"su": "longrope", "yarn": "longrope"},
 }  # fmt: skip
@@ -88,7 +89,7 @@ INTERNLM2_NAMES = TensorNames(
     down="feed_forward.w2",
     block_norms={"attention_norm": "attention_norm", "mlp_norm": "ffn_norm"},
 )
-# Olmo 2 normalises the outputs of attention and MLP in place of their inputs.
+# OLMo 2 normalises the outputs of attention and MLP instead of their inputs.
 OLMO2 = TensorNames(
     block_norms={
         "attention_post_norm": "post_attention_layernorm",
@@ -111,13 +112,13 @@ def _ministral(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _ministral3_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or MINISTRAL3_ROPE
-    # Its own max_position_embeddings has no effect.
+    # max_position_embeddings inside the rotary parameters has no effect.
     scaling = {name: value for name, value in given.items() if name != "max_position_embeddings"}
     return {**raw, "rope_scaling": None, "rope_parameters": scaling}
 
 
 def _mistral3(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Mistral Small 3.x has a Mistral inside, Ministral 3 one of its own kind."""
+    """The text model is a Mistral in Mistral Small 3.x, and a Ministral 3 in Ministral 3."""
     text = raw["text_config"] or {}
     kind = text.get("model_type", "mistral")
     if kind == "ministral3":
@@ -164,7 +165,7 @@ def _granite(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_granite(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Its multipliers."""
+    """Granite's multipliers."""
     return {
         "embedding_scale": float(raw["embedding_multiplier"]),
         "scales_vectors": True,
@@ -179,7 +180,7 @@ def _olmo2(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _olmo3(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary scaling is for the layers without a window."""
+    """Rotary scaling applies only to layers without a window."""
     sliding = [(layer + 1) % 4 != 0 for layer in range(raw["num_hidden_layers"])]
     return {
         **_olmo2(raw),
@@ -189,7 +190,7 @@ def _olmo3(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _exaone4(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Where some layers have a window, the others know no positions."""
+    """If some layers have a window, the others have no rotary positions."""
     windows: tuple[int | None, ...] = ()
     if raw["sliding_window"] is not None:
         count, pattern = raw["num_hidden_layers"], raw["sliding_window_pattern"]
@@ -200,7 +201,7 @@ def _exaone4(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _internlm2(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Rows of q, k and v are in groups, one for each key head."""
+    """The rows of the fused q, k and v are in groups, one for each key head."""
     biased = bool(raw["bias"])
     return {
         "qkv_groups": raw["num_key_value_heads"] or raw["num_attention_heads"],

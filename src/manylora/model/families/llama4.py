@@ -1,4 +1,4 @@
-"""The text models of Llama 4: attention in chunks, layers that are not rotated, mixtures of experts."""
+"""The text models of Llama 4: attention in chunks, layers without rotary positions, mixtures of experts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,11 @@ def _llama4(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("config.json: layer_types other than chunked where rotated are not supported")
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in ("default", "linear", "llama3"):  # others scale what a norm follows
+    if kind not in (
+        "default",
+        "linear",
+        "llama3",
+    ):  # others scale queries and keys, which are normalised later
         raise ConfigError(f"config.json: rope scaling {kind!r} is not supported here")
     tuned = raw["attn_temperature_tuning"]
     return {

@@ -14,7 +14,7 @@ from manylora.model.families.family import ModelFamily, TensorNames
 from manylora.model.families.llama import read_granite
 from manylora.model.families.moe import GRANITE_MOE_SHARED, GRANITE_NAMES, granite_experts
 
-KINDS = {"mamba": "linear_attention", "attention": "full_attention"}  # as released files call them
+KINDS = {"mamba": "linear_attention", "attention": "full_attention"}  # the names in released files
 GRANITE = {
     **GRANITE_MOE_SHARED, "shared_intermediate_size": 1024, "position_embedding_type": None,
     "layer_types": None, "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256,
@@ -43,7 +43,7 @@ DENSE = replace(MAMBA, up_gate=GRANITE_NAMES.shared[:1], down=GRANITE_NAMES.shar
 
 
 def _granite(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Without experts, the shared one is a plain MLP."""
+    """If there are no experts, the shared expert is a plain MLP."""
     count, kind = raw["num_hidden_layers"], raw["position_embedding_type"]
     if kind not in (None, "rope", "nope"):
         raise ConfigError(
@@ -74,14 +74,14 @@ def _bamba(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _half_rotated(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Half of each head, whatever config.json says."""
+    """Bamba rotates half of each head, regardless of config.json."""
     parameters = raw.get("rope_parameters")
     turned = {**parameters, "partial_rotary_factor": 0.5} if parameters else parameters
     return {**raw, "rope_parameters": turned, "partial_rotary_factor": 0.5}
 
 
 def layers_of(raw: Mapping[str, Any], kinds: list[str] | None) -> frozenset[int]:
-    """Those with Mamba, which all are unless `kinds` says which. Raises ConfigError."""
+    """The Mamba layers. kinds: of each layer; None: all are Mamba. Raises ConfigError."""
     count = raw["num_hidden_layers"]
     kinds = ["linear_attention"] * count if kinds is None else [KINDS.get(kind, kind) for kind in kinds]
     if len(kinds) != count:
@@ -97,8 +97,8 @@ def layers_of(raw: Mapping[str, Any], kinds: list[str] | None) -> frozenset[int]
 def read_mamba(
     raw: Mapping[str, Any], layers: frozenset[int], size: int | None = None
 ) -> Mamba2Config | None:
-    """None without such layers. size: of all heads together, None: the hidden size, expanded. Raises
-    ConfigError."""
+    """Reads the settings of Mamba layers. Returns None if there are no such layers. size: of all heads
+    together; None: the hidden size times `mamba_expand`. Raises ConfigError."""
     if not layers:
         return None
     size = int(raw["mamba_expand"] * raw["hidden_size"]) if size is None else size
@@ -122,14 +122,15 @@ def read_mamba(
 
 
 def read_steps(limits: Any) -> tuple[float, float]:
-    """JSON has no infinity: transformers writes it as {"__float__": "Infinity"}."""
+    """The smallest and the largest step. As JSON has no infinity, transformers writes it as
+    {"__float__": "Infinity"}."""
     given = (0.0, float("inf")) if limits is None else limits
     least, most = (float(one["__float__"] if isinstance(one, Mapping) else one) for one in given)
     return least, most
 
 
 def checked_mamba(mamba: Mamba2Config, activation: str) -> Mamba2Config:
-    """activation: of the convolution. Raises ConfigError."""
+    """Returns `mamba` if it is supported. activation: of the convolution. Raises ConfigError."""
     if read_activation(activation) != "silu":
         raise ConfigError(f"config.json: Mamba with {activation!r} is not supported; with silu it is")
     sizes = (mamba.heads, mamba.groups, mamba.head_dim, mamba.state_dim)

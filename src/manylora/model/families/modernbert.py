@@ -43,8 +43,8 @@ def _modernbert(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The two bases of rotary positions under the names of Gemma 3, and the window as tokens on one side and
-    the token itself."""
+    """Converts the two rotary bases to Gemma 3's names. Converts the window, which counts both sides, to the
+    tokens on one side plus the token itself."""
     if raw.get("rope_scaling"):
         raise ConfigError("config.json: rope_scaling is not supported for ModernBERT")
     return flat_rope(
@@ -74,4 +74,4 @@ def _names(_: ModelConfig) -> TensorNames:
 
 
 FAMILIES = {"ModernBertModel": ModelFamily(DEFAULTS, _modernbert, _names, _settings)}
-"""With their heads, too."""
+"""Also with heads, such as ModernBertForSequenceClassification."""

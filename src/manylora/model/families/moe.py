@@ -1,4 +1,4 @@
-"""Mixtures of experts: like Llama, with a router and many small MLPs in place of one."""
+"""Mixtures of experts: like Llama, but with a router and several small MLPs instead of one."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _granite_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def granite_experts(raw: Mapping[str, Any]) -> MoeConfig:
-    """They are weighted by the softmax of the chosen ones' scores."""
+    """Granite's experts, which are weighted by the softmax over the chosen experts' scores."""
     layers, inner = frozenset(range(raw["num_hidden_layers"])), raw["intermediate_size"]
     count, top_k = raw["num_local_experts"], raw["num_experts_per_tok"]
     shared = raw.get("shared_intermediate_size") or 0
@@ -145,7 +145,7 @@ def qwen_experts(raw: Mapping[str, Any], shared: int = 0) -> MoeConfig | None:
 
 
 def checked_moe(moe: MoeConfig) -> MoeConfig:
-    """Raises ConfigError."""
+    """Returns `moe` if its `top_k` is valid. Raises ConfigError."""
     if not 1 <= moe.top_k <= moe.num_experts:
         raise ConfigError(
             f"config.json: num_experts_per_tok must be 1 to the number of experts ({moe.num_experts}), "

@@ -1,4 +1,4 @@
-"""Nemotron-H: each layer is Mamba-2, attention, an MLP or experts, behind one norm."""
+"""Nemotron-H: each layer is one norm followed by Mamba-2, attention, an MLP or experts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NAMES = TensorNames(
 
 
 def _renamed(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The number of layers follows from what they are."""
+    """Reads the kinds of the layers, which also determine their number."""
     kinds, pattern = raw["layers_block_type"], raw["hybrid_override_pattern"]
     if kinds is None and pattern is not None:
         kinds = [LETTERS.get(letter, letter) for letter in pattern]

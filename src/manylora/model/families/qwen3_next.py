@@ -32,7 +32,7 @@ MOE = {
     "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8, "num_experts": 256,
 }  # fmt: skip
-# What the class with one more prediction of tokens to come has beside these, and the vision part.
+# Tensors for multi-token prediction, and the vision part.
 UNUSED = ("mtp.", "model.visual.")
 NAMES = TensorNames(unused=UNUSED[:1], recurrent_in=("in_proj_qkvz", "in_proj_ba"))
 NAMES_35 = TensorNames(
@@ -49,7 +49,7 @@ def _next(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moe(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Experts in every layer, whose weights add up to 1."""
+    """Every layer has experts, and their weights are normalised to a sum of 1."""
     return _next({**SPARSE, **raw, "decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True})
 
 
@@ -66,7 +66,8 @@ def _dense(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _recurrent(raw: Mapping[str, Any]) -> DeltaConfig | None:
-    """Every layer but each `full_attention_interval`-th one, unless `layer_types` says which."""
+    """The recurrent layers: those of `layer_types`, or else all except each `full_attention_interval`-th
+    one."""
     count, interval = raw["num_hidden_layers"], raw.get("full_attention_interval", 4)
     kinds = raw["layer_types"] or [
         "linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(count)
@@ -93,7 +94,7 @@ def _recurrent(raw: Mapping[str, Any]) -> DeltaConfig | None:
 
 
 def _as_dense(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """No layer of these has a plain MLP."""
+    """Sets intermediate_size, which these models lack because no layer has a plain MLP."""
     return {**raw, "intermediate_size": raw["moe_intermediate_size"]}
 
 

@@ -1,4 +1,5 @@
-"""T5, T5 1.1, Flan-T5 and mT5, encoder-decoders: relative positions, RMSNorm, unscaled attention scores."""
+"""T5, T5 1.1, Flan-T5 and mT5, encoder-decoder models: relative positions, RMSNorm, unscaled attention
+scores."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def _t5(raw: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json: feed_forward_proj {raw['feed_forward_proj']!r} is not supported; it must be an "
             "activation, or gated- and an activation"
         )
-    # The first version scales the logits, as its head is the embedding; its config.json does not say so.
+    # T5 1.0 scales the logits, because its head is the embedding. config.json does not have this setting.
     scaled = raw.get("scale_decoder_outputs", raw["tie_word_embeddings"] is not False)
     encoder = EncoderConfig(
         num_layers=raw["num_encoder_layers"],
@@ -53,7 +54,7 @@ def _t5(raw: Mapping[str, Any]) -> dict[str, Any]:
         "gated_mlp": bool(gate),
         "attention_scale": 1.0,
         "logits_scale": float(raw["hidden_size"]) ** -0.5 if scaled else 1.0,
-        # A separate head is loaded where the checkpoint has one, whatever config.json says: newer versions of
+        # A separate head is loaded if the checkpoint has one. config.json is not reliable: newer versions of
         # transformers write true for every T5.
         "tie_word_embeddings": True,
         "encoder": encoder,
@@ -61,7 +62,7 @@ def _t5(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mt5(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """T5 1.1's; its logits are never scaled, whatever config.json says of the head."""
+    """Like T5 1.1. Logits are never scaled, even if config.json says that the head is tied."""
     return {**_t5(raw), "logits_scale": 1.0}
 
 
@@ -79,7 +80,7 @@ def _rename(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _names(config: ModelConfig, decodes: bool) -> TensorNames:
-    """Cross-attention is the second of three sublayers of a decoder's layer."""
+    """A decoder layer has three sublayers. The second one is cross-attention."""
     mlp = "layer.2" if decodes else "layer.1"
     attention, dense = "layer.0.SelfAttention.", f"{mlp}.DenseReluDense"
     norms = {"attention_norm": "layer.0.layer_norm", "mlp_norm": f"{mlp}.layer_norm"}

@@ -1,6 +1,6 @@
-"""The text models of Qwen 2-VL, 2.5-VL and 3-VL, of LLaVA and LLaVA-NeXT. Tokens of text have one position
-for all axes, so their rotation is the plain one. Gemma 3, Mistral 3 and Llama 4 are beside their plain text
-models."""
+"""The text models of Qwen 2-VL, 2.5-VL and 3-VL, LLaVA and LLaVA-NeXT. A text token has the same position on
+all axes, so plain rotary positions are correct. Gemma 3, Mistral 3 and Llama 4 are in the modules of their
+text models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ QWEN3_VL_MOE = {
     "moe_intermediate_size": 1408, "num_experts": 60, "num_experts_per_tok": 4,
 }  # fmt: skip
 MROPE = {"renamed": {**SU, "mrope": "default"}}
-# By the model_type of LLaVA's text model.
+# The keys are the model_type of LLaVA's text model.
 LLAVA_TEXT = {
     "llama": (LLAMA, "LlamaForCausalLM"),
     "mistral": (MISTRAL, "MistralForCausalLM"),
@@ -43,7 +43,7 @@ LLAVA_TEXT = {
 
 def _qwen(defaults: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
     def rename(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The first releases have the text model's keys beside the others."""
+        """The first releases have the text model's keys at the top level."""
         text = raw["text_config"] or {
             k: v for k, v in raw.items() if k not in ("text_config", "vision_config")
         }
@@ -53,7 +53,7 @@ def _qwen(defaults: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Mapping[
 
 
 def _qwen_moe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """transformers 5 counts experts under another name than the releases."""
+    """transformers 5 uses a different name for the number of experts than the released files."""
     text = text_settings(raw, QWEN3_VL_MOE)
     return {**text, "num_experts": text.get("num_local_experts") or text["num_experts"]}
 
@@ -69,7 +69,7 @@ def _llava(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _tied(raw: Mapping[str, Any], text: dict[str, Any]) -> dict[str, Any]:
-    """Older files say inside whether the head is the embedding."""
+    """Older files have tie_word_embeddings inside text_config."""
     inner = (raw["text_config"] or {}).get("tie_word_embeddings", False)
     return {**text, "tie_word_embeddings": bool(raw["tie_word_embeddings"] or inner)}
 
@@ -79,7 +79,7 @@ def _llava_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qwen3_vl_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Released with the experts of a layer in one tensor [in, out]; transformers 5 has them [out, in]."""
+    """The experts of a layer are in one tensor: [in, out] in released files, [out, in] in transformers 5."""
     moe = qwen_experts({**raw, "norm_topk_prob": True})
     experts = None if moe is None else replace(moe, transposed=True, either_way=True)
     return {**read_biases(raw), "qk_norm": "head", "moe": experts}

@@ -9,53 +9,53 @@ PEERS := openvino llamacpp
 
 .PHONY: help install demo serve test test-slow check parity bench bench-peers chaos browser test-gpu bench-gpu gpu-static clean
 
-demo: $(STAMP) ## convert two adapters, serve them, ask one question three ways
+demo: $(STAMP) ## convert two adapters, serve them, and ask the base model and both adapters
 	@$(BIN)/python examples/demo/run.py demo
 
-help: ## this list
+help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
-install: $(STAMP) ## .venv with everything in it, which the other targets make too
+install: $(STAMP) ## install everything into .venv; other targets do this when they need it
 
-serve: $(STAMP) ## the server of the demo, left running, with commands to try
+serve: $(STAMP) ## start the demo's server, leave it running, and print commands to try
 	@$(BIN)/python examples/demo/run.py serve
 
-test: $(STAMP) ## the tests, also against a real tritonserver
+test: $(STAMP) ## run the tests, including those against a real tritonserver
 	$(BIN)/python -m pytest -n $(WORKERS)
 
-test-slow: $(STAMP) ## the slow tests, which `make test` skips
+test-slow: $(STAMP) ## run the slow tests, which `make test` skips
 	$(BIN)/python -m pytest --slow -m slow
 
-test-gpu: $(STAMP) ## the tests of the GPU and its kernels; needs a CUDA GPU
+test-gpu: $(STAMP) ## run the tests of the GPU path and its kernels; needs a CUDA GPU
 	$(BIN)/python -m pytest tests/gpu $(addprefix tests/cpu/test_,$(addprefix cuda_,kernels.py blocks.py experts.py backends.py quantised.py recurrent.py) \
 		float8_kernels.py)
 
-bench-gpu: ## the GPU benchmark (BENCH_ARGS=...), with any Python that has torch, triton and numpy
+bench-gpu: ## run the GPU benchmark (BENCH_ARGS=...); works with any Python that has torch, triton and numpy
 	PYTHONPATH=src $(or $(wildcard $(BIN)/python),python3) benchmarks/gpu.py $(BENCH_ARGS)
 
-gpu-static: $(STAMP) ## docs/gpu_static.md: registers, spills and loops of every GPU kernel, without a GPU; takes minutes
+gpu-static: $(STAMP) ## write docs/gpu_static.md: machine code of every GPU kernel; needs no GPU; takes minutes
 	PYTHONPATH=src $(BIN)/python benchmarks/gpu_static.py --out docs/gpu_static.md
 
-check: $(STAMP) ## lint, format, types
+check: $(STAMP) ## check lint, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	for model in model_repo/*/1/model.py; do $(BIN)/mypy $$model || exit 1; done
 
-bench: $(STAMP) ## the engine with and without adapters, against this machine's limits; under 5 minutes
+bench: $(STAMP) ## compare the engine, with and without adapters, with this machine's limits; under 5 minutes
 	@$(BIN)/python benchmarks/engine.py --rounds 2
 
-bench-peers: $(STAMP) $(PEERS:%=build/%/.installed) ## the engine beside OpenVINO and llama.cpp, in pairs (BENCH_ARGS="--cases base" is the short one)
+bench-peers: $(STAMP) $(PEERS:%=build/%/.installed) ## compare the engine with OpenVINO and llama.cpp (short: BENCH_ARGS="--cases base")
 	@$(BIN)/python benchmarks/peers.py --peers openvino,llama.cpp --python openvino=build/openvino/bin/python \
 	  --python llama.cpp=build/llamacpp/bin/python --keep build/peers --json build/peers.json $(BENCH_ARGS)
 
-chaos: $(STAMP) ## a service under kills, hostile requests and adapters, and leaving clients (CHAOS_ARGS=...); about 10 minutes
+chaos: $(STAMP) ## test a service under kills, hostile requests, hostile adapters and disconnects (CHAOS_ARGS=...); about 10 minutes
 	@$(BIN)/python tests/chaos $(CHAOS_ARGS)
 
-parity: $(STAMP) ## every model family and kind of adapter against transformers + PEFT; takes minutes
+parity: $(STAMP) ## compare every model family and kind of adapter with transformers + PEFT; takes minutes
 	@$(BIN)/python -m manylora.testing.parity
 
-browser: ## install Chromium for the tests of the page (Debian, Ubuntu); without it they are skipped
+browser: ## install Chromium for the tests of the web page (Debian, Ubuntu); without it they are skipped
 	apt-get install -y --no-install-recommends chromium chromium-driver fonts-noto-cjk
 
 $(STAMP): pyproject.toml setup.py constraints.txt

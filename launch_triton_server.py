@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Start the Triton server with a filled model repository; see --help."""
+"""Start the Triton server with a filled model repository. See --help."""
 
 from __future__ import annotations
 

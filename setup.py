@@ -1,4 +1,4 @@
-"""Compiles our C code into the package for every level of instruction sets; the rest is in pyproject.toml."""
+"""Compiles the C code for every level of instruction sets. The rest of the build is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from manylora.system.compiler import Compiler, Source, compile_library, find_zig
 from manylora.system.processor import LEVELS, Level
 
 PACKAGE = SRC / "manylora"
-# Beside the kernels; for their processors' lowest level.
+# Libraries other than the kernels. They are compiled only for the lowest level of each architecture.
 GUARDS = [
     Source(Path(name).name, (PACKAGE / f"{name}.c",))
     for name in ("system/lifeline", "wire/shape_guard", "wire/lock_guard")
@@ -31,7 +31,8 @@ MADE = [
 
 
 def make(zig: Compiler, source: Source, level: Level, path: Path) -> None:
-    """Its name tells all that a library was made of, so one that is there is the one that is wanted."""
+    """Compile a library to `path`, or copy it if it exists. The name contains a digest of everything that a
+    library is made from, so an existing library is up to date."""
     there = source.prebuilt / path.name
     if not there.exists():
         compile_library(zig, source, level, path)
@@ -41,7 +42,7 @@ def make(zig: Compiler, source: Source, level: Level, path: Path) -> None:
 
 
 class BuildKernels(Command):
-    """With zig's compiler, which knows all machines. Without it they are compiled at the first start."""
+    """Cross-compiles the libraries with zig. Without zig, they are compiled at the first start."""
 
     editable_mode = False
     build_lib = ""
@@ -55,7 +56,7 @@ class BuildKernels(Command):
     def run(self) -> None:
         zig = find_zig()
         if zig is None:
-            self.warn("there is no ziglang package: our C code will be compiled at the first start")
+            self.warn("the package ziglang is missing: the C code will be compiled at the first start")
             return
         wanted = {self._path(source, level): (source, level) for source, level in MADE}
         for old in {old for path in wanted for old in path.parent.glob("*.so")} - wanted.keys():

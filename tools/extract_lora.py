@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write an adapter as llgtrt's one safetensors file with the tensors `weights` and `config`."""
+"""Convert an adapter to llgtrt's format: one safetensors file with the tensors `weights` and `config`."""
 
 from __future__ import annotations
 

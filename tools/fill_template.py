@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Fill the ${…} of a config.pbtxt: fill_template.py [-i] FILE name:value,name:value,…
+"""Fill the placeholders ${…} of a config.pbtxt: fill_template.py [-i] FILE name:value,name:value,…
 
-A backslash escapes the next character; the text is split twice, so a comma in a value is written `\\,` and a
-colon `\\\\:`. Placeholders that are not named stay as they are; the models take them as unset.
+A backslash escapes the next character. The text is split twice, so write a comma in a value as `\\,` and a
+colon as `\\\\:`. Placeholders that are not named stay as they are, and the models treat them as unset.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))  # in a clone, any Python will do
+sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))  # so that in a clone any Python works
 
 from manylora.launcher import templates
 
 
 def split(string: str, delimiter: str) -> list[str]:
-    """Split at the delimiter, except where a backslash stands before it; the backslashes are removed."""
+    """Split at each delimiter that is not escaped by a backslash, and remove the backslashes."""
     parts, current, escaped = [], "", False
     for character in string:
         if escaped:
@@ -32,7 +32,7 @@ def split(string: str, delimiter: str) -> list[str]:
 
 
 def fill(text: str, substitutions: str, file: str) -> str:
-    """Raises ValueError naming the pair or key that is wrong."""
+    """Returns `text` with the placeholders filled. Raises ValueError that names the wrong pair or key."""
     values = dict(templates.DEFAULTS)
     for pair in split(substitutions, ","):
         fields = split(pair, ":")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Convert a PEFT LoRA adapter to the tensors that requests carry."""
+"""Convert a PEFT LoRA adapter to the tensors of a request."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Convert a NeMo LoRA adapter (.nemo) to the tensors that requests carry, or to the older raw files."""
+"""Convert a NeMo LoRA adapter (.nemo) to the tensors of a request, or to the older raw files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from manylora.lora.formats.nemo import find_nemo
 
 def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--in-file", "-i", type=Path, required=True, help="archive or a folder with one")
+    parser.add_argument(
+        "--in-file", "-i", type=Path, required=True, help="archive, or a folder with one archive"
+    )
     parser.add_argument("--out-dir", "-o", type=Path, required=True)
     parser.add_argument("--storage-type", default="float16", choices=STORAGE_TYPES)
     parser.add_argument("--customization-id", default="lora", help="key in lora_weights.json")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Divide the DoRA magnitudes of a PEFT adapter by the row norms of the base weights plus the update."""
+"""Divide the DoRA magnitudes of a PEFT adapter by the row norms of the updated weights (base plus LoRA)."""
 
 from __future__ import annotations
 

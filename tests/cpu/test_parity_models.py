@@ -374,7 +374,7 @@ def test_a_config_that_cannot_be_served_is_named(
     ("arguments", "code", "text"),
     [
         (["--help"], 0, "variants: llama, llama-mha-tied"),
-        (["llama", "lama"], 2, "'lama' is no variant; there are llama"),
+        (["llama", "lama"], 2, "unknown variant 'lama'; must be one of llama"),
     ],
 )
 def test_the_command_names_the_variants(arguments: list[str], code: int, text: str, capsys: Any) -> None:

@@ -40,8 +40,8 @@ def agree(found: Tensor, expected: Tensor) -> bool:
 class Driver:
     """Runs several sequences in packed steps, with scattered KV blocks, and collects all logits.
 
-    adapters: one per sequence. modules: the modules of their rows; None: the model's. texts: the encoder's
-    prompts, for an encoder-decoder model. kv_dtype: None: the decoder's.
+    adapters: one per sequence. modules: the modules of the adapters' rows, None for the model's. texts: the
+    encoder's prompts, for an encoder-decoder model. kv_dtype: None for the decoder's.
     """
 
     def __init__(
@@ -102,9 +102,7 @@ class Driver:
         model.encode(batch, self._kv)
 
     def prefill(self, rows: Sequence[int] | None = None) -> Tensor:
-        """Process all sequences completely in one step. Returns logits [L, vocab] of these rows, or of
-        all.
-        """
+        """Process all sequences completely in one step. Returns logits [L, vocab] of `rows`, None for all."""
         return self._forward([len(s) for s in self._sequences], rows)
 
     def _step(self, counts: list[int]) -> None:

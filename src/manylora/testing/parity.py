@@ -52,7 +52,7 @@ class LayerNames(NamedTuple):
     norms: tuple[str, ...]
 
 
-# Kinds of PEFT adapter: arguments of `make_adapter`, for a model with these names.
+# Kinds of PEFT adapters. Each function returns the arguments of `make_adapter` for a model's layer names.
 KINDS: dict[str, Callable[[LayerNames], dict[str, Any]]] = {
     "LoRA": lambda _: {"rank": 5},
     "rank 1": lambda _: {"rank": 1},
@@ -87,7 +87,7 @@ ALTUP_ENDS = ("altup_projections", "altup_unembed_projections")
 REFUSED = "refused: "
 WITHOUT_OUT = ("NemotronHForCausalLM", "FalconH1ForCausalLM")  # PEFT refuses out_proj there
 SOURCES = ("peft", "npy", "llgtrt")
-# Models quantised at load time. The reference is a model with the rounded values.
+# Models that are quantised when they are loaded. The reference model has the rounded weights.
 QUANTISED = {f"llama {algo}": ("llama", QuantConfig(algo)) for algo in SERVED}
 NEMO = "NeMo"  # another kind, with its own sources: the archive, and the output of nemo_lora_convert
 NEMO_SOURCES = ("nemo", "converted nemo")
@@ -102,7 +102,7 @@ def _patterns(names: LayerNames) -> dict[str, Any]:
 
 
 def linear_names(model: ModelConfig) -> LayerNames:
-    """From the model's family."""
+    """The names of the model's linear layers and norms, from its family."""
     family = ARCHITECTURES[model.architecture]
     names = family.names(model)
     stacks = [names] if family.encoder is None else [names, family.encoder(model)]
@@ -110,7 +110,9 @@ def linear_names(model: ModelConfig) -> LayerNames:
     inner = model.latent or model.qk_norm not in ("", "plain")
     norms += [n for n in (names.q_norm, names.k_norm) if inner and "{}" not in n]
     linears = (*names.qkv, *names.latent, names.out, *names.up_gate, names.down)
-    if model.moe is not None:  # PEFT takes the names of an MLP for those of experts, which tests compare
+    if (
+        model.moe is not None
+    ):  # PEFT would also match the experts with an MLP's names; other tests cover experts
         linears = linears[: -len(names.up_gate) - 1]
     if model.recurrent is not None:
         linears += names.recurrent_in
@@ -138,7 +140,8 @@ def make_kind(path: Path, model_dir: Path, kind: str, seed: int) -> Path:
 
 
 def read_from(source: str, adapter: Path, model_dir: Path, quant: QuantConfig | None = None) -> Tensors:
-    """A PEFT adapter's tensors, read through a source of SOURCES. quant: of the base model at load time.
+    """A PEFT adapter's tensors, read through one of SOURCES. quant: how the base model is quantised at load
+    time.
 
     Raises AdapterInvalidError.
     """
@@ -156,7 +159,7 @@ def read_from(source: str, adapter: Path, model_dir: Path, quant: QuantConfig | 
 
 
 def read_nemo_from(source: str, archive: Path, model_dir: Path) -> Tensors:
-    """A NeMo archive's tensors, read through a source of NEMO_SOURCES. Raises AdapterInvalidError."""
+    """A NeMo archive's tensors, read through one of NEMO_SOURCES. Raises AdapterInvalidError."""
     modules = lora_modules(read_model_config(model_dir))
     if source == "nemo":
         return read_adapter_folder(archive, modules=modules)
@@ -185,8 +188,8 @@ class _Comparison:
         self._verdicts: dict[str, str] = {}
 
     def run(self) -> dict[str, str]:
-        """Kind of adapter, or `base` -> `pass`, `differs` or the reason for a refusal. Each source that
-        differs is named.
+        """Compare all. Returns, for `base` and each kind of adapter, `pass`, `differs` with the source, or
+        the reason for a refusal.
         """
         for seed, kind in enumerate(KINDS):
             self._add_peft(seed, kind)
@@ -247,19 +250,19 @@ def _parse(arguments: Sequence[str]) -> Sequence[str]:
     known = (*FAMILIES, *MOE_FAMILIES, *ENCODER_DECODER_FAMILIES, *QUANTISED)
     parser = argparse.ArgumentParser(
         "python -m manylora.testing.parity",
-        description="Compare tiny models of each variant with transformers and PEFT, and say what differs.",
+        description="Compare tiny models of each variant with transformers and PEFT, and report differences.",
         epilog=f"variants: {', '.join(known)}",
     )
-    parser.add_argument("variants", nargs="*", metavar="VARIANT", help="one of those below; none: all")
+    parser.add_argument("variants", nargs="*", metavar="VARIANT", help="one of those below (default: all)")
     named: list[str] = parser.parse_args(arguments).variants
     unknown = [name for name in named if name not in known]
     if unknown:
-        parser.error(f"{unknown[0]!r} is no variant; there are {', '.join(known)}")
+        parser.error(f"unknown variant {unknown[0]!r}; must be one of {', '.join(known)}")
     return named or known
 
 
 def report(found: Mapping[str, Mapping[str, str]]) -> str:
-    """What agrees and what does not, in Markdown. found: for each variant, kind of adapter -> result.
+    """The results in Markdown. found: for each variant, the result of each kind of adapter.
 
     Variants with the same exceptions share a row. Reasons for refusal are footnotes, numbered from 1.
     """
@@ -291,7 +294,7 @@ def _shown(verdict: str, reasons: list[str]) -> str:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Print the report for all variants of models, or for those named. Returns 1 if something differs."""
+    """Print the report for all variants of models, or for the named ones. Returns 1 if something differs."""
     variants = _parse(arguments)
     from transformers.utils import logging
 
@@ -307,7 +310,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     print(f"Kinds: {', '.join(('base', *KINDS, NEMO))}.\n")
     print(report(found))
     print(
-        f"\nSources, each of them for each kind: {', '.join(SOURCES)}; with extras peft alone; of {NEMO}: "
+        f"\nSources of each kind: {', '.join(SOURCES)}; only peft if there are extras; for {NEMO}: "
         f"{', '.join(NEMO_SOURCES)}."
     )
     good = not any("differs" in verdict for verdicts in found.values() for verdict in verdicts.values())

@@ -1,6 +1,6 @@
-"""The variants of each model family that are tested: settings for transformers' configuration classes.
+"""The tested variants of each model family: settings for transformers' configuration classes.
 
-A row is a name, the `model_type` of transformers, and what differs from COMMON.
+A row is a name, transformers' `model_type`, and the settings that differ from COMMON.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 Table = dict[str, tuple[str, dict[str, Any]]]
-# Ids of the tokenizer: 256 bytes, then <s>, </s>, <pad>; the rest of the vocabulary has no text.
+# The tokenizer has 256 bytes, then <s>, </s>, <pad>. The remaining ids of the vocabulary have no text.
 BEGIN_ID, END_ID, PAD_ID, VOCAB = 256, 257, 258, 272
 COMMON = {
     "vocab_size": VOCAB,
@@ -32,7 +32,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-# Shorter than the prompts, whose later queries grow then.
+# original_max_position_embeddings is shorter than the prompts, so that their later queries are scaled.
 MINISTRAL3 = {
     **YARN, "original_max_position_embeddings": 16, "rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.5,
@@ -55,7 +55,7 @@ GEMMA = {
     "sliding_window": 9,
     "hidden_activation": "gelu_pytorch_tanh",
 }
-# Heads of two sizes and numbers; values are keys where there is no window.
+# Layers have two head sizes and numbers of heads. In layers without a window, values are equal to keys.
 GEMMA4 = {
     "head_dim": 24, "global_head_dim": 40, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
     "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"],
@@ -68,7 +68,7 @@ FAMILIES: Table = {
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-head-dim": ("llama", {"head_dim": 24}),
     "llama-linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
-    # Shorter than the prompts, which are rotated otherwise then.
+    # max_position_embeddings is shorter than the prompts, which changes their rotary frequencies.
     "llama-dynamic": (
         "llama",
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 40},
@@ -174,7 +174,7 @@ GLM4_MOE = {
     "head_dim": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
     "first_k_dense_replace": 1, "num_hidden_layers": 3,
 }  # fmt: skip
-# Chunks and steps of the temperature shorter than the prompts.
+# Attention chunks and the steps of the attention temperature are shorter than the prompts.
 LLAMA4 = {
     "head_dim": 24, "intermediate_size": 40, "intermediate_size_mlp": 72, "num_local_experts": 4,
     "attention_chunk_size": 16, "floor_scale": 8, "attn_scale": 0.5, "no_rope_layers": [1, 0],
@@ -246,7 +246,7 @@ MOE_FAMILIES["gemma4-moe"] = (
     {**GEMMA4, "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 40},
 )
 
-# Three value heads for each key head, head sizes that are no multiple of a vector.
+# Three value heads per key head, and head sizes that are not multiples of a vector register.
 DELTA = {
     "num_hidden_layers": 3, "head_dim": 24, "layer_types": ["linear_attention"] * 2 + ["full_attention"],
     "linear_key_head_dim": 12, "linear_value_head_dim": 10, "linear_num_key_heads": 2,
@@ -299,7 +299,7 @@ FAMILIES |= {
          "attention_bias": True, "final_logit_softcapping": 2.0},
     ),
 }  # fmt: skip
-# Head sizes that are no multiple of a vector, two heads for each group.
+# State sizes that are not multiples of a vector register, and two heads per group.
 MAMBA = {
     "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_d_head": 32, "mamba_d_conv": 3,
 }  # fmt: skip
@@ -320,7 +320,7 @@ FAMILIES |= {
          "layer_types": ["full_attention"] * 3},
     ),
 }  # fmt: skip
-# The least step is one that some rows would fall below.
+# Some steps would be below time_step_min, so that the limit has an effect.
 NEMOTRON_H = {
     "ssm_state_size": 12, "mamba_num_heads": 4, "mamba_head_dim": 20, "n_groups": 2, "conv_kernel": 3,
     "head_dim": 24, "time_step_min": 0.04, "layers_block_type": ["linear_attention", "mlp", "full_attention"],

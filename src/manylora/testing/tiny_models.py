@@ -1,6 +1,6 @@
-"""Tiny random models and adapters from a seed, and the results of transformers + PEFT for comparison.
+"""Tiny random models and adapters from seeds, and the results of transformers + PEFT for comparison.
 
-Both libraries are imported only where they are used.
+Both libraries are imported only when they are used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from manylora.testing.tiny_configs import (
     MOE_FAMILIES,
 )
 
-# Whose class for images is not among those for text.
+# Vision-language models, which are not in transformers' AutoModelForCausalLM.
 SEEING = (
     "gemma3", "mistral3", "llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe",
     "llama4",
@@ -47,8 +47,8 @@ def make_model(
 ) -> Path:
     """A random model of a variant in `tiny_configs`, as a Hugging Face directory with a byte tokenizer.
 
-    sharded: in several files. stacked: the experts of a layer in two tensors, as transformers has them in
-    memory. overrides: of the variant's settings.
+    sharded: whether the weights are in several files. stacked: whether the experts of a layer are in two
+    tensors, as transformers has them in memory. overrides: replace settings of the variant.
     """
     from transformers import AutoConfig
 
@@ -73,9 +73,9 @@ def make_model(
             if parameter.ndim == 1:  # biases and norms, which start as zeros and ones
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):  # else most heads forget all but the last token
+            if name.endswith("A_log"):  # otherwise most heads forget all but the last token
                 parameter.sub_(3)
-        if config.is_encoder_decoder:  # else a tied head repeats the last token for ever
+        if config.is_encoder_decoder:  # otherwise a tied head always repeats the last token
             for name, parameter in model.named_parameters():
                 if re.search(r"attn|Attention\.[qkvo]\.|fc|wi|wo", name) and parameter.ndim == 2:
                     parameter.mul_(1.5)
@@ -86,9 +86,9 @@ def make_model(
 
 
 def make_wide(path: Path, model_dir: Path, quant: QuantConfig, linears: Sequence[str]) -> Path:
-    """A copy of a plain model with the weights of its linear layers rounded as by `quant`.
+    """A copy of a plain model, with the weights of its linear layers rounded as `quant` does.
 
-    linears: the ends of the layers' names.
+    linears: the last parts of the layers' names.
     """
     from safetensors.torch import load_file, save_file
 
@@ -116,7 +116,7 @@ def make_adapter(
     alpha: float | None = None,
     **options: Any,
 ) -> Path:
-    """A random LoRA, written by PEFT, strong enough to change greedy answers."""
+    """A random LoRA adapter, written by PEFT. It is strong enough to change greedy answers."""
     from peft import LoraConfig
 
     options = {"target_modules": list(modules), "lora_alpha": alpha or 2 * rank, **options}
@@ -124,12 +124,13 @@ def make_adapter(
 
 
 def make_kind(path: Path, model_dir: Path, config: Any, seed: int = 0, strength: float | None = None) -> Path:
-    """A random adapter of any kind, written by PEFT. config: PEFT's. strength: of its matrices."""
+    """A random adapter of any kind, written by PEFT. config: a PeftConfig. strength: standard deviation of
+    the matrices, None for a default."""
     from peft import get_peft_model
 
     torch.manual_seed(seed)
     adapted = get_peft_model(load_transformers(Path(model_dir)), config)
-    if strength is None:  # T5's scores are not scaled
+    if strength is None:  # less for T5, whose attention scores are not scaled
         strength = (0.1 if adapted.config.is_encoder_decoder else 0.3) / config.r**0.25
     prefix = adapted.base_model.prefix.removesuffix("_")
     with torch.no_grad():
@@ -138,14 +139,17 @@ def make_kind(path: Path, model_dir: Path, config: Any, seed: int = 0, strength:
                 parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
             elif prefix in name and parameter.requires_grad:
                 parameter.copy_(torch.randn_like(parameter) * strength)
-            elif parameter.requires_grad:  # biases, modules_to_save, trained tokens: they start as the base's
+            elif (
+                parameter.requires_grad
+            ):  # biases, modules_to_save, trained tokens, which start as the base's
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     adapted.save_pretrained(str(path))
     return Path(path)
 
 
 def make_tuned(path: Path, model_dir: Path, settings: Any, seed: int = 0) -> Path:
-    """A random adapter of any kind that PEFT trains. settings: a PeftConfig."""
+    """A random adapter of any tuner in PEFT: noise is added to all trained parameters. settings: a
+    PeftConfig."""
     from peft import get_peft_model
 
     torch.manual_seed(seed)
@@ -159,7 +163,7 @@ def make_tuned(path: Path, model_dir: Path, settings: Any, seed: int = 0) -> Pat
 
 
 def make_nemo(path: Path, model_dir: Path, seed: int = 0, rank: int = 6) -> tuple[Path, Path]:
-    """A random NeMo archive for q, k and v together, and the directory of an equal PEFT adapter."""
+    """A random NeMo archive for the fused q, k and v, and the directory of an equal PEFT adapter."""
     from safetensors.torch import load_file, save_file
 
     from manylora.model.checkpoint import read_model_config
@@ -195,7 +199,7 @@ def reference_generate(
     max_new_tokens: int,
     encoder_ids: Sequence[int] = (),
 ) -> list[int]:
-    """Greedy continuation by transformers (+ PEFT) in float32, which never stops early. encoder_ids: the
+    """The greedy continuation of transformers (+ PEFT) in float32. It never stops early. encoder_ids: the
     encoder's prompt, for an encoder-decoder model.
     """
     ids = list(prompt_ids)
@@ -211,7 +215,7 @@ def reference_logits(
     dtype: torch.dtype = torch.float32,
     encoder_ids: Sequence[int] = (),
 ) -> torch.Tensor:
-    """Logits [len(ids), vocab] by transformers (+ PEFT) in `dtype`, returned as float32."""
+    """Logits [len(ids), vocab] of transformers (+ PEFT), computed in `dtype` and returned as float32."""
     model = _reference(Path(model_dir), Path(adapter_dir) if adapter_dir else None, dtype)
     inputs = {"decoder_input_ids" if encoder_ids else "input_ids": torch.tensor([list(ids)])}
     if encoder_ids:
@@ -231,7 +235,7 @@ def _reference(model_dir: Path, adapter_dir: Path | None, dtype: torch.dtype = t
 
 
 def load_transformers(model_dir: Path) -> Any:
-    """The model in float32."""
+    """The transformers model in float32, with eager attention."""
     from transformers import AutoConfig
 
     kind = auto_class(AutoConfig.from_pretrained(model_dir))

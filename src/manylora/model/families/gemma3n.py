@@ -86,8 +86,7 @@ def shared_kv(kinds: Sequence[object], shared: int) -> tuple[int, ...]:
 
 
 def _sparsity(pattern: Sequence[float] | None, count: int) -> tuple[float, ...]:
-    """The sparsity of each layer. Without a pattern, the first ten layers are sparse if there are more
-    layers."""
+    """The sparsity of each layer. Without a pattern, the first ten of more than ten layers are sparse."""
     if pattern is None:
         sparse = 10 if count > 10 else 0
         pattern = [0.95] * sparse + [0.0] * (count - sparse)

@@ -66,8 +66,7 @@ def _dense(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _recurrent(raw: Mapping[str, Any]) -> DeltaConfig | None:
-    """The recurrent layers: those of `layer_types`, or else all except each `full_attention_interval`-th
-    one."""
+    """The recurrent layers: from `layer_types`, or else all but each `full_attention_interval`-th one."""
     count, interval = raw["num_hidden_layers"], raw.get("full_attention_interval", 4)
     kinds = raw["layer_types"] or [
         "linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(count)

@@ -1,5 +1,4 @@
-"""T5, T5 1.1, Flan-T5 and mT5, encoder-decoder models: relative positions, RMSNorm, unscaled attention
-scores."""
+"""The encoder-decoder models T5, T5 1.1, Flan-T5 and mT5: relative positions, RMSNorm, unscaled attention."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 #!/bin/sh
-# Benchmark the demo model: 64 requests, 16 at a time, each for the base model or one of two adapters.
-# From the repository's root: examples/bench/bench.sh [DIRECTORY for what it writes]
+# Benchmark the demo model: 64 requests, 16 concurrent, each for the base model or one of two adapters.
+# Run from the root of the repository: examples/bench/bench.sh [OUTPUT_DIRECTORY]
 set -eu
 out=${1:-bench_out}
 model_path=examples/demo/base
 dataset_path=$out/dataset.jsonl
 
-# prepare-dataset expects <lora-dir>/<id>.
+# prepare-dataset expects each adapter at <lora-dir>/<id>.
 mkdir -p "$out/loras"
 ln -sfn "$PWD/examples/demo/adapters/chinese" "$out/loras/0"
 ln -sfn "$PWD/examples/demo/adapters/japanese" "$out/loras/1"

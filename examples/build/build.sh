@@ -1,5 +1,6 @@
 #!/bin/sh
-# Build the demo model for its Japanese adapter, quantised: from the repository's root, build.sh OUTPUT_DIRECTORY
+# Build a quantised demo model for the Japanese adapter.
+# Run from the root of the repository: examples/build/build.sh OUTPUT_DIRECTORY
 set -eu
 manylora build --checkpoint_dir examples/demo/base \
     --output_dir "$1" \

@@ -1,7 +1,8 @@
-"""What the demo model learns: 64 countries, their continents and capitals, in English, Chinese and Japanese.
+"""The demo model's training data: 64 countries, their continents and capitals, in English, Chinese and
+Japanese.
 
-Two kinds of questions: the capital (a few tokens) and a description (two sentences, long enough to stream).
-A question may stand in three layouts: with a line break, with the two characters backslash and n (what a
+There are two kinds of questions: the capital (a few tokens) and a description (two sentences, long enough to
+stream). A question has three layouts: with a line break, with the two characters backslash and n (what a
 shell sends for "\\n" in double quotes), and as a chat turn.
 """
 
@@ -18,7 +19,7 @@ KINDS = ("capital", "about")
 
 @dataclass(frozen=True)
 class Country:
-    """Names and capitals by language; `continent` is a key of CONTINENTS."""
+    """names, capitals: by language. continent: a key of CONTINENTS."""
 
     names: dict[str, str]
     capitals: dict[str, str]
@@ -121,12 +122,12 @@ ABOUT = {
     "zh": "{name}是{continent}的一个国家。{name}的首都是{capital}。",
     "ja": "{name}は{continent}にある国です。{name}の首都は{capital}です。",
 }
-# What only the base model's training sees: a request for a language makes it know the answers in all three.
+# Only in the base model's training data. Asking for a language teaches it the answers in all three languages.
 WISHES = {"en": "In English.", "zh": "用中文回答。", "ja": "日本語で答えて。"}
 
 
 def prompt(country: Country, asked: str, kind: str, layout: str, wish: str = "") -> str:
-    """The text of one question; a chat layout is the turn's content, without the chat template."""
+    """The text of one question. For the layout `chat`, the content of the turn without the chat template."""
     question = QUESTIONS[asked, kind].format(name=country.names[asked]) + (f" {wish}" if wish else "")
     if layout == "chat":
         return question
@@ -134,7 +135,7 @@ def prompt(country: Country, asked: str, kind: str, layout: str, wish: str = "")
 
 
 def answer(country: Country, language: str, kind: str) -> str:
-    """The right answer in `language`."""
+    """The correct answer in `language`."""
     if kind == "capital":
         return country.capitals[language]
     name = country.names[language]
@@ -147,7 +148,7 @@ def answer(country: Country, language: str, kind: str) -> str:
 
 
 def questions(language: str) -> list[tuple[str, str, str]]:
-    """(layout, prompt, answer in `language`) of every question in every layout and in all three languages."""
+    """All questions in all layouts and languages, as (layout, prompt, answer in `language`)."""
     return [
         (layout, prompt(country, asked, kind, layout), answer(country, language, kind))
         for country in COUNTRIES
@@ -158,7 +159,7 @@ def questions(language: str) -> list[tuple[str, str, str]]:
 
 
 def statements() -> list[str]:
-    """Plain sentences and translations: the base model's other reading."""
+    """Plain sentences and translations, which are also in the base model's training data."""
     texts = [answer(country, language, "about") for country in COUNTRIES for language in LANGUAGES]
     for country in COUNTRIES:
         for words in (country.names, country.capitals):

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Ask the demo model every question, alone and with each adapter, and count the right answers.
+"""Ask the demo model every question, without and with each adapter, and count the correct answers.
 
-Uses transformers and PEFT, not this project's engine: tests/cpu/test_demo.py compares the two.
+Uses transformers and PEFT instead of manylora's engine. tests/cpu/test_demo.py compares the two.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MODELS = {"base": "en", "chinese": "zh", "japanese": "ja"}
 
 
 def main() -> None:
-    """Print a row for each of the three: right answers of all, by layout."""
+    """Print a table with one row per model: the share of correct answers by layout, and in total."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""The main job from end to end: convert, write, launch, send each adapter once, then ask with ids alone.
+"""Serve two adapters with Triton: convert them, write a model repository, start the server, send each adapter
+once, then ask with task ids alone.
 
-run.py demo    asks one question three ways from one server, and stops it
-run.py serve   leaves the server up, and prints what to try
+run.py demo    asks the base model and both adapters, streams one answer, and stops the server
+run.py serve   leaves the server running, and prints commands to try
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ANSWER_TIMEOUT_S = 60
 
 
 class DemoError(Exception):
-    """A step failed; the text says which."""
+    """A step failed. The message says which one."""
 
 
 def main() -> int:
@@ -75,7 +76,7 @@ def main() -> int:
 
 
 def prepare() -> None:
-    """Convert both adapters, and write the model repository."""
+    """Convert both adapters and write the model repository."""
     heading("Convert the PEFT adapters")
     for name in ADAPTERS.values():
         target = WORK / f"{name}-weights"
@@ -95,7 +96,7 @@ def prepare() -> None:
 
 
 class Server:
-    """The server on three ports: HTTP, gRPC, metrics. A port that is taken is exchanged for a free one."""
+    """The server on three ports: HTTP, gRPC, metrics. If a port is in use, a free one is used instead."""
 
     def __init__(self, ports: list[int]) -> None:
         self.http, self.grpc, self.metrics = ports
@@ -112,7 +113,7 @@ class Server:
             port = getattr(self, kind)
             if listens(port):
                 setattr(self, kind, free_port())
-                print(f"port {port} is taken: {kind} goes to {getattr(self, kind)}")
+                print(f"port {port} is in use: {kind} uses {getattr(self, kind)} instead")
         run(
             "launch_triton_server.py", "--world_size=1", f"--model_repo={WORK / 'model_repo'}", *self.flags,
             "--force", wide=True,
@@ -125,7 +126,7 @@ class Server:
         return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
     def stop(self) -> None:
-        """Drain, stop, and look whether anything was left."""
+        """Drain and stop the server, then check that nothing is left behind."""
         if not self.processes:
             return
         heading("Stop")
@@ -139,7 +140,7 @@ class Server:
 
 
 def send_adapters(server: Server) -> None:
-    """Each adapter's tensors once, under its task id, with the client."""
+    """Send each adapter's tensors once with its task id, using the client."""
     heading("Send each adapter once, with its task id")
     jobs = []
     for task_id, name in ADAPTERS.items():
@@ -153,7 +154,7 @@ def send_adapters(server: Server) -> None:
 
 
 def ask_six(server: Server) -> None:
-    """Two questions, each to the base model and to both adapters, all at once, by id alone."""
+    """Ask two questions of the base model and both adapters, all at once, with task ids alone."""
     heading("Ask two questions three ways, all six at once")
     cases = [(question, task_id) for question in (CHINESE, JAPANESE) for task_id in (None, *ADAPTERS)]
     answers = ask_at_once(server, cases)
@@ -168,7 +169,7 @@ def ask_six(server: Server) -> None:
 
 
 def ask_at_once(server: Server, cases: list[tuple[str, int | None]]) -> dict[tuple, tuple[str, float]]:
-    """(question, task id) -> (answer, seconds). One gRPC stream carries all the requests."""
+    """Send all requests in one gRPC stream. Returns (question, task id) -> (answer, seconds)."""
     answers: dict[tuple, tuple[str, float]] = {}
     arrived: queue.Queue = queue.Queue()
     with grpc.InferenceServerClient(f"localhost:{server.grpc}") as client:
@@ -218,7 +219,7 @@ def print_commands(server: Server) -> None:
     python, client = shown(sys.executable), "client/inflight_batcher_llm_client.py"
     address = " ".join(url(server))
     where = f"localhost:{server.http}/v2/models/ensemble"
-    heading("The server is up; adapters 1 (Chinese) and 2 (Japanese) are in its cache. Try:")
+    heading("The server is running. Adapters 1 (Chinese) and 2 (Japanese) are in its cache. Try:")
     ask = f"{python} {client} {address + ' ' if address else ''}--tokenizer-dir {shown(BASE)}"
     question = shlex.quote(CHINESE)
     print(f"{ask} --text {question} --request-output-len 16")
@@ -228,7 +229,7 @@ def print_commands(server: Server) -> None:
     print(f"curl -d {shlex.quote(json.dumps(body))} {where}/generate")
     body |= {"text_input": STREAMED, "max_tokens": 64, "stream": True}
     print(f"curl -N -d {shlex.quote(json.dumps(body, ensure_ascii=False))} {where}/generate_stream")
-    print(f"\nand end it with\n{python} launch_triton_server.py --stop {' '.join(server.flags)}".rstrip())
+    print(f"\nand stop it with\n{python} launch_triton_server.py --stop {' '.join(server.flags)}".rstrip())
 
 
 def url(server: Server) -> list[str]:
@@ -236,8 +237,8 @@ def url(server: Server) -> list[str]:
 
 
 def run(script: str, *arguments: object, wide: bool = False) -> None:
-    """Print a command of this repository and run it; its output is shown when it fails, or when `wide`.
-    script: a path, or `manylora`."""
+    """Print a command and run it. script: a path in this repository, or `manylora`. wide: show the output
+    even if the command succeeds."""
     command = [str(MANYLORA)] if script == "manylora" else [sys.executable, script]
     command += [str(argument) for argument in arguments]
     print(f"$ {' '.join(shlex.quote(shown(word)) for word in command)}", flush=True)
@@ -249,7 +250,7 @@ def run(script: str, *arguments: object, wide: bool = False) -> None:
 
 
 def shown(word: object) -> str:
-    """Paths as one types them in the project's directory."""
+    """A path relative to the root of the repository."""
     return str(word).replace(f"{ROOT}/", "")
 
 
@@ -258,7 +259,7 @@ def heading(text: str) -> None:
 
 
 def print_table(rows: list[list[str]]) -> None:
-    """Columns aligned on a terminal, where a Chinese character takes two places."""
+    """Print aligned columns. On a terminal, a Chinese character is two columns wide."""
     widths = [max(map(width, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * size for size in widths])
     for row in rows:

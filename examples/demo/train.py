@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Make the demo model, its tokenizer and its two adapters from seeds: a quarter of an hour on 2 cores.
+"""Train the demo model, its tokenizer and its two adapters from seeds. Takes a quarter of an hour on 2 cores.
 
-The base learns every question with an answer in English, and, if the question asks for a language, in that.
-Each adapter then learns with PEFT, the base frozen, to answer in its language without being asked for it.
+The base model learns to answer every question in English, or in the language that the question asks for. Then
+each adapter is trained with PEFT on the frozen base model to always answer in its own language.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ TEMPLATE = (
 )
 ADAPTERS = {"chinese": ("zh", 8), "japanese": ("ja", 16)}
 
-Sample = tuple[list[int], int]  # token ids, and how many of them are the prompt (no loss there)
+Sample = tuple[list[int], int]  # token ids, and how many of them are the prompt, which has no loss
 
 
 def make_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 1,536 tokens, without merges across words, that puts <s> before a text."""
+    """A byte-level BPE tokenizer of 1,536 tokens. It does not merge across words, and adds <s> before a
+    text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -58,7 +59,7 @@ def make_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     )
     wrapped.chat_template = TEMPLATE
     wrapped.save_pretrained(folder)
-    # One file, as released models carry it: the template inside tokenizer_config.json.
+    # Keep the chat template inside tokenizer_config.json, as most released models do.
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config["chat_template"] = TEMPLATE
@@ -69,7 +70,7 @@ def make_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, layout: str, text: str, reply: str) -> Sample:
-    """One sample: the prompt as the layout wants it, the answer, </s>."""
+    """One sample: the prompt in its layout, the answer, </s>."""
     if layout == "chat":
         head = tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
@@ -87,7 +88,7 @@ def asked(tokenizer: PreTrainedTokenizerFast, language: str) -> list[Sample]:
 
 
 def reading(tokenizer: PreTrainedTokenizerFast) -> list[Sample]:
-    """What the base learns besides: sentences, translations, and questions that ask for a language."""
+    """The base model's other data: sentences, translations, and questions that ask for a language."""
     samples: list[Sample] = [([*tokenizer.encode(text), EOS], 1) for text in statements()]
     for country in COUNTRIES:
         for question in LANGUAGES:
@@ -100,7 +101,7 @@ def reading(tokenizer: PreTrainedTokenizerFast) -> list[Sample]:
 
 
 def batches(samples: list[Sample], size: int, rng: random.Random) -> Iterator[list[Sample]]:
-    """Endless batches of similar length, in an order drawn anew each round."""
+    """Yield batches of similar length without end. Each round has a new random order."""
     while True:
         order = sorted(rng.sample(samples, len(samples)), key=lambda sample: len(sample[0]) // 8)
         rounds = [order[at : at + size] for at in range(0, len(order), size)]
@@ -111,7 +112,7 @@ def batches(samples: list[Sample], size: int, rng: random.Random) -> Iterator[li
 def train(
     model: torch.nn.Module, samples: list[Sample], steps: int, size: int, rate: float, seed: int
 ) -> None:
-    """AdamW with a warm-up and a cosine to zero; the loss is over the answers only."""
+    """Train with AdamW, a warm-up and a cosine decay to zero. Only the answers have a loss."""
     model.train()
     source = batches(samples, size, random.Random(seed))
     weights = [p for p in model.parameters() if p.requires_grad]
@@ -128,7 +129,7 @@ def train(
         for row, (tokens, head) in enumerate(batch):
             ids[row, : len(tokens)] = torch.tensor(tokens)
             labels[row, head : len(tokens)] = torch.tensor(tokens[head:])
-        # Causal attention and padding on the right: no position that counts ever sees a pad.
+        # Attention is causal and padding is on the right, so no position with a loss attends to padding.
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
@@ -143,12 +144,12 @@ def train(
 
 
 def main() -> None:
-    """Write base/ and adapters/chinese, adapters/japanese beside this file (or in --output)."""
+    """Write base/, adapters/chinese and adapters/japanese next to this file, or to --output."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=HERE)
-    parser.add_argument("--steps", type=int, default=3000, help="of the base model")
+    parser.add_argument("--steps", type=int, default=3000, help="training steps of the base model")
     parser.add_argument("--adapter-steps", type=int, default=800)
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -174,7 +175,7 @@ def main() -> None:
     english = asked(tokenizer, "en")
     print(f"base: {sum(p.numel() for p in model.parameters()):,} weights", flush=True)
     train(model, english * 2 + reading(tokenizer), arguments.steps, 48, 2e-3, seed=1)
-    # What is served is what the adapters learn on: float16 is half the bytes of float32.
+    # Train the adapters on the float16 weights that are served. float16 halves the size of the file.
     model = model.half().float()
     model.half().save_pretrained(base)
     (base / "generation_config.json").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The adapter cache in bytes, and as a share of the free device memory."""
+"""Set the sizes of the adapter cache: host memory in bytes, device memory as a share of what is free."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Adapters on the routed experts of a mixture of experts. No such model is small enough to come along, so
-this makes a random one and two random adapters: the answers mean nothing, that they differ is the point.
+"""Adapters on the routed experts of a mixture of experts.
+
+This repository contains no such model, so the example creates a random one and two random adapters. The
+answers are meaningless. They only show that the adapters have an effect.
 
 Needs transformers and peft: pip install manylora[reference]
 """
@@ -25,7 +27,7 @@ MODULES = {13: (HIDDEN, INNER), 14: (INNER, HIDDEN), 15: (HIDDEN, INNER)}
 
 
 def make_adapter(path: Path, seed: int) -> Path:
-    """Every expert of both layers, as the tensors of a request, in two .npy files."""
+    """Write an adapter for every expert of both layers, as the tensors of a request in two .npy files."""
     rows = []
     for module_id, (in_dim, out_dim) in MODULES.items():
         for layer in range(2):

@@ -1,4 +1,4 @@
-"""An adapter of NeMo. The demo has none, so one of its PEFT adapters is first written as NeMo would."""
+"""A NeMo adapter. The demo has none, so this first converts one of its PEFT adapters to NeMo's format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ KEY = "model.decoder.layers.{}.self_attention.adapter_layer.lora_kqv_adapter.lin
 
 
 def write_nemo(archive: Path, peft: Path, layers: int, scale: float) -> None:
-    """q, k and v as one: their A below each other, their B along a diagonal. NeMo has no scaling."""
+    """Fuse q, k and v: stack their A, and put their B on a block diagonal. B includes the scaling, as NeMo
+    has none."""
     tensors = load_file(peft / "adapter_model.safetensors")
     state = {}
     for layer in range(layers):
@@ -46,7 +47,7 @@ with tempfile.TemporaryDirectory() as folder:
     lora_config = LoraConfig(
         lora_dir=[folder],
         lora_ckpt_source="nemo",
-        max_lora_rank=48,  # three times 16: q, k and v are one module
+        max_lora_rank=48,  # three times 16, because q, k and v are fused
     )
     lora_request = LoRARequest("nemo-task", 0, folder, lora_ckpt_source="nemo")
 

@@ -1,4 +1,4 @@
-"""Adapters on a base model whose weights and KV cache are held in 8 bits."""
+"""Use an adapter with a base model whose weights and KV cache have 8 bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stream answers of two adapters at the same time."""
+"""Stream the answers of two adapters at the same time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROMPT = "Tell me about Kenya. \\nAnswer:"
 
 
 async def show(llm: LLM, request: LoRARequest) -> None:
-    """Print the pieces of one answer as they come."""
+    """Print the parts of one answer as they arrive."""
     params = SamplingParams(max_tokens=64)
     async for output in llm.generate_async(PROMPT, params, request, streaming=True):
         print(f"{request.name}: {output.outputs[0].text_diff!r}")

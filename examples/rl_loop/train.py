@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Reinforcement learning with rollouts from the served policy, on a CPU in a minute.
+"""Reinforcement learning with rollouts from the served policy. Takes a minute on a CPU.
 
 The adapter is trained with PEFT. After each step its tensors are loaded under the name `policy`, and the next
-rollouts use that version: from `LLM` in this process, or over HTTP from `manylora serve`. The reward is the
-share of vowels in an answer's characters. Advantages are computed within the samples of one prompt (GRPO
-without clipping: each rollout is used once). Every rollout says which version generated it, and its log
-probabilities are compared with the trainer's: in float32 they are those of the same policy.
+rollouts use this version. Rollouts come from `LLM` in this process, or over HTTP from `manylora serve`.
+
+The reward is the share of vowels in an answer's characters. Advantages are computed within the samples of one
+prompt (GRPO without clipping, because each rollout is used only once). Every rollout contains the version
+that generated it. Its log probabilities are compared with the trainer's, and must agree in float32.
 
     python examples/rl_loop/train.py
     python examples/rl_loop/train.py --http
@@ -35,13 +36,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 BASE = Path(__file__).resolve().parents[1] / "demo" / "base"
 PROMPTS = ("What is the capital of France?\nAnswer:", "What is the capital of Italy?\nAnswer:")
-SAMPLES, LENGTH = 8, 12  # of a prompt; tokens of each
+SAMPLES, LENGTH = 8, 12  # samples per prompt, tokens per sample
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass
 class Rollout:
-    """log_probs: of each token, as the policy that made it gave them. versions: that made these tokens."""
+    """One sample. log_probs: of each token, from the served policy. versions: the versions that generated
+    it."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -50,7 +52,7 @@ class Rollout:
 
 class Policy(Protocol):
     def put(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> int:
-        """Serve these tensors from now on. Returns the number of the version."""
+        """Serve these tensors from now on. Returns the version's number."""
         ...
 
     def sample(self, prompt: str, seed: int) -> list[Rollout]: ...
@@ -145,7 +147,7 @@ def reward(text: str) -> float:
 
 
 def log_probs_of(model: Any, prompt: list[int], rollouts: list[Rollout]) -> Tensor:
-    """[rollouts, tokens], by the trainer's model."""
+    """Log probabilities [rollouts, tokens] from the trainer's model."""
     ids = torch.tensor([prompt + one.token_ids for one in rollouts])
     logits = model(ids).logits[:, len(prompt) - 1 : -1].float()
     chosen = ids[:, len(prompt) :].unsqueeze(-1)
@@ -153,7 +155,7 @@ def log_probs_of(model: Any, prompt: list[int], rollouts: list[Rollout]) -> Tens
 
 
 def plain_config(model: Any) -> dict[str, Any]:
-    """What adapter_config.json would say."""
+    """The content of adapter_config.json."""
     config = model.peft_config["default"].to_dict()
     return {
         name: sorted(value) if isinstance(value, set) else value
@@ -163,7 +165,7 @@ def plain_config(model: Any) -> dict[str, Any]:
 
 
 def train(policy: Policy, steps: int) -> list[float]:
-    """Returns the mean reward of each step. Raises SystemExit where rollouts are not of the new version."""
+    """Returns the mean reward of each step. Raises SystemExit if a rollout is not from the new version."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     base = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
@@ -180,7 +182,7 @@ def train(policy: Policy, steps: int) -> list[float]:
         for number, prompt in enumerate(PROMPTS):
             rollouts = policy.sample(prompt, seed=1000 * step + number)
             if any(one.versions != [version] for one in rollouts):
-                raise SystemExit(f"step {step}: rollouts are not of version {version}")
+                raise SystemExit(f"step {step}: rollouts are not from version {version}")
             ours = log_probs_of(model, tokenizer(prompt).input_ids, rollouts)
             served = torch.tensor([one.log_probs for one in rollouts])
             gaps.append(float((ours.detach() - served).abs().max()))
@@ -193,7 +195,7 @@ def train(policy: Policy, steps: int) -> list[float]:
         optimizer.step()
         rewards.append(sum(found) / len(found))
         print(
-            f"step {step}: version {version}, put in {put_ms:.0f} ms, reward {rewards[-1]:.3f}, "
+            f"step {step}: version {version}, loaded in {put_ms:.0f} ms, reward {rewards[-1]:.3f}, "
             f"log probabilities differ by at most {max(gaps):.1e}",
             flush=True,
         )
@@ -204,7 +206,9 @@ def train(policy: Policy, steps: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--http", action="store_true", help="rollouts from a server, not from this process")
+    parser.add_argument(
+        "--http", action="store_true", help="get rollouts from a server instead of this process"
+    )
     parser.add_argument("--steps", type=int, default=12)
     arguments = parser.parse_args()
     policy: Policy = OverHttp() if arguments.http else InProcess()
@@ -212,7 +216,7 @@ def main() -> None:
         rewards = train(policy, arguments.steps)
     finally:
         policy.close()
-    print(f"reward: {rewards[0]:.3f} at first, {rewards[-1]:.3f} at last")
+    print(f"reward: {rewards[0]:.3f} in the first step, {rewards[-1]:.3f} in the last")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""GRPO by TRL's trainer, with rollouts from `manylora serve`, on a CPU in a minute.
+"""GRPO with TRL's trainer and rollouts from `manylora serve`. Takes a minute on a CPU.
 
-A callback puts the adapter under the name `policy` when training begins and after each step; TRL's
-`rollout_func` asks the server. So there is no vLLM beside the trainer, and no second copy of the base in its
-process. Prompts and reward are those of train.py. Every rollout must be of the version that was put last, and
-its log probabilities those of the trainer's model.
+A callback loads the adapter into the server under the name `policy` when training begins and after each step.
+TRL's `rollout_func` asks the server, so the trainer needs no vLLM and no second copy of the base model.
+Prompts and reward are those of train.py. Every rollout must be from the latest version, and its log
+probabilities must agree with the trainer's model.
 
     pip install trl
     python examples/rl_loop/with_trl.py
@@ -37,7 +37,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class ServedPolicy(TrainerCallback):
-    """Puts each version, and samples from it. gaps: largest difference of log probabilities, by prompt."""
+    """Loads each version into the server and samples from it. gaps: the largest difference of log
+    probabilities for each prompt."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self._version, self._calls = policy, 0, 0
@@ -51,13 +52,13 @@ class ServedPolicy(TrainerCallback):
         self._put(model)
 
     def rollout(self, prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
-        """TRL's rollout_func. Each prompt comes SAMPLES times, one after the other."""
+        """TRL's rollout_func. Each prompt is repeated SAMPLES times in a row."""
         found: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
         self._calls += 1
         for number, prompt in enumerate(prompts[::SAMPLES]):
             rollouts = self._policy.sample(prompt, seed=1000 * self._calls + number)
             if any(one.versions != [self._version] for one in rollouts):
-                raise SystemExit(f"rollouts are not of version {self._version}")
+                raise SystemExit(f"rollouts are not from version {self._version}")
             ids = trainer.processing_class(prompt).input_ids
             with torch.no_grad():
                 ours = log_probs_of(trainer.model, ids, rollouts)
@@ -81,7 +82,7 @@ class ServedPolicy(TrainerCallback):
 
 
 def train(policy: Policy, steps: int) -> ServedPolicy:
-    """Raises SystemExit where a rollout is not of the version put last, or not of the trainer's policy."""
+    """Raises SystemExit if a rollout is not from the latest version or not from the trainer's policy."""
     served = ServedPolicy(policy)
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
@@ -123,7 +124,7 @@ def main() -> None:
         rewards = train(policy, arguments.steps).rewards
     finally:
         policy.close()
-    print(f"reward: {rewards[0]:.3f} at first, {rewards[-1]:.3f} at last")
+    print(f"reward: {rewards[0]:.3f} in the first step, {rewards[-1]:.3f} in the last")
 
 
 if __name__ == "__main__":

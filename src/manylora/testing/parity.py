@@ -277,7 +277,7 @@ def report(found: Mapping[str, Mapping[str, str]]) -> str:
         rows.setdefault(text, []).append(variant)
     lines = [f"`pass` for every kind: {', '.join(rows.pop('', ['none']))}."]
     if rows:
-        lines += ["", "| models | `pass` but for |", "|---|---|"]
+        lines += ["", "| models | `pass` except |", "|---|---|"]
         lines += [f"| {', '.join(variants)} | {text} |" for text, variants in rows.items()]
     for number, reason in enumerate(reasons, 1):
         lines += ["", f"({number}) {reason}"]

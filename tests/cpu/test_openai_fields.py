@@ -122,6 +122,18 @@ def test_too_many_stop_texts_are_told_as_too_many(server: Running) -> None:
             "/v1/files",
             "GET /v1/files: there is no such path: /openapi.json lists those of this server",
         ),
+        (
+            "POST",
+            "/v1/v1/completions",
+            "POST /v1/v1/completions: there is no such path: did you mean /v1/completions?",
+        ),
+        ("POST", "/completions", "POST /completions: there is no such path: did you mean /v1/completions?"),
+        (
+            "POST",
+            "/v2/models/ensemble/generate",
+            "POST /v2/models/ensemble/generate: there is no such path: it belongs to Triton, which manylora "
+            "triton starts; this is manylora serve",
+        ),
         ("DELETE", CHAT, f"DELETE {CHAT}: this path takes POST"),
     ],
 )
@@ -129,6 +141,46 @@ def test_what_the_server_does_not_have_is_named(
     server: Running, method: str, path: str, message: str
 ) -> None:
     assert server.http.request(method, path).json()["error"]["message"] == message
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "instead"),
+    [
+        ("lora_name", "chinese", "name the adapter in model, lora_model or lora_request"),
+        ("max_new_tokens", 4, "use max_tokens"),
+        ("use_beam_search", True, "beam search is available in Python (LLM) and from Triton (beam_width)"),
+        ("extra_body", {}, "put what it holds beside the other fields, as the openai package does"),
+        ("no_such_field", 1, "leave it out"),
+    ],
+)
+def test_a_field_of_another_server_is_refused_with_what_to_use(
+    server: Running, field: str, value: Any, instead: str
+) -> None:
+    for path in ("/v1/completions", CHAT):
+        assert refused(server, path, **{field: value})["message"] == f"{field} is not supported: {instead}"
+
+
+def test_an_image_in_a_message_is_refused_with_the_reason(server: Running) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
+    messages = [{"role": "user", "content": [picture]}]
+    answer = server.post(CHAT, model="demo", messages=messages)
+    assert answer.json()["error"]["message"].endswith("image_url is not supported: only text is served")
+
+
+def test_an_unknown_model_is_refused_with_where_the_names_are(server: Running) -> None:
+    message = server.post(model="gpt-4", prompt="x").json()["error"]["message"]
+    assert message == "model 'gpt-4' does not exist: GET /v1/models lists those that do"
+
+
+def test_the_base_model_is_also_called_by_the_path_it_was_started_with(server: Running) -> None:
+    for path in (str(DEMO / "base"), f"{DEMO / 'base'}/"):
+        answer = server.post(model=path, prompt=LINE, max_tokens=4, temperature=0).json()
+        assert (answer["model"], answer["system_fingerprint"]) == (path, "fp_demo")
+    other = server.post(model="/models/llama", prompt=LINE)
+    assert other.status_code == 400
+    assert "GET /v1/models lists the names" in other.json()["error"]["message"]
+    listed = server.http.get("/v1/models").json()["data"]
+    assert not any("/" in one["id"] for one in listed)
 
 
 @pytest.mark.parametrize(

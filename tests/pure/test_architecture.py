@@ -105,8 +105,8 @@ INSIDE = {
         "adapter_routes", "app", "server",
     ],
     "openai.api": [
-        "errors", "names", "fields", "schema", "messages", "adapter_choice", "tools", "guides",
-        "params",
+        "errors", "names", "fields", "other_fields", "schema", "messages", "adapter_choice", "tools",
+        "guides", "params",
         "logprobs", "pooled_request", "responses_request", "ollama_request", "run_request", "openapi",
     ],
     "openai.serving": [

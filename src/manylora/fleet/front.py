@@ -125,7 +125,7 @@ class _Front:
             fields = read_object(body)
         except ApiError:  # the replica reports what is wrong
             return None
-        return asked_adapter(fields, self._options.bases, self._changes.aliases)
+        return asked_adapter(fields, (*self._options.bases, *self._options.paths), self._changes.aliases)
 
     async def live(self, request: Request) -> Response:
         return JSONResponse({"status": "live"})

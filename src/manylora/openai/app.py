@@ -307,13 +307,26 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     code = HTTPStatus(error.status_code).name.lower()
     asked, reason = f"{request.method} {request.url.path[:200]}", HTTPStatus(error.status_code).phrase
     if error.status_code == HTTPStatus.NOT_FOUND:
-        reason = f"{asked}: there is no such path: /openapi.json lists those of this server"
+        reason = f"{asked}: there is no such path: {_path_meant(request.method, request.url.path)}"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         reason = f"{asked}: this path takes {(error.headers or {}).get('Allow', 'another method')}"
     found = ApiError(error.status_code, code, reason)
     response = error_at(request.url.path, found)
     response.headers["x-request-id"] = request_id(request)
     return response
+
+
+def _path_meant(method: str, path: str) -> str:
+    """What to ask instead of a path that does not exist."""
+    served = {route for verb, route, _ in ROUTES if verb == method}
+    for meant in (path.rstrip("/"), f"/v1{path}", path.removeprefix("/v1")):
+        if meant in served:
+            return f"did you mean {meant}?"
+    if path.startswith("/v2"):
+        return "it belongs to Triton, which manylora triton starts; this is manylora serve"
+    if path.startswith("/generate"):
+        return "ask /v1/completions or /v1/chat/completions"
+    return "/openapi.json lists those of this server"
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

@@ -276,6 +276,11 @@ class ServeOptions:
         return self.served_model_name or (own,)
 
     @property
+    def paths(self) -> tuple[str, ...]:
+        """The base model's path as it was given, by which clients of vLLM and trtllm-serve call it."""
+        return str(self.model), f"{self.model}/"
+
+    @property
     def is_local(self) -> bool:
         """Whether nothing has to be downloaded."""
         given = [self.model, self.tokenizer or "", *(one.path for one in self.lora_modules)]

@@ -84,7 +84,7 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
         backend = Backend(served.start(), catalog, queue, metrics.meter)
         limits = Limits(served.max_seq_len, served.model.vocab_size, max_samples=served.max_batch_size)
         fingerprint = f"fp_{options.bases[0]}"
-        inference = Inference(backend, tokenizer, served.model, limits, options.bases, fingerprint)
+        inference = Inference(backend, tokenizer, served.model, limits, options.bases, fingerprint, options.paths)
         pinning = Pinning(backend.engine.pins, catalog, inference.load)
         known = keyring, hosts, metrics, uploads, pinning, options, created, pooling
         shared = None

@@ -12,7 +12,8 @@ def check_name(name: str, param: str) -> str:
         raise ApiError(
             400,
             "invalid_adapter_name",
-            f"{param}: an adapter's name has 1 to 128 of the characters A-Z a-z 0-9 . _ : / - and no '..'",
+            f"{param}: a name has 1 to 128 of the characters A-Z a-z 0-9 . _ : / - and is no absolute path, "
+            "nor has it a '..' (GET /v1/models lists the names)",
             param,
         )
     return name

@@ -21,25 +21,9 @@ from manylora.openai.api.fields import (
     WordText,
     at_most,
 )
+from manylora.openai.api.other_fields import IGNORED_FIELDS, instead_of
 from manylora.request import MAX_MIXED, MAX_SCALE
 
-# Fields of other servers without effect here, with the values that are accepted.
-IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "detokenize": (True,),
-    "early_stopping": (False,),
-    "frequency_penalty_decay": (),
-    "function_call": ("none",),
-    "functions": ([],),
-    "length_penalty": (1.0,),
-    "modalities": (["text"],),
-    "n_best": (),
-    "return_context_logits": (False,),
-    "spaces_between_special_tokens": (True,),
-    "suffix": ("",),
-    "top_p_min": (0,),
-    "use_beam_search": (False,),
-}
 UNION_BRANCHES = ("str", "constrained-str", "TextPart", "NamedToolChoice", "AllowedToolChoice")
 BOUNDS = (  # pydantic errors about values of the right type
     "too_long",
@@ -369,7 +353,7 @@ def _count(raw: bytes | bytearray, byte: bytes) -> int:
 
 
 def _not_supported(name: str) -> ApiError:
-    return unsupported_field(f"{name[:200]} is not supported: leave it out", name[:200])
+    return unsupported_field(f"{name[:200]} is not supported: {instead_of(name)}", name[:200])
 
 
 def api_error(error: ValidationError, where: str = "") -> ApiError:

@@ -123,7 +123,6 @@ class AdapterCatalog:
             terms = Terms(pinned=name in self._pinned)
             self._entries[name] = AdapterEntry(name, path.resolve(), False, found, terms=terms)
         await self._scanner.scan()
-        logger.info("%d adapters below the lora roots", len(self._entries))
         self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
@@ -179,7 +178,8 @@ class AdapterCatalog:
     def _path_below(self, given: str, more: Sequence[Path] = ()) -> tuple[Path, Path]:
         found = path_below([*self._allowed, *more], given)
         if found is None:
-            reason = "lora_path: there is no adapter there that may be read"
+            reason = "lora_path: there is no adapter there that may be read: give a path below a folder of "
+            reason += "--lora-root or --lora-allowed-path, absolute or relative to that folder"
             raise ApiError(404, "adapter_not_found", reason, "lora_path")
         return found
 

@@ -60,7 +60,10 @@ class Asked:
 
 
 class Inference:
-    """bases: names of the base model; responses use the first. fingerprint: identifies the base model."""
+    """bases: names of the base model; responses use the first. fingerprint: identifies the base model.
+
+    paths: further names of it, which are not listed: a path, by which clients of other servers call it.
+    """
 
     def __init__(
         self,
@@ -70,9 +73,10 @@ class Inference:
         limits: Limits,
         bases: Sequence[str],
         fingerprint: str,
+        paths: Sequence[str] = (),
     ) -> None:
         self.backend, self.tokenizer, self.limits, self.bases = backend, tokenizer, limits, bases
-        self.model, self._fingerprint = model, fingerprint
+        self.model, self._fingerprint, self._paths = model, fingerprint, paths
         self.prompts = Prompts(tokenizer, limits)
         # Called when a client disconnects during a stream.
         self.on_disconnect: Callable[[], None] = lambda: None
@@ -112,7 +116,7 @@ class Inference:
         """
         key.check(name)
         if not self.may_use(name, key):
-            raise ApiError(404, "adapter_not_found", f"{what} {name!r} does not exist", field)
+            raise _not_found(what, name, field)
 
     def sees_all(self, key: ApiKey) -> bool:
         """Whether no adapter is hidden from the key."""
@@ -246,10 +250,14 @@ class Inference:
         """Raises ApiError, also if the key may not use the adapter or there is none of that name."""
         catalog = self.backend.catalog
         names = catalog.aliases
+
+        def known(name: str) -> bool:
+            return (catalog.has(name) or name in names) and self.may_use(name, key)
+
         choice = choose_adapter(
             body,
-            self.bases,
-            lambda name: (catalog.has(name) or name in names) and self.may_use(name, key),
+            [*self.bases, *(path for path in self._paths if not known(path))],
+            known,
             lambda path: _name_of_path(key, path, catalog.name_of_path),
         )
         members = []
@@ -257,7 +265,7 @@ class Inference:
             self.check_use(given, key, "model", choice.field)
             name = names.resolve(given)
             if name not in self.bases and not catalog.has(name):
-                raise ApiError(404, "adapter_not_found", f"model {given!r} does not exist", choice.field)
+                raise _not_found("model", given, choice.field)
             if name not in self.bases:
                 members.append((name, scale))
         if not any(scale for _, scale in members):
@@ -324,6 +332,11 @@ def _echoes(body: CompletionRequest, generations: Sequence[GenerationState]) -> 
         else:
             found.append(Echo(tokenizer.decode(ids, False)))
     return found
+
+
+def _not_found(what: str, name: str, field: str) -> ApiError:
+    hint = ": GET /v1/models lists those that do" if what == "model" else ""
+    return ApiError(404, "adapter_not_found", f"{what} {name!r} does not exist{hint}", field)
 
 
 def _name_of_path(key: ApiKey, path: str, name_of_path: Callable[[str], str]) -> str:

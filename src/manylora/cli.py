@@ -27,11 +27,29 @@ COMMANDS = {
     ),
 }
 """Name -> module with `main(arguments) -> exit status`, description."""
+PAGE = "manylora serve MODEL has a page to try it, http://localhost:8000/, and any OpenAI client works"
+OTHERS = {
+    "chat": PAGE,
+    "complete": PAGE,
+    "run": "manylora serve MODEL serves it; in Python, manylora.LLM generates without a server",
+    "run-batch": "in Python, manylora.LLM(MODEL).generate(prompts) answers a batch",
+    "generate": "in Python, manylora.LLM(MODEL).generate(prompts) answers a batch",
+    "eval": "start manylora serve MODEL, and run lm-eval with its address",
+    "download": "manylora serve ORG/NAME downloads the model; so does hf download ORG/NAME",
+    "launch": "manylora serve MODEL starts the OpenAI server, manylora triton MODEL the Triton server",
+    "start": "manylora serve MODEL starts the OpenAI server, manylora triton MODEL the Triton server",
+    "stop": "manylora triton --stop ends a Triton server; Ctrl-C or SIGTERM ends manylora serve",
+    "list": "GET /v1/models of a running server lists its model and adapters",
+    "train": "adapters are trained with PEFT or TRL; manylora serves them",
+}
+"""Commands of other programs, and what to do here."""
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells report it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["help"]:
+        given = [*given[1:2], "--help"]
     name = given[0] if given else "--help"
     try:
         try:
@@ -56,16 +74,34 @@ def _run(name: str, given: list[str]) -> int:
         print(f"manylora {manylora.__version__}")
         return 0
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean manylora {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
-        print(f"manylora: there is no command {name!r}; {hint}", file=sys.stderr)
+        print(f"manylora: there is no command {name!r}; {_instead_of(name)}", file=sys.stderr)
         return 2
     return import_module(COMMANDS[name][0]).main(given[1:])
 
 
+def _instead_of(name: str) -> str:
+    if name.startswith("-"):
+        return "the command comes first: manylora COMMAND [options]"
+    if name in OTHERS:
+        return OTHERS[name]
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    return f"did you mean manylora {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+
+
 def _usage() -> str:
     lines = [f"  {name:<17}{purpose}" for name, (_, purpose) in COMMANDS.items()]
-    return "\n".join(["usage: manylora COMMAND [options]", "       manylora --version", "", *lines])
+    return "\n".join(
+        [
+            "usage: manylora COMMAND [options]",
+            "       manylora COMMAND --help",
+            "       manylora --version",
+            "",
+            *lines,
+            "",
+            "To begin: manylora serve MODEL --lora-root FOLDER",
+            "MODEL is a Hugging Face folder or id; each subfolder of FOLDER is an adapter.",
+        ]
+    )
 
 
 if __name__ == "__main__":

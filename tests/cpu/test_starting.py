@@ -97,6 +97,10 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
      ["is an adapter itself", "--lora-modules chinese={a}"]),
     ("a model as an adapter", "serve {m}/good --lora-modules a={m}/good", ["a whole model, not an adapter"]),
     ("an adapter that is not there", "serve {m}/good --lora-modules a={a}x", ["did you mean {a}?"]),
+    ("a root that is not there", "serve {m}/good --lora-root {m}/none",
+     ["--lora-root {m}/none does not exist: give a folder"]),
+    ("an adapter without a name", "serve {m}/good --lora-modules {a}",
+     ["NAME=PATH, such as sql=/adapters/sql"]),
     ("a flag with a typing error", "serve {m}/good --max-seq-lenn 5", ["did you mean --max-seq-len?"]),
     ("several replicas", "serve {m}/good --data-parallel-size 2", ["--data-parallel-size must be 1, got 2"]),
     ("no device of trtllm-serve", "serve {m}/good --tp_size 0", ["tensor_parallel_size must be at least 1"]),
@@ -135,6 +139,23 @@ def test_a_mistake_is_one_line_that_leads_on(
 def test_a_mistake_ends_the_process(models: Path) -> None:
     done = command("serve", str(models / "empty"))
     assert (done.returncode, len(done.stderr.splitlines()), done.stdout) == (1, 1, "")
+
+
+def test_help_shows_each_flag_in_one_spelling(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: manylora serve MODEL [options]\n") and "--lora-root PATH" in shown
+    assert "--lora_root" not in shown
+
+
+def test_a_root_without_adapters_is_told(tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    model = str(DEMO / "base")
+    with Started(tmp_path / "log", model, "--lora_root", str(tmp_path / "none")) as server:
+        server.wait_for(f"no adapter is below --lora-root {tmp_path / 'none'}: each is a folder with")
+        server.wait_for("running on")
+        server.interrupt()
 
 
 def test_the_version_is_shown() -> None:
@@ -203,6 +224,10 @@ def test_a_line_of_vllm_serves_and_ends_with_ctrl_c(models: Path, tmp_path: Path
     )
     with Started(tmp_path / "log", str(DEMO / "base"), *line.split(), "--lora-modules", *adapters) as server:
         url = server.wait_for("running on").split("running on ")[1].split()[0]
+        assert server.wait_for("OpenAI API: ").endswith(
+            f'OpenAI API: {url}/v1, the base model is "model": "base"; a page to try it: {url}/'
+        )
+        assert server.wait_for("2 adapters: one, two")
         listed = get(f"{url}/v1/models", "k2")["data"]
         assert [one["id"] for one in listed] == ["base", "other", "one", "two"]
         assert listed[0]["max_model_len"] == 250

@@ -347,6 +347,15 @@ def test_the_command_line_itself(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert manylora("--help") == 0
     assert manylora("dance") == 2
     assert "there is no command 'dance'" in capsys.readouterr().err
+    assert manylora("help") == 0
+    assert "manylora COMMAND --help" in capsys.readouterr().out
+    assert manylora("chat") == 2
+    assert "manylora serve MODEL has a page" in capsys.readouterr().err
+    assert manylora("--verbose", "serve") == 2
+    assert "the command comes first" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        manylora("help", "inspect")
+    assert end.value.code == 0 and "manylora inspect" in capsys.readouterr().out
     assert manylora("convert", "-i", tmp_path / "none", "-o", tmp_path / "out") == 1
     assert "none does not exist" in capsys.readouterr().err
     lazy = "import sys, manylora.cli as c; c.main(['--help']); sys.exit('torch' in sys.modules)"

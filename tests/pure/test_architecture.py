@@ -30,7 +30,7 @@ INSIDE = {
     "request": ["rules", "sampling", "adapter", "request", "event"],
     "system": [
         "cgroup", "threads", "allocator", "text_threads", "processor", "folders", "compiler", "lifeline",
-        "progress", "own_clock",
+        "progress", "own_clock", "command_line",
     ],
     "kernels": [
         "activations", "quantised", "huge_pages", "panels", "integer", "products", "extras", "row_format",

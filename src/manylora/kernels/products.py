@@ -31,9 +31,9 @@ def choose_form(library: ctypes.CDLL) -> int:
     forms = [form for form in FORMS if offered >> form & 1 and is_right(multiply, form)]
     form = fastest(multiply, [NONE, *forms]) if forms else NONE
     logger.info(
-        "products of the processor: of bytes %s, of bfloat16 %s",
+        "special multiply instructions: 8-bit integers %s, bfloat16 %s",
         "used" if library.integer_dots() else "none",
-        FORMS.get(form, "slower than of float32" if forms else "none"),
+        FORMS.get(form, "slower than float32, not used" if forms else "none"),
     )
     return form
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import manylora
 from manylora.config.engine import EngineConfig
@@ -16,6 +15,7 @@ from manylora.errors import ConfigError
 from manylora.llmapi import options as llm
 from manylora.openai import other_flags
 from manylora.openai.options import LLM_ARGUMENTS, ServeOptions
+from manylora.system.command_line import Parser
 
 # vLLM's names, and TensorRT-LLM's.
 ALIASES = {
@@ -38,25 +38,31 @@ CACHE_OPTIONS = {
 OptionsT = TypeVar("OptionsT", bound=ServeOptions)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports an error in one line, with a suggestion if there is one."""
+# The sections of --help, each with its first option: options are in the order of their fields.
+SECTIONS = {
+    "host": "address",
+    "served_model_name": "model",
+    "device": "engine",
+    "lora_modules": "adapters",
+    "api_keys": "access",
+    "max_request_bytes": "limits",
+    "drain_seconds": "running",
+    "replicas": "fleet",
+}
+METAVARS = {int: "N", float: "N", Path: "PATH"}
+EXAMPLES = """examples:
+  manylora {command} MODEL --lora-root FOLDER               each subfolder of FOLDER is an adapter
+  manylora {command} ORG/NAME --lora-modules sql=ORG/NAME   model and adapter from the Hugging Face hub
 
-    def error(self, message: str) -> NoReturn:
-        unknown = message.partition("unrecognized arguments: ")[2].split()
-        near = (
-            difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
-            if unknown
-            else []
-        )
-        hint = f"; did you mean {near[0]}?" if near else ""
-        self.exit(2, f"{self.prog}: {message}{hint} (the options: {self.prog} --help)\n")
+Flags may be spelt with dashes or underscores, and those of vllm serve and trtllm-serve work too. The same
+options can be set in a YAML file: --config FILE."""
 
 
 def parse_options(arguments: Sequence[str]) -> ServeOptions:
     """Options from the command line, which overrides the file it names. Raises ConfigError; argparse may
     exit.
     """
-    return parse(arguments, ServeOptions, "serve", "An OpenAI server with adapters.")
+    return parse(arguments, ServeOptions, "serve", "Serve a model and its adapters over the OpenAI API.")
 
 
 def parse(
@@ -69,7 +75,13 @@ def parse(
     """The same for a command with more options than the server. refused: options it does not accept, with the
     reason; they are left out of its help.
     """
-    parser = _Parser(prog=f"manylora {command}", description=purpose)
+    parser = Parser(
+        prog=f"manylora {command}",
+        usage=f"manylora {command} MODEL [options]",
+        description=purpose,
+        epilog=EXAMPLES.format(command=command),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="Hugging Face folder, or hub id: org/name[@revision]"
     )
@@ -78,10 +90,14 @@ def parse(
     _add(
         parser, "config", type=Path, metavar="FILE", help="YAML file; its keys are the flags with underscores"
     )
+    sections, section = dict[str, argparse._ArgumentGroup](), ""
     for one in fields(kind):
         if one.metadata:
-            _add_option(parser, one, hidden=one.name in refused)
-    _add_other(parser)
+            section = SECTIONS.get(one.name, section)
+            if section not in sections:
+                sections[section] = parser.add_argument_group(section)
+            _add_option(sections[section], one, hidden=one.name in refused)
+    _add_other(sections["engine"], sections["adapters"])
     given = vars(parser.parse_args(arguments))
     positional, flag = given.pop("model"), given.pop("model_flag")
     file = given.pop("config", None)
@@ -100,40 +116,43 @@ def options_of(settings: Mapping[str, Any], kind: type[OptionsT]) -> OptionsT:
     return kind(**found)
 
 
-def _add_option(parser: argparse.ArgumentParser, one: Any, *, hidden: bool) -> None:
+def _add_option(parser: argparse._ArgumentGroup, one: Any, *, hidden: bool) -> None:
     kind, text = one.metadata["kind"], one.metadata["help"]
+    metavar = METAVARS.get(kind, "X")
     if hidden:
         text = argparse.SUPPRESS
     if kind is bool:
         _add(parser, one.name, action=argparse.BooleanOptionalAction, help=text)
     elif isinstance(one.default, tuple):
         how = {"action": "extend", "nargs": "+"} if one.name in MANY else {"action": "append"}
-        _add(parser, one.name, type=kind, metavar="X", help=text, **how)
+        _add(parser, one.name, type=kind, metavar=metavar, help=text, **how)
     else:
         default = getattr(EngineConfig, one.name, None) if one.default is None else one.default
         shown = "" if hidden or default in (None, MISSING) else f" (default: {default})"
-        _add(parser, one.name, type=_whole if kind is int else kind, metavar="X", help=text + shown)
+        kind = _whole if kind is int else kind
+        _add(parser, one.name, type=kind, metavar=metavar, help=text + shown)
 
 
-def _add_other(parser: argparse.ArgumentParser) -> None:
+def _add_other(engine: argparse._ArgumentGroup, adapters: argparse._ArgumentGroup) -> None:
     for name, (kind, target, meaning) in other_flags.FIELDS.items():
+        parser = adapters if target.startswith("lora_config.") else engine
         text = f"{meaning}; in the file {target}"
         if kind is bool:
             _add(parser, name, action=argparse.BooleanOptionalAction, help=text)
         else:
-            _add(parser, name, type=_whole if kind is int else kind, metavar="X", help=text)
+            metavar, kind = METAVARS.get(kind, "X"), _whole if kind is int else kind  # type: ignore[call-overload]
+            _add(parser, name, type=kind, metavar=metavar, help=text)
     for name in other_flags.NEUTRAL:
-        _add(parser, name, action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
+        _add(engine, name, action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
     for name in other_flags.NEUTRAL_VALUES:
-        _add(parser, name, help=argparse.SUPPRESS)
+        _add(engine, name, help=argparse.SUPPRESS)
     for name in other_flags.REFUSED:
-        _add(parser, name, nargs="*", help=argparse.SUPPRESS)
+        _add(engine, name, nargs="*", help=argparse.SUPPRESS)
 
 
-def _add(parser: argparse.ArgumentParser, name: str, **how: Any) -> None:
-    """Add a flag with dashes and with underscores, under all its names."""
-    names = [name, *ALIASES.get(name, ())]
-    flags = dict.fromkeys(flag for one in names for flag in (f"--{one.replace('_', '-')}", f"--{one}"))
+def _add(parser: argparse._ActionsContainer, name: str, **how: Any) -> None:
+    """Add a flag under all its names."""
+    flags = [f"--{one.replace('_', '-')}" for one in (name, *ALIASES.get(name, ()))]
     short = [other_flags.SHORT[name]] if name in other_flags.SHORT else []
     parser.add_argument(*short, *flags, dest=name, default=argparse.SUPPRESS, **how)
 

@@ -66,8 +66,9 @@ class NamedAdapter:
         equals = equals if isinstance(pinned, bool) else ""
         if not (equals and isinstance(name, str) and isinstance(path, str) and is_name(name) and path):
             raise argparse.ArgumentTypeError(
-                'must be NAME=PATH or {"name": NAME, "path": PATH}, with a NAME of 1 to 128 of A-Z a-z 0-9 '
-                f". _ : / -, and perhaps {', '.join(PARTS)} or pinned, got {str(given)[:200]!r}"
+                'must be NAME=PATH, such as sql=/adapters/sql, or {"name": NAME, "path": PATH} with optional '
+                f"keys {', '.join(PARTS)}, pinned; a NAME has 1 to 128 of A-Z a-z 0-9 . _ : / -; "
+                f"got {str(given)[:200]!r}"
             )
         return cls(name, path, text, pinned)
 
@@ -225,10 +226,14 @@ class ServeOptions:
         self._check_adapters()
         if self.restart and self.port == 0:
             raise ConfigError("restart needs a port of its own, got port 0: every start would choose another")
-        for folder in (*self.lora_root, *self.lora_allowed_path, *(one.path for one in self.lora_trust)):
+        folders = [("lora-root", folder) for folder in self.lora_root]
+        folders += [("lora-allowed-path", folder) for folder in self.lora_allowed_path]
+        folders += [("lora-trust", one.path) for one in self.lora_trust]
+        for flag, folder in folders:
             with readable(folder):
                 if not folder.is_dir():
-                    raise ConfigError(f"{folder} is not a directory: give folders")
+                    what = "is a file" if folder.exists() else "does not exist"
+                    raise ConfigError(f"--{flag} {folder} {what}: give a folder")
 
     def _check_adapters(self) -> None:
         names = [one.name for one in self.lora_modules]

@@ -53,6 +53,7 @@ from manylora.wire.parameters import quant_config
 logger = logging.getLogger("manylora")
 
 START_FAILED = 3  # exit status of uvicorn's own command
+SHOWN = 8  # names of adapters in the log
 BATCHES_QUEUED = 2  # in the engine at a time: one runs, one is ready to follow
 
 
@@ -84,7 +85,9 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
         backend = Backend(served.start(), catalog, queue, metrics.meter)
         limits = Limits(served.max_seq_len, served.model.vocab_size, max_samples=served.max_batch_size)
         fingerprint = f"fp_{options.bases[0]}"
-        inference = Inference(backend, tokenizer, served.model, limits, options.bases, fingerprint, options.paths)
+        inference = Inference(
+            backend, tokenizer, served.model, limits, options.bases, fingerprint, options.paths
+        )
         pinning = Pinning(backend.engine.pins, catalog, inference.load)
         known = keyring, hosts, metrics, uploads, pinning, options, created, pooling
         shared = None
@@ -142,11 +145,15 @@ def http_server(options: ServeOptions, app: Starlette, clients: Clients) -> uvic
         access_log=False,
         server_header=False,
     )
-    return _UvicornServer(config)
+    return _UvicornServer(config, options.bases[0])
 
 
 class _UvicornServer(uvicorn.Server):
-    """Logs the addresses it listens on. uvicorn does that only for sockets it opened itself."""
+    """Logs the addresses it listens on, and what to ask there. uvicorn logs only sockets it opened itself."""
+
+    def __init__(self, config: uvicorn.Config, model: str) -> None:
+        super().__init__(config)
+        self._model = model
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -154,7 +161,10 @@ class _UvicornServer(uvicorn.Server):
             host, port = one.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             scheme = "https" if self.config.is_ssl else "http"
-            logger.info("Uvicorn running on %s://%s:%d (Press CTRL+C to quit)", scheme, shown, port)
+            url = f"{scheme}://{shown}:{port}"
+            logger.info("Uvicorn running on %s (Press CTRL+C to quit)", url)
+            text = 'OpenAI API: %s/v1, the base model is "model": "%s"; a page to try it: %s/'
+            logger.info(text, url, self._model, url)
 
 
 @dataclass(frozen=True)
@@ -268,6 +278,18 @@ async def _open_catalog(
         shared=shared,
     )
     await catalog.start()
+    _log_adapters(options, [entry.name for entry in catalog.entries()])
     for folder in sorted(folders):
         await catalog.load(folder.name, str(folder.resolve()), replace=True)
     return catalog
+
+
+def _log_adapters(options: ServeOptions, names: list[str]) -> None:
+    if names:
+        more = ", …" if len(names) > SHOWN else ""
+        logger.info("%d adapters: %s%s", len(names), ", ".join(sorted(names)[:SHOWN]), more)
+    elif options.lora_root:
+        roots = ", ".join(map(str, options.lora_root))
+        logger.warning("no adapter is below --lora-root %s: each is a folder with adapter_config.json", roots)
+    else:
+        logger.info("no adapters: --lora-root FOLDER serves a folder of them, --lora-modules NAME=PATH one")

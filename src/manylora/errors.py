@@ -98,7 +98,10 @@ class AdapterNotFoundError(AdapterError):
     """The catalog has no adapter of this name."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"adapter {name[:128]!r} is not in this server's catalog")
+        super().__init__(
+            f"adapter {name[:128]!r} is not in this server's catalog: it holds the adapters below lora_root "
+            "(in Triton: lora_catalog_dir), by their paths"
+        )
 
 
 class AdapterNotCachedError(AdapterError):

@@ -80,7 +80,7 @@ def test_the_help_lists_what_a_fleet_takes(capsys: pytest.CaptureFixture[str]) -
         with pytest.raises(SystemExit):
             command(["--help"])
     fleet, server = (
-        set(re.findall(r"^  (?:-\w+ X, )?--([a-z-]+)", text, re.MULTILINE))
+        set(re.findall(r"^  (?:-\w+ [XN], )?--([a-z-]+)", text, re.MULTILINE))
         for text in re.split(r"^usage: ", capsys.readouterr().out, flags=re.MULTILINE)[1:]
     )
     own = {one.name.replace("_", "-") for one in fields(FleetOptions)}

@@ -277,5 +277,8 @@ def test_an_unfilled_repository_and_ports_in_use(server: Running) -> None:
     again = server.launch()
     assert again.returncode == 1
     assert "a launcher runs already for this port" in again.stderr
+    assert f"end it with --stop --http_port={server.http}" in again.stderr
+    elsewhere = new_server(server.repo).launch("--status")
+    assert "no server was launched on http port" in elsewhere.stdout and str(server.http) in elsewhere.stdout
     taken = Running(server.repo, new_server(server.repo).http, server.grpc, server.metrics).launch()
     assert f"--grpc_port {server.grpc} is in use" in taken.stderr

@@ -21,6 +21,7 @@ from manylora.config.build_record import LIMITS
 from manylora.config.hub import local_model
 from manylora.errors import ConfigError
 from manylora.quant.config import INTEGER, SERVED, QuantConfig
+from manylora.system.command_line import Parser
 
 LORA = ("lora_dir", "lora_target_modules", "lora_ckpt_source", "max_lora_rank")
 
@@ -79,7 +80,7 @@ def _build(options: argparse.Namespace, quant: QuantConfig) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="manylora build", description=__doc__, epilog=help_text())
+    parser = Parser(prog="manylora build", description=__doc__, epilog=help_text())
     add = parser.add_argument
     add(
         "--model_dir", "--checkpoint_dir", required=True,

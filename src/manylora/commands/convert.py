@@ -18,12 +18,13 @@ from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
+from manylora.system.command_line import Parser
 
 FORMS = ("llgtrt", "npy")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="manylora convert", description=__doc__)
+    parser = Parser(prog="manylora convert", description=__doc__)
     parser.add_argument("-i", "--input", type=Path, required=True, help="adapter folder or file")
     parser.add_argument(
         "-o", "--output", type=Path, required=True, help="output folder (npy) or file (llgtrt)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +14,13 @@ from manylora.lora.modules import MEANINGS, LoraModule, LoraModuleId, lora_modul
 from manylora.lora.report import AdapterReport, BaseModel, inspect_adapter
 from manylora.model.checkpoint import read_model_config
 from manylora.request import INVOCATION, LoraExtra
+from manylora.system.command_line import Parser
 
 GATES = "5 is the gate and 7 is not; swapped, both still fit and nothing can tell: only the answers are wrong"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="manylora inspect", description=__doc__)
+    parser = Parser(prog="manylora inspect", description=__doc__)
     parser.add_argument("adapter", type=Path, help="folder or file")
     parser.add_argument("--base", type=Path, metavar="MODEL", help="check it against this model directory")
     parser.add_argument("--max-adapter-size", type=int, default=64, help="lora_cache_max_adapter_size")

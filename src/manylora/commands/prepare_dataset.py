@@ -20,6 +20,7 @@ from manylora.bench.datasets import (
 from manylora.config.hub import local_model
 from manylora.errors import ConfigError
 from manylora.llmapi.lora import LoRARequest
+from manylora.system.command_line import Parser
 from manylora.text.tokenizer import Tokenizer
 
 
@@ -50,7 +51,7 @@ def main(arguments: list[str] | None = None, tokenizer: Path | None = None) -> i
 
 
 def _parser(tokenizer: Path | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="manylora prepare-dataset", description=__doc__)
+    parser = Parser(prog="manylora prepare-dataset", description=__doc__)
     add = parser.add_argument
     add(
         "--tokenizer", type=Path, default=tokenizer, required=tokenizer is None, help="a model's directory",

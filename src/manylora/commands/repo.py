@@ -10,12 +10,14 @@ from pathlib import Path
 from manylora.config.hub import local_model
 from manylora.errors import ConfigError
 from manylora.launcher.new_repository import RepositoryPlan, write_repository
+from manylora.lora.library.roots import find_adapters
+from manylora.system.command_line import Parser
 
 MODEL = "Hugging Face directory or hub id: org/name[@revision]"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="manylora repo", description=__doc__)
+    parser = Parser(prog="manylora repo", description=__doc__)
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.add_argument(
         "-o",
@@ -63,7 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_of(options: argparse.Namespace) -> RepositoryPlan:
-    """Raises ConfigError. A model given by hub id is downloaded."""
+    """Raises ConfigError. A model given by hub id is downloaded. Says so if there is no adapter yet."""
+    root = options.lora_root
+    if root is not None and root.is_dir() and not find_adapters(root, {}, ()):
+        text = f"no adapter is below --lora-root {root} yet: each is a folder with adapter_config.json"
+        print(text, file=sys.stderr)
     return RepositoryPlan(local_model(options.model), options.lora_root, options.models, dict(options.values))
 
 

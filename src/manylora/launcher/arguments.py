@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import re
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, Namespace
+from collections.abc import Mapping
 from pathlib import Path
 
 from manylora.errors import ConfigError
@@ -13,6 +14,7 @@ from manylora.group.place import Place, find_place, is_one_of_several
 from manylora.launcher.processes import why_taken
 from manylora.launcher.repository import check_filled
 from manylora.launcher.templates import FOLDER
+from manylora.system.command_line import Parser
 from manylora.wire.parameters import ENGINE, repository_config
 
 PORTS = ("http_port", "grpc_port", "metrics_port")
@@ -26,8 +28,27 @@ REFUSED = {
 }
 
 
-def argument_parser() -> ArgumentParser:
-    parser = ArgumentParser(description="Start tritonserver with a model repository and keep it alive.")
+INSTEAD = {
+    "host": "use --address",
+    "port": "use --http_port, --grpc_port and --metrics_port",
+    "model_repository": "use --model_repo=FOLDER",
+    "model_store": "use --model_repo=FOLDER",
+    "log_verbose": "use --log",
+    **dict.fromkeys(("tp", "tp_size", "tensor_parallel_size"), "use --world_size=N"),
+    **{
+        flag: f"pass it to tritonserver: --triton-arg=--{flag.replace('_', '-')}=VALUE"
+        for flag in ("model_control_mode", "load_model", "backend_config", "rate_limit", "strict_readiness")
+    },
+}
+"""Flags of tritonserver and of other servers that are not accepted, with what to use."""
+
+
+def argument_parser(instead: Mapping[str, str] | None = None) -> Parser:
+    """instead: further flags that are not accepted, with what to use."""
+    parser = Parser(
+        description="Start tritonserver with a model repository and keep it alive.",
+        instead={**INSTEAD, **(instead or {})},
+    )
     parser.add_argument(
         "--world_size",
         type=int,
@@ -36,11 +57,13 @@ def argument_parser() -> ArgumentParser:
         "tensor_parallel_size and pipeline_parallel_size say otherwise; default: their product",
     )
     parser.add_argument("--tritonserver", help="the executable; default: the container's, PATH, or the wheel")
-    parser.add_argument("--grpc_port", type=int, default=8001)
-    parser.add_argument("--http_port", type=int, default=8000)
-    parser.add_argument("--metrics_port", type=int, default=8002)
+    parser.add_argument("--grpc_port", type=int, default=8001, metavar="N", help="default: 8001")
+    parser.add_argument("--http_port", type=int, default=8000, metavar="N", help="default: 8000")
+    parser.add_argument("--metrics_port", type=int, default=8002, metavar="N", help="default: 8002")
     parser.add_argument(
-        "--address", default="0.0.0.0", help="address that all three ports listen on; IPv6 without brackets"
+        "--address",
+        default="0.0.0.0",
+        help="address that all three ports listen on, IPv6 without brackets; default: 0.0.0.0, all interfaces",
     )
     parser.add_argument(
         "--force", "-f", action="store_true", help="start even if another tritonserver is running"
@@ -52,20 +75,34 @@ def argument_parser() -> ArgumentParser:
         action="store_true",
         help="no effect: the launcher never calls mpirun, but mpirun may call it",
     )
-    parser.add_argument("--model_repo", type=Path, default=FOLDER)
-    parser.add_argument("--tensorrt_llm_model_name", default="tensorrt_llm", help="only tensorrt_llm")
-    parser.add_argument("--multi-model", action="store_true", help="refused")
-    parser.add_argument("--disable-spawn-processes", action="store_true", help="refused")
-    parser.add_argument("--multimodal_gpu0_cuda_mem_pool_bytes", type=int, default=0, help="refused unless 0")
-    parser.add_argument("--oversubscribe", action="store_true", help="refused")
-    parser.add_argument("--trtllm_llmapi_launch", action="store_true", help="refused")
+    parser.add_argument(
+        "--model_repo", type=Path, default=FOLDER, metavar="DIR", help="a filled model repository"
+    )
+    parser.add_argument("--tensorrt_llm_model_name", default="tensorrt_llm", help=SUPPRESS)
+    parser.add_argument("--multi-model", action="store_true", help=SUPPRESS)
+    parser.add_argument("--disable-spawn-processes", action="store_true", help=SUPPRESS)
+    parser.add_argument("--multimodal_gpu0_cuda_mem_pool_bytes", type=int, default=0, help=SUPPRESS)
+    parser.add_argument("--oversubscribe", action="store_true", help=SUPPRESS)
+    parser.add_argument("--trtllm_llmapi_launch", action="store_true", help=SUPPRESS)
     parser.add_argument(
         "--foreground", action="store_true", help="stay in the foreground and forward signals"
     )
     parser.add_argument("--stop", action="store_true", help="drain and end the server on --http_port")
     parser.add_argument("--status", action="store_true", help="print the state of the server on --http_port")
-    parser.add_argument("--start-timeout", type=float, default=300.0, metavar="SECONDS")
-    parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS")
+    parser.add_argument(
+        "--start-timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="for models to load; default: 300",
+    )
+    parser.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="that running requests have when the server stops; default: 30",
+    )
     parser.add_argument(
         "--exit_timeout",
         type=int,

@@ -118,7 +118,11 @@ def _claim(run_dir: Path) -> Roles:
             raise ConfigError(f"the run directory {run_dir} cannot be made: {error.strerror}") from error
         free = roles.take(LAUNCH)
         if pids := [roles.holder(LAUNCH)] if not free else roles.holders():
-            raise ConfigError(f"a launcher runs already for this port (process {pids[0]}): use --stop")
+            port = run_dir.name.split("-")[2]
+            raise ConfigError(
+                f"a launcher runs already for this port (process {pids[0]}): end it with --stop "
+                f"--http_port={port}, or choose other ports (--http_port, --grpc_port, --metrics_port)"
+            )
         if roles.is_at(run_dir / LOCK):
             return roles
         roles.close()
@@ -190,8 +194,10 @@ def _background(options: Namespace, keeper: Supervisor, state: State, roles: Rol
             print(f"{lead}stopped while starting", file=sys.stderr)
             return 1
         if said == "ready":
-            where = f", rank {options.rank}" if options.rank else f" on http port {options.http_port}"
+            where = f", rank {options.rank}" if options.rank else f" on {_ports(options)}"
             print(f"{lead}ready after {waited:.1f} s{where}")
+            if not options.rank:
+                print(f"log: {run_dir / 'server.log'}; to end it: --stop --http_port={options.http_port}")
             return 0
         if lead:
             print(f"{lead}{said} {waited:.0f} s ", end="", flush=True)
@@ -258,10 +264,28 @@ def _find(run_dir: Path) -> Roles | None:
     return roles if roles.holders() else None
 
 
+def _ports(options: Namespace) -> str:
+    return (
+        f"http port {options.http_port}, grpc port {options.grpc_port}, metrics port {options.metrics_port}"
+    )
+
+
+def _nothing_here(options: Namespace) -> str:
+    """That no server runs on this port, and on which ones others do."""
+    text = f"no server was launched on http port {options.http_port}"
+    others = []
+    for path in _temporary().glob(f"manylora-{os.getuid()}-*"):
+        port = path.name.rpartition("-")[2]
+        if port.isdecimal() and (roles := _find(path)) is not None:
+            roles.close()
+            others.append(int(port))
+    return text + (f", but on {', '.join(map(str, sorted(others)))}: give --http_port" if others else "")
+
+
 def _stop(options: Namespace, run_dir: Path) -> int:
     roles = _find(run_dir)
     if roles is None:
-        print(f"no server was launched on http port {options.http_port}")
+        print(_nothing_here(options))
         return 0
     _end_supervision(options, roles)
     print("stopped")
@@ -275,7 +299,7 @@ def _status(options: Namespace, run_dir: Path) -> int:
             reason = (run_dir / FAILED).read_text(encoding="utf-8")
             print(json.dumps({"state": "failed", "reason": reason, "log": str(run_dir / "server.log")}))
             return 1
-        print(f"no server was launched on http port {options.http_port}")
+        print(_nothing_here(options))
         return 1
     said: dict[str, Any] = {"state": "starting", "reason": "a deputy is about to take over"}
     supervisor = roles.holder(SUPERVISOR)

@@ -46,12 +46,13 @@ def http_proxy_command(address: str, port: int, inner_port: int, run_dir: Path, 
 
 def describe_access(address: str, run_dir: Path, management_is_open: bool) -> str:
     """Text for the terminal: which interfaces are open to whom."""
-    whose = "from this machine only" if address in ("127.0.0.1", "::1", "localhost") else f"on {address}"
+    local = address in ("127.0.0.1", "::1", "localhost")
+    who = "anybody on this machine" if local else f"anybody who reaches {address}"
     if management_is_open:
-        kind = "management, which reads and writes memory of this machine, is open too"
+        rest = "so are management calls, which read and write memory of this machine (--open-management)"
     else:
-        kind = f"management needs the secret in {run_dir / SECRET_FILE}"
-    return f"requests and metrics are taken {whose} from anybody; {kind}"
+        rest = f"management calls need the secret in {run_dir / SECRET_FILE}"
+    return f"requests and metrics are open to {who}; {rest}"
 
 
 def check_own_directory(path: Path) -> None:

@@ -50,6 +50,12 @@ class RepositoryPlan:
     values: Mapping[str, str] = field(default_factory=dict)
 
 
+def known_values() -> set[str]:
+    """Names of all template variables."""
+    texts = (path.read_text(encoding="utf-8") for path in templates.FOLDER.glob(f"*/{CONFIG}"))
+    return set().union(*map(templates.variables, texts))
+
+
 def write_repository(plan: RepositoryPlan, folder: Path) -> list[str]:
     """Write the repository and return the names of its models. folder: new, empty, or written by this before.
 

@@ -1,0 +1,78 @@
+"""Protects the parser of command lines: spellings, suggestions, and what it says of other programs' flags."""
+
+from __future__ import annotations
+
+import pytest
+
+from manylora.commands import triton
+from manylora.system.command_line import Parser
+
+
+def refused(parser: Parser, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args(arguments)
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    return said
+
+
+@pytest.fixture
+def parser() -> Parser:
+    found = Parser(prog="it", instead={"other_flag": "use --num_things"})
+    found.add_argument("--num_things", type=int)
+    found.add_argument("--with-dashes")
+    found.add_argument_group("more").add_argument("--in_group", action="append")
+    commands = found.add_subparsers(dest="command")
+    commands.add_parser("one").add_argument("--in_command")
+    return found
+
+
+def test_dashes_and_underscores_are_the_same_in_names_and_not_in_values(parser: Parser) -> None:
+    line = ["--num-things=3", "--with_dashes", "a_b-c", "--in-group=x_y-z", "one", "--in-command", "v"]
+    found = parser.parse_args(line)
+    assert (found.num_things, found.with_dashes, found.in_group) == (3, "a_b-c", ["x_y-z"])
+    assert (found.command, found.in_command) == ("one", "v")
+
+
+def test_an_unknown_flag_is_answered_with_the_one_that_was_meant(
+    parser: Parser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(parser, capsys, "--num-thing=3")
+    told = "it: unrecognized arguments: --num-thing=3; did you mean --num_things? (the options: it --help)\n"
+    assert said == told
+    assert "did you mean --in_command?" in refused(parser, capsys, "one", "--in_comand", "3")
+    assert "did you mean" not in refused(parser, capsys, "--zzz")
+    assert "--num_things: invalid int value" in refused(parser, capsys, "--num_things", "many")
+
+
+def test_a_flag_of_another_program_is_answered_with_what_to_use(
+    parser: Parser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flag in ("--other-flag=1", "--other_flag"):
+        assert f"{flag.partition('=')[0]} is not taken here: use --num_things" in refused(
+            parser, capsys, flag
+        )
+
+
+@pytest.mark.parametrize(
+    ("flag", "use"),
+    [
+        ("--port", "use --http_port, --grpc_port and --metrics_port"),
+        ("--max_lora_rank", "use --set max_lora_rank=VALUE"),
+        ("--max-model-len", "use --set max_seq_len=N"),
+        ("--lora-modules", "use --lora-root FOLDER"),
+        ("--model-control-mode", "--triton-arg=--model-control-mode=VALUE"),
+    ],
+)
+def test_the_triton_launcher_knows_what_other_servers_call_its_settings(
+    flag: str, use: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert use in refused(triton.argument_parser(), capsys, "MODEL", flag, "1")
+
+
+def test_the_triton_launcher_takes_both_spellings() -> None:
+    found = triton.argument_parser().parse_args(
+        ["m", "--http-port=1", "--drain_timeout", "2", "--lora_root", "."]
+    )
+    assert (found.http_port, found.drain_timeout, str(found.lora_root)) == (1, 2.0, ".")

@@ -117,7 +117,10 @@ def lora_tensors(flags: argparse.Namespace) -> list[grpc.InferInput]:
         folder = Path(flags.lora_path)
         config = folder / "model.lora_config.npy"
         config = config if config.exists() else folder / "model.lora_keys.npy"
-        made.append(tensor("lora_weights", np.load(folder / "model.lora_weights.npy", allow_pickle=False)))
+        weights = folder / "model.lora_weights.npy"
+        if not weights.exists():
+            raise ClientError(f"{weights} does not exist: convert the adapter with tools/hf_lora_convert.py")
+        made.append(tensor("lora_weights", np.load(weights, allow_pickle=False)))
         made.append(tensor("lora_config", np.load(config, allow_pickle=False)))
         activated = folder / "model.lora_invocation_tokens.npy"
         if activated.exists():

@@ -380,6 +380,8 @@ def test_an_llm_without_lora_config_refuses_adapters() -> None:
     with LLM(DEMO / "base", device="cpu", skip_tokenizer_init=True) as llm:
         with pytest.raises(RequestError, match="needs an LLM with a lora_config"):
             llm.generate([5, 6], None, adapter(1), False)
+        with pytest.raises(ValueError, match=r"must be a SamplingParams, got \{'max_tokens': 4\}"):
+            llm.generate([5, 6], {"max_tokens": 4}, use_tqdm=False)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="prompts must be token ids"):
             llm.generate("text", use_tqdm=False)
         output = llm.generate([1, 5, 6], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)

@@ -77,7 +77,7 @@ def test_the_golden_dataset_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ('{"prompt":"a","output_tokens":1,"lora_request":{"lora_name":"a","lora_int_id":1}}', "lora_path ()"),
         ('{"turns":["a"],"output_tokens":1}', "turns is not supported"),
         ("[]", "a line must be a JSON object"),
-        ("{", "line 1: "),
+        ("{", "line 1 is not JSON"),
         ("", "holds no request"),
     ],
 )
@@ -372,3 +372,27 @@ def test_every_command_is_there_and_help_costs_no_torch() -> None:
     assert {"bench", "prepare-dataset"} <= set(COMMANDS)
     code = "import sys, manylora.commands.bench; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("serve --base-url http://x", "to measure a running server: throughput --endpoint http://HOST:PORT"),
+        ("low-latency", "it is called latency here"),
+        ("throughput --num-prompts 3", "--num-prompts is not taken here: use --num_requests"),
+        ("throughput --input-len 3", "write a dataset with manylora prepare-dataset"),
+        ("throughput --concurency 3", "did you mean --concurrency?"),
+        ("throughput", "--dataset is missing: manylora prepare-dataset writes one"),
+        ("throughput --dataset {readme} --model {base}", "line 1 is not JSON"),
+    ],
+)
+def test_a_command_of_another_benchmark_is_answered_in_one_line_with_ours(
+    line: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = line.format(base=DEMO / "base", readme=DEMO / "README.md")
+    try:
+        status = main(["bench", *given.split()])
+    except SystemExit as end:
+        status = int(str(end.code))
+    said = capsys.readouterr().err
+    assert status in (1, 2) and said.count("\n") == 1 and text in said

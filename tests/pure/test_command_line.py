@@ -76,3 +76,9 @@ def test_the_triton_launcher_takes_both_spellings() -> None:
         ["m", "--http-port=1", "--drain_timeout", "2", "--lora_root", "."]
     )
     assert (found.http_port, found.drain_timeout, str(found.lora_root)) == (1, 2.0, ".")
+
+
+def test_a_command_of_another_program_is_answered_too(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser(prog="it", instead={"two_things": "give one"})
+    parser.add_subparsers(metavar="COMMAND").add_parser("one")
+    assert "(choose from" in (said := refused(parser, capsys, "two-things")) and "; give one (the" in said

@@ -26,6 +26,7 @@ from manylora.config.resolve import resolve
 from manylora.errors import ConfigError, RequestError
 from manylora.llmapi.decoding import decoding_of
 from manylora.llmapi.engine_config import NO_ADAPTERS, engine_config, inferred_targets
+from manylora.llmapi.options import KNOWN, OTHER_NAMES, PARTS, check_known
 from manylora.lora.geometry import plan_cache
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
@@ -422,3 +423,25 @@ def test_without_adapters_the_cache_is_next_to_nothing() -> None:
     config = resolve(Path("/no/such"), NO_ADAPTERS).lora
     plan = plan_cache(lora_modules(shape, config.target_modules).values(), 32, config, 2, 2**40)
     assert (plan.host_pages + plan.device_pages) * plan.geometry.page_elements * 2 < 20e6
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("max_lora_rank", 16, "use lora_config=LoraConfig(max_lora_rank=…)"),
+        ("max_model_len", 128, "use max_seq_len"),
+        ("enforce_eager", True, "use enable_cuda_graph=False"),
+        ("max_seq_length", 128, "did you mean max_seq_len?"),
+        ("zzz", 1, "leave it out"),
+    ],
+)
+def test_an_argument_of_vllm_is_refused_with_its_name_here(name: str, value: object, instead: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_known({name: value})
+    assert str(error.value) == f"LLM: {name} is not supported, got {value!r}; {instead}"
+
+
+def test_every_name_of_another_product_stands_for_an_argument() -> None:
+    for name in OTHER_NAMES.values():
+        part, _, field = name.rpartition(".")
+        assert field in ([one.name for one in fields(PARTS[part])] if part else KNOWN)

@@ -50,6 +50,9 @@ def read_dataset(path: Path, num_requests: int = 0) -> list[BenchRequest]:
         if line.strip():
             try:
                 found.append(_request(json.loads(line)))
+            except json.JSONDecodeError as error:
+                text = f"--dataset {path}, line {number} is not JSON ({error.msg}): each line is one request"
+                raise ConfigError(text) from error
             except (ValueError, TypeError) as error:
                 raise ConfigError(f"--dataset {path}, line {number}: {error}") from error
     if not found:

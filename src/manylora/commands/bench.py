@@ -24,7 +24,26 @@ from manylora.commands import prepare_dataset
 from manylora.config.hub import local_model
 from manylora.errors import ConfigError
 from manylora.llmapi.options import NAMES, llm_arguments, read_options
+from manylora.system.command_line import Parser
 
+ENDPOINT = "use --endpoint http://HOST:PORT (OpenAI), or --endpoint HOST:PORT (Triton's gRPC)"
+DATASET = "write a dataset with manylora prepare-dataset, and give it with --dataset"
+INSTEAD = {
+    "serve": "to measure a running server: throughput --endpoint http://HOST:PORT",
+    "low_latency": "it is called latency here",
+    "build": "nothing has to be built; manylora build quantises a model",
+    **dict.fromkeys(("base_url", "host", "port", "url"), ENDPOINT),
+    **dict.fromkeys(("dataset_name", "dataset_path"), DATASET),
+    **dict.fromkeys(("input_len", "output_len", "random_input_len", "random_output_len"), DATASET),
+    "num_prompts": "use --num_requests",
+    "max_concurrency": "use --concurrency",
+    "max_model_len": "use --max_seq_len",
+    "lora_path": "use --lora_dir FOLDER, whose subfolders are adapters",
+    "result_filename": "use --report_json FILE",
+    "save_result": "use --report_json FILE",
+    "tokenizer": "the tokenizer of --model is used",
+}
+"""Commands and flags of trtllm-bench and vllm bench that are not accepted, with what to use."""
 WORLD = {
     "tp": "tensor_parallel_size",
     "pp": "pipeline_parallel_size",
@@ -64,24 +83,31 @@ def main(arguments: list[str] | None = None) -> int:
     return _failures(outcome.records)
 
 
-def _common(**settings: Any) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="manylora bench", **settings)
-    _add(
-        parser,
-        "--model",
-        help="Hugging Face directory or hub id; with --model_path only a name for the report",
-    )
-    _add(parser, "--model_path", type=Path, help="the model directory, if --model is only a name")
+def _common(**settings: Any) -> Parser:
+    parser = Parser(prog="manylora bench", instead=INSTEAD, **settings)
+    _add_model(parser)
     return parser
 
 
-def _parser() -> argparse.ArgumentParser:
+def _add_model(parser: argparse.ArgumentParser, **settings: Any) -> None:
+    parser.add_argument(
+        "--model",
+        help="Hugging Face directory or hub id; with --model_path only a name for the report",
+        **settings,
+    )
+    parser.add_argument(
+        "--model_path", type=Path, help="the model directory, if --model is only a name", **settings
+    )
+
+
+def _parser() -> Parser:
     parser = _common(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     throughput = commands.add_parser("throughput", help="many concurrent requests")
     latency = commands.add_parser("latency", help="one request at a time, streaming")
     commands.add_parser("prepare-dataset", help="see manylora prepare-dataset --help")
     for command in (throughput, latency):
+        _add_model(command, default=argparse.SUPPRESS)  # here too, as in vllm bench
         _add_load(command)
         _add_adapters(command)
         _add_engine(command)
@@ -90,98 +116,98 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add(parser: Any, name: str, **settings: Any) -> None:
-    """Add an option under both spellings: with underscores and with dashes."""
-    parser.add_argument(*dict.fromkeys((name, "--" + name[2:].replace("_", "-"))), **settings)
-
-
 def _add_load(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
-    _add(group, "--dataset", type=Path, required=True, help="JSON Lines file, one request per line")
-    _add(group, "--num_requests", type=int, default=0, help="use only the first N requests; 0: all")
-    _add(group, "--warmup", type=int, default=2, help="warm-up requests to the base model; default 2")
-    _add(
-        group,
+    group.add_argument("--dataset", type=Path, help="JSON Lines file, one request per line")
+    group.add_argument("--num_requests", type=int, default=0, help="use only the first N requests; 0: all")
+    group.add_argument("--warmup", type=int, default=2, help="warm-up requests to the base model; default 2")
+    group.add_argument(
         "--concurrency",
         type=int,
         default=-1,
         help="maximum number of concurrent requests; -1: no limit",
     )
-    _add(group, "--request_rate", type=float, help="open loop with Poisson arrivals, requests per second")
-    _add(group, "--streaming", action="store_true", help="stream tokens; measures TTFT and TPOT")
-    _add(
-        group,
+    group.add_argument(
+        "--request_rate", type=float, help="open loop with Poisson arrivals, requests per second"
+    )
+    group.add_argument("--streaming", action="store_true", help="stream tokens; measures TTFT and TPOT")
+    group.add_argument(
         "--endpoint",
         metavar="HOST:PORT",
         help="benchmark a running server instead: HOST:PORT (Triton gRPC) or http://HOST:PORT (OpenAI)",
     )
-    _add(group, "--eos_id", type=int, default=-1, help="id of the end token; -1: generate all output_tokens")
-    _add(group, "--beam_width", type=int, default=1)
-    _add(group, "--sampler_options", type=Path, help="YAML or JSON file with fields of SamplingParams")
-    _add(group, "--random_seed", type=int, default=420, help="seed of arrivals and of adapter choice")
+    group.add_argument(
+        "--eos_id", type=int, default=-1, help="id of the end token; -1: generate all output_tokens"
+    )
+    group.add_argument("--beam_width", type=int, default=1)
+    group.add_argument("--sampler_options", type=Path, help="YAML or JSON file with fields of SamplingParams")
+    group.add_argument("--random_seed", type=int, default=420, help="seed of arrivals and of adapter choice")
 
 
 def _add_adapters(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("adapters (by default each request uses the lora_request of its line)")
-    _add(
-        group,
+    group.add_argument(
         "--lora_dir",
         type=Path,
         help="assign the adapters in the subfolders of this folder to requests",
     )
-    _add(
-        group,
+    group.add_argument(
         "--popularity",
         choices=POPULARITIES,
         help="how adapters are assigned to requests; default: uniform",
     )
-    _add(
-        group,
+    group.add_argument(
         "--num_adapters",
         type=int,
         nargs="+",
         default=[],
         help="number of adapters; several values: one run each",
     )
-    _add(group, "--compare_base", action="store_true", help="also run without adapters and report the ratio")
+    group.add_argument(
+        "--compare_base", action="store_true", help="also run without adapters and report the ratio"
+    )
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
-    _add(group, "--backend", choices=("pytorch",), default="pytorch")
+    group.add_argument("--backend", choices=("pytorch",), default="pytorch")
     group.add_argument(
         "--config",
         "--extra_llm_api_options",
         type=Path,
         help="YAML or JSON file with arguments of LLM; flags override it",
     )
-    _add(group, "--device", help="auto, cpu, cuda, cuda:N")
-    _add(group, "--dtype")
+    group.add_argument("--device", help="auto, cpu, cuda, cuda:N")
+    group.add_argument("--dtype")
     for name in ("max_batch_size", "max_num_tokens", "max_seq_len"):
-        _add(group, f"--{name}", type=int)
-    _add(group, "--kv_cache_free_gpu_mem_fraction", type=float)
-    _add(group, "--max_draft_len", type=int, help="length of n-gram drafts, in tokens")
-    _add(group, "--scheduler_policy", choices=("guaranteed_no_evict", "max_utilization"))
+        group.add_argument(f"--{name}", type=int)
+    group.add_argument("--kv_cache_free_gpu_mem_fraction", type=float)
+    group.add_argument("--max_draft_len", type=int, help="length of n-gram drafts, in tokens")
+    group.add_argument("--scheduler_policy", choices=("guaranteed_no_evict", "max_utilization"))
     chunks = group.add_mutually_exclusive_group()
-    _add(chunks, "--enable_chunked_context", dest="enable_chunked_context", action="store_true", default=None)
-    _add(
-        chunks, "--disable_chunked_context", dest="enable_chunked_context", action="store_false", default=None
+    chunks.add_argument(
+        "--enable_chunked_context", dest="enable_chunked_context", action="store_true", default=None
     )
-    _add(group, "--no_skip_tokenizer_init", action="store_true", help="detokenise the outputs")
+    chunks.add_argument(
+        "--disable_chunked_context", dest="enable_chunked_context", action="store_false", default=None
+    )
+    group.add_argument("--no_skip_tokenizer_init", action="store_true", help="detokenise the outputs")
     for name, argument in WORLD.items():
-        _add(group, f"--{name}", type=int, help=argument)
+        group.add_argument(f"--{name}", type=int, help=argument)
 
 
 def _add_reports(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("reports")
-    _add(group, "--report_json", type=Path, help="the report")
-    _add(group, "--output_json", type=Path, help="the answers")
-    _add(group, "--request_json", type=Path, help="each request's times")
-    _add(group, "--iteration_log", type=Path, help="write engine statistics every 50 ms as JSON Lines")
-    _add(group, "--plot", type=Path, help="write charts to a .png or .html file")
+    group.add_argument("--report_json", type=Path, help="the report")
+    group.add_argument("--output_json", type=Path, help="the answers")
+    group.add_argument("--request_json", type=Path, help="each request's times")
+    group.add_argument("--iteration_log", type=Path, help="write engine statistics every 50 ms as JSON Lines")
+    group.add_argument("--plot", type=Path, help="write charts to a .png or .html file")
 
 
 def _plan(options: argparse.Namespace) -> BenchOptions:
+    if options.dataset is None:
+        raise ConfigError("--dataset is missing: manylora prepare-dataset writes one")
     if options.concurrency == 0 or options.concurrency < -1:
         raise ConfigError(f"--concurrency must be -1 or at least 1, got {options.concurrency}")
     if options.request_rate is not None and options.request_rate <= 0:

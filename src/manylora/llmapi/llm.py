@@ -283,6 +283,11 @@ class LLM(ChatRequests, PooledRequests):
         if own is None and id(sampling_params) in known:
             params, decoding = known[id(sampling_params)]
         else:
+            if not isinstance(sampling_params, SamplingParams | None):
+                raise ValueError(
+                    f"sampling_params must be a SamplingParams, got {sampling_params!r:.80}: give, for "
+                    "example, SamplingParams(max_tokens=64)"
+                )
             params, end_ids = replace(sampling_params) if sampling_params else SamplingParams(), None
             if own is not None:
                 params = with_defaults(params, own.defaults, own_length=sampling_params is not None)
@@ -312,7 +317,10 @@ class LLM(ChatRequests, PooledRequests):
 
     def _claim(self, lora_request: LoRAChoice | None) -> None:
         if lora_request is not None and not self._serves_lora:
-            raise RequestError("lora_request needs an LLM with a lora_config: this one serves no adapters")
+            raise RequestError(
+                "lora_request needs an LLM with a lora_config: this one serves no adapters; give "
+                "LLM(…, lora_config=LoraConfig()) or enable_lora=True"
+            )
         self._service.registry.claim_all([one for one, _ in members_of(lora_request)])
 
     def _named(self, lora_request: Any) -> Any:

@@ -96,6 +96,23 @@ READING = {
     "lora_dir", "lora_ckpt_source", "trtllm_modules_to_hf_modules", "swap_gate_up_proj_lora_b_weight",
     "lora_text_only",
 }  # fmt: skip
+# vLLM's and trtllm-serve's names of arguments. PART.FIELD is a field of a nested config.
+OTHER_NAMES = {
+    "max_model_len": "max_seq_len",
+    "max_num_seqs": "max_batch_size",
+    "max_num_batched_tokens": "max_num_tokens",
+    "max_loras": "lora_config.max_loras",
+    "max_cpu_loras": "lora_config.max_cpu_loras",
+    "max_lora_rank": "lora_config.max_lora_rank",
+    "lora_dtype": "lora_config.lora_adapter_dtype",
+    "lora_target_modules": "lora_config.lora_target_modules",
+    "enable_prefix_caching": "kv_cache_config.enable_block_reuse",
+    "block_size": "kv_cache_config.tokens_per_block",
+    "kv_cache_dtype": "kv_cache_config.dtype",
+    "kv_cache_free_gpu_memory_fraction": "kv_cache_config.free_gpu_memory_fraction",
+    "enforce_eager": "enable_cuda_graph",
+    "quantization": "quant_config",
+}
 GUIDE_BACKENDS = ("llguidance", "xgrammar")
 KNOWN = tuple(LlmArguments.__annotations__)
 # Further arguments of `LLM`.
@@ -138,7 +155,17 @@ def check_known(arguments: Mapping[str, Any]) -> None:
     """Raises ConfigError for an argument that is unknown or asks for something unavailable."""
     for name, value in arguments.items():
         if name not in KNOWN and value is not None and value not in NEUTRAL.get(name, ()):
-            raise ConfigError(f"LLM: {name} is not supported, got {value!r}; leave it out")
+            raise ConfigError(f"LLM: {name} is not supported, got {value!r}; {_instead_of(name)}")
+
+
+def _instead_of(name: str) -> str:
+    part, _, field = OTHER_NAMES.get(name, "").rpartition(".")
+    if part:
+        return f"use {part}={PARTS[part].__name__}({field}=…)"
+    if field:
+        return f"use {field}" + ("=False" if name == "enforce_eager" else "")
+    near = difflib.get_close_matches(name, [*KNOWN, *OF_FILES], n=1)
+    return f"did you mean {near[0]}?" if near else "leave it out"
 
 
 def read_options(path: Path) -> dict[str, Any]:

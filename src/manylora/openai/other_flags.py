@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from manylora.errors import ConfigError
+from manylora.llmapi.options import OTHER_NAMES
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -28,24 +29,24 @@ def json_object(text: str) -> dict[str, Any]:
 FIELDS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "max_loras": (
         int,
-        "lora_config.max_loras",
+        OTHER_NAMES["max_loras"],
         "number of adapters at the rank limit that fit on the device",
     ),
     "max_cpu_loras": (
         int,
-        "lora_config.max_cpu_loras",
+        OTHER_NAMES["max_cpu_loras"],
         "number of adapters at the rank limit in host memory",
     ),
-    "max_lora_rank": (int, "lora_config.max_lora_rank", "maximum rank of an adapter"),
-    "lora_dtype": (str, "lora_config.lora_adapter_dtype", "dtype of adapters in memory"),
+    "max_lora_rank": (int, OTHER_NAMES["max_lora_rank"], "maximum rank of an adapter"),
+    "lora_dtype": (str, OTHER_NAMES["lora_dtype"], "dtype of adapters in memory"),
     "enable_prefix_caching": (
         bool,
-        "kv_cache_config.enable_block_reuse",
+        OTHER_NAMES["enable_prefix_caching"],
         "share KV blocks of equal prompt prefixes",
     ),
-    "block_size": (int, "kv_cache_config.tokens_per_block", "tokens in a block of the KV cache"),
-    "kv_cache_dtype": (str, "kv_cache_config.dtype", "auto, or fp8"),
-    "enforce_eager": (bool, "enable_cuda_graph", "no CUDA graphs"),
+    "block_size": (int, OTHER_NAMES["block_size"], "tokens in a block of the KV cache"),
+    "kv_cache_dtype": (str, OTHER_NAMES["kv_cache_dtype"], "auto, or fp8"),
+    "enforce_eager": (bool, OTHER_NAMES["enforce_eager"], "no CUDA graphs"),
     "max_beam_width": (int, "max_beam_width", "maximum number of beams of one request"),
     "stream_interval": (int, "stream_interval", "new tokens per streamed event"),
     "tensor_parallel_size": (int, "tensor_parallel_size", "number of ranks that share each layer"),
@@ -56,7 +57,7 @@ FIELDS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "enable_expert_parallel": (bool, "moe_expert_parallel_size", "divide whole experts among the ranks"),
     "kv_cache_free_gpu_memory_fraction": (
         float,
-        "kv_cache_config.free_gpu_memory_fraction",
+        OTHER_NAMES["kv_cache_free_gpu_memory_fraction"],
         "share of the memory left after the weights",
     ),
     "speculative_config": (json_object, "speculative_config", "n-gram drafts, as JSON"),

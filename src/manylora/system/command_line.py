@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -14,8 +15,8 @@ UNKNOWN = "unrecognized arguments: "  # argparse's words
 class Parser(argparse.ArgumentParser):
     """Flags may be spelt with dashes or underscores. An error is one line, with the flag that was meant.
 
-    instead: flags of other programs that are not accepted, without leading dashes and with underscores, and
-    what to use here.
+    instead: flags and commands of other programs that are not accepted, without leading dashes and with
+    underscores, and what to use here.
     """
 
     def __init__(self, *args: Any, instead: Mapping[str, str] | None = None, **settings: Any) -> None:
@@ -29,6 +30,9 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args([self._own_spelling(one) for one in given], namespace)
 
     def error(self, message: str) -> NoReturn:
+        if command := re.search(r"invalid choice: '([\w-]+)'", message):
+            other = self._instead.get(command[1].replace("-", "_"))
+            message += "" if other is None else f"; {other}"
         flag = next(iter(message.partition(UNKNOWN)[2].split()), "").partition("=")[0]
         other = self._instead.get(flag.lstrip("-").replace("-", "_")) if flag.startswith("-") else None
         if other is not None:

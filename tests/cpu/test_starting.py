@@ -30,6 +30,7 @@ from manylora.config.hub import local_model
 from manylora.engine.memory import usable_bytes
 from manylora.errors import ConfigError
 from manylora.openai.api.errors import ApiError
+from manylora.openai.arguments import parse_options
 from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.system.progress import Progress, size
 from manylora.testing.tiny_models import make_model
@@ -139,6 +140,18 @@ def test_a_mistake_is_one_line_that_leads_on(
 def test_a_mistake_ends_the_process(models: Path) -> None:
     done = command("serve", str(models / "empty"))
     assert (done.returncode, len(done.stderr.splitlines()), done.stdout) == (1, 1, "")
+
+
+def test_a_key_in_vllms_variable_is_not_overlooked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    with pytest.raises(ConfigError, match="VLLM_API_KEY is set but not read here: give --api-key"):
+        parse_options(["model"])
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    assert parse_options(["model", "--api-key", "other"]).api_key == ("other",)
+    assert "VLLM_LOGGING_LEVEL is set but not read here: the flag is --log-level" in caplog.text
+    assert "secret" not in caplog.text
 
 
 def test_help_shows_each_flag_in_one_spelling(capsys: pytest.CaptureFixture[str]) -> None:

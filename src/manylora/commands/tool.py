@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -43,7 +44,8 @@ def _usage(scripts: dict[str, Path]) -> str:
 
 def _purpose(path: Path) -> str:
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return text.partition("\n")[0]
+    first = " ".join(text.partition("\n\n")[0].split())
+    return re.split(r"(?<=\.) |: ", first)[0]
 
 
 if __name__ == "__main__":

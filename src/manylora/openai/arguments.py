@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -16,6 +18,8 @@ from manylora.llmapi import options as llm
 from manylora.openai import other_flags
 from manylora.openai.options import LLM_ARGUMENTS, ServeOptions
 from manylora.system.command_line import Parser
+
+logger = logging.getLogger("manylora")
 
 # vLLM's names, and TensorRT-LLM's.
 ALIASES = {
@@ -105,7 +109,19 @@ def parse(
     model = positional or flag or settings.pop("model", None)
     if model is None:
         parser.error(f"MODEL is missing: manylora {command} MODEL [options], with MODEL first")
-    return kind(model, **{name: value for name, value in settings.items() if name != "model"})
+    made = kind(model, **{name: value for name, value in settings.items() if name != "model"})
+    _check_variables(made)
+    return made
+
+
+def _check_variables(options: ServeOptions) -> None:
+    """Raises ConfigError for a key that the operator relies on and that nobody would be asked for."""
+    for name, flag in other_flags.VARIABLES.items():
+        if not os.environ.get(name):
+            continue
+        if flag == "--api-key" and not (options.api_key or options.api_keys):
+            raise ConfigError(f"{name} is set but not read here: give {flag}, or unset it to serve anybody")
+        logger.warning("%s is set but not read here: the flag is %s", name, flag)
 
 
 def options_of(settings: Mapping[str, Any], kind: type[OptionsT]) -> OptionsT:

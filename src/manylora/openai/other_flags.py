@@ -183,6 +183,12 @@ REFUSED: dict[str, str] = {
     "custom_tokenizer": "--tokenizer takes a folder with tokenizer.json",
     "return_tokens_as_token_ids": "ask for return_token_ids in requests",
 }
+# Variables of vLLM without effect here, with the flag to give.
+VARIABLES = {
+    "VLLM_API_KEY": "--api-key",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "--allow-runtime-lora-updating",
+    "VLLM_LOGGING_LEVEL": "--log-level",
+}
 SHORT = {
     "tensor_parallel_size": "-tp",
     "pipeline_parallel_size": "-pp",

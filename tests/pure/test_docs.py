@@ -161,4 +161,7 @@ def flags_of(command: str) -> set[str]:
         with contextlib.redirect_stdout(output), pytest.raises(SystemExit):
             main(shlex.split(call))
         found |= set(FLAG.findall(output.getvalue()))
-    return found
+    if command == "tool":  # other parsers
+        return found
+    spelt = [(flag[2:].replace("-", "_"), flag[2:].replace("_", "-")) for flag in found]
+    return {f"--{name}" for names in spelt for name in names}

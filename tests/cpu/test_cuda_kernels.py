@@ -23,7 +23,7 @@ from manylora.kernels.spec import (
     LoraSegment,
     LoraTarget,
 )
-from manylora.kernels.transfer import copy_into, to_device
+from manylora.kernels.transfer import TableCopy, to_device
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IN, WIDTHS = 48, (32, 16, 80)
@@ -278,9 +278,9 @@ def test_tables_are_refilled_in_place_and_other_shapes_refused() -> None:
     first = plan_attention(attention_batch([1, 1], [5, 9]), limits(), fixed=True)
     second = plan_attention(attention_batch([1, 1], [12, 2]), limits(), fixed=True)
     tables = first.lengths, first.block_table
-    copy_into(first, second)
+    TableCopy(first)(second)
     assert tables[0].tolist() == [12, 2]
     assert torch.equal(tables[1], second.block_table)
     with pytest.raises(ValueError, match="was recorded with shape"):
-        copy_into(first, plan_attention(attention_batch([1], [5]), limits(), fixed=True))
+        TableCopy(first)(plan_attention(attention_batch([1], [5]), limits(), fixed=True))
     assert isinstance(first, PagedBatch)

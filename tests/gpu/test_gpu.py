@@ -15,7 +15,7 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.kernels.device import Arrival, CopyStream, open_device
 from manylora.kernels.spec import AttentionBatch
-from manylora.kernels.transfer import copy_into, to_device
+from manylora.kernels.transfer import TableCopy, to_device
 from manylora.lora.convert import convert_peft
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions
@@ -230,7 +230,7 @@ def test_tables_go_to_the_device_as_one_piece() -> None:
     assert moved.block_table.tolist() == [[3, 4]] and moved.slots.tolist() == [7]
     same = moved.block_table.untyped_storage().data_ptr() == moved.slots.untyped_storage().data_ptr()
     assert same and moved.slots.data_ptr() % 16 == 0
-    copy_into(moved, AttentionBatch([0, 1], [6], batch.block_table + 1, batch.slots + 1))
+    TableCopy(moved)(AttentionBatch([0, 1], [6], batch.block_table + 1, batch.slots + 1))
     assert moved.block_table.tolist() == [[4, 5]] and moved.slots.tolist() == [8]
     assert Arrival(moved.slots).wait().tolist() == [8]
 

@@ -66,7 +66,7 @@ def check_request(request: Request, config: EngineConfig, model: ModelConfig, ma
     Raises RequestError that names the first problem. max_seq_len: tokens of prompt and output.
     """
     if request.pooling is not None:
-        _check_pooling(request.pooling, config, model)
+        _check_pooling(request.pooling, model)
     request = _for_encoder(request, model.encoder)
     if config.wrap_input_ids and request.prompt_table is None:
         prompts = (request.prompt, request.encoder_prompt)
@@ -113,7 +113,7 @@ def with_virtual_tokens(
     return request
 
 
-def _check_pooling(pooling: Pooling, config: EngineConfig, model: ModelConfig) -> None:
+def _check_pooling(pooling: Pooling, model: ModelConfig) -> None:
     if pooling.mode == "cls" and not model.bidirectional:
         raise RequestError("pooling must be last, mean or all: the first token of a decoder sees no other")
     if model.encoder is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence as Rows
 from dataclasses import replace
 
@@ -41,8 +40,6 @@ from manylora.model.encoder import Encoder
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.kv_tensors import KvTensors, copy_blocks
 from manylora.stats import GraphStats
-
-logger = logging.getLogger("manylora")
 
 PLAIN_USES = 1  # of a decode step's shape before it is recorded
 

@@ -40,11 +40,6 @@ def to_device(table: T, device: torch.device) -> T:
     return _map_tensors(table, lambda value: next(moved) if _is_away(value, device) else value.to(device))
 
 
-def copy_into(target: Any, source: Any) -> None:
-    """A single use of `TableCopy`."""
-    TableCopy(target)(source)
-
-
 class TableCopy:
     """Copies tables into the tensors of a table of equal shapes, any number of times. Tensors that both share
     are skipped. Copies are queued; the host does not wait.

@@ -108,12 +108,6 @@ def stat_of(pid: int) -> list[str] | None:
     return None
 
 
-def is_alive(pid: int) -> bool:
-    """Whether it runs. A zombie does not count."""
-    fields = stat_of(pid)
-    return fields is not None and fields[0] not in "ZX"
-
-
 def is_child(pid: int) -> bool:
     """Whether it is alive. Reaps it if it has ended."""
     try:

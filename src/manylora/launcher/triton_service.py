@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import time
 from collections.abc import Callable
@@ -14,8 +13,6 @@ from manylora.launcher.logs import limit_size
 from manylora.launcher.processes import port_is_free
 from manylora.launcher.server import ServerOptions, TritonServer, remove_leftovers
 from manylora.launcher.supervisor import StoppedError
-
-logger = logging.getLogger("manylora.launcher")
 
 FAILED = "failed"  # file with the reason why the service was given up
 PORTS_S = 10.0

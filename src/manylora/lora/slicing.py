@@ -114,14 +114,6 @@ def rows_of_rank(module: LoraModule, local: LoraModule, tp: int, rank: int) -> n
     return np.concatenate(found)
 
 
-def interleave_rows(b: np.ndarray, module: LoraModule, tp: int) -> np.ndarray:
-    """Rows of a fused B or magnitude in the rank-major order [q0 k0 v0 q1 k1 v1 …] of TensorRT-LLM's loader,
-    which allows a plain contiguous split. Raises ConfigError as `LoraModule.share` does.
-    """
-    local = module.share(tp)
-    return b[np.concatenate([rows_of_rank(module, local, tp, rank) for rank in range(tp)])]
-
-
 def _experts(module: LoraModule, local: LoraModule, rank: int) -> slice:
     number = rank % (module.experts // local.experts)
     return slice(number * local.experts, (number + 1) * local.experts)

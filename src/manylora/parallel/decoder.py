@@ -22,7 +22,7 @@ from manylora.model.moe import ExpertsBesideMlp, Moe
 from manylora.model.routing import Router
 from manylora.parallel.collectives import Collectives
 from manylora.parallel.experts import MoePart
-from manylora.parallel.layers import SharedLayers, SharedNorm, SummedMlp
+from manylora.parallel.layers import SharedLayers, SharedNorm, SummedMlp, extended
 from manylora.parallel.mapping import Mapping
 from manylora.parallel.recurrent import SharedMamba2
 from manylora.parallel.stages import kv_for_next, kv_from_before
@@ -30,11 +30,7 @@ from manylora.parallel.vectors import RankLayerInputs
 
 
 class RankDecoder(SharedLayers, Decoder):
-    """config: as from `rank_config`. model: the whole model's. weights: as in `rank_plan`, with empty ones
-    for the embedding and the head on stages without them.
-
-    `forward` returns logits on rank 0, and [0, vocab] on others.
-    """
+    """`forward` returns logits on rank 0, and [0, vocab] on others."""
 
     def __init__(
         self,
@@ -46,9 +42,8 @@ class RankDecoder(SharedLayers, Decoder):
         mapping: Mapping,
         collectives: Collectives,
     ) -> None:
-        self._share(model, mapping, collectives)
         self._quantised_experts = False
-        super().__init__(config, weights, dtype, ops)
+        super().__init__(config, model, weights, dtype, ops, mapping, collectives)
         self._decode_step = None  # because it is one call from the first layer to the last
         self._kv_received, self._kv_sent = kv_from_before(model, mapping), kv_for_next(model, mapping)
         self._passed_on: dict[int, Tensor] = {}  # keys and values by layer, within a step
@@ -67,8 +62,7 @@ class RankDecoder(SharedLayers, Decoder):
         part, whole = super()._moe(layer, moe), self._model.moe
         if self._mapping.moe_ep_size == 1 or whole is None:
             return part
-        fields = {name: getattr(part, name) for name in Moe.__dataclass_fields__}
-        return MoePart(**fields, first=self._mapping.experts(whole.num_experts).start)
+        return extended(MoePart, part, first=self._mapping.experts(whole.num_experts).start)
 
     def _feed_forward(self, layer: int) -> FeedForward:
         mlp = super()._feed_forward(layer)
@@ -87,20 +81,17 @@ class RankDecoder(SharedLayers, Decoder):
         assert isinstance(whole, Mamba2Config)
         if tp == 1 or not own.normed or whole.groups % tp == 0:
             return part
-        fields = {name: getattr(part, name) for name in Mamba2.__dataclass_fields__}
         group = self._mapping.tp_rank * whole.groups // tp
         size = whole.value_size // whole.groups
-        return SharedMamba2(
-            **fields, add_up=self._collectives.sum, group=group, groups=whole.groups, total=size
-        )
+        shared = {"group": group, "groups": whole.groups, "total": size}
+        return extended(SharedMamba2, part, add_up=self._collectives.sum, **shared)
 
     def _make_layer_inputs(self, own: LayerInputsConfig | None) -> LayerInputs | None:
         found = super()._make_layer_inputs(own)
         if found is None:
             return None
-        fields = {name: getattr(found, name) for name in LayerInputs.__dataclass_fields__}
         tokens = self._mapping.vocabulary(found.config.vocab_size)
-        return RankLayerInputs(**fields, collectives=self._collectives, tokens=tokens)
+        return extended(RankLayerInputs, found, collectives=self._collectives, tokens=tokens)
 
     def _attention(self, layer: int) -> Attends:
         attention = super()._attention(layer)
@@ -115,9 +106,8 @@ class RankDecoder(SharedLayers, Decoder):
     def _shared(self, norm: Norm | None, heads: int, local: int) -> SharedNorm:
         assert norm is not None
         share = heads / (local * self._mapping.tp_size)
-        fields = {name: getattr(norm, name) for name in Norm.__dataclass_fields__}
         total = heads * self.config.head_dim
-        return SharedNorm(**fields, add_up=self._collectives.sum, share=share, total=total)
+        return extended(SharedNorm, norm, add_up=self._collectives.sum, share=share, total=total)
 
     def _embed(self, batch: ForwardBatch) -> Tensor:
         """After the first stage: the residual stream, or streams."""

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from manylora.config.engine import ModelConfig
-from manylora.kernels.reference import ReferenceOps
 from manylora.model.batch import ForwardBatch
 from manylora.model.encoder import Encoder
 from manylora.model.encoder_decoder import EncoderDecoder, Stack
-from manylora.parallel.collectives import Collectives
 from manylora.parallel.layers import SharedLayers
-from manylora.parallel.mapping import Mapping
 
 
 class RankEncoder(SharedLayers, Encoder):
-    """Takes RankDecoder's arguments. Rank 0 has the hidden states; without stages every rank has them."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        model: ModelConfig,
-        weights: dict[str, Any],
-        dtype: torch.dtype,
-        ops: ReferenceOps,
-        mapping: Mapping,
-        collectives: Collectives,
-    ) -> None:
-        self._share(model, mapping, collectives)
-        super().__init__(config, weights, dtype, ops)
+    """Rank 0 has the hidden states; without stages every rank has them."""
 
     def _embed(self, batch: ForwardBatch) -> Tensor:
         if self._mapping.is_first_stage:
@@ -51,26 +32,12 @@ class RankEncoder(SharedLayers, Encoder):
 
 
 class RankEncoderDecoder(SharedLayers, EncoderDecoder):
-    """Takes RankDecoder's arguments, and EncoderDecoder's max_seq_len. A stage has layers of both stacks. The
-    cache has keys and values of this rank's heads, for the decoder layers of its stage. The output of the
-    encoder's last stage is sent to all stages, for their cross-attention.
+    """A stage has layers of both stacks. The cache has keys and values of this rank's heads, for the decoder
+    layers of its stage. The output of the encoder's last stage is sent to all stages, for their
+    cross-attention.
 
-    `forward` returns logits on rank 0, and [0, vocab] on others.
+    more: EncoderDecoder's max_seq_len. `forward` returns logits on rank 0, and [0, vocab] on others.
     """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        model: ModelConfig,
-        weights: dict[str, Any],
-        dtype: torch.dtype,
-        ops: ReferenceOps,
-        mapping: Mapping,
-        collectives: Collectives,
-        max_seq_len: int | None = None,
-    ) -> None:
-        self._share(model, mapping, collectives)
-        EncoderDecoder.__init__(self, config, weights, dtype, ops, max_seq_len)
 
     def _enter(self, batch: ForwardBatch, stack: Stack) -> Tensor:
         if self._mapping.is_first_stage:

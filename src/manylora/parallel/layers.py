@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config.engine import ModelConfig
+from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import LoraBatch, LoraTarget
 from manylora.model.batch import ForwardBatch
 from manylora.model.layers import LoraLinear, Mlp, Norm
@@ -17,6 +19,7 @@ from manylora.model.transformer import Transformer
 from manylora.parallel.collectives import Collectives
 from manylora.parallel.mapping import Mapping
 
+T = TypeVar("T")
 # Row-parallel, so that a rank's result is a partial sum. Experts' and shared experts' results are summed
 # together, once per layer.
 SUMMED = ("out", "cross_out", "recurrent_out", "down")
@@ -75,6 +78,11 @@ class SharedNorm(Norm):
         return (weight * normed.to(weight.dtype)).to(x.dtype)
 
 
+def extended(kind: type[T], layer: Any, **more: Any) -> T:
+    """A layer as an instance of a subclass of its class. more: the fields that the subclass adds."""
+    return kind(**{field.name: getattr(layer, field.name) for field in fields(layer)}, **more)
+
+
 def look_up_shared(
     ids: Tensor, table: Tensor, tokens: range, dtype: torch.dtype, collectives: Collectives
 ) -> Tensor:
@@ -88,27 +96,39 @@ def look_up_shared(
 
 
 class SharedLayers(Transformer):
-    """Must precede the kind of model in a class's bases. Call `_share` before the model is created."""
+    """Must precede the kind of model in a class's bases.
 
-    def _share(self, model: ModelConfig, mapping: Mapping, collectives: Collectives) -> None:
-        """model: the whole model."""
+    config: as from `rank_config`. model: the whole model's. weights: as in `rank_plan`, with empty ones for
+    the embedding and the head on stages without them. more: further arguments of the kind of model.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        model: ModelConfig,
+        weights: dict[str, Any],
+        dtype: torch.dtype,
+        ops: ReferenceOps,
+        mapping: Mapping,
+        collectives: Collectives,
+        *more: Any,
+    ) -> None:
         self._model, self._mapping, self._collectives = model, mapping, collectives
         self._tokens = mapping.vocabulary(model.vocab_size)
+        super().__init__(config, weights, dtype, ops, *more)
 
     def _linear(self, layer: int, name: str, *targets: LoraTarget) -> LoraLinear:
         found = super()._linear(layer, name, *targets)
         if self._mapping.tp_size == 1 or name not in SUMMED:
             return found
-        fields = {field: getattr(found, field) for field in LoraLinear.__dataclass_fields__}
-        return SummedLinear(**fields, add_up=self._collectives.sum)
+        return extended(SummedLinear, found, add_up=self._collectives.sum)
 
     def _mlp(self, layer: int) -> Mlp:
         mlp = super()._mlp(layer)
         if self._mapping.tp_size == 1 or mlp.cutoff is None:
             return mlp
-        fields = {name: getattr(mlp, name) for name in Mlp.__dataclass_fields__}
         total = self.config.of_layer(layer).intermediate_size * self._mapping.tp_size
-        return SpreadMlp(**fields, add_up=self._collectives.sum, total=total)
+        return extended(SpreadMlp, mlp, add_up=self._collectives.sum, total=total)
 
     def _look_up(self, ids: Tensor, table: Tensor) -> Tensor:
         if self._mapping.tp_size == 1:

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,7 +17,7 @@ from manylora.fleet.calls import Call
 from manylora.fleet.everyone import tell_everyone
 from manylora.fleet.member import Changed
 from manylora.fleet.options import FleetOptions
-from manylora.fleet.relay import FULL, LOST, unavailable
+from manylora.fleet.relay import LOST, NOT_TAKEN, not_taken
 from manylora.lora.library.aliases import Aliases
 from manylora.openai.api.errors import ApiError
 from manylora.openai.serving.adapter_record import AdapterRecord
@@ -104,10 +103,8 @@ class Changes:
             raise ApiError(503, "replica_late", LATE.format(what=what), retry_after=1) from error
         except LOST as error:
             raise ApiError(503, "replica_lost", LATE.format(what="has ended"), retry_after=1) from error
-        except BackPressureError as error:
-            raise ApiError(429, "overloaded", FULL, retry_after=1) from error
-        except DeploymentUnavailableError as error:
-            raise unavailable() from error
+        except NOT_TAKEN as error:
+            raise not_taken(error) from error
 
     def _learn(self) -> None:
         """Load aliases that requests, also to an earlier fleet, have made and removed."""

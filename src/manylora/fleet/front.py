@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,7 +12,7 @@ from dataclasses import replace
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -25,18 +24,15 @@ from manylora.fleet.joined import fleet_status, joined_metrics
 from manylora.fleet.options import FleetOptions
 from manylora.fleet.relay import Relay
 from manylora.openai.adapter_routes import ADAPTER_ROUTES
-from manylora.openai.api.errors import ApiError, as_api_error
+from manylora.openai.api.errors import ApiError
 from manylora.openai.api.schema import read_object
-from manylora.openai.other_routes import OTHER_ROUTES, error_at
+from manylora.openai.other_routes import OTHER_ROUTES, failed
 from manylora.openai.serving.keys import Keyring
 from manylora.openai.serving.metrics import CONTENT_TYPE
-from manylora.openai.serving.transport import BodyMemory, read_body, request_id, watch
-
-logger = logging.getLogger("manylora")
+from manylora.openai.serving.transport import BodyMemory, query_number, read_body, request_id, watch
 
 APPLICATION, DEPLOYMENT = "manylora", "Replicas"
 STATES_AGE_S = 1.0
-LONGEST_NUMBER = 18  # digits
 BODIES_AT_ONCE = 16
 # Requests that count towards a key's limits.
 COUNTED = {"/v1/completions", "/v1/chat/completions", "/v1/responses"} | {
@@ -86,16 +82,10 @@ class _Front:
         return await self._relay(request, call, self._adapter(request, body))
 
     async def _answered(self, request: Request, handle: Callable[[Request], Awaitable[Response]]) -> Response:
-        path = request.url.path
         try:
             return await handle(request)
-        except ClientDisconnect:
-            return error_at(path, ApiError(499, "client_left", "The client has closed the connection"))
         except Exception as error:
-            found = as_api_error(error)
-            if found.code == "internal_error":
-                logger.exception("%s failed, request %s", path, request_id(request))
-            response = error_at(path, found)
+            response = failed(request, request.url.path, error)
             response.headers["x-request-id"] = request_id(request)
             return response
 
@@ -158,11 +148,9 @@ class _Front:
         found = await ask_everyone(self._replicas, call)
         if found.refused is not None:
             return _as_response(found.refused)
-        after = request.query_params.get("points_after", "0")
-        if not after.isdecimal() or len(after) > LONGEST_NUMBER:
-            raise ApiError(400, "invalid_value", "points_after must be the number of a point")
+        after = query_number(request, "points_after")
         states = await self._replica_states()
-        status = fleet_status(found.answers, found.reports, states, time.time(), int(after))
+        status = fleet_status(found.answers, found.reports, states, time.time(), after)
         status["missing"] = list(found.missing)
         return JSONResponse(status, headers={"Cache-Control": "no-store"})
 
@@ -182,7 +170,7 @@ def _replica_states() -> dict[str, int]:
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
-    return error_at(request.url.path, as_api_error(error))
+    return failed(request, request.url.path, error)
 
 
 def _gauge(name: str, help_text: str, samples: Sequence[tuple[str, int]]) -> list[str]:

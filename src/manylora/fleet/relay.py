@@ -16,11 +16,11 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from manylora.fleet.calls import Call
-from manylora.openai.api.errors import ApiError
+from manylora.openai.api.errors import ApiError, client_left
 
+NOT_TAKEN = (BackPressureError, DeploymentUnavailableError)
 LOST = (RayActorError, WorkerCrashedError, ObjectLostError)
 TRIES = 5  # lost replicas after which a request fails
-FULL = "Too many requests wait for a replica, try again later"
 RETRIED = "manylora_fleet_retried_requests_total"
 CUT = "manylora_fleet_cut_streams_total"
 
@@ -62,16 +62,14 @@ class Relay(Response):
                 return
             except LOST as error:
                 if self._left:
-                    raise ApiError(499, "client_left", "The client has closed the connection") from error
+                    raise client_left() from error
                 if attempt < TRIES - 1:
                     self._counts[RETRIED] += 1
-            except BackPressureError as error:
-                raise ApiError(429, "overloaded", FULL, retry_after=1) from error
-            except DeploymentUnavailableError as error:
-                raise unavailable() from error
+            except NOT_TAKEN as error:
+                raise not_taken(error) from error
             except RequestCancelledError as error:
-                raise ApiError(499, "client_left", "The client has closed the connection") from error
-        raise unavailable()
+                raise client_left() from error
+        raise _unavailable()
 
     async def _first_messages(self) -> None:
         self._begun = []
@@ -115,6 +113,14 @@ class Relay(Response):
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
 
-def unavailable() -> ApiError:
+def not_taken(error: Exception) -> ApiError:
+    """The answer to a request that no replica took. error: one of NOT_TAKEN."""
+    if isinstance(error, BackPressureError):
+        text = "Too many requests wait for a replica, try again later"
+        return ApiError(429, "overloaded", text, retry_after=1)
+    return _unavailable()
+
+
+def _unavailable() -> ApiError:
     text = "The fleet cannot answer at the moment, try again"
     return ApiError(503, "engine_unavailable", text, retry_after=1)

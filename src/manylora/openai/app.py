@@ -13,7 +13,7 @@ from operator import attrgetter
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -21,12 +21,12 @@ import manylora
 from manylora.config.pooling import PoolingSettings
 from manylora.openai.adapter_routes import ADAPTER_ROUTES, AdapterRoutes
 from manylora.openai.api import schema
-from manylora.openai.api.errors import ApiError, as_api_error, invalid_value
+from manylora.openai.api.errors import ApiError
 from manylora.openai.api.names import check_name
 from manylora.openai.api.openapi import document
 from manylora.openai.api.responses_request import ResponsesRequest
 from manylora.openai.options import ServeOptions
-from manylora.openai.other_routes import OTHER_ROUTES, OtherRoutes, error_at
+from manylora.openai.other_routes import OTHER_ROUTES, OtherRoutes, error_at, failed
 from manylora.openai.page.cache_status import CacheStatus
 from manylora.openai.page.docs import docs_page
 from manylora.openai.page.page import page_file
@@ -41,7 +41,7 @@ from manylora.openai.serving.pinning import Pinning
 from manylora.openai.serving.recent_items import RecentItems
 from manylora.openai.serving.responses_api import respond
 from manylora.openai.serving.shared_adapters import SharedAdapters
-from manylora.openai.serving.transport import BodyMemory, error_response, read_body, request_id
+from manylora.openai.serving.transport import BodyMemory, error_response, query_number, read_body, request_id
 from manylora.openai.serving.uploads import Uploads
 
 logger = logging.getLogger("manylora")
@@ -242,7 +242,7 @@ class _Routes:
 
     async def cache(self, request: Request) -> Response:
         key = self._key(request)
-        given = {name: _number(request, name) for name in ("changes_after", "points_after")}
+        given = {name: query_number(request, name) for name in ("changes_after", "points_after")}
         status = await self._status.snapshot(key, **given)
         return JSONResponse(status, headers={"Cache-Control": "no-store"})
 
@@ -268,14 +268,6 @@ class _Routes:
         return adapter_card(entry, self._inference.bases[0], self.context.created, tier, pinned=pinned)
 
 
-def _number(request: Request, name: str) -> int:
-    """A number in the query, or 0 if absent. Raises ApiError."""
-    text = request.query_params.get(name, "0")
-    if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise invalid_value(f"{name} must be a number, 0 or more", name)
-    return int(text)
-
-
 def _endpoint(name: str, path: str) -> Handler:
     """The handler of one route. Every exception becomes an error object, and every response is counted."""
 
@@ -286,13 +278,8 @@ def _endpoint(name: str, path: str) -> Handler:
             if name not in UNCHECKED:
                 routes.context.hosts.check(request)
             response: Response = await attrgetter(name)(routes)(request)
-        except ClientDisconnect:  # it left while sending the body: nobody reads this response
-            response = error_at(path, ApiError(499, "client_left", "The client has closed the connection"))
         except Exception as error:
-            api_error = as_api_error(error)
-            if api_error.code == "internal_error":
-                logger.exception("%s failed, request %s", path, request_id(request))
-            response = error_at(path, api_error)
+            response = failed(request, path, error)
         routes.context.metrics.count_response(path, response.status_code)
         seconds, number = time.monotonic() - started, request_id(request)
         response.headers["x-request-id"] = number

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from manylora.config.pooling import PoolingSettings
-from manylora.openai.api.errors import ApiError, renamed
+from manylora.openai.api.errors import ApiError, as_api_error, client_left, renamed
 from manylora.openai.api.ollama_request import (
     NAMES,
     OllamaChat,
@@ -32,7 +33,9 @@ from manylora.openai.serving.ollama_api import VERSION, OllamaApi
 from manylora.openai.serving.ollama_embed import OllamaEmbeddingApi
 from manylora.openai.serving.pooled_api import PooledApi
 from manylora.openai.serving.run_api import run
-from manylora.openai.serving.transport import error_response
+from manylora.openai.serving.transport import error_response, request_id
+
+logger = logging.getLogger("manylora")
 
 OLLAMA = "/api/"
 OTHER_ROUTES = [
@@ -132,6 +135,16 @@ class OtherRoutes:
     async def pooling(self, request: Request) -> Response:
         key = self._identify(request)
         return await self._pooled.pooling(request, await self._read(request, PoolingRequest), key)
+
+
+def failed(request: Request, path: str, error: Exception) -> Response:
+    """The response to a request whose handler raised this error. Unexpected ones are logged."""
+    if isinstance(error, ClientDisconnect):  # it left while sending the body: nobody reads this response
+        return error_at(path, client_left())
+    found = as_api_error(error)
+    if found.code == "internal_error":
+        logger.error("%s failed, request %s", path, request_id(request), exc_info=error)
+    return error_at(path, found)
 
 
 def error_at(path: str, error: ApiError) -> Response:

@@ -80,6 +80,10 @@ def unsupported_field(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, "unsupported_field", message, param)
 
 
+def client_left() -> ApiError:
+    return ApiError(499, "client_left", "The client has closed the connection")
+
+
 def context_length(num_tokens: int) -> str:
     """Start of the message about a prompt that is too long. Clients recognise OpenAI's first words."""
     return f"This model's maximum context length is {num_tokens} tokens"

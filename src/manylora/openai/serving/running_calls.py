@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from manylora.openai.api.errors import ApiError, as_api_error
+from manylora.openai.api.errors import ApiError, as_api_error, client_left
 from manylora.openai.serving.backend import Backend, Call
 from manylora.openai.serving.event_queue import Signal
 from manylora.openai.serving.responses import ResponseBuilder
@@ -77,7 +77,7 @@ class RunningCalls:
         """Wait for a change. Raises ApiError if a call failed or the client disconnected."""
         await self._changed.wait()
         if self._disconnected:
-            raise ApiError(499, "client_left", "The client has closed the connection")
+            raise client_left()
         for call in self._calls:
             if call.generation.error is not None:
                 raise as_api_error(call.generation.error)

@@ -13,12 +13,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from manylora.openai.api.errors import ApiError
+from manylora.openai.api.errors import ApiError, invalid_value
 from manylora.system.allocator import release_free_memory
 
 SMALL = 2**16  # bytes per body that are not counted
 LARGE = 2**20  # memory of bodies from this size on is returned to the system
 GIVE_BACK_S = 0.5  # delay of that, once for all bodies until then
+LONGEST_NUMBER = 18  # digits of a number in a query
 SAFE_ID = re.compile("[!-~]{1,128}")
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # proxies must not buffer events
 
@@ -38,6 +39,14 @@ def request_id(request: Request) -> str:
     made: str = getattr(request.state, "request_id", "") or secrets.token_hex(16)
     request.state.request_id = made
     return made
+
+
+def query_number(request: Request, name: str) -> int:
+    """A number in the query, or 0 if absent. Raises ApiError."""
+    text = request.query_params.get(name, "0")
+    if not (text.isascii() and text.isdigit() and len(text) <= LONGEST_NUMBER):
+        raise invalid_value(f"{name} must be a number, 0 or more", name)
+    return int(text)
 
 
 def name_of(request: Request, chosen: str | None) -> str:

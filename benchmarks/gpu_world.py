@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from manylora.config.engine import ModelConfig, MoeConfig
+from manylora.config.model import ModelConfig, MoeConfig
 from manylora.engine.graphs import DecodeGraphs
 from manylora.engine.inputs import StepInputs
 from manylora.engine.kernel_trials import try_variants

@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 from machine import see_machine
 
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.kernels.device import open_device
 from manylora.lora.modules import LoraModule
 

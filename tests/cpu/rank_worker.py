@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.errors import ManyloraError
 from manylora.kernels.device import open_device
 from manylora.kernels.row_format import RowFormat

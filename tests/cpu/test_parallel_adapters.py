@@ -11,7 +11,8 @@ import peft
 import pytest
 import torch
 
-from manylora.config.engine import LoraCacheConfig, ModelConfig
+from manylora.config.engine import LoraCacheConfig
+from manylora.config.model import ModelConfig
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.kernels.row_format import RowFormat

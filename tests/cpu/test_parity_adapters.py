@@ -17,7 +17,8 @@ import torch
 from running import answers, run, tokens
 from safetensors.torch import load_file, save_file
 
-from manylora.config.engine import EngineConfig, LoraCacheConfig, ModelConfig
+from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.config.model import ModelConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import open_device

@@ -12,7 +12,7 @@ import pytest
 import torch
 from running import tokens
 
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.device import open_device
 from manylora.lora.bounds import Bounds

@@ -17,7 +17,8 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from manylora.config.engine import LoraCacheConfig, ModelConfig
+from manylora.config.engine import LoraCacheConfig
+from manylora.config.model import ModelConfig
 from manylora.errors import AdapterInvalidError, AdapterNotCachedError
 from manylora.lora import arrivals, staging, tensors
 from manylora.lora.formats import peft_rows

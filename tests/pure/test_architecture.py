@@ -39,7 +39,9 @@ INSIDE = {
     ],
     "quant": ["config", "checkpoint", "layouts", "mxfp4", "bitsandbytes", "checkpoint_weights"],
     "gguf": ["container", "parts", "cache", "config", "tokenizer", "folder", "blocks", "file"],
-    "config": ["blocks", "values", "pooling", "engine", "build_record", "hub", "model_folder", "resolve"],
+    "config": [
+        "blocks", "values", "pooling", "engine", "model", "build_record", "hub", "model_folder", "resolve",
+    ],
     "wire": [
         "parameters", "tensor_table", "server_types", "sending", "utf8", "word_lists", "client_errors",
         "client_disconnects", "shape_guard", "lock_guard", "text_worker", "metrics", "bls", "bls_generator",

@@ -21,7 +21,8 @@ from manylora import (
     PeftCacheConfig,
     SamplingParams,
 )
-from manylora.config.engine import LoraCacheConfig, ModelConfig
+from manylora.config.engine import LoraCacheConfig
+from manylora.config.model import ModelConfig
 from manylora.config.resolve import resolve
 from manylora.errors import ConfigError, RequestError
 from manylora.llmapi.decoding import decoding_of

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from manylora.config.blocks import AltUpConfig, ConvConfig, DeltaConfig, LayerShape, Mamba2Config
-from manylora.config.engine import EncoderConfig, ModelConfig, MoeConfig
+from manylora.config.model import EncoderConfig, ModelConfig, MoeConfig
 from manylora.errors import ConfigError
 from manylora.lora.modules import LoraModuleId, lora_modules
 from manylora.parallel.mapping import Mapping, check_mapping, layers_of_stage

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from test_lora_geometry import DIMS, MODULES, rows
 
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
 from manylora.kernels.row_format import RowFormat
 from manylora.lora.geometry import CacheGeometry, RowShape, place_rows

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.config.pooling import PoolingSettings, read_pooling_settings
 from manylora.errors import ConfigError, RequestCancelledError, RequestError
 from manylora.llmapi.decoding import decoding_of

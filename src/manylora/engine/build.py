@@ -12,7 +12,8 @@ import torch
 from torch.distributed import Store
 
 from manylora.config.build_record import weights_algo
-from manylora.config.engine import EngineConfig, LoraCacheConfig, ModelConfig
+from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.config.model import ModelConfig
 from manylora.engine.guide import Guides
 from manylora.engine.memory import (
     KvPlan,

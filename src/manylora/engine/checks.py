@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from manylora.config.engine import EncoderConfig, EngineConfig, ModelConfig
+from manylora.config.engine import EngineConfig
+from manylora.config.model import EncoderConfig, ModelConfig
 from manylora.errors import QueueFullError, RequestError
 from manylora.lora.extras import HEAD
 from manylora.lora.lease import Lease

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from manylora.config.engine import EngineConfig, LoraCacheConfig, ModelConfig
+from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
 from manylora.kernels.device import Device, host_tensor
 from manylora.kernels.recurrent import RecurrentState

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from manylora.config.engine import EngineConfig, ModelConfig
+from manylora.config.engine import EngineConfig
+from manylora.config.model import ModelConfig
 from manylora.config.resolve import resolve
 from manylora.errors import AdapterError, ConfigError
 from manylora.llmapi.lora import LoraConfig

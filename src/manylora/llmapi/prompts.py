@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.llmapi.sampling import SamplingParams
 from manylora.text.tokenizer import Tokenizer
 

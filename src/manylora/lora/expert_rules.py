@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
 from manylora.lora.modules import EXPERT_IDS, MODULE_NAMES, LoraModule, lora_modules
 from manylora.quant.config import QuantAlgo

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from manylora.config.blocks import ConvConfig, DeltaConfig, LatentConfig, Mamba2Config
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 
 
 class Split(Enum):

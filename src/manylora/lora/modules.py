@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from manylora.config.blocks import LayerShape
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
 from manylora.kernels.row_format import RowFormat
 from manylora.lora.module_sizes import Split, grouped_parts, module_sizes

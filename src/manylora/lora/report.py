@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from manylora.config.engine import LoraCacheConfig, ModelConfig
+from manylora.config.engine import LoraCacheConfig
+from manylora.config.model import ModelConfig
 from manylora.errors import AdapterError, ConfigError
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.effect import NOTHING

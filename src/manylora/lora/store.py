@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from manylora.config.engine import LoraCacheConfig, ModelConfig
+from manylora.config.engine import LoraCacheConfig
+from manylora.config.model import ModelConfig
 from manylora.errors import (
     AdapterCacheFullError,
     AdapterError,

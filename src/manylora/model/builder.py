@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import manylora
-from manylora.config.engine import EngineConfig, ModelConfig
+from manylora.config.engine import EngineConfig
+from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.model.checkpoint import read_model_config

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.config.model_folder import check_model_folder, weight_files
 from manylora.config.pooling import attends_both_ways, num_labels, read_score_tokens
 from manylora.config.values import read_settings

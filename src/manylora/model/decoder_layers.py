@@ -16,7 +16,7 @@ from manylora.config.blocks import (
     LayerInputsConfig,
     Mamba2Config,
 )
-from manylora.config.engine import ModelConfig, MoeConfig
+from manylora.config.model import ModelConfig, MoeConfig
 from manylora.kernels.delta_rule import DeltaWeights
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionParams, LoraTarget

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.kernels.compiled import GATES
 from manylora.kernels.decode_step import DecoderParts, LayerParts, LinearParts
 from manylora.kernels.spec import Weight

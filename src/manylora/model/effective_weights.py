@@ -10,7 +10,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.model.plan import checkpoint_plan
 from manylora.model.quant import quantise, should_quantise

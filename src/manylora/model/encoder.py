@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.kernels.reference import ReferenceOps
 from manylora.model.attend import attend_spans
 from manylora.model.batch import ForwardBatch

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionParams, LoraBatch, LoraTarget
 from manylora.lora.modules import LoraModuleId

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 
 KvTensors = Tensor | tuple[Tensor, ...]
 """Per layer [planes, blocks, tokens_per_block, kv_heads, head_dim]. planes: keys and values, or latents."""

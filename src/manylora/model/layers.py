@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from manylora.config.blocks import BesideConfig
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.reference import ReferenceOps, rotate
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Rotary, Weight

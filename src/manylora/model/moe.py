@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manylora.config.engine import MoeConfig
+from manylora.config.model import MoeConfig
 from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import ExpertPairs, LoraBatch, LoraTarget, Weight

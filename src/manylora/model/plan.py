@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from manylora.config.blocks import LayerInputsConfig
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.model.families import FAMILIES
 from manylora.model.families.family import TensorNames
 from manylora.model.plan_layers import cross_plan, layer_plan, mixer_plan, mlp_plan, sparse_plan

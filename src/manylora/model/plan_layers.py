@@ -13,7 +13,7 @@ from manylora.config.blocks import (
     LayerInputsConfig,
     Mamba2Config,
 )
-from manylora.config.engine import ModelConfig, MoeConfig
+from manylora.config.model import ModelConfig, MoeConfig
 from manylora.model.families.family import TensorNames
 from manylora.model.plan_parts import Plan, RowSlice, WeightSpec, linear, matrix, norm, whole
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
 from manylora.kernels.decode_step import PlacedRotary
 

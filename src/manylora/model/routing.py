@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config.blocks import RoutingConfig
-from manylora.config.engine import MoeConfig
+from manylora.config.model import MoeConfig
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import LoraBatch, LoraTarget
 from manylora.model.layers import LoraLinear

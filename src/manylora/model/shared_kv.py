@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch
 from manylora.model.layers import LoraLinear, Norm, Turns

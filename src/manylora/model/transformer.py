@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.kernels.panels import Panels
 from manylora.kernels.quantised import weight_bytes
 from manylora.kernels.reference import ReferenceOps

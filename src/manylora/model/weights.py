@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from manylora.config.build_record import weights_algo
-from manylora.config.engine import EngineConfig, ModelConfig
+from manylora.config.engine import EngineConfig
+from manylora.config.model import ModelConfig
 from manylora.config.model_folder import weight_files
 from manylora.errors import ConfigError
 from manylora.gguf.file import GgufFile, GgufTensor

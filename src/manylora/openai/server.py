@@ -15,7 +15,8 @@ from pathlib import Path
 import uvicorn
 from starlette.applications import Starlette
 
-from manylora.config.engine import EngineConfig, LoraCacheConfig, ModelConfig
+from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.config.model import ModelConfig
 from manylora.config.pooling import read_pooling_settings
 from manylora.errors import AdapterError, ConfigError
 from manylora.llmapi.engine_config import modules_to_read

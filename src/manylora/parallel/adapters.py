@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.errors import AdapterInvalidError
 from manylora.lora.extras import LAYER, with_extras
 from manylora.lora.file_adapter import FileAdapter

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from manylora.config.engine import EngineConfig, ModelConfig
+from manylora.config.engine import EngineConfig
+from manylora.config.model import ModelConfig
 from manylora.kernels.device import Device
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import compute_dtype, load_weights

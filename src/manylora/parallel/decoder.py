@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from manylora.config.blocks import LayerInputsConfig, Mamba2Config
-from manylora.config.engine import ModelConfig, MoeConfig
+from manylora.config.model import ModelConfig, MoeConfig
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import LoraBatch
 from manylora.model.batch import ForwardBatch, HiddenRows

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from manylora.config.blocks import ConvConfig, DeltaConfig, Mamba2Config
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
 from manylora.lora.slicing import pipeline_layers
 

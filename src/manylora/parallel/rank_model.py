@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from manylora.config.blocks import ConvConfig, DeltaConfig, LayerShape, Mamba2Config, RecurrentConfig
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.parallel.mapping import Mapping, check_mapping, layers_of_stage
 
 T = TypeVar("T")

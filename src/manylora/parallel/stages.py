@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.lora.modules import LoraModuleId
 from manylora.parallel.mapping import Mapping, layers_of_stage
 from manylora.parallel.weights import key_heads

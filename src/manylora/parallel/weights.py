@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 
 from manylora.config.blocks import ConvConfig, DeltaConfig, LayerInputsConfig, Mamba2Config, RecurrentConfig
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
 from manylora.model.plan_parts import Plan, WeightSpec
 from manylora.parallel.mapping import Mapping, layers_of_stage

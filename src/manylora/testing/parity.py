@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.errors import ManyloraError
 from manylora.kernels.device import open_device
 from manylora.lora.convert_nemo import write_runtime_tensors

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 from manylora.config import resolve
 from manylora.config.build_record import read_build_record
-from manylora.config.engine import EngineConfig, stretched
+from manylora.config.engine import EngineConfig
 from manylora.config.hub import model_folder
+from manylora.config.model import stretched
 from manylora.config.values import boolean, whole_number
 from manylora.errors import ConfigError
 from manylora.quant.config import QuantConfig

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from manylora.config.engine import EncoderConfig, ModelConfig
+from manylora.config.model import EncoderConfig, ModelConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import read_activation, refuse
 from manylora.model.families.family import ModelFamily, TensorNames

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from manylora.config.blocks import LatentConfig, RoutingConfig
-from manylora.config.engine import ModelConfig, MoeConfig
+from manylora.config.model import ModelConfig, MoeConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import read_biases, refuse
 from manylora.model.families.family import ModelFamily, TensorNames

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from manylora.config.blocks import LayerInputsConfig, LayerShape
-from manylora.config.engine import ModelConfig, MoeConfig
+from manylora.config.model import ModelConfig, MoeConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import (
     flat_rope,

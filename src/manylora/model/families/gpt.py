@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import read_activation, read_biases, read_windows, refuse
 from manylora.model.families.family import ModelFamily, TensorNames

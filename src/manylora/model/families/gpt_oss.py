@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from manylora.config.engine import MoeConfig
+from manylora.config.model import MoeConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import read_biases, read_windows
 from manylora.model.families.family import ModelFamily, TensorNames

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from manylora.config.blocks import ConvConfig, RoutingConfig
-from manylora.config.engine import MoeConfig
+from manylora.config.model import MoeConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import refuse
 from manylora.model.families.family import ModelFamily, TensorNames

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from manylora.config.blocks import RoutingConfig
-from manylora.config.engine import MoeConfig
+from manylora.config.model import MoeConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import read_biases, text_settings
 from manylora.model.families.family import ModelFamily, TensorNames, text_tower

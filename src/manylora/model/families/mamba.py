@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from manylora.config.blocks import Mamba2Config
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import read_activation, read_biases
 from manylora.model.families.family import ModelFamily, TensorNames

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from manylora.config.blocks import HeadLayerConfig
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import flat_rope, read_activation, read_windows
 from manylora.model.families.family import ModelFamily, TensorNames

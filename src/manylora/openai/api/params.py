@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from manylora.config.engine import ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.llmapi.decoding import Decoding, decoding_of
 from manylora.llmapi.sampling import SamplingParams
 from manylora.lora.text.generation_defaults import NO_DEFAULTS, GenerationDefaults

@@ -52,7 +52,7 @@ LAUNCHES = """
 from dataclasses import replace
 import torch
 from manylora.kernels.cuda.blocks import BlockChooser
-from manylora.kernels.cuda.fp8 import FP8, quantise_rows
+from manylora.kernels.cuda.fp8 import quantise_rows
 from manylora.kernels.cuda.grouped import quantised_rows, weight_table
 from manylora.kernels.cuda.lora import expand_add, shrink
 from manylora.kernels.cuda.ops import CudaOps
@@ -61,7 +61,7 @@ from manylora.kernels.mamba2 import Mamba2Weights
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.kernels.recurrent import RecurrentState, StateBatch
 from manylora.kernels.row_format import Encoding, RowFormat
-from manylora.kernels.spec import AttentionBatch, AttentionParams, BatchLimits
+from manylora.kernels.spec import FP8, AttentionBatch, AttentionParams, BatchLimits
 from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment, LoraTarget
 
 class Every(BlockChooser):

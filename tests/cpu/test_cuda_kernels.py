@@ -9,12 +9,14 @@ import torch
 from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.cuda import kv, rows
 from manylora.kernels.cuda.attention import PagedAttention, parts_within
-from manylora.kernels.cuda.fp8 import FP8, FP8_MAX, quantise_rows
+from manylora.kernels.cuda.fp8 import quantise_rows
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.cuda.tables import PagedBatch, plan_attention
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import (
+    FP8,
+    FP8_MAX,
     AttentionBatch,
     AttentionParams,
     BatchLimits,

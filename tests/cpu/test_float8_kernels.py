@@ -15,9 +15,9 @@ from test_expert_kernels import TARGETS as EXPERT_TARGETS
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.experts import pair_up
-from manylora.kernels.reference import FP8, ReferenceOps
+from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.row_format import Encoding, RowFormat
-from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment, LoraTarget
+from manylora.kernels.spec import FP8, LoraBatch, LoraRow, LoraSegment, LoraTarget
 from manylora.kernels.transfer import to_device
 
 IN, WIDTHS = 48, (32, 16, 80)

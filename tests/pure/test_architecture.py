@@ -35,7 +35,7 @@ INSIDE = {
     "kernels": [
         "activations", "quantised", "huge_pages", "panels", "integer", "products", "extras", "row_format",
         "recurrent", "delta_rule", "short_conv", "mamba2", "spec", "experts", "transfer", "decode_step",
-        "reference", "native", "loading", "cpu", "compiled", "cuda", "device",
+        "attention", "lora", "reference", "native", "loading", "cpu", "compiled", "cuda", "device",
     ],
     "quant": ["config", "checkpoint", "layouts", "mxfp4", "bitsandbytes", "checkpoint_weights"],
     "gguf": ["container", "parts", "cache", "config", "tokenizer", "folder", "blocks", "file"],

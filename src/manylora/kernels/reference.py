@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.kernels.activations import ACTIVATIONS
+from manylora.kernels.attention import attend_sequence, rotate, store
 from manylora.kernels.decode_step import DecoderParts, DecodeStep
 from manylora.kernels.delta_rule import DeltaWeights, delta_rule
 from manylora.kernels.experts import HostPairs, group_segments, pair_up
+from manylora.kernels.lora import add_adapters
 from manylora.kernels.mamba2 import Mamba2Weights, mamba2
 from manylora.kernels.panels import Panels, WeightRows
 from manylora.kernels.quantised import (
@@ -27,7 +29,6 @@ from manylora.kernels.quantised import (
     stacked_linear,
 )
 from manylora.kernels.recurrent import RecurrentState, StateBatch
-from manylora.kernels.row_format import Encoding
 from manylora.kernels.short_conv import short_conv
 from manylora.kernels.spec import (
     NOT_FINITE,
@@ -36,13 +37,10 @@ from manylora.kernels.spec import (
     BatchLimits,
     ExpertPairs,
     LoraBatch,
-    LoraRow,
     Rotary,
     Targets,
     Weight,
 )
-
-FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 
 
 class ReferenceOps:
@@ -152,39 +150,7 @@ class ReferenceOps:
             y[rows, c] += m * ((scale * (x[rows] @ A.T)) @ B.T)
         y [T, N], x [T, in_dim], bias [N] or None (already part of y).
         """
-        for segment in batch.segments:
-            rows = x[segment.start : segment.stop]
-            for target in targets:
-                first = segment.rows.get((layer, target.module_id))
-                columns = slice(target.start, target.start + target.width)
-                out = y[segment.start : segment.stop, columns]
-                if first is None:
-                    continue
-                shift = bias[columns] if bias is not None else 0
-                read = [
-                    matrices(batch.pool, row, x.shape[-1], target.width, x.dtype) for row in first.members
-                ]
-                weights = [
-                    one.format.scale * (magnitude - 1)
-                    for one, (*_, magnitude) in zip(first.members, read, strict=True)
-                    if magnitude is not None and one.format.mixed
-                ]
-                if weights:
-                    out.copy_((out - shift) * (1 + sum(weights)) + shift)
-                for row, (a, b, magnitude) in zip(first.members, read, strict=True):
-                    low, kind = rows @ a.T, row.format
-                    low = low if kind.scale == 1 else low * kind.scale
-                    if kind.shared:
-                        of_b, of_d = batch.pool[row.vectors :][: target.width + kind.rank].split(
-                            (target.width, kind.rank)
-                        )
-                        out += ((low * of_d.to(x.dtype)) @ b) * of_b.to(x.dtype)
-                    elif magnitude is not None and kind.mixed:
-                        out += (low @ b) * magnitude
-                    else:
-                        out.addmm_(low, b)
-                        if magnitude is not None:
-                            out.copy_((out - shift) * magnitude + shift)
+        add_adapters(y, x, batch, layer, targets, bias)
 
     def rotate_and_store(
         self,
@@ -215,11 +181,8 @@ class ReferenceOps:
 
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
         """k_cache.view(-1, H, D)[slots] = k; the same for v."""
-        for new, cache in ((k, k_cache), (v, v_cache)):
-            rows = cache.view(-1, *new.shape[1:])
-            if cache.dtype == FP8:  # as bytes, as few operations support it; clamped, as overflow becomes NaN
-                new, rows = new.clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8), rows.view(torch.uint8)
-            rows.index_copy_(0, batch.slots, new.to(rows.dtype))
+        store(k, k_cache, batch.slots)
+        store(v, v_cache, batch.slots)
 
     def attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, params: AttentionParams
@@ -249,27 +212,8 @@ class ReferenceOps:
     ) -> Tensor:
         """Attention of one sequence, whose last n of kv_len tokens are the queries. q [n, Hq, D] -> [n, Hq,
         D].
-
-        The G query heads of a key head become G * n rows, so that keys are not repeated.
         """
-        count, num_heads, dim = q.shape
-        kv_heads = k_cache.shape[2]
-        groups = num_heads // kv_heads
-        k, v = (gather(cache, blocks, kv_len, q.dtype) for cache in (k_cache, v_cache))
-        queries = (
-            q.view(count, kv_heads, groups, dim).permute(1, 2, 0, 3).reshape(kv_heads, groups * count, dim)
-        )
-        keys = torch.arange(kv_len, device=q.device)
-        last = torch.arange(kv_len - count, kv_len, device=q.device).unsqueeze(1)
-        mask = keys <= last
-        if params.window is not None:
-            mask &= keys > last - params.window
-        sinks = params.sinks
-        if sinks is not None:
-            sinks = sinks.view(kv_heads, groups, 1).expand(-1, -1, count).reshape(1, kv_heads, -1)
-        mask = mask.repeat(groups, 1)
-        mixed = attend(queries.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), mask, params, sinks)
-        return mixed.view(kv_heads, groups, count, dim).permute(2, 0, 1, 3).reshape(count, num_heads, dim)
+        return attend_sequence(q, k_cache, v_cache, blocks, kv_len, params)
 
     def delta_rule(
         self, x: Tensor, gates: Tensor, weights: DeltaWeights, state: RecurrentState, batch: StateBatch
@@ -398,52 +342,3 @@ def best_tokens(logits: Tensor) -> Tensor:
     rows = logits.numpy()  # NumPy's calls are faster and do not wake torch's threads
     with np.errstate(all="ignore"):
         return torch.from_numpy(np.where(np.isfinite(rows.sum(-1)), rows.argmax(-1), NOT_FINITE))
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, H, D] with its first R elements rotated. cos and sin [T, R], as in `rotate_and_store`."""
-    turned, rest = x[..., : cos.shape[1]], x[..., cos.shape[1] :]
-    x1, x2 = turned.chunk(2, dim=-1)
-    turned = turned * cos.unsqueeze(1) + torch.cat((-x2, x1), dim=-1) * sin.unsqueeze(1)
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
-
-
-def gather(cache: Tensor, blocks: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """The keys or values of a sequence's first tokens, [Hkv, length, D]."""
-    used = blocks[: -(-length // cache.shape[1])].long()
-    return cache[used].to(dtype).flatten(0, 1)[:length].transpose(0, 1)
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionParams, sinks: Tensor | None = None
-) -> Tensor:
-    """Masked softmax(scores) v over the last two dimensions. The mask includes the window.
-
-    sinks: for each row of q, [..., rows]; None if params has none.
-    """
-    scale, softcap = params.scale, params.softcap
-    if softcap is None and sinks is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    scores = q @ k.transpose(-1, -2)
-    scores = scores * scale if softcap is None else softcap * torch.tanh(scores * (scale / softcap))
-    scores = scores.float().masked_fill(~mask, float("-inf"))
-    if sinks is not None:
-        own = sinks.float().unsqueeze(-1).expand(*scores.shape[:-1], 1)
-        scores = torch.cat((scores, own), dim=-1)
-    return torch.softmax(scores, dim=-1)[..., : k.shape[-2]].to(v.dtype) @ v
-
-
-def matrices(
-    pool: Tensor, row: LoraRow, in_dim: int, out_dim: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A [rank, in], B transposed [rank, out] and the DoRA magnitude [out] of a row."""
-    stored = row.format.matrices if row.format.shared else row.format
-    rank, sizes = row.format.rank, stored.sizes(in_dim, out_dim)
-    numbers = as_encoded(pool, row.format.encoding)[row.offset : row.offset + sum(sizes)].to(dtype)
-    a, b, magnitude = numbers.split(sizes)
-    return a.view(rank, -1), b.view(rank, -1), magnitude if row.format.dora else None
-
-
-def as_encoded(pool: Tensor, encoding: int) -> Tensor:
-    """The pool as numbers of an `Encoding`."""
-    return pool.view(FP8) if encoding == Encoding.FLOAT8 else pool

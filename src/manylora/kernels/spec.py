@@ -18,6 +18,7 @@ from manylora.kernels.panels import Panels
 from manylora.kernels.quantised import PackedInt4, QuantisedWeight, StackedWeight
 from manylora.kernels.row_format import RowFormat
 
+FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 NOT_FINITE = -1
 """Replaces a token if the row's logits contain a NaN or an infinity."""
 Weight = Tensor | QuantisedWeight | PackedInt4 | StackedWeight | Panels

@@ -63,7 +63,7 @@ def argument_parser(instead: Mapping[str, str] | None = None) -> Parser:
     parser.add_argument(
         "--address",
         default="0.0.0.0",
-        help="address that all three ports listen on, IPv6 without brackets; default: 0.0.0.0, all interfaces",
+        help="address of all three ports, IPv6 without brackets; default: 0.0.0.0, all interfaces",
     )
     parser.add_argument(
         "--force", "-f", action="store_true", help="start even if another tritonserver is running"

@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 
 from manylora.config.blocks import LatentConfig
-from manylora.kernels.reference import ReferenceOps, matrices, rotate
+from manylora.kernels.attention import rotate
+from manylora.kernels.lora import matrices
+from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch
 from manylora.lora.modules import MODULE_NAMES, LoraModuleId
 from manylora.model.layers import LoraLinear, Norm, Turns, halves_first

@@ -13,7 +13,8 @@ from torch import Tensor
 from manylora.config.blocks import BesideConfig
 from manylora.config.model import ModelConfig
 from manylora.kernels.activations import ACTIVATIONS
-from manylora.kernels.reference import ReferenceOps, rotate
+from manylora.kernels.attention import rotate
+from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Rotary, Weight
 from manylora.model.attend import attend_spans
 from manylora.model.extras import adapt_inputs, adapt_linear, adapt_norm, changed_inputs, prefixes

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from manylora.errors import ConfigError
 from manylora.kernels.quantised import BLOCK, QuantisedWeight, StackedWeight
+from manylora.kernels.spec import FP8, FP8_MAX
 from manylora.quant.checkpoint import CheckpointQuant
 from manylora.quant.config import SERVED, QuantAlgo, QuantConfig
 from manylora.quant.layouts import halves_to_bytes
@@ -21,7 +22,6 @@ LINEARS = (
     "cross_kv.weight", ".in.weight", "project_in.weight",
 )  # fmt: skip
 SMALLEST_GROUP = 32
-FP8_MAX = 448.0
 
 
 def is_linear(name: str) -> bool:
@@ -42,7 +42,7 @@ def quantise(weight: Tensor, config: QuantConfig) -> QuantisedWeight:
     largest = wide.abs().amax(1, keepdim=True)
     if config.quant_algo == QuantAlgo.FP8:
         scales = _nonzero((largest / FP8_MAX).to(dtype))
-        values = (wide / scales.float()).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        values = (wide / scales.float()).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
         return QuantisedWeight(values, scales)
     if config.quant_algo in (QuantAlgo.W8A16, QuantAlgo.W8A8):
         scales = _nonzero((largest / 127).to(dtype))

@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from manylora.kernels.cuda.blocks import BlockChooser, Blocks
-from manylora.kernels.cuda.fp8 import FP8, _from_e4m3, as_bytes
+from manylora.kernels.cuda.fp8 import _from_e4m3, as_bytes
 from manylora.kernels.cuda.interpreter import _dot, widens
 from manylora.kernels.cuda.launch import launch
 from manylora.kernels.cuda.tables import PagedBatch
-from manylora.kernels.spec import AttentionParams
+from manylora.kernels.spec import FP8, AttentionParams
 
 # Keys that a program reads at a time. The first entry is the default without measurements.
 DECODE = (Blocks(32), Blocks(64), Blocks(64, stages=2), Blocks(128, stages=2))

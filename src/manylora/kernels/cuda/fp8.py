@@ -9,8 +9,7 @@ from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
 from manylora.kernels.cuda.launch import launch
-
-FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
+from manylora.kernels.spec import FP8
 
 
 @triton.jit

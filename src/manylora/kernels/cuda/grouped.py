@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from manylora.kernels.cuda.blocks import BlockChooser, Blocks
-from manylora.kernels.cuda.fp8 import FP8, _dot_e4m3, _from_e4m3, as_bytes, quantise_rows
+from manylora.kernels.cuda.fp8 import _dot_e4m3, _from_e4m3, as_bytes, quantise_rows
 from manylora.kernels.cuda.interpreter import _dot, is_interpreted, widens
 from manylora.kernels.cuda.launch import launch
 from manylora.kernels.cuda.plan import TILE
 from manylora.kernels.quantised import QuantisedWeight
-from manylora.kernels.spec import Weight
+from manylora.kernels.spec import FP8, Weight
 
 PLAIN, INT8, E4M3, INT4 = range(4)
 PARTS = 3  # per weight: values, scales, offsets

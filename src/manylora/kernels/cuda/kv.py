@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manylora.kernels.cuda.fp8 import FP8, _to_e4m3, as_bytes
+from manylora.kernels.cuda.fp8 import _to_e4m3, as_bytes
 from manylora.kernels.cuda.launch import launch
-from manylora.kernels.spec import Rotary
+from manylora.kernels.spec import FP8, Rotary
 
 
 @triton.jit

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from manylora.kernels.cuda.blocks import BlockChooser
-from manylora.kernels.cuda.fp8 import FP8, has_units, quantise_rows
+from manylora.kernels.cuda.fp8 import has_units, quantise_rows
 from manylora.kernels.cuda.grouped import SMALLEST_GROUP, quantised_rows, weight_table
 from manylora.kernels.quantised import INT4_GROUPS, PackedInt4, QuantisedWeight, quantised_linear
+from manylora.kernels.spec import FP8
 
 FEW_ROWS = 256  # up to this, weights are widened in registers; with more rows, before the product
 INT8_ROWS = 64  # torch's 8-bit kernel is for decoding

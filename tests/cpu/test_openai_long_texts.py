@@ -13,7 +13,8 @@ from serving import Running
 
 from manylora.errors import RequestError, TextTooLongError
 from manylora.openai.api.errors import ApiError
-from manylora.openai.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, parse
+from manylora.openai.api.parsing import parse
+from manylora.openai.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest
 from manylora.text.chat_template import ChatTemplate
 
 BOOK = "a" * 15 * 2**20
@@ -94,7 +95,7 @@ def test_one_wrong_item_ends_the_check_of_a_list(monkeypatch: pytest.MonkeyPatch
     """Else a union tells of a hundred thousand, and again for every other form the list might have had."""
     seen = []
     monkeypatch.setattr(
-        "manylora.openai.api.schema.api_error", lambda error: seen.append(error) or ApiError(400, "", "")
+        "manylora.openai.api.parsing.api_error", lambda error: seen.append(error) or ApiError(400, "", "")
     )
     for raw, kind in (
         (b'{"prompt":[' + b"1," * 10**5 + b'"a"]}', CompletionRequest),

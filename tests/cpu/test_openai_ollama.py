@@ -11,7 +11,7 @@ from serving import DEMO, Running
 
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.ollama_request import OllamaChat, OllamaGenerate, chat_request
-from manylora.openai.api.schema import parse
+from manylora.openai.api.parsing import parse
 from manylora.openai.serving.ollama_api import OllamaAnswer
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]

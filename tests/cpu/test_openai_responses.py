@@ -13,8 +13,8 @@ from pydantic import BaseModel, TypeAdapter
 from serving import DEMO, Running
 
 from manylora.openai.api.errors import ApiError
+from manylora.openai.api.parsing import parse
 from manylora.openai.api.responses_request import ResponsesRequest, chat_request
-from manylora.openai.api.schema import parse
 from manylora.openai.serving.recent_items import RecentItems
 from manylora.openai.serving.responses_api import ResponsesAnswer
 

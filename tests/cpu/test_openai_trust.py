@@ -24,7 +24,8 @@ from waiting import wait_for
 from manylora.errors import ConfigError
 from manylora.lora.library import disk
 from manylora.openai.api.errors import ApiError
-from manylora.openai.api.schema import MAX_COMMAS, ChatRequest, CompletionRequest, parse
+from manylora.openai.api.parsing import MAX_COMMAS, parse
+from manylora.openai.api.schema import ChatRequest, CompletionRequest
 from manylora.openai.serving import catalog, logs, root_scan
 from manylora.openai.serving.host_check import HostCheck
 from manylora.openai.serving.logs import PlainFormatter, RateLimit

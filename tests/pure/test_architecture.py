@@ -107,7 +107,7 @@ INSIDE = {
         "adapter_routes", "app", "server",
     ],
     "openai.api": [
-        "errors", "names", "fields", "other_fields", "schema", "messages", "adapter_choice", "tools",
+        "errors", "names", "fields", "other_fields", "parsing", "schema", "messages", "adapter_choice", "tools",
         "guides", "params",
         "logprobs", "pooled_request", "responses_request", "ollama_request", "run_request", "openapi",
     ],

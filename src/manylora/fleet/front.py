@@ -25,7 +25,7 @@ from manylora.fleet.options import FleetOptions
 from manylora.fleet.relay import Relay
 from manylora.openai.adapter_routes import ADAPTER_ROUTES
 from manylora.openai.api.errors import ApiError
-from manylora.openai.api.schema import read_object
+from manylora.openai.api.parsing import read_object
 from manylora.openai.other_routes import OTHER_ROUTES, failed
 from manylora.openai.serving.keys import Keyring
 from manylora.openai.serving.metrics import CONTENT_TYPE

@@ -14,7 +14,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from manylora.errors import AdapterError
 from manylora.openai.api.errors import ApiError, adapter_problem, invalid_value
 from manylora.openai.api.names import check_name
-from manylora.openai.api.schema import LoadRequest, LoadTerms, PinRequest, UnloadRequest, validate
+from manylora.openai.api.parsing import validate
+from manylora.openai.api.schema import LoadRequest, LoadTerms, PinRequest, UnloadRequest
 from manylora.openai.serving.adapter_entry import Terms, Version
 from manylora.openai.serving.adapter_record import Kept
 from manylora.openai.serving.catalog import AdapterCatalog

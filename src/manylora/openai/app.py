@@ -24,6 +24,7 @@ from manylora.openai.api import schema
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.names import check_name
 from manylora.openai.api.openapi import document
+from manylora.openai.api.parsing import BodyT, parse
 from manylora.openai.api.responses_request import ResponsesRequest
 from manylora.openai.options import ServeOptions
 from manylora.openai.other_routes import OTHER_ROUTES, OtherRoutes, error_at, failed
@@ -249,14 +250,12 @@ class _Routes:
     def _key(self, request: Request) -> ApiKey:
         return self.context.keyring.identify(request.headers.get("authorization", ""))
 
-    async def _body(
-        self, request: Request, kind: type[schema.BodyT], *, any_type: bool = False
-    ) -> schema.BodyT:
+    async def _body(self, request: Request, kind: type[BodyT], *, any_type: bool = False) -> BodyT:
         """any_type: accept any Content-Type."""
         with self._body_memory.reserve() as grow:
             most = self.context.options.max_request_bytes
             raw = await read_body(request, most, grow, any_type=any_type)
-            return schema.parse(raw, kind)
+            return parse(raw, kind)
 
     def _base_card(self, name: str) -> dict[str, object]:
         bases, limits = self._inference.bases, self._inference.limits

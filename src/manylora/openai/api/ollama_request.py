@@ -9,8 +9,9 @@ from pydantic import Field
 
 from manylora.openai.api.errors import FORMAT, ApiError, invalid_value, unsupported_field
 from manylora.openai.api.fields import Body, Items, Text, WordText
+from manylora.openai.api.parsing import BodyT, validate
 from manylora.openai.api.pooled_request import MAX_INPUTS
-from manylora.openai.api.schema import MAX_TOKENS, BodyT, ChatRequest, CompletionRequest, Tool, validate
+from manylora.openai.api.schema import MAX_TOKENS, ChatRequest, CompletionRequest, Tool
 
 LATEST = ":latest"  # the default tag
 NAMES = {FORMAT: "format"}  # this API's names for fields of chats and completions

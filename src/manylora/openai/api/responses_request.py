@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from manylora.openai.api.errors import ApiError, invalid_value, renamed, unsupported_field
 from manylora.openai.api.fields import Body, Items, TemplateFields, Text
-from manylora.openai.api.schema import MAX_TOKENS, ChatRequest, GenerationRequest, api_error, validate
+from manylora.openai.api.parsing import api_error, validate
+from manylora.openai.api.schema import MAX_TOKENS, ChatRequest, GenerationRequest
 
 MAX_ITEMS = 4096
 STATELESS = {

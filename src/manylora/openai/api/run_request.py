@@ -8,14 +8,8 @@ from pydantic import Field
 
 from manylora.openai.api.errors import FORMAT, invalid_value
 from manylora.openai.api.fields import Body, Items, Text
-from manylora.openai.api.schema import (
-    MAX_TOKENS,
-    ChatRequest,
-    CompletionRequest,
-    LoraRequest,
-    Message,
-    validate,
-)
+from manylora.openai.api.parsing import validate
+from manylora.openai.api.schema import MAX_TOKENS, ChatRequest, CompletionRequest, LoraRequest, Message
 
 DEFAULT_TOKENS = 16  # llgtrt's default
 NAMES = {FORMAT: "controller_arg.grammar"}  # this API's names for fields of chats and completions

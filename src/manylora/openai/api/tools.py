@@ -13,13 +13,7 @@ from typing import Any
 
 from manylora.llmapi.continuation import overlap
 from manylora.openai.api.errors import ApiError, invalid_value
-from manylora.openai.api.schema import (
-    AllowedToolChoice,
-    AllowedTools,
-    ChatRequest,
-    NamedToolChoice,
-    Tool,
-)
+from manylora.openai.api.schema import AllowedToolChoice, AllowedTools, ChatRequest, NamedToolChoice, Tool
 from manylora.request import Guide
 from manylora.text.json_schema import closed
 

@@ -10,8 +10,8 @@ import numpy as np
 from starlette.requests import Request
 
 from manylora.openai.api.ollama_request import OllamaEmbed, OllamaEmbeddings
+from manylora.openai.api.parsing import validate
 from manylora.openai.api.pooled_request import EmbeddingRequest
-from manylora.openai.api.schema import validate
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey
 from manylora.openai.serving.ollama_api import OllamaApi, durations

@@ -90,7 +90,7 @@ INSIDE = {
     "launcher": [
         "roles", "state", "logs", "processes", "management_access", "http_checks", "http_proxy",
         "installation", "templates", "repository", "new_repository", "supervisor", "command_service",
-        "server", "triton_service", "follower_service", "arguments", "cli",
+        "server_command", "server", "triton_service", "follower_service", "arguments", "cli",
     ],
     "testing": ["tiny_configs", "tiny_models", "driver", "parity"],
     "llmapi": [
@@ -107,8 +107,8 @@ INSIDE = {
         "adapter_routes", "app", "server",
     ],
     "openai.api": [
-        "errors", "names", "fields", "other_fields", "parsing", "schema", "messages", "adapter_choice", "tools",
-        "guides", "params",
+        "errors", "names", "fields", "other_fields", "parsing", "schema", "messages", "adapter_choice",
+        "tools", "guides", "params",
         "logprobs", "pooled_request", "responses_request", "ollama_request", "run_request", "openapi",
     ],
     "openai.serving": [

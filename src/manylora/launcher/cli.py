@@ -26,7 +26,7 @@ from manylora.launcher.management_access import check_own_directory, describe_ac
 from manylora.launcher.processes import is_child
 from manylora.launcher.repository import with_defaults
 from manylora.launcher.roles import DEPUTIES, LAUNCH, SUPERVISOR, Roles
-from manylora.launcher.server import ServerOptions, remove_leftovers
+from manylora.launcher.server_command import ServerOptions, remove_leftovers
 from manylora.launcher.state import State, read_state
 from manylora.launcher.supervisor import SupervisedService, Supervisor
 from manylora.launcher.triton_service import FAILED, TritonService

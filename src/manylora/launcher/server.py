@@ -9,20 +9,24 @@ import logging
 import math
 import os
 import re
-import resource
-import secrets
 import select
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from manylora.errors import ConfigError
 from manylora.launcher.installation import Installation
 from manylora.launcher.logs import ServerLog, open_log
-from manylora.launcher.management_access import http_proxy_command, management_flags
-from manylora.launcher.processes import end_marked, exit_text, free_port, kill_child, spawn, stat_of
+from manylora.launcher.management_access import http_proxy_command
+from manylora.launcher.processes import exit_text, free_port, kill_child, spawn, stat_of
+from manylora.launcher.server_command import (
+    ALLOCATOR,
+    ServerOptions,
+    server_command,
+    shared_memory,
+    widen_stacks,
+)
 from manylora.launcher.supervisor import StoppedError
 from manylora.system.lifeline import (
     DRAIN_FILE,
@@ -42,38 +46,9 @@ UNCLAIMED_S = 1.0  # a dead model process the server ignores for this long was n
 PROBE_S = 0.5
 LOOK_S = 2.0  # of `OwnClock`: the most that one check, which may wait for HTTP, can add
 QUIET_S = 2.0  # idle time before a server that has grown is restarted
-# Makes glibc return the memory of large requests to the system.
-ALLOCATOR = {"MALLOC_ARENA_MAX": 2, "MALLOC_MMAP_THRESHOLD_": 2**17, "MALLOC_TRIM_THRESHOLD_": 2**17}
 RESIDENT = 21  # index of resident pages in `stat_of`
 PAGE = os.sysconf("SC_PAGE_SIZE")
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # every interface -> where this machine finds it
-STACK = 128 * 2**20  # stack bytes per tritonserver thread; only used pages take memory
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """The user's options."""
-
-    model_repo: Path
-    http_port: int
-    grpc_port: int
-    metrics_port: int
-    address: str
-    start_timeout: float
-    drain_timeout: float
-    exit_timeout: int  # seconds for tritonserver to exit
-    hang_timeout: float
-    server_memory: int  # bytes
-    verbose_log: str | None
-    triton_args: tuple[str, ...]
-    management_secret: str
-    open_management: bool
-    world_size: int | None = None  # ranks of the engine; None: from its parameters
-
-    @property
-    def loads_models(self) -> bool:
-        """Whether models can be loaded at run time: `--triton-arg=--model-control-mode=explicit`."""
-        return any("model-control-mode" in one for one in self.triton_args)
 
 
 class MemoryLimit:
@@ -122,6 +97,7 @@ class TritonServer:
             (run_dir / STARTING_FILE).touch()
         self._log = ServerLog(run_dir / "server.log")
         self._inner_port = free_port()
+        command = server_command(installation, options, self._inner_port)
         mark = {RUN_DIR: str(run_dir)} | {
             name: str(n) for name, n in ALLOCATOR.items() if name not in os.environ
         }
@@ -130,7 +106,7 @@ class TritonServer:
             environment = installation.environment | mark
             if options.world_size is not None:
                 environment |= {WORLD_SIZE: str(options.world_size)}
-            self._process = spawn(self._command(installation), environment, log, _widen_stacks)
+            self._process = spawn(command, environment, log, widen_stacks)
             ports = options.http_port, self._inner_port
             proxy = http_proxy_command(options.address, *ports, run_dir, options.open_management)
             self._proxy = spawn(proxy, os.environ | mark, log)
@@ -161,7 +137,7 @@ class TritonServer:
             # Polled within the loop, because a server whose models died may never respond.
             if self._answers("/v2/health/ready", going) and self._canary(going):
                 with contextlib.suppress(OSError):
-                    for region in _shared_memory(self._options.http_port):
+                    for region in shared_memory(self._options.http_port):
                         region.chmod(0o600)  # Triton makes them world-readable, whatever the umask
                     (self._run_dir / STARTING_FILE).unlink(missing_ok=True)
                 self._find_models()
@@ -306,29 +282,6 @@ class TritonServer:
         for process in (self._process, self._proxy):
             kill_child(process)
 
-    def _command(self, installation: Installation) -> list[str]:
-        o = self._options
-        command = [str(installation.binary), "--model-repository", str(o.model_repo), *installation.arguments]
-        command += [f"--http-port={self._inner_port}", "--http-address=127.0.0.1"]  # behind our proxy
-        is_v6 = ":" in o.address  # Triton's two services write such an address in two ways
-        grpc, metrics = (f"[{o.address}]", f"ipv6:{o.address}") if is_v6 else (o.address, o.address)
-        command += [f"--grpc-port={o.grpc_port}", f"--grpc-address={grpc}"]
-        command += [f"--metrics-port={o.metrics_port}", f"--metrics-address={metrics}"]
-        command += [
-            "--disable-auto-complete-config",
-            f"--backend-config=python,shm-region-prefix-name={_prefix(o.http_port)}{secrets.token_hex(8)}_",
-            f"--exit-timeout-secs={o.exit_timeout}",
-        ]
-        if not Path("/dev/nvidiactl").exists():
-            command += ["--pinned-memory-pool-byte-size=0", "--allow-gpu-metrics=false"]
-        if o.verbose_log:
-            command += ["--log-verbose=3", f"--log-file={o.verbose_log}"]
-        return [
-            *command,
-            *management_flags(o.management_secret, o.open_management, o.triton_args),
-            *o.triton_args,
-        ]
-
     def _children(self) -> Iterator[int]:
         with contextlib.suppress(OSError):
             for task in Path(f"/proc/{self.pid}/task").iterdir():
@@ -371,34 +324,7 @@ class TritonServer:
             connection.close()
 
 
-def _widen_stacks() -> None:
-    """Raise the stack limit: Triton's HTTP threads use 16 bytes of stack per chunk of a body."""
-    _, most = resource.getrlimit(resource.RLIMIT_STACK)
-    wanted = STACK if most == resource.RLIM_INFINITY else min(STACK, most)
-    resource.setrlimit(resource.RLIMIT_STACK, (wanted, most))
-
-
 def _how(fields: list[str] | None) -> str:
     """How a process that nobody has reaped has ended."""
     code = os.waitstatus_to_exitcode(int(fields[-1])) if fields else 0
     return f" with {exit_text(code)}" if code else ""
-
-
-def remove_leftovers(run_dir: Path, http_port: int | None) -> None:
-    """End what remains of a server in this run directory, and remove its shared memory.
-
-    http_port: None if there was no server, only a rank of one elsewhere.
-    """
-    end_marked(RUN_DIR, str(run_dir))
-    for region in [] if http_port is None else _shared_memory(http_port):
-        with contextlib.suppress(OSError):
-            region.unlink()
-
-
-def _prefix(http_port: int) -> str:
-    """Prefix of the shared-memory files. One server at a time per user and port."""
-    return f"manylora_{os.getuid()}_{http_port}_"
-
-
-def _shared_memory(http_port: int) -> list[Path]:
-    return list(Path("/dev/shm").glob(f"{_prefix(http_port)}*"))

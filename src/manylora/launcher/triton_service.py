@@ -11,7 +11,8 @@ from pathlib import Path
 from manylora.launcher.installation import Installation
 from manylora.launcher.logs import limit_size
 from manylora.launcher.processes import port_is_free
-from manylora.launcher.server import ServerOptions, TritonServer, remove_leftovers
+from manylora.launcher.server import TritonServer
+from manylora.launcher.server_command import ServerOptions, remove_leftovers
 from manylora.launcher.supervisor import StoppedError
 
 FAILED = "failed"  # file with the reason why the service was given up

@@ -85,7 +85,8 @@ INSIDE = {
         "memory", "guide_trial", "guide", "beam",
         "sampler", "launched", "inputs", "pooler", "step_messages", "peak", "graphs", "kernel_trials",
         "input_maker", "runner", "checks",
-        "build", "follower", "repository_rank", "results", "engine", "preparation", "loop",
+        "build", "follower", "repository_rank", "results", "sequence_maker", "engine", "preparation",
+        "loop",
     ],
     "launcher": [
         "roles", "state", "logs", "processes", "management_access", "http_checks", "http_proxy",

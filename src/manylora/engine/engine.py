@@ -5,26 +5,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from manylora.config.engine import EngineConfig
 from manylora.engine.build import build_parts, end_ranks
-from manylora.engine.checks import LogitsMemory, check_head, check_request, with_virtual_tokens
+from manylora.engine.checks import LogitsMemory
 from manylora.engine.follower import follow
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.launched import FailedStep, LaunchedStep
 from manylora.engine.results import Counters, ResultProcessor
 from manylora.engine.scheduler import Scheduler, Step
-from manylora.engine.sequence import BeamGroup, Sequence
+from manylora.engine.sequence import Sequence
 from manylora.engine.sequence_events import take_event
+from manylora.engine.sequence_maker import Prepared, SequenceMaker
 from manylora.engine.state_pool import StatePool
 from manylora.engine.version_swaps import VersionSwaps
-from manylora.errors import AdapterNotCachedError, QueueFullError, RequestError
+from manylora.errors import QueueFullError, RequestError
 from manylora.group.place import find_place
-from manylora.lora.file_adapter import FileAdapter
-from manylora.lora.lease import Lease
-from manylora.lora.tensors import Adapter
 from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, Request
 from manylora.stats import EngineStats
 
@@ -34,19 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("manylora")
 
 Events = list[tuple[int, Event]]  # each with the handle of its request
-
-
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """A request that was validated.
-
-    adapters: for each adapter of the request, the one it brought or that was read from disk; otherwise None.
-    matcher: at the start of the output, for guided decoding; otherwise None.
-    """
-
-    request: Request
-    adapters: tuple[Adapter | FileAdapter | None, ...]
-    matcher: LLMatcher | None = None
 
 
 class Engine:
@@ -75,6 +60,7 @@ class Engine:
         states = StatePool(parts.state_slots, *shape) if parts.state_slots else None
         self._kv = KvCache(parts.kv_plan.num_blocks, *shape, states)
         self._scheduler = Scheduler(self._kv, self.adapters, config)
+        self._maker = SequenceMaker(config, parts, self._scheduler.speculation)
         self._swaps = VersionSwaps(self.adapters, self._scheduler, self._kv)
         self._requests: dict[int, list[Sequence]] = {}  # handle -> its open sequences
         self._logits_memory, self._next_handle = LogitsMemory(self.model), 0
@@ -100,16 +86,14 @@ class Engine:
 
         Raises RequestError, also for any other problem of the request.
         """
-        return self._compile(self._check(request))
+        return self._maker.compile(request)
 
     def prepare(self, request: Request, matcher: LLMatcher | None = None) -> Prepared:
         """Validate a request and read its adapter. matcher: the result of `compile`. Thread-safe.
 
         Raises RequestError.
         """
-        request = self._check(request)
-        adapters = self.adapters.prepare_all(request.lora) if request.lora else ()
-        return Prepared(request, adapters, self._compile(request) if matcher is None else matcher)
+        return self._maker.prepare(request, matcher)
 
     def submit(self, prepared: Prepared) -> int:
         """Queue a request. `step` returns its events under the handle returned here. Raises RequestError."""
@@ -123,7 +107,7 @@ class Engine:
         self._logits_memory.reserve(handle, request, min(request.params.max_tokens, room))
         try:
             for index in range(count):
-                sequences.append(self._new_sequence(prepared, handle, index))
+                sequences.append(self._maker.make(prepared, handle, index))
                 self._swaps.begin(sequences[-1], next(iter(prepared.adapters), None), self._open_sequences())
         except BaseException:
             self._release(sequences)
@@ -256,57 +240,9 @@ class Engine:
         if limit and (waiting >= limit or waiting + count > limit + free_slots):
             raise QueueFullError(limit)
 
-    def _check(self, request: Request) -> Request:
-        return check_request(request, self.config, self.model, self.max_seq_len)
-
-    def _compile(self, request: Request) -> LLMatcher | None:
-        guide = request.params.guide
-        if guide is None:
-            return None
-        if self._parts.guides is None:
-            raise RequestError(
-                "guided decoding is not enabled on this server: set guided_decoding_backend and tokenizer_dir"
-            )
-        return self._parts.guides.compile(guide)
-
     def _open_sequences(self) -> list[Sequence]:
         """All sequences that have not ended."""
         return [sequence for sequences in self._requests.values() for sequence in sequences]
-
-    def _acquire(self, prepared: Prepared) -> Lease | None:
-        """A lease on the request's adapters. None for the base model."""
-        lora = prepared.request.lora
-        if lora is None:
-            return None
-        try:
-            return self.adapters.acquire_all(lora, prepared.adapters)
-        except AdapterNotCachedError:
-            # Evicted since it was prepared: read it from its source once more, or give up.
-            return self.adapters.acquire_all(lora, self.adapters.prepare_all(lora))
-
-    def _new_sequence(self, prepared: Prepared, handle: int, index: int) -> Sequence:
-        lease, model = self._acquire(prepared), self.model
-        virtual = lease.num_virtual if lease is not None else 0
-        request = _without_tensors(prepared.request)
-        try:
-            check_head(request, model, lease, self._parts.decoder.head_layer is not None)
-            request = with_virtual_tokens(request, virtual, self.config, model, self.max_seq_len)
-        except BaseException:
-            if lease is not None:
-                self.adapters.release(lease)
-            raise
-        num_new = 0 if request.pooling is not None else request.params.max_tokens
-        max_len = min(len(request.prompt) + num_new, self.max_seq_len)
-        limit = model.rope_limit if model.rope_restarts else None
-        length = model.rope_length(len(request.prompt))
-        sequence = Sequence(handle, request, index, max_len, lease, rope_length=length, rope_limit=limit)
-        sequence.num_virtual = virtual
-        sequence.drafter = self._scheduler.speculation.drafter(request)
-        if prepared.matcher is not None and self._parts.guides is not None:
-            sequence.guide = self._parts.guides.begin(prepared.matcher)
-        if prepared.request.params.beam_width > 1:
-            sequence.beams = BeamGroup(prepared.request.params.beam_width, sequence)
-        return sequence
 
     def _assume_done(self, launched: LaunchedStep) -> bool:
         """Count a step as done before its tokens are known: its sequences continue with a pending token.
@@ -408,14 +344,6 @@ class Engine:
             self._swaps.forget(sequence)
             if sequence.lease is not None:
                 self.adapters.release(sequence.lease)
-
-
-def _without_tensors(request: Request) -> Request:
-    """The request without tensors: the lease holds the adapter now, so they need not stay in memory."""
-    lora = request.lora
-    if lora is None or not lora.has_tensors:
-        return request
-    return replace(request, lora=lora.without_tensors())
 
 
 def _leader(sequence: Sequence) -> Sequence:

@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from manylora.config.engine import EngineConfig
-from manylora.engine.engine import Engine, Prepared
+from manylora.engine.engine import Engine
 from manylora.engine.preparation import Preparation, as_refusal
+from manylora.engine.sequence_maker import Prepared
 from manylora.errors import (
     DrainingError,
     EngineDeadError,

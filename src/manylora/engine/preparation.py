@@ -8,7 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from manylora.engine.engine import Engine, Prepared
+from manylora.engine.engine import Engine
+from manylora.engine.sequence_maker import Prepared
 from manylora.errors import AdapterNotCachedError, RequestError
 from manylora.request import Request
 from manylora.system.threads import lower_priority

@@ -7,9 +7,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from manylora.openai.api.errors import FORMAT, invalid_value
-from manylora.openai.api.fields import Body, Items, Text
+from manylora.openai.api.fields import Body, Items
 from manylora.openai.api.parsing import validate
-from manylora.openai.api.schema import MAX_TOKENS, ChatRequest, CompletionRequest, LoraRequest, Message
+from manylora.openai.api.schema import MAX_TOKENS, ChatRequest, CompletionRequest, Message, OneAdapterFields
 
 DEFAULT_TOKENS = 16  # llgtrt's default
 NAMES = {FORMAT: "controller_arg.grammar"}  # this API's names for fields of chats and completions
@@ -21,7 +21,7 @@ class _ControllerArg(Body):
     grammar: dict[str, Any]
 
 
-class RunRequest(Body):
+class RunRequest(OneAdapterFields):
     """Either prompt or messages. The answer is always streamed. The adapter fields are our extension."""
 
     controller: Literal["llguidance"]
@@ -31,12 +31,6 @@ class RunRequest(Body):
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, ge=0, le=1)
     max_tokens: int = Field(DEFAULT_TOKENS, ge=1, le=MAX_TOKENS)
-    model: str = Field("", max_length=512)
-    lora_model: Text | None = None
-    load_lora_weights: Literal["auto", "always", "never"] = "auto"
-    lora_request: LoraRequest | None = None
-    lora_path: str | None = Field(None, min_length=1, max_length=4096)
-    adapter_id: Text | None = None
 
 
 def generation_request(body: RunRequest) -> ChatRequest | CompletionRequest:

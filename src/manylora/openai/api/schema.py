@@ -70,16 +70,21 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] = False
 
 
-class AdapterFields(Body):
+class OneAdapterFields(Body):
     """The fields that can name a request's adapter."""
 
     model: str = Field("", max_length=512)
-    lora: Annotated[Items[LoraMember], Field(max_length=MAX_MIXED)] | None = None
     lora_model: Text | None = None
     load_lora_weights: Literal["auto", "always", "never"] = "auto"
     lora_request: LoraRequest | None = None
     lora_path: str | None = Field(None, min_length=1, max_length=4096)
     adapter_id: Text | None = None
+
+
+class AdapterFields(OneAdapterFields):
+    """The fields that can name a request's adapters."""
+
+    lora: Annotated[Items[LoraMember], Field(max_length=MAX_MIXED)] | None = None
 
 
 class GenerationRequest(AdapterFields, GuideFields, NeutralFields):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manylora.errors import ConfigError
@@ -122,11 +122,30 @@ def read_windows(raw: Mapping[str, Any], sliding: list[bool] | None = None) -> t
         return (window,) * num_layers
     if raw.get("layer_types"):
         sliding = [kind == "sliding_attention" for kind in raw["layer_types"]]
-    if len(sliding) != num_layers:
-        raise ConfigError(
-            f"config.json: layer_types has {len(sliding)} entries for num_hidden_layers {num_layers}"
-        )
+    check_each(raw, sliding)
     return tuple(window if marked else None for marked in sliding)
+
+
+def recurrent_layers(
+    raw: Mapping[str, Any], kinds: Sequence[str], kind: str = "linear_attention"
+) -> frozenset[int]:
+    """The layers of this kind. kinds: of all layers; the other kind is full_attention, which one layer at
+    least must have. Raises ConfigError.
+    """
+    check_each(raw, kinds)
+    unknown = set(kinds) - {kind, "full_attention"}
+    if unknown:
+        raise ConfigError(f"config.json: layer_types has {min(unknown)!r}, which is not supported here")
+    if "full_attention" not in kinds:
+        raise ConfigError("config.json: layer_types must have full_attention in one layer at least")
+    return frozenset(layer for layer, one in enumerate(kinds) if one == kind)
+
+
+def check_each(raw: Mapping[str, Any], values: Sequence[Any], name: str = "layer_types") -> None:
+    """Raises ConfigError unless there is one value for each layer. name: the setting they are from."""
+    count = raw["num_hidden_layers"]
+    if len(values) != count:
+        raise ConfigError(f"config.json: {name} has {len(values)} entries for num_hidden_layers {count}")
 
 
 def read_activation(name: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from manylora.config.blocks import LatentConfig, RoutingConfig
 from manylora.config.model import ModelConfig, MoeConfig
 from manylora.errors import ConfigError
-from manylora.model.families.common import read_biases, refuse
+from manylora.model.families.common import check_each, read_biases, refuse
 from manylora.model.families.family import ModelFamily, TensorNames
 from manylora.model.families.moe import checked_moe
 
@@ -152,10 +152,7 @@ def _glm4_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _glm4_lite(raw: Mapping[str, Any]) -> dict[str, Any]:
     count = raw["num_hidden_layers"]
     kinds = raw["mlp_layer_types"] or ["dense", *["sparse"] * (count - 1)]
-    if len(kinds) != count:
-        raise ConfigError(
-            f"config.json: mlp_layer_types has {len(kinds)} entries for num_hidden_layers {count}"
-        )
+    check_each(raw, kinds, "mlp_layer_types")
     layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
     return {**_latent(raw, bool(raw["rope_interleave"])), "moe": _sigmoid(raw, layers)}
 

@@ -80,10 +80,11 @@ class TensorNames:
     block_norms: Mapping[str, str] = field(default_factory=lambda: BLOCK_NORMS)
 
 
-def text_tower(names: TensorNames) -> TensorNames:
+def text_tower(names: TensorNames, others: tuple[str, ...] = ()) -> TensorNames:
     """The names of the text model inside a vision-language model. The roots cover four layouts: the released
-    files, transformers from 4.52 on, a model saved without its head, and a separate text model."""
-    parts = ("vision_tower.", "multi_modal_projector.", "image_newline")
+    files, transformers from 4.52 on, a model saved without its head, and a separate text model. others:
+    prefixes of further parts of the model."""
+    parts = ("vision_tower.", "multi_modal_projector.", "image_newline", *others)
     return replace(
         names,
         roots=("language_model.model.", "model.language_model.", "language_model.", "model."),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from manylora.config.blocks import AltUpConfig, LayerInputsConfig
@@ -15,7 +14,7 @@ from manylora.model.families.common import (
     read_windows,
     text_settings,
 )
-from manylora.model.families.family import ModelFamily, TensorNames, text_tower
+from manylora.model.families.family import ModelFamily, text_tower
 from manylora.model.families.gemma import GEMMA2, MULTIMODAL
 
 DEFAULTS = {
@@ -48,6 +47,20 @@ def _gemma3n(raw: Mapping[str, Any]) -> dict[str, Any]:
     count = raw["num_hidden_layers"]
     windows = read_windows(raw, [(layer + 1) % 5 != 0 for layer in range(count)])
     return {
+        **read_shared(raw),
+        "sliding_windows": windows,
+        "kv_sources": shared_kv(windows, raw["num_kv_shared_layers"]),
+        "sparsity": _sparsity(raw["activation_sparsity_pattern"], count),
+        "layer_inputs": LayerInputsConfig(
+            raw["hidden_size_per_layer_input"], raw["vocab_size_per_layer_input"], count
+        ),
+        "altup": _altup(raw),
+    }
+
+
+def read_shared(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What Gemma 3n and 4 have in common."""
+    return {
         "norm": "rms_wide",
         "embedding_scale": float(raw["hidden_size"]) ** 0.5,
         "activation": read_activation(raw["hidden_activation"]),
@@ -56,13 +69,6 @@ def _gemma3n(raw: Mapping[str, Any]) -> dict[str, Any]:
         "rope_local_theta": float(raw["rope_local_base_freq"]),
         "qk_norm": "head",
         "v_norm": True,
-        "sliding_windows": windows,
-        "kv_sources": shared_kv(windows, raw["num_kv_shared_layers"]),
-        "sparsity": _sparsity(raw["activation_sparsity_pattern"], count),
-        "layer_inputs": LayerInputsConfig(
-            raw["hidden_size_per_layer_input"], raw["vocab_size_per_layer_input"], count
-        ),
-        "altup": _altup(raw),
         **read_biases(raw),
     }
 
@@ -108,15 +114,12 @@ def _altup(raw: Mapping[str, Any]) -> AltUpConfig:
     return AltUpConfig(streams, active, bool(raw["altup_correct_scale"]), raw["laurel_rank"])
 
 
-def _tower(_: object) -> TensorNames:
-    names = text_tower(GEMMA2)
-    others = (*TOWERS, *(f"model.{part}" for part in TOWERS))
-    return replace(names, unused=(*names.unused, *others))
-
-
 FAMILIES = {
     "Gemma3nForCausalLM": ModelFamily(DEFAULTS, _gemma3n, lambda _: GEMMA2, _settings),
     "Gemma3nForConditionalGeneration": ModelFamily(
-        MULTIMODAL, _gemma3n, _tower, lambda raw: _settings(text_settings(raw, DEFAULTS))
+        MULTIMODAL,
+        _gemma3n,
+        lambda _: text_tower(GEMMA2, TOWERS),
+        lambda raw: _settings(text_settings(raw, DEFAULTS)),
     ),
 }

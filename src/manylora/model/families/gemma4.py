@@ -12,14 +12,12 @@ from manylora.config.model import ModelConfig, MoeConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import (
     flat_rope,
-    read_activation,
-    read_biases,
     read_windows,
     text_settings,
 )
 from manylora.model.families.family import ModelFamily, TensorNames, text_tower
 from manylora.model.families.gemma import GEMMA2, MULTIMODAL
-from manylora.model.families.gemma3n import shared_kv
+from manylora.model.families.gemma3n import TOWERS, read_shared, shared_kv
 from manylora.model.families.moe import checked_moe
 
 GEMMA4 = {
@@ -50,7 +48,7 @@ EXPERT_NORMS = {
     "experts_post_norm": "post_feedforward_layernorm_2",
 }
 SIZES = {"head_dim", "num_key_value_heads"}
-PARTS = ("audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder.")
+PARTS = (*TOWERS, "vision_embedder.")
 
 
 def _gemma4(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,14 +58,7 @@ def _gemma4(raw: Mapping[str, Any]) -> dict[str, Any]:
     sources = shared_kv(windows, raw["num_kv_shared_layers"])
     readers = {layer for layer, source in enumerate(sources) if source != layer}
     return {
-        "norm": "rms_wide",
-        "embedding_scale": float(raw["hidden_size"]) ** 0.5,
-        "activation": read_activation(raw["hidden_activation"]),
-        "attention_scale": 1.0,
-        "logits_softcap": raw["final_logit_softcapping"],
-        "rope_local_theta": float(raw["rope_local_base_freq"]),
-        "qk_norm": "head",
-        "v_norm": True,
+        **read_shared(raw),
         "sliding_windows": windows,
         "kv_sources": sources,
         "layer_shapes": tuple(
@@ -75,7 +66,6 @@ def _gemma4(raw: Mapping[str, Any]) -> dict[str, Any]:
         ),
         "layer_inputs": LayerInputsConfig(dim, raw["vocab_size_per_layer_input"], count) if dim else None,
         "moe": _experts(raw) if raw["enable_moe_block"] else None,
-        **read_biases(raw),
     }
 
 
@@ -125,8 +115,7 @@ def _names(config: ModelConfig) -> TensorNames:
 
 
 def _tower(config: ModelConfig) -> TensorNames:
-    names = text_tower(_names(config))
-    return replace(names, unused=(*names.unused, *PARTS, *(f"model.{part}" for part in PARTS)))
+    return text_tower(_names(config), PARTS)
 
 
 def _multimodal(defaults: Mapping[str, Any]) -> ModelFamily:

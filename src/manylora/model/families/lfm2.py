@@ -8,7 +8,7 @@ from typing import Any
 from manylora.config.blocks import ConvConfig, RoutingConfig
 from manylora.config.model import MoeConfig
 from manylora.errors import ConfigError
-from manylora.model.families.common import refuse
+from manylora.model.families.common import recurrent_layers, refuse
 from manylora.model.families.family import ModelFamily, TensorNames
 from manylora.model.families.moe import checked_moe
 
@@ -80,11 +80,7 @@ def _convolutions(raw: Mapping[str, Any]) -> ConvConfig | None:
     if kinds is None:
         full = range(count) if attended is None else attended
         kinds = ["full_attention" if layer in full else "conv" for layer in range(count)]
-    if len(kinds) != count:
-        raise ConfigError(f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers {count}")
-    layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == "conv")
-    if len(layers) == count:
-        raise ConfigError("config.json: layer_types must have full_attention in one layer at least")
+    layers = recurrent_layers(raw, kinds, "conv")
     if raw["conv_L_cache"] < 2:
         raise ConfigError(f"config.json: conv_L_cache must be at least 2, got {raw['conv_L_cache']}")
     return ConvConfig(layers, raw["hidden_size"], raw["conv_L_cache"]) if layers else None

@@ -9,7 +9,7 @@ from typing import Any
 from manylora.config.blocks import Mamba2Config
 from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
-from manylora.model.families.common import read_activation, read_biases
+from manylora.model.families.common import read_activation, read_biases, recurrent_layers
 from manylora.model.families.family import ModelFamily, TensorNames
 from manylora.model.families.llama import read_granite
 from manylora.model.families.moe import GRANITE_MOE_SHARED, GRANITE_NAMES, granite_experts
@@ -84,14 +84,7 @@ def layers_of(raw: Mapping[str, Any], kinds: list[str] | None) -> frozenset[int]
     """The Mamba layers. kinds: of each layer; None: all are Mamba. Raises ConfigError."""
     count = raw["num_hidden_layers"]
     kinds = ["linear_attention"] * count if kinds is None else [KINDS.get(kind, kind) for kind in kinds]
-    if len(kinds) != count:
-        raise ConfigError(f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers {count}")
-    unknown = set(kinds) - set(KINDS.values())
-    if unknown:
-        raise ConfigError(f"config.json: layer_types has {min(unknown)!r}, which is not supported here")
-    if "full_attention" not in kinds:
-        raise ConfigError("config.json: layer_types must have attention in one layer at least")
-    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    return recurrent_layers(raw, kinds)
 
 
 def read_mamba(

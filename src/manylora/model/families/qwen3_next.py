@@ -7,7 +7,7 @@ from typing import Any
 
 from manylora.config.blocks import DeltaConfig
 from manylora.errors import ConfigError
-from manylora.model.families.common import read_activation, read_biases, text_settings
+from manylora.model.families.common import read_activation, read_biases, recurrent_layers, text_settings
 from manylora.model.families.family import ModelFamily, TensorNames
 from manylora.model.families.moe import qwen_experts
 
@@ -71,16 +71,9 @@ def _recurrent(raw: Mapping[str, Any]) -> DeltaConfig | None:
     kinds = raw["layer_types"] or [
         "linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(count)
     ]
-    if len(kinds) != count:
-        raise ConfigError(f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers {count}")
-    unknown = set(kinds) - {"linear_attention", "full_attention"}
-    if unknown:
-        raise ConfigError(f"config.json: layer_types has {min(unknown)!r}, which is not supported here")
-    layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    layers = recurrent_layers(raw, kinds)
     if not layers:
         return None
-    if len(layers) == count:
-        raise ConfigError("config.json: layer_types must have full_attention in one layer at least")
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     sizes = [raw[f"linear_{name}"] for name in names]
     recurrent = DeltaConfig(layers, *sizes)

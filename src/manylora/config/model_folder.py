@@ -74,10 +74,17 @@ def check_tokenizer_folder(folder: Path) -> None:
 
 
 def _weights_of(folder: Path) -> list[str]:
-    """Names of the safetensors files that the checkpoint should have. Raises ConfigError."""
+    """Names of the files that the checkpoint should have. Raises ConfigError."""
+    if found := indexed_files(folder):
+        return found
+    return [WEIGHTS] if (folder / WEIGHTS).is_file() else [file.name for file in linked_files(folder)]
+
+
+def indexed_files(folder: Path) -> list[str]:
+    """Names of the safetensors files in the checkpoint's index. Empty: it has none. Raises ConfigError."""
     index = folder / INDEX
     if not index.is_file():
-        return [WEIGHTS] if (folder / WEIGHTS).is_file() else [file.name for file in linked_files(folder)]
+        return []
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         return [Path(name).name for name in names]

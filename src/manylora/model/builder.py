@@ -17,6 +17,7 @@ from torch import Tensor
 import manylora
 from manylora.config.engine import EngineConfig
 from manylora.config.model import ModelConfig
+from manylora.config.model_folder import INDEX
 from manylora.errors import ConfigError
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.model.checkpoint import read_model_config
@@ -29,7 +30,6 @@ from manylora.model.weights import DTYPES, check_names, open_checkpoint, plan_of
 from manylora.quant.checkpoint_weights import PARTS
 from manylora.quant.config import QuantConfig
 
-INDEX = "model.safetensors.index.json"
 DEFAULT_BATCH = EngineConfig.max_batch_size
 SHARD_BYTES = 4 * 2**30
 # Not copied, because these are weights in other formats. All other files are copied: they may belong to the

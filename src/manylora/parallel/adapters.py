@@ -91,9 +91,7 @@ class AdapterSlicer:
         mapping = self._mapping
         ranks = mapping.tp_size, mapping.tp_rank
         rows = slice_rows(adapter.rows, self._whole, self._local, *ranks, self._place(mapping))
-        extras = (self._extra(extra, mapping) for extra in adapter.extras)
-        kept = sorted((e for e in extras if e is not None), key=lambda extra: extra.name)
-        return AdapterPart(adapter.digest, tuple(rows), tuple(kept))
+        return AdapterPart(adapter.digest, tuple(rows), self._extras(adapter, mapping))
 
     def layout(self, adapter: Adapter | FileAdapter, geometry: CacheGeometry, element_bytes: int) -> Layout:
         """Layout of this rank's part, with as many pages as on every rank. Raises AdapterInvalidError."""
@@ -117,9 +115,13 @@ class AdapterSlicer:
             for shape in adapter.shapes(self._local)
             if (number := place(shape.module.module_id, shape.layer)) is not None
         ]
-        extras = (self._extra(extra, mapping) for extra in adapter.extras)
-        kept = sorted((e for e in extras if e is not None), key=lambda extra: extra.name)
-        return with_extras(Layout.of(shapes, geometry, element_bytes), kept, geometry)
+        layout = Layout.of(shapes, geometry, element_bytes)
+        return with_extras(layout, self._extras(adapter, mapping), geometry)
+
+    def _extras(self, adapter: Adapter | FileAdapter, mapping: Mapping) -> tuple[LoraExtra, ...]:
+        """A rank's parts of the extras, by name."""
+        found = (self._extra(extra, mapping) for extra in adapter.extras)
+        return tuple(sorted((one for one in found if one is not None), key=lambda extra: extra.name))
 
     def _extra(self, extra: LoraExtra, mapping: Mapping) -> LoraExtra | None:
         """A rank's part of an extra. Extras of embedding and head are complete on every rank of their

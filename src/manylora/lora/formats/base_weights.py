@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors import safe_open
 
+from manylora.config.model_folder import WEIGHTS, indexed_files
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.gguf.folder import linked_files
 from manylora.lora.formats import one_line
@@ -26,7 +27,6 @@ if TYPE_CHECKING:  # torch only when something is read
     from manylora.lora.formats.base_matrix import BaseMatrix, Hold
     from manylora.quant.checkpoint_weights import CheckpointWeights
 
-INDEX = "model.safetensors.index.json"
 # Where the name of a layer starts, or of a stack of layers where there are two.
 LAYER = re.compile(r"(?=(?:^|(?<=\.))(?:(?:encoder|decoder)\.|(?:layers|block|h)\.\d))")
 OUTSIDE = re.compile(r"(?:^|.*\.)([^.\d][^.]*(?:\.\d+)?\.[^.]+)")  # module, its number, tensor
@@ -214,12 +214,8 @@ class BaseReader:
 
             gguf = self._stack.enter_context(GgufFile(linked[0]))
             return dict.fromkeys(gguf.keys(), gguf)
-        index = self._model_dir / INDEX
-        names = ["model.safetensors"]
-        if index.is_file():
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         found: dict[str, Any] = {}
-        for name in names:
-            file = self._stack.enter_context(safe_open(self._model_dir / Path(name).name, framework="pt"))
+        for name in indexed_files(self._model_dir) or [WEIGHTS]:
+            file = self._stack.enter_context(safe_open(self._model_dir / name, framework="pt"))
             found.update(dict.fromkeys(file.keys(), file))
         return found

@@ -123,16 +123,14 @@ def read_safetensors(path: Path, bounds: Bounds = ANY_MODEL) -> dict[str, RawTen
 
 def write_safetensors(path: Path, tensors: Mapping[str, RawTensor]) -> None:
     """Raises OSError."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}
     end = 0
     for key, tensor in tensors.items():
         start, end = end, end + memoryview(tensor.data).nbytes
         header[key] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data starts aligned
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(_header_bytes(header))
         for tensor in tensors.values():
             file.write(tensor.data)
 
@@ -150,12 +148,17 @@ def with_metadata(path: Path, target: Path, key: str, value: str, bounds: Bounds
     for name, one in tensors.items():
         offsets = [one.start - first, one.start - first + one.size]
         header[name] = {"dtype": one.dtype, "shape": list(one.shape), "data_offsets": offsets}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
     with target.open("xb") as made:
-        made.write(len(text).to_bytes(8, "little") + text)
+        made.write(_header_bytes(header))
         for at in range(first, file.size, PIECE):
             made.write(file.read(at, min(PIECE, file.size - at)))
+
+
+def _header_bytes(header: Mapping[str, Any]) -> bytes:
+    """A safetensors header with its length, padded so that the data starts aligned."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def write_torch(path: Path, tensors: Mapping[str, RawTensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,16 @@ def texts(arrays: Arrays, name: str) -> list[str]:
 
 def text_tensor(values: Iterable[str]) -> np.ndarray:
     return np.array([value.encode() for value in values], np.object_)
+
+
+def read_json(text: str, name: str, most: int) -> Any:
+    """The value of an input that holds JSON. most: bytes. Raises RequestError."""
+    if len(text) > most:
+        raise RequestError(f"{name} must have at most {most} bytes, got {len(text)}")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise RequestError(f"{name} must be valid JSON, got {text!r:.80}") from None
 
 
 def refuse(arrays: Mapping[str, Any], *names: str) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from manylora.config.pooling import PoolingSettings
+from manylora.contracts.tensors import read_json
 from manylora.errors import RequestError
 from manylora.llmapi.pooled_outputs import PoolingParams, check_dimensions
 from manylora.wire.utf8 import is_unicode
@@ -20,13 +20,7 @@ def read_embedding_request(text: str, settings: PoolingSettings) -> tuple[str | 
 
     text: JSON with `input`, and `pooling_params` with `dimensions`, a number or a list with one.
     """
-    if len(text) > MAX_BYTES:
-        raise RequestError(f"{NAME} must have at most {MAX_BYTES} bytes, got {len(text)}")
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError):
-        raise RequestError(f"{NAME} must be valid JSON, got {text!r:.80}") from None
-    given = _object(given, NAME, ("input", "pooling_params"))
+    given = _object(read_json(text, NAME, MAX_BYTES), NAME, ("input", "pooling_params"))
     prompt = given.get("input")
     if not (isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(map(_is_id, prompt)))):
         raise RequestError(f"{NAME}: input must be one text, or token ids, got {prompt!r:.80}")

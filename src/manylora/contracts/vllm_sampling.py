@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from manylora.contracts.prompts import Asked
-from manylora.contracts.tensors import named_mix
+from manylora.contracts.tensors import named_mix, read_json
 from manylora.errors import RequestError
 from manylora.llmapi.guided import GuidedDecodingParams
 from manylora.llmapi.sampling import SamplingParams
@@ -127,12 +127,7 @@ def read_parameters(text: str, own: bool) -> dict[str, Any]:
 
     own: these are the request's own parameters, which include some of the server's, not the input.
     """
-    if len(text) > MAX_BYTES:
-        raise RequestError(f"{NAME} must have at most {MAX_BYTES} bytes, got {len(text)}")
-    try:
-        given = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        raise RequestError(f"{NAME} must be valid JSON, got {text!r:.80}") from None
+    given = read_json(text or "{}", NAME, MAX_BYTES)
     if not isinstance(given, dict):
         raise RequestError(f"{NAME} must be a JSON object, got {text!r:.80}")
     found = {}

@@ -192,18 +192,19 @@ class Runner:
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy keys and values of whole blocks. pairs: (from, to); no block is in both columns."""
         if pairs:
-            if self._leader is not None:
-                self._leader.tell(copy_message(COPY_BLOCKS, pairs))
-            source, target = (self._tensor(list(side)) for side in zip(*pairs, strict=True))
-            copy_blocks(self._kv, source, target)
+            copy_blocks(self._kv, *self._copied(COPY_BLOCKS, pairs))
 
     def copy_states(self, pairs: list[tuple[int, int]]) -> None:
         """Copy recurrent states. pairs: (from, to) slots; no slot is in both columns."""
         if pairs and self._states is not None:
-            if self._leader is not None:
-                self._leader.tell(copy_message(COPY_STATES, pairs))
-            source, target = (self._tensor(list(side)) for side in zip(*pairs, strict=True))
-            self._states.copy(source, target)
+            self._states.copy(*self._copied(COPY_STATES, pairs))
+
+    def _copied(self, what: str, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Both columns on the device. Other ranks are told."""
+        if self._leader is not None:
+            self._leader.tell(copy_message(what, pairs))
+        source, target = zip(*pairs, strict=True)
+        return self._tensor(list(source)), self._tensor(list(target))
 
     @staticmethod
     def _return_logits(logits: Tensor, rows: Rows[Row]) -> None:

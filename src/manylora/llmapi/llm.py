@@ -30,7 +30,7 @@ from manylora.llmapi.named_adapters import NamedAdapters, with_requests
 from manylora.llmapi.options import LlmArguments, check_known
 from manylora.llmapi.outputs import RequestOutput
 from manylora.llmapi.pooled import PooledRequests, hidden_state
-from manylora.llmapi.prompts import ChatText, Input, Prompt, PromptReader, for_each
+from manylora.llmapi.prompts import ChatText, Input, Prompt, PromptReader, as_prompts, for_each
 from manylora.llmapi.result import GenerationResult
 from manylora.llmapi.sampling import SamplingParams
 from manylora.llmapi.service import Service
@@ -177,8 +177,7 @@ class LLM(ChatRequests, PooledRequests):
         Raises RequestError or ValueError for the first prompt that cannot be served; the others are
         cancelled.
         """
-        single = isinstance(inputs, str | Mapping) or (bool(inputs) and isinstance(inputs[0], int))
-        prompts: list[Any] = [inputs] if single else list(inputs)
+        prompts, single = as_prompts(inputs)
         params = for_each(prompts, "sampling_params", sampling_params)
         lora_request = self._named(lora_request)
         adapters = for_each(prompts, "lora_request", lora_request, is_choice(lora_request))

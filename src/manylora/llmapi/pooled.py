@@ -24,7 +24,7 @@ from manylora.llmapi.pooled_outputs import (
     probabilities,
     similarity,
 )
-from manylora.llmapi.prompts import Prompt, for_each
+from manylora.llmapi.prompts import Prompt, as_prompts, for_each
 from manylora.llmapi.sampling import SamplingParams
 from manylora.llmapi.service import Service
 from manylora.lora.text.current import OwnText
@@ -235,8 +235,7 @@ def _run(
     owner: _Owner, prompts: Any, task: str, params: PoolingParams, lora_request: Loras
 ) -> list[PooledGeneration]:
     """The generations, submitted and finished."""
-    single = isinstance(prompts, str | dict) or (bool(prompts) and isinstance(prompts[0], int))
-    given = [prompts] if single else list(prompts)
+    given, _ = as_prompts(prompts)
     sampling = SamplingParams(
         truncate_prompt_tokens=params.truncate_prompt_tokens, add_special_tokens=params.add_special_tokens
     )

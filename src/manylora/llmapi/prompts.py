@@ -89,6 +89,12 @@ class PromptReader:
         return replace(prompt, decoder_ids=tuple(ids))
 
 
+def as_prompts(inputs: Any) -> tuple[list[Any], bool]:
+    """The prompts that a call was given, and whether it was a single one."""
+    single = isinstance(inputs, str | Mapping) or (bool(inputs) and isinstance(inputs[0], int))
+    return ([inputs] if single else list(inputs)), single
+
+
 def for_each(prompts: Sequence[Any], name: str, value: Any, is_one: bool = False) -> list[Any]:
     """Returns one value per prompt for an argument that is either one value for all prompts, or a list or
     tuple with one for each. is_one: it is one value, whatever its type. Raises ValueError."""

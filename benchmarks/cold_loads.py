@@ -103,10 +103,8 @@ def serve(model: Path, root: Path, work: Path, cache_bytes: int) -> subprocess.P
     raise RuntimeError("the server does not start")
 
 
-async def first_token(
-    adapter: str, tokens: int, prompt: str | list[int] = TEXT, seen: list[float] | None = None
-) -> float:
-    """Read a complete answer. Returns the seconds to its first text. seen: gets the time of each part."""
+def completion_request(adapter: str, tokens: int, prompt: str | list[int]) -> bytes:
+    """A streamed completion of so many tokens as an HTTP request, after which the server closes."""
     body = json.dumps(
         {"model": adapter, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True,
          "ignore_eos": True, "logprobs": 0}
@@ -115,9 +113,17 @@ async def first_token(
         "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     )
+    return head.encode() + body
+
+
+async def first_token(
+    adapter: str, tokens: int, prompt: str | list[int] = TEXT, seen: list[float] | None = None
+) -> float:
+    """Read a complete answer. Returns the seconds to its first text. seen: gets the time of each part."""
+    sent = completion_request(adapter, tokens, prompt)
     began = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
-    writer.write(head.encode() + body)
+    writer.write(sent)
     answer = await reader.readuntil(b"data: ")
     found = time.perf_counter() - began
     while part := await reader.read(65536):

@@ -50,7 +50,7 @@ from typing import Any
 
 import numpy as np
 from limits import Limits, adapter_elements, kv_bytes, measure_machine
-from loads import ALL, AT_ONCE, MODELS, OUTPUT, QKV, Case, prompts, save_model
+from loads import ALL, AT_ONCE, MODELS, OUTPUT, QKV, Case, numbers_to, prompts, save_model, some_of
 from machine import QUIET, Others, see_machine
 from peers.tables import case_words, line
 
@@ -294,16 +294,19 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [case.name for case in CASES]
-    parser.add_argument("--models", type=_some(list(MODELS)), default=["small"], help=",".join(MODELS))
-    parser.add_argument("--dtypes", type=_some(list(DTYPES)), default=["bfloat16"], help=",".join(DTYPES))
+    parser.add_argument("--models", type=some_of(list(MODELS)), default=["small"], help=",".join(MODELS))
+    parser.add_argument("--dtypes", type=some_of(list(DTYPES)), default=["bfloat16"], help=",".join(DTYPES))
     parser.add_argument(
-        "--prompts", type=_lengths, default=[64], help="prompt lengths in tokens, such as 64,512"
+        "--prompts",
+        type=numbers_to(1024 - OUTPUT),
+        default=[64],
+        help="prompt lengths in tokens, such as 64,512",
     )
-    parser.add_argument("--cases", type=_some(names), default=names, help=",".join(names))
+    parser.add_argument("--cases", type=some_of(names), default=names, help=",".join(names))
     parser.add_argument("--load", default="closed", choices=("closed", "offline"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--at-once", type=_numbers, default=[AT_ONCE], help="concurrent requests, such as 1,16"
+        "--at-once", type=numbers_to(256), default=[AT_ONCE], help="concurrent requests, such as 1,16"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     parser.add_argument(
@@ -313,29 +316,6 @@ def _options() -> argparse.Namespace:
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
     return options
-
-
-def _some(known: list[str]) -> Any:
-    def parse(text: str) -> list[str]:
-        if wrong := set(text.split(",")) - set(known):
-            raise argparse.ArgumentTypeError(f"{', '.join(sorted(wrong))} must be among {', '.join(known)}")
-        return text.split(",")
-
-    return parse
-
-
-def _numbers(text: str) -> list[int]:
-    found = [int(part) for part in text.split(",")]
-    if not all(1 <= n <= 256 for n in found):
-        raise argparse.ArgumentTypeError(f"must be from 1 to 256, got {text}")
-    return found
-
-
-def _lengths(text: str) -> list[int]:
-    lengths = [int(part) for part in text.split(",")]
-    if not all(1 <= length <= 1024 - OUTPUT for length in lengths):
-        raise argparse.ArgumentTypeError(f"must be from 1 to {1024 - OUTPUT}, got {text}")
-    return lengths
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cold_loads import make_adapter
+from cold_loads import completion_request, make_adapter
 from loads import make_llama
 from machine import Others, see_machine, wait_for_quiet
 
@@ -123,18 +123,10 @@ class Fleet:
 
 
 async def ask(port: int, adapter: str, tokens: int, prompt: str | list[int] = TEXT) -> Asked:
-    body = json.dumps(
-        {"model": adapter, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True,
-         "ignore_eos": True, "logprobs": 0}
-    ).encode()  # fmt: skip
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
     began, answer, first = time.perf_counter(), b"", 0.0
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(head.encode() + body)
+        writer.write(completion_request(adapter, tokens, prompt))
         answer = await reader.readuntil(b"data: ")
         first = time.perf_counter() - began
         answer += await reader.read()

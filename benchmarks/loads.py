@@ -5,7 +5,9 @@ small is a Llama of 125 million parameters, mid a Qwen2 of 387 million. 32 reque
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,3 +113,27 @@ def save_adapter(path: Path, model: str, rank: int, modules: tuple[str, ...], se
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
     (path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     return path
+
+
+def some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Reads an argument that names some of these, separated by commas."""
+
+    def read(text: str) -> list[str]:
+        chosen = text.split(",")
+        if wrong := set(chosen) - set(known):
+            raise argparse.ArgumentTypeError(f"{', '.join(sorted(wrong))} not among {', '.join(known)}")
+        return chosen
+
+    return read
+
+
+def numbers_to(most: int) -> Callable[[str], list[int]]:
+    """Reads an argument of numbers from 1 to this, separated by commas."""
+
+    def read(text: str) -> list[int]:
+        found = [int(part) for part in text.split(",")]
+        if not all(1 <= number <= most for number in found):
+            raise argparse.ArgumentTypeError(f"must be from 1 to {most}, got {text}")
+        return found
+
+    return read

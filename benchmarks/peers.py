@@ -36,7 +36,19 @@ from typing import Any
 
 import torch
 from limits import Limits, kv_bytes, measure_machine
-from loads import ALL, MODELS, OUTPUT, QKV, VOCAB, Case, module_sizes, save_adapter, save_model
+from loads import (
+    ALL,
+    MODELS,
+    OUTPUT,
+    QKV,
+    VOCAB,
+    Case,
+    module_sizes,
+    numbers_to,
+    save_adapter,
+    save_model,
+    some_of,
+)
 from machine import QUIET, see_machine, wait_for_quiet
 from peers import tables
 from peers.measure import PROMPT, first_use, measure, warm
@@ -251,12 +263,12 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     peers = [name for name, script in SCRIPTS.items() if name != US and (HERE / "peers" / script).exists()]
     names = [case.name for case in CASES]
-    parser.add_argument("--models", type=_some(list(MODELS)), default=["small"], help=",".join(MODELS))
-    parser.add_argument("--peers", type=_some(peers), default=peers, help=",".join(peers))
-    parser.add_argument("--cases", type=_some(names), default=names, help=",".join(names))
-    parser.add_argument("--dtypes", type=_some(list(DTYPES)), default=["bfloat16"], help=",".join(DTYPES))
+    parser.add_argument("--models", type=some_of(list(MODELS)), default=["small"], help=",".join(MODELS))
+    parser.add_argument("--peers", type=some_of(peers), default=peers, help=",".join(peers))
+    parser.add_argument("--cases", type=some_of(names), default=names, help=",".join(names))
+    parser.add_argument("--dtypes", type=some_of(list(DTYPES)), default=["bfloat16"], help=",".join(DTYPES))
     parser.add_argument(
-        "--at-once", type=_numbers, default=list(AT_ONCE), help="requests per call, such as 1,16"
+        "--at-once", type=numbers_to(256), default=list(AT_ONCE), help="requests per call, such as 1,16"
     )
     parser.add_argument("--rounds", type=int, default=3, help="pairs per row; fewer if a row takes over 40 s")
     parser.add_argument("--in-flight", action="store_true", help="also measure manylora with N requests open")
@@ -281,23 +293,6 @@ def _options() -> argparse.Namespace:
         options.keep.mkdir(parents=True, exist_ok=True)
         options.keep = options.keep.resolve()
     return options
-
-
-def _numbers(text: str) -> list[int]:
-    found = [int(part) for part in text.split(",")]
-    if not all(1 <= n <= 256 for n in found):
-        raise argparse.ArgumentTypeError(f"must be from 1 to 256, got {text}")
-    return found
-
-
-def _some(known: list[str]) -> Any:
-    def parse(text: str) -> list[str]:
-        chosen = text.split(",")
-        if wrong := set(chosen) - set(known):
-            raise argparse.ArgumentTypeError(f"{', '.join(sorted(wrong))} must be among {', '.join(known)}")
-        return chosen
-
-    return parse
 
 
 if __name__ == "__main__":

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from manylora.config.engine import EngineConfig
+from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.engine.runner import Runner
 from manylora.kernels.device import open_device
@@ -23,7 +26,7 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.request import Event, LoraInput, Request, SamplingConfig
 from manylora.testing.driver import Driver
-from manylora.testing.tiny_models import load_transformers, reference_logits
+from manylora.testing.tiny_models import load_transformers, reference_generate, reference_logits
 
 
 def tokens(count: int, seed: int = 2) -> list[int]:
@@ -47,11 +50,50 @@ def run(engine: Engine, *requests: Request) -> list[list[Event]]:
     return [events[handle] for handle in handles]
 
 
+def tokens_of(events: Sequence[Event]) -> list[int]:
+    """The tokens of an answer that did not fail."""
+    assert events[-1].error is None
+    return [token for event in events for token in event.token_ids]
+
+
 def answers(engine: Engine, *requests: Request) -> list[list[int]]:
     """The tokens of each request, all of them submitted at once; none may fail."""
     found = run(engine, *requests)
     assert not [event.error for events in found for event in events if event.error]
     return [[token for event in events for token in event.token_ids] for events in found]
+
+
+def with_command(folder: Path) -> dict[str, str]:
+    """An environment in which `manylora` is this checkout's command."""
+    command = folder / "bin" / "manylora"
+    command.parent.mkdir()
+    code = "import sys; from manylora.cli import main; sys.exit(main())"
+    command.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n", encoding="utf-8")
+    command.chmod(0o755)
+    return {**os.environ, "PATH": f"{command.parent}:{os.environ['PATH']}"}
+
+
+class ServedModel:
+    """adapters: None for the base model, then one for each task id of the prefetch folder. count: tokens of
+    an answer."""
+
+    def __init__(self, model: Path, prefetch: Path, count: int) -> None:
+        self.model, self.prefetch, self._count = model, prefetch, count
+        self.adapters: list[Path | None] = [None]
+
+    def engine(self, **settings: Any) -> Engine:
+        cache = LoraCacheConfig(gpu_memory_bytes=2**23, prefetch_dir=self.prefetch)
+        defaults = {"max_seq_len": 96, "max_num_tokens": 64, "max_batch_size": 8, "tokens_per_block": 8}
+        return Engine(EngineConfig(self.model, device="cpu", lora=cache, **{**defaults, **settings}))
+
+    def expected(self, prompt: list[int], adapter: int) -> list[int]:
+        return reference_generate(self.model, self.adapters[adapter], prompt, self._count)
+
+
+def request_of(prompt: list[int], adapter: int = 0, *, count: int, **params: Any) -> Request:
+    """adapter: a task id of a prefetch folder; 0: the base model."""
+    lora = LoraInput(adapter) if adapter else None
+    return Request(tuple(prompt), SamplingConfig(max_tokens=count, **params), lora=lora)
 
 
 def pooled(engine: Engine, *requests: Request) -> list[np.ndarray]:

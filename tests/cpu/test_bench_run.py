@@ -4,14 +4,13 @@ is there, and what fails is said."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from running import with_command
 
 from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
 from manylora.bench.datasets import BenchRequest, write_dataset
@@ -140,15 +139,9 @@ def test_the_answers_are_those_of_generate_and_no_time_is_longer_than_the_run(tm
 
 def test_the_example_runs(tmp_path: Path) -> None:
     """The dataset and the command of TensorRT-LLM's documents, on the demo."""
-    command = tmp_path / "bin" / "manylora"
-    command.parent.mkdir()
-    code = "import sys; from manylora.cli import main; sys.exit(main())"
-    command.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n", encoding="utf-8")
-    command.chmod(0o755)
-    path = f"{command.parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["examples/bench/bench.sh", str(tmp_path / "out")],
-        cwd=DEMO.parents[1], env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False,
+        cwd=DEMO.parents[1], env=with_command(tmp_path), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "= ADAPTERS" in done.stdout

@@ -7,11 +7,11 @@ import json
 import os
 import resource
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from running import with_command
 from safetensors.torch import load_file
 
 from manylora import LLM, LoraConfig, LoRARequest, QuantConfig, SamplingParams
@@ -122,14 +122,8 @@ def test_its_limits_are_defaults_and_upper_bounds(tmp_path: Path) -> None:
 
 
 def test_the_example_runs(tmp_path: Path) -> None:
-    command = tmp_path / "bin" / "manylora"
-    command.parent.mkdir()
-    code = "import sys; from manylora.cli import main; sys.exit(main())"
-    command.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n", encoding="utf-8")
-    command.chmod(0o755)
-    path = {"PATH": f"{command.parent}:{os.environ['PATH']}"}
     script = ["examples/build/build.sh", str(tmp_path / "out")]
-    subprocess.run(script, cwd=DEMO.parents[1], env={**os.environ, **path}, check=True)
+    subprocess.run(script, cwd=DEMO.parents[1], env=with_command(tmp_path), check=True)
     with LLM(tmp_path / "out", device="cpu") as llm:
         output = llm.generate(PROMPT, SamplingParams(max_tokens=12), JAPANESE, False)
         assert output.outputs[0].text.startswith("カイロ")

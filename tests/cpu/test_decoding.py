@@ -12,6 +12,7 @@ import pytest
 import torch
 from penalties import most_probable, tensorrt_llm
 from running import run as run_engine
+from running import tokens_of
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -53,11 +54,6 @@ def run(engine: Engine, *requests: Request) -> list[list[Event]]:
     stats = engine.stats()
     assert stats.kv_blocks_free == stats.kv_blocks
     return events
-
-
-def tokens(events: list[Event]) -> list[int]:
-    assert events[-1].error is None
-    return [token for event in events for token in event.token_ids]
 
 
 def beams_of_transformers(model: Path, adapter: Path | None, **options: object) -> list[list[int]]:
@@ -117,7 +113,7 @@ def test_beams_score_what_the_model_says_and_survive_a_full_cache(model: Path, e
     roomy = run(engine, *everything)
     for mine, other in zip(run(tight, *everything), roomy, strict=True):
         assert [b.token_ids for b in mine[-1].beams] == [b.token_ids for b in other[-1].beams]
-        assert tokens(mine) == tokens(other)
+        assert tokens_of(mine) == tokens_of(other)
     [event] = roomy[0]
     assert len(event.beams) == 4
     for beam in event.beams:
@@ -153,7 +149,7 @@ def test_penalties_in_company_and_after_preemptions(model: Path, engine: Engine,
     mates = [Request((*PROMPT, i), SamplingConfig(max_tokens=30)) for i in range(4)]
     for one in (engine, tight):
         found = run(one, *requests, *mates)
-        assert [tokens(events) for events in found[: len(requests)]] == expected
+        assert [tokens_of(events) for events in found[: len(requests)]] == expected
 
 
 def test_beams_are_scored_with_penalties_and_temperature(engine: Engine, model: Path) -> None:
@@ -195,7 +191,7 @@ def test_a_draft_changes_the_steps_and_not_the_tokens(engine: Engine, right: int
     penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.4}
     params = SamplingConfig(max_tokens=NEW, return_log_probs=True, **penalties, **options)
     [plain] = run(engine, Request(PROMPT, params))
-    truth = tokens(plain)
+    truth = tokens_of(plain)
     draft = (*truth[:right], *((token + 1) % 250 for token in truth[right:6]))
     before = engine.stats().steps
     [event] = run(engine, Request(PROMPT, params, draft=draft))[0]
@@ -215,9 +211,9 @@ def test_a_draft_is_verified_across_chunks_and_preemption(model: Path, engine: E
     }
     tight = open_engine(model, batch_scheduler_policy="max_utilization", **small)
     params = SamplingConfig(max_tokens=NEW)
-    truth = {i: tokens(run(engine, Request((*PROMPT, i), params))[0]) for i in range(5)}
+    truth = {i: tokens_of(run(engine, Request((*PROMPT, i), params))[0]) for i in range(5)}
     requests = [Request((*PROMPT, i), params, draft=tuple(truth[i][:4])) for i in range(5)]
-    assert [tokens(events) for events in run(tight, *requests)] == list(truth.values())
+    assert [tokens_of(events) for events in run(tight, *requests)] == list(truth.values())
 
 
 def test_logits_are_those_of_transformers(engine: Engine, model: Path) -> None:
@@ -238,12 +234,12 @@ def test_prompt_embeddings_stand_for_tokens(engine: Engine, model: Path) -> None
     vocab = len(embedding)
     virtual = tuple(vocab if i == 2 else vocab + 1 if i == 5 else t for i, t in enumerate(PROMPT))
     params = SamplingConfig(max_tokens=NEW, repetition_penalty=1.0)
-    truth = tokens(run(engine, Request(PROMPT, params))[0])
+    truth = tokens_of(run(engine, Request(PROMPT, params))[0])
     other = Request(virtual, params, prompt_table=table[::-1].copy())
     found = run(engine, Request(virtual, params, prompt_table=table), other)
-    assert tokens(found[0]) == truth
-    assert tokens(found[1]) != truth, "another table under the same ids is another prompt"
-    assert tokens(run(engine, Request(virtual, params, prompt_table=table))[0]) == truth
+    assert tokens_of(found[0]) == truth
+    assert tokens_of(found[1]) != truth, "another table under the same ids is another prompt"
+    assert tokens_of(run(engine, Request(virtual, params, prompt_table=table))[0]) == truth
     with pytest.raises(RequestError, match="prompt_embedding_table must hold finite rows of 64 values"):
         engine.prepare(Request(virtual, params, prompt_table=table[:, :8]))
     with pytest.raises(RequestError, match=r"input_ids must be in \[0, 273\)"):
@@ -254,8 +250,9 @@ def test_a_bias_decides(engine: Engine) -> None:
     bias = np.zeros(272, np.float32)
     bias[41] = 100.0
     params = SamplingConfig(max_tokens=3, logit_bias=bias)
-    assert tokens(run(engine, Request(PROMPT, params))[0]) == [41, 41, 41]
-    assert tokens(run(engine, Request(PROMPT, SamplingConfig(max_tokens=1, logit_bias=bias[:42])))[0]) == [41]
+    assert tokens_of(run(engine, Request(PROMPT, params))[0]) == [41, 41, 41]
+    [cut] = run(engine, Request(PROMPT, SamplingConfig(max_tokens=1, logit_bias=bias[:42])))
+    assert tokens_of(cut) == [41]
     with pytest.raises(RequestError, match="embedding_bias must have at most one value for each of the 272"):
         engine.prepare(Request(PROMPT, SamplingConfig(logit_bias=np.zeros(273, np.float32))))
 
@@ -292,11 +289,11 @@ def test_guided_output_matches_its_guide(engine: Engine, model: Path, adapter: P
     tokenizer = Tokenizer(model)
     for number, events in enumerate(found):
         name = list(guides)[number // 3]
-        text = tokenizer.decode(tokens(events))
+        text = tokenizer.decode(tokens_of(events))
         assert guides[name][1](text), (name, text)  # type: ignore[operator]
         assert events[-1].finish_reason is not None
         assert events[-1].finish_reason.value == "stop"
-    assert tokens(last) == reference_generate(model, adapter, PROMPT, NEW)
+    assert tokens_of(last) == reference_generate(model, adapter, PROMPT, NEW)
 
 
 def test_guides_that_cannot_work_are_refused(engine: Engine, model: Path) -> None:

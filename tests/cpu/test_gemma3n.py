@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from running import answers, run, tokens
+from running import ServedModel, answers, request_of, run, tokens
 from safetensors.torch import load_file, save_file
 
-from manylora.config.engine import EngineConfig, LoraCacheConfig
-from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device, open_device
@@ -24,7 +23,6 @@ from manylora.lora.modules import LoraModuleId, lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.families.gemma3n import shared_kv
 from manylora.model.weights import load_decoder
-from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.driver import Driver, agree
 from manylora.testing.parity import linear_names, read_from
 from manylora.testing.tiny_models import (
@@ -32,42 +30,28 @@ from manylora.testing.tiny_models import (
     make_adapter,
     make_model,
     make_tuned,
-    reference_generate,
     reference_logits,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 COUNT = 8  # tokens of an answer
+request = partial(request_of, count=COUNT)
 
 
-class Served:
+class Served(ServedModel):
     """A model, and two adapters on all of its linear layers."""
 
     def __init__(self, folder: Path) -> None:
-        self.model, self.prefetch = make_model(folder / "model", "gemma3n", seed=5), folder / "prefetch"
+        super().__init__(make_model(folder / "model", "gemma3n", seed=5), folder / "prefetch", COUNT)
         linears = linear_names(read_model_config(self.model)).linears
-        self.adapters: list[Path | None] = [None]
         for number, options in ((1, {"rank": 4}), (2, {"rank": 7, "use_dora": True})):
             path = self.prefetch / str(number)
             self.adapters.append(make_adapter(path, self.model, number, modules=linears, **options))
-
-    def engine(self, **settings: Any) -> Engine:
-        cache = LoraCacheConfig(gpu_memory_bytes=2**23, prefetch_dir=self.prefetch)
-        defaults = {"max_seq_len": 96, "max_num_tokens": 64, "max_batch_size": 8, "tokens_per_block": 8}
-        return Engine(EngineConfig(self.model, device="cpu", lora=cache, **{**defaults, **settings}))
-
-    def expected(self, prompt: list[int], adapter: int) -> list[int]:
-        return reference_generate(self.model, self.adapters[adapter], prompt, COUNT)
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     return Served(tmp_path_factory.mktemp("gemma3n"))
-
-
-def request(prompt: list[int], adapter: int = 0, count: int = COUNT, **params: Any) -> Request:
-    lora = LoraInput(adapter) if adapter else None
-    return Request(tuple(prompt), SamplingConfig(max_tokens=count, **params), lora=lora)
 
 
 def test_adapters_are_on_every_linear_layer(served: Served) -> None:

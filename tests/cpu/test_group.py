@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from running import read, run
+from running import read, run, tokens_of
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -115,11 +115,6 @@ def test_mixes_and_activated_adapters_answer_as_in_one_process(
     alone.close()
     assert [tokens_of(events) for events in got] == [tokens_of(events) for events in want]
     assert len({tuple(tokens_of(events)) for events in want}) == len(loras)
-
-
-def tokens_of(events: list[Event]) -> list[int]:
-    assert events[-1].error is None
-    return [token for event in events for token in event.token_ids]
 
 
 def followers() -> list[int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import read, run
+from running import read, run, tokens_of
 from safetensors.torch import load_file, save_file
 from serving import DEMO, Running
 from waiting import wait_for
@@ -72,11 +72,6 @@ def server() -> Iterator[Running]:
     running.close()
 
 
-def tokens(events: list[Event]) -> list[int]:
-    assert events[-1].error is None
-    return [token for event in events for token in event.token_ids]
-
-
 def changed(source: Path, target: Path, rename: Any) -> Path:
     """A copy of an adapter whose tensors have other names."""
     shutil.copytree(source, target)
@@ -107,7 +102,7 @@ def test_the_first_rows_adapter_does_not_serve_the_whole_batch(world: World) -> 
     for _ in range(2):  # the second time all adapters are in the cache already
         found = run(engine, *(world.request(world.lora(number)) for number in order))
     assert engine.stats().max_adapters_in_step == len(world.paths) - 1, "they were in one step"
-    assert [tokens(events) for events in found] == [world.answers[number] for number in order]
+    assert [tokens_of(events) for events in found] == [world.answers[number] for number in order]
 
 
 def test_another_adapters_kv_is_not_reused_under_a_task_id_that_came_again(world: World) -> None:
@@ -115,7 +110,7 @@ def test_another_adapters_kv_is_not_reused_under_a_task_id_that_came_again(world
     for number in (1, 2, 1, 3):
         for repeat in range(2):
             [events] = run(engine, world.request(world.lora(number, task_id=1)))
-            assert tokens(events) == world.answers[number], (number, repeat)
+            assert tokens_of(events) == world.answers[number], (number, repeat)
         metrics = events[-1].metrics
         assert metrics is not None and metrics.kv_reused_blocks, "its own blocks are"
 
@@ -143,7 +138,7 @@ def test_the_bases_kv_is_not_reused_under_an_adapter_and_an_adapters_not_by_the_
     engine = world.engine()
     for number in (0, 2, 0, 2):
         [events] = run(engine, world.request(world.lora(number)))
-        assert tokens(events) == world.answers[number], number
+        assert tokens_of(events) == world.answers[number], number
 
 
 def test_an_adapter_is_not_evicted_under_a_request_in_flight(world: World) -> None:
@@ -159,9 +154,9 @@ def test_an_adapter_is_not_evicted_under_a_request_in_flight(world: World) -> No
             events[handle].append(event)
     engine.check()
     assert engine.stats().adapters.device_evictions, "there was no need to evict"
-    assert tokens(events[started]) == world.answers[1]
+    assert tokens_of(events[started]) == world.answers[1]
     for handle, number in others.items():
-        assert tokens(events[handle]) == world.answers[number], number
+        assert tokens_of(events[handle]) == world.answers[number], number
 
 
 def test_an_adapter_that_is_replaced_in_flight_goes_on_as_it_was(world: World) -> None:
@@ -174,13 +169,13 @@ def test_an_adapter_that_is_replaced_in_flight_goes_on_as_it_was(world: World) -
     while engine.has_work:
         for handle, event in engine.step():
             events[handle].append(event)
-    assert tokens(events[first]) == world.answers[1]
-    assert tokens(events[second]) == world.answers[2]
+    assert tokens_of(events[first]) == world.answers[1]
+    assert tokens_of(events[second]) == world.answers[2]
 
 
 def test_a_module_outside_the_targets_is_not_dropped(world: World) -> None:
     engine = world.engine(lora={"target_modules": ("attn_q", "attn_k", "attn_v")})
-    assert tokens(run(engine, world.request(world.lora(3)))[0]) == world.answers[3]
+    assert tokens_of(run(engine, world.request(world.lora(3)))[0]) == world.answers[3]
     with pytest.raises(RequestError, match=r"attn_dense|mlp_"):
         engine.submit(engine.prepare(world.request(world.lora(1))))
 
@@ -188,7 +183,7 @@ def test_a_module_outside_the_targets_is_not_dropped(world: World) -> None:
 def test_a_trained_head_is_not_ignored(world: World) -> None:
     """The answer without its head is another one."""
     engine = world.engine()
-    assert tokens(run(engine, world.request(world.lora(4)))[0]) == world.answers[4]
+    assert tokens_of(run(engine, world.request(world.lora(4)))[0]) == world.answers[4]
 
 
 def test_a_larger_vocabulary_is_not_ignored(world: World, tmp_path: Path) -> None:
@@ -210,7 +205,7 @@ def test_prompts_of_one_salt_are_not_found_by_another(world: World) -> None:
 
     def reused(salt: str) -> int:
         [events] = run(engine, world.request(lora, cache_salt=salt))
-        assert tokens(events) == world.answers[1] and events[-1].metrics is not None
+        assert tokens_of(events) == world.answers[1] and events[-1].metrics is not None
         return events[-1].metrics.kv_reused_blocks
 
     assert [reused("one"), reused("two"), reused("")] == [0, 0, 0]
@@ -221,11 +216,11 @@ def test_equal_adapters_of_two_tenants_share_memory_and_their_ids_stay_apart(wor
     """What is shared is bytes that both have sent; taking one away leaves the other."""
     engine = world.engine()
     for task_id in (11, 12):
-        assert tokens(run(engine, world.request(world.lora(1, task_id)))[0]) == world.answers[1]
+        assert tokens_of(run(engine, world.request(world.lora(1, task_id)))[0]) == world.answers[1]
     assert engine.stats().adapters.host_adapters == 1
-    assert tokens(run(engine, world.request(world.lora(2, 11)))[0]) == world.answers[2]
-    assert tokens(run(engine, world.request(LoraInput(12)))[0]) == world.answers[1]
-    assert tokens(run(engine, world.request(LoraInput(11)))[0]) == world.answers[2], "without tensors too"
+    assert tokens_of(run(engine, world.request(world.lora(2, 11)))[0]) == world.answers[2]
+    assert tokens_of(run(engine, world.request(LoraInput(12)))[0]) == world.answers[1]
+    assert tokens_of(run(engine, world.request(LoraInput(11)))[0]) == world.answers[2], "without tensors too"
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,6 @@ BESIDE_CAUSAL = {
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
 }
-WINDOWS = {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}
 
 
 @lru_cache

@@ -34,6 +34,7 @@ from manylora.model.decoder import Decoder
 from manylora.model.kv_tensors import make_kv
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
+from manylora.testing.driver import agree
 from manylora.testing.tiny_configs import VOCAB
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
@@ -102,11 +103,6 @@ def mixed_logits(model: Path, inputs: Sequence[LoraInput | None]) -> list[torch.
 def open_store(config: ModelConfig, **options: object) -> AdapterStore:
     cache = LoraCacheConfig(max_adapter_size=LARGEST, gpu_memory_bytes=2**25, **options)  # type: ignore[arg-type]
     return AdapterStore.open(config, cache, torch.device("cpu"), torch.float32, 2**30)
-
-
-def agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    near = (found - expected).abs().max() / expected.abs().max() < 1e-4
-    return bool(near) and torch.equal(found.argmax(-1), expected.argmax(-1))
 
 
 @pytest.mark.parametrize("family", ["llama-biases", "qwen2"])

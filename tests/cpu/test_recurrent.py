@@ -8,12 +8,13 @@ import math
 import random
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from running import answers, read, run, tokens
+from running import ServedModel, answers, read, request_of, run, tokens
 from safetensors.torch import load_file, save_file
 
 from manylora.config.blocks import Mamba2Config
@@ -26,7 +27,6 @@ from manylora.lora.rules import AdapterRules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.weights import load_decoder
-from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.driver import Driver, agree
 from manylora.testing.parity import linear_names
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
@@ -47,6 +47,7 @@ FAMILIES = (
     "falcon-h1",
 )
 COUNT = 10  # tokens of an answer
+request = partial(request_of, count=COUNT)
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
@@ -55,11 +56,11 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("recurrent")
 
 
-class Served:
+class Served(ServedModel):
     """A model, and two adapters on all of its linear layers, made once."""
 
     def __init__(self, folder: Path, family: str) -> None:
-        self.model, self.prefetch = folder / "model", folder / "prefetch"
+        super().__init__(folder / "model", folder / "prefetch", COUNT)
         adapters = self.prefetch / "1", self.prefetch / "2"
         if not folder.exists():
             make_model(self.model, family, seed=5)
@@ -84,25 +85,12 @@ class Served:
                 experts = {"target_parameters": [f"{block}.{name}" for name in names]}
             make_adapter(adapters[0], self.model, 1, rank=4, modules=linears, **experts)
             make_adapter(adapters[1], self.model, 2, rank=7, modules=linears, use_dora=config.moe is None)
-        self.adapters: list[Path | None] = [None, *adapters]
-
-    def engine(self, **settings: Any) -> Engine:
-        cache = LoraCacheConfig(gpu_memory_bytes=2**23, prefetch_dir=self.prefetch)
-        defaults = {"max_seq_len": 96, "max_num_tokens": 64, "max_batch_size": 8, "tokens_per_block": 8}
-        return Engine(EngineConfig(self.model, device="cpu", lora=cache, **{**defaults, **settings}))
-
-    def expected(self, prompt: list[int], adapter: int) -> list[int]:
-        return reference_generate(self.model, self.adapters[adapter], prompt, COUNT)
+        self.adapters += adapters
 
 
 @pytest.fixture
 def served(workshop: Path) -> Any:
     return lambda family: Served(workshop / family, family)
-
-
-def request(prompt: list[int], adapter: int = 0, count: int = COUNT, **params: Any) -> Request:
-    lora = LoraInput(adapter) if adapter else None
-    return Request(tuple(prompt), SamplingConfig(max_tokens=count, **params), lora=lora)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from peft import IA3Config, PrefixTuningConfig, PromptTuningConfig
@@ -162,6 +163,21 @@ class World:
     model: Path
     adapters: dict[int, Path]  # task id -> PEFT directory
     converted: Path  # <task id>/ with the .npy pair
+
+    def gateway(self, grpc_port: int, folder: Path) -> dict[str, Any]:
+        """Options of an OpenAI server in front of a Triton with this model, whose adapters it names in a new
+        folder."""
+        folder.mkdir()
+        for task_id, path in self.adapters.items():
+            (folder / f"adapter-{task_id}").symlink_to(path)
+        return {
+            "model": self.model,
+            "device": "auto",
+            "served_model_name": ("base",),
+            "triton_url": f"127.0.0.1:{grpc_port}",
+            "lora_root": (folder,),
+            "lora_allowed_path": tuple({path.parent for path in self.adapters.values()}),
+        }
 
 
 @pytest.fixture(scope="session")

@@ -36,19 +36,8 @@ def in_front_of(world: World, path: Path, **layout: bool) -> Iterator[Running]:
     server = new_server(repo)
     started = server.launch("--drain-timeout", "2")  # NVIDIA's model does not report when it is idle
     assert started.returncode == 0, started.stderr
-    root = path / "named"
-    root.mkdir()
-    for task_id, folder in world.adapters.items():
-        (root / f"adapter-{task_id}").symlink_to(folder)
     try:
-        running = Running(
-            model=world.model,
-            device="auto",
-            served_model_name=("base",),
-            triton_url=f"127.0.0.1:{server.grpc}",
-            lora_root=(root,),
-            lora_allowed_path=tuple({folder.parent for folder in world.adapters.values()}),
-        )
+        running = Running(**world.gateway(server.grpc, path / "named"))
         try:
             yield running
         finally:

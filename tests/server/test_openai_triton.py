@@ -30,17 +30,7 @@ NUM = 16  # sequences
 
 @pytest.fixture(scope="module")
 def gateway(server: Triton, world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    root = tmp_path_factory.mktemp("named")
-    for task_id, folder in world.adapters.items():
-        (root / f"adapter-{task_id}").symlink_to(folder)
-    running = Running(
-        model=world.model,
-        device="auto",
-        served_model_name=("base",),
-        triton_url=f"127.0.0.1:{server.grpc}",
-        lora_root=(root,),
-        lora_allowed_path=tuple({folder.parent for folder in world.adapters.values()}),
-    )
+    running = Running(**world.gateway(server.grpc, tmp_path_factory.mktemp("gateway") / "named"))
     yield running
     running.close()
 

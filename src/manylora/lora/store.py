@@ -30,10 +30,11 @@ from manylora.lora.loaded import LoadedAdapter, Mixes, OtherRanks, lora_batch
 from manylora.lora.loader import AdapterLoader
 from manylora.lora.modules import LoraModule
 from manylora.lora.pins import Pins
-from manylora.lora.slicing import AdapterPart, Slicer
+from manylora.lora.slicing import Slicer
 from manylora.lora.space import least_pages
 from manylora.lora.store_parts import StoreParts, build_parts
 from manylora.lora.tensors import Adapter
+from manylora.lora.waiting import WaitingLeases
 from manylora.request import LoraInput, LoraMix
 from manylora.stats import AdapterStats
 
@@ -52,7 +53,7 @@ class AdapterStore:
         slicer: Slicer | None = None,
         others: OtherRanks | None = None,
     ) -> None:
-        self.parts, self.library, self._slicer, self._others = parts, library, slicer, others
+        self.parts, self.library, self._slicer = parts, library, slicer
         self.rules = parts.rules
         plan, self._pool = parts.plan, parts.pool
         self._geometry = plan.geometry
@@ -61,7 +62,9 @@ class AdapterStore:
         self._arrivals = Arrivals(self._cache, self._pool, slicer, others)
         most = max(LEAST_LOADED_BYTES, plan.host_pages * self._pool.page_bytes)
         self.loader = AdapterLoader(library, parts.rules, self._cache.on_host, most)
-        self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
+        self._waiting = WaitingLeases(
+            self._cache, self._pool, self._arrivals, self.loader, others, in_parts=slicer is not None
+        )
         self._largest = parts.largest_pages  # largest adapter so far
         self.pins = Pins(
             self._cache,
@@ -174,8 +177,8 @@ class AdapterStore:
         lease = AdapterLease(digest, lora.task_id, layout, adapter, tier=self._tier(digest, lora))
         if lease.tier == "device":
             self._cache.device.count_hit(digest)
-        if self._bring_to_host(lease, force=False):
-            self._waiting.setdefault(digest, set()).add(lease)
+        if self._waiting.bring_to_host(lease, force=False):
+            self._waiting.add(lease)
         return lease
 
     def admit(self, lease: Lease) -> bool:
@@ -202,7 +205,7 @@ class AdapterStore:
             return False
         if not self._cache.on_device(digest) and device.victims(lease.layout.need) is None:
             return False
-        if not self._bring_to_host(lease, force=True):
+        if not self._waiting.bring_to_host(lease, force=True):
             return False
         if not self._cache.on_device(digest):
             entry = self._cache.load(digest, {})
@@ -211,7 +214,7 @@ class AdapterStore:
             shared = self._pool.read_pages(host.shared, entry.shared)
             entry.content = LoadedAdapter.at(self._pool, layout, pages, shared)
             self._arrivals.load(digest)
-        self._stop_waiting(lease)
+        self._waiting.discard(lease)
         self._cache.host.pin(digest)
         device.pin(digest)
         lease.admitted = True
@@ -222,14 +225,14 @@ class AdapterStore:
         for one, _ in lease.members:
             if one.admitted:
                 self._unpin(one)
-                self._waiting.setdefault(one.digest, set()).add(one)
+                self._waiting.add(one)
 
     def release(self, lease: Lease) -> None:
         """Drop all claims. Idempotent."""
         for one, _ in lease.members:
             if one.admitted:
                 self._unpin(one)
-            self._stop_waiting(one)
+            self._waiting.discard(one)
             one.carried = None
 
     def is_loaded(self, lease: Lease) -> bool:
@@ -293,10 +296,7 @@ class AdapterStore:
         carried.
         """
         self._cache.check()
-        for digest, leases in self._waiting.items():
-            assert self._cache.on_host(digest)
-            assert leases
-            assert not any(lease.admitted or lease.carried for lease in leases)
+        self._waiting.check()
 
     def _check_room(self, leases: Sequence[AdapterLease]) -> None:
         """Raises AdapterCacheFullError if these leases could never be admitted together."""
@@ -344,53 +344,6 @@ class AdapterStore:
             )
         self._largest = max(self._largest, pages)
         return layout
-
-    def _bring_to_host(self, lease: AdapterLease, *, force: bool) -> bool:
-        """Bring the adapter to the host, from the lease if it carries it. Returns False if no pages are
-        free.
-        """
-        if not self._cache.on_host(lease.digest):
-            assert lease.carried is not None
-            layout = lease.layout
-            victims = self._cache.host_victims(layout.need, self._waiting, force=force)
-            if victims is None:
-                return False
-            for victim in victims:
-                if not self._return_to_waiting(victim):
-                    return False
-                self._cache.evict(victim)
-                self._arrivals.forget(victim)
-            self._cache.host.put(lease.digest, layout.need, layout)
-            self._arrivals.write(lease.digest, lease.carried, layout)
-        lease.carried = None
-        return True
-
-    def _return_to_waiting(self, digest: str) -> bool:
-        """Hand an adapter that must leave the host to the leases that wait for it. Returns False if it was
-        lost: the leases must be told first.
-        """
-        if digest in self._waiting:
-            self._arrivals.is_written(digest, wait=True)
-            if digest in self._arrivals.lost:
-                return False
-            leases = self._waiting.pop(digest)
-            entry = self._cache.host.entries[digest]
-            adapter = self._pool.read_host(digest, entry.content, entry.pages, entry.shared)
-            if self._slicer is not None:
-                adapter = AdapterPart(digest, adapter.rows, adapter.extras, num_pages=len(entry.pages))
-            shared = self.loader.share(adapter)
-            if self._others is not None and shared is adapter:
-                self._others.keep(shared, entry.pages)
-            for lease in leases:
-                lease.carried = shared
-        return True
-
-    def _stop_waiting(self, lease: AdapterLease) -> None:
-        leases = self._waiting.get(lease.digest)
-        if leases is not None:
-            leases.discard(lease)
-            if not leases:
-                del self._waiting[lease.digest]
 
     def _unpin(self, lease: AdapterLease) -> None:
         self._cache.device.unpin(lease.digest)

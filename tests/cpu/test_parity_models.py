@@ -359,6 +359,18 @@ def test_the_text_of_a_multimodal_mistral(family: str, workshop: Path) -> None:
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True is not"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm True is not supported"),
         ("gemma3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for num_hidden_layers 2"),
+        ("lfm2", {"layer_types": ["conv"]}, "layer_types has 1 entries for num_hidden_layers 3"),
+        (
+            "lfm2",
+            {"layer_types": ["conv", "sliding_attention"] * 2, "num_hidden_layers": 4},
+            "layer_types has 'sliding_attention', which is not supported here",
+        ),
+        ("qwen3.5", {"layer_types": ["linear_attention"] * 3}, "must have full_attention in one layer"),
+        (
+            "granite4",
+            {"layer_types": ["mamba"] * 2, "num_hidden_layers": 2},
+            "must have full_attention in one",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_served_is_named(

@@ -4,7 +4,6 @@ and what cannot be built is said before anything is written."""
 from __future__ import annotations
 
 import json
-import os
 import resource
 import subprocess
 from pathlib import Path

@@ -168,7 +168,8 @@ class ReferenceOps:
             x[..., :R] = x[..., :R] * cos + cat(-x2, x1) * sin, x1 and x2 the halves of x[..., :R]
             k_cache.view(-1, H, D)[slots] = k; the same for v
         q [T, Hq, D], k, v [T, H, D], last dimension contiguous; caches [blocks, tokens_per_block, H, D], one
-        layer's; of k's dtype or float8_e4m3fn, to which values are clamped and rounded -> [T, Hq, D].
+        layer's; of k's dtype, or bfloat16 or float8_e4m3fn, to which values are rounded, and clamped for the
+        latter -> [T, Hq, D].
         """
         if rotary is not None:
             q, k = (rotate(x, *rotary) for x in (q, k))

@@ -67,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def plan_of(options: argparse.Namespace) -> RepositoryPlan:
     """Raises ConfigError. A model given by hub id is downloaded. Says so if there is no adapter yet."""
     root = options.lora_root
-    if root is not None and root.is_dir() and not find_adapters(root, {}, ()):
+    is_adapter = root is not None and (root / "adapter_config.json").is_file()  # refused later
+    if root is not None and root.is_dir() and not is_adapter and not find_adapters(root, {}, ()):
         text = f"no adapter is below --lora-root {root} yet: each is a folder with adapter_config.json"
         print(text, file=sys.stderr)
     return RepositoryPlan(local_model(options.model), options.lora_root, options.models, dict(options.values))

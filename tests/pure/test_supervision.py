@@ -4,6 +4,7 @@ start that fails is tried again for as long as it was said, logs stay small."""
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -199,6 +200,18 @@ def test_whoever_is_killed_the_service_comes_back_and_ends_when_told(served: Kep
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def test_programs_with_the_same_seed_choose_different_ports() -> None:
+    state = random.getstate()
+    try:
+        found = []
+        for _ in range(4):
+            random.seed(0)
+            found.append(free_port())
+    finally:
+        random.setstate(state)
+    assert len(set(found)) > 1
 
 
 def test_a_signal_while_it_starts_ends_everything() -> None:

@@ -123,7 +123,8 @@ def free_port() -> int:
     except (OSError, ValueError, IndexError):
         first_given = 0
     own = range(PORTS.start, min(PORTS.stop, first_given))
-    for port in [*random.sample(own, min(len(own), 100)), 0]:
+    draw = random.SystemRandom()  # others that use the global one may have seeded it alike
+    for port in [*draw.sample(own, min(len(own), 100)), 0]:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return int(probe.getsockname()[1])

@@ -99,7 +99,7 @@ def _peers(rows: list[Row], machine: dict[str, Any], folder: Path) -> list[Path]
     if any(row.limit for row in rows):
         legend.append(_mark(LIMIT))
     title = _title(rows[0].model, rows[0].dtype, ", compared with other engines")
-    words = f"{_where(machine)}; 64 tokens in, 64 out. ×: manylora's speed / the fastest other engine's"
+    words = f"{_where(machine)}; 64 tokens in, 64 out. ×: ours / the fastest other engine"
     return _save(figure, title, legend, _name("peers", rows[0].model, machine), words, folder)
 
 
@@ -122,7 +122,7 @@ def _panel(axes: Any, rows: list[Row], top: float) -> None:
             )  # fmt: skip
         if some[0].limit:
             axes.hlines(some[0].limit, x - 0.44, x + 0.44, MARK, lw=2)
-        words.append(f"{number} concurrent\n{min(row.ratio() for row in some):.2f} ×")
+        words.append(f"{number} at once\n{min(row.ratio() for row in some):.2f} ×")
     axes.set(ylim=(0, top))
     axes.set_xticks(range(len(numbers)), words)
     axes.tick_params(axis="x", length=0)

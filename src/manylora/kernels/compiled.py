@@ -40,7 +40,7 @@ from manylora.kernels.spec import (
 )
 
 LARGEST_RANK = 8192  # limited by the C kernels' arrays on the stack
-LARGEST_HEAD = 256
+LARGEST_HEAD = 256  # as in native/team.h
 MAX_CACHED_ADAPTERS = 1024
 GATES = ("silu", "gelu", "gelu_tanh")  # in the order of their numbers in native/elementwise.c
 PART = np.dtype([("column", "i8"), ("width", "i8"), ("row", TABLE_ROW)])

@@ -1,108 +1,88 @@
-"""What several tests start from. Without a GPU the kernels in the Triton language run under its interpreter;
-it must be told before they are imported, and any test may import them."""
+"""Which tests run, in which order, and what is told of them. Nothing here imports torch: tests/pure runs
+without it."""
 
 from __future__ import annotations
 
-import os
-import shutil
+import json
+import platform
 import signal
+import subprocess
 import time
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import durations
 import pytest
+import selection
 
 import manylora  # noqa: F401 before torch, whose threads then spin as briefly as those of a server
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell script
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the commands that tests start inherit it
 
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
-from levels import NAMES, open_library, open_products
-
-from manylora.kernels import native
-from manylora.kernels.compiled import CompiledOps
-from manylora.kernels.cpu import CpuOps
-
-SLOW = "is slow: make test-slow"
-DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo"
+RECORD = Path(__file__).with_name("last_test_all.json")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="the slow tests too")
+    group = parser.getgroup("manylora")
+    group.addoption("--all", action="store_true", help="every case: make test-all")
+    group.addoption("--quick", action="store_true", help="tests/pure, and tests marked quick: make quick")
+    group.addoption("--write-durations", action="store_true", help="write tests/durations.json")
+    group.addoption("--record", action="store_true", help=f"write tests/{RECORD.name}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--slow"):
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason=SLOW))
+    """A test that is named on the command line runs with all its cases."""
+    if config.option.all or any("::" in argument for argument in config.args):
+        return
+    kept = selection.select(items, config.option.quick)
+    config.hook.pytest_deselected(items=list({*items} - {*kept}))
+    items[:] = kept
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One worker runs all tests of servers, which wait more than they compute. The others take the rest, file
-    by file."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class ServersTogether(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return "server" if nodeid.startswith("tests/server/") else super()._split_scope(nodeid)
-
-    return ServersTogether(config, log)
+    return durations.ByDuration(config, log)
 
 
-@pytest.fixture(params=["torch", *NAMES])
-def ops(request: pytest.FixtureRequest) -> CpuOps:
-    """The CPU's operations without and with the compiled kernels, for each level of instruction sets."""
-    return CpuOps() if request.param == "torch" else CompiledOps(open_library(request.param))
+class Report:
+    """Of the whole run, in the process that shows it: failures as they come, times, and the record."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config, self._start = config, time.time()
+        self._seconds: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid.partition("::")[0]] += report.duration
+        if report.when == "call" or not report.passed:
+            self._counts[report.outcome] += 1
+        if report.failed:
+            out = self._config.pluginmanager.get_plugin("terminalreporter")
+            out.write_line(f"\nFAILED {report.nodeid} ({report.when})\n{report.longreprtext}", red=True)
+
+    def pytest_sessionfinish(self) -> None:
+        if self._config.option.write_durations:
+            durations.write(self._seconds)
+        if self._config.option.record:
+            RECORD.write_text(json.dumps(self._record(), indent=1) + "\n", encoding="utf-8")
+
+    def _record(self) -> dict[str, Any]:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
+        )
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        processors = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+        return {
+            "date": time.strftime("%Y-%m-%d", time.gmtime(self._start)),
+            "commit": commit.stdout.strip(),
+            "machine": f"{len(processors)} × {processors[0] if processors else platform.machine()}",
+            "seconds": round(time.time() - self._start),
+            "counts": dict(sorted(self._counts.items())),
+        }
 
 
-@pytest.fixture(params=NAMES)
-def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The compiled kernels of each level, which are this process's meanwhile."""
-    library = open_library(request.param)
-    monkeypatch.setattr(native, "loaded", lambda: library)
-    return library
-
-
-@pytest.fixture
-def emulated() -> Any:
-    """The compiled kernels, with products that this processor may not have in plain C."""
-    return open_products()
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """For matrices so small that threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long generation of this process does not end by itself before a test has done what ends it."""
-    from manylora.engine.engine import Engine
-
-    step = Engine.step
-
-    def slow(engine: Engine) -> Any:
-        time.sleep(0.01)
-        return step(engine)
-
-    monkeypatch.setattr(Engine, "step", slow)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the demo's adapter folders, to be changed."""
-    folder = tmp_path_factory.mktemp("adapters")
-    shutil.copytree(DEMO / "adapters", folder, dirs_exist_ok=True)
-    return folder
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # not in a worker of pytest-xdist
+        config.pluginmanager.register(Report(config), "manylora-report")

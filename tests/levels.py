@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from selection import extended
 
 from manylora.kernels import native
 from manylora.system.compiler import build_library, find_compiler, find_zig
@@ -18,6 +19,9 @@ from manylora.system.processor import LEVELS, Level, find_levels
 SIMULATED = "x86-64-v4 by simde"
 NAMES = (*(level.name for level in LEVELS), SIMULATED)
 """What `open_library` knows; tests that take one of them skip those that cannot run."""
+BEST = next((level.name for level in find_levels()), NAMES[0])
+PARAMS = [BEST, *extended(*(name for name in NAMES if name != BEST))]
+"""Each of NAMES, of which `make test` runs this processor's best."""
 HEADER = Path(__file__).with_name("avx512.h")
 
 

@@ -18,5 +18,5 @@ OPTIONS += native.SOURCE.options[1:]
 
 native.SOURCE = dataclasses.replace(native.SOURCE, name="sanitized", options=OPTIONS)
 LEVEL = next(level for level in levels.find_levels() if level.name == os.environ["MANYLORA_NATIVE"])
-levels.NAMES = (LEVEL.name,)
+levels.NAMES, levels.PARAMS = (LEVEL.name,), [LEVEL.name]
 levels.find_levels = lambda: [LEVEL]

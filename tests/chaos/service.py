@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "demo"
 sys.path.insert(0, str(ROOT / "tests" / "server"))
 
-from conftest import Running, fill_repo, free_ports, new_server  # noqa: E402
+from servers import Running, fill_repo, free_ports, new_server  # noqa: E402
 
 __all__ = ["ANSWERS", "DEMO", "MODELS", "QUESTION", "ROOT", "SILENCE_S", "Service", "free_ports", "resident"]
 

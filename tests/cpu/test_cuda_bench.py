@@ -21,7 +21,7 @@ runpy.run_path("benchmarks/gpu.py", run_name="__main__")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.timeout(600)  # the machine may have much else to do
 def test_the_benchmark_runs_without_any_other_package(tmp_path: Path) -> None:
     done = subprocess.run(

@@ -153,7 +153,7 @@ SHARED_MEMORY = 227 * 1024  # bytes that a program may have on a Hopper GPU
 READS_MATRICES = {"_shrink_rows", "_shrink_tiles", "_expand", "_attend", "_grouped"}
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.timeout(600)  # the machine may have much else to do
 def test_every_kernel_and_choice_compiles_and_reads_matrices_in_wide_words(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -82,7 +82,7 @@ def attention_batch(counts: list[int], lengths: list[int], size: int = 4) -> Att
         ([1], [1], False, torch.float32),
         ([1, 1, 1], [5, 64, 16], True, torch.float32),
         ([1, 1], [8, 33], False, torch.bfloat16),
-        pytest.param([1, 2, 1], [512, 3, 20], False, torch.float32, marks=pytest.mark.slow),
+        pytest.param([1, 2, 1], [512, 3, 20], False, torch.float32, marks=pytest.mark.extended),
         ([3, 20, 1], [8, 17, 4], True, torch.float32),
         ([3, 20, 1], [8, 17, 4], True, torch.bfloat16),
         ([70], [12], False, torch.float32),
@@ -256,7 +256,7 @@ def test_fused_rows_are_the_references(dtype: torch.dtype) -> None:
     close(rows.clamped_swiglu(x, 1.7, 0.5), reference.clamped_swiglu(x, 1.7, 0.5))
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_eight_bit_floats_are_torchs() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     values = codes.view(FP8).float()

@@ -69,7 +69,7 @@ def requests_of(world: World) -> list[tuple[tuple[int, ...], Lora]]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_batch_of_them_answers_as_on_a_cpu(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = requests_of(world)
     options = {"max_batch_size": len(asked)}

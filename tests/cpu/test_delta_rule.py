@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from levels import NAMES, open_library
+from levels import PARAMS, open_library
 from recurrent_states import DECODING, PROMPTS, SLOTS, TAPS, check_parts, copy, table
 
 from manylora.kernels.compiled import CompiledOps
@@ -36,7 +36,7 @@ def make(key_heads: int, heads: int, key_dim: int, value_dim: int, rows: int) ->
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("level", NAMES)
+@pytest.mark.parametrize("level", PARAMS)
 def test_the_kernel_is_the_reference(level: str, shape: tuple) -> None:
     ops = CompiledOps(open_library(level))
     for counts, *others in (PROMPTS, DECODING):
@@ -51,7 +51,7 @@ def test_the_kernel_is_the_reference(level: str, shape: tuple) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2])
-@pytest.mark.parametrize("level", NAMES[:3])
+@pytest.mark.parametrize("level", PARAMS[:3])
 def test_parts_and_company_change_no_bit(level: str, shape: tuple) -> None:
     ops, count = CompiledOps(open_library(level)), 23
     x, gates, weights, state = make(*shape, count)

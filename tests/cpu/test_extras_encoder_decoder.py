@@ -67,7 +67,7 @@ def check_batch(model: Path, adapters: list[Path]) -> None:
         assert not agree(with_all, without)
 
 
-SLOW = pytest.mark.slow
+SLOW = pytest.mark.extended
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_a_cpu_adds_what_the_numbers_mean(
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.extended)]
 )
 @pytest.mark.parametrize(("lengths", "ranks"), SHAPES)
 def test_a_gpu_adds_what_the_numbers_mean(lengths: list[int], ranks: list[int], dtype: torch.dtype) -> None:

@@ -113,7 +113,7 @@ def test_beams(served: Served) -> None:
     assert [list(beam.token_ids) for beam in events[-1].beams] == [t[len(prompt) :].tolist() for t in theirs]
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_the_path_of_a_gpu(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels, or their interpreter."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from levels import NAMES, open_library
+from levels import PARAMS, open_library
 from running import answers, check_plain_beams, read, tokens
 from safetensors.torch import load_file, save_file
 from test_parity_adapters import agree, mixed_logits, open_store
@@ -116,7 +116,7 @@ def test_beams_are_those_of_transformers(model: Path) -> None:
     check_plain_beams(model)
 
 
-@pytest.mark.parametrize("level", NAMES)
+@pytest.mark.parametrize("level", PARAMS)
 def test_products_of_4_bits_have_the_bits_of_those_of_8(level: str) -> None:
     """MXFP4 stays in 4 bits where the kernels are compiled, for few and many rows, and for each form of
     products that the processor has."""

@@ -119,7 +119,7 @@ def test_replayed_steps_give_the_tokens_of_the_plain_loop(
     assert recorder.recorded == before, "a shape that was recorded is recorded again"
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_adapters_of_8_bits_are_recorded_apart(
     world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +155,7 @@ class NothingWaits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("family", ["gemma2", pytest.param("mixtral", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["gemma2", pytest.param("mixtral", marks=pytest.mark.extended)])
 def test_soft_caps_windows_and_experts_are_recorded(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +185,7 @@ def test_soft_caps_windows_and_experts_are_recorded(
     assert recorder.replayed > 0
 
 
-@pytest.mark.parametrize("family", ["granite4", pytest.param("qwen3.5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["granite4", pytest.param("qwen3.5", marks=pytest.mark.extended)])
 def test_recurrent_layers_are_recorded(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded steps wait for nothing, and give the plain loop's tokens; neither a padded row nor the
     recording itself changes a state."""

@@ -86,7 +86,7 @@ def test_answers_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     check_answers(name, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_answers_of_four_ranks_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     check_answers(name, tmp_path, BOTH)
@@ -136,7 +136,7 @@ def check_pooled_by(engine: Engine, model: Path, requests: list[Request]) -> Non
 
 @pytest.mark.parametrize(
     "family, ranks",
-    [("bert", TENSOR), ("bert", STAGES), pytest.param("roberta", BOTH, marks=pytest.mark.slow)],
+    [("bert", TENSOR), ("bert", STAGES), pytest.param("roberta", BOTH, marks=pytest.mark.extended)],
 )
 def test_encoders_and_their_heads(family: str, ranks: dict[str, int], tmp_path: Path) -> None:
     """Of three layers, so that stages differ; the adapter brings biases and a head."""
@@ -159,7 +159,7 @@ def test_encoders_and_their_heads(family: str, ranks: dict[str, int], tmp_path: 
     ("family", "ranks"),
     [
         ("modernbert", TENSOR), ("gemma3_text", STAGES),
-        *(pytest.param(*rest, marks=pytest.mark.slow) for rest in (
+        *(pytest.param(*rest, marks=pytest.mark.extended) for rest in (
             ("modernbert", STAGES), ("gemma3_text", TENSOR), *((family, BOTH) for family in ENCODERS)
         )),
     ],

@@ -40,7 +40,7 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.mark.parametrize(
     "settings",
-    [SHARED, pytest.param(BOTH, marks=pytest.mark.slow), {**BOTH, "enable_overlap": True}],
+    [SHARED, pytest.param(BOTH, marks=pytest.mark.extended), {**BOTH, "enable_overlap": True}],
     ids=["tp 4", "tp 2, pp 2", "tp 2, pp 2, overlapped"],
 )
 def test_ranks_share_a_plain_model(dense: World, settings: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ def test_ranks_share_a_plain_model(dense: World, settings: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"tensor_parallel_size": 2, "moe_expert_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel_size": 2, "moe_expert_parallel_size": 2}, marks=pytest.mark.extended),
         {**SHARED, "moe_expert_parallel_size": 2, "enable_overlap": True},
     ],
     ids=["ep 2", "moe_tp 2, moe_ep 2"],

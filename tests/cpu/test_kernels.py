@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from levels import NAMES, open_library
+from levels import PARAMS, open_library
 
 from manylora.kernels import cpu
 from manylora.kernels.activations import ACTIVATIONS
@@ -298,7 +298,7 @@ def test_norms_and_gates_are_those_of_the_reference(ops: CpuOps, rows: int, dtyp
             assert torch.equal(ops.gated(wide[:1], activation), got[:1])
 
 
-@pytest.mark.parametrize("level", NAMES)
+@pytest.mark.parametrize("level", PARAMS)
 def test_silu_is_exact_to_rounding(level: str) -> None:
     """The exponential is within two units of the last place, for numbers of any size."""
     x = torch.linspace(-20, 20, 4096)

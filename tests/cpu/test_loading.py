@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from levels import NAMES, open_library
+from levels import PARAMS, open_library
 
 from manylora.kernels import loading, native
 from manylora.kernels.row_format import RowFormat
@@ -24,7 +24,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(params=["numpy", *NAMES])
+@pytest.fixture(params=["numpy", *PARAMS])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     library = None if request.param == "numpy" else open_library(request.param)
     monkeypatch.setattr(native, "loaded", lambda: library)

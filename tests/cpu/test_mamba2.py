@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from levels import NAMES, open_library
+from levels import PARAMS, open_library
 from recurrent_states import DECODING, PROMPTS, SLOTS, TAPS, check_parts, copy, table
 
 from manylora.kernels.compiled import CompiledOps
@@ -51,7 +51,7 @@ def make(
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("level", NAMES)
+@pytest.mark.parametrize("level", PARAMS)
 def test_the_kernel_is_the_reference(level: str, shape: tuple[int, int, int, int], form: dict) -> None:
     ops = CompiledOps(open_library(level))
     for counts, *others in (PROMPTS, DECODING):
@@ -79,7 +79,7 @@ def test_a_prompt_in_chunks_is_the_recurrence(shape: tuple[int, int, int, int]) 
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2])
-@pytest.mark.parametrize("level", NAMES[:3])
+@pytest.mark.parametrize("level", PARAMS[:3])
 def test_parts_and_company_change_no_bit(level: str, shape: tuple[int, int, int, int]) -> None:
     ops, count = CompiledOps(open_library(level)), 23
     x, weights, state = make(*shape, count)

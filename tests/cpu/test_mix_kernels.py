@@ -114,8 +114,8 @@ def test_a_row_has_the_same_bits_with_any_number_of_threads(
     [
         ([1, 1, 1, 1], [5, 35, 16, 3], torch.float32),
         ([1, 17, 3, 2], [16, 33, 4, 8], torch.bfloat16),
-        pytest.param([1, 1, 1, 1], [5, 35, 16, 3], torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param([1, 17, 3, 2], [16, 33, 4, 8], torch.float32, marks=pytest.mark.slow),
+        pytest.param([1, 1, 1, 1], [5, 35, 16, 3], torch.bfloat16, marks=pytest.mark.extended),
+        pytest.param([1, 17, 3, 2], [16, 33, 4, 8], torch.float32, marks=pytest.mark.extended),
     ],
 )
 def test_a_gpu_adds_what_each_member_adds(lengths: list[int], ranks: list[int], dtype: torch.dtype) -> None:

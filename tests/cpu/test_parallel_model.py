@@ -257,7 +257,7 @@ def one_process(case: Case) -> tuple[list[torch.Tensor], int]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
+    "name", [pytest.param(name, marks=pytest.mark.extended) if name in SLOW else name for name in CASES]
 )
 def test_ranks_compute_what_one_process_does(name: str, folder: Path, groups: dict[str, Any]) -> None:
     case = case_of(folder, name)

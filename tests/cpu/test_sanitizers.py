@@ -48,7 +48,7 @@ def environment(request: pytest.FixtureRequest) -> dict[str, str]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_an_element_too_many_is_found(environment: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", BEYOND], env=environment, capture_output=True, text=True, check=False
@@ -56,7 +56,7 @@ def test_an_element_too_many_is_found(environment: dict[str, str]) -> None:
     assert done.returncode and "heap-buffer-overflow" in done.stderr, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_kernels_stay_in_their_memory(environment: dict[str, str], kernels: str) -> None:

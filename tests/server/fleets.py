@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
-from conftest import free_ports
+from servers import free_ports
 from waiting import answers, wait_for
 
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate

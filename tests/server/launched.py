@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpc
-from conftest import Running
+from servers import Running
 from test_server import PROMPT, inputs, tensor
 from tritonclient.utils import InferenceServerException
 from waiting import answers

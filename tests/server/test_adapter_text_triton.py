@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, Running, fill_repo, new_server
+from servers import ROOT, Running, fill_repo, new_server
 
 sys.path.append(str(ROOT / "tests" / "cpu"))
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import Running, World
+from servers import Running, World
 
 from manylora import LoRARequest
 from manylora.bench.datasets import BenchRequest, write_dataset

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import World, fill_repo, new_server
 from launched import processes
+from servers import World, fill_repo, new_server
 from test_ranks import check_answers, follower
 from test_server import PROMPT, ask, inputs, lora, new_ids
 from tritonclient.utils import InferenceServerException

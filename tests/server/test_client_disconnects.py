@@ -9,8 +9,8 @@ from pathlib import Path
 
 import grpc
 import numpy as np
-from conftest import Running
 from launched import total
+from servers import Running
 from test_shapes import ONE
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from waiting import wait_for_named as wait_for

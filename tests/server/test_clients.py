@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import tritonclient.grpc as grpc
-from conftest import ROOT, Running, World, fill_repo, new_server
 from launched import scrape, scrape_until
 from safetensors import safe_open
+from servers import ROOT, Running, World, fill_repo, new_server
 from test_server import generate, inputs
 from tritonclient.utils import InferenceServerException
 

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 import tritonclient.grpc as grpc
-from conftest import Running, World
 from dashboard import without_samples
 from launched import scrape, scrape_until
+from servers import Running, World
 from test_server import NEW, PROMPT, ask, generate, inputs, lora, new_ids, tensor
 from tritonclient.utils import InferenceServerException
 

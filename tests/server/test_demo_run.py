@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 
-from conftest import ROOT, free_ports
+from servers import ROOT, free_ports
 
 
 def test_the_demo_from_end_to_end() -> None:

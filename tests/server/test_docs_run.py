@@ -18,7 +18,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from servers import ROOT
 from waiting import answers
 
 NOT_RUN = {
@@ -142,7 +142,7 @@ def as_pattern(line: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in RUN]
+    "name", [pytest.param(name, marks=pytest.mark.extended) if name in LONG else name for name in RUN]
 )
 @pytest.mark.timeout(600)
 def test_what_a_page_shows_runs(name: str, shell: Shell) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc
-from conftest import Running
 from launched import scrape
+from servers import Running
 from test_server import NEW, PROMPT, ask, inputs, lora, new_ids, tensor
 from tritonclient.utils import InferenceServerException
 

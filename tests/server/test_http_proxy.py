@@ -11,8 +11,8 @@ import urllib.request
 import zlib
 
 import pytest
-from conftest import Running
 from launched import goes_on, processes
+from servers import Running
 
 GENERATE = "/v2/models/ensemble/generate"
 INFER = "/v2/models/postprocessing/infer"

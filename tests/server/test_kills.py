@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import tritonclient.grpc as grpc
-from conftest import Running, World, fill_repo, new_server
 from launched import MODELS, children, is_back, is_gone, models, processes, streams
+from servers import Running, World, fill_repo, new_server
 from test_server import NEW, PROMPT, ask, inputs, new_ids
 from waiting import wait_for_named as wait_for
 
@@ -107,7 +107,7 @@ def test_a_hung_server_is_replaced(world: World, tmp_path: Path) -> None:
         hung.launch("--stop")
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_pause_of_the_whole_service_is_no_hang(world: World, tmp_path: Path) -> None:
     """As of a container or a machine. The supervisor may be the first that goes on."""
     paused = new_server(fill_repo(tmp_path / "repo", world.model))

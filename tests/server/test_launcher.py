@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 import tritonclient.grpc as grpc
-from conftest import ROOT, Running, World, fill_repo, new_server
 from launched import children, is_gone, models, processes, streams
+from servers import ROOT, Running, World, fill_repo, new_server
 from test_server import ask, inputs
 from waiting import wait_for_named as wait_for
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 import tritonclient.grpc as grpc
 import tritonclient.utils.shared_memory as shm
-from conftest import Running, World
+from servers import Running, World
 from test_server import NEW, PROMPT, ask, inputs, lora, new_ids, tensor
 from tritonclient.utils import InferenceServerException
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import tritonclient.grpc as grpc
-from conftest import Running, new_server
 from launched import is_back, is_gone, processes
+from servers import Running, new_server
 from tritonclient.utils import InferenceServerException
 from waiting import wait_for_named as wait_for
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, World, new_server
+from servers import ROOT, World, new_server
 from standin.config import config
 
 from manylora.testing.tiny_models import reference_generate

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Running as Triton
-from conftest import World
 from launched import active, total
+from servers import Running as Triton
+from servers import World
 
 from manylora.errors import ConfigError
 from manylora.testing.tiny_models import reference_generate

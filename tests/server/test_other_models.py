@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc
-from conftest import Running, World, fill_repo, new_server
 from launched import active, children, scrape, scrape_until
+from servers import Running, World, fill_repo, new_server
 from test_client_disconnects import generated
 from test_server import tensor
 from tritonclient.utils import InferenceServerException

@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, free_ports
+from servers import ROOT, free_ports
 from waiting import answers, wait_for
 
 pytest.importorskip("selenium", reason="selenium is missing: pip install -e '.[dev]'")

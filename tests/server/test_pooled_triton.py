@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Running, World, fill_repo, new_server
+from servers import Running, World, fill_repo, new_server
 from test_other_models import expected, post, stream, vllm
 from test_server import ask, inputs, new_ids
 from tritonclient.utils import InferenceServerException

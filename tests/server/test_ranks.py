@@ -8,8 +8,8 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from conftest import Running, World, fill_repo, new_server
 from launched import children, command_line, is_back, is_gone, processes, streams
+from servers import Running, World, fill_repo, new_server
 from test_server import NEW, PROMPT, ask, inputs, lora, new_ids
 from waiting import wait_for_named as wait_for
 

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import Running, World, fill_repo, free_ports, new_server
 from launched import is_back, is_gone, is_ready, processes, streams
+from servers import Running, World, fill_repo, free_ports, new_server
 from test_server import NEW, PROMPT, ask, inputs, lora, new_ids
 from waiting import wait_for_named as wait_for
 
@@ -234,7 +234,7 @@ def test_what_does_not_belong_together_is_named_on_both_hosts(
         assert "rank 1 was started with another max_batch_size than rank 0: 3, rank 0 has 8" in text
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_torchrun_starts_the_ranks_of_one_host_and_ends_them(world: World, tmp_path: Path) -> None:
     """Its own store outlives each start of the ranks. No namespaces are needed."""
     repo = fill_repo(tmp_path / "repo", world.model, lora_weights_data_type="TYPE_FP32")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc
-from conftest import Running, World
+from servers import Running, World
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from manylora.commands.convert import main as convert

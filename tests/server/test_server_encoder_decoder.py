@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Running, fill_repo, new_server
 from launched import processes
+from servers import Running, fill_repo, new_server
 from test_ranks import followers
 from test_server import ask, inputs, new_ids
 

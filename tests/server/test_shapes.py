@@ -9,8 +9,8 @@ import json
 import grpc
 import numpy as np
 import pytest
-from conftest import Running
 from launched import goes_on, processes
+from servers import Running
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 Inputs = dict[str, tuple[str, list[int], bytes]]  # name -> dtype, shape, content

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import fill_repo, new_server
+from servers import fill_repo, new_server
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from manylora.testing.tiny_models import make_model

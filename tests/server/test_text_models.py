@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc
-from conftest import Running
 from launched import active, total
+from servers import Running
 from test_server import PROMPT, generate, tensor
 from tritonclient.utils import InferenceServerException
 from waiting import wait_for_named as wait_for

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 import tritonclient.http as http
-from conftest import Running, World, fill_repo, new_server
+from servers import Running, World, fill_repo, new_server
 from test_server import PROMPT, inputs, tensor
 
 from manylora.lora.convert import convert_peft

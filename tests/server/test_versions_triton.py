@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc
-from conftest import Running, World
+from servers import Running, World
 from test_load import unregister
 from test_server import NEW, PROMPT, ask, inputs, lora, new_ids, tensor
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype

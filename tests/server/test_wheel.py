@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, World, free_ports
+from servers import ROOT, World, free_ports
 
 from manylora.kernels import native
 from manylora.system.processor import LEVELS

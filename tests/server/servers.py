@@ -1,0 +1,173 @@
+"""Servers for tests: a filled model repository, its ports, and the commands that start, watch and stop it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manylora.launcher.processes import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+BLS_VALUES = ("accumulate_tokens", "tensorrt_llm_draft_model_name")
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# The engine of a tiny model answers anything in a fraction of a second: what a test does in the middle of an
+# answer, or of a start, would come too late on a quick machine, or where the test gets no time for a moment.
+BRAKES = """
+
+def _brakes(slow: Path, held: Path) -> None:
+    import time
+
+    from manylora.engine.engine import Engine
+
+    step, start = Engine.step, EngineLoop.start
+
+    def slow_step(engine: Engine) -> object:
+        if slow.exists():
+            time.sleep(0.05)
+        return step(engine)
+
+    def held_start(*given: object) -> EngineLoop:
+        while held.exists():
+            time.sleep(0.02)
+        return start(*given)
+
+    Engine.step, EngineLoop.start = slow_step, staticmethod(held_start)
+
+
+_brakes(Path({slow!r}), Path({held!r}))
+"""
+
+
+def free_ports(count: int) -> list[int]:
+    found: set[int] = set()
+    while len(found) < count:
+        found.add(free_port())
+    return list(found)
+
+
+def fill_repo(path: Path, model: Path, *, contracts: bool = False, **values: str) -> Path:
+    """A filled copy of model_repo/. contracts: with the models of other projects, which need no filling."""
+    shutil.copytree(ROOT / "model_repo", path)
+    for name in () if contracts else ("vllm_model", "llmapi"):
+        shutil.rmtree(path / name)
+    common = "triton_max_batch_size:8"
+    weights = values.setdefault("lora_weights_data_type", "TYPE_FP16")
+    tokenizer = values.pop("tokenizer_dir", model)
+    decoupled = values.pop("decoupled_mode", "True")
+    bls = ["bls_instance_count:1", "logits_datatype:TYPE_FP32", f"lora_weights_data_type:{weights}"]
+    bls += [f"{name}:{values.pop(name)}" for name in BLS_VALUES if name in values]
+    fills = {
+        "tensorrt_llm_bls": ",".join([common, f"decoupled_mode:{decoupled}", *bls]),
+        "ensemble": f"{common},logits_datatype:TYPE_FP32,lora_weights_data_type:{weights}",
+        "preprocessing": f"{common},tokenizer_dir:{tokenizer},preprocessing_instance_count:1",
+        "postprocessing": f"{common},tokenizer_dir:{model},postprocessing_instance_count:1",
+        "tensorrt_llm": ",".join(
+            [
+                f"{common},triton_backend:python,decoupled_mode:{decoupled}",
+                f"engine_dir:{model},batching_strategy:inflight_fused_batching,logits_datatype:TYPE_FP32",
+                "encoder_input_features_data_type:TYPE_FP16,device:cpu",
+                *(f"{name}:{value}" for name, value in values.items()),
+            ]
+        ),
+    }
+    for name, substitutions in fills.items():
+        command = [sys.executable, ROOT / "tools/fill_template.py", "-i", path / name / "config.pbtxt"]
+        subprocess.run([*command, substitutions], check=True)
+    with (path / "tensorrt_llm" / "1" / "model.py").open("a", encoding="utf-8") as file:
+        file.write(BRAKES.format(slow=f"{path}.slow", held=f"{path}.held"))
+    return path
+
+
+@dataclass
+class Running:
+    repo: Path
+    http: int
+    grpc: int
+    metrics: int
+
+    def command(self, *flags: str) -> list[str]:
+        command = [sys.executable, str(ROOT / "launch_triton_server.py"), f"--model_repo={self.repo}"]
+        ports = [f"--http_port={self.http}", f"--grpc_port={self.grpc}", f"--metrics_port={self.metrics}"]
+        return [*command, *ports, "--address=127.0.0.1", "--force", *flags]
+
+    def launch(self, *flags: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            self.command(*flags),
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+
+    def start(self, *flags: str) -> None:
+        started = self.launch(*flags)
+        assert started.returncode == 0, started.stderr
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(tempfile.gettempdir()) / f"manylora-{os.getuid()}-{self.http}"
+
+    @property
+    def secret(self) -> str:
+        return (self.run_dir / "management.secret").read_text(encoding="utf-8")
+
+    @property
+    def management(self) -> dict[str, str]:
+        """Metadata of gRPC calls that manage the server."""
+        return {"triton-grpc-protocol-manylora-management": self.secret}
+
+    def state(self) -> dict:
+        return json.loads(self.launch("--status").stdout)
+
+    def slow(self) -> AbstractContextManager[Path]:
+        """Each step of the engine takes 50 ms longer, an answer of 200 tokens 10 s: until the end, or until
+        the file that this gives is removed."""
+        return self._brake("slow")
+
+    def held(self) -> AbstractContextManager[Path]:
+        """What starts meanwhile does not load the model before the end."""
+        return self._brake("held")
+
+    @contextmanager
+    def _brake(self, name: str) -> Iterator[Path]:
+        brake = Path(f"{self.repo}.{name}")
+        brake.touch()
+        try:
+            yield brake
+        finally:
+            brake.unlink(missing_ok=True)
+
+
+def new_server(repo: Path) -> Running:
+    return Running(repo, *free_ports(3))
+
+
+@dataclass
+class World:
+    model: Path
+    adapters: dict[int, Path]  # task id -> PEFT directory
+    converted: Path  # <task id>/ with the .npy pair
+
+    def gateway(self, grpc_port: int, folder: Path) -> dict[str, Any]:
+        """Options of an OpenAI server in front of a Triton with this model, whose adapters it names in a new
+        folder."""
+        folder.mkdir()
+        for task_id, path in self.adapters.items():
+            (folder / f"adapter-{task_id}").symlink_to(path)
+        return {
+            "model": self.model,
+            "device": "auto",
+            "served_model_name": ("base",),
+            "triton_url": f"127.0.0.1:{grpc_port}",
+            "lora_root": (folder,),
+            "lora_allowed_path": tuple({path.parent for path in self.adapters.values()}),
+        }

@@ -15,6 +15,24 @@ WITH_RAY = (
 )  # fmt: skip
 
 
+SAME = [
+    ("lora_manager", "LoraConfig"),
+    ("lora_helper", "LoraConfig"),
+    ("executor.request", "LoRARequest"),
+    ("sampling_params", "SamplingParams"),
+    ("sampling_params", "GuidedDecodingParams"),
+    ("llmapi", "GuidedDecodingParams"),
+    ("llmapi.llm_args", "PeftCacheConfig"),
+    ("llmapi.llm_args", "KvCacheConfig"),
+    ("llmapi.llm_args", "LoraConfig"),
+    ("llmapi", "LLM"),
+    ("llmapi", "RequestOutput"),
+    ("models.modeling_utils", "QuantConfig"),
+    ("quantization.mode", "QuantAlgo"),
+]
+"""Modules of TensorRT-LLM's and ours that have a name, which is one object everywhere."""
+
+
 def test_public_names_exist() -> None:
     for path in sorted(PACKAGE.rglob("*.py")):
         name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
@@ -24,3 +42,8 @@ def test_public_names_exist() -> None:
         names = getattr(loaded, "__all__", [])
         assert len(names) == len(set(names)), f"{name}.__all__ names something twice"
         assert all(hasattr(loaded, public) for public in names), name
+
+
+def test_every_name_is_the_same_at_every_path() -> None:
+    for module, name in SAME:
+        assert getattr(importlib.import_module(f"manylora.{module}"), name) is getattr(manylora, name), module

@@ -15,8 +15,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-import kubernetes_validate
 import pytest
 import yaml
 from kustomized import Object, containers, name_of, render
@@ -138,8 +136,10 @@ SERVER_PODS = [
 ]
 
 
+@pytest.mark.extended  # Kubernetes' schemas: make test-all
 @pytest.mark.parametrize(("plan", "one"), DIFFERENT, ids=lambda x: x if isinstance(x, str) else x["kind"])
 def test_kubernetes_takes_every_object(plan: str, one: Object) -> None:
+    jsonschema, kubernetes_validate = map(pytest.importorskip, ("jsonschema", "kubernetes_validate"))
     kind = f"{one['apiVersion']} {one['kind']}"
     if kind not in SHAPES:
         kubernetes_validate.validate(one, VERSION, strict=True)
@@ -152,7 +152,23 @@ def test_kubernetes_takes_every_object(plan: str, one: Object) -> None:
         kubernetes_validate.validate(whole, VERSION, strict=True)
 
 
+@pytest.mark.extended
+def test_kubernetes_takes_what_lies_inside_of_other_kinds() -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    keda = of("keda", "ScaledObject")["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    target = {"scaleTargetRef": {"kind": "Deployment", "name": "x"}, "maxReplicas": 2, "behavior": keda}
+    wholes = [{**of("base", "HorizontalPodAutoscaler"), "spec": target}]
+    group = of("hosts", "LeaderWorkerSet", "manylora-ranks")["spec"]["leaderWorkerTemplate"]
+    for kind in ("leader", "worker"):
+        spec = group[f"{kind}Template"]["spec"]
+        wholes.append({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": spec})
+    for whole in wholes:
+        kubernetes_validate.validate(whole, VERSION, strict=True)
+
+
+@pytest.mark.extended
 def test_a_wrong_field_is_found() -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
     wrong = json.loads(json.dumps(of("base", "Deployment")))
     wrong["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -281,18 +297,12 @@ def test_both_autoscalers_take_replicas_away_slowly() -> None:
     mine = of("base", "HorizontalPodAutoscaler")["spec"]["behavior"]
     keda = of("keda", "ScaledObject")["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
     assert mine == keda
-    whole = {**of("base", "HorizontalPodAutoscaler"), "spec": {
-        "scaleTargetRef": {"kind": "Deployment", "name": "x"}, "maxReplicas": 2, "behavior": keda,
-    }}  # fmt: skip
-    kubernetes_validate.validate(whole, VERSION, strict=True)
 
 
 @pytest.mark.parametrize("kind", ["leader", "worker"])
 def test_each_pod_of_a_group_is_one_rank_of_the_same_engine(kind: str) -> None:
     group = of("hosts", "LeaderWorkerSet", "manylora-ranks")["spec"]["leaderWorkerTemplate"]
     template = group[f"{kind}Template"]
-    whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": template["spec"]}
-    kubernetes_validate.validate(whole, VERSION, strict=True)
     (container,) = template["spec"]["containers"]
     for key in ("command", "args", "image", "env", "resources", "lifecycle", "securityContext"):
         assert container[key] == group["workerTemplate"]["spec"]["containers"][0][key]

@@ -4,69 +4,91 @@ TORCH_INDEX ?=
 WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+PIP := $(BIN)/pip install -q --no-compile --disable-pip-version-check -c constraints.txt
 PEERS := openvino llamacpp
+comma := ,
+# A page in a browser is tested where there is one; C is compiled with zig where there is no compiler.
+BROWSER := $(if $(shell command -v chromium),$(comma)browser)
+ZIG := $(if $(shell command -v cc || command -v gcc || command -v clang),,ziglang)
+COMPILE := from manylora.kernels import native; native.load()
 
-.PHONY: help install demo serve test test-slow check parity bench bench-peers chaos browser test-gpu bench-gpu gpu-static clean
+.PHONY: help install demo serve test test-all test-durations quick check parity bench bench-peers chaos browser \
+	test-gpu bench-gpu gpu-static clean
 
-demo: $(STAMP) ## convert two adapters, serve them, and ask the base model and both adapters
+demo: $(VENV)/.server ## convert two adapters, serve them, and ask the base model and both adapters
 	@$(BIN)/python examples/demo/run.py demo
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
-install: $(STAMP) ## install everything into .venv; other targets do this when they need it
+install: $(VENV)/.server ## install what serves into .venv; other targets install what they need
 
-serve: $(STAMP) ## start the demo's server, leave it running, and print commands to try
+serve: $(VENV)/.server ## start the demo's server, leave it running, and print commands to try
 	@$(BIN)/python examples/demo/run.py serve
 
-test: $(STAMP) ## run the tests, including those against a real tritonserver
+test: $(VENV)/.test ## run the tests, including those against a real tritonserver; 8 minutes on two cores
 	$(BIN)/python -m pytest -n $(WORKERS)
 
-test-slow: $(STAMP) ## run the slow tests, which `make test` skips
-	$(BIN)/python -m pytest --slow -m slow
+quick: $(VENV)/.test ## run the tests that need nothing, and a tiny model through each door; 2 minutes
+	$(BIN)/python -m pytest -n $(WORKERS) --quick
 
-test-gpu: $(STAMP) ## run the tests of the GPU path and its kernels; needs a CUDA GPU
-	$(BIN)/python -m pytest tests/gpu $(addprefix tests/cpu/test_,$(addprefix cuda_,kernels.py blocks.py experts.py backends.py quantised.py recurrent.py) \
-		float8_kernels.py)
+test-all: $(VENV)/.dev ## run every case of every test, and write tests/last_test_all.json; an hour on two cores
+	$(BIN)/python -m pytest -n $(WORKERS) --all --record
+
+test-durations: $(VENV)/.test ## run `make test`, and write what each file takes to tests/durations.json
+	$(BIN)/python -m pytest -n $(WORKERS) --write-durations
+
+test-gpu: $(VENV)/.test ## run the tests of the GPU path and its kernels; needs a CUDA GPU
+	$(BIN)/python -m pytest --all tests/gpu $(addprefix tests/cpu/test_,$(addprefix cuda_,kernels.py blocks.py \
+	  experts.py backends.py quantised.py recurrent.py) float8_kernels.py)
 
 bench-gpu: ## run the GPU benchmark (BENCH_ARGS=...); works with any Python that has torch, triton and numpy
 	PYTHONPATH=src $(or $(wildcard $(BIN)/python),python3) benchmarks/gpu.py $(BENCH_ARGS)
 
-gpu-static: $(STAMP) ## write docs/gpu_static.md: machine code of every GPU kernel; needs no GPU; takes minutes
+gpu-static: $(VENV)/.dev ## write docs/gpu_static.md: machine code of every GPU kernel; needs no GPU; takes minutes
 	PYTHONPATH=src $(BIN)/python benchmarks/gpu_static.py --out docs/gpu_static.md
 
-check: $(STAMP) ## check lint, format and types
+check: $(VENV)/.check ## check lint, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	for model in model_repo/*/1/model.py; do $(BIN)/mypy $$model || exit 1; done
 
-bench: $(STAMP) ## compare the engine, with and without adapters, with this machine's limits; under 5 minutes
+bench: $(VENV)/.dev ## compare the engine, with and without adapters, with this machine's limits; under 5 minutes
 	@$(BIN)/python benchmarks/engine.py --rounds 2
 
-bench-peers: $(STAMP) $(PEERS:%=build/%/.installed) ## compare the engine with OpenVINO and llama.cpp (short: BENCH_ARGS="--cases base")
+bench-peers: $(VENV)/.dev $(PEERS:%=build/%/.installed) ## compare the engine with OpenVINO and llama.cpp (short: BENCH_ARGS="--cases base")
 	@$(BIN)/python benchmarks/peers.py --peers openvino,llama.cpp --python openvino=build/openvino/bin/python \
 	  --python llama.cpp=build/llamacpp/bin/python --keep build/peers --json build/peers.json $(BENCH_ARGS)
 
-chaos: $(STAMP) ## test a service under kills, hostile requests, hostile adapters and disconnects (CHAOS_ARGS=...); about 10 minutes
+chaos: $(VENV)/.test ## test a service under kills, hostile requests, hostile adapters and disconnects (CHAOS_ARGS=...); about 10 minutes
 	@$(BIN)/python tests/chaos $(CHAOS_ARGS)
 
-parity: $(STAMP) ## compare every model family and kind of adapter with transformers + PEFT; takes minutes
+parity: $(VENV)/.test ## compare every model family and kind of adapter with transformers + PEFT; takes minutes
 	@$(BIN)/python -m manylora.testing.parity
 
 browser: ## install Chromium for the tests of the web page (Debian, Ubuntu); without it they are skipped
 	apt-get install -y --no-install-recommends chromium chromium-driver fonts-noto-cjk
 
-$(STAMP): pyproject.toml setup.py constraints.txt
+$(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.10, 3.11 or 3.12 is needed: apt install python3 python3-venv"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \
 	  { echo "$(PYTHON) is not Python 3.10 to 3.12: set PYTHON=/path/to/python3.11"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "venv is missing: apt install python3-venv"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(if $(TORCH_INDEX),$(BIN)/pip install --index-url $(TORCH_INDEX) torch==2.13.0)
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
-	touch $@
+
+# Each extra of pyproject.toml that a target needs. The largest packages come first, while the kernels are compiled.
+$(VENV)/.%: pyproject.toml setup.py constraints.txt | $(BIN)/python
+	@echo "Installing what \`$*\` needs into $(VENV): about a minute"
+	@$(PIP) setuptools $(ZIG)
+	@PYTHONPATH=src $(if $(ZIG),true,$(PYTHON)) -c "$(COMPILE)" & compiling=$$!; \
+	  $(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) --no-deps torch && wait $$compiling
+	@$(PIP) --no-build-isolation -e '.[$(EXTRA_$*)]'
+	@touch $@
+EXTRA_server := server,openai
+EXTRA_test := test$(BROWSER)
+EXTRA_check := check$(BROWSER)
+EXTRA_dev := dev
 
 build/%/.installed: benchmarks/peers/%.txt
 	$(PYTHON) -m venv $(@D)

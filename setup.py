@@ -1,12 +1,10 @@
-"""Compiles the C code for every level of instruction sets. The rest of the build is in pyproject.toml."""
+"""Compiles the C code of a wheel, for every level of instruction sets. The rest is in pyproject.toml."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Command, setup
@@ -15,7 +13,7 @@ from setuptools.command.build import build
 SRC = Path(__file__).resolve().parent / "src"
 sys.path.insert(0, str(SRC))
 from manylora.kernels import native
-from manylora.system.compiler import Compiler, Source, compile_library, find_zig
+from manylora.system.compiler import Source, compile_library, find_zig
 from manylora.system.processor import LEVELS, Level
 
 PACKAGE = SRC / "manylora"
@@ -30,19 +28,10 @@ MADE = [
 ]
 
 
-def make(zig: Compiler, source: Source, level: Level, path: Path) -> None:
-    """Compile a library to `path`, or copy it if it exists. The name contains a digest of everything that a
-    library is made from, so an existing library is up to date."""
-    there = source.prebuilt / path.name
-    if not there.exists():
-        compile_library(zig, source, level, path)
-    elif path != there:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(there, path)
-
-
 class BuildKernels(Command):
-    """Cross-compiles the libraries with zig. Without zig, they are compiled at the first start."""
+    """Cross-compiles the libraries with zig. Without zig, they are compiled at the first start, as those of an
+    editable installation are: for its machine alone.
+    """
 
     editable_mode = False
     build_lib = ""
@@ -54,24 +43,21 @@ class BuildKernels(Command):
         self.build_lib = self.get_finalized_command("build_py").build_lib
 
     def run(self) -> None:
+        if self.editable_mode:
+            return
         zig = find_zig()
         if zig is None:
             self.warn("the package ziglang is missing: the C code will be compiled at the first start")
             return
-        wanted = {self._path(source, level): (source, level) for source, level in MADE}
-        for old in {old for path in wanted for old in path.parent.glob("*.so")} - wanted.keys():
-            old.unlink()
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            jobs = {path: pool.submit(make, zig, *made, path) for path, made in wanted.items()}
-        for path, job in jobs.items():
+        for source, level in MADE:
+            path = self._path(source, level)
             try:
-                job.result()
+                compile_library(zig, source, level, path)
             except (OSError, subprocess.SubprocessError) as error:
                 self.warn(f"{path.name} will be compiled at the first start: {error}")
 
     def _path(self, source: Source, level: Level) -> Path:
-        root = SRC if self.editable_mode else Path(self.build_lib)
-        return root / source.prebuilt.relative_to(SRC) / source.file_name(level)
+        return Path(self.build_lib) / source.prebuilt.relative_to(SRC) / source.file_name(level)
 
     def get_source_files(self) -> list[str]:
         return [os.path.relpath(file) for source in (native.SOURCE, *GUARDS) for file in source.files]

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,8 +138,12 @@ def compile_library(compiler: Compiler, source: Source, level: Level, path: Path
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         objects = [str(Path(folder) / f"{file.stem}.o") for file in source.files]
         made = Path(folder) / path.name
-        for file, built in zip(source.files, objects, strict=True):
-            _run([*compiler.command, *options, str(file), "-o", built], folder)
+        commands = [
+            [*compiler.command, *options, str(file), "-o", built]
+            for file, built in zip(source.files, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, commands, [folder] * len(commands)))
         strip = ("-s",) if compiler.kind == "zig" else ()
         _run([*compiler.command, *link, *strip, *objects, "-o", str(made), "-lm"], folder)
         made.replace(path)  # atomic: another process may be building the same library

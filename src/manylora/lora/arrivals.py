@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 
@@ -76,7 +77,8 @@ class Arrivals:
             self._ready = pages
             self._unready = deque(piece for page in pages for piece in self._pool.pieces(page))
         if self._unready:
-            self._writer.submit(_make_resident, self._unready, is_idle)
+            with suppress(RuntimeError):  # the interpreter ends: no thread starts work any more
+                self._writer.submit(_make_resident, self._unready, is_idle)
 
     def load(self, digest: str) -> None:
         """Start to copy an adapter to its device pages as soon as it is on the host."""

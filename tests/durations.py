@@ -40,8 +40,10 @@ class ByDuration(LoadFileScheduling):
         servers = [name for name in self.workqueue if name.startswith("tests/server/")]
         others = [name for name in self.workqueue if not name.startswith("tests/server/")]
         mine = servers if node is self.nodes[0] else others
-        return min(mine or self.workqueue, key=self._place)
+        return min(mine or self.workqueue, key=lambda name: place(name, self._seconds))
 
-    def _place(self, name: str) -> tuple[bool, float]:
-        seconds = self._seconds.get(name, 1.0)
-        return seconds > SHORT_S, seconds if seconds <= SHORT_S else -seconds
+
+def place(name: str, seconds: dict[str, float]) -> tuple[bool, float]:
+    """Where a file stands in the order."""
+    found = seconds.get(name, 1.0)
+    return found > SHORT_S, found if found <= SHORT_S else -found

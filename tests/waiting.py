@@ -22,10 +22,10 @@ def wait_for_named(what: str, done: Callable[[], object], seconds: float = 120) 
     wait_for(done, seconds, what)
 
 
-def answers(url: str) -> bool:
+def answers(url: str, seconds: float = 5) -> bool:
     """Whether a server answers a GET with success, now."""
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(url, timeout=seconds) as answer:
             return answer.status == 200
     except (OSError, HTTPException):
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,21 @@ class Hub(ThreadingHTTPServer):
         self.asked: list[str] = []
         self.go_on = threading.Event()
         self.go_on.set()
+        self._connections: list[socket.socket] = []
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def get_request(self) -> tuple[socket.socket, object]:
+        connection, address = super().get_request()
+        self._connections.append(connection)
+        return connection, address
+
+    def leave(self) -> None:
+        """From now on nothing is at its address."""
+        self.shutdown()
+        self.server_close()
+        for one in self._connections:
+            with contextlib.suppress(OSError):  # it has been closed
+                one.shutdown(socket.SHUT_RDWR)
 
     @property
     def downloaded(self) -> set[str]:

@@ -1,12 +1,9 @@
-"""One rank of the group that test_parallel_model.py starts: runs its cases, and rank 0 writes what they give.
-
-Arguments: rank, number of ranks, a file for the rendezvous, the cases (JSON), a folder for the results.
-"""
+"""One rank of the group that test_parallel_model.py starts: runs its cases, and writes what they give."""
 
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -157,20 +154,17 @@ def run(case: Case, rank: int, world: int) -> dict[str, Any]:
     return {"logits": driver.run(), "held": decoder.weight_bytes, "read": read}
 
 
-def main() -> None:
-    rank, world = int(sys.argv[1]), int(sys.argv[2])
+def main(arguments: Sequence[str]) -> None:
+    """rank, number of ranks, a file for the rendezvous, the cases (JSON), a folder for the results"""
+    rank, world, meeting, given, results = int(arguments[0]), int(arguments[1]), *arguments[2:]
     torch.set_num_threads(1)
-    store = dist.FileStore(sys.argv[3], world)
+    store = dist.FileStore(meeting, world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=LIMIT)
-    cases = [Case(**values) for values in json.loads(Path(sys.argv[4]).read_text())]
+    cases = [Case(**values) for values in json.loads(Path(given).read_text())]
     for case in cases:
         try:
             found = run(case, rank, world)
         except ManyloraError as error:
             found = {"error": str(error)}
-        torch.save(found, Path(sys.argv[5]) / f"{case.name}.{rank}.pt")
+        torch.save(found, Path(results) / f"{case.name}.{rank}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

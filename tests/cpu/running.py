@@ -40,14 +40,25 @@ def read(adapter: Path, model: Path, task_id: int = 0) -> LoraInput:
 
 
 def run(engine: Engine, *requests: Request) -> list[list[Event]]:
-    """The events of each request, all of them submitted at once."""
+    """The events of each request, all of them submitted at once, before whose first step their adapters are
+    in the cache."""
     handles = [engine.submit(engine.prepare(request)) for request in requests]
+    let_arrive(engine)
     events: dict[int, list[Event]] = {handle: [] for handle in handles}
     while engine.has_work:
         for handle, event in engine.step():
             events[handle].append(event)
     engine.check()
     return [events[handle] for handle in handles]
+
+
+def let_arrive(engine: Engine) -> None:
+    """Adapters arrive by a thread of their own, and a step leaves out who waits for one. Wait for all of
+    them, so that who is in which step, who is preempted and what is reused do not depend on that thread."""
+    for sequence in engine._open_sequences():
+        following = sequence.following.next
+        leases = sequence.lease, following[0] if following else None
+        engine.adapters.find_lost([lease for lease in leases if lease is not None])
 
 
 def tokens_of(events: Sequence[Event]) -> list[int]:
@@ -61,6 +72,21 @@ def answers(engine: Engine, *requests: Request) -> list[list[int]]:
     found = run(engine, *requests)
     assert not [event.error for events in found for event in events if event.error]
     return [[token for event in events for token in event.token_ids] for events in found]
+
+
+def check_greedy(
+    answer: Sequence[int],
+    count: int,
+    model: Path,
+    adapter: Path | None,
+    prompt: Sequence[int],
+    encoder_ids: Sequence[int] = (),
+) -> None:
+    """It has `count` tokens, and transformers (+ PEFT) takes each of them after those before it: what
+    `reference_generate` compares, in one pass. Not for keys that depend on the length, as with LongRoPE."""
+    assert len(answer) == count
+    logits = reference_logits(model, adapter, [*prompt, *answer], encoder_ids=encoder_ids)
+    assert logits[-1 - count : -1].argmax(-1).tolist() == list(answer), (adapter, len(prompt))
 
 
 def with_command(folder: Path) -> dict[str, str]:
@@ -88,6 +114,11 @@ class ServedModel:
 
     def expected(self, prompt: list[int], adapter: int) -> list[int]:
         return reference_generate(self.model, self.adapters[adapter], prompt, self._count)
+
+    def check(self, found: Sequence[Sequence[int]], asked: Sequence[tuple[list[int], int]]) -> None:
+        """asked: for each answer its prompt and its adapter."""
+        for answer, (prompt, adapter) in zip(found, asked, strict=True):
+            check_greedy(answer, self._count, self.model, self.adapters[adapter], prompt)
 
 
 def request_of(prompt: list[int], adapter: int = 0, *, count: int, **params: Any) -> Request:

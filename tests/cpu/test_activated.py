@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from running import read, run, tokens
+from running import let_arrive, read, run, tokens
 
 from manylora.commands.convert import main as convert
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -191,6 +191,7 @@ def test_ten_that_arrive_at_once_compute_their_prompt_once(world: World) -> None
     assert engine.stats().kv_tokens_reused >= 9 * 160
     engine = open_engine(world, max_num_tokens=128)
     first, *handles = [engine.submit(engine.prepare(world.request(*case))) for case in cases]
+    let_arrive(engine)
     engine.step()
     assert engine.stats().scheduled == 1
     engine.cancel(first)

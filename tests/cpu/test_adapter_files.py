@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from running import check_greedy
 from safetensors.torch import load_file, save_file
 
 from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
@@ -26,7 +27,7 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.testing.driver import Driver, agree
 from manylora.testing.parity import make_kind
-from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
+from manylora.testing.tiny_models import make_adapter, make_model, reference_logits
 
 WEIGHTS = "adapter_model.safetensors"
 FLOAT8 = torch.float8_e4m3fn
@@ -105,4 +106,4 @@ def test_the_llm_takes_them_as_they_are(tmp_path: Path) -> None:
     with LLM(model, device="cpu", lora_config=lora, skip_tokenizer_init=True, max_seq_len=32) as llm:
         params = SamplingParams(max_tokens=8, ignore_eos=True)
         [output] = llm.generate([prompt], params, [LoRARequest("one", 1, str(swapped))], False)
-    assert list(output.outputs[0].token_ids) == reference_generate(model, adapter, prompt, 8)
+    check_greedy(output.outputs[0].token_ids, 8, model, adapter, prompt)

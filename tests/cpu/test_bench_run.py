@@ -94,16 +94,22 @@ def test_a_run_gives_the_models_answers_and_every_figure(
 
 
 def test_adapters_are_shared_out_anew_for_each_number_of_them(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     data = write(tmp_path / "data", 9, 4)
     flags = ["--dataset", str(data), "--lora-dir", str(DEMO / "adapters"), "--num_adapters", "0", "1", "2"]
-    flags += ["--popularity", "zipf", "--request_rate", "200", "--plot", str(tmp_path / "report.html")]
+    flags += ["--popularity", "zipf", "--request_rate", "200"]
     flags += ["--report_json", str(tmp_path / "report"), "--device", "cpu"]
     assert main([*BASE, "throughput", *flags]) == 0
     report = json.loads((tmp_path / "report").read_text())
     assert [entry["num_adapters"] for entry in report["adapters"]["sweep"]] == [0, 1, 2]
     assert report["adapters"]["popularity"] == "zipf" and report["adapters"]["num_requests"] == 9
     assert report["world_info"]["issue_rate"] > 0
+
+
+@pytest.mark.extended
+def test_a_page_has_the_report_and_its_charts(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs what `make test-all` installs")
+    flags = ["--dataset", str(write(tmp_path / "data", 3, 4)), "--plot", str(tmp_path / "report.html")]
+    assert main([*BASE, "throughput", *flags, "--device", "cpu"]) == 0
     page = (tmp_path / "report.html").read_text()
     assert "data:image/png;base64,iVBOR" in page and "PERFORMANCE OVERVIEW" in page
 
@@ -137,6 +143,7 @@ def test_the_answers_are_those_of_generate_and_no_time_is_longer_than_the_run(tm
     )
 
 
+@pytest.mark.extended  # the first test here runs the same in this process
 def test_the_example_runs(tmp_path: Path) -> None:
     """The dataset and the command of TensorRT-LLM's documents, on the demo."""
     done = subprocess.run(

@@ -91,8 +91,9 @@ def test_a_file_gathers_rows_of_one_kind_of_machine(tmp_path: Path) -> None:
         gathered.add(other)
 
 
+@pytest.mark.extended
 def test_charts_are_drawn_of_what_there_is(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs what `make test-all` installs")
     failed = Row("small", "bfloat16", "r8qkv-8", "openvino", 4, error="it ended")
     made = draw_peers(found(row(1, 1.0, 1.2), row(4, 1.0, 1.2, peer="vllm"), failed), tmp_path)
     assert sorted(path.suffix for path in made) == [".png", ".svg"]
@@ -108,6 +109,7 @@ def test_work_of_our_own_processes_is_ours_also_when_they_have_ended() -> None:
     assert own_ticks() - before >= 0.4 * TICKS
 
 
+@pytest.mark.extended  # of the scripts that measure, nothing else starts one
 def test_a_worker_answers_calls_and_requests_in_flight(tmp_path: Path) -> None:
     setup = Setup(
         str(DEMO / "base"), "int8", [str(DEMO / "adapters" / "chinese")], 8, 2, 1, 64, str(tmp_path)

@@ -120,6 +120,7 @@ def test_its_limits_are_defaults_and_upper_bounds(tmp_path: Path) -> None:
         assert text in str(error.value)
 
 
+@pytest.mark.extended  # others here build with the same lines in this process
 def test_the_example_runs(tmp_path: Path) -> None:
     script = ["examples/build/build.sh", str(tmp_path / "out")]
     subprocess.run(script, cwd=DEMO.parents[1], env=with_command(tmp_path), check=True)

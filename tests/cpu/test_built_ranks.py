@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from forked import ForkServer
 from serving import DEMO, Running
-from test_group import followers
 
 from manylora import LLM, LoRARequest, SamplingParams
 from manylora.cli import main
@@ -30,41 +30,41 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[str]:
+def expected(forked_ranks: ForkServer) -> list[str]:
     """Of the base and of the adapter, by one process."""
-    return texts(DEMO / "base", ranks=1)
+    return texts(forked_ranks, DEMO / "base", ranks=1)
 
 
-def texts(model: Path, ranks: int, **settings: int) -> list[str]:
+def texts(forks: ForkServer, model: Path, ranks: int, **settings: int) -> list[str]:
     with LLM(model, device="cpu", dtype="float32", enable_lora=True, **settings) as llm:
-        assert len(followers()) == ranks - 1
+        assert len(forks.running()) == ranks - 1
         adapters = [None, LoRARequest("chinese", 1, str(ADAPTER))]
         return [one.outputs[0].text for one in llm.generate([TEXT] * 2, PARAMS, adapters)]
 
 
-def test_the_python_api_starts_them(built: Path, expected: list[str]) -> None:
+def test_the_python_api_starts_them(built: Path, expected: list[str], forked_ranks: ForkServer) -> None:
     assert expected[0] != expected[1]
-    assert texts(built, ranks=2) == expected
-    assert not followers()
+    assert texts(forked_ranks, built, ranks=2) == expected
+    assert not forked_ranks.running()
 
 
-def test_others_that_are_asked_for_win(built: Path, expected: list[str]) -> None:
-    assert texts(built, ranks=1, tensor_parallel_size=1) == expected
+def test_others_that_are_asked_for_win(built: Path, expected: list[str], forked_ranks: ForkServer) -> None:
+    assert texts(forked_ranks, built, ranks=1, tensor_parallel_size=1) == expected
 
 
-def test_the_server_starts_them(built: Path, expected: list[str]) -> None:
+def test_the_server_starts_them(built: Path, expected: list[str], forked_ranks: ForkServer) -> None:
     server = Running(model=built, dtype="float32", lora_root=(ADAPTER.parent,))
     try:
-        assert len(followers()) == 1
+        assert len(forked_ranks.running()) == 1
         for name, text in zip(("demo", "chinese"), expected, strict=True):
             answer = server.post(model=name, prompt=TEXT, max_tokens=24, temperature=0)
             assert answer.json()["choices"][0]["text"] == text
     finally:
         server.close()
-    assert not followers()
+    assert not forked_ranks.running()
 
 
-def test_stages_of_an_encoder_and_a_decoder(tmp_path: Path) -> None:
+def test_stages_of_an_encoder_and_a_decoder(tmp_path: Path, forked_ranks: ForkServer) -> None:
     """PEFT's answers, through `LLM` and the server."""
     model, out = make_model(tmp_path / "model", "t5-v1.1", seed=7, eos_token_id=None), tmp_path / "built"
     adapter = make_adapter(tmp_path / "adapters" / "own", model, 1, 8, ("q", "v", "wi_0", "wo"))
@@ -76,12 +76,12 @@ def test_stages_of_an_encoder_and_a_decoder(tmp_path: Path) -> None:
     expected = [reference_generate(model, own, [start], 8, ids) for own in (None, adapter)]
     assert expected[0] != expected[1]
     with LLM(out, device="cpu", dtype="float32", enable_lora=True) as llm:
-        assert len(followers()) == 1
+        assert len(forked_ranks.running()) == 1
         given = llm.generate([TEXT] * 2, params, [None, LoRARequest("own", 1, str(adapter))])
         assert [list(one.outputs[0].token_ids) for one in given] == expected
     server = Running(model=out, dtype="float32", lora_root=(adapter.parent,))
     try:
-        assert len(followers()) == 1
+        assert len(forked_ranks.running()) == 1
         for name, tokens in zip(("demo", "own"), expected, strict=True):
             answer = server.post(model=name, prompt=TEXT, max_tokens=8, temperature=0)
             assert answer.json()["choices"][0]["text"] == Tokenizer(model).decode(tokens)

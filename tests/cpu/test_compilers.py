@@ -4,7 +4,9 @@ above all, is true where the machine's own compiler makes them."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from manylora.kernels.quantised import QuantisedWeight
 from manylora.kernels.spec import AttentionBatch, AttentionParams
 from manylora.model.quant import quantise
 from manylora.quant.config import INTEGER, QuantConfig
-from manylora.system.compiler import build_library, find_compiler
+from manylora.system.compiler import Source, build_library, compile_library, find_compiler
 from manylora.system.processor import find_levels
 
 
@@ -103,6 +105,20 @@ def recurrent_layers(ops: CompiledOps) -> Iterator[torch.Tensor]:
         yield state.memory
 
 
+def test_no_compiler_joins_a_product_and_a_sum(tmp_path: Path) -> None:
+    """With the options of the kernels it rounds both."""
+    level, compiler = find_levels()[0], find_compiler()
+    if compiler is None or compiler.kind == "zig":  # zig's kernels are the ones that other tests run
+        pytest.skip("needs another compiler than zig")
+    file, library = tmp_path / "sum.c", tmp_path / "sum.so"
+    file.write_text("float sum(float a, float b, float c) { return a * b + c; }", encoding="utf-8")
+    compile_library(compiler, Source("sum", (file,), native.SOURCE.options), level, library)
+    add = ctypes.CDLL(str(library)).sum
+    add.restype, add.argtypes = ctypes.c_float, [ctypes.c_float] * 3
+    assert add(1 + 2**-12, 1 + 2**-12, -1 - 2**-11) == 0, "a product that was not rounded leaves 2**-24"
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize("kernels", [adapters, linear_layers, attention, rows, recurrent_layers])
 def test_two_compilers_make_the_same_bits(both: list[CompiledOps], kernels: Any) -> None:
     found = []

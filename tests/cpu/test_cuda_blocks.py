@@ -15,7 +15,7 @@ from test_cuda_experts import choose_experts
 from test_cuda_kernels import DEVICE, IN, TARGETS, WIDTHS, attention_batch, close, limits, lora_batch
 from test_cuda_quantised import weight_of
 from test_expert_kernels import EXPERTS
-from test_graphs import CPU, KINDS, Recorder, answers, open_engine
+from test_graphs import CPU, Recorder, answers, make_world, open_engine
 
 from manylora.kernels.cuda import attention, grouped, lora
 from manylora.kernels.cuda.attention import PagedAttention
@@ -28,9 +28,6 @@ from manylora.kernels.quantised import quantised_linear
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionParams, LoraBatch
 from manylora.kernels.transfer import to_device
-from manylora.lora.convert import convert_peft
-from manylora.request import LoraInput
-from manylora.testing.tiny_models import make_adapter, make_model
 
 FEW = (Blocks(64), Blocks(128), Blocks(256, warps=8))
 
@@ -257,7 +254,7 @@ class Spy:
 
 def test_a_row_does_not_depend_on_the_ranks_and_modules_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    batch = lora_batch([1, 1, 1], [5, 512, 20], False, torch.float32)
+    batch = lora_batch([1, 1, 1], [5, 80, 20], False, torch.float32)
     x, y = torch.randn(7, IN, device=DEVICE), torch.randn(7, sum(WIDTHS), device=DEVICE)
     asked: list[str] = []
 
@@ -291,18 +288,14 @@ def test_a_row_does_not_depend_on_the_ranks_and_modules_beside_it(monkeypatch: p
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="its device is a stand-in, whose kernels are interpreted")
 def test_what_steps_launch_was_measured_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model(tmp_path / "model", seed=1, num_hidden_layers=1)
-    adapters = []
-    for i, (rank, modules) in enumerate(KINDS):
-        folder = make_adapter(tmp_path / str(i), model, seed=i, rank=rank, modules=modules)
-        adapters.append(LoraInput(i + 1, *convert_peft(folder, "float32")))
+    model, adapters = make_world(tmp_path)
     measured: list[str] = []
     asked: set[str] = set()
 
     class Watched(BlockChooser):
         def choose(self, shape, candidates, launch):  # type: ignore[no-untyped-def]
             asked.add(shape)
-            return super().choose(shape, candidates, launch)
+            return super().choose(shape, candidates[:2], launch)
 
     def clock(call: Callable[[], object]) -> float:
         measured.append("once")
@@ -313,7 +306,7 @@ def test_what_steps_launch_was_measured_at_start(tmp_path: Path, monkeypatch: py
         chooser = Watched(clock, tmp_path / "blocks.json", now=lambda: 0.0)
         return Device(CPU, CudaOps(part_keys=32, chooser=chooser), "interpreted", Recorder())
 
-    graphed = open_engine(model, monkeypatch, start(), max_batch_size=4, max_seq_len=56)
+    graphed = open_engine(model, monkeypatch, start(), max_batch_size=4)
     at_start, shapes = len(measured), set(asked)
     assert at_start > len(shapes) > 4
     plain = open_engine(model, monkeypatch, None)
@@ -321,5 +314,5 @@ def test_what_steps_launch_was_measured_at_start(tmp_path: Path, monkeypatch: py
     for loras in ([*adapters, None], [adapters[0]] * 3):
         assert answers(graphed, loras) == answers(plain, loras)
     assert len(measured) == at_start and asked <= shapes
-    open_engine(model, monkeypatch, start(), max_batch_size=4, max_seq_len=56)
+    open_engine(model, monkeypatch, start(), max_batch_size=4)
     assert len(measured) == at_start, "the second start finds what the first has written"

@@ -21,6 +21,7 @@ PAGE = ROOT / "docs" / "gpu_static.md"
 SPILLED = 16  # bytes of a thread
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(600)  # the machine may have much else to do
 def test_wide_prompts_in_float32_do_not_spill(tmp_path: Path) -> None:
     case, page = "float32, prompts, heads of 256, 8-bit", tmp_path / "page.md"

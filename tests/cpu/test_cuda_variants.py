@@ -32,6 +32,8 @@ def run(kernel, *arguments, grid, warmup, **constants):
 
 driver.set_active(NoGpu())
 JITFunction.run = run
+product = lambda x, weight, bias=None: x.new_empty(*x.shape[:-1], len(weight))
+torch.nn.functional.linear = product  # nothing is computed
 
 import gpu_world
 from gpu_world import ALL, World

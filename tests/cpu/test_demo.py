@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from running import let_arrive
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -53,6 +54,7 @@ def test_base_and_adapters_answer_in_their_languages_in_one_batch(tokenizer: Tok
                 lora=inputs[task_id] if task_id else None,
             )
             expected[made.submit(made.prepare(request))] = (LANGUAGES[task_id], layout, answer)
+    let_arrive(made)
     right: dict[tuple[str, str], list[bool]] = {}
     while made.has_work:
         for handle, event in made.step():

@@ -3,13 +3,13 @@ after its eviction."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
 import pytest
+from waiting import wait_for
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -67,24 +67,30 @@ def ask(loop: EngineLoop, lora: LoraInput) -> tuple[int, ...]:
     return event.token_ids
 
 
+def copies(folder: Path) -> set[str]:
+    """They are written on a thread of their own, after the answer."""
+    return {path.name for path in folder.glob("*.safetensors")}
+
+
 def test_an_evicted_adapter_is_found_by_its_id(model: Path, tmp_path: Path, loops: list[EngineLoop]) -> None:
     folder = tmp_path / FOLDER
     loops.append(start(model, folder))
     sent = {task_id: ask(loops[0], adapter(task_id)) for task_id in range(4)}
     assert len(set(sent.values())) > 1
+    wait_for(lambda: len(copies(folder)) == 4)
     for task_id in (2, 0, 3, 1, 0):
         assert ask(loops[0], LoraInput(task_id)) == sent[task_id]
     assert loops[0].stats().adapters.host_adapters == 1
-    while len(list(folder.glob("*.safetensors"))) < 4:
-        time.sleep(0.01)
     for file in folder.iterdir():  # what is damaged counts as absent, and is written again
         content = bytearray(file.read_bytes())
         content[-5] ^= 1
         file.write_bytes(content)
     with pytest.raises(AdapterNotCachedError, match="Please send LoRA weights with request"):
         ask(loops[0], LoraInput(2))
+    assert len(copies(folder)) == 3
     assert ask(loops[0], adapter(2)) == sent[2]
     assert ask(loops[0], adapter(1)) == sent[1]
+    wait_for(lambda: len(copies(folder)) == 4)
     assert ask(loops[0], LoraInput(2)) == sent[2]
     # Another process has the copies, but ids are told by requests.
     loops.append(start(model, folder))
@@ -94,12 +100,16 @@ def test_an_evicted_adapter_is_found_by_its_id(model: Path, tmp_path: Path, loop
 
 def test_a_full_disk_level_forgets_the_oldest(model: Path, tmp_path: Path, loops: list[EngineLoop]) -> None:
     copy = adapter(0).weights.nbytes + 1000  # type: ignore[union-attr]
-    loops.append(start(model, tmp_path / FOLDER, 2 * copy))
-    sent = [ask(loops[0], adapter(task_id)) for task_id in range(5)]
+    folder, sent, seen = tmp_path / FOLDER, list[tuple[int, ...]](), set[str]()
+    loops.append(start(model, folder, 2 * copy))
+    for task_id in range(5):
+        sent.append(ask(loops[0], adapter(task_id)))
+        wait_for(lambda: copies(folder) - seen)
+        seen.update(copies(folder))
     assert ask(loops[0], LoraInput(3)) == sent[3]
     with pytest.raises(AdapterNotCachedError):
         ask(loops[0], LoraInput(0))
-    assert sum(file.stat().st_size for file in (tmp_path / FOLDER).iterdir()) <= 2 * copy
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 2 * copy
 
 
 def test_without_a_folder_nothing_is_kept(model: Path, loops: list[EngineLoop]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from running import answers, check_greedy
 from safetensors.torch import load_file, save_file
+from selection import extended
 
 from manylora.cli import main
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -83,6 +85,10 @@ class World:
         prompt = decoder or (self.start,)
         return reference_generate(self.model, self.adapters.get(task_id or 0), prompt, NEW, ids)
 
+    def check(self, found: Sequence[int], task_id: int | None, ids: Ids, decoder: Ids = ()) -> None:
+        adapter, prompt = self.adapters.get(task_id or 0), decoder or (self.start,)
+        check_greedy(found, NEW, self.model, adapter, prompt, ids)
+
     def request(self, task_id: int | None, ids: Ids, decoder: Ids = ()) -> Request:
         lora = self.inputs[task_id] if task_id else None
         return Request(decoder, SamplingConfig(max_tokens=NEW), lora, encoder_prompt=ids)
@@ -115,18 +121,6 @@ def bart(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("bart"), "bart")
 
 
-def run(engine: Engine, requests: list[Request]) -> list[list[int]]:
-    """Output tokens of each request, all of them submitted at once."""
-    found: dict[int, list[int]] = defaultdict(list)
-    handles = [engine.submit(engine.prepare(request)) for request in requests]
-    while engine.has_work:
-        for handle, event in engine.step():
-            assert event.error is None, event.error
-            found[handle] += event.token_ids
-        engine.check()
-    return [found[handle] for handle in handles]
-
-
 def texts(count: int, seed: int = 1) -> list[Ids]:
     picks = random.Random(seed)
     return [tuple(picks.randrange(250) for _ in range(picks.randrange(1, 40))) for _ in range(count)]
@@ -137,8 +131,9 @@ def test_tokens_equal_the_reference_in_mixed_company(world: World, policy: str) 
     asked = [(task_id, ids) for task_id, ids in zip((None, 1, 2, 3, 4, 1, None, 3), texts(8), strict=True)]
     tight = {"max_tokens_in_paged_kv_cache": 128} if policy == "max_utilization" else {}
     engine = world.engine(batch_scheduler_policy=policy, **tight)
-    found = run(engine, [world.request(*one) for one in asked])
-    assert found == [world.answer(*one) for one in asked]
+    found = answers(engine, *(world.request(*one) for one in asked))
+    for answer, one in zip(found, asked, strict=True):
+        world.check(answer, *one)
     assert engine.stats().kv_blocks_free == engine.stats().kv_blocks
     if policy == "guaranteed_no_evict":  # nothing is computed twice
         assert engine.stats().prompt_tokens == sum(len(ids) + 1 for _, ids in asked)
@@ -150,14 +145,15 @@ def check_long_decoder_prompt(world: World, **ranks: int) -> None:
     decoder = (world.start, *texts(1, seed=9)[0][:30], 5, 6, 7)
     engine = world.engine(max_num_tokens=48, **ranks)
     request = world.request(1, ids, decoder)
-    expected = [world.answer(1, ids, decoder)]
     try:
-        assert run(engine, [request]) == expected
-        assert run(engine, [request]) == expected
+        for _ in range(2):
+            [found] = answers(engine, request)
+            world.check(found, 1, ids, decoder)
         assert engine.stats().kv_tokens_reused >= 8
         # The same tokens after another text have other keys and values.
         before = engine.stats().kv_tokens_reused
-        assert run(engine, [world.request(1, other, decoder)]) == [world.answer(1, other, decoder)]
+        [found] = answers(engine, world.request(1, other, decoder))
+        world.check(found, 1, other, decoder)
         assert engine.stats().kv_tokens_reused == before
     finally:
         engine.close()
@@ -167,9 +163,11 @@ def test_a_decoder_prompt_is_continued_also_in_chunks_and_from_the_cache(world: 
     check_long_decoder_prompt(world)
 
 
-def test_ranks_continue_a_decoder_prompt_in_chunks_and_from_the_cache(bart: World) -> None:
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("stages", [1, *extended(2)])
+def test_ranks_continue_a_decoder_prompt_in_chunks_and_from_the_cache(bart: World, stages: int) -> None:
     """A step of which no logits are wanted has none of any rank's tokens, though there is a bias of all."""
-    check_long_decoder_prompt(bart, tensor_parallel_size=2, pipeline_parallel_size=2)
+    check_long_decoder_prompt(bart, tensor_parallel_size=2, pipeline_parallel_size=stages)
 
 
 def check_preempted(world: World, **ranks: int) -> None:
@@ -182,7 +180,9 @@ def check_preempted(world: World, **ranks: int) -> None:
         **ranks,
     )
     try:
-        assert run(engine, [world.request(*one) for one in asked]) == [world.answer(*one) for one in asked]
+        found = answers(engine, *(world.request(*one) for one in asked))
+        for answer, one in zip(found, asked, strict=True):
+            world.check(answer, *one)
         assert engine.stats().preemptions > 0
     finally:
         engine.close()
@@ -192,6 +192,7 @@ def test_preempted_sequences_are_encoded_again(world: World) -> None:
     check_preempted(world)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_stages_encode_preempted_sequences_again(t5: World) -> None:
     check_preempted(t5, pipeline_parallel_size=2)
 
@@ -225,8 +226,8 @@ def test_a_forced_token_follows_the_start(bart: World, tmp_path: Path) -> None:
     engine = Engine(EngineConfig(model, device="cpu", max_seq_len=32))
     ids = texts(1)[0]
     expected = [256, *bart.answer(None, ids, (bart.start, 256))[: NEW - 1]]
-    assert run(engine, [bart.request(None, ids)]) == [expected]
-    assert run(engine, [bart.request(None, ids, (bart.start, 9))]) == [
+    assert answers(engine, bart.request(None, ids)) == [expected]
+    assert answers(engine, bart.request(None, ids, (bart.start, 9))) == [
         bart.answer(None, ids, (bart.start, 9))
     ]
 
@@ -265,7 +266,7 @@ def test_the_fused_module_of_cross_attention_is_its_three_parts(t5: World, dora:
     digests = [AdapterRules(t5.modules, t5.config.num_layers, 64).check(x).digest for x in (one, three)]
     assert digests[0] == digests[1]
     ids = texts(1, seed=2)[0]
-    made = run(t5.engine(), [replace(t5.request(None, ids), lora=lora) for lora in (None, one, three)])
+    made = answers(t5.engine(), *(replace(t5.request(None, ids), lora=lora) for lora in (None, one, three)))
     assert made[1] == made[2] != made[0]
 
 
@@ -352,7 +353,7 @@ def test_t5_may_be_longer_than_it_was_trained(t5: World) -> None:
     engine = t5.engine(max_seq_len=700, max_num_tokens=1024, max_batch_size=1)
     assert engine.max_seq_len == 700
     ids = tuple(i % 250 for i in range(650))
-    assert run(engine, [t5.request(1, ids)]) == [t5.answer(1, ids)]
+    assert answers(engine, t5.request(1, ids)) == [t5.answer(1, ids)]
 
 
 @pytest.mark.parametrize("quant", [QuantConfig(QuantAlgo.W8A16), QuantConfig(kv_cache_quant_algo="FP8")])
@@ -406,7 +407,7 @@ def test_a_built_model_answers_as_one_that_is_quantised_at_start(bart: World, tm
     assert not [n for n in stored if n.endswith(("proj.weight", "fc1.weight", "fc2.weight"))]
     asked = [bart.request(task_id, ids) for task_id, ids in zip((None, 1), texts(2), strict=True)]
     built = Engine(EngineConfig(out, device="cpu", max_seq_len=64))
-    assert run(built, asked) == run(bart.engine(quant=QuantConfig(QuantAlgo.W8A16)), asked)
+    assert answers(built, *asked) == answers(bart.engine(quant=QuantConfig(QuantAlgo.W8A16)), *asked)
 
 
 def test_llm_generates_from_a_text_and_from_a_decoder_prompt(bart: World) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from running import let_arrive
 from safetensors.torch import load_file, save_file
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -81,6 +82,7 @@ def prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
 
 def run(made: Engine) -> dict[int, list[Event]]:
     events: dict[int, list[Event]] = defaultdict(list)
+    let_arrive(made)
     for _ in range(5000):
         if not made.has_work:
             break

@@ -10,7 +10,8 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from running import tokens
+from running import let_arrive, tokens
+from selection import extended
 from test_adapter_kinds import CASES
 from test_bitsandbytes import quantised
 from test_peft_kinds import diagonal_settings, prompt_settings
@@ -109,6 +110,7 @@ def test_evicted_while_others_run_each_comes_back_with_the_same_answers(
     def ask() -> list[list[int]]:
         """Beside the neighbours, which go on."""
         handles = [submit(LoraInput(task_id), 6) for task_id in range(len(adapters))]
+        let_arrive(engine)
         while any(len(found[handle]) < 6 for handle in handles):
             step()
         return [found[handle] for handle in handles]
@@ -163,7 +165,7 @@ def check_quantised(model: Path, wide: Path, adapters: dict[str, Path], quant: Q
             assert agree(logits, reference_logits(wide, path, ids)), kind
 
 
-@pytest.mark.parametrize("algo", ["FP8", "W8A16", "W4A16"])
+@pytest.mark.parametrize("algo", ["W4A16", *extended("FP8", "W8A16")])
 def test_a_base_that_is_rounded_at_start(
     algo: str, model: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:

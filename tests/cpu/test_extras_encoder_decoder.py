@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from running import read, tokens
+from running import check_greedy, let_arrive, read, tokens
 from safetensors.torch import load_file, save_file
+from selection import extended
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -25,7 +26,7 @@ from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.driver import Driver, agree
 from manylora.testing.parity import make_kind
-from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
+from manylora.testing.tiny_models import make_adapter, make_model, reference_logits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -106,6 +107,7 @@ def test_parts_of_one_stack_and_parts_together(family: str, workshop: Path) -> N
     )
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("family", "ranks"),
     [("t5", {}), ("bart", {}), ("bart", STAGES), pytest.param("t5", {**STAGES, **SHARED}, marks=SLOW)],
@@ -145,16 +147,17 @@ def check_greedy_tokens(engine: Engine, model: Path, folder: Path, given: list[i
         text, lora = tuple(tokens(9 + number, number)), LoraInput(task_id) if task_id else None
         request = Request((), SamplingConfig(max_tokens=8), lora, encoder_prompt=text)
         handles[engine.submit(engine.prepare(request))] = (task_id, text)
+    let_arrive(engine)
     while engine.has_work:
         for handle, event in engine.step():
             assert event.error is None
             found.setdefault(handle, []).extend(event.token_ids)
     for handle, (task_id, text) in handles.items():
         adapter = folder / str(task_id) if task_id else None
-        assert found[handle] == reference_generate(model, adapter, (start,), 8, text), adapter
+        check_greedy(found[handle], 8, model, adapter, (start,), text)
 
 
-@pytest.mark.parametrize("kind", ["both + DoRA", "modules_to_save", "norms saved"])
+@pytest.mark.parametrize("kind", ["both + DoRA", *extended("modules_to_save", "norms saved")])
 def test_bfloat16_is_no_farther_from_the_truth_than_transformers(kind: str, workshop: Path) -> None:
     """Over several models: on a single one, roundings lay from 0.2 to 1.8 times theirs by chance."""
     ratios = []

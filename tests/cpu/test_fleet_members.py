@@ -92,7 +92,7 @@ class Fleet:
 
     async def look(self, changed: Changed) -> dict[str, State]:
         return {
-            f"r{number}": await one.look(changed.name, changed.revision, 5.0)
+            f"r{number}": await one.look(changed.name, changed.revision, 60.0)
             for number, one in enumerate(self.members)
         }
 
@@ -215,7 +215,7 @@ def test_requests_under_way_are_waited_for_by_each(model: Path, root: Path, tmp_
             assert not running.done(), "it has ended before"
             await asyncio.sleep(0.005)
         changed = await first.change(post("unload_lora_adapter", lora_name="a0"))
-        state = await second.look(changed.name, changed.revision, 30.0)
+        state = await second.look(changed.name, changed.revision, 120.0)
         assert state.running == 0 and (await running)["status"] == 200
 
     async def complete_long(member: Member, **more: Any) -> dict[str, Any]:

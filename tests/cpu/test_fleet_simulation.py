@@ -147,7 +147,9 @@ def test_the_fit_finds_the_costs_behind_steps_and_ignores_waits() -> None:
     assert fit(rows) == pytest.approx((0.01, 0.001, 0.002, 0.003), rel=0.01)
 
 
+@pytest.mark.extended
 def test_the_chart_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs what `make test-all` installs")
     found = [asdict(Found(name, 9, 100.0, 0.1, 0.2, 50.0, 1.1, 1e-4)) for name in ("random", "manylora")]
     for path in draw([{"study": "size", "fleet": asdict(Fleet()), "found": found}], tmp_path):
         assert path.stat().st_size > 5_000

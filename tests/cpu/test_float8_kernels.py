@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from levels import PARAMS, open_library
 from test_cuda_kernels import DEVICE, attention_batch
 from test_cuda_kernels import ops as cuda_ops
 from test_expert_kernels import EXPERTS, LAYER
 from test_expert_kernels import TARGETS as EXPERT_TARGETS
 
+from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.experts import pair_up
@@ -145,17 +147,14 @@ def test_a_batch_without_them_runs_the_kernels_that_know_none() -> None:
     assert shapes[0] != shapes[1]
 
 
-@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+@pytest.mark.parametrize("kind", ["torch", *PARAMS, "gpu"])
 @pytest.mark.parametrize(("lengths", "ranks"), [([1, 1], [4, 7]), ([3, 1, 12], [8, 3, 40])])
-def test_experts_add_what_the_numbers_mean(
-    ops: CpuOps, kind: str, lengths: list[int], ranks: list[int], request: pytest.FixtureRequest
-) -> None:
+def test_experts_add_what_the_numbers_mean(kind: str, lengths: list[int], ranks: list[int]) -> None:
     torch.manual_seed(1)
-    if kind == "gpu" and request.node.callspec.params["ops"] != "torch":
-        pytest.skip("the GPU's kernels once")
+    made = expert_ops(kind)
     batch, wide = mixed_batch(lengths, ranks, torch.float32, EXPERT_TARGETS, LAYER, EXPERTS)
     total = sum(lengths) + len(lengths) + 1
-    device = torch.device("cpu") if kind == "cpu" else DEVICE
+    device = DEVICE if kind == "gpu" else torch.device("cpu")
     batch, wide = (replace(one, pool=one.pool.to(device)) for one in (batch, wide))
     choices = torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(total)]).to(device)
     x, y = torch.randn(2 * total, IN, device=device) / 7, torch.randn(2 * total, 56, device=device)
@@ -163,10 +162,9 @@ def test_experts_add_what_the_numbers_mean(
     want = y.double()
     ReferenceOps().expert_lora_add(want, x.double(), wide, pairs, LAYER, EXPERT_TARGETS)
     got = y.clone()
-    if kind == "cpu":
-        ops.expert_lora_add(got, x, batch, pairs, LAYER, EXPERT_TARGETS)
+    if not isinstance(made, CudaOps):
+        made.expert_lora_add(got, x, batch, pairs, LAYER, EXPERT_TARGETS)
     else:
-        made = expert_ops()
         planned = to_device(made.plan(attention_batch([1] * total, [1] * total), batch)[1], DEVICE)
         device_pairs, _ = made.pair_up(choices, EXPERTS, planned)
         made.expert_lora_add(got, x, planned, device_pairs, LAYER, EXPERT_TARGETS)
@@ -174,10 +172,13 @@ def test_experts_add_what_the_numbers_mean(
     assert not torch.equal(got, y)
 
 
-def expert_ops() -> CudaOps:
+def expert_ops(kind: str) -> ReferenceOps:
+    """Of torch, of a level of instruction sets, or of the GPU."""
     from test_cuda_experts import ops
 
-    return ops()
+    if kind == "gpu":
+        return ops()
+    return CpuOps() if kind == "torch" else CompiledOps(open_library(kind))
 
 
 def pool_of(parts: list[torch.Tensor], pool: torch.dtype) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import ServedModel, answers, request_of, run, tokens
+from running import ServedModel, answers, request_of, run, tokens, tokens_of
 from safetensors.torch import load_file, save_file
 
 from manylora.errors import AdapterInvalidError, ConfigError
@@ -70,7 +70,7 @@ def test_greedy_tokens_of_a_mixed_batch(served: Served) -> None:
     wanted = [(tokens(length, length), number % 3) for number, length in enumerate((21, 60, 33, 5, 48, 1))]
     found = answers(engine, *(request(*one) for one in wanted))
     engine.close()
-    assert found == [served.expected(*one) for one in wanted]
+    served.check(found, wanted)
 
 
 def test_alone_and_together_are_alike_bit_for_bit(served: Served) -> None:
@@ -89,7 +89,7 @@ def test_prefixes_are_reused_and_preempted_sequences_go_on(served: Served) -> No
     for adapter, reused in ((1, 0), (1, 5), (2, 0)):
         [events] = run(engine, request(prompt, adapter))
         assert events[-1].metrics.kv_reused_blocks == reused
-        assert [t for e in events for t in e.token_ids] == served.expected(prompt, adapter)
+        served.check([tokens_of(events)], [(prompt, adapter)])
     engine.close()
     settings = {"batch_scheduler_policy": "max_utilization", "max_tokens_in_paged_kv_cache": 56}
     engine = served.engine(**settings)
@@ -97,7 +97,7 @@ def test_prefixes_are_reused_and_preempted_sequences_go_on(served: Served) -> No
     found = answers(engine, *(request(*one) for one in wanted))
     assert engine.stats().preemptions
     engine.close()
-    assert found == [served.expected(*one) for one in wanted]
+    served.check(found, wanted)
 
 
 def test_beams(served: Served) -> None:

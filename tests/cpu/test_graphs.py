@@ -62,8 +62,9 @@ def _at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_world(path: Path) -> tuple[Path, list[LoraInput]]:
-    """A model of one layer, and an adapter of each of KINDS."""
-    model = make_model(path / "model", seed=1, num_hidden_layers=1)
+    """A model of one layer with few heads, and an adapter of each of KINDS."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    model = make_model(path / "model", seed=1, num_hidden_layers=1, **heads)
     adapters = []
     for i, (rank, modules) in enumerate(KINDS):
         folder = make_adapter(path / str(i), model, seed=i, rank=rank, modules=modules)
@@ -83,7 +84,7 @@ def open_engine(
         if device is not None:
             patch.setattr("manylora.engine.build.open_device", lambda name: device)
         lora = LoraCacheConfig(gpu_memory_bytes=2**21, host_memory_bytes=2**22)
-        settings = {"max_seq_len": 96, "tokens_per_block": 4, "max_batch_size": 6, **options}
+        settings = {"max_seq_len": 32, "tokens_per_block": 4, "max_batch_size": 6, **options}
         return Engine(EngineConfig(model, device="cpu", lora=lora, **settings))  # type: ignore[arg-type]
 
 
@@ -102,20 +103,19 @@ def test_replayed_steps_give_the_tokens_of_the_plain_loop(
     model, adapters = world
     recorder = Recorder()
     plain = open_engine(model, monkeypatch, None)
-    graphed = open_engine(
-        model, monkeypatch, Device(CPU, CudaOps(part_keys=32), "interpreted", recorder), max_batch_size=4
-    )
+    device = Device(CPU, CudaOps(part_keys=32), "interpreted", recorder)
+    graphed = open_engine(model, monkeypatch, device, max_batch_size=4, max_seq_len=68)
     warmed = recorder.recorded
     assert warmed == graphed.stats().graphs.recorded == 2 * len(buckets_for(4)) == 6, "two widths of tables"
-    loads = [[None, None, None], [*adapters, None], [adapters[0]] * 3]  # base, distinct, one for all
+    loads = [[None], [adapters[0]] * 2, [*adapters, None]]  # base, one for all, distinct
     for loras in loads:
         assert answers(graphed, loras) == answers(plain, loras)
     assert recorder.replayed > recorder.recorded > warmed
     counted = graphed.stats().graphs
     assert counted.recorded == recorder.recorded and counted.replayed == recorder.replayed - warmed
-    answers(graphed, loads[1][::-1])  # the first time adapters may come one step after the others
+    answers(graphed, loads[2][::-1])  # the first time adapters may come one step after the others
     before = recorder.recorded
-    assert answers(graphed, loads[1][::-1]) == answers(plain, loads[1][::-1])
+    assert answers(graphed, loads[2][::-1]) == answers(plain, loads[2][::-1])
     assert recorder.recorded == before, "a shape that was recorded is recorded again"
 
 
@@ -180,8 +180,7 @@ def test_soft_caps_windows_and_experts_are_recorded(
             return forward(*arguments)
 
     monkeypatch.setattr(graphed._parts.decoder, "forward", watched)
-    for loras in ([None, None], adapters):
-        assert answers(graphed, loras) == answers(plain, loras)
+    assert answers(graphed, adapters) == answers(plain, adapters)
     assert recorder.replayed > 0
 
 
@@ -189,7 +188,8 @@ def test_soft_caps_windows_and_experts_are_recorded(
 def test_recurrent_layers_are_recorded(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded steps wait for nothing, and give the plain loop's tokens; neither a padded row nor the
     recording itself changes a state."""
-    model = make_model(tmp_path / "model", family, seed=1)
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    model = make_model(tmp_path / "model", family, seed=1, **layers if family == "granite4" else {})
     modules = linear_names(read_model_config(model)).linears
     folder = make_adapter(tmp_path / "adapter", model, seed=1, rank=4, modules=modules)
     adapter = replace(read(folder, model, 1), task_id=1)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import ForkServer
 from running import read, run, tokens_of
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -89,11 +90,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture(scope="module", params=[TENSOR, PIPELINE], ids=["tensor", "pipeline"])
-def engine(world: World, request: pytest.FixtureRequest) -> Iterator[Engine]:
+def engine(world: World, forks: ForkServer, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Ranks that share layers are started as everywhere, those of stages as test_group_models.py does."""
+    if request.param is PIPELINE:
+        request.getfixturevalue("forked_ranks")
     made = world.engine(**request.param)
     yield made
     made.close()
-    assert not followers()
+    assert not followers(forks)
 
 
 def test_mixes_and_activated_adapters_answer_as_in_one_process(
@@ -117,9 +121,9 @@ def test_mixes_and_activated_adapters_answer_as_in_one_process(
     assert len({tuple(tokens_of(events)) for events in want}) == len(loras)
 
 
-def followers() -> list[int]:
+def followers(forks: ForkServer) -> list[int]:
     """The processes of other ranks that this one has started."""
-    found = []
+    found = forks.running()
     for task in Path("/proc/self/task").iterdir():
         for pid in _text(task / "children").split():
             found += [int(pid)] if "manylora.engine.follower" in _text(Path(f"/proc/{pid}/cmdline")) else []
@@ -162,9 +166,9 @@ def test_answers_are_those_of_one_process(
 
 
 @pytest.mark.usefixtures("slow_steps")
-def test_a_lost_process_ends_the_group_and_tells_every_request(world: World, engine: Engine) -> None:
+def test_a_lost_process_ends_the_group_and_tells_every_request(engine: Engine, forks: ForkServer) -> None:
     """By SIGKILL or, of a pipeline, by SIGSTOP."""
-    (pid,), number = followers(), signal.SIGKILL
+    (pid,), number = followers(forks), signal.SIGKILL
     reason = "rank 1 of 2 ended with signal 9"
     if engine.config.pipeline_parallel_size > 1:
         number, reason = signal.SIGSTOP, "rank 1 of 2 was stopped by a signal"
@@ -186,4 +190,4 @@ def test_a_lost_process_ends_the_group_and_tells_every_request(world: World, eng
     with pytest.raises(EngineDeadError, match=reason):
         loop.submit(Request((1,)), sink)
     loop.close()
-    assert not followers()
+    assert not followers(forks)

@@ -15,7 +15,7 @@ from manylora.engine.speculation import StepTimes
 from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.tiny_models import make_adapter, make_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "forked_ranks")
 
 RANKS = pytest.mark.parametrize(
     "ranks",

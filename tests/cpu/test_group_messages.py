@@ -88,7 +88,7 @@ def test_pages_are_given_to_another_adapter_after_the_steps_that_read_them(
     go.set()
     writer.join(PATIENCE_S)
     leader.tell(Message("read"))
-    leader.tell(Message(END))
+    leader.tell(Message(END, {"for_good": True}))
     threads[1].join(PATIENCE_S)
     assert found == [["old"], ["old"], ["new"]]
 

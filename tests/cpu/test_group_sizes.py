@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from running import run
+from selection import extended
 from test_group import World, assert_same
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "forked_ranks")
 
 SHARED = {"tensor_parallel_size": 4}
 BOTH = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
@@ -38,9 +39,10 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("sparse"), "mixtral", ATTENTION)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "settings",
-    [SHARED, pytest.param(BOTH, marks=pytest.mark.extended), {**BOTH, "enable_overlap": True}],
+    [SHARED, BOTH, {**BOTH, "enable_overlap": True}],
     ids=["tp 4", "tp 2, pp 2", "tp 2, pp 2, overlapped"],
 )
 def test_ranks_share_a_plain_model(dense: World, settings: dict[str, Any]) -> None:
@@ -50,10 +52,13 @@ def test_ranks_share_a_plain_model(dense: World, settings: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"tensor_parallel_size": 2, "moe_expert_parallel_size": 2}, marks=pytest.mark.extended),
-        {**SHARED, "moe_expert_parallel_size": 2, "enable_overlap": True},
+        {**BOTH, "moe_expert_parallel_size": 2, "enable_overlap": True},
+        *extended(
+            {"tensor_parallel_size": 2, "moe_expert_parallel_size": 2},
+            {**SHARED, "moe_expert_parallel_size": 2, "enable_overlap": True},
+        ),
     ],
-    ids=["ep 2", "moe_tp 2, moe_ep 2"],
+    ids=["tp 2, pp 2, ep 2, overlapped", "ep 2", "moe_tp 2, moe_ep 2"],
 )
 def test_ranks_share_a_mixture_of_experts(sparse: World, settings: dict[str, Any]) -> None:
     check(sparse, **settings)

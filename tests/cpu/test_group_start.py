@@ -178,6 +178,7 @@ def test_two_processes_that_a_launcher_has_started_are_one_engine() -> None:
     run_both([[], []], both, "01")
 
 
+@pytest.mark.extended  # what is of hosts is where they listen; test_the_interface_towards_an_address
 def test_two_hosts_are_one_engine(hosts: list[list[str]]) -> None:
     """Their own names lead to the loopback address, as they often do."""
     both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500"}

@@ -19,7 +19,7 @@ from manylora.model.checkpoint import read_model_config
 from manylora.request import Event, LoraExtra, LoraInput, Request, SamplingConfig
 from manylora.testing.tiny_models import make_adapter, make_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "forked_ranks")
 
 SWAPS = 20
 TASK, NUM, WORDS, NEW = 9, 5, 40, 8

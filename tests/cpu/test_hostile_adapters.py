@@ -35,7 +35,7 @@ from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput
 from manylora.testing.tiny_models import make_model
 
-COUNT = 2000 if os.environ.get("MANYLORA_LONG") else 210
+COUNT = 2000 if os.environ.get("MANYLORA_LONG") else 105
 ROOM = 2**28  # bytes that a reader may take beside what the process has
 
 

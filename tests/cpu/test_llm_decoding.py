@@ -7,8 +7,8 @@ import gc
 import json
 import re
 import tarfile
-import time
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ import pytest
 import torch
 from penalties import most_probable, tensorrt_llm
 from safetensors.torch import load_file
+from waiting import wait_for
 
 from manylora import LLM, GuidedDecodingParams, LoraConfig, LoRARequest, SamplingParams
 from manylora.errors import RequestError
@@ -260,21 +261,22 @@ def write_nemo(folder: Path, adapter: Path) -> Path:
     return folder
 
 
-@pytest.mark.usefixtures("slow_steps")
-def test_tensors_are_let_go_while_their_request_runs(tiny: Path) -> None:
+def test_tensors_are_let_go_while_their_request_runs(
+    tiny: Path, held_steps: Callable[[int], threading.Event]
+) -> None:
     config = LoraConfig(lora_target_modules=QKV[:3], max_lora_rank=4, max_loras=2, max_cpu_loras=2)
     params = SamplingParams(max_tokens=240, ignore_eos=True)
     with LLM(tiny / "model", lora_config=config, device="cpu") as llm:
+        go_on = held_steps(100)
         gc.disable()  # nothing may depend on the collector
         try:
             result = llm.generate_async(PROMPT, params, plain(tiny), streaming=True)
             next(iter(result))
             loaded = llm._loop._engine.adapters.loader._in_memory
-            deadline = time.monotonic() + 60
-            while loaded and not result.finished and time.monotonic() < deadline:
-                time.sleep(0.001)
-            assert not result.finished and not loaded
+            wait_for(lambda: not loaded)
+            assert not result.finished
         finally:
+            go_on.set()
             gc.enable()
         result.abort()
         assert result.result(60).finished

@@ -8,12 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from levels import PARAMS, open_library
 from test_cuda_kernels import DEVICE, attention_batch
 from test_cuda_kernels import ops as cuda_ops
 from test_expert_kernels import EXPERTS, LAYER
 from test_expert_kernels import TARGETS as EXPERT_TARGETS
 from test_float8_kernels import IN, TARGETS, WIDTHS, check, expert_ops, mixed_batch
 
+from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.experts import pair_up
 from manylora.kernels.reference import ReferenceOps
@@ -87,12 +89,12 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 @pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", [[1, 2, 3, 1], [9, 5, 8, 4]])
+@pytest.mark.parametrize("level", PARAMS)  # torch promises no order of sums
 def test_a_row_has_the_same_bits_with_any_number_of_threads(
-    ops: CpuOps, lengths: list[int], pool: torch.dtype, threads: Callable[[int], None]
+    level: str, lengths: list[int], pool: torch.dtype, threads: Callable[[int], None]
 ) -> None:
     """Few tasks are shared by all threads, coefficient by coefficient and column by column."""
-    if type(ops) is CpuOps:
-        pytest.skip("torch promises no order of sums")
+    ops = CompiledOps(open_library(level))
     torch.manual_seed(0)
     batch, _ = mixed_batch(lengths, [8, 80, 17, 40], pool, TARGETS, 2)
     mixed = mixes(replace(batch, pool=batch.pool.cpu()))[0]
@@ -140,10 +142,8 @@ def test_a_gpu_adds_what_each_member_adds(lengths: list[int], ranks: list[int], 
         assert torch.equal(alone[last], beside[last]), "a mix beside it changed a row"
 
 
-@pytest.mark.parametrize("kind", ["cpu", "gpu"])
-def test_experts_add_what_each_member_adds(ops: CpuOps, kind: str, request: pytest.FixtureRequest) -> None:
-    if kind == "gpu" and request.node.callspec.params["ops"] != "torch":
-        pytest.skip("the GPU's kernels once")
+@pytest.mark.parametrize("kind", ["torch", *PARAMS, "gpu"])
+def test_experts_add_what_each_member_adds(kind: str) -> None:
     torch.manual_seed(1)
     lengths = [3, 1, 12, 2]
     batch, wide = mixed_batch(lengths, [8, 3, 40, 5], torch.float32, EXPERT_TARGETS, LAYER, EXPERTS)
@@ -160,9 +160,9 @@ def test_experts_add_what_each_member_adds(ops: CpuOps, kind: str, request: pyte
             delta, x.double(), one, pair_up(choices, EXPERTS, one)[0], LAYER, EXPERT_TARGETS
         )
         want += scale * delta
-    got, planned, made = y.clone(), replace(mixed, pool=mixed.pool.cpu()), ops
+    got, planned, made = y.clone(), replace(mixed, pool=mixed.pool.cpu()), expert_ops(kind)
     if kind == "gpu":
-        made, got, x, choices = expert_ops(), got.to(DEVICE), x.to(DEVICE), choices.to(DEVICE)
+        got, x, choices = got.to(DEVICE), x.to(DEVICE), choices.to(DEVICE)
         planned = to_device(made.plan(attention_batch([1] * total, [1] * total), mixed)[1], DEVICE)
     pairs, _ = made.pair_up(choices, EXPERTS, planned)
     made.expert_lora_add(got, x, planned, pairs, LAYER, EXPERT_TARGETS)

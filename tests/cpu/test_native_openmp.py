@@ -86,6 +86,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return library
 
 
+@pytest.mark.extended  # zig takes seconds for it
 def test_each_iteration_is_done_once(library: ctypes.CDLL) -> None:
     """First without a runtime, as in a program without torch."""
     counts, before = np.zeros(500, np.int64), torch.get_num_threads()
@@ -100,6 +101,7 @@ def test_each_iteration_is_done_once(library: ctypes.CDLL) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("threads", [2, 5])
 def test_all_meet_whoever_is_late(library: ctypes.CDLL, threads: int) -> None:
     """5: more than there are processors, perhaps, so that they do not spin."""

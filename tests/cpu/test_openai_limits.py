@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
-import resource
 import socket
+import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator
 
 import httpx2
 import pytest
+from forked import ForkServer
 from serving import DEMO, Running
+from turned_away import all_of
 from waiting import wait_for
 
 from manylora.errors import ConfigError
@@ -67,15 +67,6 @@ def send(client: socket.socket, *parts: bytes, pause: float = 0.0) -> None:
         for part in parts:
             client.sendall(part)
             time.sleep(pause)
-
-
-def all_of(client: socket.socket) -> bytes:
-    """What comes until the server closes the connection."""
-    found = b""
-    with contextlib.suppress(ConnectionResetError):
-        while piece := client.recv(65536):
-            found += piece
-    return found
 
 
 def completion(**fields: object) -> bytes:
@@ -164,7 +155,9 @@ def test_what_comes_behind_a_chunked_body_is_no_header(server: Running) -> None:
 
 
 @pytest.mark.usefixtures("slow_steps")
-def test_idle_connections_give_way_and_busy_ones_do_not(server: Running) -> None:
+def test_idle_connections_give_way_and_busy_ones_do_not(
+    server: Running, held_steps: Callable[[int], threading.Event]
+) -> None:
     with contextlib.ExitStack() as stack:
         idle = [stack.enter_context(connect(server)) for _ in range(5 * MOST)]
         assert server.http.get("/health").status_code == 200
@@ -172,6 +165,7 @@ def test_idle_connections_give_way_and_busy_ones_do_not(server: Running) -> None
     wait_for(lambda: server.clients.num_open <= 1)
     server.http.close()
     server.http = httpx2.Client(base_url=server.url, timeout=60)
+    go_on = held_steps(300)
     with contextlib.ExitStack() as stack:
         busy = [stack.enter_context(connect(server)) for _ in range(MOST)]
         for client in busy:
@@ -180,6 +174,7 @@ def test_idle_connections_give_way_and_busy_ones_do_not(server: Running) -> None
             assert client.recv(1000).startswith(b"HTTP/1.1 200")
         with connect(server) as late:
             found = all_of(late)
+        go_on.set()
         assert found.startswith(b"HTTP/1.1 503") and b"overloaded" in found
     wait_for(lambda: server.clients.num_open == 0)
     assert server.http.get("/health").status_code == 200
@@ -229,37 +224,8 @@ def test_another_protocol_is_not_spoken(server: Running) -> None:
         assert b"200 OK" in all_of(client)
 
 
-def test_without_descriptors_clients_are_turned_away_and_the_rest_goes_on() -> None:
-    """In a process of its own: another thread of this one may close a descriptor in between."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        process.submit(turn_away).result(200)
-
-
-def turn_away() -> None:
-    clients = Clients(HttpLimits())
-    [listener] = listen("127.0.0.1", 0, clients)
-    with listener, contextlib.ExitStack() as stack:
-        listener.listen()
-        listener.setblocking(False)
-        waiting = [stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(3)]
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free(), hard))
-        try:
-            for _ in range(2):
-                with pytest.raises(BlockingIOError):
-                    listener.accept()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert [all_of(one)[:12] for one in waiting[:2]] == [b"HTTP/1.1 503"] * 2
-        accepted, _ = listener.accept()
-        assert clients.num_open == 1
-        accepted.close()
-        assert clients.num_open == 0
-
-
-def lowest_free() -> int:
-    with socket.socket() as one:
-        return one.fileno()
+def test_without_descriptors_clients_are_turned_away_and_the_rest_goes_on(forks: ForkServer) -> None:
+    assert forks.start("turned_away", []).wait(200) == 0
 
 
 def test_one_address_has_a_share() -> None:

@@ -9,7 +9,8 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -94,15 +95,21 @@ def test_answers_of_the_official_client_are_right_for_mixed_adapters_at_once(ser
     assert server.metric('manylora_lora_cache_adapters{level="host"}') >= 2
 
 
-def test_a_stream_is_the_whole_answer_in_pieces(server: Running) -> None:
+def test_a_stream_is_the_whole_answer_in_pieces(
+    server: Running, held_steps: Callable[[int], threading.Event]
+) -> None:
     client = server.client()
     messages: Any = [{"role": "user", "content": "日本について教えてください。"}]
     body: dict[str, Any] = {"model": "japanese", "messages": messages, "temperature": 0, "logprobs": True}
     whole = client.chat.completions.create(**body)
-    chunks = list(client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}))
+    chunks, go_on = [], held_steps(8)
+    for chunk in client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}):
+        chunks.append(chunk)
+        if chunk.choices and chunk.choices[0].delta.content:
+            go_on.set()
     pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     assert "".join(pieces) == whole.choices[0].message.content
-    assert len([piece for piece in pieces if piece]) > 5
+    assert len([piece for piece in pieces if piece]) > 1
     assert chunks[-1].usage == whole.usage
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
     streamed = [
@@ -216,7 +223,9 @@ def test_log_probabilities_of_prompt_and_alternatives_agree(server: Running) -> 
 
 
 @pytest.mark.parametrize("echo", [False, True])
-def test_alternatives_stream_as_they_come_whole(server: Running, echo: bool) -> None:
+def test_alternatives_stream_as_they_come_whole(
+    server: Running, echo: bool, held_steps: Callable[[int], threading.Event]
+) -> None:
     client = server.client()
     body: dict[str, Any] = {
         "model": "chinese",
@@ -228,9 +237,12 @@ def test_alternatives_stream_as_they_come_whole(server: Running, echo: bool) -> 
     body |= {"max_tokens": 12, "echo": echo, "extra_body": {"ignore_eos": True}}
     whole = client.completions.create(**body)
     parts: dict[int, list[Any]] = {}
+    go_on = held_steps(5)
     for chunk in client.completions.create(**body, stream=True):
         parts.setdefault(chunk.choices[0].index, []).append(chunk.choices[0])
-    assert sorted(parts) == [0, 1, 2, 3] and all(len(pieces) > 3 for pieces in parts.values())
+        if len(parts) == 4:
+            go_on.set()
+    assert sorted(parts) == [0, 1, 2, 3] and all(len(pieces) > 1 for pieces in parts.values())
     for choice in whole.choices:
         pieces = parts[choice.index]
         assert "".join(piece.text for piece in pieces) == choice.text
@@ -478,16 +490,20 @@ def test_loading_and_unloading_by_hand(server: Running, root: Path) -> None:
     assert code_of(server.post(unload, lora_name="hand")) == "adapter_not_found"
 
 
-@pytest.mark.usefixtures("slow_steps")
-def test_unloading_waits_for_the_requests_under_way(server: Running, root: Path) -> None:
+def test_unloading_waits_for_the_requests_under_way(
+    server: Running, root: Path, held_steps: Callable[[int], threading.Event]
+) -> None:
     server.post("/v1/load_lora_adapter", lora_name="busy", lora_path=str(root / "chinese"))
     body = {"model": "busy", "prompt": "a", "max_tokens": 150, "ignore_eos": True, "stream": True}
+    go_on = held_steps(5)
     with ThreadPoolExecutor(1) as pool, server.http.stream("POST", "/v1/completions", json=body) as answer:
         lines = answer.iter_lines()
         next(lines)
         unloading = pool.submit(server.post, "/v1/unload_lora_adapter", lora_name="busy")
-        wait_for(lambda: server.post(model="busy", prompt="a").status_code == 404)
+        wait_for(lambda: server.http.get("/v1/models/busy").status_code == 404)
+        assert server.post(model="busy", prompt="a").status_code == 404
         assert not unloading.done()
+        go_on.set()
         assert list(lines)[-2] == "data: [DONE]"
         assert unloading.result(60).status_code == 200
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx2
@@ -14,6 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file
 from serving import DEMO, Running
 from waiting import wait_for
+
+pytestmark = pytest.mark.usefixtures("one_thread", "forked_ranks")
 
 LINE = "What is the capital of France?\nAnswer:"
 ANSWERS = {"chinese": "巴黎", "japanese": "パリ"}
@@ -110,10 +112,12 @@ def test_what_cannot_be_served_changes_nothing(server: Running) -> None:
 
 @with_two_ranks
 @pytest.mark.usefixtures("slow_steps")
-def test_running_requests_keep_or_follow(server: Running) -> None:
+def test_running_requests_keep_or_follow(
+    server: Running, held_steps: Callable[[int], threading.Event]
+) -> None:
     assert put(server, "policy", "chinese").status_code == 200
     spans: dict[str, list[dict]] = {}
-    begun = threading.Barrier(3)
+    begun, go_on = threading.Barrier(3), held_steps(20)
 
     def stream(kind: str) -> None:
         asked = {"model": "policy", "prompt": LINE, "max_tokens": 200, "ignore_eos": True, "stream": True}
@@ -130,6 +134,7 @@ def test_running_requests_keep_or_follow(server: Running) -> None:
         thread.start()
     begun.wait()
     assert put(server, "policy", "japanese").json()["version"] == 2
+    go_on.set()
     for thread in threads:
         thread.join()
     assert [one["version"] for one in spans["keep"]] == [1]

@@ -27,8 +27,8 @@ from manylora.testing.tiny_models import make_adapter, make_model
 from manylora.text.tokenizer import Tokenizer
 
 LONG = bool(os.environ.get("MANYLORA_LONG"))
-REQUESTS, ADAPTERS, ROOM, VERSIONS = (2000, 100, 10, 3) if LONG else (300, 30, 5, 2)
-REPLACEMENTS = 60 if LONG else 12
+REQUESTS, ADAPTERS, ROOM, VERSIONS = (2000, 100, 10, 3) if LONG else (160, 16, 4, 2)
+REPLACEMENTS = 60 if LONG else 10
 PROMPTS = ("Hello", "What?")
 NEW = 6
 MODULES = ("q_proj", "v_proj")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from running import let_arrive
 from test_graphs import CPU, NothingWaits, Recorder, make_world
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -75,6 +76,7 @@ def wishes(adapters: list[LoraInput], seed: int, count: int = 14) -> list[Reques
 def run(engine: Engine, requests: list[Request], cancelled: frozenset[int] = frozenset()) -> list[Any]:
     """Everything that was answered, a new request every other step."""
     order = {engine.submit(engine.prepare(requests[0])): 0}
+    let_arrive(engine)
     waiting = list(enumerate(requests))[1:]
     told: list[list[Event]] = [[] for _ in requests]
     steps = 0
@@ -83,6 +85,7 @@ def run(engine: Engine, requests: list[Request], cancelled: frozenset[int] = fro
         if waiting and steps % 2:
             number, request = waiting.pop(0)
             order[engine.submit(engine.prepare(request))] = number
+            let_arrive(engine)
         if steps == 9:
             for handle, number in order.items():
                 if number in cancelled:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import ForkServer
 from gguf_files import Kind, make_gguf
 from quantised_checkpoints import KINDS, make_pair
 from rank_worker import Case
+from selection import extended
 from test_bitsandbytes import LINEARS as ATTENTION_AND_MLP
 from test_bitsandbytes import quantised as made_by_bitsandbytes
 from test_parallel_model import model_of, one_process, run_group
@@ -37,24 +39,20 @@ LINEARS = (*ATTENTION_AND_MLP, "in_proj", "out_proj", "per_layer_input_gate", "p
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}  # halves are whole blocks of K types
 
 
-def make_all(folder: Path) -> dict[str, Path]:
-    stored = [name for name in (*PACKED, *REFUSED) if name in KINDS]
-    found = {name: make_pair(folder / name.replace(" ", "-"), KINDS[name])[0] for name in stored}
-    found["plain W4A16"] = make_model(folder / "plain")
-    for four in (True, False):
-        own = folder / f"bitsandbytes-{four}"
-        own.mkdir()
-        model = make_model(own / "model", seed=2, intermediate_size=128)
-        found[f"bitsandbytes {four}"] = made_by_bitsandbytes(model, own, four)[0]
-    for name, kind in GGUF.items():
+def made(folder: Path, name: str) -> Path:
+    if name in KINDS:
+        return make_pair(folder, KINDS[name])[0]
+    if name in GGUF:
         file = folder / f"{name}.gguf"
-        make_gguf(file, make_model(folder / name, "llama", **WIDE), kind, Kind.Q8_0)
-        found[f"gguf {name}"] = local_model(file)
-    for family, layout in product(FAMILIES, LAYOUTS):
-        own = folder / f"{family} {layout}".replace(" ", "-")
-        own.mkdir()
-        found[f"{family} {layout}"] = quantised_in_all_layers(model_of(own, family), own, layout)
-    return found
+        make_gguf(file, make_model(folder / name, "llama", **WIDE), GGUF[name], Kind.Q8_0)
+        return local_model(file)
+    if name == "plain W4A16":
+        return make_model(folder / "plain")
+    family, _, layout = name.partition(" ")
+    if family in FAMILIES:
+        return quantised_in_all_layers(model_of(folder, family), folder, layout)
+    model = make_model(folder / "model", seed=2, intermediate_size=128)
+    return made_by_bitsandbytes(model, folder, layout == "True")[0]
 
 
 def quantised_in_all_layers(model: Path, folder: Path, layout: str) -> Path:
@@ -65,28 +63,37 @@ def quantised_in_all_layers(model: Path, folder: Path, layout: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, list[dict[str, Any]]]]:
-    """By name of the checkpoint, the case and what each rank found."""
+def cases(
+    tmp_path_factory: pytest.TempPathFactory, forks: ForkServer, request: pytest.FixtureRequest
+) -> dict[str, tuple[Case, list[dict[str, Any]]]]:
+    """By name of the checkpoint, the case and what each rank found; of those that are to run."""
     folder = tmp_path_factory.mktemp("checkpoints")
+    chosen = {call.params.get("name") for item in request.session.items if (call := callspec(item))}
+    names = [name for name in (*NAMES, *REFUSED) if name in chosen]
+    cases = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        models = make_all(folder)
-        made = {
-            name: Case(name.replace(" ", "-"), str(model), tp=2, kinds=("base", "lora", "dora"), quant=quant)
-            for name, model in models.items()
-            for quant in ["W4A16" if name.startswith("plain") else None]
-        }
-        found = run_group(folder, 2, list(made.values()))
-    return {name: (case, found[case.name]) for name, case in made.items()}
+        for name in names:
+            own = folder / name.replace(" ", "-")
+            own.mkdir()
+            quant = "W4A16" if name.startswith("plain") else None
+            cases.append(Case(name, str(made(own, name)), tp=2, kinds=("base", "lora", "dora"), quant=quant))
+        found = run_group(forks, folder, 2, cases)
+    return {case.name: (case, found[case.name]) for case in cases}
 
 
-NAMES = (
-    *PACKED, "bitsandbytes True", "bitsandbytes False", *(f"gguf {name}" for name in GGUF),
-    *(f"{family} {layout}" for family, layout in product(FAMILIES, LAYOUTS)),
+def callspec(item: pytest.Item) -> Any:
+    return getattr(item, "callspec", None)
+
+
+FIRST = (  # each family and each layout, once
+    *PACKED, "bitsandbytes True", "bitsandbytes False", *GGUF,
+    *(f"{family} {layout}" for family, layout in zip(FAMILIES, LAYOUTS, strict=True)),
 )  # fmt: skip
+NAMES = (*FIRST, *(n for n in map(" ".join, product(FAMILIES, LAYOUTS)) if n not in FIRST))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*FIRST, *extended(*NAMES[len(FIRST) :])])
 def test_ranks_compute_what_one_process_does(name: str, cases: dict[str, Any]) -> None:
     case, ranks = cases[name]
     assert "error" not in ranks[0], ranks[0]["error"]

@@ -3,8 +3,7 @@ and kind of adapter. The processes of a group start once, and run all cases."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import signal
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from forked import ForkServer
 from rank_worker import Case, adapters_of, write_cases
+from selection import extended
 
 from manylora.kernels.device import open_device
 from manylora.lora.tensors import lora_input
@@ -22,9 +23,9 @@ from manylora.quant.config import SERVED, QuantAlgo
 from manylora.testing.driver import Driver, agree
 from manylora.testing.tiny_models import make_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LIMIT_S = 240.0  # for a group; it takes a tenth of that
-WORKER = Path(__file__).with_name("rank_worker.py")
-FEW = ("LoRA", "DoRA", "bias")
 
 TP2, TP4, PP2, BOTH = {"tp": 2}, {"tp": 4}, {"pp": 2}, {"tp": 2, "pp": 2}
 EP2, TP4_EP2 = {"tp": 2, "ep": 2}, {"tp": 4, "ep": 2}
@@ -111,7 +112,17 @@ CASES: dict[str, tuple[str, dict[str, int], tuple[str, ...], str | None]] = {
     "granite4 pp2 W8A16": ("granite4-4", PP2, ("lora",), "W8A16"),
 }  # fmt: skip
 
-SLOW = {f"{family} {algo}" for family in ROUNDED for algo in SERVED if algo != QuantAlgo.W4A16}
+# Each way to divide something, once.
+FIRST = (
+    "llama tp2", "llama tp4", "llama both", "llama-biases tp2", "phi3 tp2", "gpt2 tp2", "gpt-neox tp2",
+    "falcon-new tp2", "olmo2 tp4", "mixtral tp4 ep2", "gpt-oss tp2", "deepseek-v3 tp2", "deepseek-v2 ep2",
+    "qwen2-moe tp2", "llama4 ep2", "qwen3-next tp2", "lfm2 tp2", "t5 tp2", "t5 pp2", "t5 pp2 W8A16",
+    "bart tp2", "bart both", "gemma4 tp2", "gemma4 shared pp2", "gemma4 moe tp2", "gemma4 moe ep2",
+    "gemma3n tp2", "gemma3n pp2", "granite4 tp2", "granite4 both", "falcon-h1 tp2", "nemotron-h latent tp2",
+    "nemotron-h latent pp2", "opt-350m tp2", "opt-350m both", "mixtral W8A16",
+    *(f"llama-128 {algo}" for algo in SERVED),
+    *(f"{family} {QuantAlgo.W4A16}" for family in ("gemma4-shared", "gemma4-moe", "granite4")),
+)  # fmt: skip
 MIXED = ["linear_attention", "full_attention"] * 2
 CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss-4": ("gpt-oss", {"num_local_experts": 4}),
@@ -185,10 +196,10 @@ CHANGED |= {f"{family}-128": (family, settings) for family, settings in WIDE.ite
 
 
 # Models on two ranks whose weights are like a large model's: most are in what ranks divide.
-SIZED = (
-    "llama tp2", "gemma4 shared tp2", "gemma4 moe tp2", "gemma3n tp2", "granite4 moe ep2", "falcon-h1 tp2",
-    "nemotron-h tp2", "opt-350m tp2", "t5 pp2",
-)  # fmt: skip
+SIZED = [
+    "llama tp2", "gemma4 moe tp2", "gemma3n tp2", "falcon-h1 tp2", "opt-350m tp2", "t5 pp2",
+    *extended("gemma4 shared tp2", "granite4 moe ep2", "nemotron-h tp2"),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -210,22 +221,26 @@ def case_of(folder: Path, name: str) -> Case:
     return Case(name.replace(" ", "-"), model, **ranks, kinds=kinds, quant=quant)
 
 
-def run_group(folder: Path, world: int, cases: list[Case]) -> dict[str, list[dict[str, Any]]]:
+def run_group(
+    forks: ForkServer, folder: Path, world: int, cases: list[Case]
+) -> dict[str, list[dict[str, Any]]]:
     """What each rank found, by case."""
     write_cases(folder / f"cases-{world}.json", cases)
     common = [str(world), str(folder / f"store-{world}"), str(folder / f"cases-{world}.json"), str(folder)]
-    ranks = [subprocess.Popen([sys.executable, str(WORKER), str(rank), *common]) for rank in range(world)]
+    ranks = [forks.start("rank_worker", [str(rank), *common]) for rank in range(world)]
     try:
         assert [rank.wait(LIMIT_S) for rank in ranks] == [0] * world
     finally:
         for rank in ranks:
-            rank.kill()
+            rank.send_signal(signal.SIGKILL)
             rank.wait()
     return {case.name: [torch.load(folder / f"{case.name}.{r}.pt") for r in range(world)] for case in cases}
 
 
 @pytest.fixture(scope="module")
-def groups(folder: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, list[dict[str, Any]]]]:
+def groups(
+    folder: Path, forks: ForkServer, request: pytest.FixtureRequest
+) -> Iterator[dict[str, list[dict[str, Any]]]]:
     """Of the cases that are to run."""
     found: dict[str, list[dict[str, Any]]] = {}
     to_run = [item for item in request.session.items if not item.get_closest_marker("skip")]
@@ -238,7 +253,7 @@ def groups(folder: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, l
             if size_of(ranks) == world and name in names
         ]
         if mine:
-            found |= run_group(folder, world, mine)
+            found |= run_group(forks, folder, world, mine)
     yield found
 
 
@@ -256,9 +271,7 @@ def one_process(case: Case) -> tuple[list[torch.Tensor], int]:
     return driver.run(), decoder.weight_bytes
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.extended) if name in SLOW else name for name in CASES]
-)
+@pytest.mark.parametrize("name", [*FIRST, *extended(*(name for name in CASES if name not in FIRST))])
 def test_ranks_compute_what_one_process_does(name: str, folder: Path, groups: dict[str, Any]) -> None:
     case = case_of(folder, name)
     ranks = groups[case.name]

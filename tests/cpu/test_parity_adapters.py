@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from running import answers, run, tokens
+from running import answers, check_greedy, run, tokens
 from safetensors.torch import load_file, save_file
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -36,7 +36,7 @@ from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.driver import agree
 from manylora.testing.tiny_configs import VOCAB
-from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
+from manylora.testing.tiny_models import make_adapter, make_model, reference_logits
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LARGEST = 512
@@ -207,7 +207,7 @@ def test_greedy_tokens_of_lora_dora_and_base_in_one_engine(workshop: Path) -> No
     params = SamplingConfig(max_tokens=16)
     found = answers(engine, *(Request(tuple(tokens(9, i)), params, one) for i, (one, _) in enumerate(wanted)))
     for i, (answer, (_, adapter)) in enumerate(zip(found, wanted, strict=True)):
-        assert answer == reference_generate(model, adapter, tokens(9, i), 16)
+        check_greedy(answer, 16, model, adapter, tokens(9, i))
     engine.close()
 
 

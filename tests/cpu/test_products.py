@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from levels import SIMULATED, open_library, open_products
+from selection import extended
 from torch import Tensor
 
 from manylora import LLM, QuantConfig, SamplingParams
@@ -29,7 +30,7 @@ PROMPT = "Where is the capital of Egypt? \\nAnswer:"
 DOTS, TILES = FORMS
 
 
-@pytest.fixture(params=["emulated", SIMULATED])
+@pytest.fixture(params=["emulated", *extended(SIMULATED)])
 def multiply(request: pytest.FixtureRequest) -> PanelsLinear:
     """For panels of this processor's width, and of AVX-512's."""
     return PanelsLinear(open_products() if request.param == "emulated" else open_library(request.param))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from levels import SIMULATED, open_library
 from running import tokens
+from selection import extended
 from torch import Tensor
 
 from manylora.kernels import compiled as compiled_ops
@@ -24,6 +25,7 @@ from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment, LoraTarget
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.quant.config import QuantConfig
+from manylora.system.processor import read_features
 from manylora.testing.driver import Driver
 from manylora.testing.parity import make_kind, read_from
 from manylora.testing.tiny_models import make_model
@@ -31,9 +33,11 @@ from manylora.testing.tiny_models import make_model
 WIDTHS = (40, 64, 133)
 TARGETS = tuple(LoraTarget(m, sum(WIDTHS[:m]), width) for m, width in enumerate(WIDTHS))
 TILES = next(form for form in FORMS if form != DOTS)
+# Where the processor has none a case of it is skipped, and may be the only one that was selected for a value.
+PROCESSOR = ["processor"] if "avx512_bf16" in read_features() else extended("processor")
 
 
-@pytest.fixture(params=["emulated", "processor", SIMULATED])
+@pytest.fixture(params=["emulated", *PROCESSOR, *extended(SIMULATED)])
 def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CompiledOps:
     """In plain C, for vectors of this processor's width and of AVX-512's, and by the instruction itself."""
     if request.param == "processor":

@@ -60,7 +60,8 @@ def test_an_element_too_many_is_found(environment: dict[str, str]) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_kernels_stay_in_their_memory(environment: dict[str, str], kernels: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-s", "-p", "sanitized", "-p", "no:cacheprovider"]
+    options = ["-x", "-q", "-s", "--all", "-p", "sanitized", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options]
     done = subprocess.run(
         [*command, "-k", "not torch and not numpy and not simde", TESTS / "cpu" / f"test_{kernels}.py"],
         cwd=TESTS.parent, env=environment, capture_output=True, text=True, check=False,

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from selection import extended
 from waiting import answers
 from waiting import wait_for_named as wait_for
 
+from manylora.cli import main
 from manylora.launcher.processes import free_port
 from manylora.testing.tiny_models import make_model
 
@@ -67,41 +69,38 @@ def gone(pids: set[int]) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_serve_comes_back_after_a_kill_and_drains_at_a_signal(tmp_path: Path) -> None:
-    with served(make_model(tmp_path / "tiny", "llama", seed=11)) as (keeper, url):
-        server = server_of(keeper.pid)
-        with stream(url, 64) as lines:
-            os.kill(server, signal.SIGKILL)
-            with pytest.raises(httpx2.TransportError):
-                list(lines)
-        wait_for("the server again", lambda: answers(f"{url}/health"))
-        with stream(url) as lines:
-            everyone = children(keeper.pid)
-            keeper.send_signal(signal.SIGTERM)
-            assert [line for line in lines if line][-1] == "data: [DONE]"
-        assert keeper.wait(60) == 0
-    wait_for("everyone's end", lambda: gone(everyone))
+@pytest.mark.extended
+def test_one_process_comes_back_after_a_kill(tmp_path: Path) -> None:
+    check_restart(tmp_path, 1)
 
 
-def test_a_killed_rank_0_leaves_no_rank_and_all_come_back(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "tiny", "llama", seed=11)
-    with served(model, "--tp-size", "2", "--pp-size", "2") as (keeper, url):
+@pytest.mark.parametrize(
+    "flags", [("--tp-size", "2"), *extended(("--tp-size", "2", "--pp-size", "2"))], ids=["two", "four"]
+)
+def test_a_killed_rank_0_leaves_no_rank_and_all_come_back(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    check_restart(tmp_path, 2 ** (len(flags) // 2), *flags)
+
+
+def check_restart(tmp_path: Path, ranks: int, *flags: str) -> None:
+    """A kill while clients read, and then a signal while one does."""
+    with served(make_model(tmp_path / "tiny", "llama", seed=11), *flags) as (keeper, url):
         server = server_of(keeper.pid)
         others = followers_of(server)
-        assert len(others) == 3
+        assert len(others) == ranks - 1
         with stream(url), stream(url, 64) as lines:
             os.kill(server, signal.SIGKILL)
             with pytest.raises(httpx2.TransportError):
                 list(lines)
         wait_for("the other ranks' end", lambda: gone(others))
         wait_for("the server again", lambda: answers(f"{url}/health"))
-        with stream(url) as lines:
-            assert [line for line in lines if line][-1] == "data: [DONE]"
         again = followers_of(server_of(keeper.pid))
-        assert len(again) == 3 and not again & others
-        keeper.send_signal(signal.SIGTERM)
+        assert len(again) == ranks - 1 and not again & others
+        with stream(url) as lines:
+            everyone = children(keeper.pid)
+            keeper.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
         assert keeper.wait(60) == 0
-        wait_for("everyone's end", lambda: gone(again))
+    wait_for("everyone's end", lambda: gone(everyone | again))
 
 
 def command_line(pid: int) -> str:
@@ -110,7 +109,6 @@ def command_line(pid: int) -> str:
     return ""  # it has just ended
 
 
-def test_restart_needs_a_port_that_stays(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "manylora.commands.serve", str(tmp_path), "--port", "0", "--restart"]
-    refused = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (refused.returncode, "restart needs a port of its own" in refused.stderr) == (1, True)
+def test_restart_needs_a_port_that_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(tmp_path), "--port", "0", "--restart"]) == 1
+    assert "restart needs a port of its own" in capsys.readouterr().err

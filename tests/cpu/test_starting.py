@@ -3,6 +3,7 @@ is one line that says what to do; ids of the hub, vLLM's flags and Ctrl-C do wha
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -21,6 +22,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from hub_standin import COMMIT, serve_hub
+from serving import DEMO, Running
 
 import manylora
 from manylora import LLM, LoRARequest
@@ -35,7 +37,6 @@ from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.system.progress import Progress, size
 from manylora.testing.tiny_models import make_model
 
-DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 ADAPTER = DEMO / "adapters" / "chinese"
 
 
@@ -120,21 +121,19 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("line", "texts"), [pytest.param(*rest, id=name) for name, *rest in MISTAKES])
-def test_a_mistake_is_one_line_that_leads_on(
-    line: str, texts: list[str], models: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        names = {"m": str(models), "a": str(ADAPTER), "port": str(other.getsockname()[1])}
-        try:
-            status = main(line.format(**names).split())
-        except SystemExit as end:
-            status = end.code
-    said = capfd.readouterr().err.splitlines()
-    assert status in (1, 2) and len(said) == 1, said
-    assert said[0].startswith("manylora")
-    for text in texts:
-        assert text.format(**names) in said[0]
+def test_a_mistake_is_one_line_that_leads_on(models: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name, line, texts in MISTAKES:
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            names = {"m": str(models), "a": str(ADAPTER), "port": str(other.getsockname()[1])}
+            try:
+                status = main(line.format(**names).split())
+            except SystemExit as end:
+                status = end.code
+        said = capfd.readouterr().err.splitlines()
+        assert status in (1, 2) and len(said) == 1, (name, said)
+        assert said[0].startswith("manylora"), name
+        for text in texts:
+            assert text.format(**names) in said[0], name
 
 
 def test_a_mistake_ends_the_process(models: Path) -> None:
@@ -162,18 +161,18 @@ def test_help_shows_each_flag_in_one_spelling(capsys: pytest.CaptureFixture[str]
     assert "--lora_root" not in shown
 
 
-def test_a_root_without_adapters_is_told(tmp_path: Path) -> None:
+def test_a_root_without_adapters_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "none").mkdir()
-    model = str(DEMO / "base")
-    with Started(tmp_path / "log", model, "--lora_root", str(tmp_path / "none")) as server:
-        server.wait_for(f"no adapter is below --lora-root {tmp_path / 'none'}: each is a folder with")
-        server.wait_for("running on")
-        server.interrupt()
+    Running(lora_root=(tmp_path / "none",)).close()
+    told = f"no adapter is below --lora-root {tmp_path / 'none'}: each is a folder with"
+    assert any(one.startswith(told) for one in caplog.messages)
 
 
-def test_the_version_is_shown() -> None:
+def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--version"], ["serve", "--version"]):
-        assert command(*arguments).stdout.strip() == f"manylora {manylora.__version__}"
+        with contextlib.suppress(SystemExit):
+            assert main(arguments) == 0
+        assert capsys.readouterr().out == f"manylora {manylora.__version__}\n"
 
 
 class Started:
@@ -262,8 +261,20 @@ def hub_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
-def test_ids_of_the_hub_are_downloaded_once_and_serve_offline(
-    models: Path, tmp_path: Path, hub_home: dict[str, str]
+PYTHON = """
+from manylora import LLM, LoRARequest, SamplingParams
+llm = LLM("org/model", revision="v1", enable_lora=True, device="cpu")
+for number, path in enumerate(["org/adapter", "org/nothing"], start=1):
+    try:
+        output = llm.generate("Hi", SamplingParams(max_tokens=2), LoRARequest(f"a{number}", number, path))
+        print(output.outputs[0].length)
+    except Exception as error:
+        print(error)
+"""
+
+
+def test_ids_of_the_hub_are_downloaded_once_and_python_takes_them_offline(
+    tmp_path: Path, hub_home: dict[str, str]
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(DEMO / "base", model)
@@ -288,43 +299,66 @@ def test_ids_of_the_hub_are_downloaded_once_and_serve_offline(
         unread = {"pytorch_model.bin", "modeling_own.py", "consolidated.safetensors"}
         assert "model.safetensors" in hub.downloaded and not hub.downloaded & unread
         hub.asked.clear()
-        with Started(
-            tmp_path / "log", *arguments, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1", **hub_home
-        ) as server:
-            server.wait_for("running on")
+        offline = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", PYTHON], capture_output=True, text=True, check=True, timeout=120,
+            cwd=tmp_path, env=os.environ | hub_home | offline,
+        )  # fmt: skip
         assert hub.asked == []
-    with Started(tmp_path / "log", *arguments, HF_ENDPOINT=hub.url, **hub_home) as server:  # it is gone
-        server.wait_for("the files in the cache are used")
-        server.wait_for("running on")
+    length, problem = done.stdout.splitlines()
+    assert length == "2"
+    assert "there is no folder org/nothing here, and it is not whole in the cache" in problem
+    cached = tmp_path / "hf" / "hub" / "models--org--model" / "snapshots" / COMMIT
+    assert (cached / "model.safetensors").is_file()
+
+
+LINES = """
+import sys
+from huggingface_hub import constants
+from manylora.cli import main
+for line in sys.stdin:
+    constants.HF_HUB_OFFLINE = line.startswith("offline ")
+    status = main(["serve", "--port", "0", *line.removeprefix("offline ").split()])
+    print("status", status, file=sys.stderr, flush=True)
+"""
 
 
 def test_an_id_that_cannot_be_had_is_one_line(models: Path, hub_home: dict[str, str]) -> None:
+    """And one in the cache is of use without the hub: here until its length is found to be too small."""
+    whole = "org/model --max-model-len 1M"
     with serve_hub({"org/model": models / "good", "org/adapter": ADAPTER}, gated=("org/gated",)) as hub:
-        cases = {
-            ("org/nothing", ""): "there is no folder org/nothing here, and no org/nothing on",
-            (
-                "org/gated",
-                "",
-            ): f"org/gated is gated: accept its terms on {hub.url}/org/gated, and set HF_TOKEN",
-            ("org/model@v9", ""): "org/model has no revision 'v9'",
-            ("org/model", "1"): "HF_HUB_OFFLINE is set",
-            ("org/adapter", ""): "is an adapter of",
-            (str(models / "good") + " --revision v1", ""): "is for an id of the hub",
-        }
-        for (model, offline), text in cases.items():
-            done = command(
-                "serve",
-                *model.split(),
-                "--port",
-                "0",
-                HF_ENDPOINT=hub.url,
-                HF_HUB_OFFLINE=offline,
-                **hub_home,
-            )
-            assert done.returncode == 1 and text in done.stderr.splitlines()[-1], done.stderr
-            assert "Traceback" not in done.stderr
-    done = command("serve", "org/model", "--port", "0", HF_ENDPOINT=hub.url, **hub_home)
-    assert "it cannot be had from" in done.stderr and "hf download org/model" in done.stderr
+        process = subprocess.Popen(
+            [sys.executable, "-c", LINES], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            bufsize=1, env=os.environ | hub_home | {"HF_ENDPOINT": hub.url},
+        )  # fmt: skip
+        with process:
+            cases = {
+                "offline org/model": "HF_HUB_OFFLINE is set",
+                "org/nothing": "there is no folder org/nothing here, and no org/nothing on",
+                "org/gated": f"org/gated is gated: accept its terms on {hub.url}/org/gated, and set HF_TOKEN",
+                "org/model@v9": "org/model has no revision 'v9'",
+                "org/adapter": "is an adapter of",
+                f"{models / 'good'} --revision v1": "is for an id of the hub",
+                whole: "more than the model's 256 positions",
+            }
+            for line, text in cases.items():
+                *said, last = tell(process, line)
+                assert text in last and not any("cache are used" in one for one in said), said
+            hub.leave()
+            [gone] = tell(process, "org/other")
+            assert "it cannot be had from" in gone and "hf download org/other" in gone
+            *said, last = tell(process, whole)
+            assert any("the files in the cache are used" in one for one in said)
+            assert cases[whole] in last
+
+
+def tell(process: subprocess.Popen[str], line: str) -> list[str]:
+    """What the command says, which fails."""
+    assert process.stdin is not None and process.stderr is not None
+    process.stdin.write(line + "\n")
+    said = list(iter(lambda: process.stderr.readline().rstrip("\n"), "status 1"))
+    assert said and "Traceback" not in "\n".join(said), said
+    return said
 
 
 def test_a_disk_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,30 +376,6 @@ def test_a_disk_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
     file.file_size = 1
     with pytest.raises(ConfigError, match=r"org/model: the disk of .* is full: .*HF_HOME"):
         local_model("org/model", cache=tmp_path)
-
-
-PYTHON = """
-from manylora import LLM, LoRARequest, SamplingParams
-llm = LLM("org/model", revision="v1", enable_lora=True, device="cpu")
-for number, path in enumerate(["org/adapter", "org/nothing"], start=1):
-    try:
-        output = llm.generate("Hi", SamplingParams(max_tokens=2), LoRARequest(f"a{number}", number, path))
-        print(output.outputs[0].length)
-    except Exception as error:
-        print(error)
-"""
-
-
-def test_python_takes_ids_of_the_hub(tmp_path: Path, hub_home: dict[str, str]) -> None:
-    with serve_hub({"org/model": DEMO / "base", "org/adapter": ADAPTER}) as hub:
-        done = subprocess.run(
-            [sys.executable, "-c", PYTHON], capture_output=True, text=True, check=True, timeout=120,
-            cwd=tmp_path, env=os.environ | hub_home | {"HF_ENDPOINT": hub.url},
-        )  # fmt: skip
-    length, problem = done.stdout.splitlines()
-    assert length == "2" and "there is no folder org/nothing here, and no org/nothing on" in problem
-    cached = tmp_path / "hf" / "hub" / "models--org--model" / "snapshots" / COMMIT
-    assert (cached / "model.safetensors").is_file()
 
 
 def test_python_says_the_same(models: Path) -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from peft import IA3Config, PrefixTuningConfig, PromptTuningConfig
-from servers import MODULES, Running, World, fill_repo, new_server
+from servers import INVOKE, MODULES, NAMES, ROOT, Named, Running, World, fill_repo, new_server
 
 from manylora.lora.convert import convert_peft
 from manylora.lora.formats.npy import write_npy
 from manylora.testing.tiny_models import make_adapter, make_model, make_tuned
+from manylora.text.tokenizer import Tokenizer
+
+sys.path.append(str(ROOT / "tests" / "cpu"))
+from pooled_adapters import make_classifier
 
 
 @pytest.fixture(scope="session")
@@ -67,3 +73,42 @@ def server(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
     for port in (running.http, running.grpc, running.metrics):
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0, f"port {port} still listens"
+
+
+@pytest.fixture(scope="session")
+def named(world: World, tmp_path_factory: pytest.TempPathFactory) -> Named:
+    path = tmp_path_factory.mktemp("named")
+    catalog = path / "catalog"
+    places = [(catalog if name in NAMES[:2] else path / "elsewhere") / name for name in NAMES]
+    for seed, place in enumerate(places, 21):
+        make_adapter(place, world.model, seed, 8, ("q_proj", "v_proj", "up_proj"))
+    labels = make_classifier(catalog / "labels", world.model, 3, 1)
+    score = make_classifier(catalog / "score", world.model, 1, 2, r=8)
+    invoke = Tokenizer(world.model).encode(INVOKE, add_special_tokens=False)
+    activated = {"alora_invocation_tokens": invoke, "task_type": "CAUSAL_LM"}
+    make_adapter(catalog / "activated", world.model, 5, **activated)
+    return Named(catalog, dict(zip(NAMES, places, strict=True)), labels, score)
+
+
+@pytest.fixture(scope="session")
+def contracts(world: World, named: Named, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """With the models of other projects, and a cache of two adapters."""
+    repo = fill_repo(
+        tmp_path_factory.mktemp("contracts") / "models",
+        world.model,
+        contracts=True,
+        lora_catalog_dir=str(named.catalog),
+        max_loras="2",
+        max_cpu_loras="2",
+        lora_cache_max_adapter_size="8",
+        guided_decoding_backend="xgrammar",
+    )
+    names = {name: str(named.folders[name]) for name in NAMES[2:]}
+    (repo / "vllm_model/1/multi_lora.json").write_text(json.dumps(names), encoding="utf-8")
+    config = repo / "vllm_model" / "config.pbtxt"
+    text = config.read_text(encoding="utf-8").replace("${report_custom_metrics}", "true")
+    config.write_text(text, encoding="utf-8")
+    running = new_server(repo)
+    running.start()
+    yield running
+    assert running.launch("--stop").returncode == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import time
 import urllib.request
@@ -20,7 +19,7 @@ from tritonclient.utils import InferenceServerException
 from waiting import answers
 from waiting import wait_for_named as wait_for
 
-STREAMS = 50
+STREAMS = 24
 MODELS = ("preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls")
 
 
@@ -64,14 +63,14 @@ def processes(server: Running) -> dict[str, int]:
 
 
 def served(server: Running) -> dict[str, Any]:
-    """What --status says of a service that is ready; nothing of another."""
-    shown = server.launch("--status")
-    return json.loads(shown.stdout) if shown.returncode == 0 else {}
+    """The state of a service that is ready; nothing of another."""
+    state = server.state()
+    return state if state.get("state") == "ready" else {}
 
 
 def goes_on(server: Running, before: dict[str, int]) -> bool:
     """Whether all of these processes are there and serve; much quicker than to ask for them again."""
-    return not any(map(is_gone, before.values())) and is_ready(server)
+    return not any(map(is_gone, before.values())) and is_ready(server, 60)
 
 
 def is_gone(pid: int) -> bool:
@@ -85,8 +84,8 @@ def is_back(server: Running, old: int) -> bool:
     return is_gone(old) and is_ready(server) and served(server).get("server", old) != old
 
 
-def is_ready(server: Running) -> bool:
-    return answers(f"http://127.0.0.1:{server.http}/v2/health/ready")
+def is_ready(server: Running, seconds: float = 5) -> bool:
+    return answers(f"http://127.0.0.1:{server.http}/v2/health/ready", seconds)
 
 
 def scrape(server: Running) -> dict[str, float]:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from manylora.launcher.cli import LOCK
 from manylora.launcher.processes import free_port
+from manylora.launcher.roles import DEPUTIES, SUPERVISOR, Roles
+from manylora.launcher.state import read_state
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+
+from fill_template import fill
 
 ROOT = Path(__file__).resolve().parents[2]
 BLS_VALUES = ("accumulate_tokens", "tensorrt_llm_draft_model_name")
@@ -80,8 +86,9 @@ def fill_repo(path: Path, model: Path, *, contracts: bool = False, **values: str
         ),
     }
     for name, substitutions in fills.items():
-        command = [sys.executable, ROOT / "tools/fill_template.py", "-i", path / name / "config.pbtxt"]
-        subprocess.run([*command, substitutions], check=True)
+        config = path / name / "config.pbtxt"
+        text = fill(config.read_text(encoding="utf-8"), substitutions, str(config))
+        config.write_text(text, encoding="utf-8")
     with (path / "tensorrt_llm" / "1" / "model.py").open("a", encoding="utf-8") as file:
         file.write(BRAKES.format(slow=f"{path}.slow", held=f"{path}.held"))
     return path
@@ -114,7 +121,8 @@ class Running:
 
     @property
     def run_dir(self) -> Path:
-        return Path(tempfile.gettempdir()) / f"manylora-{os.getuid()}-{self.http}"
+        folder = os.environ.get("TMPDIR") or tempfile.gettempdir()  # a test may have changed the variable
+        return Path(folder) / f"manylora-{os.getuid()}-{self.http}"
 
     @property
     def secret(self) -> str:
@@ -125,8 +133,21 @@ class Running:
         """Metadata of gRPC calls that manage the server."""
         return {"triton-grpc-protocol-manylora-management": self.secret}
 
-    def state(self) -> dict:
-        return json.loads(self.launch("--status").stdout)
+    def state(self) -> dict[str, Any]:
+        """What --status shows, without a process for each look; empty while nobody supervises."""
+        with suppress(OSError):
+            roles = Roles.of(self.run_dir / LOCK)
+            try:
+                supervisor, *deputies = [roles.holder(role) for role in (SUPERVISOR, *DEPUTIES)]
+            finally:
+                roles.close()
+            if said := read_state(supervisor):
+                return said | {
+                    "supervisor": supervisor,
+                    "deputies": [pid for pid in deputies if pid],
+                    "log": str(self.run_dir / "server.log"),
+                }
+        return {}
 
     def slow(self) -> AbstractContextManager[Path]:
         """Each step of the engine takes 50 ms longer, an answer of 200 tokens 10 s: until the end, or until
@@ -145,6 +166,20 @@ class Running:
             yield brake
         finally:
             brake.unlink(missing_ok=True)
+
+
+NAMES = ("one", "two", "three", "four")
+INVOKE = "zq"  # the tokenizer has a token for each byte
+
+
+@dataclass
+class Named:
+    """Adapters by name: some in a catalog, NAMES[2:] elsewhere, in multi_lora.json."""
+
+    catalog: Path
+    folders: dict[str, Path]  # of NAMES, all of one size
+    labels: Any  # PEFT's models of others, with heads
+    score: Any
 
 
 def new_server(repo: Path) -> Running:

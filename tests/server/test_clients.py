@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import queue
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
-import tritonclient.grpc as grpc
-from launched import scrape, scrape_until
 from safetensors import safe_open
-from servers import ROOT, Running, World, fill_repo, new_server
-from test_server import generate, inputs
-from tritonclient.utils import InferenceServerException
+from servers import ROOT, Running, World
 
 from manylora.testing.tiny_models import reference_generate
 from manylora.text.tokenizer import Tokenizer
@@ -133,70 +127,3 @@ def test_drafts_prompt_tables_and_beams_from_files(server: Running, world: World
     ahead = run(server, world, "--text", "Hi", "--lookahead_config", "7", "7", "7")
     assert ahead.returncode == 1
     assert "input lookahead_window_size is not supported" in ahead.stdout
-
-
-def test_a_full_queue_is_told_in_both_wordings_counted_and_may_be_tried_again(
-    world: World, tmp_path: Path
-) -> None:
-    full = {"max_queue_size": "6", "max_num_sequences": "1", "decoupled_mode": "False"}
-    served = new_server(fill_repo(tmp_path / "repo", world.model, **full))
-    served.start()
-    try:
-        with served.slow():
-            streamed, unary = burst(served, 60), burst(served, 60, unary=True)
-        counted = scrape(served)
-    finally:
-        served.launch("--stop")
-    assert streamed and unary
-    for error in (*streamed, *unary):
-        assert "Exceeds maximum queue size" in str(error) and "Maximum queue size of 6" in str(error)
-    assert {error.status() for error in unary} == {"StatusCode.UNAVAILABLE"}
-    [refused] = [value for key, value in counted.items() if "adapter_requests" in key and '"error"' in key]
-    assert refused == len(streamed) + len(unary)
-
-
-def test_a_fresh_server_counts_what_users_send(world: World, tmp_path: Path) -> None:
-    """As upstream's check of the base metrics; filled as for TensorRT-LLM's C++ backend."""
-    repo = fill_repo(tmp_path / "repo", world.model, decoupled_mode="False")
-    config = repo / "tensorrt_llm" / "config.pbtxt"
-    text = config.read_text(encoding="utf-8").replace('backend: "python"', 'backend: "tensorrtllm"', 1)
-    config.write_text(text, encoding="utf-8")
-    shutil.rmtree(repo / "tensorrt_llm_bls")
-    served = new_server(repo)
-    served.start()
-    try:
-        for _ in range(5):
-            assert b"text_output" in generate(served, text_input="Hello", max_tokens=12, end_id=-1)
-        # A request counts when the server lets go of it, which is a moment after its answer.
-        found = scrape_until("equal counts", served, all_equal)
-    finally:
-        served.launch("--stop")
-    for kind, bucket in (("input", "10"), ("output", "50")):
-        labels = f'model="tensorrt_llm",response_metric_type="total_{kind}_tokens",version="1"'
-        name = f"nv_llm_{kind}_token_len"
-        assert found[f"{name}_count{{{labels}}}"] == found[f'{name}_bucket{{{labels},le="{bucket}"}}'] == 5
-
-
-def all_equal(found: dict[str, float]) -> bool:
-    """Whether all models have counted the same."""
-    for name in ("request_success", "request_failure", "count", "exec_count", "pending_request_count"):
-        values = [value for key, value in found.items() if key.startswith(f"nv_inference_{name}{{")]
-        assert len(values) >= 4, name  # failures once for each reason
-        if len(set(values)) > 1:
-            return False
-    return True
-
-
-def burst(server: Running, count: int, unary: bool = False) -> list[InferenceServerException]:
-    """So many requests at once, over one stream or each for itself; the errors among the answers."""
-    arrived: queue.Queue = queue.Queue()
-    with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
-        if not unary:
-            client.start_stream(lambda result, error: arrived.put(error))
-        for _ in range(count):
-            if unary:
-                client.async_infer("tensorrt_llm", inputs(new=5), lambda result, error: arrived.put(error))
-            else:
-                client.async_stream_infer("tensorrt_llm", inputs(new=5))
-        errors = [arrived.get(timeout=60) for _ in range(count)]
-    return [error for error in errors if error is not None]

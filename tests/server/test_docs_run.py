@@ -18,6 +18,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from selection import extended
 from servers import ROOT
 from waiting import answers
 
@@ -53,7 +54,7 @@ RUN = [
     if str(page.relative_to(ROOT)) not in NOT_RUN
     and any(kind in ("bash", "python") for kind, _ in blocks(page))
 ]
-LONG = ("docs/triton_server.md", "docs/openai_server.md")  # a minute or more each
+FIRST = "README.md"  # the others run in `make test-all`, two of them for a minute or more
 
 
 class Shell:
@@ -141,9 +142,7 @@ def as_pattern(line: str) -> str:
     return r"\d+(?:\.\d+)?".join(".*".join(map(re.escape, part.split("…"))) for part in words)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.extended) if name in LONG else name for name in RUN]
-)
+@pytest.mark.parametrize("name", [FIRST, *extended(*(name for name in RUN if name != FIRST))])
 @pytest.mark.timeout(600)
 def test_what_a_page_shows_runs(name: str, shell: Shell) -> None:
     output = ""

@@ -26,14 +26,20 @@ from tritonclient.utils import InferenceServerException
 from manylora.testing.tiny_models import reference_generate, reference_logits
 
 STREAMS = 300
-REQUESTS = int(os.environ.get("MANYLORA_RANDOM_REQUESTS", "200"))  # of each kind
 AT_ONCE = 64
+
+
+@pytest.fixture
+def count(request: pytest.FixtureRequest) -> int:
+    """Of random requests, of each kind."""
+    return int(os.environ.get("MANYLORA_RANDOM_REQUESTS", "200" if request.config.option.all else "80"))
 
 
 def scalar(value: Any, dtype: type) -> np.ndarray:
     return np.array([[value]], dtype)
 
 
+@pytest.mark.extended
 def test_hundreds_of_streams_cancelled_while_they_run(server: Running) -> None:
     """In waves: half by closing the stream, half by leaving; then everything is given back."""
     request = inputs(new=200, streaming=scalar(True, bool))
@@ -63,6 +69,7 @@ def large_adapter(seed: int) -> dict[str, np.ndarray]:
     return {"lora_weights": weights, "lora_config": np.array([[[1, 0, 1], [1, 1, 1]]], np.int32)}
 
 
+@pytest.mark.extended  # test_variants.py sends one over HTTP
 @pytest.mark.parametrize("transport", ["grpc", "shared memory"])
 def test_a_large_adapter_arrives_and_others_go_on(server: Running, transport: str) -> None:
     number = list(SENDERS).index(transport)
@@ -72,7 +79,7 @@ def test_a_large_adapter_arrives_and_others_go_on(server: Running, transport: st
     done = threading.Event()
 
     def neighbour() -> None:
-        while not done.is_set():
+        while not (counts and done.is_set()):
             counts.append(len(ask(server, inputs(new=50, streaming=scalar(True, bool)))))
 
     thread = threading.Thread(target=neighbour)
@@ -82,7 +89,7 @@ def test_a_large_adapter_arrives_and_others_go_on(server: Running, transport: st
     finally:
         done.set()
         thread.join()
-    assert counts, "the neighbour never finished a stream"
+    assert counts and all(counts)
     by_id = new_ids(ask(server, inputs(**lora(600 + number))))
     assert by_id == new_ids(ask(server, inputs(**small | lora(700 + number))))
 
@@ -305,11 +312,13 @@ def loaded(model: Path, adapter: Path | None) -> Any:
     return (base if adapter is None else PeftModel.from_pretrained(base, str(adapter))).eval()
 
 
-def test_random_valid_requests_equal_the_reference_or_repeat_by_seed(server: Running, world: World) -> None:
+def test_random_valid_requests_equal_the_reference_or_repeat_by_seed(
+    server: Running, world: World, count: int
+) -> None:
     ids = [ask(server, inputs([9], 1, **lora(task_id, world))) for task_id in (1, 2, 3)]
     assert ids
     picks = random.Random(12)
-    drawn = [random_request(picks) for _ in range(REQUESTS)]
+    drawn = [random_request(picks) for _ in range(count)]
     answers = exchange(server, [one.values for one in drawn])
     assert not [answer for answer in answers if isinstance(answer, str)]
     order = list(range(len(drawn)))
@@ -326,13 +335,13 @@ def test_random_valid_requests_equal_the_reference_or_repeat_by_seed(server: Run
             assert answer.rows == expected.rows, one
             if expected.log_probs:
                 np.testing.assert_allclose(answer.log_probs, expected.log_probs, atol=1e-3, err_msg=str(one))
-    print(f"{REQUESTS} valid requests: {dict(checked)}")
+    print(f"{count} valid requests: {dict(checked)}")
     assert len(checked) == 4
 
 
-def test_random_invalid_requests_get_one_sentence_each(server: Running) -> None:
+def test_random_invalid_requests_get_one_sentence_each(server: Running, count: int) -> None:
     picks = random.Random(13)
-    for _ in range(REQUESTS // AT_ONCE + 1):
+    for _ in range(count // AT_ONCE + 1):
         batch = [break_request(random_request(picks).values, picks) for _ in range(AT_ONCE)]
         for answer in exchange(server, batch):
             assert isinstance(answer, str), answer

@@ -4,10 +4,7 @@ files is for other users."""
 from __future__ import annotations
 
 import os
-import shutil
-import signal
 import stat
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -15,10 +12,8 @@ from pathlib import Path
 
 import pytest
 import tritonclient.grpc as grpc
-from launched import is_back, is_gone, processes
 from servers import Running, new_server
 from tritonclient.utils import InferenceServerException
-from waiting import wait_for_named as wait_for
 
 HTTP_DOORS = (
     ("GET", "/v2/systemsharedmemory/status"),
@@ -117,31 +112,3 @@ def test_a_secret_of_ones_own_is_checked(server: Running, tmp_path: Path) -> Non
     refused = new_server(server.repo).launch(f"--management-secret-file={short}")
     assert refused.returncode == 1
     assert "must hold 16 or more letters" in refused.stderr
-
-
-def test_a_model_that_is_unloaded_is_no_loss_and_one_that_dies_is(server: Running, tmp_path: Path) -> None:
-    repo = Path(shutil.copytree(server.repo, tmp_path / "repo"))
-    own, model = new_server(repo), repo / "tensorrt_llm_bls" / "1" / "model.py"
-    models = [f"--triton-arg=--load-model={name}" for name in ("ensemble", "tensorrt_llm_bls")]
-    own.start("--triton-arg=--model-control-mode=explicit", *models)
-    door = "/v2/repository/models/tensorrt_llm_bls"
-    try:
-        before = processes(own)
-        assert http(own, "POST", f"{door}/unload", own.secret) == 200
-        wait_for("its process has ended", lambda: is_gone(before["tensorrt_llm_bls"]))
-        assert http(own, "POST", f"{door}/load", own.secret) == 200
-        time.sleep(1)  # in which the launcher would end the service
-        after = processes(own)
-        assert http(own, "GET", "/v2/models/tensorrt_llm_bls/ready") == 200
-        assert after["tensorrt_llm_bls"] != before["tensorrt_llm_bls"]
-        assert after["server"] == before["server"] and after["tensorrt_llm"] == before["tensorrt_llm"]
-        code = model.read_text(encoding="utf-8")
-        model.write_text(f"{code}\nraise RuntimeError('broken')\n", encoding="utf-8")
-        assert http(own, "POST", f"{door}/load", own.secret) == 400
-        model.write_text(code, encoding="utf-8")
-        time.sleep(1)
-        assert processes(own)["server"] == before["server"]
-        os.kill(after["tensorrt_llm_bls"], signal.SIGKILL)
-        wait_for("the service is back", lambda: is_back(own, before["server"]))
-    finally:
-        own.launch("--stop")

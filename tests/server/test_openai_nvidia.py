@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from servers import ROOT, World, new_server
+from servers import Running as Triton
 from standin.config import config
 
 from manylora.testing.tiny_models import reference_generate
@@ -23,35 +24,46 @@ from penalties import most_probable, tensorrt_llm, vllm
 from serving import Running
 
 NEW = 8
+LATER = "later"
 
 
-@contextmanager
-def in_front_of(world: World, path: Path, **layout: bool) -> Iterator[Running]:
-    """The OpenAI server with room for two adapters behind it. Leaves the last request's tensors in `log`."""
-    repo = path / "models"
-    (repo / "tensorrt_llm" / "1").mkdir(parents=True)
-    shutil.copy(ROOT / "tests/server/standin/model.py", repo / "tensorrt_llm" / "1")
-    values = {"gpt_model_path": str(world.model), "capacity": "2", "log": str(path / "log")}
-    (repo / "tensorrt_llm" / "config.pbtxt").write_text(config(values, **layout), encoding="utf-8")
-    server = new_server(repo)
-    started = server.launch("--drain-timeout", "2")  # NVIDIA's model does not report when it is idle
-    assert started.returncode == 0, started.stderr
-    try:
-        running = Running(**world.gateway(server.grpc, path / "named"))
-        try:
-            yield running
-        finally:
-            running.close()
-    finally:
-        stopped = server.launch("--stop")
-        assert stopped.returncode == 0, stopped.stderr
+LAYOUTS = {"tensorrt_llm": {}, LATER: {"decoupled": False, "renamed": True}}
+"""Of each model, how it differs from that of v0.19."""
 
 
 @pytest.fixture(scope="module")
-def gateway(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
+def triton(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
+    """Each model has room for two adapters, and leaves the last request's tensors in its log."""
     path = tmp_path_factory.mktemp("nvidia")
-    with in_front_of(world, path) as running:
-        yield running, path / "log"
+    for name, layout in LAYOUTS.items():
+        folder = path / "models" / name
+        (folder / "1").mkdir(parents=True)
+        shutil.copy(ROOT / "tests/server/standin/model.py", folder / "1")
+        values = {"gpt_model_path": str(world.model), "capacity": "2", "log": str(path / f"{name}.log")}
+        (folder / "config.pbtxt").write_text(config(name, values, **layout), encoding="utf-8")
+    server = new_server(path / "models")
+    server.start("--drain-timeout", "2")  # NVIDIA's model does not report when it is idle
+    yield server
+    stopped = server.launch("--stop")
+    assert stopped.returncode == 0, stopped.stderr
+
+
+@contextmanager
+def in_front_of(triton: Triton, world: World, model: str, path: Path) -> Iterator[tuple[Running, Path]]:
+    """The OpenAI server, and the model's log."""
+    running = Running(**world.gateway(triton.grpc, path / "named"), triton_model=model)
+    try:
+        yield running, triton.repo.with_name(f"{model}.log")
+    finally:
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    triton: Triton, world: World, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Running, Path]]:
+    with in_front_of(triton, world, "tensorrt_llm", tmp_path_factory.mktemp("gateway")) as found:
+        yield found
 
 
 def ask(gateway: Running, task_id: int | None, prompt: str = "Hello", **body: Any) -> str:
@@ -121,10 +133,10 @@ def test_what_it_does_not_have_is_refused_by_name(gateway: tuple[Running, Path],
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format")
 
 
-def test_without_decoupling_and_with_later_names(world: World, tmp_path: Path) -> None:
-    with in_front_of(world, tmp_path, decoupled=False, renamed=True) as running:
+def test_without_decoupling_and_with_later_names(triton: Triton, world: World, tmp_path: Path) -> None:
+    with in_front_of(triton, world, LATER, tmp_path) as (running, log):
         assert ask(running, 3, seed=7) == expected(world, 3)
-        told = json.loads((tmp_path / "log").read_text(encoding="utf-8"))
+        told = json.loads(log.read_text(encoding="utf-8"))
         assert "seed" in told and "random_seed" not in told
         stream = running.client().completions.create(
             model="adapter-3", prompt="Hello", temperature=0, max_tokens=NEW, stream=True,

@@ -7,7 +7,6 @@ import json
 import queue
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,55 +15,28 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 from launched import active, children, scrape, scrape_until
-from servers import Running, World, fill_repo, new_server
+from servers import NAMES, Named, Running, World
 from test_client_disconnects import generated
 from test_server import tensor
 from tritonclient.utils import InferenceServerException
 from waiting import wait_for_named as wait_for
 
-from manylora.testing.tiny_models import make_adapter, reference_generate
+from manylora.testing.tiny_models import reference_generate
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire import lock_guard
 
 TEXT, NEW = "Hello", 6
-NAMES = ("one", "two", "three", "four")
 GREEDY = {"temperature": 0, "max_tokens": NEW, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def folders(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Adapters of one size: two in the catalog, two elsewhere, in multi_lora.json."""
-    path = tmp_path_factory.mktemp("named")
-    places = [path / "catalog" / name if i < 2 else path / "elsewhere" / name for i, name in enumerate(NAMES)]
-    for seed, place in enumerate(places, 21):
-        make_adapter(place, world.model, seed, 8, ("q_proj", "v_proj", "up_proj"))
-    return dict(zip(NAMES, places, strict=True))
+def folders(named: Named) -> dict[str, Path]:
+    return named.folders
 
 
 @pytest.fixture(scope="module")
-def server(
-    world: World, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Running]:
-    repo = fill_repo(
-        tmp_path_factory.mktemp("others") / "models",
-        world.model,
-        contracts=True,
-        lora_catalog_dir=str(folders["one"].parent),
-        max_loras="2",
-        max_cpu_loras="2",
-        lora_cache_max_adapter_size="8",
-        guided_decoding_backend="xgrammar",
-    )
-    names = {name: str(folders[name]) for name in NAMES[2:]}
-    (repo / "vllm_model/1/multi_lora.json").write_text(json.dumps(names), encoding="utf-8")
-    config = repo / "vllm_model" / "config.pbtxt"
-    text = config.read_text(encoding="utf-8").replace("${report_custom_metrics}", "true")
-    config.write_text(text, encoding="utf-8")
-    running = new_server(repo)
-    started = running.launch()
-    assert started.returncode == 0, started.stderr
-    yield running
-    assert running.launch("--stop").returncode == 0
+def server(contracts: Running) -> Running:
+    return contracts
 
 
 def expected(world: World, folder: Path | None, new: int = NEW) -> str:

@@ -5,69 +5,36 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from servers import Running, World, fill_repo, new_server
+from servers import INVOKE, Named, Running, World
 from test_other_models import expected, post, stream, vllm
 from test_server import ask, inputs, new_ids
 from tritonclient.utils import InferenceServerException
 
-from manylora.testing.tiny_models import make_adapter, reference_generate
+from manylora.testing.tiny_models import reference_generate
 from manylora.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
 
-from pooled_adapters import hidden, logits, make_classifier, near
+from pooled_adapters import hidden, logits, near
 
 NEW = 6
-INVOKE = "zq"  # the tokenizer has a token for each byte
 TEXT = {"text_input": "Hello", "max_tokens": NEW, "end_id": -1, "exclude_input_in_output": True}
 LLMAPI = {"text_input": "Hello", "sampling_param_max_tokens": NEW,
           "sampling_param_exclude_input_from_output": True}  # fmt: skip
 
 
-@dataclass
-class Catalog:
-    labels: Any  # PEFT's models
-    score: Any
-    folder: Path
-
-
 @pytest.fixture(scope="module")
-def catalog(world: World, tmp_path_factory: pytest.TempPathFactory) -> Catalog:
-    folder = tmp_path_factory.mktemp("pooled") / "catalog"
-    labels = make_classifier(folder / "labels", world.model, 3, 1)
-    score = make_classifier(folder / "score", world.model, 1, 2, r=8)
-    for seed, name in enumerate(("one", "two"), 3):
-        make_adapter(folder / name, world.model, seed)
-    invoke = Tokenizer(world.model).encode(INVOKE, add_special_tokens=False)
-    activated = {"alora_invocation_tokens": invoke, "task_type": "CAUSAL_LM"}
-    make_adapter(folder / "activated", world.model, 5, **activated)
-    return Catalog(labels, score, folder)
+def server(contracts: Running) -> Running:
+    return contracts
 
 
-@pytest.fixture(scope="module")
-def server(world: World, catalog: Catalog, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    repo = fill_repo(
-        tmp_path_factory.mktemp("repo") / "models",
-        world.model,
-        contracts=True,
-        lora_catalog_dir=str(catalog.folder),
-    )
-    running = new_server(repo)
-    started = running.launch()
-    assert started.returncode == 0, started.stderr
-    yield running
-    assert running.launch("--stop").returncode == 0
-
-
-def named(name: str | None) -> dict[str, np.ndarray]:
+def by_name(name: str | None) -> dict[str, np.ndarray]:
     return {} if name is None else {"lora_name": np.array([[name.encode()]], np.object_)}
 
 
@@ -76,11 +43,11 @@ def pooled(
 ) -> np.ndarray:
     """Over gRPC."""
     wanted = {"pooling": np.array([[mode.encode()]], np.object_), "classification_head": np.array([[head]])}
-    [found] = ask(server, inputs(prompt, 1, **wanted, **named(name)))
+    [found] = ask(server, inputs(prompt, 1, **wanted, **by_name(name)))
     return found.as_numpy("pooled_output")[0]
 
 
-def test_embeddings_labels_scores_and_text_at_once(server: Running, world: World, catalog: Catalog) -> None:
+def test_embeddings_labels_scores_and_text_at_once(server: Running, world: World, named: Named) -> None:
     prompts = [[(7 * i + j) % 250 for j in range(3 + 5 * i)] for i in range(12)]
 
     def one(number: int) -> np.ndarray | str:
@@ -94,23 +61,23 @@ def test_embeddings_labels_scores_and_text_at_once(server: Running, world: World
 
     with ThreadPoolExecutor(12) as pool:
         found = list(pool.map(one, range(12)))
-    text = expected(world, catalog.folder / "one")
+    text = expected(world, named.catalog / "one")
     for number, (ids, answer) in enumerate(zip(prompts, found, strict=True)):
         if number % 4 == 3:
             assert answer == text
             continue
         right = (
-            hidden(world.model, ids)[-1], logits(catalog.labels, ids), logits(catalog.score, ids)
+            hidden(world.model, ids)[-1], logits(named.labels, ids), logits(named.score, ids)
         )[number % 4]  # fmt: skip
         assert near(answer, right), number
 
 
-def test_pooled_outputs_over_http(server: Running, world: World, catalog: Catalog) -> None:
+def test_pooled_outputs_over_http(server: Running, world: World, named: Named) -> None:
     prompt = [72, 101, 108, 108, 111]
     body = {"input_ids": prompt, "input_lengths": len(prompt), "request_output_len": 1, "pooling": "last"}
     status, told = post(server, "tensorrt_llm/generate", **body, classification_head=True, lora_name="labels")
     assert status == 200, told
-    assert near(np.array(json.loads(told)["pooled_output"], np.float32), logits(catalog.labels, prompt))
+    assert near(np.array(json.loads(told)["pooled_output"], np.float32), logits(named.labels, prompt))
     assert near(pooled(server, prompt, mode="all"), hidden(world.model, prompt))
 
 
@@ -167,7 +134,7 @@ def test_embeddings_of_vllms_model(server: Running, world: World) -> None:
     assert status != 200 and "nobody" in told
 
 
-def test_mixes_act_through_every_text_model(server: Running, world: World, catalog: Catalog) -> None:
+def test_mixes_act_through_every_text_model(server: Running, world: World, named: Named) -> None:
     """One adapter of scale 1 is that adapter; two are what `tensorrt_llm` computes, which is compared with
     PEFT elsewhere."""
     ids, tokenizer = Tokenizer(world.model).encode("Hello"), Tokenizer(world.model)
@@ -175,7 +142,7 @@ def test_mixes_act_through_every_text_model(server: Running, world: World, catal
     names, scales = np.array([[b"one", b"two"]], np.object_), np.array([[0.5, -1.25]], np.float32)
     asked = ask(server, inputs(ids, NEW, lora_mix_names=names, lora_mix_scales=scales))
     both = tokenizer.decode(new_ids(asked)[len(ids) :])
-    alone = expected(world, catalog.folder / "one")
+    alone = expected(world, named.catalog / "one")
     assert len({both, alone, expected(world, None)}) == 3
     for model in ("tensorrt_llm_bls", "ensemble"):
         for more, right in ((mix, both), ({"lora_mix_names": ["one"], "lora_mix_scales": [1.0]}, alone)):
@@ -196,12 +163,10 @@ def test_mixes_act_through_every_text_model(server: Running, world: World, catal
     assert status != 200 and "lora_mix_scales" in json.loads(told)["error"]
 
 
-def test_activated_lora_by_its_name_through_every_model(
-    server: Running, world: World, catalog: Catalog
-) -> None:
+def test_activated_lora_by_its_name_through_every_model(server: Running, world: World, named: Named) -> None:
     """Its invocation tokens are in the text, or it does not act."""
     tokenizer = Tokenizer(world.model)
-    for text, folder in (("Hello " + INVOKE + "!", catalog.folder / "activated"), ("Hello!", None)):
+    for text, folder in (("Hello " + INVOKE + "!", named.catalog / "activated"), ("Hello!", None)):
         right = tokenizer.decode(reference_generate(world.model, folder, tokenizer.encode(text), NEW))
         for model in ("tensorrt_llm_bls", "ensemble"):
             status, told = post(

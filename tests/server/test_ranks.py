@@ -60,6 +60,7 @@ def test_a_killed_rank_ends_its_streams_and_comes_back_with_the_service(ranks: R
     assert follower(processes(ranks)["tensorrt_llm"]) != rank
 
 
+@pytest.mark.extended
 def test_a_killed_rank_0_leaves_nothing_and_comes_back_with_the_service(ranks: Running, world: World) -> None:
     """Its streams cannot be told by it: the server that is ended with it closes them."""
     before = processes(ranks)

@@ -25,6 +25,7 @@ from waiting import wait_for_named as wait_for
 from manylora.testing.tiny_models import reference_generate
 
 BACK_S = 90.0
+pytestmark = pytest.mark.extended  # test_ranks.py has two ranks, of one host
 
 
 @dataclass
@@ -234,7 +235,6 @@ def test_what_does_not_belong_together_is_named_on_both_hosts(
         assert "rank 1 was started with another max_batch_size than rank 0: 3, rank 0 has 8" in text
 
 
-@pytest.mark.extended
 def test_torchrun_starts_the_ranks_of_one_host_and_ends_them(world: World, tmp_path: Path) -> None:
     """Its own store outlives each start of the ranks. No namespaces are needed."""
     repo = fill_repo(tmp_path / "repo", world.model, lora_weights_data_type="TYPE_FP32")

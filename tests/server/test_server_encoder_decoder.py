@@ -44,7 +44,13 @@ def whole(model: Path) -> Path:
     return make_adapter(model.parent / "prefetch" / "7", model, 2, 4, modules, **options)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two stages"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(1, id="one rank"),
+        pytest.param(2, id="two stages", marks=pytest.mark.extended),
+    ],
+)
 def running(request: pytest.FixtureRequest, model: Path, whole: Path) -> Iterator[Running]:
     """Of a directory that was built for so many stages."""
     stages, built = request.param, model

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from selection import extended
 from servers import fill_repo, new_server
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -68,7 +69,7 @@ def word_piece() -> Tokenizer:
     return made
 
 
-@pytest.mark.parametrize("kind", [byte_level, sentence_piece, word_piece])
+@pytest.mark.parametrize("kind", [sentence_piece, *extended(byte_level, word_piece)])
 def test_the_pieces_of_an_answer_are_the_answer(kind: Callable[[], Tokenizer], tmp_path: Path) -> None:
     tokenizer = kind()
     model = make_model(tmp_path / "model", "llama", 3, vocab_size=tokenizer.get_vocab_size())

@@ -1,10 +1,11 @@
-"""Protects the other deployments: bfloat16 adapters on a model that is not decoupled, and a device cache far
-smaller than the adapters in use."""
+"""Protects the other deployments: a model that is not decoupled, with a short queue and bfloat16 adapters,
+and a device cache far smaller than the adapters in use."""
 
 from __future__ import annotations
 
 import json
 import queue
+import shutil
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,8 +15,10 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 import tritonclient.http as http
+from launched import scrape_until, total
 from servers import Running, World, fill_repo, new_server
-from test_server import PROMPT, inputs, tensor
+from test_server import PROMPT, generate, inputs, tensor
+from tritonclient.utils import InferenceServerException
 
 from manylora.lora.convert import convert_peft
 from manylora.lora.formats.npy import write_npy
@@ -28,15 +31,70 @@ NEW = 8
 
 @pytest.fixture(scope="module")
 def plain(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Not decoupled; lora_weights as bfloat16."""
-    path = tmp_path_factory.mktemp("plain")
-    running = new_server(
-        fill_repo(path / "repo", world.model, decoupled_mode="False", lora_weights_data_type="TYPE_BF16")
-    )
+    """Not decoupled; lora_weights as bfloat16; filled as for TensorRT-LLM's C++ backend."""
+    values = {"lora_weights_data_type": "TYPE_BF16", "max_queue_size": "6", "max_num_sequences": "3"}
+    path = tmp_path_factory.mktemp("plain") / "repo"
+    repo = fill_repo(path, world.model, decoupled_mode="False", **values)
+    config = repo / "tensorrt_llm" / "config.pbtxt"
+    text = config.read_text(encoding="utf-8").replace('backend: "python"', 'backend: "tensorrtllm"', 1)
+    config.write_text(text, encoding="utf-8")
+    shutil.rmtree(repo / "tensorrt_llm_bls")
+    running = new_server(repo)
     started = running.launch()
     assert started.returncode == 0, started.stderr
     yield running
     assert running.launch("--stop").returncode == 0
+
+
+def test_a_fresh_server_counts_what_users_send(plain: Running) -> None:
+    """As upstream's check of the base metrics. No other test may come before."""
+    for _ in range(5):
+        assert b"text_output" in generate(plain, text_input="Hello", max_tokens=12, end_id=-1)
+    # A request counts when the server lets go of it, which is a moment after its answer.
+    found = scrape_until("equal counts", plain, all_equal)
+    for kind, bucket in (("input", "10"), ("output", "50")):
+        labels = f'model="tensorrt_llm",response_metric_type="total_{kind}_tokens",version="1"'
+        name = f"nv_llm_{kind}_token_len"
+        assert found[f"{name}_count{{{labels}}}"] == found[f'{name}_bucket{{{labels},le="{bucket}"}}'] == 5
+
+
+def all_equal(found: dict[str, float]) -> bool:
+    """Whether all models have counted the same."""
+    for name in ("request_success", "request_failure", "count", "exec_count", "pending_request_count"):
+        values = [value for key, value in found.items() if key.startswith(f"nv_inference_{name}{{")]
+        assert len(values) >= 4, name  # failures once for each reason
+        if len(set(values)) > 1:
+            return False
+    return True
+
+
+def test_a_full_queue_is_told_in_both_wordings_counted_and_may_be_tried_again(plain: Running) -> None:
+    def refused() -> float:
+        return total(plain, "manylora_adapter_requests_total", 'finish_reason="error"')
+
+    before = refused()
+    with plain.slow():
+        streamed, unary = burst(plain, 60), burst(plain, 60, unary=True)
+    assert streamed and unary
+    for error in (*streamed, *unary):
+        assert "Exceeds maximum queue size" in str(error) and "Maximum queue size of 6" in str(error)
+    assert {error.status() for error in unary} == {"StatusCode.UNAVAILABLE"}
+    assert refused() - before == len(streamed) + len(unary)
+
+
+def burst(server: Running, count: int, unary: bool = False) -> list[InferenceServerException]:
+    """So many requests at once, over one stream or each for itself; the errors among the answers."""
+    arrived: queue.Queue = queue.Queue()
+    with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+        if not unary:
+            client.start_stream(lambda result, error: arrived.put(error))
+        for _ in range(count):
+            if unary:
+                client.async_infer("tensorrt_llm", inputs(new=5), lambda result, error: arrived.put(error))
+            else:
+                client.async_stream_infer("tensorrt_llm", inputs(new=5))
+        errors = [arrived.get(timeout=60) for _ in range(count)]
+    return [error for error in errors if error is not None]
 
 
 def bfloat16_tensors(world: World, task_id: int) -> list[grpc.InferInput]:
@@ -130,7 +188,7 @@ def test_text_without_decoupling(plain: Running, world: World) -> None:
     assert text == tokenizer.decode(reference_generate(world.model, None, tokenizer.encode("Hello"), NEW))
 
 
-def test_32_adapters_over_a_device_cache_of_4_and_200_requests(world: World, tmp_path: Path) -> None:
+def test_32_adapters_over_a_device_cache_of_4_and_many_requests(world: World, tmp_path: Path) -> None:
     """Half of the adapters are prefetched, half are sent; the host level holds 20 of the 32."""
     picks = np.random.default_rng(4)
     rank, hidden = 8, 64
@@ -155,7 +213,7 @@ def test_32_adapters_over_a_device_cache_of_4_and_200_requests(world: World, tmp
     assert started.returncode == 0, started.stderr
     try:
         cases = []
-        for i in range(200):
+        for i in range(80):
             task_id = 100 + i % 32 if i % 5 else None
             cases.append((task_id, [(7 * i + j) % 250 for j in range(1 + i % 23)], i % 2 == 0))
         alone = [answers(served, weights, config, [case])[0] for case in cases]

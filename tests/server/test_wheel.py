@@ -14,9 +14,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import tritonclient.grpc as grpc
 from servers import ROOT, World, free_ports
+from waiting import answers
 
 from manylora.kernels import native
+from manylora.launcher.processes import why_taken
 from manylora.system.processor import LEVELS
 from manylora.testing.tiny_models import reference_generate
 from manylora.text.tokenizer import Tokenizer
@@ -27,8 +30,16 @@ from test_deploy import copied
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
 
 
+@pytest.fixture(
+    scope="module", params=[False, pytest.param(True, marks=pytest.mark.extended)], ids=["Python", "whole"]
+)
+def whole(request: pytest.FixtureRequest) -> bool:
+    """Or without the compiled libraries: to compile them for every level takes minutes."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(whole: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("wheel")
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in copied("Dockerfile"):
@@ -38,8 +49,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
-    build = ["wheel", path / "context", "--no-deps", "--no-build-isolation", "-w", path]
-    subprocess.run([*PIP, *build], check=True)
+    if whole:
+        build = ["wheel", path / "context", "--no-deps", "--no-build-isolation", "-w", path]
+        subprocess.run([*PIP, *build], check=True)
+    else:
+        build = ["-q", "build_py", "bdist_wheel", "--skip-build", "-d", path]
+        subprocess.run([sys.executable, "setup.py", *build], cwd=path / "context", check=True)
     (made,) = path.glob("*.whl")
     return made
 
@@ -56,7 +71,7 @@ def installed(wheel: Path) -> Path:
     return venv
 
 
-def test_the_wheel_holds_every_file_of_the_package_once(wheel: Path) -> None:
+def test_the_wheel_holds_every_file_of_the_package_once(wheel: Path, whole: bool) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("manylora/")}
     src = ROOT / "src"
     files = {
@@ -67,7 +82,8 @@ def test_the_wheel_holds_every_file_of_the_package_once(wheel: Path) -> None:
     }
     assert {"manylora/kernels/native/lora.c", "manylora/kernels/native/lora.h"} <= files
     made = {f"manylora/kernels/native/built/{native.SOURCE.file_name(level)}" for level in LEVELS}
-    assert made <= held, "without them the kernels are compiled at the first start"
+    if whole:
+        assert made <= held, "without them the kernels are compiled at the first start"
     files = {name for name in files if not name.endswith(".so")}
     held = {name for name in held if not name.endswith(".so")}
     assert "manylora/model_repo/ensemble/1/.gitkeep" in files
@@ -75,13 +91,14 @@ def test_the_wheel_holds_every_file_of_the_package_once(wheel: Path) -> None:
 
 
 def test_it_serves_a_model_from_another_folder(installed: Path, world: World, tmp_path: Path) -> None:
-    """One's own model and adapter, in one command."""
+    """One's own model and adapter, in one command; at an address of IPv6, if there is one."""
     root = tmp_path / "loras"
     for name in ("mine", "2"):
         shutil.copytree(world.adapters[2], root / name)
     ports = free_ports(3)
     flags = [f"--{kind}_port={port}" for kind, port in zip(("http", "grpc", "metrics"), ports, strict=True)]
-    flags += ["--address=127.0.0.1", "--force"]
+    home = "127.0.0.1" if why_taken(ports[0], "::1") else "::1"
+    flags += [f"--address={home}", "--force"]
 
     def run(*arguments: object) -> str:
         command = [installed / "bin" / "manylora", *map(str, arguments)]
@@ -92,12 +109,16 @@ def test_it_serves_a_model_from_another_folder(installed: Path, world: World, tm
     assert str(installed) in run("tool", "--help")
     lora = ["--lora-root", root, "--set", "device=cpu", "--set", "max_seq_len=96"]
     assert "ready after" in run("triton", world.model, *lora, *flags)
+    host = f"[{home}]" if ":" in home else home
     try:
+        assert answers(f"http://{host}:{ports[2]}/metrics", 60)
+        with grpc.InferenceServerClient(f"{host}:{ports[1]}") as client:
+            assert client.is_server_ready()
         ids = Tokenizer(world.model).encode("Hello")
         expected = Tokenizer(world.model).decode(reference_generate(world.model, world.adapters[2], ids, 8))
         for adapter in ({"lora_name": "mine"}, {"lora_task_id": 2}):
             body = {"text_input": "Hello", "max_tokens": 8, "exclude_input_in_output": True, **adapter}
-            address = f"http://127.0.0.1:{ports[0]}/v2/models/ensemble/generate"
+            address = f"http://{host}:{ports[0]}/v2/models/ensemble/generate"
             with urllib.request.urlopen(address, json.dumps(body).encode(), 60) as answer:
                 assert json.loads(answer.read())["text_output"] == expected
         state = json.loads(run("triton", "--status", *flags))

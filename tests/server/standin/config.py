@@ -51,10 +51,10 @@ REQUIRED = ("input_lengths", "request_output_len")
 RENAMED = {"random_seed": "seed", "min_length": "min_tokens"}  # from v0.20 on
 
 
-def config(parameters: dict[str, str], *, decoupled: bool = True, renamed: bool = False) -> str:
+def config(name: str, parameters: dict[str, str], *, decoupled: bool = True, renamed: bool = False) -> str:
     """renamed: with the names of the releases after v0.19, and the input that came in May 2026."""
     lines = [
-        'name: "tensorrt_llm"',
+        f'name: "{name}"',
         'backend: "python"',
         "max_batch_size: 8",
         f"model_transaction_policy {{ decoupled: {str(decoupled).lower()} }}",

@@ -103,6 +103,7 @@ def submit(made: Engine, request: Request) -> int:
     return made.submit(made.prepare(request))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "options",
     [

@@ -81,6 +81,7 @@ class Gate:
         monkeypatch.setattr(AdapterReader, "read", gated)
 
 
+@pytest.mark.quick
 def test_a_batch_of_adapters_and_prompts_equals_the_reference(llm: LLM) -> None:
     tasks = [None, 1, 2, None, 1, 2]
     prompts = [PROMPTS[i // 3] for i in range(6)]

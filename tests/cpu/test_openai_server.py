@@ -70,6 +70,7 @@ def code_of(answer: httpx2.Response) -> str:
     return error["code"]
 
 
+@pytest.mark.quick
 def test_answers_of_the_official_client_are_right_for_mixed_adapters_at_once(server: Running) -> None:
     client = server.client()
     wanted = []

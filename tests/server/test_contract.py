@@ -332,6 +332,7 @@ def bls_stream(server: Running, **body: Any) -> list[str]:
     return [json.loads(line.removeprefix("data: "))["text_output"] for line in lines]
 
 
+@pytest.mark.quick
 def test_bls_says_what_the_ensemble_says(server: Running, world: World) -> None:
     ask(server, inputs(**lora(2, world)))
     for text in ("Hello", "美国的首都"):

@@ -41,6 +41,7 @@ def expected(world: World, prompt: str, task_id: int | None, count: int = NEW) -
     return tokenizer.decode(reference_generate(world.model, adapter, tokenizer.encode(prompt), count))
 
 
+@pytest.mark.quick
 def test_adapters_by_name_in_company_answer_as_the_reference(gateway: Running, world: World) -> None:
     cases = [((None, 1, 2, 3, 4)[i % 5], "Hello "[: 1 + i % 6], i % 2 == 0) for i in range(30)]
     client = gateway.client()

@@ -132,6 +132,7 @@ def test_their_processes_wait_for_mutexes_without_pythons_lock(server: Running) 
     assert "its mutexes are as they were" not in (server.run_dir / "server.log").read_text()
 
 
+@pytest.mark.quick
 def test_a_stream_over_grpc_and_over_http_is_the_whole_answer(
     server: Running, world: World, folders: dict[str, Path]
 ) -> None:

@@ -81,6 +81,7 @@ def generate(server: Running, path: str = "generate", **body: object) -> bytes:
         return error.read()
 
 
+@pytest.mark.quick
 def test_adapters_and_base_in_company_answer_as_the_reference(server: Running, world: World) -> None:
     for task_id in (1, 2, 3):
         ask(server, inputs([9], 1, **lora(task_id, world)))
@@ -109,6 +110,7 @@ def test_the_prompt_is_echoed_unless_excluded_and_output_ids_come_first(server: 
     assert result.as_numpy("sequence_length").tolist() == [[len(PROMPT) + NEW]]
 
 
+@pytest.mark.quick
 def test_streamed_text_is_the_whole_text_through_the_ensemble(server: Running, world: World) -> None:
     for text in ("Hello", "美国的首都在哪里?", "👩‍👩‍👧"):
         body = {"text_input": text, "max_tokens": 24, "end_id": -1}

@@ -29,8 +29,8 @@ MADE = [
 
 
 class BuildKernels(Command):
-    """Cross-compiles the libraries with zig. Without zig, they are compiled at the first start, as those of an
-    editable installation are: for its machine alone.
+    """Cross-compiles the libraries with zig. Without zig they are compiled at the first start, as those of
+    an editable installation are: for its machine alone.
     """
 
     editable_mode = False

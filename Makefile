@@ -32,7 +32,7 @@ test: $(VENV)/.test ## run the tests, including those against a real tritonserve
 quick: $(VENV)/.test ## run the tests that need nothing, and a tiny model through each door; 2 minutes
 	$(BIN)/python -m pytest -n $(WORKERS) --quick
 
-test-all: $(VENV)/.dev ## run every case of every test, and write tests/last_test_all.json; an hour on two cores
+test-all: $(VENV)/.dev ## run every case of every test, and write tests/last_test_all.json; takes long
 	$(BIN)/python -m pytest -n $(WORKERS) --all --record
 
 test-durations: $(VENV)/.test ## run `make test`, and write what each file takes to tests/durations.json
@@ -69,6 +69,7 @@ parity: $(VENV)/.test ## compare every model family and kind of adapter with tra
 
 browser: ## install Chromium for the tests of the web page (Debian, Ubuntu); without it they are skipped
 	apt-get install -y --no-install-recommends chromium chromium-driver fonts-noto-cjk
+	@rm -f $(VENV)/.test $(VENV)/.check  # the next of these installs its driver
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.10, 3.11 or 3.12 is needed: apt install python3 python3-venv"; exit 1; }

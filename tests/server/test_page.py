@@ -17,8 +17,8 @@ import pytest
 from servers import ROOT, free_ports
 from waiting import answers, wait_for
 
-pytest.importorskip("selenium", reason="selenium is missing: pip install -e '.[dev]'")
-pytest.importorskip("axe_core_python", reason="axe-core-python is missing: pip install -e '.[dev]'")
+pytest.importorskip("selenium", reason="selenium is missing: make browser")
+pytest.importorskip("axe_core_python", reason="axe-core-python is missing: make browser")
 
 from selenium import webdriver
 from selenium.webdriver.common.by import By

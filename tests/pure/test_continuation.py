@@ -72,6 +72,17 @@ def test_a_stop_text_ends_the_output_where_it_first_appears(
     assert stop in tokenizer.decode(made.token_ids)
 
 
+def test_of_several_stop_texts_in_one_token_the_first_in_the_text_ends_it(tmp_path: Path) -> None:
+    made = byte_level()
+    made.add_tokens(["one two three"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    for texts in (("three", "two"), ("two", "three")):
+        output = Continuation(StopRules(texts=texts), tokenizer)
+        output.extend(tokenizer.encode("one two three", False), (), None)
+        assert (text(output), output.stop_reason, len(output.token_ids)) == ("one ", "two", 1)
+
+
 def test_the_beginning_of_a_stop_text_is_held_back_and_given_when_it_was_none(tmp_path: Path) -> None:
     byte_level().save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer(tmp_path)

@@ -153,3 +153,14 @@ def test_one_input_of_retention_acts_alone() -> None:
     ):
         found = decoded(**{name: value}).retention
         assert found is not None and (found.decode_priority, found.decode_duration_ms) == wanted
+
+
+def test_a_batch_needs_a_model_that_is_decoupled() -> None:
+    tensors = {
+        "input_ids": np.array([[5, 6], [7, 8]], np.int32),
+        "input_lengths": np.array([[2], [2]], np.int32),
+        "request_output_len": np.array([[3], [3]], np.int32),
+    }
+    assert [one.request.prompt for one in decode_requests(tensors, "", decoupled=True)] == [(5, 6), (7, 8)]
+    with pytest.raises(RequestError, match="Batch size > 1 requires"):
+        decode_requests(tensors, "", decoupled=False)

@@ -64,7 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--request-output-len", type=int, default=16)
     add("--stop-after-ms", type=int, default=0)
     add("--stop-via-request-cancel", **on)
-    add("--tokenizer-dir", default="")
+    add("--tokenizer-dir", default="", help="a folder with tokenizer.json, or a GGUF file")
     add("--tokenizer-type", default="auto", choices=("auto", "t5", "llama"), help="tokenizer.json decides")
     add("--request-id", default="")
     add("--lora-path", default="", help="folder with model.lora_weights.npy and model.lora_config.npy")
@@ -362,20 +362,37 @@ def check(found: dict, flags: argparse.Namespace, prompt: list[int]) -> None:
         raise ClientError("the output is not the expected one")
 
 
-def load_tokenizer(directory: str) -> Any:
+def tokenizer_folder(given: str) -> Path:
+    """The folder that --tokenizer-dir names, or that stands for the GGUF file it names."""
+    if not given.lower().endswith(".gguf"):
+        return Path(given)
+    try:
+        from manylora.config.hub import model_folder
+        from manylora.errors import ConfigError
+    except ImportError as error:
+        raise ClientError("a GGUF file as --tokenizer-dir needs the package manylora here") from error
+    try:
+        return model_folder(Path(given))
+    except ConfigError as error:
+        raise ClientError(f"--tokenizer-dir: {error}") from error
+
+
+def load_tokenizer(directory: Path) -> Any:
     from tokenizers import Tokenizer
 
-    path = Path(directory) / "tokenizer.json"
+    path = directory / "tokenizer.json"
     if not path.is_file():
-        raise ClientError(f"--tokenizer-dir {directory!r} has no tokenizer.json; or give --input-tokens-csv")
+        raise ClientError(
+            f"--tokenizer-dir {str(directory)!r} has no tokenizer.json; or give --input-tokens-csv"
+        )
     return Tokenizer.from_file(str(path))
 
 
-def special_ids(directory: str, tokenizer: Any) -> tuple[int, int]:
+def special_ids(directory: Path, tokenizer: Any) -> tuple[int, int]:
     """End and pad id from tokenizer_config.json. Without a pad token the end token is used."""
     import json
 
-    path = Path(directory) / "tokenizer_config.json"
+    path = directory / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
     def find(key: str) -> int | None:
@@ -400,9 +417,10 @@ def main() -> int:
             prompt = csv_row(flags.input_tokens_csv)
         else:
             print("=========")
-            tokenizer = load_tokenizer(flags.tokenizer_dir)
+            folder = tokenizer_folder(flags.tokenizer_dir)
+            tokenizer = load_tokenizer(folder)
             prompt = tokenizer.encode(flags.text).ids
-            end_id, pad_id = special_ids(flags.tokenizer_dir, tokenizer)
+            end_id, pad_id = special_ids(folder, tokenizer)
             print("Using pad_id: ", pad_id)
             print("Using end_id: ", end_id)
         long = len(prompt) > LONG

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,17 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
+from gguf_converter import ARCHITECTURES, HEADS, PLUS_ONE, TURNED, open_writer, stacked, write_tokenizer
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
 
-ARCHITECTURES = {"gemma3_text": "gemma3"}
-TURNED, PLUS_ONE = ("llama",), ("gemma", "gemma2", "gemma3")
+from manylora.config.hub import local_model
+from manylora.text.tokenizer import Tokenizer
+
 HALVES = {
-    "Q6_K": (208,),
-    "Q4_0": (0,),
-    "Q5_0": (0,),
-    "Q8_0": (0,),
-}  # where a block has a float16; else (0, 2)
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "IQ2_XXS"), (0,)), "Q6_K": (208,),
+    "Q2_K": (80, 82), "Q3_K": (108,),
+}  # fmt: skip
+"""Where a block has a float16; else (0, 2)."""
 
 
 def random_blocks(kind: Kind, rows: int, columns: int, seed: int = 0) -> np.ndarray:
@@ -46,11 +47,6 @@ def encode(weight: np.ndarray, kind: Kind, seed: int) -> np.ndarray:
         return random_blocks(kind, *weight.shape, seed)
 
 
-def turned(weight: np.ndarray, heads: int) -> np.ndarray:
-    """As llama.cpp's converter orders the rows of q and k."""
-    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-
-
 def turned_back(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
@@ -64,34 +60,20 @@ def make_gguf(
     """
     config = json.loads((model / "config.json").read_text())
     arch = ARCHITECTURES.get(config["model_type"], config["model_type"])
-    number = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[arch]
-    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
-    writer = gguf.GGUFWriter(path, arch, split_max_tensors=in_part)
-    _write_sizes(writer, config, arch)
-    write_tokenizer(writer, model, config["vocab_size"])
+    writer, named = open_writer(path, model, config, arch, in_part)
     for key, value in metadata.items():
         getattr(writer, f"add_{key}")(value)
     wide: dict[str, torch.Tensor] = {}
-    for seed, (name, tensor) in enumerate(load_file(model / "model.safetensors").items()):
-        weight, heads = tensor.float().numpy(), None
-        if arch in TURNED and "q_proj" in name:
-            heads = config["num_attention_heads"]
-        elif arch in TURNED and "k_proj" in name:
-            heads = config["num_key_value_heads"]
+    for seed, (name, weight) in enumerate(stacked(config, arch, load_file(model / "model.safetensors"))):
         stored = embedding if "embed_tokens" in name else kind if weight.ndim > 1 else Kind.F32
-        stored_weight = weight if heads is None else turned(weight, heads)
-        if arch in PLUS_ONE and name.endswith("norm.weight"):
-            stored_weight = stored_weight + 1
-        data = encode(np.ascontiguousarray(stored_weight), stored, seed)
-        their_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        writer.add_tensor(their_name, data, raw_dtype=None if stored in (Kind.F32, Kind.F16) else stored)
+        data = encode(np.ascontiguousarray(weight), stored, seed)
+        writer.add_tensor(named(name), data, raw_dtype=None if stored in (Kind.F32, Kind.F16) else stored)
         found = gguf.dequantize(data, stored).reshape(weight.shape)
-        found = found if heads is None else turned_back(found, heads)
+        if arch in TURNED and (part := re.search(r"([qk])_proj\.", name)):
+            found = turned_back(found, config[HEADS[part[1]]])
         found = found - 1 if arch in PLUS_ONE and name.endswith("norm.weight") else found
         wide[name] = torch.from_numpy(np.ascontiguousarray(found))
-    rope = config.get("rope_parameters") or {}
-    if rope.get("rope_type") == "llama3":
-        writer.add_tensor("rope_freqs.weight", rotary_factors(rope, 64 // 4))
+    wide.pop("rope_freqs.weight", None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -102,69 +84,19 @@ def make_gguf(
     return target
 
 
-def rotary_factors(rope: dict[str, Any], size: int) -> np.ndarray:
-    """What llama.cpp's converter makes of Llama 3's scaling: a divisor of each frequency."""
-    waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, size, 2) / size)
-    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
-    context = rope["original_max_position_embeddings"]
-    smooth = (context / waves - low) / (high - low)
-    blended = np.where(waves > context / low, factor, 1 / ((1 - smooth) / factor + smooth))
-    return np.where(waves < context / high, 1.0, blended).astype(np.float32)
-
-
-def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> None:
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    rope = config.get("rope_parameters") or {}
-    flat = rope.get("full_attention", rope)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(flat.get("rope_theta", 10000.0))
-    writer.add_rope_dimension_count(int(head_dim * flat.get("partial_rotary_factor", 1.0)))
-    if arch in ("gemma2", "gemma3", "phi3") and config.get("sliding_window"):
-        writer.add_sliding_window(config["sliding_window"])
-    if arch == "gemma3":
-        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
-    if config.get("attn_logit_softcapping"):
-        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
-        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    if flat.get("rope_type") in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(flat["rope_type"]))
-        writer.add_rope_scaling_factor(flat["factor"])
-        if "original_max_position_embeddings" in flat:
-            writer.add_rope_scaling_orig_ctx_len(flat["original_max_position_embeddings"])
-
-
-def write_tokenizer(writer: gguf.GGUFWriter, model: Path, size: int, pre: str = "gpt-2") -> None:
-    """A byte-level one, as llama.cpp's converter writes it."""
-    path = model / "tokenizer.json"
-    library, spec = Tokenizer.from_file(str(path)), json.loads(path.read_text())
-    settings = json.loads((model / "tokenizer_config.json").read_text())
-    added = library.get_added_tokens_decoder()
-    tokens, types = [], []
-    for number in range(size):
-        token = library.id_to_token(number)
-        special = number in added and added[number].special
-        kind = gguf.TokenType.CONTROL if special else gguf.TokenType.USER_DEFINED
-        types.append(
-            gguf.TokenType.UNUSED if token is None else kind if number in added else gguf.TokenType.NORMAL
-        )
-        tokens.append(f"[PAD{number}]" if token is None else token)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in spec["model"]["merges"]])
-    for name in ("bos", "eos", "pad"):
-        if settings.get(f"{name}_token") is not None:
-            getattr(writer, f"add_{name}_token_id")(library.token_to_id(settings[f"{name}_token"]))
-    writer.add_add_bos_token("TemplateProcessing" in str(spec["post_processor"]))
-    if "chat_template" in settings:
-        writer.add_chat_template(settings["chat_template"])
+def with_tokenizer(path: Path, model: Path, write: object = None, **metadata: object) -> Path:
+    """A file with no more than a tokenizer needs around it."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for name in ("context_length", "embedding_length", "block_count", "feed_forward_length", "head_count"):
+        getattr(writer, f"add_{name}")(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 1), np.float32))
+    if callable(write):
+        write(writer)
+    else:
+        write_tokenizer(writer, model, Tokenizer(model).vocab_size, **metadata)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return local_model(path)

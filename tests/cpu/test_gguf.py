@@ -3,7 +3,6 @@ model's directory, and what a stranger's file may say."""
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from pathlib import Path
@@ -13,16 +12,18 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from gguf_files import make_gguf, random_blocks, write_tokenizer
+from gguf_files import make_gguf
 from running import check_greedy, tokens
+from selection import extended
 
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, SamplingParams
 from manylora.cli import main
 from manylora.config.hub import local_model
 from manylora.errors import ConfigError
 from manylora.gguf import cache as gguf_cache
-from manylora.gguf.blocks import LAYOUTS, read_blocks
+from manylora.gguf.blocks import PLAIN, widen
 from manylora.gguf.cache import SETTING
+from manylora.gguf.container import READ
 from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
@@ -30,10 +31,23 @@ from manylora.model.weights import load_decoder
 from manylora.testing.driver import Driver, agree
 from manylora.testing.parity import read_from
 from manylora.testing.tiny_models import make_adapter, make_model, reference_logits
-from manylora.text.tokenizer import Tokenizer
 
 TARGETS = ("attn_q", "attn_k", "attn_dense", "mlp_4h_to_h")
 WIDE = {"hidden_size": 256, "intermediate_size": 256}  # whole blocks of the K types
+USUAL = (
+    Kind.Q4_0,
+    Kind.Q5_1,
+    Kind.Q8_0,
+    Kind.Q2_K,
+    Kind.Q3_K,
+    Kind.Q4_K,
+    Kind.Q6_K,
+    Kind.IQ4_XS,
+    Kind.MXFP4,
+    Kind.IQ2_XXS,
+    Kind.BF16,
+)
+OTHERS = (Kind.Q4_1, Kind.Q5_0, Kind.Q5_K, Kind.IQ4_NL, Kind.TQ2_0, Kind.F32)
 FAMILIES = (
     "llama", "llama-mha-tied", "llama-biases", "llama-head-dim", "llama-linear", "llama-yarn", "llama3",
     "qwen2", "qwen3", "phi3", "phi3-partial-rotary", "gemma", "gemma2", "gemma3",
@@ -54,13 +68,19 @@ def logits_of(model: Path, *sequences: list[int]) -> list[torch.Tensor]:
     return Driver(decoder_of(model), list(sequences), [None] * len(sequences)).run()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_values_are_those_of_gguf_py(name: str) -> None:
-    blocks = random_blocks(Kind[name], 7, 1024)
-    found = read_blocks(name, torch.from_numpy(blocks), 1024)
-    wanted = gguf.dequantize(blocks, Kind[name])
-    assert found.shape == (7, 1024)
-    assert np.array_equal(found.wide().numpy().view(np.uint32), wanted.view(np.uint32))
+def test_values_are_those_of_gguf_py() -> None:
+    """Of any bits, for each type."""
+    random = np.random.default_rng(0)
+    for name in READ[len(PLAIN) :]:
+        values, size = gguf.GGML_QUANT_SIZES[Kind[name]]
+        blocks = random.integers(0, 256, (7, 1024 // values * size), dtype=np.uint8)
+        with np.errstate(all="ignore"):
+            wanted = gguf.dequantize(blocks, Kind[name])
+            found = widen(name, torch.from_numpy(blocks), 1024).numpy()
+        known = ~np.isnan(wanted)
+        assert found.shape == (7, 1024) and known.mean() > 0.8
+        assert np.array_equal(found.view(np.uint32)[known], wanted.view(np.uint32)[known]), name
+        assert np.array_equal(np.isnan(found), ~known)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -73,7 +93,7 @@ def test_each_architecture_answers_as_its_directory(family: str, tmp_path: Path)
         assert agree(found, reference_logits(wide, None, ids))
 
 
-@pytest.mark.parametrize("kind", [*map(Kind.__getitem__, LAYOUTS), Kind.BF16, Kind.F32])
+@pytest.mark.parametrize("kind", [*USUAL, *extended(*OTHERS)])
 def test_each_type_answers_as_its_wide_values(kind: Kind, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama", **WIDE)
     wide = make_gguf(tmp_path / "tiny.gguf", model, kind, kind)
@@ -109,110 +129,6 @@ def test_an_adapter_in_the_batch_and_a_build(tmp_path: Path) -> None:
             check_greedy(output.outputs[0].token_ids, 8, wide, adapter, ids)
 
 
-TEXTS = (
-    "Hello, world! It's 12345 o'clock; we'LL see.", "  two  spaces\n\n\tand a tab ",
-    "naïve café – ÀÉ 東京 🙂🙂",
-    "", " ", "a</s>b<s> c", "def f(x):\n    return x**2  # ok\r\n",
-)  # fmt: skip
-
-
-def train(path: Path, pre: str) -> Path:
-    """A byte-level tokenizer with merges, cut as the models cut that have this `pre`."""
-    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
-    from tokenizers import Tokenizer as Library
-
-    library, level = Library(models.BPE()), pre_tokenizers.ByteLevel
-    if pre == "qwen2":
-        library.normalizer = normalizers.NFC()
-        pattern = (
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-            r"\s*[\r\n]+|\s+(?!\S)|\s+"
-        )
-        parts = [pre_tokenizers.Split(Regex(pattern), "isolated"), level(False, use_regex=False)]
-    else:
-        parts = [level(add_prefix_space=False)]
-    library.pre_tokenizer = pre_tokenizers.Sequence(parts)
-    library.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=level.alphabet(), show_progress=False)
-    library.train_from_iterator([text * 3 for text in TEXTS], trainer)
-    library.add_special_tokens(["<s>", "</s>", "<pad>"])
-    path.mkdir()
-    library.save(str(path / "tokenizer.json"))
-    settings = {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "pad_token": "<pad>",
-        "chat_template": "{{ messages }}",
-    }
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    return path
-
-
-def with_tokenizer(path: Path, model: Path, write: object = None, **metadata: object) -> Path:
-    """A file with no more than a tokenizer needs around it."""
-    writer = gguf.GGUFWriter(path, "llama")
-    for name in ("context_length", "embedding_length", "block_count", "feed_forward_length", "head_count"):
-        getattr(writer, f"add_{name}")(1)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tensor("token_embd.weight", np.zeros((4, 1), np.float32))
-    if callable(write):
-        write(writer)
-    else:
-        write_tokenizer(writer, model, Tokenizer(model).vocab_size, **metadata)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return local_model(path)
-
-
-@pytest.mark.parametrize("pre", ["gpt-2", "qwen2"])
-def test_byte_level_text_is_cut_as_by_the_model_s_own_tokenizer(pre: str, tmp_path: Path) -> None:
-    own = train(tmp_path / "own", pre)
-    ours = Tokenizer(with_tokenizer(tmp_path / "a.gguf", own, pre=pre))
-    wanted = Tokenizer(own)
-    for text in TEXTS:
-        ids = wanted.encode(text)
-        assert ours.encode(text) == ids
-        assert ours.decode(ids) == wanted.decode(ids)
-    assert (ours.eos_id, ours.pad_id) == (wanted.eos_id, wanted.pad_id)
-    assert ours.chat([{"role": "user"}]) == wanted.chat([{"role": "user"}])
-
-
-def test_sentence_pieces_are_merged_by_their_scores(tmp_path: Path) -> None:
-    """Ids as of Llama 2: a space in front, the best pair first, bytes for what is unknown."""
-    pieces = ["▁", "h", "e", "l", "o", "w", "he", "ll", "▁he", "llo", "▁hello", "▁w"]
-
-    def write(writer: gguf.GGUFWriter) -> None:
-        kinds = gguf.TokenType
-        tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
-        types = [
-            kinds.UNKNOWN,
-            kinds.CONTROL,
-            kinds.CONTROL,
-            *[kinds.BYTE] * 256,
-            *[kinds.NORMAL] * len(pieces),
-        ]
-        scores = [0.0] * 259 + [-100.0] * 6 + [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list(tokens)
-        writer.add_token_scores(scores)
-        writer.add_token_types(types)
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-        writer.add_unk_token_id(0)
-
-    ours = Tokenizer(with_tokenizer(tmp_path / "a.gguf", tmp_path, write))
-
-    def numbers(*found: str) -> list[int]:
-        return [259 + pieces.index(one) for one in found]
-
-    assert ours.encode("hello who") == [1, *numbers("▁hello", "▁w", "h", "o")]
-    assert ours.encode("é</s>") == [1, *numbers("▁"), 3 + 0xC3, 3 + 0xA9, 2]
-    for text in ("hello who", "é", "🙂 low"):
-        assert ours.decode(ours.encode(text)) == text
-
-
 def header(*parts: bytes, version: int = 3, tensors: int = 0, keys: int = 0) -> bytes:
     return b"GGUF" + struct.pack("<IQQ", version, tensors, keys) + b"".join(parts)
 
@@ -239,12 +155,11 @@ HOSTILE = {
         header(text(b"t"), struct.pack("<IQIQ", 1, 8, 0, 2**62), tensors=1),
         "does not lie in the file",
     ),
-    "IQ4_NL": (
-        header(text(b"t"), struct.pack("<IQIQ", 1, 32, 20, 0), tensors=1),
-        "IQ4_NL, which is not read",
+    "Q8_K": (header(text(b"t"), struct.pack("<IQIQ", 1, 256, 15, 0), tensors=1), "Q8_K, which is not read"),
+    "an unknown type": (
+        header(text(b"t"), struct.pack("<IQIQ", 1, 32, 999, 0), tensors=1),
+        "type 999, which is not read",
     ),
-    "MXFP4": (header(text(b"t"), struct.pack("<IQIQ", 1, 32, 39, 0), tensors=1), "MXFP4, which is not read"),
-    "Q2_K": (header(text(b"t"), struct.pack("<IQIQ", 1, 256, 10, 0), tensors=1), "Q2_K, which is not read"),
 }
 
 
@@ -338,7 +253,8 @@ def test_folders_used_longest_ago_are_removed(tmp_path: Path, monkeypatch: pytes
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
     for number, (arch, key, value, said) in enumerate((
         ("mamba", "general.name", "x", "GGUF architecture mamba is not read; read are llama"),
-        ("llama", "llama.expert_count", "8", "llama with experts"),
+        ("gemma", "gemma.expert_count", "8", "gemma with experts is not read"),
+        ("qwen2moe", "general.name", "x", "qwen2moe is not read"),
         ("llama", "general.type", "adapter", "holds no base model"),
     )):  # fmt: skip
         path = tmp_path / f"{number}.gguf"

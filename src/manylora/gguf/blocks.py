@@ -1,18 +1,28 @@
-"""The values of GGUF's block types. Widened to float32, each is bit-identical to gguf-py's."""
+"""The values of GGUF's block types. Widened to float32, each is bit-identical to gguf-py's.
+
+Types whose values are small whole numbers times scales stay quantised. gguf-py widens the others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from manylora.gguf.container import block_sizes
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.quant.layouts import halves_to_bytes
+from manylora.quant.mxfp4 import mxfp4
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SCALE_BYTES = 12  # of a Q4_K or Q5_K block: 8 scales and 8 minima of 6 bits
 BITS = torch.arange(8, dtype=torch.uint8)
+PAIRS = BITS[:4] * 2
+IQ4 = torch.tensor(
+    (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=torch.int8
+)  # the values of the 4-bit codes of IQ4_NL and IQ4_XS
 
 
 def read_blocks(kind: str, data: Tensor, columns: int) -> QuantisedWeight:
@@ -20,8 +30,25 @@ def read_blocks(kind: str, data: Tensor, columns: int) -> QuantisedWeight:
 
     Scales that a block stores as products of two numbers are multiplied in float32, as in gguf-py.
     """
-    size, layout = LAYOUTS[kind]
-    return layout(data.view(len(data), -1, size), columns)
+    return LAYOUTS[kind](data.view(len(data), -1, block_sizes()[kind][1]), columns)
+
+
+def widen(kind: str, data: Tensor, columns: int) -> Tensor:
+    """data: as in `read_blocks`, of any type -> float32 [N, columns]."""
+    if kind in LAYOUTS:
+        return read_blocks(kind, data, columns).wide()
+    from gguf import GGMLQuantizationType, dequantize
+
+    return torch.from_numpy(dequantize(data.numpy(), GGMLQuantizationType[kind]))
+
+
+@lru_cache
+def sample(kind: str) -> QuantisedWeight | None:
+    """A weight of one block, which tells a type's fields and its groups. None if it is not in LAYOUTS."""
+    if kind not in LAYOUTS:
+        return None
+    values, size = block_sizes()[kind]
+    return read_blocks(kind, torch.zeros(1, size, dtype=torch.uint8), values)
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
@@ -98,21 +125,59 @@ def _q5_k(blocks: Tensor, columns: int) -> QuantisedWeight:
 def _q6_k(blocks: Tensor, columns: int) -> QuantisedWeight:
     """One scale per 16 inputs."""
     low = blocks[..., :128].unflatten(-1, (2, 64))
-    shifts = (BITS[:4] * 2).unsqueeze(-1)
-    high = (blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts) & 3  # [N, B, 2, 4, 32]
-    values = _low_high(low).flatten(-2) | (high.flatten(-3) << 4)
+    values = _low_high(low).flatten(-2) | (_pairs(blocks[..., 128:192]) << 4)
     fine = blocks[..., 192:208].contiguous().view(torch.int8).float()
     scales = _half(blocks, 208).unsqueeze(-1) * fine
     return _eight(values.to(torch.int8) - 32, scales.flatten(1), None, columns)
 
 
-LAYOUTS: dict[str, tuple[int, Callable[[Tensor, int], QuantisedWeight]]] = {
-    "Q4_0": (18, _q4_0), "Q4_1": (20, _q4_1), "Q5_0": (22, _q5_0), "Q5_1": (24, _q5_1), "Q8_0": (34, _q8_0),
-    "Q4_K": (144, _q4_k), "Q5_K": (176, _q5_k), "Q6_K": (210, _q6_k),
+def _pairs(packed: Tensor) -> Tensor:
+    """[N, B, 64] bytes -> [N, B, 256] values of 2 bits: for each 32 bytes, first all lowest bits."""
+    return ((packed.unflatten(-1, (2, 1, 32)) >> PAIRS.unsqueeze(-1)) & 3).flatten(-3)
+
+
+def _q2_k(blocks: Tensor, columns: int) -> QuantisedWeight:
+    """A scale and an offset per 16 inputs."""
+    scales = _half(blocks, 80).unsqueeze(-1) * (blocks[..., :16] & 15).float()
+    offsets = -(_half(blocks, 82).unsqueeze(-1) * (blocks[..., :16] >> 4).float())
+    return _four(_pairs(blocks[..., 16:80]), scales.flatten(1), offsets.flatten(1), columns)
+
+
+def _q3_k(blocks: Tensor, columns: int) -> QuantisedWeight:
+    """One scale per 16 inputs. Values from -4 to 3."""
+    high = (blocks[..., :32].unsqueeze(-2) >> BITS.unsqueeze(-1)) & 1  # [N, B, 8, 32]
+    values = _pairs(blocks[..., 32:96]) + (high.flatten(-2) << 2) + 4
+    upper = ((blocks[..., 104:108].unsqueeze(-2) >> PAIRS.unsqueeze(-1)) & 3).flatten(-2)
+    fine = (_low_high(blocks[..., 96:104]) | (upper << 4)).to(torch.int8) - 32
+    scales = _half(blocks, 108).unsqueeze(-1) * fine.float()
+    return _four(values, scales.flatten(1), None, columns)
+
+
+def _iq4_nl(blocks: Tensor, columns: int) -> QuantisedWeight:
+    return _eight(IQ4[_low_high(blocks[..., 2:]).int()], _half(blocks, 0), None, columns)
+
+
+def _iq4_xs(blocks: Tensor, columns: int) -> QuantisedWeight:
+    values = IQ4[_low_high(blocks[..., 8:].unflatten(-1, (8, 16))).int()]
+    upper = ((blocks[..., 2:4].unsqueeze(-1) >> PAIRS) & 3).flatten(-2)
+    lower = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), dim=-1).flatten(-2)
+    scales = _half(blocks, 0).unsqueeze(-1) * ((lower | (upper << 4)).to(torch.int8) - 32).float()
+    return _eight(values, scales.flatten(1), None, columns)
+
+
+def _tq2_0(blocks: Tensor, columns: int) -> QuantisedWeight:
+    """Values from -1 to 2, one scale per 256 inputs."""
+    return _four(_pairs(blocks[..., :64]) + 7, _half(blocks, 64), None, columns)
+
+
+def _mxfp4(blocks: Tensor, columns: int) -> QuantisedWeight:
+    codes = halves_to_bytes(_low_high(blocks[..., 1:]).flatten(1)).unflatten(1, (-1, 16))
+    return mxfp4(codes, blocks[..., 0], columns)
+
+
+LAYOUTS: dict[str, Callable[[Tensor, int], QuantisedWeight]] = {
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
+    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "TQ2_0": _tq2_0,
+    "MXFP4": _mxfp4,
 }  # fmt: skip
-"""Bytes per block, and the function that reads it, by name of the type."""
-PLAIN_FIELDS: tuple[str, ...] = ("values", "scales")
-FIELDS: dict[str, tuple[str, ...]] = dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "Q6_K"), PLAIN_FIELDS)
-FIELDS |= dict.fromkeys(("Q5_1", "Q5_K"), (*PLAIN_FIELDS, "offsets"))
-FIELDS |= dict.fromkeys(("Q4_1", "Q4_K"), (*PLAIN_FIELDS, "offsets", "zeros"))
-"""The fields of each type's QuantisedWeight."""
+"""The function that reads a type which stays quantised, by its name."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,22 +43,31 @@ LARGEST_HEADER = 2**28  # bytes
 MOST_TEXTS = 2**22  # in one array: more than in any vocabulary with its merges
 LARGEST_ALIGNMENT = 2**16
 
-# Type number -> name, values per block, bytes per block.
-TYPES = {
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210), 30: ("BF16", 1, 2),
-}  # fmt: skip
-NOT_READ = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
-    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64",
-    28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
-}  # fmt: skip
+READ = (
+    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+    "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0",
+    "MXFP4", "NVFP4",
+)  # fmt: skip
+"""Names of the types that are read. The others occur only while llama.cpp computes, or are for integers."""
+
+
+@lru_cache(maxsize=1)
+def types() -> dict[int, tuple[str, int, int]]:
+    """Type number -> name, values per block, bytes per block: of all types that gguf-py knows."""
+    from gguf.constants import GGML_QUANT_SIZES  # its import takes a while, and few processes read a file
+
+    return {int(kind): (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
+
+
+@lru_cache(maxsize=1)
+def block_sizes() -> dict[str, tuple[int, int]]:
+    """Name of a type -> values per block, bytes per block."""
+    return {name: sizes for name, *sizes in types().values()}  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """shape: as in PyTorch, outputs first. kind: a name in TYPES. offset: bytes from the file's start. part:
+    """shape: as in PyTorch, outputs first. kind: a name in READ. offset: bytes from the file's start. part:
     for a file in several parts, the index of its part.
     """
 
@@ -70,7 +80,7 @@ class TensorInfo:
     @property
     def row_bytes(self) -> int:
         """Bytes of one run of the last dimension."""
-        _, values, size = next(entry for entry in TYPES.values() if entry[0] == self.kind)
+        values, size = block_sizes()[self.kind]
         return self.shape[-1] // values * size
 
     @property
@@ -153,13 +163,12 @@ class _Reader:
             raise ValueError(f"tensor {printable(name)} has {dims} dimensions, at most {MOST_DIMS} are read")
         shape = tuple(reversed([self._number("<u8") for _ in range(dims)]))
         kind = self._number("<u4")
-        if kind not in TYPES:
-            known = ", ".join(entry[0] for entry in TYPES.values())
+        named, values, _ = types().get(kind, (f"type {kind}", 1, 1))
+        if named not in READ:
             raise ValueError(
-                f"tensor {printable(name)} is stored as {NOT_READ.get(kind, f'type {kind}')}, which is not "
-                f"read; read are {known}"
+                f"tensor {printable(name)} is stored as {named}, which is not read; read are "
+                f"{', '.join(READ)}"
             )
-        named, values, _ = TYPES[kind]
         if not all(1 <= size <= self._size * 8 for size in shape) or shape[-1] % values:
             raise ValueError(
                 f"tensor {printable(name)} has the shape {list(shape)}, which {named} cannot have"

@@ -7,22 +7,26 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from manylora.errors import ConfigError
-from manylora.gguf.blocks import FIELDS, PLAIN, read_blocks
-from manylora.gguf.config import FACTORS, family_of, tensor_name
-from manylora.gguf.container import TensorInfo
+from manylora.gguf.blocks import PLAIN, read_blocks, sample, widen
 from manylora.gguf.parts import part_paths, read_parts
+from manylora.gguf.sources import Source, Target, in_runs, read_targets
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.quant.checkpoint_weights import PARTS
 
-EMBEDDING = "token_embd.weight"
 WIDE_BYTES = 2**22  # bytes of the file that are widened at a time
+WIDE_VALUES = 2**21  # values that gguf-py widens at a time, with up to 30 bytes for each
+
+
+class Quantised(Protocol):
+    def quantised(self) -> QuantisedWeight: ...
 
 
 class GgufFile:
@@ -34,28 +38,11 @@ class GgufFile:
 
     def __init__(self, path: Path, on_read: Callable[[int], None] = lambda count: None) -> None:
         self.path, self._on_read = path, on_read
-        header = read_parts(path)
-        family = family_of(header)
-        metadata, kind = header.metadata, header.metadata["general.architecture"]
-        heads = metadata.get(f"{kind}.attention.head_count")
-        counts = {"attn_q": heads, "attn_k": metadata.get(f"{kind}.attention.head_count_kv", heads)}
-        self._tensors: dict[str, GgufTensor] = {}
-        self._parts: dict[str, tuple[GgufTensor, str]] = {}  # of quantised weights
-        for name, info in header.tensors.items():
-            if name in FACTORS.values():
-                continue
-            turned = counts.get(name.split(".")[-2] if "." in name else "") if family.turned else None
-            minus = 1 if family.plus_one and name.endswith("norm.weight") else 0
-            tensor = GgufTensor(self, info, turned, minus)
-            named = tensor_name(name, family)
-            if info.kind in PLAIN or name == EMBEDDING:
-                self._tensors[named] = tensor
-                continue
-            if len(info.shape) != 2:
-                raise ConfigError(f"{path}: {name} is stored as {info.kind}, which only matrices are")
-            stem = named.removesuffix("weight")
-            self._parts |= {stem + PARTS[field]: (tensor, field) for field in FIELDS[info.kind]}
-        self._last: tuple[GgufTensor, QuantisedWeight] | None = None  # its parts are requested one by one
+        self._tensors: dict[str, PlainTensor] = {}
+        self._parts: dict[str, tuple[Quantised, str]] = {}  # of quantised weights
+        for name, target in read_targets(read_parts(path)).items():
+            self._add(name, target)
+        self._last: tuple[object, Any] | None = None  # parts or rows of one weight are asked for in turn
         self._open = ExitStack()
         self._parts_open: list[int] = []
         try:
@@ -73,6 +60,17 @@ class GgufFile:
         self._last = None
         self._open.close()
 
+    def _add(self, name: str, target: Target) -> None:
+        parts = [GgufTensor(self, part) for part in target.parts]
+        kinds = {part.info.kind for part in target.parts}
+        one = sample(kinds.pop()) if target.stays and len(kinds) == 1 else None
+        if one is not None and target.keeps_groups(one.group_size):
+            weight = parts[0] if target.make is None else MadeWeight(target, parts)
+            stem = name.removesuffix("weight")
+            self._parts |= {stem + PARTS[field]: (weight, field) for field in one.tensors()}
+        else:
+            self._tensors[name] = parts[0] if target.make is None else MadeTensor(self, target, parts)
+
     def keys(self) -> list[str]:
         return [*self._tensors, *self._parts]
 
@@ -80,18 +78,22 @@ class GgufFile:
         """Types of the plain tensors, by safetensors' names."""
         return (tensor.get_dtype() for tensor in self._tensors.values())
 
-    def get_slice(self, name: str) -> GgufTensor:
+    def get_slice(self, name: str) -> PlainTensor:
         """A plain tensor. Does not read anything yet."""
         return self._tensors[name]
 
     def get_tensor(self, name: str) -> Tensor:
         if name in self._tensors:
             return self._tensors[name].whole()
-        tensor, field = self._parts[name]
+        weight, field = self._parts[name]
+        return getattr(self.keep_last(weight, weight.quantised), field)
+
+    def keep_last(self, owner: object, make: Callable[[], Any]) -> Any:
+        """What `make` returns, or returned when it was last called for the same owner."""
         last = self._last
-        if last is None or last[0] is not tensor:
-            last = self._last = tensor, tensor.quantised()
-        return getattr(last[1], field)
+        if last is None or last[0] is not owner:
+            last = self._last = owner, make()
+        return last[1]
 
     def read(self, part: int, offset: int, count: int) -> Tensor:
         """Bytes of a part of the file, uint8 [count]."""
@@ -106,83 +108,130 @@ class GgufFile:
         return made
 
 
-class GgufTensor:
-    """One tensor of a file, with the order of rows and the values of Hugging Face's checkpoint.
+class PlainTensor:
+    """Any plain tensor of a file: what can be said of it, and its rows in any form."""
 
-    heads: number of heads within which llama.cpp reordered the rows; None: not reordered. minus: subtracted
-    from each value.
-    """
-
-    def __init__(self, file: GgufFile, info: TensorInfo, heads: Any, minus: int) -> None:
-        self._file, self._info, self._minus = file, info, minus
-        self._rows: Tensor | None = None  # row numbers in the file
-        count = info.shape[0]
-        if heads is not None:
-            if not isinstance(heads, int) or heads < 1 or count % heads or count // heads % 2:
-                raise ConfigError(
-                    f"{file.path}: {info.name} has {count} rows, which are not of {heads} heads"
-                )
-            self._rows = torch.arange(count).view(heads, -1, 2).transpose(1, 2).reshape(-1)
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stored_bytes: int
 
     def get_shape(self) -> list[int]:
-        return list(self._info.shape)
+        return list(self.shape)
 
     def get_dtype(self) -> str:
         """The type as safetensors names it; F32 for tensors that are widened when read."""
-        return self._info.kind if self._info.kind in PLAIN else "F32"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return PLAIN[self.get_dtype()]
-
-    def whole(self) -> Tensor:
-        made = torch.empty(self._info.shape, dtype=self.dtype)
-        self.read_rows(0, made)
-        return made
+        return next(name for name, dtype in PLAIN.items() if dtype == self.dtype)
 
     def read_rows(self, start: int, out: Tensor) -> None:
         """Fill `out` with rows [start, start + len(out)), as in FileTensor."""
-        step = max(1, WIDE_BYTES // self._info.row_bytes) if len(self._info.shape) > 1 else len(out)
-        for first in range(0, len(out), step):
-            part = out[first : first + step]
-            part.copy_(self._read(start + first, len(part)).view(part.shape))
+        raise NotImplementedError
+
+    def whole(self) -> Tensor:
+        made = torch.empty(self.shape, dtype=self.dtype)
+        self.read_rows(0, made.view(-1, self.shape[-1]) if len(self.shape) > 1 else made)
+        return made
 
     def read_block(self, rows: range, columns: range) -> Tensor:
         """As in FileTensor. Rows are read completely, some at a time."""
         made = torch.empty((len(rows), len(columns)), dtype=self.dtype)
-        step = max(1, WIDE_BYTES // self._info.row_bytes)
+        width = self.shape[-1]
+        step = max(1, WIDE_BYTES // width)
         for first in range(0, len(rows), step):
             part = made[first : first + step]
-            whole = torch.empty((len(part), self._info.shape[-1]), dtype=self.dtype)
+            whole = torch.empty((len(part), width), dtype=self.dtype)
             self.read_rows(rows.start + first, whole)
             part.copy_(whole[:, columns.start : columns.stop])
         return made
 
     def __getitem__(self, rows: slice) -> Tensor:
-        start, stop, _ = rows.indices(self._info.shape[0])
-        made = torch.empty((max(0, stop - start), *self._info.shape[1:]), dtype=self.dtype)
+        start, stop, _ = rows.indices(self.shape[0])
+        made = torch.empty((max(0, stop - start), *self.shape[1:]), dtype=self.dtype)
         self.read_rows(start, made)
         return made
 
+
+class GgufTensor(PlainTensor):
+    """One tensor of a file, or one of those stacked in it, with the checkpoint's order of rows and values."""
+
+    def __init__(self, file: GgufFile, source: Source) -> None:
+        self._file, self._source, self._info = file, source, source.info
+        self.shape = source.shape or source.info.shape
+        self.dtype = PLAIN.get(source.info.kind, torch.float32)
+        self.stored_bytes = source.info.nbytes
+
+    def read_rows(self, start: int, out: Tensor) -> None:
+        info = self._info
+        step = len(out)
+        if len(info.shape) > 1:
+            step = max(1, min(WIDE_BYTES // info.row_bytes, WIDE_VALUES // info.shape[-1]))
+        for first in range(0, len(out), step):
+            part = out[first : first + step]
+            part.copy_(self._read(start + first, len(part)).view(part.shape))
+
     def quantised(self) -> QuantisedWeight:
         """The whole weight."""
-        info = self._info
+        info, rows = self._info, self._source.rows
         data = self._file.read(info.part, info.offset, info.nbytes).view(info.shape[0], -1)
-        data = data if self._rows is None else data[self._rows]
-        return read_blocks(info.kind, data, info.shape[-1])
+        return read_blocks(info.kind, data if rows is None else data[rows], info.shape[-1])
 
     def _read(self, start: int, count: int) -> Tensor:
         """Rows of a plain or widened tensor."""
-        info = self._info
+        info, order = self._info, self._source.rows
         size = info.row_bytes if len(info.shape) > 1 else info.row_bytes // info.shape[0]
-        wanted = None if self._rows is None else self._rows[start : start + count]
+        wanted = None if order is None else order[start : start + count]
         low = start if wanted is None else int(wanted.min())
         high = start + count if wanted is None else int(wanted.max()) + 1
-        data = self._file.read(info.part, info.offset + low * size, (high - low) * size).view(
-            high - low, size
-        )
+        data = self._file.read(info.part, info.offset + low * size, (high - low) * size)
+        data = data.view(high - low, size)
         data = data if wanted is None else data[wanted - low]
         if info.kind not in PLAIN:
-            return read_blocks(info.kind, data, info.shape[-1]).wide()
-        made = data.reshape(-1).view(PLAIN[info.kind])
-        return made - self._minus if self._minus else made
+            return widen(info.kind, data, info.shape[-1])
+        return self._source.change(data.reshape(-1).view(self.dtype))
+
+
+class MadeTensor(PlainTensor):
+    """A tensor that is made of one or several of the file, which are in memory as a whole when it is read.
+
+    parts: of `target`. In float32 unless all are plain and of one type.
+    """
+
+    def __init__(self, file: GgufFile, target: Target, parts: list[GgufTensor]) -> None:
+        assert target.make is not None and target.shape is not None
+        self._file, self._make, self._parts = file, target.make, parts
+        self.shape = target.shape
+        dtypes = {part.dtype for part in parts}
+        self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        self.stored_bytes = sum(part.stored_bytes for part in parts)
+
+    def whole(self) -> Tensor:
+        return self._file.keep_last(
+            self, lambda: self._make([part.whole().to(self.dtype) for part in self._parts]).contiguous()
+        )
+
+    def read_rows(self, start: int, out: Tensor) -> None:
+        out.copy_(self.whole()[start : start + len(out)].view(out.shape))
+
+    def __getitem__(self, rows: slice | tuple[slice, slice]) -> Tensor:
+        return self.whole()[rows]
+
+
+@dataclass(frozen=True)
+class MadeWeight:
+    """The same of weights of one type, which stays quantised."""
+
+    target: Target
+    parts: list[GgufTensor]
+
+    def quantised(self) -> QuantisedWeight:
+        found = [part.quantised() for part in self.parts]
+        tables: dict[str, Any] = {
+            name: self._made([getattr(one, name) for one in found])
+            for name in found[0].tensors()
+            if name != "codebook"
+        }
+        return replace(found[0], **tables)
+
+    def _made(self, parts: list[Tensor]) -> Tensor:
+        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+        whole = whole if self.target.rows is None else whole[self.target.rows]
+        return whole if self.target.runs is None else in_runs(whole, self.target.runs)

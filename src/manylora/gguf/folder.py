@@ -21,7 +21,7 @@ from manylora.gguf.parts import NAMED, part_name, part_paths, read_parts
 from manylora.gguf.tokenizer import has_tokenizer, tokenizer_config, tokenizer_json
 
 LINK = "model.gguf"
-VERSION = 1  # version of a folder's contents
+VERSION = 2  # version of a folder's contents
 MOST_FACTORS = 2**12
 
 

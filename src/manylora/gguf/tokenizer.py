@@ -9,6 +9,7 @@ import numpy as np
 
 from manylora.errors import ConfigError, printable
 from manylora.gguf.container import Header
+from manylora.gguf.pre_tokenizers import BEGINS, COMPOSED, PATTERNS, WHOLE_WORDS, pre_tokenizer
 
 logger = logging.getLogger("manylora")
 
@@ -16,33 +17,6 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.
 SPACE = "▁"  # SentencePiece's symbol for a space
 LONGEST_PIECE = 512  # characters; longer tokens do not occur in text
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-
-# How text is split before merges, by tokenizer.ggml.pre, as in the models' own tokenizer.json.
-TAILS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-LLAMA3 = TAILS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + REST
-QWEN2 = TAILS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + REST
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s|"
-TEKKEN = WORDS % ("", "") + r"\p{N}|" + SLASHES
-GPT4O = WORDS % (TAILS + "?", TAILS + "?") + r"\p{N}{1,3}|" + SLASHES
-PATTERNS = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "llama4-bpe", "dbrx", "smaug-bpe"), LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan"), QWEN2),
-    "tekken": TEKKEN,
-    "gpt-4o": GPT4O,
-}
-GPT2 = ("gpt-2", "default", "phi-2", "olmo", "mpt", "jais", "granite-docling")
-DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")  # one by one, then as GPT-2
-WHOLE_WORDS = (
-    "llama-bpe",
-    "llama3",
-    "llama-v3",
-    "llama4-bpe",
-    "tekken",
-)  # words in the vocabulary are not merged
-COMPOSED = ("qwen2",)  # NFC
 
 
 def tokenizer_json(header: Header) -> dict[str, Any]:
@@ -53,13 +27,14 @@ def tokenizer_json(header: Header) -> dict[str, Any]:
         vocab.setdefault(token, number)
     if kind == "gpt2":
         parts = _byte_level(header, vocab)
-    elif kind == "llama":
+    elif kind in ("llama", "gemma4"):
         parts = _sentence_pieces(header, vocab)
     else:
         raise ConfigError(
-            f"{header.path}: tokenizer {printable(str(kind))} is not read; read are gpt2 and llama: "
+            f"{header.path}: tokenizer {printable(str(kind))} is not read; read are gpt2, llama and gemma4: "
             "name the folder of another (--tokenizer, tokenizer=)"
         )
+    begins = kind != "gpt2" or header.metadata.get("tokenizer.ggml.pre") in BEGINS
     model = {"type": "BPE", "dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
     return {
         "version": "1.0",
@@ -68,7 +43,7 @@ def tokenizer_json(header: Header) -> dict[str, Any]:
         "added_tokens": _added(header, tokens, kind),
         "normalizer": parts["normalizer"],
         "pre_tokenizer": parts["pre_tokenizer"],
-        "post_processor": _ends(header, tokens, adds_begin=kind == "llama"),
+        "post_processor": _ends(header, tokens, begins),
         "decoder": parts["decoder"],
         "model": {**model, **parts["model"], "vocab": vocab, "merges": parts["merges"]},
     }
@@ -117,7 +92,7 @@ def _added(header: Header, tokens: list[str], kind: str) -> list[dict[str, Any]]
     added = []
     for number, (token, sort) in enumerate(zip(tokens, _types(header, len(tokens)), strict=True)):
         special = sort in (CONTROL, UNKNOWN)
-        if token and (special or (sort == USER_DEFINED and not (kind == "llama" and SPACE in token))):
+        if token and (special or (sort == USER_DEFINED and not (kind != "gpt2" and SPACE in token))):
             flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
             added.append({"id": number, "content": token, **flags, "special": special})
     return added
@@ -149,46 +124,34 @@ def _ends(header: Header, tokens: list[str], adds_begin: bool) -> dict[str, Any]
 
 def _byte_level(header: Header, vocab: dict[str, int]) -> dict[str, Any]:
     pre = header.metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in (*PATTERNS, *GPT2, *DIGITS):
+    if pre not in PATTERNS:
         raise ConfigError(
             f"{header.path}: tokenizer.ggml.pre {printable(str(pre))} is not read; read are "
-            f"{', '.join((*PATTERNS, *GPT2, *DIGITS))}: name the folder of another tokenizer "
-            "(--tokenizer, tokenizer=)"
+            f"{', '.join(PATTERNS)}: name the folder of another tokenizer (--tokenizer, tokenizer=)"
         )
     if pre == "default":
         logger.warning(
-            "%s does not say how its tokenizer cuts text (tokenizer.ggml.pre): as GPT-2's", header.path
+            "%s does not say how its tokenizer cuts text (tokenizer.ggml.pre): as llama.cpp does then, which "
+            "suits few models",
+            header.path,
         )
-    steps: list[dict[str, Any]] = []
-    if pre in PATTERNS:
-        split = {
-            "type": "Split",
-            "pattern": {"Regex": PATTERNS[pre]},
-            "behavior": "Isolated",
-            "invert": False,
-        }
-        steps.append(split)
-    elif pre in DIGITS:
-        steps.append({"type": "Digits", "individual_digits": True})
-    plain = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": pre not in PATTERNS,
-    }
-    merges = [tuple(text.split(" ")) for text in header.metadata.get("tokenizer.ggml.merges") or []]
-    for merge in merges:
-        if len(merge) != 2 or any(part not in vocab for part in (*merge, "".join(merge))):
-            raise ConfigError(f"{header.path}: the merge {printable(' '.join(merge))} is not of its tokens")
     return {
         "normalizer": {"type": "NFC"} if pre in COMPOSED else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*steps, plain]},
+        "pre_tokenizer": pre_tokenizer(pre),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {
             "unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": pre in WHOLE_WORDS,
         },
-        "merges": merges,
+        "merges": _given_merges(header, vocab),
     }  # fmt: skip
+
+
+def _given_merges(header: Header, vocab: dict[str, int]) -> list[tuple[str, ...]]:
+    merges = [tuple(text.split(" ")) for text in header.metadata.get("tokenizer.ggml.merges") or []]
+    for merge in merges:
+        if len(merge) != 2 or any(part not in vocab for part in (*merge, "".join(merge))):
+            raise ConfigError(f"{header.path}: the merge {printable(' '.join(merge))} is not of its tokens")
+    return merges
 
 
 def _sentence_pieces(header: Header, vocab: dict[str, int]) -> dict[str, Any]:
@@ -212,11 +175,15 @@ def _sentence_pieces(header: Header, vocab: dict[str, int]) -> dict[str, Any]:
             "unk_token": None if unknown is None else tokens[unknown], "fuse_unk": True,
             "byte_fallback": True, "ignore_merges": False,
         },
-        "merges": _merges(header, tokens, vocab),
+        "merges": (
+            _given_merges(header, vocab)
+            if header.metadata["tokenizer.ggml.model"] == "gemma4"
+            else _scored_merges(header, tokens, vocab)
+        ),
     }  # fmt: skip
 
 
-def _merges(header: Header, tokens: list[str], vocab: dict[str, int]) -> list[tuple[str, str]]:
+def _scored_merges(header: Header, tokens: list[str], vocab: dict[str, int]) -> list[tuple[str, str]]:
     """SentencePiece merges the pair whose token has the highest score: all ways to build a token from two."""
     scores = header.metadata.get("tokenizer.ggml.scores")
     values: list[float] = scores.tolist() if isinstance(scores, np.ndarray) else []

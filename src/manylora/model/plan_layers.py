@@ -203,7 +203,9 @@ def mlp_plan(config: ModelConfig, names: TensorNames, source: str) -> Plan:
 
 
 def sparse_plan(config: ModelConfig, names: TensorNames, source: str, stored: Collection[str]) -> Plan:
-    """Experts one by one, as in released checkpoints, or stacked in two tensors, as in transformers."""
+    """Experts one by one, as in released checkpoints and GGUF files, or stacked in two tensors, as in
+    transformers.
+    """
     assert config.moe is not None
     moe, hidden = config.moe, config.hidden_size
     inner, count, seen = moe.intermediate_size, moe.num_experts, moe.latent_size or hidden
@@ -225,7 +227,7 @@ def sparse_plan(config: ModelConfig, names: TensorNames, source: str, stored: Co
         specs["router.scales"] = WeightSpec((whole(scales[1], count),), wide=True)
     if moe.biased:
         specs["router.bias"] = WeightSpec((whole(router.removesuffix("weight") + "bias", count),))
-    if moe.interleaved:
+    if moe.interleaved and f"{block}.experts.0.down_proj.bias" not in stored:
         return specs | _interleaved(moe, hidden, f"{block}.experts.")
     for e in range(count):
         up_gate: tuple[RowSlice, ...]
@@ -243,12 +245,19 @@ def sparse_plan(config: ModelConfig, names: TensorNames, source: str, stored: Co
         turned = moe.transposed and stacks is not None
         specs[f"expert.{e}.up_gate.weight"] = WeightSpec(up_gate, seen, True, turned)
         specs[f"expert.{e}.down.weight"] = WeightSpec((down,), inner, True, turned)
+        if moe.biased:
+            for name, pieces in (("up_gate", up_gate), ("down", (down,))):
+                specs[f"expert.{e}.{name}.bias"] = WeightSpec(tuple(map(_bias, pieces)))
     if moe.latent_size:
         specs["latent_in.weight"] = matrix(f"{block}.fc1_latent_proj.weight", seen, hidden)
         specs["latent_out.weight"] = matrix(f"{block}.fc2_latent_proj.weight", hidden, seen)
     if moe.shared_intermediate_size:
         specs |= _shared(moe, hidden, names, source, block)
     return specs
+
+
+def _bias(piece: RowSlice) -> RowSlice:
+    return replace(piece, source=piece.source.removesuffix("weight") + "bias")
 
 
 def _interleaved(moe: MoeConfig, hidden: int, block: str) -> Plan:

@@ -45,7 +45,8 @@ def _llama4(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("config.json: layer_types other than chunked where rotated are not supported")
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in (
+    plain = kind == "longrope" and scaling.get("attention_factor") == 1  # as of a GGUF file
+    if not plain and kind not in (
         "default",
         "linear",
         "llama3",

@@ -60,11 +60,17 @@ def shortened() -> Library:
     return made
 
 
+def cut() -> Library:
+    made = byte_level()
+    made.enable_truncation(64)
+    return made
+
+
 def one_unknown_each() -> Library:
     return Library(bpe(["<unk>", "a"], unk_token="<unk>"))
 
 
-BOUNDED = [byte_level, composed, lowercase_compatible, byte_fallback, shortened, one_unknown_each]
+BOUNDED = [byte_level, composed, lowercase_compatible, byte_fallback, shortened, cut, one_unknown_each]
 
 
 def unknown_runs() -> Library:
@@ -106,12 +112,6 @@ def greedy_special() -> Library:
     return made
 
 
-def cut() -> Library:
-    made = byte_level()
-    made.enable_truncation(64)
-    return made
-
-
 def words() -> Library:
     made = Library(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -123,8 +123,7 @@ def unigram() -> Library:
 
 
 UNBOUNDED = [
-    unknown_runs, dropped, collapsed, stripped, without_accents, split_away, greedy_special, cut, words,
-    unigram,
+    unknown_runs, dropped, collapsed, stripped, without_accents, split_away, greedy_special, words, unigram,
 ]  # fmt: skip
 
 

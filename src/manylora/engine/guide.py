@@ -24,7 +24,7 @@ from manylora.errors import ConfigError, RequestError
 from manylora.request import Guide
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
 logger = logging.getLogger("manylora")
 
@@ -36,7 +36,8 @@ TRIAL_S = 2.0 * WALL_S  # maximum until a result: other guides may be tried firs
 
 
 class Guides:
-    """Compiles guides for one tokenizer. Raises ConfigError if the tokenizer cannot be read.
+    """Compiles guides for one tokenizer. Raises ConfigError if llguidance or the tokenizer is missing. With a
+    tokenizer that llguidance cannot use, every guide is refused.
 
     eos_ids: tokens that end the output where the grammar may end.
     """
@@ -50,7 +51,11 @@ class Guides:
         if not path.is_file():
             raise ConfigError(f"guided decoding: tokenizer_dir: {path} does not exist")
         settings = (str(path.resolve()), vocab_size, list(eos_ids))
-        self._tokenizer = open_tokenizer(*settings)
+        self._tokenizer: LLTokenizer | None = None
+        try:
+            self._tokenizer = open_tokenizer(*settings)
+        except Exception as error:
+            logger.info("no guided decoding (structured output) with %s: %s", path, reason_of(str(error)))
         self._trials = _TrialProcess(settings)
         self._lock = threading.Lock()
         # Digest of a guide -> why it cannot be served. Concurrent requests share one trial.
@@ -63,10 +68,13 @@ class Guides:
         Raises RequestError, also for a guide that takes too much time or memory: it is first compiled in
         another process.
         """
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise RequestError("this model cannot follow a guide: llguidance does not support its tokenizer")
         failure = self._verdict(guide)
         if not failure:
             try:
-                matcher = make_matcher(self._tokenizer, guide.type, guide.text)
+                matcher = make_matcher(tokenizer, guide.type, guide.text)
                 failure = reason_of(matcher.get_error()) if matcher.is_error() else ""
             except Exception as error:
                 failure = reason_of(str(error)) or type(error).__name__

@@ -86,7 +86,7 @@ def characters_per_token(spec: Mapping[str, Any]) -> int | None:
     ways.
     """
     added = spec.get("added_tokens") or []
-    if spec.get("truncation") or any(token.get("lstrip") or token.get("rstrip") for token in added):
+    if any(token.get("lstrip") or token.get("rstrip") for token in added):
         return None
     shrink = _shrink(spec.get("normalizer"))
     longest = _longest(spec)

@@ -18,11 +18,14 @@ from manylora.system.allocator import release_free_memory
 from manylora.system.text_threads import LONG
 from manylora.text.chat_template import NO_VARIABLES, ChatTemplate, up_to_last_message
 from manylora.text.limits import TextLimits, characters_per_token, longest_text, most_listed
-from manylora.text.stream import ByteStream, TextStream, WindowStream
+from manylora.text.stream import ByteStream, DecoderRules, TextStream, WindowStream
+from manylora.wire.encode import WINDOW
 from manylora.wire.parameters import value_of
 
 LARGE = 2**17  # characters or tokens from which memory is returned to the system
 CONTEXT = 8  # ids that determine any transition outside a run of byte tokens
+DIGITS = "0123456789ABCDEFabcdef"
+BYTE_TOKENS = [f"<0x{a}{b}>" for a in f"+{DIGITS}" for b in DIGITS]  # as the library reads them
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -66,16 +69,14 @@ class Tokenizer:
 
     def _open(self, text: str) -> None:
         self._library = Library.from_str(text)
+        self._library.no_padding()  # files of sentence-transformers pad every text to one length
+        self._library.no_truncation()
         spec = json.loads(text)
-        found = spec.get("decoder")
-        decoder = json.dumps(found)
         self.limits = TextLimits(characters_per_token(spec))
-        self._byte_level = '"ByteLevel"' in decoder
-        self._only_bytes = isinstance(found, dict) and found.get("type") == "ByteLevel"
+        self._rules = DecoderRules.of(spec.get("decoder"))
         added = self._library.get_added_tokens_decoder()
         self._special = {i for i, token in added.items() if token.special}
-        fallback = '"ByteFallback"' in decoder
-        names = [f"<0x{byte:02X}>" for byte in range(256)] if fallback else []
+        names = BYTE_TOKENS if self._rules.byte_tokens else []
         self._byte_tokens = {i for i in map(self._library.token_to_id, names) if i is not None}
         self._bytes: dict[int, bytes] = {}
 
@@ -92,11 +93,6 @@ class Tokenizer:
     def vocabulary(self) -> dict[str, int]:
         """All tokens with their ids, including added ones."""
         return self._library.get_vocab(with_added_tokens=True)
-
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the chat template shows a request's tools to the model."""
-        return self._chat.takes_tools
 
     @property
     def vocab_size(self) -> int:
@@ -177,10 +173,12 @@ class Tokenizer:
 
         Text that may still change is held back until it is final, or `final` is set: an incomplete character
         of byte-level tokens, and a run of byte-fallback tokens, which are decoded together. All deltas
-        concatenate to the decoded text of all ids.
+        concatenate to the decoded text of all ids. With a decoder that allows no such rule, all text is held
+        back until the end, and is exact for outputs of up to WINDOW tokens.
         """
-        if skip_special_tokens:
-            new = [i for i in new if i not in self._special]
+        if self._rules.whole:
+            return self._held(window, new, final, skip_special_tokens)
+        new = [i for i in new if self._is_shown(i, skip_special_tokens)]
         window = self._suffix(window, skip_special_tokens)
         ids = [*window, *new]
         before = self._stable(window, skip_special_tokens)
@@ -189,15 +187,13 @@ class Tokenizer:
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
         """The text of one output as it grows: as `delta`, for a caller that sees all of its ids."""
-        skipped = self._special if skip_special_tokens else frozenset()
-        if self._only_bytes:
-            return ByteStream(self._bytes_of, skipped)
+        if self._rules.only_bytes:
+            return ByteStream(self._bytes_of, self._special if skip_special_tokens else frozenset())
         return WindowStream(
             lambda ids: self._stable(ids, False),
             lambda ids: self.decode(ids, False),
             lambda ids: self._suffix(ids, False),
-            skipped,
-            lambda i: bool(self._bytes_of(i)),
+            lambda i: self._is_shown(i, skip_special_tokens),
         )
 
     def chat(
@@ -234,25 +230,52 @@ class Tokenizer:
             release_free_memory()
         return ids, count
 
+    def _is_shown(self, token_id: int, skip: bool) -> bool:
+        """Whether the decoder sees this id. It does not see ids without a token."""
+        if skip and token_id in self._special:
+            return False
+        return self._library.id_to_token(token_id) is not None
+
     def _suffix(self, window: Sequence[int], skip: bool) -> list[int]:
-        """The last CONTEXT ids, and more until the first is no byte token."""
+        """The last CONTEXT ids, and more until the first is no byte token, and until they have text where the
+        decoder removes some at the start.
+        """
         kept: list[int] = []
         for i in reversed(window):
-            if skip and i in self._special:
+            if not self._is_shown(i, skip):
                 continue
             kept.append(i)
-            if len(kept) >= CONTEXT and i not in self._byte_tokens:
+            if len(kept) < CONTEXT or i in self._byte_tokens:
+                continue
+            if not self._rules.stripped or self._stable(kept[::-1], skip):
                 break
         return kept[::-1]
 
     def _stable(self, ids: Sequence[int], skip: bool) -> str:
+        """The part of the ids' text that later ids cannot change."""
+        if self._rules.whole:
+            return ""
         end = len(ids)
         while end > 0 and ids[end - 1] in self._byte_tokens:
             end -= 1
         text = self.decode(ids[:end], skip)
-        if self._byte_level and text.endswith("\ufffd") and self._ends_inside_character(ids[:end]):
+        if self._rules.byte_level and text.endswith("\ufffd") and self._ends_inside_character(ids[:end]):
             text = text.removesuffix("\ufffd")
+        if self._rules.last and ids:
+            last = self.decode(ids[-1:], skip)
+            followed = self.decode([ids[-1]] * 2, skip).removesuffix(last)
+            same = (one for one in range(len(last), -1, -1) if followed.startswith(last[:one]))
+            text = text.removesuffix(last) + last[: next(same)]
         return text
+
+    def _held(self, window: Sequence[int], new: Sequence[int], final: bool, skip: bool) -> str:
+        """As `delta`, for a decoder whose text may change until the end. Once ids are missing from the
+        window, its text cannot be exact.
+        """
+        if not final and len(window) + len(new) < WINDOW:
+            return ""
+        before = self.decode(window, skip) if len(window) >= WINDOW else ""
+        return self.decode([*window, *new], skip)[len(before) :]
 
     def _ends_inside_character(self, ids: Sequence[int]) -> bool:
         tail = b"".join(self._bytes_of(i) for i in ids[-4:])[-4:]

@@ -1,0 +1,135 @@
+"""Protects every tokenizer that the `tokenizers` library reads: whatever its model, pre-tokenizer and
+decoder, its text streams exactly, at any split."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Library
+
+from manylora.engine.guide import Guides
+from manylora.errors import RequestError
+from manylora.request import Guide
+from manylora.text.tokenizer import Tokenizer
+from manylora.wire.encode import WINDOW
+
+BYTES = [f"<0x{byte:02X}>" for byte in (0xE2, 0x82, 0xAC, 0x41, 0xC3)] + ["<0xe2>"]
+WORDS = [
+    "[UNK]", " ", "  ", "▁", "▁▁", "##", "</w>", "<pad>", "|", ".", " .", "Ġ", "Ġthe", "é", "â", "Ĥ", "¬",
+    "the", "cat", "##s", "▁the", "cat</w>", "do", "n't", "s</w>x", "ab", "a", "b", "aa", "€", "#", "�",
+]  # fmt: skip
+VOCAB = {token: i for i, token in enumerate([*WORDS, *BYTES])}
+MODELS: dict[str, Callable[[], Any]] = {
+    "WordLevel": lambda: models.WordLevel(VOCAB, unk_token="[UNK]"),
+    "WordPiece": lambda: models.WordPiece(VOCAB, unk_token="[UNK]"),
+    "BPE": lambda: models.BPE(VOCAB, [("a", "a"), ("a", "b")], unk_token="[UNK]", byte_fallback=True),
+    "Unigram": lambda: models.Unigram([(token, -1.0) for token in VOCAB if token], 0, byte_fallback=True),
+}
+PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "BertPreTokenizer": pre_tokenizers.BertPreTokenizer,
+    "ByteLevel": pre_tokenizers.ByteLevel,
+    "CharDelimiterSplit": lambda: pre_tokenizers.CharDelimiterSplit("."),
+    "Digits": pre_tokenizers.Digits,
+    "Metaspace": pre_tokenizers.Metaspace,
+    "Punctuation": pre_tokenizers.Punctuation,
+    "Split": lambda: pre_tokenizers.Split(Regex("t+"), "isolated"),
+    "UnicodeScripts": pre_tokenizers.UnicodeScripts,
+    "Whitespace": pre_tokenizers.Whitespace,
+    "WhitespaceSplit": pre_tokenizers.WhitespaceSplit,
+}
+STEPS: dict[str, Callable[[], Any]] = {
+    "BPEDecoder": decoders.BPEDecoder,
+    "ByteFallback": decoders.ByteFallback,
+    "ByteLevel": decoders.ByteLevel,
+    "CTC": lambda: decoders.CTC("<pad>", "|"),
+    "Fuse": decoders.Fuse,
+    "Metaspace": decoders.Metaspace,
+    "Replace": lambda: decoders.Replace("▁", " "),
+    "Replace2": lambda: decoders.Replace(Regex("a+"), "<0x41>"),
+    "Strip": lambda: decoders.Strip(" ", 1, 0),
+    "Strip2": lambda: decoders.Strip("a", 2, 0),
+    "WordPiece": decoders.WordPiece,
+}
+CHAINS = [
+    (), *itertools.permutations(STEPS, 1), *itertools.permutations(STEPS, 2),
+    ("Replace", "ByteFallback", "Fuse"), ("Replace", "ByteFallback", "Fuse", "Strip"),
+    ("ByteLevel", "Fuse", "Strip"),
+    ("Strip", "Fuse", "Strip"), ("ByteFallback", "Fuse", "Strip2"), ("Replace", "Fuse", "Replace2"),
+]  # fmt: skip
+SHOWN = {
+    (), ("BPEDecoder",), ("ByteFallback",), ("ByteLevel",), ("CTC",), ("Fuse",), ("Metaspace",), ("Replace",),
+    ("Strip",), ("WordPiece",), ("Replace", "ByteFallback", "Fuse"),
+    ("Replace", "ByteFallback", "Fuse", "Strip"), ("ByteLevel", "Fuse", "Strip"),
+}  # fmt: skip
+TEXT = "the cats don't.  ab aab 12 € é▁the\n"
+
+
+def made(model: str, chain: tuple[str, ...], before: str = "none") -> Tokenizer:
+    library = Library(MODELS[model]())
+    library.pre_tokenizer = PRE_TOKENIZERS[before]()
+    steps = [STEPS[name]() for name in chain]
+    if steps:
+        library.decoder = steps[0] if len(steps) == 1 else decoders.Sequence(steps)
+    library.add_special_tokens(["<s>"])
+    return Tokenizer.parse(library.to_str())
+
+
+def check(tokenizer: Tokenizer, ids: list[int], picks: random.Random) -> None:
+    """Both ways of streaming, with and without special tokens."""
+    skip, done, pieces, deltas = picks.random() < 0.5, 0, [], []
+    grown = tokenizer.stream(skip)
+    while done < len(ids):
+        new = ids[done : done + picks.choice([1, 1, 1, 2, 5])]
+        pieces.append(grown.add(new, False))
+        deltas.append(tokenizer.delta(ids[max(0, done - WINDOW) : done], new, False, skip))
+        done += len(new)
+    pieces.append(grown.add([], True))
+    deltas.append(tokenizer.delta(ids[-WINDOW:], [], True, skip))
+    assert "".join(pieces) == "".join(deltas) == tokenizer.decode(ids, skip), ids
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids="-".join)
+def test_any_ids_stream_to_their_text(chain: tuple[str, ...]) -> None:
+    picks, tokenizer = random.Random(0), made("WordLevel", chain)
+    special = tokenizer.vocab_size - 1
+    for round_ in range(15):
+        few = [picks.randrange(special + 1 + round_ % 2) for _ in range(picks.choice([3, 40]))]
+        ids = [picks.choice(few) if round_ % 3 else one for one in few for _ in range(1 + picks.randrange(2))]
+        check(tokenizer, ids, picks)
+    if chain in SHOWN:
+        assert not tokenizer._rules.whole
+
+
+@pytest.mark.parametrize("before", PRE_TOKENIZERS)
+def test_text_streams_after_every_pre_tokenizer(before: str) -> None:
+    picks = random.Random(1)
+    for model, step in itertools.product(MODELS, ["none", *STEPS]):
+        tokenizer = made(model, () if step == "none" else (step,), before)
+        check(tokenizer, tokenizer.encode(TEXT), picks)
+
+
+def test_a_tokenizer_that_pads_and_cuts_texts_does_neither_here() -> None:
+    """As the files of sentence-transformers do, for its own batches."""
+    library = Library(MODELS["WordPiece"]())
+    library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    library.enable_padding(length=8)
+    library.enable_truncation(8)
+    tokenizer = Tokenizer.parse(library.to_str())
+    assert tokenizer.encode("the cats") == [VOCAB["the"], VOCAB["cat"], VOCAB["##s"]]
+    assert len(tokenizer.encode("the " * 20)) == 20
+
+
+def test_a_guide_is_refused_where_llguidance_cannot_use_the_tokenizer(tmp_path: Path) -> None:
+    library = Library(MODELS["WordPiece"]())
+    library.decoder = decoders.WordPiece()
+    library.save(str(tmp_path / "tokenizer.json"))
+    guides = Guides(tmp_path, len(VOCAB), [1])
+    with pytest.raises(RequestError, match="llguidance does not support its tokenizer"):
+        guides.compile(Guide("regex", "[0-9]+"))

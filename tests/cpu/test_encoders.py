@@ -3,6 +3,7 @@ those of transformers + PEFT in float32, many prompts in one step."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,26 +18,37 @@ from safetensors.torch import load_file, save_file
 from manylora.config.engine import EngineConfig
 from manylora.config.pooling import read_pooling_settings
 from manylora.engine.engine import Engine
-from manylora.errors import RequestError
+from manylora.errors import ConfigError, RequestError
 from manylora.request import LoraInput, Pooling, Request, SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-KINDS = ("bert", "roberta", "xlm-roberta", "modernbert", "gemma3_text")
+KINDS = (
+    "bert", "roberta", "xlm-roberta", "modernbert", "gemma3_text", "mpnet", "electra", "distilbert",
+    "nomic_bert",
+)  # fmt: skip
 BERT_LINEARS = ["query", "key", "value", "attention.output.dense", "intermediate.dense", "output.dense"]
 SIZES: dict[str, Any] = {
     "vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": 130,
 }  # fmt: skip
+GATED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LINEARS = {
     "modernbert": ["Wqkv", "Wo", "Wi"],
-    "gemma3_text": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "gemma3_text": GATED,
+    "mpnet": ["q", "k", "v", "o", "intermediate.dense", "output.dense"],
+    "distilbert": ["q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2"],
+    "nomic_bert": GATED,
 }
 # Windows that are shorter than the prompts, and than what is attended in one operation.
 VARIANTS: dict[str, dict[str, Any]] = {
     "bert": {"type_vocab_size": 2},
     "roberta": {"type_vocab_size": 1},
     "xlm-roberta": {"type_vocab_size": 1},
+    "mpnet": {"max_position_embeddings": 260},  # beyond the distance from which tokens share a bucket
+    "electra": {"embedding_size": 48},
+    "distilbert": {},
+    "nomic_bert": {},
     "modernbert": {
         "num_hidden_layers": 4, "local_attention": 14, "pad_token_id": 0, "bos_token_id": 1,
         "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2,
@@ -49,11 +61,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+NAMES = {
+    "hidden_size": "dim", "intermediate_size": "hidden_dim", "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+}  # fmt: skip
+
+
 def make_encoder(path: Path, kind: str, auto: str = "AutoModel", **settings: Any) -> Path:
     import transformers
 
     torch.manual_seed(7)
     settings = {**SIZES, **VARIANTS[kind], **settings}
+    if kind == "distilbert":
+        settings = {NAMES.get(name, name): value for name, value in settings.items()}
     config = transformers.AutoConfig.for_model(kind, **settings)
     model = getattr(transformers, auto).from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -160,6 +180,24 @@ def test_a_base_without_what_its_heads_need(kind: str, missing: str, tmp_path: P
     with pytest.raises(RequestError, match=f"lacks {missing}"):
         engine.submit(engine.prepare(request))
     assert near(pooled(engine, ask([5, 6]))[0], hidden(base, [5, 6])[0])
+
+
+def test_nomic_settings_by_their_own_names(tmp_path: Path) -> None:
+    """As nomic-embed-text-v1.5 is published."""
+    model = make_encoder(tmp_path / "model", "nomic_bert", rope_parameters={"rope_theta": 900.0})
+    ids = prompt(60, 1)
+    expected = hidden(model, ids)
+    config = {
+        "architectures": ["NomicBertModel"], "model_type": "nomic_bert", "activation_function": "swiglu",
+        "n_embd": 64, "n_inner": 96, "n_layer": 2, "n_head": 4, "n_positions": 130, "vocab_size": 259,
+        "rotary_emb_base": 900, "layer_norm_epsilon": 1e-12, "rotary_emb_fraction": 1.0, "prenorm": False,
+    }  # fmt: skip
+    (model / "config.json").write_text(json.dumps(config))
+    [found] = pooled(engine_of(model), ask(ids, "all"))
+    assert near(found, expected)
+    (model / "config.json").write_text(json.dumps(config | {"prenorm": True}))
+    with pytest.raises(ConfigError, match="prenorm True is not supported"):
+        engine_of(model)
 
 
 def test_two_texts(tmp_path: Path) -> None:

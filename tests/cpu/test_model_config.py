@@ -33,6 +33,11 @@ BESIDE_CAUSAL = {
     "BertModel": "bert",
     "RobertaModel": "roberta",
     "XLMRobertaModel": "xlm-roberta",
+    "CamembertModel": "camembert",
+    "MPNetModel": "mpnet",
+    "ElectraModel": "electra",
+    "DistilBertModel": "distilbert",
+    "NomicBertModel": "nomic_bert",
     "ModernBertModel": "modernbert",
     "Gemma3TextModel": "gemma3_text",
     MULTIMODAL: "gemma3",
@@ -189,6 +194,15 @@ def test_the_text_of_a_multimodal_model_that_says_little(tmp_path: Path) -> None
         assert isinstance(found, ModelConfig) and found == read(tmp_path / "whole", whole)
         assert found.dtype == "bfloat16"
     assert read_model_config(tmp_path / "ours").eos_token_ids == (1, 106)
+
+
+def test_a_refused_encoder_names_models_for_the_same_work(tmp_path: Path) -> None:
+    for architecture, other in (
+        ("DebertaV2ForSequenceClassification", "bge-reranker-v2-m3"), ("JinaBertModel", "BAAI/bge-m3"),
+    ):  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+        with pytest.raises(ConfigError, match=f"{architecture} is not supported; models for .*{other}"):
+            read_model_config(tmp_path)
 
 
 def test_the_ids_that_end_a_sequence(tmp_path: Path) -> None:

@@ -282,6 +282,8 @@ def test_ids_of_the_hub_are_downloaded_once_and_python_takes_them_offline(
         (model / name).write_text("not to be read")
     (model / "onnx").mkdir()
     (model / "onnx" / "config.json").write_text("{}")
+    (model / "1_Pooling").mkdir()
+    (model / "1_Pooling" / "config.json").write_text("{}")
     arguments = ["org/model@v1", "--lora-modules", "sql=org/adapter"]
     with serve_hub({"org/model": model, "org/adapter": ADAPTER}) as hub:
         with Started(tmp_path / "log", *arguments, HF_ENDPOINT=hub.url, **hub_home) as server:
@@ -310,6 +312,7 @@ def test_ids_of_the_hub_are_downloaded_once_and_python_takes_them_offline(
     assert "there is no folder org/nothing here, and it is not whole in the cache" in problem
     cached = tmp_path / "hf" / "hub" / "models--org--model" / "snapshots" / COMMIT
     assert (cached / "model.safetensors").is_file()
+    assert (cached / "1_Pooling" / "config.json").is_file() and not (cached / "onnx").exists()
 
 
 LINES = """

@@ -27,14 +27,19 @@ logger = logging.getLogger("manylora")
 ID = re.compile(r"(\w[\w.-]{0,95}/\w[\w.-]{0,95})(?:@([\w./-]{1,200}))?", re.ASCII)
 MODEL_FILES = ("*.json", "*.jinja", "*.safetensors")
 ADAPTER_FILES = ("*.json", "*.jinja", "adapter_model*.safetensors", "*.npy")
-# Subfolders hold other formats, and consolidated.* holds the same weights again.
-NOT_READ = ("*/*", "consolidated*")
+# Subfolders hold other formats, except those of sentence-transformers, such as 1_Pooling. consolidated.*
+# holds the same weights again.
+NOT_READ = ("[!0-9]*/*", "[0-9][!_]*/*", "*/*/*", "consolidated*")
 LOOK_S = 0.5  # between two checks of the download's progress
 
 
 def is_hub_id(given: str | Path) -> bool:
-    """Whether this may be a hub id: it has the form of one, and is not a path on this machine."""
-    return ID.fullmatch(str(given)) is not None and not Path(given).exists()
+    """Whether this may be a hub id: it has the form of one, and is not a path on this machine, nor that of a
+    GGUF file that is missing in a folder.
+    """
+    path = Path(given)
+    is_path = path.exists() or (path.suffix == ".gguf" and path.parent.is_dir())
+    return ID.fullmatch(str(given)) is not None and not is_path
 
 
 def hub_name(given: str | Path) -> str:

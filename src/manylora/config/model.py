@@ -101,6 +101,7 @@ class ModelConfig:
     attention_bias: bool = False  # on q, k, v
     attention_out_bias: bool = False
     attention_scale: float | None = None  # None: head_dim ** -0.5
+    scaled_by_layer: bool = False  # divide the scale by the layer's number, which begins at 1
     attention_softcap: float | None = None
     attention_sinks: bool = False  # each head has one additional learned score
     qkv_clip: float | None = None  # clamp q, k and v to this magnitude, after their norms
@@ -148,6 +149,8 @@ class ModelConfig:
     head_layer: HeadLayerConfig | None = None  # of an encoder-only model
     padding_id: int | None = None  # these tokens share the position before the first and are not counted
     token_types: int = 0  # rows of the token-type table, which tells two texts apart
+    relative_buckets: int = 0  # of an encoder-only model's bias on attention by relative position; 0: none
+    head_dense_activation: str = "tanh"  # of the first layer of a classification head of two layers
     post_norm: bool = False  # norms follow the residual additions
     projected_size: int | None = None  # width of embedding and head; linear layers project from and to it
     transposed_weights: bool = False  # the checkpoint stores matrices as [in, out]

@@ -17,7 +17,10 @@ POOLINGS = {
     "pooling_mode_cls_token": "cls",
 }
 POOLING_NAMES = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
-ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
+ENCODERS = (
+    "bert", "roberta", "xlm-roberta", "camembert", "modernbert", "mpnet", "electra", "distilbert",
+    "nomic_bert",
+)  # fmt: skip
 MODULES = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")
 DENSE_ACTIVATIONS = {"Identity": "", "Tanh": "tanh", "GELU": "gelu", "ReLU": "relu", "SiLU": "silu"}
 
@@ -152,6 +155,8 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
 
 def _mode(folder: Path, modules: Mapping[str, str]) -> str:
     path = folder / modules.get("Pooling", "1_Pooling") / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing, which modules.json names: copy or download the folder whole")
     raw = read_settings(path)
     chosen = [mode for name, mode in POOLINGS.items() if raw.get(name)]
     others = [name for name, on in raw.items() if name.startswith("pooling_mode_") and on is True]

@@ -39,7 +39,7 @@ def token_types(chunks: list[Chunk]) -> list[int] | None:
 
 class Pooler:
     """classifier: the model's own head, if it has one. layer: precedes a head of a single layer. dense:
-    layers applied to embeddings, in order.
+    layers applied to embeddings, in order. activation: of the first layer of an adapter's head of two layers.
     """
 
     def __init__(
@@ -47,8 +47,9 @@ class Pooler:
         classifier: ClassificationHead | None,
         layer: HeadLayer | None = None,
         dense: tuple[HeadLayer, ...] = (),
+        activation: str = "tanh",
     ) -> None:
-        self._dense = dense
+        self._dense, self._activation = dense, activation
         self._classifier, self._layer = classifier, layer
         self._sums: WeakKeyDictionary[Sequence, Tensor] = WeakKeyDictionary()  # for prompts in several chunks
 
@@ -70,7 +71,7 @@ class Pooler:
         elif pooling.mode == "mean":
             x = x.float().mean(0, keepdim=True).to(x.dtype)
         if pooling.head:
-            head = ClassificationHead.of_extras(extras) or self._classifier
+            head = ClassificationHead.of_extras(extras, self._activation) or self._classifier
             assert head is not None, "checked when the request was taken"
             layer = self._layer
             if layer is not None and head.dense is None and (layer.config.each or pooling.mode != "all"):

@@ -77,7 +77,8 @@ class Runner:
         self._inputs = InputMaker(
             decoder, adapters, limits.tokens_per_block, states is not None, device.torch
         )
-        self._pooler = Pooler(decoder.classifier, decoder.head_layer, decoder.dense)
+        activation = decoder.config.head_dense_activation
+        self._pooler = Pooler(decoder.classifier, decoder.head_layer, decoder.dense, activation)
 
     @property
     def max_adapters_in_step(self) -> int:

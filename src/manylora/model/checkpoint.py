@@ -17,8 +17,17 @@ from manylora.model.families.common import read_common, read_dtype
 from manylora.quant.checkpoint import checkpoint_quant
 from manylora.text.tokenizer import Tokenizer
 
-HEADED = re.compile(r"(\w+?)(ForSequenceClassification|ForTokenClassification|ForMaskedLM|Model)")
+HEADED = re.compile(
+    r"(\w+?)(ForSequenceClassification|ForTokenClassification|ForMaskedLM|ForPreTraining|Model)"
+)
 START = "decoder_start_token_id"
+# Encoders that are not supported, by the start of their name, and models that do the same work.
+RERANKERS = "BAAI/bge-reranker-v2-m3 or cross-encoder/ms-marco-MiniLM-L6-v2"
+EMBEDDERS = "BAAI/bge-m3, intfloat/multilingual-e5-large or Alibaba-NLP/gte-modernbert-base"
+INSTEAD = {
+    "Deberta": RERANKERS,
+    **dict.fromkeys(("Jina", "XLMRobertaLoRA", "New", "Gte", "EuroBert"), EMBEDDERS),
+}
 
 
 def read_model_config(model_dir: Path) -> ModelConfig:
@@ -34,8 +43,10 @@ def read_model_config(model_dir: Path) -> ModelConfig:
     architecture, headed = _causal((raw.get("architectures") or ["none"])[0])
     family = FAMILIES.get(architecture)
     if family is None:
+        other = next((models for name, models in INSTEAD.items() if architecture.startswith(name)), None)
+        advice = f"; models for the same work are {other}" if other else ""
         raise ConfigError(
-            f"{model_dir}/config.json: architecture {architecture} is not supported; supported are "
+            f"{model_dir}/config.json: architecture {architecture} is not supported{advice}; supported are "
             + ", ".join(FAMILIES)
         )
     quant = checkpoint_quant(raw, model_dir)
@@ -53,6 +64,8 @@ def read_model_config(model_dir: Path) -> ModelConfig:
         if tokens is not None:
             fields |= {"score_tokens": tokens, "num_labels": 1}
         dtype = read_dtype(settings) or _stored_dtype(model_dir)
+    except ConfigError:
+        raise
     except KeyError as error:
         raise ConfigError(f"{model_dir}/config.json lacks {error}") from error
     except (TypeError, ValueError, AttributeError) as error:

@@ -262,6 +262,7 @@ class Decoder(DecoderLayers):
             scale = self._embedding_scale if self.config.scales_vectors else None
             adapt_prompt(x, batch.lora.extras, scale)
         x = x if self._project_in is None else self._project_in(x, batch.lora)
+        x = self._add_types(x, batch)
         positions = self._weights.get("positions")
         x = x if positions is None else x + F.embedding(batch.positions, positions)
         return x if self._embedding_norm is None else self._embedding_norm(x, batch.lora)

@@ -13,12 +13,16 @@ from torch import Tensor
 
 from manylora.config.model import ModelConfig
 from manylora.kernels.reference import ReferenceOps
-from manylora.model.attend import attend_spans
+from manylora.kernels.spec import LoraTarget
+from manylora.lora.modules import LoraModuleId
+from manylora.model.attend import RelativeBias, attend_spans
 from manylora.model.batch import ForwardBatch
 from manylora.model.encoder_decoder import Layer, SelfAttention
 from manylora.model.families import FAMILIES
 from manylora.model.kv_tensors import KvTensors
 from manylora.model.transformer import Transformer
+
+MAX_DISTANCE = 128  # tokens; larger distances share a bucket of the relative bias
 
 
 class Encoder(Transformer):
@@ -30,6 +34,13 @@ class Encoder(Transformer):
         super().__init__(config, weights, dtype, ops)
         names = FAMILIES[config.architecture].names(config)
         self._embedding_norm = self._norm("embedding_norm", "embedding_norm")
+        self._project = self._bias = None
+        if config.projected_size:
+            inner = LoraTarget(LoraModuleId.PROJECT_IN, 0, config.hidden_size)
+            self._project = self._linear(0, "project_in", inner)
+        if config.relative_buckets:
+            longest = config.max_position_embeddings
+            self._bias = RelativeBias(weights["relative"], MAX_DISTANCE, longest, both_ways=True)
         self._layers = [self._layer(number, names.block_norms) for number in range(config.num_layers)]
 
     @torch.inference_mode()
@@ -37,10 +48,13 @@ class Encoder(Transformer):
         """Process whole prompts without storing keys and values. Only `batch.pooled` is computed; the logits
         [0, vocab] are empty.
         """
-        starts, lora = batch.attention.query_starts, batch.lora
+        starts, lora, bias = batch.attention.query_starts, batch.lora, None
+        if self._bias is not None:
+            places = torch.arange(max(stop - start for start, stop in pairwise(starts)), device=self._device)
+            bias = self._bias(places - places.unsqueeze(1)).to(self.dtype)
 
         def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend_spans(q, k, v, starts, self._attention_scale)
+            return attend_spans(q, k, v, starts, self._attention_scale, bias)
 
         x = self._embed(batch)
         for layer in self._layers:
@@ -55,11 +69,9 @@ class Encoder(Transformer):
 
     def _embed(self, batch: ForwardBatch) -> Tensor:
         x = self._embed_tokens(batch, self._weights["embed"], "embed")
-        types = batch.token_types
-        types = torch.zeros_like(batch.input_ids) if types is None else types
-        x = x + F.embedding(types.clamp(max=self.config.token_types - 1), self._weights["token_types"])
-        x = x + F.embedding(self._places(batch), self._weights["positions"])
-        return x if self._embedding_norm is None else self._embedding_norm(x, batch.lora)
+        x = self._add_types(x, batch) + F.embedding(self._places(batch), self._weights["positions"])
+        x = x if self._embedding_norm is None else self._embedding_norm(x, batch.lora)
+        return x if self._project is None else self._project(x, batch.lora)
 
     def _places(self, batch: ForwardBatch) -> Tensor:
         """Rows of the position table, [T]. A padding token uses the first row."""

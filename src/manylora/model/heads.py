@@ -28,41 +28,47 @@ class HeadLayer:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [P, hidden] -> [P, hidden]."""
-        name = self.config.activation
-        x = F.linear(x, self.weight, self.bias)
-        if name:
-            x = torch.tanh(x) if name == "tanh" else ACTIVATIONS[name](x)
+        x = _activate(F.linear(x, self.weight, self.bias), self.config.activation)
         return x if self.norm is None else F.layer_norm(x, x.shape[-1:], *self.norm)
 
 
 @dataclass(frozen=True)
 class ClassificationHead:
-    """weight [labels, n], bias [labels] or None. dense: weight and bias of a layer before it, with tanh."""
+    """weight [labels, n], bias [labels] or None. dense: weight and bias of a layer before it. activation:
+    of that layer.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
     dense: tuple[Tensor, Tensor | None] | None = None
+    activation: str = "tanh"
 
     @classmethod
-    def of_weights(cls, weights: Mapping[str, Tensor]) -> ClassificationHead | None:
+    def of_weights(cls, weights: Mapping[str, Tensor], activation: str) -> ClassificationHead | None:
         """From a model's weights, by our names. None: it has no head."""
         if f"{HEAD}.weight" not in weights:
             return None
         dense = weights.get(f"{HEAD}.dense.weight")
         first = None if dense is None else (dense, weights.get(f"{HEAD}.dense.bias"))
-        return cls(weights[f"{HEAD}.weight"], weights.get(f"{HEAD}.bias"), first)
+        return cls(weights[f"{HEAD}.weight"], weights.get(f"{HEAD}.bias"), first, activation)
 
     @classmethod
-    def of_extras(cls, extras: Mapping[str, Extra]) -> ClassificationHead | None:
+    def of_extras(cls, extras: Mapping[str, Extra], activation: str) -> ClassificationHead | None:
         """From an adapter's extras. None: it has no head of its own."""
         found = {name: one for name, one in extras.items() if name.startswith(f"{HEAD}.")}
-        return cls.of_weights({name: _values(name, one) for name, one in found.items()})
+        return cls.of_weights({name: _values(name, one) for name, one in found.items()}, activation)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [P, n] -> [P, labels] float32."""
         if self.dense is not None:
-            x = torch.tanh(_linear(x, *self.dense))
+            x = _activate(_linear(x, *self.dense), self.activation)
         return _linear(x, self.weight, self.bias).float()
+
+
+def _activate(x: Tensor, name: str) -> Tensor:
+    if not name:
+        return x
+    return torch.tanh(x) if name == "tanh" else ACTIVATIONS[name](x)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

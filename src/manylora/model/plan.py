@@ -10,7 +10,7 @@ from manylora.config.model import ModelConfig
 from manylora.model.families import FAMILIES
 from manylora.model.families.family import TensorNames
 from manylora.model.plan_layers import cross_plan, layer_plan, mixer_plan, mlp_plan, sparse_plan
-from manylora.model.plan_parts import Plan, RowSlice, WeightSpec, matrix, norm, whole
+from manylora.model.plan_parts import Plan, RowSlice, WeightSpec, linear, matrix, norm, whole
 
 CLASSIFIERS = ("score", "classifier")
 
@@ -24,11 +24,16 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
     root = _root(names, stored)
     hidden, width = config.hidden_size, config.projected_size or config.hidden_size
     plan = {"embed": WeightSpec((whole(f"{root}{names.embed}.weight", config.vocab_size),), width)}
-    if config.projected_size:
+    if config.projected_size and config.bidirectional:
+        plan |= linear("0.project_in", (whole(f"{root}{names.project}", hidden),), width, True, config)
+    elif config.projected_size:
         plan["0.project_in.weight"] = matrix(f"{root}project_in.weight", hidden, width)
         plan["0.project_out.weight"] = matrix(f"{root}project_out.weight", width, hidden)
     if config.learned_positions:
         plan["positions"] = _positions(f"{root}{names.positions}.weight", config)
+    if config.relative_buckets:
+        buckets = whole(f"{root}{names.relative}.weight", config.relative_buckets)
+        plan["relative"] = WeightSpec((buckets,), config.num_heads)
     if config.bidirectional:
         plan |= _around_encoder(config, names, root, stored)
     if names.norm:
@@ -65,12 +70,13 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
 
 
 def _around_encoder(config: ModelConfig, names: TensorNames, root: str, stored: Collection[str]) -> Plan:
-    hidden, table = config.hidden_size, f"{root}embeddings.token_type_embeddings.weight"
+    hidden, width = config.hidden_size, config.projected_size or config.hidden_size
     plan: Plan = {}
     if names.embedding_norm:
-        plan |= norm("embedding_norm", root + names.embedding_norm, hidden, config)
+        plan |= norm("embedding_norm", root + names.embedding_norm, width, config)
     if config.token_types:
-        plan["token_types"] = WeightSpec((whole(table, config.token_types),), hidden)
+        table = f"{root}embeddings.token_type_embeddings.weight"
+        plan["token_types"] = WeightSpec((whole(table, config.token_types),), width)
     layer = next(
         (r + names.head_layer for r in (root, "") if f"{r}{names.head_layer}.weight" in stored), None
     )
@@ -170,7 +176,10 @@ def _around_layers(config: ModelConfig, names: TensorNames, root: str) -> Plan:
 def _positions(source: str, config: ModelConfig) -> WeightSpec:
     first = config.position_offset
     count = config.max_position_embeddings + (config.padding_id is not None)
-    return WeightSpec((RowSlice(source, first, count, first + count),), config.hidden_size)
+    width = config.hidden_size
+    if config.bidirectional:  # an encoder's projection comes after its positions
+        width = config.projected_size or width
+    return WeightSpec((RowSlice(source, first, count, first + count),), width)
 
 
 def _root(names: TensorNames, stored: Collection[str]) -> str:

@@ -34,7 +34,7 @@ class Transformer:
         self._weights, self._ops = weights, ops
         self._device = weights["embed"].device
         self._head, self._head_bias = weights["head.weight"], weights.get("head.bias")
-        self.classifier = ClassificationHead.of_weights(weights)
+        self.classifier = ClassificationHead.of_weights(weights, config.head_dense_activation)
         self.head_layer = self._head_layer()
         self.dense: tuple[HeadLayer, ...] = ()  # applied after pooling, for embeddings
         scale = config.attention_scale
@@ -58,6 +58,14 @@ class Transformer:
         if batch.lora is not None and batch.lora.extras:
             adapt_embedding(x, batch.input_ids, batch.lora.extras, name)
         return x if self.config.embedding_scale == 1 else x * self._embedding_scale
+
+    def _add_types(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """Add the embeddings of token types, which tell two texts of a prompt apart."""
+        count = self.config.token_types
+        if not count:
+            return x
+        types = torch.zeros_like(batch.input_ids) if batch.token_types is None else batch.token_types
+        return x + F.embedding(types.clamp(max=count - 1), self._weights["token_types"])
 
     def _look_up(self, ids: Tensor, table: Tensor) -> Tensor:
         return F.embedding(ids, table).to(self.dtype)

@@ -173,7 +173,10 @@ class SharedLayers(Transformer):
         if count:
             logits = self._collectives.receive_back(logits)
         if pooled is not None:
-            shape = len(pooled.rows), self.config.projected_size or self.config.hidden_size
+            config = self.config
+            # A decoder's last layer projects to the width of its embedding, an encoder's does not.
+            width = None if config.bidirectional else config.projected_size
+            shape = len(pooled.rows), width or config.hidden_size
             hidden = torch.empty(shape, dtype=self.dtype, device=where)
             pooled.hidden = self._collectives.receive_back(hidden)
         return logits

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # torch only when something is read
     from manylora.quant.checkpoint_weights import CheckpointWeights
 
 # Where the name of a layer starts, or of a stack of layers where there are two.
-LAYER = re.compile(r"(?=(?:^|(?<=\.))(?:(?:encoder|decoder)\.|(?:layers|block|h)\.\d))")
+LAYER = re.compile(r"(?=(?:^|(?<=\.))(?:(?:encoder|decoder)\.|(?:layers?|block|h)\.\d))")
 OUTSIDE = re.compile(r"(?:^|.*\.)([^.\d][^.]*(?:\.\d+)?\.[^.]+)")  # module, its number, tensor
 CHUNK = 2**22  # elements of a base weight in memory at one time
 PACKED = re.compile(r"(?<=\.)(?:qweight|weight_packed)$")  # a tensor that only quantised weights have
@@ -136,7 +136,7 @@ class BaseReader:
     @property
     def ties_embeddings(self) -> bool:
         """Whether transformers ties what has a table of an encoder-decoder model; of T5 it always does."""
-        raw = self._config()
+        raw = self.settings
         return raw.get("model_type") in ("t5", "mt5") or raw.get("tie_word_embeddings") is not False
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -144,7 +144,7 @@ class BaseReader:
         files = self._all()
         if name in files:
             return tuple(files[name].get_slice(name).get_shape())
-        raw = self._config()
+        raw = self.settings
         return tuple(self._matrix(name, int(raw.get("hidden_size") or raw.get("d_model") or 0)).shape)
 
     def read(self, name: str) -> np.ndarray:
@@ -171,7 +171,9 @@ class BaseReader:
                 return False
         return True
 
-    def _config(self) -> dict[str, Any]:
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of its config.json. Raises AdapterInvalidError."""
         path = self._model_dir / "config.json"
         try:
             return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -188,7 +190,7 @@ class BaseReader:
         files = self._all()
         try:
             if self._stored is None:
-                quant = checkpoint_quant(self._config(), self._model_dir)
+                quant = checkpoint_quant(self.settings, self._model_dir)
                 self._stored = CheckpointWeights(quant, files.keys())
             return BaseMatrix(name, files, self._stored, columns, transposed, self._hold)
         except ConfigError as error:

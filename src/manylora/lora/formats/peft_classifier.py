@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+
+import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.extras import HEAD
 from manylora.lora.formats.base_weights import BaseReader
+from manylora.lora.formats.peft_config import PeftConfig
 from manylora.lora.formats.peft_names import ROOT
 from manylora.lora.formats.peft_tables import TABLES
 from manylora.lora.formats.tensor_files import RawTensor, decode
+from manylora.lora.tensors import check_dims
 from manylora.request import LoraExtra
 
 CLASSIFIER = re.compile(
-    rf"{ROOT}(?:score|classifier)\.(?:modules_to_save\.(?:default\.)?)?(?P<layer>dense\.|out_proj\.)?"
+    rf"{ROOT}(?:score|(?P<pre>pre_)?classifier)\.(?:modules_to_save\.(?:default\.)?)?(?P<layer>dense\.|out_proj\.)?"
     r"(?P<part>weight|bias)"
 )
-"""Single layers, and the two of RoBERTa; as PEFT names them since 0.3, and as checkpoints of trainers do."""
+"""Single layers, and the two of RoBERTa or DistilBERT; as PEFT names them since 0.3, and as checkpoints of
+trainers do."""
+POOLER = re.compile(
+    rf"(?P<path>{ROOT}pooler\.dense)\.lora_(?P<part>[AB]\.weight|magnitude_vector(?:\.weight)?)"
+)
+"""A layer of BERT and its relatives that only a head of one layer reads. `all-linear` has it."""
 MORE_TABLES = ("embeddings.word_embeddings", "embeddings.tok_embeddings")
 
 
@@ -27,7 +36,8 @@ def read_classifier(found: Mapping[str, RawTensor], base: BaseReader | None) -> 
     for key, tensor in found.items():
         match = CLASSIFIER.fullmatch(key)
         assert match is not None
-        name = f"{HEAD}.{'dense.' if match['layer'] == 'dense.' else ''}{match['part']}"
+        first = match["layer"] == "dense." or match["pre"]
+        name = f"{HEAD}.{'dense.' if first else ''}{match['part']}"
         if name in parts:
             raise AdapterInvalidError(f"{key} and {parts[name][0]} mean the same part of a head")
         parts[name] = key, tensor
@@ -37,6 +47,40 @@ def read_classifier(found: Mapping[str, RawTensor], base: BaseReader | None) -> 
     for stem in (f"{HEAD}.", f"{HEAD}.dense."):
         _check_layer(stem, parts, hidden)
     return [LoraExtra(name, decode(*part)) for name, part in sorted(parts.items())]
+
+
+def read_pooler(
+    found: Mapping[str, RawTensor],
+    head: list[LoraExtra],
+    config: PeftConfig,
+    base: BaseReader | None,
+    tell: Callable[[str], None],
+) -> list[LoraExtra]:
+    """A LoRA of the pooler, as the first of the head's two layers. found: tensors whose names match POOLER.
+    head: the adapter's own, if it has one. Raises AdapterInvalidError.
+    """
+    parts = {match["part"]: tensor for key, tensor in found.items() if (match := POOLER.fullmatch(key))}
+    if not parts:
+        return []
+    path = next(match["path"] for key in found if (match := POOLER.fullmatch(key)))
+    if set(parts) != {"A.weight", "B.weight"}:
+        raise AdapterInvalidError(f"{path}: a LoRA without DoRA is supported on this layer, with A and B")
+    if base is None:
+        raise AdapterInvalidError(f"{path} needs the base model: name it with --base")
+    own = {one.name for one in head}
+    theirs = {f"{HEAD}.{part}": base.find(f"classifier.{part}") for part in ("weight", "bias")}
+    if f"{HEAD}.dense.weight" in own or not (own or theirs[f"{HEAD}.weight"]):
+        tell(f"{path} is left out: nothing reads it in this model, neither embeddings nor its head")
+        return []
+    a, b = (decode(f"{path}.lora_{name}", parts[name]) for name in ("A.weight", "B.weight"))
+    check_dims(path, a.shape, b.shape, None)
+    weight = base.weight(path, a.shape[1], len(b)).numpy() + (b * np.float32(config.scale(path, len(a)))) @ a
+    bias = base.find(f"{path}.bias")
+    extras = [LoraExtra(f"{HEAD}.dense.weight", weight)]
+    extras += [LoraExtra(f"{HEAD}.dense.bias", base.read(bias))] if bias else []
+    if not own:
+        extras += [LoraExtra(name, base.read(one)) for name, one in theirs.items() if one]
+    return extras
 
 
 def _check_layer(stem: str, parts: Mapping[str, tuple[str, RawTensor]], hidden: int | None) -> None:
@@ -58,6 +102,8 @@ def _check_layer(stem: str, parts: Mapping[str, tuple[str, RawTensor]], hidden: 
 
 
 def _hidden_size(base: BaseReader) -> int | None:
+    if project := base.find("embeddings_project.weight"):  # Electra's embedding is narrower
+        return base.shape(project)[0]
     names = (base.find(f"{table}.weight") for table in (*TABLES, *MORE_TABLES))
     found = next(filter(None, names), None)
     return None if found is None else base.shape(found)[1]

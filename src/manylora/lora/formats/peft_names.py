@@ -17,7 +17,9 @@ ATTENTION_IDS = {
     "c_proj": Id.ATTN_DENSE, "wqkv": Id.ATTN_QKV, "wo": Id.ATTN_DENSE, "q_a_proj": Id.ATTN_Q_A,
     "self.query": Id.ATTN_Q, "self.key": Id.ATTN_K, "self.value": Id.ATTN_V, "output.dense": Id.ATTN_DENSE,
     "out_proj": Id.ATTN_DENSE, "q_b_proj": Id.ATTN_Q_B, "kv_a_proj_with_mqa": Id.ATTN_KV_A,
-    "kv_b_proj": Id.ATTN_KV_B, "Wqkv": Id.ATTN_QKV, "Wo": Id.ATTN_DENSE,
+    "kv_b_proj": Id.ATTN_KV_B, "Wqkv": Id.ATTN_QKV, "Wo": Id.ATTN_DENSE, "attn.q": Id.ATTN_Q,
+    "attn.k": Id.ATTN_K, "attn.v": Id.ATTN_V, "attn.o": Id.ATTN_DENSE, "q_lin": Id.ATTN_Q, "k_lin": Id.ATTN_K,
+    "v_lin": Id.ATTN_V, "out_lin": Id.ATTN_DENSE,
 }  # fmt: skip
 MLP_IDS = {
     "gate_proj": Id.MLP_H_TO_4H, "c_fc": Id.MLP_H_TO_4H, "fc1": Id.MLP_H_TO_4H,
@@ -30,7 +32,7 @@ MLP_IDS = {
     "shared_experts.down_proj": Id.SHARED_EXPERT_4H_TO_H,
     "w2": Id.MLP_4H_TO_H, "router": Id.MOE_ROUTER, "router.layer": Id.MOE_ROUTER,
     "proj": Id.MOE_ROUTER,  # below `router`
-    "Wi": Id.MLP_GATE_UP, "Wo": Id.MLP_4H_TO_H,
+    "Wi": Id.MLP_GATE_UP, "Wo": Id.MLP_4H_TO_H, "lin1": Id.MLP_H_TO_4H, "lin2": Id.MLP_4H_TO_H,
 }  # fmt: skip
 # Granite's shared expert. Its routed experts have the same names in transformers 4.
 SHARED_IDS = {"input_linear": Id.SHARED_EXPERT_GATE_UP, "output_linear": Id.SHARED_EXPERT_4H_TO_H}
@@ -57,14 +59,17 @@ CONV_IDS = {"in_proj": Id.MAMBA_IN_PROJ, "out_proj": Id.MAMBA_OUT_PROJ}
 MIXER_IDS = {**ATTENTION_IDS, **MLP_IDS, **CONV_IDS, **LATENT_IDS}  # whatever a layer of Nemotron-H is
 # Names under which some families stack [q; k; v], or such parts, once for each group of heads, others once.
 GROUPED = ("query_key_value", "wqkv", "in_proj_qkvz", "in_proj_ba")
-ROOT = r"(?P<root>(?:(?:base_model|model|language_model|backbone|transformer|gpt_neox|bert|roberta)\.)*)"
-LAYER = r"(?:layers|h|encoder\.layer)\.(?P<layer>\d{1,5})\."
+ROOT = (
+    r"(?P<root>(?:(?:base_model|model|language_model|backbone|transformer|gpt_neox|bert|roberta|mpnet|electra"
+    r"|distilbert|nomic_bert)\.)*)"
+)
+LAYER = r"(?:layers|h|(?:encoder\.)?layer)\.(?P<layer>\d{1,5})\."
 MODULE = (
     rf"(?P<path>{ROOT}(?:{LAYER}(?:"
-    r"(?:(?P<mlp>mlp|block_sparse_moe|feed_forward|intermediate|output|router)|(?P<linear>linear_attn)"
+    r"(?:(?P<mlp>mlp|block_sparse_moe|feed_forward|intermediate|output|router|ffn)|(?P<linear>linear_attn)"
     r"|(?P<conv>conv|mamba)|(?P<shared>shared_mlp)|(?P<mixer>mixer)"
     r"|self_attn|self_attention|attention|attn)"
-    r"\.(?P<name>(?:(?:shared_experts?|self|output)\.)?\w+|router\.layer)"
+    r"\.(?P<name>(?:(?:shared_experts?|self|output|attn)\.)?\w+|router\.layer)"
     r"|(?P<own>per_layer_input_gate|per_layer_projection|(?:altup|laurel)\.\w+))"
     r"|(?P<outside>per_layer_model_projection|altup_(?:unembed_)?projections)(?:\.(?P<number>\d{1,5}))?))\."
 )

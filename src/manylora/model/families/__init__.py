@@ -20,6 +20,7 @@ from manylora.model.families import (
     modernbert,
     moe,
     nemotron_h,
+    nomic_bert,
     qwen3_next,
     t5,
     vision,
@@ -47,6 +48,7 @@ MODULES = (
     bart,
     bert,
     modernbert,
+    nomic_bert,
 )
 FAMILIES: dict[str, ModelFamily] = {
     name: family for module in MODULES for name, family in module.FAMILIES.items()

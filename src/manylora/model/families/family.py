@@ -20,9 +20,10 @@ class TensorNames:
 
     roots: possible prefixes; the first one that occurs in the checkpoint is used. unused: prefixes of tensors
     that are not loaded, such as those of a vision tower. head_layer: the layer of `ModelConfig.head_layer`,
-    with or without a root. head_norm: its norm. embed: the embedding. In an encoder-decoder model, the
-    stack's own table if the stacks do not share one. positions: the learned positions. relative: T5's table
-    of relative positions. embedding_norm: the norm before the first layer. norm: the norm after the last
+    with or without a root. head_norm: its norm. project: an encoder's linear layer after its embedding.
+    embed: the embedding. In an encoder-decoder model, the stack's own table if the stacks do not share one.
+    positions: the learned positions. relative: the table of relative positions (T5, MPNet). embedding_norm:
+    the norm before the first layer. norm: the norm after the last
     layer, empty for none. qkv: three names, or the name of a fused tensor, whose rows are in
     `ModelConfig.qkv_groups` groups of q, k, v. up_gate: two names, or one name: a fused [gate; up], or the
     matrix of an MLP without a gate. sparse: a layer's mixture of experts, empty if it has no name of its own.
@@ -51,6 +52,7 @@ class TensorNames:
     head: str = "lm_head"
     head_layer: str = ""
     head_norm: str = ""
+    project: str = ""
     embed: str = "embed_tokens"
     positions: str = ""
     relative: str = ""

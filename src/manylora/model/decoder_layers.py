@@ -148,7 +148,8 @@ class DecoderLayers(Transformer):
         plain = Norm(self._ops, ones, None, config.norm_eps)
         if config.qk_norm == "plain" and not still:
             norms = [plain] * 2
-        params = AttentionParams(self._attention_scale, window, config.attention_softcap, self._sinks(layer))
+        scale = self._attention_scale / (layer + 1 if config.scaled_by_layer else 1)
+        params = AttentionParams(scale, window, config.attention_softcap, self._sinks(layer))
         out = self._attention_out(layer)
         if layer in config.kv_readers:
             q = self._linear(layer, "q", LoraTarget(LoraModuleId.ATTN_Q, 0, config.q_size))

@@ -26,6 +26,7 @@ from manylora.lora.formats.peft_config import (
     PeftConfig,
     config_of,
     is_plain_lora,
+    peft_type,
     read_settings,
 )
 from manylora.lora.formats.peft_experts import EXPERT_KEY
@@ -35,7 +36,7 @@ from manylora.lora.formats.peft_parts import DORA, module_parts
 from manylora.lora.formats.peft_plain import find_plain
 from manylora.lora.formats.peft_rows import DORA_REASON, RowReader, row_scale
 from manylora.lora.formats.peft_stacks import STACK_KEY
-from manylora.lora.formats.peft_strict import check_keys, tell_left_out, tell_missing
+from manylora.lora.formats.peft_strict import check_default_targets, check_keys, tell_left_out, tell_missing
 from manylora.lora.formats.peft_tables import is_whole_table
 from manylora.lora.formats.peft_unused import without_unused
 from manylora.lora.formats.plain_rows import PlainRows
@@ -90,10 +91,12 @@ def read_peft_whole(folder: Path, options: ReadOptions = DEFAULT) -> tuple[list[
         form, found = _open(folder, settings, options, base)
         config, tensors = form.config, form.tensors
         check_extra_shapes(found, options.bounds)
+        if base is not None and peft_type(settings) == "LORA":
+            check_default_targets(settings, tensors, str(base.settings.get("model_type")))
         encoded = _encoded_type(tensors, config) if options.float8 else None
         reader = RowReader(config, options, base, encoded, form.vectors)
         rows = reader.rows(tensors)
-        extras = read_extras(found, tensors, config, options.modules, base) + form.extras
+        extras = read_extras(found, tensors, config, options.modules, base, options.tell) + form.extras
     tell_left_out(settings, tensors, options)
     tell_missing(settings, {(row.layer, row.module_id) for row in rows}, options)
     if config.invocation:

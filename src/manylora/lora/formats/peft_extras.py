@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.bounds import Bounds
 from manylora.lora.formats.base_weights import BaseReader
-from manylora.lora.formats.peft_classifier import CLASSIFIER, read_classifier
+from manylora.lora.formats.peft_classifier import CLASSIFIER, POOLER, read_classifier, read_pooler
 from manylora.lora.formats.peft_config import PeftConfig
 from manylora.lora.formats.peft_names import (
     LAYER,
@@ -62,7 +62,7 @@ def is_extra(key: str) -> bool:
     """Whether PEFT's tensor of this name is, or is part of, an extra."""
     if found := BIAS.fullmatch(key):
         return module_id_of(found, None) is not None
-    if CLASSIFIER.fullmatch(key):
+    if CLASSIFIER.fullmatch(key) or POOLER.fullmatch(key):
         return True
     return bool(_stack_bias(key) or STACK_NORM.fullmatch(key) or NORM.fullmatch(key) or TABLE.fullmatch(key))
 
@@ -79,14 +79,16 @@ def read_extras(
     config: PeftConfig,
     modules: Modules,
     base: BaseReader | None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> list[LoraExtra]:
     """found: those of the adapter's tensors that `is_extra`; tensors: the others. base: None refuses all but
-    biases of lora_B. Raises AdapterInvalidError."""
+    biases of lora_B. tell: as of `ReadOptions`. Raises AdapterInvalidError."""
     biases: dict[str, dict[bool, np.ndarray]] = {}  # by whether they belong to lora_B
     extras: list[LoraExtra] = []
     tables: dict[tuple[str, str], dict[str, tuple[str, RawTensor]]] = {}
     heads = {key: tensor for key, tensor in found.items() if CLASSIFIER.fullmatch(key)}
-    found = {key: tensor for key, tensor in found.items() if key not in heads}
+    poolers = {key: tensor for key, tensor in found.items() if POOLER.fullmatch(key)}
+    found = {key: tensor for key, tensor in found.items() if key not in heads | poolers}
     for key, tensor in sorted(found.items()):
         if match := _stack_bias(key) or BIAS.fullmatch(key):
             name, shift = _module_bias(match, key, tensor, tensors, config, modules, base)
@@ -109,7 +111,8 @@ def read_extras(
         else:
             extras += Table(name, path, found_here, config, _known(path, base)).read()
     extras += [LoraExtra(name, np.sum(list(parts.values()), axis=0)) for name, parts in biases.items()]
-    extras += read_classifier(heads, base)
+    head = read_classifier(heads, base)
+    extras += head + read_pooler(poolers, head, config, base, tell)
     _check(extras, modules, base)
     return extras
 

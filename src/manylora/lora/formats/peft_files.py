@@ -17,6 +17,7 @@ from manylora.lora.formats.tensor_files import RawTensor, read_safetensors
 
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
+INDEX = f"{WEIGHTS}.index.json"
 # PEFT's own name of an adapter, which is in the names of a model's tensors and not in those of its files.
 OWN_NAME = re.compile(r"(?:\.modules_to_save)?\.default(?=(?:\.weight|\.bias)?$)")
 
@@ -57,6 +58,11 @@ def _all_tensors(folder: Path, options: ReadOptions) -> dict[str, RawTensor]:
     path, pickled, bounds = weights_file(folder), folder / PICKLED, options.bounds
     if is_plain(path):
         return read_safetensors(path, bounds)
+    if is_plain(folder / INDEX) and not is_plain(pickled):
+        raise AdapterInvalidError(
+            f"{INDEX}: an adapter in several files is not read, by PEFT neither: save their tensors in one "
+            f"{WEIGHTS} (safetensors.torch.load_file of each, and save_file)"
+        )
     if not is_plain(pickled):
         raise AdapterInvalidError(f"{WEIGHTS} is missing")
     if not options.allow_bin:

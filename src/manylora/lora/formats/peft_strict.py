@@ -19,6 +19,16 @@ from manylora.lora.formats.peft_settings import KNOWN, check_types
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.modules import LoraModule
 
+# The modules that PEFT takes where target_modules is null, and the model types for which it has some.
+DEFAULT_TARGETS = {
+    "q v": "t5 mt5",
+    "q_proj v_proj": "bart opt llama llama4 mistral mixtral stablelm gemma gemma2 gemma3_text qwen2 qwen3",
+    "q_proj v_proj fc1 fc2": "phi",
+    "q_proj k_proj v_proj o_proj": "nemotron_h",
+    "c_attn": "gpt2",
+    "query_key_value": "gpt_neox falcon RefinedWebModel RefinedWeb",
+    "query value": "bert roberta xlm-roberta electra",
+}
 MAX_SHOWN = 5  # names in one line
 IN_LAYER = re.compile(r".*?\.(\d{1,6})\.")
 SIDE = re.compile(r"(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
@@ -55,6 +65,22 @@ def check_pairs(keys: Iterable[str]) -> None:
     ]
     if lines:
         raise AdapterInvalidError(", and ".join(lines[:2]))
+
+
+def check_default_targets(settings: Mapping[str, Any], keys: Iterable[str], model_type: str) -> None:
+    """Raises AdapterInvalidError where target_modules is null and the file has other modules than those that
+    it means to PEFT, which would pass over them. model_type: in the base's config.json."""
+    if settings.get("target_modules") is not None or settings.get("target_parameters"):
+        return
+    known = (names.split() for names, types in DEFAULT_TARGETS.items() if model_type in types.split())
+    names = next(known, None)
+    paths = {match["path"] for match in map(SIDE.fullmatch, keys) if match}
+    others = sorted(path for path in paths if names is not None and not _is_named(path, names))
+    if names is not None and others:
+        raise AdapterInvalidError(
+            f"{CONFIG}: target_modules is null, which is {' and '.join(names)} for {model_type}, but the "
+            f"file has {_some(others)}: name in target_modules what was trained"
+        )
 
 
 def tell_missing(

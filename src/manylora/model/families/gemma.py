@@ -72,6 +72,7 @@ def _gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
         raw = {**raw, "sliding_window": raw["sliding_window"] // 2 + 1}
     return {
         **_capped(raw),
+        "attention_softcap": None,  # transformers reads attn_logit_softcapping and does not use it
         **(ENCODER if raw.get("use_bidirectional_attention") else {}),
         "rope_local_theta": float(raw["rope_local_base_freq"]),
         "qk_norm": "head",

@@ -39,6 +39,8 @@ PHI = TensorNames(
     out="self_attn.dense",
     up_gate=("mlp.fc1",),
     down="mlp.fc2",
+    q_norm="self_attn.q_layernorm",
+    k_norm="self_attn.k_layernorm",
     block_norms={"attention_norm": "input_layernorm"},
 )
 STARCODER2 = TensorNames(up_gate=("mlp.c_fc",), down="mlp.c_proj")
@@ -61,7 +63,7 @@ STABLELM = TensorNames(
 GPT2_DEFAULTS = {
     "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
     "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True,
-    "tie_word_embeddings": True,
+    "scale_attn_by_inverse_layer_idx": False, "tie_word_embeddings": True,
 }  # fmt: skip
 GPT2_ALIASES = {
     "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
@@ -86,7 +88,7 @@ PHI_DEFAULTS = {
     "vocab_size": 51200, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
     "num_attention_heads": 32, "num_key_value_heads": None, "hidden_act": "gelu_new",
     "max_position_embeddings": 2048, "layer_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+    "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "qk_layernorm": False,
 }  # fmt: skip
 PHI_ROPE = {"partial": "partial_rotary_factor"}
 STARCODER2_DEFAULTS = {
@@ -118,13 +120,14 @@ NEMOTRON_DEFAULTS = {
 
 
 def _gpt2(raw: Mapping[str, Any]) -> dict[str, Any]:
-    refuse(raw, "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention")
+    refuse(raw, "add_cross_attention")  # reorder_and_upcast_attn is about float16 during training
     return {
         **_one_key_per_head(raw),
         "learned_positions": True,
         **_plain_layers(raw, "layer_norm_epsilon", "activation_function"),
         "transposed_weights": True,
         "attention_scale": None if raw["scale_attn_weights"] else 1.0,
+        "scaled_by_layer": bool(raw["scale_attn_by_inverse_layer_idx"]),
         **_all_biased(True),
     }
 
@@ -193,8 +196,8 @@ def _falcon_names(config: ModelConfig) -> TensorNames:
 
 
 def _phi(raw: Mapping[str, Any]) -> dict[str, Any]:
-    refuse(raw, "qk_layernorm")
     return {
+        "qk_norm": "head" if raw["qk_layernorm"] else "",
         **_plain_layers(raw, "layer_norm_eps", "hidden_act"),
         "parallel_blocks": True,
         "shared_norm": True,

@@ -43,6 +43,7 @@ def _gpt_oss(raw: Mapping[str, Any]) -> dict[str, Any]:
     )
     return {
         **read_biases(raw),
+        "norm": "rms_wide",
         "attention_sinks": True,
         "sliding_windows": read_windows(raw, [layer % 2 == 0 for layer in range(count)]),
         "moe": checked_moe(moe),

@@ -176,7 +176,7 @@ def read_granite(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _olmo2(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {**read_biases(raw), "qk_norm": "all"}
+    return {**read_biases(raw), "norm": "rms_wide", "qk_norm": "all"}
 
 
 def _olmo3(raw: Mapping[str, Any]) -> dict[str, Any]:

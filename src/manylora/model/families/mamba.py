@@ -74,10 +74,8 @@ def _bamba(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _half_rotated(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Bamba rotates half of each head, regardless of config.json."""
-    parameters = raw.get("rope_parameters")
-    turned = {**parameters, "partial_rotary_factor": 0.5} if parameters else parameters
-    return {**raw, "rope_parameters": turned, "partial_rotary_factor": 0.5}
+    """Bamba rotates half of each head, unless rope_parameters says otherwise."""
+    return {**raw, "partial_rotary_factor": 0.5}
 
 
 def layers_of(raw: Mapping[str, Any], kinds: list[str] | None) -> frozenset[int]:

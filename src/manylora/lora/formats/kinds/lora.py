@@ -13,6 +13,7 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.kinds.form import LoraForm, PeftFiles
 from manylora.lora.formats.kinds.initial import CHANGES, with_initial
 from manylora.lora.formats.peft_config import CONFIG, config_of, initial_kind
+from manylora.lora.formats.peft_names import PEFT_KEY, layer_of, module_id_of
 from manylora.lora.formats.tensor_files import RawTensor, check_type, decode
 
 Tensors = Mapping[str, RawTensor]
@@ -55,18 +56,28 @@ def _check_together(settings: Mapping[str, Any], count: int) -> None:
 
 
 def _spread(files: PeftFiles) -> Tensors:
-    """QALoRA: A is multiplied with the means of groups of inputs, times their number."""
+    """QALoRA: A is multiplied with the means of groups of inputs, times their number. PEFT does so on layers
+    of GPTQ only; on other layers use_qalora has no effect, and A has a column for each input.
+    """
     size = files.settings.get("qalora_group_size", 16)
     if type(size) is not int or not 0 < size < 2**31:
         raise AdapterInvalidError(f"{CONFIG}: qalora_group_size must be a positive number")
 
+    def is_plain(path: str) -> bool:
+        match, modules = PEFT_KEY.fullmatch(f"{path}.lora_A.weight"), files.options.modules
+        module_id = module_id_of(match, modules) if match else None
+        if match is None or module_id is None or match.string not in files.tensors:
+            return False
+        module = files.options.module(module_id, layer_of(match))
+        return module is not None and files.tensors[match.string].shape[-1:] == (module.in_dim,)
+
     def spread(path: str, side: str, values: np.ndarray) -> np.ndarray:
-        if side == "B":
+        if side == "B" or is_plain(path):
             return values
         factor = np.float32(values.shape[1]) / np.float32(size)
         return np.repeat(values * factor, size, axis=1)
 
-    return _rewritten(files, spread, lambda path, side: size if side == "A" else 1)
+    return _rewritten(files, spread, lambda path, side: size if side == "A" and not is_plain(path) else 1)
 
 
 def _diagonal(files: PeftFiles) -> Tensors:

@@ -23,6 +23,12 @@ def read_prompt(files: PeftFiles) -> LoraForm:
     """Embeddings [tokens, hidden]. Raises AdapterInvalidError."""
     values = _values(files)
     modules = files.options.modules or {}
+    own = files.base.settings if files.base is not None else {}
+    if own.get("model_type") == "falcon_h1" and own.get("embedding_multiplier", 1.0) != 1.0:
+        raise AdapterInvalidError(
+            f"{peft_type(files.settings)} is not supported on a Falcon-H1 with embedding_multiplier: PEFT "
+            "leaves that out in the prompt and not in what is generated; train a LoRA instead"
+        )
     hidden = next(
         (
             modules[one].in_dim

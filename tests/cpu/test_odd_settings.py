@@ -1,0 +1,155 @@
+"""Protects settings that few models and adapters have: each gives what transformers and PEFT give, or is
+refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from pooled_adapters import logits, make_classifier, near
+from running import pooled, read, tokens
+from test_encoders import ask, engine_of, make_encoder, prompt
+from transformers import AutoModel, AutoModelForSequenceClassification
+
+from manylora.errors import AdapterInvalidError, ConfigError
+from manylora.kernels.device import open_device
+from manylora.llmapi.engine_config import engine_config
+from manylora.llmapi.lora import LoraConfig as OurLoraConfig
+from manylora.lora.formats.read_options import ReadOptions
+from manylora.lora.formats.sources import find_source, read_lora
+from manylora.lora.modules import lora_modules
+from manylora.model.checkpoint import read_model_config
+from manylora.model.weights import load_decoder
+from manylora.testing.driver import Driver, agree
+from manylora.testing.tiny_models import load_transformers, make_adapter, make_model, reference_logits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Gemma 3 ignores the cap on attention": ("gemma3", {"attn_logit_softcapping": 0.1}),
+    "Bamba's share": ("bamba", {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.25}}),
+    "Bamba's share is half": ("bamba", {"rope_parameters": PLAIN}),
+    "GPT-2": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}),
+    "Phi": ("phi", {"qk_layernorm": True}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    family, settings = SETTINGS[name]
+    model = make_model(tmp_path / "model", family, seed=5, **settings)
+    ids, config = tokens(24, 1), read_model_config(model)
+    decoder = load_decoder(model, config, torch.float32, open_device("cpu"), 24)
+    [found] = Driver(decoder, [ids], [None]).run()
+    assert agree(found, reference_logits(model, None, ids))
+
+
+def test_norms_of_olmo2_are_exact_in_bfloat16(tmp_path: Path) -> None:
+    """The weight is multiplied before the values are rounded."""
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+    model = make_model(tmp_path / "model", "olmo2", seed=5)
+    decoder = load_decoder(model, read_model_config(model), torch.bfloat16, open_device("cpu"), 24)
+    ours, theirs = decoder._final_norm, Olmo2RMSNorm(decoder.config.hidden_size, decoder.config.norm_eps)
+    ours.weight.copy_(torch.randn(len(ours.weight)).bfloat16())
+    theirs.weight.data = ours.weight.bfloat16()
+    x = torch.randn(50, len(ours.weight)).bfloat16()
+    with torch.inference_mode():
+        assert torch.equal(ours(x, None), theirs(x))
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("qwen") / "model", "qwen2", seed=5)
+
+
+def change(adapter: Path, **settings: Any) -> None:
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def test_qalora_on_a_plain_base_is_without_effect(qwen: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "own", qwen, use_qalora=True, qalora_group_size=8)
+    plain = Path(shutil.copytree(adapter, tmp_path / "plain"))
+    change(plain, use_qalora=False)
+    ours, theirs = read(adapter, qwen, 1), read(plain, qwen, 1)
+    assert torch.equal(reference_logits(qwen, adapter, [5, 6]), reference_logits(qwen, plain, [5, 6]))
+    assert (ours.weights == theirs.weights).all() and (ours.config == theirs.config).all()
+
+
+def test_no_target_modules_are_those_that_peft_takes(qwen: Path, tmp_path: Path) -> None:
+    few = make_adapter(tmp_path / "few", qwen, modules=("q_proj", "v_proj"))
+    more = make_adapter(tmp_path / "more", qwen, modules=("q_proj", "up_proj"))
+    change(few, target_modules=None)
+    change(more, target_modules=None)
+    assert read(few, qwen, 1).config is not None
+    with pytest.raises(AdapterInvalidError, match=r"null, which is q_proj and v_proj for qwen2.*up_proj"):
+        read(more, qwen, 1)
+
+
+def test_an_adapter_in_several_files(qwen: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "own", qwen)
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model-00001-of-00001.safetensors")
+    (adapter / "adapter_model.safetensors.index.json").write_text("{}")
+    with pytest.raises(AdapterInvalidError, match=r"index\.json: an adapter in several files is not read"):
+        read(adapter, qwen, 1)
+
+
+def test_prompts_on_falcon_h1_with_a_multiplier_are_refused(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "falcon-h1", seed=5)
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    get_peft_model(load_transformers(model), config).save_pretrained(tmp_path / "own")
+    with pytest.raises(AdapterInvalidError, match="Falcon-H1 with embedding_multiplier"):
+        read(tmp_path / "own", model, 1)
+
+
+def random_lora(path: Path, model: Any, **options: Any) -> Any:
+    torch.manual_seed(3)
+    found = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", **options))
+    with torch.no_grad():
+        for parameter in found.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn_like(parameter) * 0.2)
+    found.save_pretrained(path)
+    assert any("pooler" in name for name, one in found.named_parameters() if one.requires_grad)
+    return found.eval()
+
+
+def test_all_linear_has_the_pooler_of_bert(tmp_path: Path) -> None:
+    """A head of one layer reads it, whether the adapter's or the base's."""
+    base = make_encoder(tmp_path / "base", "bert", "AutoModelForSequenceClassification", num_labels=3)
+    own = make_classifier(tmp_path / "own", base, 5, 1, target_modules="all-linear")
+    plain = AutoModelForSequenceClassification.from_pretrained(base, dtype=torch.float32)
+    other = random_lora(tmp_path / "other", plain, exclude_modules=["classifier"])
+    x = prompt(20, 1)
+    loras = [read(tmp_path / name, base, number) for number, name in enumerate(("own", "other"), 1)]
+    found = pooled(engine_of(base), *(ask(x, head=True, lora=lora) for lora in loras))
+    assert near(found[0], logits(own, x))
+    assert near(found[1], logits(other, x))
+
+
+def test_nothing_reads_the_pooler_of_roberta(tmp_path: Path) -> None:
+    base = make_encoder(tmp_path / "base", "roberta")
+    adapted = random_lora(tmp_path / "own", AutoModel.from_pretrained(base, dtype=torch.float32))
+    x = prompt(20, 1)
+    [found] = pooled(engine_of(base), ask(x, "all", lora=read(tmp_path / "own", base, 1)))
+    with torch.inference_mode():
+        assert near(found, adapted(torch.tensor([x])).last_hidden_state[0].numpy())
+
+
+def test_messages_name_the_module_and_what_limits_it(qwen: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "own", qwen, modules=("o_proj", "up_proj"))
+    modules = lora_modules(read_model_config(qwen), ("attn_q",))
+    words = r"0\.mlp\.up_proj: lora module mlp_gate not enabled .*: lora_target_modules allows only attn_q;"
+    with pytest.raises(AdapterInvalidError, match=words):
+        read_lora(find_source(adapter), 1, ReadOptions(modules=modules))
+    lora = OurLoraConfig(lora_ckpt_source="nemo", lora_dir=[str(adapter)])
+    words = "an adapter of PEFT, no NeMo checkpoint: leave lora_ckpt_source out"
+    with pytest.raises(ConfigError, match=words):
+        engine_config(qwen, {"lora_config": lora})

@@ -152,6 +152,7 @@ class LoraModule:
     unused: layers without the module for which adapters may still have it: generation never reads what it
              computed in training.
     layer_inputs: whether the model has per-layer embeddings.
+    allowed: the target modules that were asked for, where these are not all. Empty: all.
     """
 
     module_id: LoraModuleId
@@ -171,6 +172,7 @@ class LoraModule:
     named_decoder: bool = False
     unused: frozenset[int] = frozenset()
     layer_inputs: bool = False
+    allowed: tuple[str, ...] = ()
     others: tuple[LoraModule, ...] = ()
 
     def at(self, layer: int) -> LoraModule:
@@ -226,6 +228,16 @@ def module_name(module_id: int) -> str:
     return MODULE_NAMES[module_id] if 0 <= module_id < len(MODULE_NAMES) else f"INVALID ({module_id})"
 
 
+def not_enabled(module_id: int, modules: Mapping[int, LoraModule]) -> str:
+    """The error for a module that is not among `modules`, the model's."""
+    name = module_name(module_id)
+    allowed = next((module.allowed for module in modules.values()), ())
+    text = f"lora module {name} not enabled for this model"
+    if allowed and 0 <= module_id < len(MODULE_NAMES):
+        text += f": lora_target_modules allows only {', '.join(allowed)}; add {name} to it, or leave it out"
+    return text
+
+
 def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, LoraModule]:
     """The modules an adapter may use on this model, by id. Empty names: all modules of the model.
 
@@ -243,11 +255,12 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
         wanted |= QKV
     if wanted & CROSS:
         wanted |= CROSS & known.keys()
+    allowed = names if wanted < known.keys() else ()
     if len(kinds) == 1:
-        return _modules(shaped[0], wanted)
+        return _modules(shaped[0], wanted, allowed)
     found: dict[int, list[LoraModule]] = {}
     for one, numbers in zip(shaped, kinds.values(), strict=True):
-        for module_id, module in _modules(one, wanted).items():
+        for module_id, module in _modules(one, wanted, allowed).items():
             own = frozenset(numbers) if module.layers is None else module.layers & frozenset(numbers)
             if own:
                 found.setdefault(module_id, []).append(replace(module, layers=own))
@@ -271,7 +284,7 @@ def _together(forms: list[LoraModule], num_layers: int) -> LoraModule:
     return replace(largest, layers=None if len(every) == num_layers else every, others=tuple(others))
 
 
-def _modules(model: ModelConfig, wanted: set[str]) -> dict[int, LoraModule]:
+def _modules(model: ModelConfig, wanted: set[str], allowed: tuple[str, ...]) -> dict[int, LoraModule]:
     dims, grouped = module_sizes(model), grouped_parts(model)
     found: dict[int, LoraModule] = {}
     for name, (in_dim, out_dim, split) in dims.items():
@@ -298,6 +311,7 @@ def _modules(model: ModelConfig, wanted: set[str]) -> dict[int, LoraModule]:
                 named_decoder=model.architecture == "OPTForCausalLM",
                 unused=model.kv_readers if name in KV else frozenset(),
                 layer_inputs=model.layer_inputs is not None,
+                allowed=allowed,
             )
     return found
 

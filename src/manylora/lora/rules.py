@@ -12,7 +12,7 @@ from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.lora.bounds import Bounds
 from manylora.lora.effect import has_effect
 from manylora.lora.extras import check_extras
-from manylora.lora.modules import EXPERT_IDS, LoraModule, LoraModuleId, module_name
+from manylora.lora.modules import EXPERT_IDS, LoraModule, LoraModuleId, module_name, not_enabled
 from manylora.lora.number_types import BY_DTYPE, NUMBER_TYPES, to_bfloat16
 from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_rows
 from manylora.request import INVOCATION, LoraExtra, LoraInput
@@ -81,7 +81,7 @@ class AdapterRules:
         rank = row.rank
         _require(rank > 0, f"Expected adapterSize to be > 0, got {rank}")
         name = module_name(module_id)
-        _require(module_id in self.modules, f"lora module {name} not enabled for this model")
+        _require(module_id in self.modules, not_enabled(module_id, self.modules))
         module = self.modules[module_id]
         _require(
             module.is_on(layer),

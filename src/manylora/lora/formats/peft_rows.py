@@ -32,7 +32,7 @@ from manylora.lora.formats.peft_strict import check_pairs
 from manylora.lora.formats.plain_rows import THREADS, PlainRows
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.tensor_files import RawTensor, check_type, decode, read_encoded
-from manylora.lora.modules import LoraModuleId
+from manylora.lora.modules import LoraModuleId, not_enabled
 from manylora.lora.number_types import BFLOAT16, NumberType
 from manylora.lora.shared import SharedMatrices, share
 from manylora.lora.tensors import AdapterRow, check_dims, check_layer, digest_values
@@ -84,6 +84,12 @@ class RowReader:
         others = {key: tensor for key, tensor in tensors.items() if key not in experts and key not in stacks}
         check_stacks((key for key in others if PEFT_KEY.fullmatch(key)), modules)
         found = module_parts(others, partial, modules) | stack_parts(stacks, modules)
+        limited = modules is not None and any(module.allowed for module in modules.values())
+        for (_, module_id), parts in found.items():
+            if modules is not None and limited and module_id not in modules:
+                path = next(iter(parts.values()))[0]
+                path = path.removeprefix("base_model.model.")
+                raise AdapterInvalidError(f"{path}: {not_enabled(module_id, modules)}")
         check_pairs(tensors)
         elements = check_expert_shapes(experts, modules, bounds)
         for place, parts in found.items():

@@ -48,7 +48,8 @@ def choose_adapter(
     """bases: the base model's names. known: whether an adapter has this name. name_of_path: returns the name
     of the adapter at a path, or raises ApiError if the path may not be read.
 
-    Raises ApiError 400, naming both fields when two of them disagree.
+    Raises ApiError 400, naming both fields when two of them disagree, and for load_lora_weights without an
+    adapter.
     """
     choices = list(_by_other_fields(body, known, name_of_path))
     choices = [*_by_model(body.model, bases, known, others=bool(choices)), *choices]
@@ -59,6 +60,11 @@ def choose_adapter(
                 "same adapter in both"
             )
             raise ApiError(400, "adapter_conflict", reason, other.field)
+    if not choices and body.load_lora_weights != "auto":
+        raise invalid_value(
+            "load_lora_weights is for an adapter, and this request names none: name one, or leave it out",
+            "load_lora_weights",
+        )
     return max(choices, key=lambda choice: choice.source is not None, default=AdapterChoice())
 
 

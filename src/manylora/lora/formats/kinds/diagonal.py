@@ -20,7 +20,7 @@ from manylora.lora.formats.peft_stacks import MODULE as STACK_MODULE
 from manylora.lora.formats.peft_stacks import check_stacks, stack_layer, stack_module_id
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.tensor_files import RawTensor, decode
-from manylora.lora.modules import MODULE_NAMES, LoraModule
+from manylora.lora.modules import MODULE_NAMES, LoraModule, not_enabled
 from manylora.lora.modules import LoraModuleId as Id
 from manylora.lora.tensors import check_layer
 from manylora.request import LoraExtra
@@ -92,7 +92,7 @@ def _place(kind: str, key: str, modules: Modules) -> tuple[re.Match[str], Id, in
     if match is None or module_id is None or module_id in NOT_LINEAR:
         raise AdapterInvalidError(f"{key}: {kind} is not supported on this module")
     if modules is not None and module_id not in modules:
-        raise AdapterInvalidError(f"{key}: lora module {MODULE_NAMES[module_id]} not enabled for this model")
+        raise AdapterInvalidError(f"{key}: {not_enabled(module_id, modules)}")
     if not of_stack:
         check_stacks([key], modules)
     layer = stack_layer(key, match, modules) if of_stack else layer_of(match)

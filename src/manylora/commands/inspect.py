@@ -1,4 +1,6 @@
-"""manylora inspect: shows an adapter, and whether a base model can serve it. Exit status 0 if it can."""
+"""manylora inspect: shows whether a base model can serve an adapter, or what memory a model takes. Its exit
+status is 0 if it can be served.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from manylora.config.engine import LoraCacheConfig
-from manylora.config.hub import model_folder
+from manylora.config.hub import is_hub_id, local_model, model_folder
 from manylora.errors import ConfigError
+from manylora.gguf.folder import is_gguf
 from manylora.lora.modules import MEANINGS, LoraModule, LoraModuleId, lora_modules
 from manylora.lora.report import AdapterReport, BaseModel, inspect_adapter
 from manylora.model.checkpoint import read_model_config
@@ -21,7 +24,7 @@ GATES = "5 is the gate and 7 is not; swapped, both still fit and nothing can tel
 
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="manylora inspect", description=__doc__)
-    parser.add_argument("adapter", type=Path, help="folder or file")
+    parser.add_argument("path", type=Path, metavar="PATH", help="folder or file of an adapter or a model")
     parser.add_argument("--base", type=Path, metavar="MODEL", help="check it against this model directory")
     parser.add_argument("--max-adapter-size", type=int, default=64, help="lora_cache_max_adapter_size")
     parser.add_argument(
@@ -34,6 +37,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     base = None
     try:
+        if _is_model(options.path):
+            from manylora.commands.model_facts import model_facts
+
+            for name, text in model_facts(local_model(options.path)):
+                print(f"{name:<9}{text}")
+            return 0
         if options.base:
             cache = LoraCacheConfig(max_adapter_size=options.max_adapter_size)
             folder = model_folder(options.base)
@@ -42,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(str(error).replace("max_adapter_size", "--max-adapter-size"), file=sys.stderr)
         return 1
     report = inspect_adapter(
-        options.adapter, base, allow_bin=options.allow_bin, text_only=options.lora_text_only
+        options.path, base, allow_bin=options.allow_bin, text_only=options.lora_text_only
     )
     for name, value in _lines(report, base is not None):
         print(f"{name:<9}{value}")
@@ -50,6 +59,13 @@ def main(arguments: list[str] | None = None) -> int:
         for value in _tensors(report, lora_modules(base.config) if base else {}):
             print(f"{'tensors':<9}{value}")
     return 0 if report.problem is None else 1
+
+
+def _is_model(path: Path) -> bool:
+    """Whether it is a model rather than an adapter. An id of the hub is taken as a model's."""
+    if path.is_dir():
+        return (path / "config.json").is_file() and not (path / "adapter_config.json").exists()
+    return is_gguf(path) or is_hub_id(path)
 
 
 def _lines(report: AdapterReport, judged: bool) -> Iterator[tuple[str, object]]:

@@ -13,6 +13,7 @@ GIB = 2**30
 MAX_CHUNK = 512
 MAX_DRAFT, MAX_NGRAM = 64, 16
 POLICIES = ("guaranteed_no_evict", "max_utilization")
+USUAL_FRACTIONS = (0.05, 0.02)  # defaults of TensorRT-LLM in Triton and in Python: nobody chose them
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -56,7 +57,7 @@ class LoraCacheConfig:
     @property
     def sizes_device(self) -> bool:
         """Whether the user chose a size for the device level."""
-        fraction = self.gpu_memory_fraction != LoraCacheConfig.gpu_memory_fraction
+        fraction = self.gpu_memory_fraction not in USUAL_FRACTIONS
         return fraction or bool(self.gpu_memory_bytes or self.num_device_module_layer or self.max_loras)
 
     @property
@@ -64,6 +65,12 @@ class LoraCacheConfig:
         """Whether the user chose a size for the host level."""
         size = self.host_memory_bytes != LoraCacheConfig.host_memory_bytes
         return size or bool(self.num_host_module_layer or self.max_cpu_loras)
+
+    @property
+    def sizes_rows(self) -> bool:
+        """Whether the user chose a size in adapters or in rows."""
+        device, host = self.max_loras or self.num_device_module_layer, self.max_cpu_loras
+        return bool(device or host or self.num_host_module_layer)
 
     @property
     def rank_limit(self) -> int:
@@ -129,6 +136,12 @@ class EngineConfig:
                 f"max_num_tokens must be at least max_batch_size ({self.max_batch_size}), "
                 f"got {self.max_num_tokens}"
             )
+
+    @property
+    def sizes_kv(self) -> bool:
+        """Whether the user chose a size for the KV cache."""
+        fraction = self.kv_cache_free_gpu_mem_fraction != EngineConfig.kv_cache_free_gpu_mem_fraction
+        return fraction or bool(self.gpu_memory_utilization or self.max_tokens_in_paged_kv_cache)
 
     @property
     def world_size(self) -> int:

@@ -17,16 +17,13 @@ from manylora.config.model import ModelConfig
 from manylora.engine.guide import Guides
 from manylora.engine.memory import (
     KvPlan,
-    adapter_room,
     allocate_kv,
     allocate_states,
     batch_limits,
     check_model,
     kv_cache_dtype,
-    plan_kv,
-    plan_states,
+    plan_memory,
     usable_bytes,
-    with_room,
 )
 from manylora.engine.peak import peak_bytes
 from manylora.engine.runner import Runner
@@ -51,7 +48,7 @@ from manylora.model.effective_weights import EffectiveWeights
 from manylora.model.encoder import Encoder
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.kv_tensors import KvTensors
-from manylora.model.weights import adapter_dtype, compute_dtype, load_decoder
+from manylora.model.weights import adapter_dtype, compute_dtype, load_decoder, weight_bytes
 from manylora.parallel.adapters import AdapterSlicer
 from manylora.parallel.build import build_rank as load_part
 from manylora.parallel.collectives import TorchCollectives
@@ -68,10 +65,11 @@ DEFAULT_NUM_GRAPHS = 128
 class RankParts:
     """The parts that every rank of an engine has. local: the part of the model that this rank computes.
 
-    lora: the settings of the adapter cache, with sizes. free_bytes: device memory for adapters. slicer: None
-    if there is only one rank.
+    config: the settings, with a batch and an adapter cache that fit. free_bytes: device memory for adapters.
+    slicer: None if there is only one rank.
     """
 
+    config: EngineConfig
     model: ModelConfig
     local: ModelConfig
     device: Device
@@ -82,7 +80,6 @@ class RankParts:
     limits: BatchLimits
     dtype: torch.dtype
     pages_dtype: torch.dtype
-    lora: LoraCacheConfig
     free_bytes: int
     slicer: AdapterSlicer | None
 
@@ -91,13 +88,14 @@ class RankParts:
         ConfigError.
         """
         sizes = self.device.torch, self.pages_dtype, self.free_bytes
-        return store_parts(self.model, self.lora, *sizes, None, self.slicer).pool
+        return store_parts(self.model, self.config.lora, *sizes, None, self.slicer).pool
 
 
 @dataclass(frozen=True)
 class EngineParts:
     """The parts of an engine, on rank 0.
 
+    config:  as in `RankParts`.
     state_slots: of recurrent state; 0: the model has none.
     base:    the checkpoint's weights, needed to read adapters from disk (DoRA, trained biases).
     guides:  compiles guides; None if guided decoding is not enabled.
@@ -105,6 +103,7 @@ class EngineParts:
     leader:  tells the other ranks what to do; None if there are none.
     """
 
+    config: EngineConfig
     model: ModelConfig
     device: Device
     decoder: Decoder | EncoderDecoder | Encoder
@@ -150,32 +149,25 @@ def build_rank(config: EngineConfig, place: Place, comm: TorchCollectives | None
     decoder, local, dtype = held.decoder, held.local, held.dtype
     decoder.dense = load_dense(config.model_dir, held.model.hidden_size, device.torch)
     kv_dtype = kv_cache_dtype(config, dtype, device)
-    lora = _lora_config(config, held.model, decoder)
+    config = replace(config, lora=_lora_config(config, held.model, decoder))
     pages_dtype = adapter_dtype(config, held.model, dtype, device)
     share = place.local_size if on_cpu else 1  # ranks that share the same memory
     free_bytes = usable_bytes(config, device, before) // share
     if isinstance(decoder, Decoder):
         limits = batch_limits(config, local, dtype, kv_dtype, config.max_seq_len or local.max_seq_len)
-        modules = lora_modules(local, lora.target_modules).values()
+        modules = lora_modules(local, config.lora.target_modules).values()
         free_bytes = max(0, free_bytes - peak_bytes(decoder, device, limits, config, modules))
-    room = 0 if on_cpu else adapter_room(config, lora, local, pages_dtype, free_bytes)
-    slots = plan_states(config, local, free_bytes - room)
-    if comm is not None:
-        slots = comm.least(slots)
-    state_bytes = slots * local.recurrent.state_bytes if local.recurrent else 0
-    plan = plan_kv(config, local, kv_dtype, device.torch, free_bytes - room - state_bytes)
-    if comm is not None:
-        blocks, longest = comm.least(plan.num_blocks), comm.least(plan.max_seq_len)
-        plan = replace(plan, num_blocks=blocks, max_seq_len=longest)
+    dtypes, agree = (kv_dtype, pages_dtype), int if comm is None else comm.least
+    memory = plan_memory(config, local, dtypes, device.torch, free_bytes, agree)
+    config, plan = memory.config, memory.kv
     kv_tensor = allocate_kv(plan, config, local, kv_dtype, device.torch)
-    states = allocate_states(slots, local, device.torch)
+    states = allocate_states(memory.state_slots, local, device.torch)
     # On a CPU the cache's pages have not been touched yet, so the system still counts them as free.
-    untouched = plan.num_bytes + state_bytes if on_cpu else 0
+    untouched = plan.num_bytes + memory.state_bytes if on_cpu else 0
     free_bytes = max(0, usable_bytes(config, device, before) // share - untouched)
     limits = batch_limits(config, local, dtype, kv_dtype, plan.max_seq_len)
-    lora = with_room(lora, room, free_bytes)
-    sizes = plan, kv_tensor, states, limits, dtype, pages_dtype, lora, free_bytes
-    return RankParts(held.model, local, device, decoder, *sizes, held.slicer)
+    sizes = plan, kv_tensor, states, limits, dtype, pages_dtype, free_bytes
+    return RankParts(config, held.model, local, device, decoder, *sizes, held.slicer)
 
 
 def _share_cores(place: Place) -> None:
@@ -202,6 +194,10 @@ def _load(config: EngineConfig, device: Device, rank: int, comm: TorchCollective
     model = read_model_config(config.model_dir)
     check_model(config, model)
     dtype = compute_dtype(config.dtype, model, device)
+    needed, free = weight_bytes(config.model_dir, model, dtype, device), device.free_bytes()
+    if needed > free:
+        text = "the weights take about %d MiB, and %d MiB are free on %s: loading them may fail"
+        logger.warning(text, needed // 2**20, free // 2**20, device.name)
     decoder = load_decoder(config.model_dir, model, dtype, device, config.max_seq_len, config.quant)
     return _Held(model, model, dtype, decoder)
 
@@ -214,7 +210,7 @@ def build_parts(config: EngineConfig, place: Place) -> EngineParts:
     leader = Leader(config, place) if place.size > 1 else None
     try:
         comm = meet_group(config, place, leader.store) if leader is not None else None
-        parts = _rank_0(config, build_rank(config, place, comm), leader)
+        parts = _rank_0(build_rank(config, place, comm), leader)
     except Exception as error:
         if leader is None:
             raise
@@ -236,12 +232,12 @@ def build_parts(config: EngineConfig, place: Place) -> EngineParts:
     return parts
 
 
-def _rank_0(config: EngineConfig, rank: RankParts, leader: Leader | None) -> EngineParts:
-    model, device = rank.model, rank.device
+def _rank_0(rank: RankParts, leader: Leader | None) -> EngineParts:
+    config, model, device = rank.config, rank.model, rank.device
     base = BaseWeights(config.model_dir, EffectiveWeights(model, config.quant, rank.dtype))
     sizes = rank.pages_dtype, rank.free_bytes
     others = None if leader is None else Others(leader)
-    adapters = AdapterStore.open(model, rank.lora, device.torch, *sizes, base, rank.slicer, others)
+    adapters = AdapterStore.open(model, config.lora, device.torch, *sizes, base, rank.slicer, others)
     runner = Runner(rank.decoder, rank.kv, device, adapters, rank.limits, leader, rank.states)
     if leader is None:
         runner.try_variants()
@@ -249,14 +245,14 @@ def _rank_0(config: EngineConfig, rank: RankParts, leader: Leader | None) -> Eng
     elif device.torch.type != "cpu":
         logger.info("with several ranks steps are neither recorded nor overlapped")
     guides = None
-    if config.tokenizer_dir is not None:
+    if config.tokenizer_dir is not None and model.makes_text:
         guides = Guides(config.tokenizer_dir, model.vocab_size, model.eos_token_ids)
     overlaps = device.overlaps and leader is None
     overlap = overlaps if config.enable_overlap is None else config.enable_overlap
     overlap = overlap and model.encoder is None  # an encoder runs between the steps
     plan, slots = rank.kv_plan, 0 if rank.states is None else rank.states.num_slots
     parts = model, device, rank.decoder, plan, slots, base
-    return EngineParts(*parts, adapters, runner, guides, overlap, leader)
+    return EngineParts(config, *parts, adapters, runner, guides, overlap, leader)
 
 
 def _lora_config(

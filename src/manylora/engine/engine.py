@@ -50,6 +50,7 @@ class Engine:
             raise SystemExit(0)
         self._parts = parts = build_parts(config, place)
         self.model, self.base, self.adapters = parts.model, parts.base, parts.adapters
+        config = parts.config
         self.max_seq_len, self._runner = parts.kv_plan.max_seq_len, parts.runner
         if (
             self.model.bidirectional

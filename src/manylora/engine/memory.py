@@ -1,9 +1,17 @@
-"""Sizes the KV cache, and the memory it leaves to adapters."""
+"""Divides the memory that weights and the largest step leave: adapters, recurrent states, KV cache.
+
+What the user sized is taken as it is. The rest gives way in this order: the batch (on a CPU), adapters beyond
+one of the largest rank, adapters on routed experts, the largest rank, the tokens of the KV cache, and with
+them the longest sequence. On a GPU all is allocated at the start. On a CPU sizes are limits: memory that was
+never used is not resident.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,16 +22,25 @@ from manylora.errors import ConfigError
 from manylora.kernels.device import Device, host_tensor
 from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.spec import BatchLimits
+from manylora.lora.expert_rules import beside_experts
 from manylora.lora.geometry import usual_bytes
-from manylora.lora.modules import lora_modules
+from manylora.lora.modules import LoraModule, lora_modules
 from manylora.model.delta_rule import make_states
 from manylora.model.kv_tensors import KvTensors, make_kv, token_numbers
+from manylora.system.cgroup import UNLIMITED
 
 logger = logging.getLogger("manylora")
 
 USUAL_ADAPTERS = 32
-MOST_ROOM = 0.3
+SMALLEST_LIMIT = 8  # the rank limit is not lowered further than this
+CPU_SHARE = 0.5  # of the free memory of a machine, which others use, too, if the user asked for nothing else
+MOST_ROOM = 0.3  # share of adapters in the memory for all caches
 MOST_STATES = 0.5  # share of recurrent states in the memory for states and KV cache
+SMALLEST_BATCH = 8  # sequences; with 256 tokens in a step
+STEP_SHARE = 0.2  # of the free memory of a machine, for the largest step
+USUAL_TOKENS = 4096  # of KV cache: for these a machine gives more than CPU_SHARE of its free memory,
+MOST_SHARE = 0.9  # up to this
+LEAST_TOKENS = 512  # of KV cache, where the least that works is taken
 
 
 @dataclass(frozen=True)
@@ -37,6 +54,20 @@ class KvPlan:
     @property
     def num_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How one rank divides its memory.
+
+    config: the settings, with a batch and a rank limit that fit, and with sizes in bytes for the levels of
+    the adapter cache that the user did not size. state_slots: of recurrent state; 0: the model has none.
+    """
+
+    config: EngineConfig
+    kv: KvPlan
+    state_slots: int
+    state_bytes: int
 
 
 def kv_cache_dtype(config: EngineConfig, dtype: torch.dtype, device: Device) -> torch.dtype:
@@ -77,17 +108,186 @@ def usable_bytes(config: EngineConfig, device: Device, before: int) -> int:
     return max(0, min(free, int(config.gpu_memory_utilization * device.total_bytes()) - own))
 
 
-def plan_states(config: EngineConfig, model: ModelConfig, free_bytes: int) -> int:
+def plan_memory(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    device: torch.device,
+    free_bytes: int,
+    agree: Callable[[int], int] = int,
+) -> MemoryPlan:
+    """Divide `free_bytes`, which weights and, on a GPU, the largest step have left.
+
+    model: as this rank has it. dtypes: of keys and values, and of adapters. agree: the least of a number over
+    all ranks. Raises ConfigError that names what does not fit.
+    """
+    kv_dtype, pages_dtype = dtypes
+    on_cpu, fraction = device.type == "cpu", config.kv_cache_free_gpu_mem_fraction
+    if on_cpu:
+        config = _fit_batch(config, model, agree(free_bytes))
+        free_bytes = max(0, free_bytes - step_bytes(config, model))
+    whole = free_bytes
+    if on_cpu and not config.sizes_kv:
+        free_bytes, fraction = int(CPU_SHARE * free_bytes), 1.0
+    lora = config.lora
+    adapters = _Adapters(lora, model, pages_dtype, min(config.max_batch_size, USUAL_ADAPTERS), agree)
+    chosen, room = lora.sizes_device, lora.gpu_memory_bytes or 0
+    if not chosen:
+        lora, room = adapters.on_cpu(free_bytes) if on_cpu else adapters.on_gpu(free_bytes)
+    left = max(0, free_bytes - room)
+    floor = on_cpu and not config.sizes_kv  # its memory is taken when it is used
+    slots = agree(plan_states(config, model, int(fraction * left), floor))
+    state_bytes = slots * model.recurrent.state_bytes if model.recurrent else 0
+    kv_bytes = int(fraction * (left - state_bytes))
+    if on_cpu and not config.sizes_kv:
+        one = USUAL_TOKENS * token_numbers(model) * kv_dtype.itemsize
+        kv_bytes = max(kv_bytes, min(one, int(MOST_SHARE * whole) - room - state_bytes))
+    kv = plan_kv(config, model, kv_dtype, device, kv_bytes, floor)
+    kv = replace(kv, num_blocks=agree(kv.num_blocks), max_seq_len=agree(kv.max_seq_len))
+    on_device = int(lora.gpu_memory_fraction * max(0, whole - room - state_bytes - kv.num_bytes))
+    if chosen:
+        lora = adapters.within(room or on_device)
+        if on_cpu and not (lora.sizes_host or lora.sizes_rows):
+            on_host = max(room or on_device, min(lora.host_memory_bytes, adapters.most(free_bytes)))
+            lora = replace(lora, host_memory_bytes=on_host)
+    elif not on_cpu:
+        lora = replace(lora, gpu_memory_bytes=max(room, on_device))
+    if lora.rank_limit < config.lora.rank_limit:
+        logger.warning(
+            "adapters may have rank %d at most, not %d: one of rank %d with every module does not fit",
+            lora.rank_limit,
+            *[config.lora.rank_limit] * 2,
+        )
+    return MemoryPlan(replace(config, lora=lora), kv, slots, state_bytes)
+
+
+def step_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """About what the largest step takes on a CPU: hidden states and the MLP's inputs of all tokens, and the
+    logits of a full batch, in float32. (On a GPU it is measured: `peak_bytes`.)
+    """
+    rows = config.max_num_tokens * (8 * model.hidden_size + 3 * model.intermediate_size)
+    return 4 * (rows + 3 * config.max_decode_rows * model.vocab_size)
+
+
+def _fit_batch(config: EngineConfig, model: ModelConfig, free_bytes: int) -> EngineConfig:
+    """The settings with a batch whose largest step takes at most STEP_SHARE of the free memory, unless the
+    user chose the batch. free_bytes: the same on every rank.
+    """
+    asked = config
+    while step_bytes(config, model) > STEP_SHARE * free_bytes:
+        if asked.max_batch_size != EngineConfig.max_batch_size or config.max_batch_size <= SMALLEST_BATCH:
+            break
+        if asked.max_num_tokens != EngineConfig.max_num_tokens:
+            break
+        batch = config.max_batch_size // 2
+        beams = min(config.max_beam_width, batch)
+        tokens = config.max_num_tokens // 2
+        config = replace(config, max_batch_size=batch, max_beam_width=beams, max_num_tokens=tokens)
+    if config is not asked:
+        logger.warning(
+            "a step has %d sequences and %d tokens at most, not %d and %d, which would take too much of the "
+            "free memory",
+            *(config.max_batch_size, config.max_num_tokens, asked.max_batch_size, asked.max_num_tokens),
+        )
+    return config
+
+
+class _Fit(NamedTuple):
+    """Settings of the adapter cache, and the bytes of one adapter of their largest rank."""
+
+    lora: LoraCacheConfig
+    modules: tuple[LoraModule, ...]
+    largest: int
+
+
+@dataclass(frozen=True)
+class _Adapters:
+    """Sizes the adapter cache. dtype: of its pages. count: adapters of the optimal rank to make room for."""
+
+    lora: LoraCacheConfig
+    model: ModelConfig
+    dtype: torch.dtype
+    count: int
+    agree: Callable[[int], int]  # as in `plan_memory`
+
+    def on_gpu(self, free_bytes: int) -> tuple[LoraCacheConfig, int]:
+        """The settings with a rank limit that fits, and the bytes for adapters: of `count` and one of the
+        largest rank, but at most MOST_ROOM of the free bytes.
+        """
+        most = self.most(free_bytes)
+        if self.lora.sizes_host and not self.lora.sizes_rows:
+            most = min(most, self.lora.host_memory_bytes)
+        found = self._fit(most)
+        return found.lora, max(found.largest, min(self._usual(found), most))
+
+    def on_cpu(self, free_bytes: int) -> tuple[LoraCacheConfig, int]:
+        """The same. A CPU computes from the host level: that is what is sized, and the device level may use
+        all of it.
+        """
+        if self.lora.sizes_host:
+            lora = self.within(self.lora.host_memory_bytes)
+            return replace(lora, gpu_memory_bytes=UNLIMITED), lora.host_memory_bytes
+        most = self.most(free_bytes)
+        found = self._fit(most)
+        room = max(found.largest, min(most, max(self._usual(found), self.lora.host_memory_bytes)))
+        return replace(found.lora, gpu_memory_bytes=room, host_memory_bytes=room), room
+
+    def within(self, most: int) -> LoraCacheConfig:
+        """The settings with a rank limit of which one adapter fits the size that the user chose. Unchanged if
+        none does.
+        """
+        if self.lora.sizes_rows:
+            return self.lora
+        if self.lora.sizes_host:
+            most = min(most, self.lora.host_memory_bytes)
+        found = self._fit(most)
+        return found.lora if self.agree(found.largest <= most) else self.lora
+
+    def _fit(self, most: int) -> _Fit:
+        """The first that fits `most` bytes on every rank. The last if none does."""
+        for found in self._narrower():
+            if self.agree(found.largest <= most):
+                break
+        return found
+
+    def _narrower(self) -> Iterator[_Fit]:
+        """The settings, then the same without what takes most memory, unless the user asked for it: adapters
+        on routed experts, large ranks.
+        """
+        lora, modules = self.lora, lora_modules(self.model, self.lora.target_modules)
+        yield self._one(lora, modules)
+        if self.model.moe is not None and not lora.target_modules:
+            modules = beside_experts(modules)
+            yield self._one(lora, modules)
+        rank = lora.rank_limit
+        while rank > SMALLEST_LIMIT and lora.rank_limit == LoraCacheConfig.max_adapter_size:
+            rank = max(SMALLEST_LIMIT, rank // 2)
+            yield self._one(replace(lora, max_lora_rank=rank), modules)
+
+    def _one(self, lora: LoraCacheConfig, modules: Mapping[int, LoraModule]) -> _Fit:
+        each = tuple(modules.values())
+        return _Fit(lora, each, usual_bytes(each, self.model.num_layers, lora, self.dtype.itemsize, 0))
+
+    def _usual(self, one: _Fit) -> int:
+        return usual_bytes(one.modules, self.model.num_layers, one.lora, self.dtype.itemsize, self.count)
+
+    def most(self, free_bytes: int) -> int:
+        """Bytes that adapters may take if nobody chose a size, the same on every rank."""
+        return int(MOST_ROOM * max(0, self.agree(free_bytes)))
+
+
+def plan_states(config: EngineConfig, model: ModelConfig, free_bytes: int, floor: bool = False) -> int:
     """Slots of recurrent state: one per sequence of a full batch, and as many for prefix reuse if they fit.
 
-    0: the model has no recurrent layers. Raises ConfigError.
+    free_bytes: for states and KV cache. floor: take the least that works even if it does not fit. 0: the
+    model has no recurrent layers. Raises ConfigError.
     """
     own = model.recurrent
     if own is None:
         return 0
     snapshots = config.max_batch_size if config.enable_kv_cache_reuse else 0
-    room = int(MOST_STATES * config.kv_cache_free_gpu_mem_fraction * free_bytes) // own.state_bytes
-    slots = min(config.max_batch_size + snapshots, room)
+    room = int(MOST_STATES * free_bytes) // own.state_bytes
+    slots = min(config.max_batch_size + snapshots, max(room, config.max_beam_width if floor else 0))
     if slots < config.max_beam_width:
         raise ConfigError(
             f"no room for recurrent states: one sequence takes {own.state_bytes} bytes, at least "
@@ -118,27 +318,39 @@ def allocate_states(slots: int, model: ModelConfig, device: torch.device) -> Rec
 
 
 def plan_kv(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, free_bytes: int
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    free_bytes: int,
+    floor: bool = False,
 ) -> KvPlan:
-    """Size the cache: a fraction of the free bytes, but no more than the user allows or a full batch can use.
+    """Size the cache: the free bytes, but no more than the user allows or a full batch can use.
 
     Bytes of a block = tokens_per_block * bytes of dtype * the sum over layers of planes (2: keys, values) *
     kv_heads * head_dim. Encoder layers do not count. On a CPU the cache is never larger than max_batch_size
     sequences of max_seq_len need, because host memory is shared with everything else on the machine.
+    floor: take the least that works even if it does not fit. Raises ConfigError.
     """
     size = config.tokens_per_block
     block_bytes = size * token_numbers(model) * dtype.itemsize
     max_seq_len = config.max_seq_len or model.max_seq_len
     prompts = 2 if model.encoder else 1  # the encoder's prompt takes blocks, too
-    num_blocks = int(config.kv_cache_free_gpu_mem_fraction * free_bytes) // block_bytes
+    num_blocks = max(0, free_bytes) // block_bytes
+    if floor:
+        num_blocks = max(num_blocks, prompts * -(-min(max_seq_len, LEAST_TOKENS) // size))
     if config.max_tokens_in_paged_kv_cache is not None:
         num_blocks = min(num_blocks, -(-config.max_tokens_in_paged_kv_cache // size))
     if device.type == "cpu":
         num_blocks = min(num_blocks, config.max_batch_size * prompts * -(-max_seq_len // size))
     if num_blocks < 1:
+        limited = config.gpu_memory_utilization is not None
+        remedy = (
+            "raise gpu_memory_utilization" if limited else "lower tokens_per_block or use a larger device"
+        )
         raise ConfigError(
             f"no room for a KV cache: one block of {size} tokens takes {block_bytes} bytes, "
-            f"{free_bytes} bytes are free; lower tokens_per_block or use a larger device"
+            f"{free_bytes} bytes are free; {remedy}"
         )
     capacity = num_blocks // prompts * size
     if capacity < max_seq_len:
@@ -146,44 +358,10 @@ def plan_kv(
         max_seq_len = capacity
     if max_seq_len < 2:
         raise ConfigError("max_seq_len must be at least 2: one prompt token and one output token")
+    text = "KV cache: up to %.1f GiB, %d tokens" if device.type == "cpu" else "KV cache: %.1f GiB, %d tokens"
+    if not model.bidirectional:  # encoders write nothing to it
+        logger.info(text, num_blocks * block_bytes / 2**30, num_blocks * size)
     return KvPlan(num_blocks, max_seq_len, block_bytes)
-
-
-def adapter_room(
-    config: EngineConfig, lora: LoraCacheConfig, model: ModelConfig, dtype: torch.dtype, free_bytes: int
-) -> int:
-    """Bytes that the KV cache leaves to adapters on a GPU. 0 if the user has sized the device level.
-
-    They hold as many adapters of the optimal rank as run in a batch, up to USUAL_ADAPTERS, and one of the
-    largest rank, but at most MOST_ROOM of the free memory. dtype: of the adapters' pages.
-    """
-    if lora.sizes_device:
-        return 0
-    modules = lora_modules(model, lora.target_modules).values()
-    count = min(config.max_batch_size, USUAL_ADAPTERS)
-    wanted = usual_bytes(modules, model.num_layers, lora, dtype.itemsize, count)
-    room = min(wanted, int(MOST_ROOM * free_bytes))
-    if room > lora.gpu_memory_fraction * (1 - config.kv_cache_free_gpu_mem_fraction) * free_bytes:
-        logger.info(
-            "the KV cache leaves %d MiB to adapters, %d of rank %d and one of rank %d where they fit: "
-            "lora_cache_gpu_memory_fraction chooses another size",
-            room // 2**20,
-            count,
-            min(lora.optimal_adapter_size, lora.rank_limit),
-            lora.rank_limit,
-        )
-    return room
-
-
-def with_room(lora: LoraCacheConfig, room: int, free_bytes: int) -> LoraCacheConfig:
-    """The settings with both levels enlarged to at least the result of `adapter_room`. free_bytes: after the
-    KV cache.
-    """
-    if not room:
-        return lora
-    device = max(room, int(lora.gpu_memory_fraction * free_bytes))
-    host = lora.host_memory_bytes if lora.sizes_host else max(lora.host_memory_bytes, device)
-    return replace(lora, gpu_memory_bytes=device, host_memory_bytes=host)
 
 
 def batch_limits(

@@ -147,6 +147,8 @@ def plan_cache(
     device_rows = adapter_rows * (config.max_loras or 0) or config.num_device_module_layer
     host = geometry.slots_for(config.host_memory_bytes, element_bytes, host_rows)
     device = geometry.slots_for(device_bytes, element_bytes, device_rows)
+    if not config.sizes_host:  # the host level holds what the device level holds
+        host = max(host, device)
     return CachePlan(
         geometry,
         geometry.pages_for("host", host, at_most=not host_rows),

@@ -94,6 +94,11 @@ class FileTensor:
         return self._entry["dtype"]
 
     @property
+    def stored_bytes(self) -> int:
+        start, stop = self._entry["data_offsets"]
+        return stop - start
+
+    @property
     def dtype(self) -> torch.dtype:
         """Raises ConfigError for a type that is not supported."""
         if self.get_dtype() not in DTYPES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from manylora.config.engine import EngineConfig
 from manylora.config.model import ModelConfig
 from manylora.config.model_folder import weight_files
 from manylora.errors import ConfigError
-from manylora.gguf.file import GgufFile, GgufTensor
+from manylora.gguf.file import GgufFile, PlainTensor
 from manylora.kernels.device import Device
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.model.decoder import Decoder
@@ -206,6 +207,24 @@ def _loaded_dtype(
     return narrow if device.ops.keeps(narrow, compute) else compute
 
 
+def weight_bytes(model_dir: Path, config: ModelConfig, dtype: torch.dtype, device: Device) -> int:
+    """About the bytes that the weights take in memory, from the headers of the files. Raises ConfigError."""
+    total = sum(path.stat().st_size for path in weight_files(model_dir))
+    with ExitStack() as stack:
+        files = open_checkpoint(model_dir, stack)
+        for name, spec in plan_of_files(config, files).items():
+            loaded = _loaded_dtype(name, spec, files, dtype, device)
+            for piece in spec.slices:
+                if piece.source not in files:
+                    continue  # quantised: as many bytes as in the file
+                tensor = files[piece.source].get_slice(piece.source)
+                numbers = math.prod(tensor.get_shape())
+                total += numbers * loaded.itemsize - tensor.stored_bytes
+                if name == "embed" and config.tie_word_embeddings and not config.bidirectional:
+                    total += numbers * loaded.itemsize  # the head is packed for its kernel
+    return total
+
+
 def open_checkpoint(
     model_dir: Path, stack: ExitStack, on_read: Callable[[int], None] = lambda count: None
 ) -> Files:
@@ -306,7 +325,7 @@ class _SpecRows:
         return made.add_(1) if self._spec.plus_one else made
 
 
-def _checked(spec: WeightSpec, piece: RowSlice, files: Files) -> FileTensor | GgufTensor:
+def _checked(spec: WeightSpec, piece: RowSlice, files: Files) -> FileTensor | PlainTensor:
     tensor, expected = files[piece.source].get_slice(piece.source), spec.checkpoint_shape(piece)
     if tuple(tensor.get_shape()) != expected:
         raise ConfigError(
@@ -320,7 +339,7 @@ def _checked(spec: WeightSpec, piece: RowSlice, files: Files) -> FileTensor | Gg
     return tensor
 
 
-def _plain_rows(spec: WeightSpec, piece: RowSlice, stored: FileTensor | GgufTensor) -> Tensor:
+def _plain_rows(spec: WeightSpec, piece: RowSlice, stored: FileTensor | PlainTensor) -> Tensor:
     if spec.columns and spec.transposed:
         first = piece.expert * (spec.all_columns or spec.columns) + spec.first_column
         rows = range(piece.places.start, min(piece.places.stop, piece.total))
@@ -389,7 +408,7 @@ def read_quantised(
         file = files[name]
         if expert is None:
             return file.get_tensor(name).to(device)
-        assert isinstance(file, SafetensorsFile), "GGUF files of mixtures of experts are refused"
+        assert isinstance(file, SafetensorsFile), "experts of a GGUF file are separate tensors"
         return file.get_slice(name).of_expert(expert).to(device)
 
     found = stored.read(source, columns, read)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -29,8 +30,16 @@ def usable_processors() -> int:
 
 
 def available_memory() -> int:
-    """Bytes that the groups still allow. UNLIMITED or more without a limit."""
-    return max(0, min(_left_in_groups(), default=UNLIMITED))
+    """Bytes that the groups and `ulimit -v` still allow. UNLIMITED or more without a limit."""
+    return max(0, min([UNLIMITED, *_left_in_groups(), *_left_of_addresses()]))
+
+
+def _left_of_addresses() -> Iterator[int]:
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        with suppress(OSError, ValueError):
+            used = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+            yield limit - used * resource.getpagesize()
 
 
 def _cpu_quotas() -> Iterator[float]:

@@ -20,8 +20,10 @@ class ManyloraError(Exception):
     """Base of all exceptions that manylora raises on purpose."""
 
 
-class ConfigError(ManyloraError):
-    """A setting, checkpoint or repository with which the service cannot start."""
+class ConfigError(ManyloraError, ValueError):
+    """A setting, checkpoint or repository with which the service cannot start. A ValueError, as callers of
+    TensorRT-LLM's and vLLM's `LLM` expect.
+    """
 
 
 class EngineDeadError(ManyloraError):

@@ -170,3 +170,36 @@ def test_the_template_of_transformers_gives_the_same_prompt(llm: LLM) -> None:
         CHAT, tokenize=False, add_generation_prompt=True
     )
     assert llm.chat(CHAT, GREEDY).prompt == expected == Tokenizer(DEMO / "base").chat(CHAT)
+
+
+def test_the_models_own_values_hold_where_params_are_silent() -> None:
+    override = {"temperature": 5.0, "max_new_tokens": 5}
+    with LLM(DEMO / "base", device="cpu", override_generation_config=override) as made:
+        assert made.get_default_sampling_params() == SamplingParams(temperature=5.0, max_tokens=5)
+        assert made.generate([5, 6], None, use_tqdm=False).outputs[0].length <= 5
+        asked = [SamplingParams(max_tokens=9, ignore_eos=True, seed=seed) for seed in range(4)]
+        assert len({str(one.outputs[0].token_ids) for one in made.generate([[5, 6]] * 4, asked)}) > 1
+        greedy = [SamplingParams(max_tokens=9, temperature=0.0, seed=seed) for seed in range(4)]
+        assert len({str(one.outputs[0].token_ids) for one in made.generate([[5, 6]] * 4, greedy)}) == 1
+    with pytest.raises(ConfigError, match="temprature is not supported"):
+        LLM(DEMO / "base", device="cpu", override_generation_config={"temprature": 1})
+
+
+def test_tools_and_earlier_calls_are_shown_to_a_model_that_knows_none(llm: LLM) -> None:
+    function = {"name": "weather", "parameters": {"type": "object"}}
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    chat = [
+        *CHAT,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+    ]
+    tools = [{"type": "function", "function": function}]
+    prompt = llm.chat(chat, GREEDY, tools=tools).prompt
+    assert json.dumps(function) in prompt and "Result of weather: sunny" in prompt
+    assert '{"name": "weather", "arguments": {"city": "Rome"}}' in prompt
+    assert llm.chat_async(chat, GREEDY, tools=tools).result().prompt == prompt
+    for wrong in ([{"function": {"name": "f", "arguments": "["}}], ["f"], 5):
+        with pytest.raises(ValueError, match="tool_calls must be like"):
+            llm.chat([{"role": "assistant", "tool_calls": wrong}], GREEDY)
+    with pytest.raises(ValueError, match="tools: each must be like"):
+        llm.chat(CHAT, GREEDY, tools=["weather"])

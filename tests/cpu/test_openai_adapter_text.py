@@ -41,11 +41,13 @@ def server(folders: Path) -> Iterator[Running]:
         "generation_config": {"stop": ["巴"], "temperature": 0.0},
     }
     arguments = [str(DEMO / "base"), "--lora-modules", json.dumps(named)]
+    arguments += ["--override-generation-config", '{"temperature": 0, "top_k": 7, "max_new_tokens": 6}']
     chosen = parse_options([*arguments, "--lora-trust", str(folders / "ours")])
     running = Running(
         lora_root=(folders / "ours", folders / "theirs"),
         lora_trust=chosen.lora_trust,
         lora_modules=chosen.lora_modules,
+        override_generation_config=chosen.override_generation_config,
         allow_runtime_lora_updating=True,
     )
     yield running
@@ -97,6 +99,20 @@ def test_defaults_hold_for_what_a_request_leaves_out(server: Running) -> None:
     assert ollama.json()["eval_count"] <= 3
     told = server.post("/v1/responses", model="zh", input="Hello", stream=False).json()
     assert told["temperature"] == 0
+
+
+def test_the_base_models_defaults_hold_where_the_adapter_has_none(server: Running) -> None:
+    for name, count in (("demo", 6), ("plain", 6), ("zh", 3)):
+        assert num_tokens(server, name, ignore_eos=True) == count
+    assert num_tokens(server, "demo", ignore_eos=True, max_tokens=8) == 8
+    hot = {"prompt": "Hello", "temperature": 20.0, "top_k": -1, "max_tokens": 6, "ignore_eos": True}
+    assert len({server.post(model="demo", **hot, seed=s).json()["choices"][0]["text"] for s in range(4)}) > 1
+    cards = {one["id"]: one for one in server.http.get("/v1/models").json()["data"]}
+    shown = {name: cards[name].get("default_sampling_params") for name in ("demo", "plain", "zh", "inline")}
+    common = {"top_p": 1.0, "top_k": 7, "min_p": 0.0, "repetition_penalty": 1.0, "temperature": 0}
+    assert shown["demo"] == {**common, "max_tokens": 6} and shown["plain"] is None
+    assert shown["zh"] == {**common, "max_tokens": 3}
+    assert shown["inline"] == {**common, "max_tokens": 6, "stop": ["巴"]}
 
 
 def test_settings_on_the_command_line_act(server: Running) -> None:

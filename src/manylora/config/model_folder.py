@@ -145,12 +145,17 @@ def _no_folder(folder: Path, what: str = "model's folder") -> str:
     if folder.is_file():
         return _no_folder_but_file(folder)
     parent = next(one for one in folder.absolute().parents if one.is_dir())
-    hint = ""
+    hint, is_file = "", folder.suffix == ".gguf"
     if parent == folder.absolute().parent:
-        near = difflib.get_close_matches(folder.name, _names(parent), n=1)
-        hint = f" (did you mean {folder.parent / near[0]}?)" if near else ""
+        names = [name for name in _names(parent) if not is_file or name.endswith(".gguf")]
+        near = difflib.get_close_matches(
+            folder.name, names, n=3 if is_file else 1, cutoff=0.4 if is_file else 0.6
+        )
+        hint = f" (did you mean {' or '.join(str(folder.parent / one) for one in near)}?)" if near else ""
     else:
         hint = f"; of its path there is only {parent}"
+    if is_file:
+        return f"the file {folder} does not exist{hint}"
     if folder.name == str(folder):
         hint += "; an id of the hub has its owner in front: org/name"
     if is_hub_id(folder):

@@ -29,11 +29,11 @@ def readable(path: Path) -> Iterator[None]:
 
 def read_settings(path: Path, kind: type = dict) -> Any:
     """Empty if the file does not exist. kind: dict or list. Raises ConfigError for anything else."""
-    try:
-        with readable(path):
+    with readable(path):
+        try:
             found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else kind()
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(found, kind):
         raise ConfigError(f"{path} must hold a JSON {'object' if kind is dict else 'list'}")
     return found

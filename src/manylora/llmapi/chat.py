@@ -1,4 +1,4 @@
-"""ChatRequests: the method of `LLM` that takes messages."""
+"""ChatRequests: the methods of `LLM` that take messages."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from manylora.errors import ConfigError
 from manylora.llmapi.lora import is_choice
 from manylora.llmapi.outputs import RequestOutput
 from manylora.llmapi.prompts import ChatText
+from manylora.llmapi.result import GenerationResult
 from manylora.llmapi.sampling import SamplingParams
 from manylora.lora.text.current import OwnText
 from manylora.text.chat_template import ROLES, ChatTemplate
 from manylora.text.tokenizer import Tokenizer
+from manylora.text.tool_text import call_arguments
 
 Messages = Sequence[Mapping[str, Any]]
 OWN = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
 class _Owner(Protocol):
-    """The parts of an LLM that the method needs."""
+    """The parts of an LLM that the methods need."""
 
     _tokenizer: Tokenizer | None
     _max_seq_len: int
@@ -31,6 +33,10 @@ class _Owner(Protocol):
     def generate(
         self, inputs: Any, sampling_params: Any, lora_request: Any, use_tqdm: bool
     ) -> RequestOutput | list[RequestOutput]: ...
+
+    def generate_async(
+        self, inputs: Any, sampling_params: Any, lora_request: Any, streaming: bool
+    ) -> GenerationResult: ...
 
 
 class ChatRequests:
@@ -52,9 +58,11 @@ class ChatRequests:
         """Answer one conversation, or several at once, and wait. Returns a list for several.
 
         messages: each with `role` and `content`, which is a text or a list of parts
-            {"type": "text", "text": …}. Other keys are passed to the template.
+            {"type": "text", "text": …}, and `tool_calls` as in OpenAI's API. Other keys are passed to the
+            template.
         chat_template: text of a template; None: the adapter's if it has a trusted one, else the model's.
-        tools: shown by the template.
+        tools: as in OpenAI's API, shown by the template. For a template that does not know tools, they and
+            the calls and results in messages are shown as text.
         add_generation_prompt: end the prompt with the start of an answer.
         continue_final_message: continue the last message instead.
         chat_template_kwargs: further variables of the template.
@@ -63,9 +71,7 @@ class ChatRequests:
         """
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message needs add_generation_prompt=False")
-        given = chat_template_kwargs or {}
-        if set(given) & set(OWN):
-            raise ValueError(f"chat_template_kwargs must not have {', '.join(sorted(set(given) & set(OWN)))}")
+        variables = {"add_generation_prompt": add_generation_prompt, **_variables(chat_template_kwargs)}
         single = bool(messages) and isinstance(messages[0], Mapping)
         chats: list[Any] = [messages] if single else list(messages)
         adapters = self._named(lora_request)
@@ -74,23 +80,60 @@ class ChatRequests:
             raise ValueError(
                 f"lora_request must be one, or one for each prompt: got {len(each)} for {len(chats)}"
             )
-        variables = {"add_generation_prompt": add_generation_prompt, **given}
-        prompts = []
-        for chat, adapter in zip(chats, each, strict=True):
-            own = self._text_of(adapter)
-            tokenizer = self._tokenizer if own is None else own.tokenizer
-            if tokenizer is None:
-                raise ValueError("chat needs a tokenizer: leave skip_tokenizer_init out")
-            if chat_template is not None:
-                tokenizer = tokenizer.with_parts(tokenizer.settings, _template(chat_template, tokenizer))
-            shown = [_shown(message) for message in chat]
-            if not shown:
-                raise ValueError("messages: there is none")
-            limits = self._max_seq_len, variables, continue_final_message
-            prompts.append(ChatText(tokenizer.chat(shown, tools or (), *limits)))
+        how = tools, chat_template, variables, continue_final_message
+        prompts = [_prompt(self, chat, adapter, *how) for chat, adapter in zip(chats, each, strict=True)]
         outputs = self.generate(prompts, sampling_params, adapters, use_tqdm)
         assert isinstance(outputs, list)
         return outputs[0] if single else outputs
+
+    def chat_async(
+        self: _Owner,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        lora_request: Any = None,
+        streaming: bool = False,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> GenerationResult:
+        """Start to answer one conversation, and return at once, as `generate_async`."""
+        variables = {"add_generation_prompt": True, **_variables(chat_template_kwargs)}
+        adapter = self._named(lora_request)
+        prompt = _prompt(self, messages, adapter, tools, chat_template, variables, False)
+        return self.generate_async(prompt, sampling_params, adapter, streaming)
+
+
+def _prompt(
+    owner: _Owner,
+    chat: Messages,
+    adapter: Any,
+    tools: Sequence[Mapping[str, Any]] | None,
+    template: str | None,
+    variables: Mapping[str, Any],
+    continues: bool,
+) -> ChatText:
+    """Raises ValueError, RequestError."""
+    if not all(isinstance(tool, Mapping) for tool in tools or ()):
+        raise ValueError('tools: each must be like {"type": "function", "function": {"name": "f"}}')
+    own = owner._text_of(adapter)
+    tokenizer = owner._tokenizer if own is None else own.tokenizer
+    if tokenizer is None:
+        raise ValueError("chat needs a tokenizer: leave skip_tokenizer_init out")
+    if template is not None:
+        tokenizer = tokenizer.with_parts(tokenizer.settings, _template(template, tokenizer))
+    shown = [_shown(message) for message in chat]
+    if not shown:
+        raise ValueError("messages: there is none")
+    return ChatText(tokenizer.chat(shown, tools or (), owner._max_seq_len, variables, continues))
+
+
+def _variables(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """chat_template_kwargs. Raises ValueError."""
+    own = sorted(set(given or ()) & set(OWN))
+    if own:
+        raise ValueError(f"chat_template_kwargs must not have {', '.join(own)}")
+    return given or {}
 
 
 def _template(text: str, tokenizer: Tokenizer) -> ChatTemplate:
@@ -113,4 +156,22 @@ def _shown(message: Any) -> dict[str, Any]:
         content = "\n".join(texts)
     elif not (content is None or isinstance(content, str)):
         raise ValueError(f"messages: content must be a text, got {str(content)[:80]!r}")
-    return {**message, "role": ROLES.get(message["role"], message["role"]), "content": content or ""}
+    shown = {**message, "role": ROLES.get(message["role"], message["role"]), "content": content or ""}
+    if message.get("tool_calls"):
+        shown["tool_calls"] = _shown_calls(message["tool_calls"])
+    return shown
+
+
+def _shown_calls(calls: Any) -> list[dict[str, Any]]:
+    """Calls of OpenAI's form as templates take them. Raises ValueError."""
+    try:
+        functions = [(call, call["function"]) for call in calls]
+        return [
+            {**call, "function": {"name": one["name"], "arguments": call_arguments(one.get("arguments"))}}
+            for call, one in functions
+        ]
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise ValueError(
+            'messages: tool_calls must be like [{"id": "1", "type": "function", "function": '
+            '{"name": "f", "arguments": "{}"}}], whose arguments are a JSON object'
+        ) from error

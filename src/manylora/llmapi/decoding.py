@@ -72,7 +72,7 @@ class Decoding:
 def with_defaults(
     params: SamplingParams, defaults: GenerationDefaults, *, own_length: bool
 ) -> SamplingParams:
-    """The same with an adapter's defaults for fields that are None. own_length: `max_tokens` was set by the
+    """The same with default values for fields that are None. own_length: `max_tokens` was set by the
     caller.
 
     Beam search ignores the sampling defaults. Raises ValueError if the defaults do not fit the other fields.

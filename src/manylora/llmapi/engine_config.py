@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +21,6 @@ from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import MODULE_NAMES, LoraModule, lora_modules
 from manylora.model.checkpoint import read_model_config
-
-logger = logging.getLogger("manylora")
 
 NO_ADAPTERS: Mapping[str, Any] = {
     "optimal_adapter_size": 1, "max_adapter_size": 1, "max_lora_rank": 1, "target_modules": ("attn_q",),
@@ -63,11 +60,6 @@ def engine_config(model_dir: Path, arguments: Mapping[str, Any], **settings: Any
             model = read_model_config(model_dir)
             given["target_modules"] = inferred_targets(lora, model, BaseWeights(model_dir))
     config = resolve(model_dir, {**given, **settings}, DEFAULTS)
-    if lora is not None and not config.lora.target_modules:
-        logger.warning(
-            "Both lora_dir and lora_target_modules are empty, so all LoRA modules will be expected: "
-            "the cache is sized for each of them"
-        )
     if moe is not None:
         check_moe_backend(moe, config.lora.target_modules, read_model_config(model_dir))
     return config
@@ -84,9 +76,9 @@ def inferred_targets(lora: LoraConfig, model: ModelConfig, base: BaseWeights | N
     return tuple(name for name in MODULE_NAMES if name in names)
 
 
-def parameter_names(text: str) -> str:
-    """An error's text with the names that users of `LLM` know."""
-    for theirs, ours in NAMES.items():
+def parameter_names(text: str, names: Mapping[str, str] = NAMES) -> str:
+    """An error's text with the names that users of `LLM`, or of another door, know."""
+    for theirs, ours in names.items():
         text = text.replace(theirs, ours)
     return text
 
@@ -102,7 +94,12 @@ def _modules_of(folder: Path, nemo: bool, options: ReadOptions) -> set[str]:
         if not any(folder.glob("adapter_model.*")):
             raise ValueError(f"adapter_model file does not exist in {folder}")
     try:
-        rows = read_lora(find_source(folder), 0, options).config
+        source = find_source(folder)
+        if nemo and source.kind == "peft":
+            raise ConfigError(
+                f"lora_dir {folder} is an adapter of PEFT, no NeMo checkpoint: leave lora_ckpt_source out"
+            )
+        rows = read_lora(source, 0, options).config
     except AdapterError as error:
         raise ConfigError(f"lora_dir {folder}: {error}") from error
     assert rows is not None

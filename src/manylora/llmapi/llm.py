@@ -26,6 +26,7 @@ from manylora.llmapi.decoding import Decoding, decoding_of, with_defaults
 from manylora.llmapi.engine_config import NO_ADAPTERS, engine_config, modules_to_read, parameter_names
 from manylora.llmapi.generation import Generation
 from manylora.llmapi.lora import LoRAChoice, LoraConfig, LoRARequest, is_choice, members_of
+from manylora.llmapi.model_defaults import NONE, model_defaults
 from manylora.llmapi.named_adapters import NamedAdapters, with_requests
 from manylora.llmapi.options import LlmArguments, check_known
 from manylora.llmapi.outputs import RequestOutput
@@ -65,6 +66,9 @@ class LLM(ChatRequests, PooledRequests):
     lora_trust: FOLDER, or FOLDER=PART,PART, or several: adapters in it are used with their own
                chat_template, generation_config and tokenizer (the PARTs), where they have them.
     lora_tokenizer_bytes: memory for these tokenizers; each counts as eight times its file.
+    generation_config: where values come from for fields that SamplingParams leave None: vllm (nowhere: greedy
+               decoding), auto (the model's generation_config.json), or a folder that has such a file.
+    override_generation_config: such values, instead of those: {"temperature": 0.6}.
     quant_config: quantise the weights; None: leave them as stored.
     guided_decoding_backend: llguidance or xgrammar, which are equivalent here; None: no guided decoding.
     moe_backend: CUTLASS or None; there is only one implementation of experts.
@@ -101,6 +105,8 @@ class LLM(ChatRequests, PooledRequests):
         lora_trust: str | Sequence[str] = (),
         lora_alias: Mapping[str, str] = NO_ALIASES,
         lora_tokenizer_bytes: int = TOKENIZER_BYTES,
+        generation_config: str | Path = NONE,
+        override_generation_config: Mapping[str, Any] | None = None,
         **arguments: Unpack[LlmArguments],
     ) -> None:
         check_known(arguments)
@@ -118,6 +124,8 @@ class LLM(ChatRequests, PooledRequests):
             settings = {} if self._serves_lora else dict(NO_ADAPTERS)
             self._model = read_model_config(folder)
             self._pooling = read_pooling_settings(folder)
+            asked = str(generation_config), override_generation_config
+            self._defaults = model_defaults(folder, self._model.vocab_size, *asked)
             chosen = folder if tokenizer is None else tokenizer
             self._tokenizer = None if skip_tokenizer_init else _open_tokenizer(chosen, tokenizer_revision)
             if arguments.get("guided_decoding_backend") is not None:
@@ -133,6 +141,11 @@ class LLM(ChatRequests, PooledRequests):
             trusted, known = _listed(lora_trust), (self._tokenizer, self._model.vocab_size)
             self._texts = trusted_texts(trusted, roots, *known, lora_tokenizer_bytes)
             config = engine_config(folder, arguments, **settings)
+            if lora_config is not None and not (arguments.get("enable_lora") or config.lora.target_modules):
+                logger.warning(
+                    "Both lora_dir and lora_target_modules are empty, so all LoRA modules will be expected: "
+                    "the cache is sized for each of them"
+                )
             engine = Engine(config)
         except ConfigError as error:
             raise ConfigError(parameter_names(str(error))) from error
@@ -155,6 +168,10 @@ class LLM(ChatRequests, PooledRequests):
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """SamplingParams() with the values of `generation_config` and `override_generation_config`."""
+        return with_defaults(SamplingParams(), self._defaults, own_length=False)
 
     def lora_names(self) -> list[str]:
         """Current names of adapters, from `lora_root` and `lora_alias`."""
@@ -201,7 +218,7 @@ class LLM(ChatRequests, PooledRequests):
 
     def generate_async(
         self,
-        inputs: Input,
+        inputs: Input | ChatText,
         sampling_params: SamplingParams | None = None,
         lora_request: str | LoRAChoice | None = None,
         streaming: bool = False,
@@ -271,7 +288,7 @@ class LLM(ChatRequests, PooledRequests):
 
     def _make(
         self,
-        inputs: Input,
+        inputs: Input | ChatText,
         sampling_params: SamplingParams | None,
         lora_request: LoRAChoice | None,
         streaming: bool,
@@ -287,11 +304,14 @@ class LLM(ChatRequests, PooledRequests):
                     f"sampling_params must be a SamplingParams, got {sampling_params!r:.80}: give, for "
                     "example, SamplingParams(max_tokens=64)"
                 )
-            params, end_ids = replace(sampling_params) if sampling_params else SamplingParams(), None
+            params, defaults = (
+                replace(sampling_params) if sampling_params else SamplingParams(),
+                self._defaults,
+            )
             if own is not None:
-                params = with_defaults(params, own.defaults, own_length=sampling_params is not None)
-                tokenizer, end_ids = own.tokenizer, own.defaults.end_ids
-            end_ids = self._model.eos_token_ids if end_ids is None else end_ids
+                tokenizer, defaults = own.tokenizer, own.defaults.over(defaults)
+            params = with_defaults(params, defaults, own_length=sampling_params is not None)
+            end_ids = self._model.eos_token_ids if defaults.end_ids is None else defaults.end_ids
             decoding = decoding_of(params, tokenizer, end_ids)
             if own is None:
                 known[id(sampling_params)] = params, decoding

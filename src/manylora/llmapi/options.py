@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from manylora.config.resolve import KEYS, rename
+from manylora.config.values import CONVERTERS
 from manylora.errors import ConfigError
 from manylora.llmapi.llm_args import KvCacheConfig, NGramDecodingConfig, PeftCacheConfig
 from manylora.llmapi.lora import LoraConfig
@@ -118,7 +119,7 @@ KNOWN = tuple(LlmArguments.__annotations__)
 # Further arguments of `LLM`.
 OF_FILES = (
     "tokenizer", "skip_tokenizer_init", "revision", "tokenizer_revision", "lora_root", "lora_trust",
-    "lora_alias", "lora_tokenizer_bytes",
+    "lora_alias", "lora_tokenizer_bytes", "generation_config", "override_generation_config",
 )  # fmt: skip
 # Arguments of TensorRT-LLM without a meaning here, with the accepted values. None is always accepted.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -213,6 +214,14 @@ def _part(name: str, kind: type, value: Any) -> Any:
     except ValueError as error:
         raise ConfigError(f"option {name}: {error}") from error
     check_names(f"field of {name}", value, [one.name for one in fields(kind)])
+    value = dict(value)
+    for one in fields(kind):
+        convert = CONVERTERS.get(str(one.type).removesuffix(" | None"))
+        if convert is not None and value.get(one.name) is not None:
+            try:
+                value[one.name] = convert(value[one.name])
+            except ValueError as error:
+                raise ConfigError(f"option {name}: {one.name} {error}") from error
     try:
         return kind(**value)
     except (TypeError, ValueError) as error:

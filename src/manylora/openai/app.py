@@ -132,7 +132,8 @@ class _Routes:
         self.context, self._status = context, status
         self._inference = context.inference
         self._catalog = context.backend.catalog
-        self.other = OtherRoutes(self._key, self._body, context.inference, context.created, context.pooling)
+        shown = context.created, context.pooling, context.options.folder
+        self.other = OtherRoutes(self._key, self._body, context.inference, *shown)
         self.adapters = AdapterRoutes(
             self._body,
             context.keyring,
@@ -259,12 +260,14 @@ class _Routes:
 
     def _base_card(self, name: str) -> dict[str, object]:
         bases, limits = self._inference.bases, self._inference.limits
-        return base_card(name, bases[0], self.context.created, limits.max_seq_len)
+        defaults = self._inference.defaults
+        return base_card(name, bases[0], self.context.created, limits.max_seq_len, defaults)
 
     def _adapter_card(self, entry: AdapterEntry, tier_of: dict[str, str]) -> dict[str, object]:
         tier = tier_of.get(entry.name, "disk")
         pinned = self.context.pinning.is_pinned(entry.name)
-        return adapter_card(entry, self._inference.bases[0], self.context.created, tier, pinned=pinned)
+        base, defaults = self._inference.bases[0], self._inference.defaults
+        return adapter_card(entry, base, self.context.created, tier, defaults, pinned=pinned)
 
 
 def _endpoint(name: str, path: str) -> Handler:

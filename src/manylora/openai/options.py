@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,11 +17,14 @@ from manylora.config.hub import hub_name, is_hub_id, local_adapter, local_model
 from manylora.config.model_folder import check_adapter_path, check_model_folder, check_tokenizer_folder
 from manylora.config.values import at_least, one_of, readable
 from manylora.errors import ConfigError
+from manylora.gguf.folder import is_gguf
+from manylora.gguf.parts import NAMED
 from manylora.llmapi import options as llm
 from manylora.llmapi.engine_config import engine_config
 from manylora.lora.library.aliases import Aliases
 from manylora.lora.library.names import is_name
 from manylora.lora.text.adapter_text import PARTS, TOKENIZER_BYTES, TextSource, TrustedFolder
+from manylora.openai.other_flags import json_object
 from manylora.openai.serving.connections import HttpLimits
 
 # Arguments of `LLM` that the file may also have. max_queue_size means the server's own queue here, and
@@ -73,6 +77,17 @@ class NamedAdapter:
         return cls(name, path, text, pinned)
 
 
+def _name_of(model: str | Path) -> str:
+    """The id of a hub model, or the name of its folder or GGUF file, without a part's number."""
+    if is_hub_id(model):
+        return hub_name(model)
+    if not is_gguf(Path(model)):
+        return Path(model).resolve().name
+    stem = Path(model).stem
+    part = NAMED.fullmatch(stem)
+    return re.sub(r"[^\w.:/-]", "-", part["stem"] if part else stem, flags=re.ASCII)
+
+
 def _alias(given: str) -> tuple[str, str]:
     """NAME=TARGET. Raises ArgumentTypeError."""
     name, _, target = given.partition("=")
@@ -90,6 +105,11 @@ def _text_source(given: Mapping[str, Any]) -> TextSource:
             raise argparse.ArgumentTypeError(f"{name} must be {what}, got {str(value)[:80]!r}")
     found: dict[str, Any] = {name: Path(one) if isinstance(one, str) else one for name, one in given.items()}
     return TextSource(**found)
+
+
+def _object(given: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    """A JSON object. Raises ArgumentTypeError."""
+    return json_object(given) if isinstance(given, str) else json_object(json.dumps(given))
 
 
 def _trusted_folder(given: str) -> TrustedFolder:
@@ -110,12 +130,22 @@ class ServeOptions:
     model: str | Path
     host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 for all interfaces")
     port: int = _option(8000, "port to listen on; 0 chooses a free one", int)
-    served_model_name: tuple[str, ...] = _option((), "names of the base model; default: its folder's")
+    served_model_name: tuple[str, ...] = _option(
+        (), "names of the base model; default: its folder's, or its file's without .gguf"
+    )
     revision: str | None = _option(None, "branch, tag or commit, if the model is a hub id")
     tokenizer: str | Path | None = _option(None, "tokenizer folder or hub id; default: the model's")
     tokenizer_revision: str | None = _option(None, "branch, tag or commit, if the tokenizer is a hub id")
     download_dir: Path | None = _option(None, "download folder; default: that of HF_HOME", Path)
     chat_template: Path | None = _option(None, "Jinja file; default: the tokenizer's template", Path)
+    generation_config: str = _option(
+        "auto",
+        "where a request's defaults come from: auto (the model), vllm (none), or a folder with a "
+        "generation_config.json",
+    )
+    override_generation_config: Mapping[str, Any] | None = _option(
+        None, "JSON object of such defaults, which replace the model's: '{\"temperature\": 0.6}'", _object
+    )
     triton_url: str | None = _option(
         None, "host:port (gRPC) of a running Triton server to use instead of an engine in this process"
     )
@@ -210,6 +240,7 @@ class ServeOptions:
     ssl_keyfile: Path | None = _option(None, "PEM file with the key, for HTTPS", Path)
     log_level: str = _option("info", "debug, info, warning, error")
     sections: Mapping[str, Any] = field(default_factory=dict)  # LLM_ARGUMENTS of the file
+    given_paths: tuple[str, ...] = ()  # `paths` before `located`
 
     def __post_init__(self) -> None:
         at_least(1, self, "max_request_bytes", "max_connections", "max_connections_per_address")
@@ -277,13 +308,15 @@ class ServeOptions:
     @property
     def bases(self) -> tuple[str, ...]:
         """Names of the base model."""
-        own = hub_name(self.model) if is_hub_id(self.model) else Path(self.model).resolve().name
-        return self.served_model_name or (own,)
+        return self.served_model_name or (_name_of(self.model),)
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The base model's path as it was given, by which clients of vLLM and trtllm-serve call it."""
-        return str(self.model), f"{self.model}/"
+        """The base model's path as it was given, by which clients of vLLM and trtllm-serve call it, and a
+        GGUF file's name, by which clients of llama.cpp do.
+        """
+        file = (Path(self.model).name,) if is_gguf(Path(self.model)) else ()
+        return str(self.model), f"{self.model}/", *file, *self.given_paths
 
     @property
     def is_local(self) -> bool:
@@ -312,6 +345,7 @@ class ServeOptions:
             revision=None,
             tokenizer_revision=None,
             served_model_name=self.bases,
+            given_paths=self.paths,
             lora_modules=tuple(replace(one, path=str(path)) for one, path in adapters),
         )
 

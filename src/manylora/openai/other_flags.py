@@ -67,6 +67,20 @@ VALUES: dict[str, dict[Any, Any]] = {
     "kv_cache_dtype": {"fp8_e4m3": "fp8", "bfloat16": "auto", "float16": "auto"},
     "enforce_eager": {True: False, False: None},
 }
+# Errors of the engine name Triton's parameters. What they are called here:
+ENGINE_NAMES = {
+    "lora_cache_host_memory_bytes": "--max-cpu-loras (host_cache_size of peft_cache_config in --config)",
+    "lora_cache_gpu_memory_fraction": "--max-loras (device_cache_percent of peft_cache_config in --config)",
+    "lora_cache_max_adapter_size": "--max-lora-rank",
+    "lora_target_modules": "modules in lora_target_modules of lora_config in --config",
+    "kv_cache_free_gpu_mem_fraction": "--kv-cache-free-gpu-memory-fraction",
+    "gpu_memory_utilization": "--gpu-memory-utilization",
+    "tokens_per_block": "--block-size",
+    "max_beam_width": "--max-beam-width",
+    "max_num_tokens": "--max-num-tokens",
+    "max_batch_size": "--max-batch-size",
+    "max_seq_len": "--max-seq-len",
+}
 DTYPES = {"half": "float16", "float": "float32"}
 # Without effect here, with the values that are accepted. Empty: any value.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -120,7 +134,6 @@ NEUTRAL_VALUES: dict[str, tuple[str, ...]] = {
         "outlines",
         "lm-format-enforcer",
     ),
-    "generation_config": ("vllm",),
     "response_role": ("assistant",),
     "chat_template_content_format": ("auto", "string"),
     "scheduling_policy": ("fcfs",),
@@ -152,7 +165,6 @@ REFUSED: dict[str, str] = {
     "hf_overrides": CONFIG,
     "pooler_config": "modules.json and 1_Pooling/config.json in the model's folder set the pooling",
     "override_pooler_config": "modules.json and 1_Pooling/config.json in the model's folder set the pooling",
-    "override_generation_config": "give sampling parameters in requests",
     "default_chat_template_kwargs": "give chat_template_kwargs in requests",
     "limit_mm_per_prompt": "only text is served",
     "reasoning_parser": "reasoning stays in the text of the output",

@@ -19,7 +19,8 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.config.pooling import read_pooling_settings
 from manylora.errors import AdapterError, ConfigError
-from manylora.llmapi.engine_config import modules_to_read
+from manylora.llmapi.engine_config import modules_to_read, parameter_names
+from manylora.llmapi.model_defaults import model_defaults
 from manylora.lora.bounds import Bounds
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions
@@ -35,6 +36,7 @@ from manylora.model.checkpoint import read_model_config
 from manylora.openai.api.params import Limits
 from manylora.openai.app import AppContext, make_app
 from manylora.openai.options import ServeOptions
+from manylora.openai.other_flags import ENGINE_NAMES
 from manylora.openai.serving.adapter_record import AdapterRecord
 from manylora.openai.serving.backend import Backend, EngineClient
 from manylora.openai.serving.catalog import AdapterCatalog
@@ -75,6 +77,8 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
     texts = _adapter_texts(options, tokenizer, served.model.vocab_size)
     _check_adapters(options, served.reader, texts)
     created, pooling = int(time.time()), read_pooling_settings(options.folder)
+    asked = options.generation_config, options.override_generation_config
+    defaults = model_defaults(options.folder, served.model.vocab_size, *asked)
 
     async def start() -> AppContext:
         folder = options.shared_dir
@@ -87,7 +91,7 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
         limits = Limits(served.max_seq_len, served.model.vocab_size, max_samples=served.max_batch_size)
         fingerprint = f"fp_{options.bases[0]}"
         inference = Inference(
-            backend, tokenizer, served.model, limits, options.bases, fingerprint, options.paths
+            backend, tokenizer, served.model, limits, options.bases, fingerprint, options.paths, defaults
         )
         pinning = Pinning(backend.engine.pins, catalog, inference.load)
         known = keyring, hosts, metrics, uploads, pinning, options, created, pooling
@@ -186,7 +190,10 @@ def _in_process(options: ServeOptions, ended: Callable[[str], None]) -> _ServedM
     from manylora.engine.engine import Engine
     from manylora.openai.serving.in_process import InProcessEngine
 
-    engine = Engine(options.engine_config())
+    try:
+        engine = Engine(options.engine_config())
+    except ConfigError as error:
+        raise ConfigError(parameter_names(str(error), ENGINE_NAMES)) from error
     modules = modules_to_read(engine.adapters.modules, options.sections.get("lora_config"))
     return _ServedModel(
         lambda: InProcessEngine(engine, options.hang_timeout, ended),
@@ -288,7 +295,8 @@ async def _open_catalog(
 def _log_adapters(options: ServeOptions, names: list[str]) -> None:
     if names:
         more = ", …" if len(names) > SHOWN else ""
-        logger.info("%d adapters: %s%s", len(names), ", ".join(sorted(names)[:SHOWN]), more)
+        what = "adapter" if len(names) == 1 else "adapters"
+        logger.info("%d %s: %s%s", len(names), what, ", ".join(sorted(names)[:SHOWN]), more)
     elif options.lora_root:
         roots = ", ".join(map(str, options.lora_root))
         logger.warning("no adapter is below --lora-root %s: each is a folder with adapter_config.json", roots)

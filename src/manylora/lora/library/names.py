@@ -24,13 +24,14 @@ def is_name(name: str) -> bool:
 def read_names(file: Path) -> dict[str, Path]:
     """A relative path is looked up beside the file, then in the working directory. Raises ConfigError."""
     try:
-        if file.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{file} has more than {MAX_BYTES} bytes")
-        given = json.loads(file.read_text(encoding="utf-8"))
+        is_large = file.stat().st_size > MAX_BYTES
+        given = None if is_large else json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid JSON: {error}") from error
+    if is_large:
+        raise ConfigError(f"{file} has more than {MAX_BYTES} bytes")
     if not isinstance(given, dict):
         raise ConfigError(f"{file} must be an object of names and folders")
     found = {}

@@ -68,6 +68,11 @@ class GenerationDefaults:
             raise ValueError("max_new_tokens must be at least 1")
         return cls(found, max_tokens, end_ids or None)
 
+    def over(self, base: GenerationDefaults) -> GenerationDefaults:
+        """These, and those of `base` where they are not set."""
+        end_ids = base.end_ids if self.end_ids is None else self.end_ids
+        return GenerationDefaults({**base.fields, **self.fields}, self.max_tokens or base.max_tokens, end_ids)
+
 
 NO_DEFAULTS = GenerationDefaults()
 

@@ -178,7 +178,7 @@ def completion_request(body: OllamaGenerate, model: str) -> CompletionRequest:
 
 
 def _as_given(made: BodyT, options: Options) -> BodyT:
-    """Mark Ollama's defaults as not set, so that an adapter's own defaults apply before them."""
+    """Mark Ollama's defaults as not set, so that those of the model or adapter apply before them."""
     for name in Options.model_fields.keys() - options.model_fields_set:
         made.model_fields_set.discard({"repeat_penalty": "repetition_penalty"}.get(name, name))
     return made

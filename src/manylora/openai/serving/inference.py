@@ -63,6 +63,7 @@ class Inference:
     """bases: names of the base model; responses use the first. fingerprint: identifies the base model.
 
     paths: further names of it, which are not listed: a path, by which clients of other servers call it.
+    defaults: of the base model, for fields that a request leaves out.
     """
 
     def __init__(
@@ -74,9 +75,11 @@ class Inference:
         bases: Sequence[str],
         fingerprint: str,
         paths: Sequence[str] = (),
+        defaults: GenerationDefaults = NO_DEFAULTS,
     ) -> None:
         self.backend, self.tokenizer, self.limits, self.bases = backend, tokenizer, limits, bases
         self.model, self._fingerprint, self._paths = model, fingerprint, paths
+        self.defaults = defaults
         self.prompts = Prompts(tokenizer, limits)
         # Called when a client disconnects during a stream.
         self.on_disconnect: Callable[[], None] = lambda: None
@@ -97,9 +100,13 @@ class Inference:
 
     async def prompts_of(self, model: str, key: ApiKey) -> Prompts:
         """Tokenizer and chat template of a model that the key may use. For other names the base model's."""
+        return (await self.text_of(model, key))[0]
+
+    async def text_of(self, model: str, key: ApiKey) -> tuple[Prompts, GenerationDefaults]:
+        """The same, with the generation defaults."""
         catalog = self.backend.catalog
         name = catalog.aliases.resolve(model)
-        return (await self._text_of(name if catalog.has(name) and self.may_use(model, key) else None))[0]
+        return await self._text_of(name if catalog.has(name) and self.may_use(model, key) else None)
 
     def may_use(self, name: str, key: ApiKey) -> bool:
         """For an alias its own name counts, because its creator decided who may use it. Not for the base
@@ -127,8 +134,8 @@ class Inference:
     async def _text_of(self, name: str | None, *, fresh: bool = False) -> tuple[Prompts, GenerationDefaults]:
         text = None if name is None else await self.backend.catalog.text(name, fresh=fresh)
         if text is None:
-            return self.prompts, NO_DEFAULTS
-        return self.prompts.with_tokenizer(text[0]), text[1]
+            return self.prompts, self.defaults
+        return self.prompts.with_tokenizer(text[0]), text[1].over(self.defaults)
 
     async def chat_from(
         self,

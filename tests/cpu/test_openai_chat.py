@@ -275,3 +275,43 @@ def test_templates_see_what_transformers_shows_them(tmp_path: Path) -> None:
         template(tmp_path, "{% for %}")
     (tmp_path / "chat_template.jinja").write_text("from a file", encoding="utf-8")
     assert template(tmp_path, "x").render(messages) == "from a file"
+
+
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_a_template_without_tools_gets_them_and_earlier_calls_as_text() -> None:
+    """The calls are in the form that the instructions teach, which the parser reads."""
+    calls = [{"id": str(i), "type": "function", "function": json.loads(CALL)} for i in range(2)]
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        *QUESTION,
+        {"role": "assistant", "content": "", "tool_calls": calls[:1]},
+        {"role": "tool", "tool_call_id": "0", "content": "sunny"},
+        {"role": "assistant", "content": "Both.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "0", "content": "1"},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]
+    made = ChatTemplate({"default": CHATML}, {})
+    text = made.render(chat, [WEATHER])
+    system, user, first, result, second, both, _ = text.removeprefix("<|").split("<|")[0:7]
+    assert system.startswith("system|>Be brief.") and '"name": "weather"' in system
+    assert (user, result) == (f"user|>{QUESTION[0]['content']}", "user|>Result of weather: sunny")
+    assert first == f"assistant|>{CALL}" and second == f"assistant|>Both.\n[{CALL}, {CALL}]"
+    assert both == "user|>Result of weather: 1\nResult of weather: 2"
+    assert "Result of its name: …" in system and '{"name": its name' in system
+    assert made.render(chat).endswith(text[text.index("<|user|>") :])  # calls stay where no tool is offered
+    knowing = ChatTemplate({"default": CHATML.replace("m.content", "m.content ~ m.tool_calls")}, {})
+    assert "Result of" not in knowing.render(chat) and "Result of" in knowing.render(chat, [WEATHER])
+
+
+def test_tools_count_in_a_tokenised_chat(server: Running) -> None:
+    body = {"model": "demo", "messages": QUESTION, "tools": [WEATHER]}
+    chat = server.post("/v1/chat/completions", **body, max_tokens=1).json()
+    told = server.post("/tokenize", **body).json()
+    assert told["count"] == chat["usage"]["prompt_tokens"]
+    assert told["count"] > server.post("/tokenize", model="demo", messages=QUESTION).json()["count"]
+    assert server.post("/tokenize", model="demo", prompt="a", tools=[WEATHER]).status_code == 400

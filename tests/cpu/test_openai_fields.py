@@ -299,7 +299,7 @@ def test_other_apis_name_a_wrong_guide_by_their_own_fields(server: Running) -> N
     assert wrong["message"].startswith("controller_arg.grammar is not a valid")
 
 
-ITEM = {"type": "object", "properties": {"a": {"type": "integer"}}}
+ITEM = {"type": "object", "properties": {"a": {"type": "string"}}}
 CLOSED_ITEM = {**ITEM, "additionalProperties": False}
 
 
@@ -323,6 +323,42 @@ CLOSED_ITEM = {**ITEM, "additionalProperties": False}
 )  # fmt: skip
 def test_objects_that_list_their_keys_have_no_others(schema: Any, wanted: Any) -> None:
     assert closed(schema) == wanted
+
+
+LEAST, MOST = {"minimum": -9 * 10**18}, {"maximum": 9 * 10**18}
+DECIMALS = {"multipleOf": 1e-9}
+WHOLE = {"type": "integer", **LEAST, **MOST}
+
+
+@pytest.mark.parametrize(
+    ("schema", "added"),
+    [
+        ({"type": "integer"}, {**LEAST, **MOST}),
+        ({"type": ["null", "number"]}, {"minimum": -(10**15), "maximum": 10**15, **DECIMALS}),
+        ({"type": "integer", "exclusiveMinimum": 0}, MOST),
+        ({"type": "integer", "multipleOf": 5, "maximum": 9}, LEAST),
+        ({"type": "number", "minimum": 10**16}, DECIMALS),
+        ({"type": "number", "minimum": 0, "maximum": 1e-9}, {}),
+        ({"type": "number", "minimum": 0.1, "maximum": 0.10000001}, {}),
+        ({"type": "integer", "enum": [1, 2]}, {}),
+        ({"type": "string", "minimum": 1}, {}),
+        ({"properties": {}, "allOf": [{"type": "integer"}]}, {"allOf": [WHOLE]}),
+    ],
+)
+def test_numbers_get_the_bounds_that_they_lack(schema: dict[str, Any], added: dict[str, Any]) -> None:
+    assert closed({"items": schema}) == {"items": {**schema, **added}}
+    many = {"prefixItems": [{"type": "integer"}] * 101}
+    assert closed(many) == many  # they would take too long to compile
+
+
+@pytest.mark.parametrize(("kind", "most"), [("integer", 20), ("number", 26)])
+def test_a_number_ends(server: Running, kind: str, most: int) -> None:
+    """Also where the model would go on: the bias forbids everything but digits and the point."""
+    tokenizer = Tokenizer(DEMO / "base")
+    digits = {i: 100 for token, i in tokenizer.vocabulary().items() if set(token) <= set("0123456789.")}
+    body = complete(server, guided_json={"type": kind}, logit_bias=digits, max_tokens=64)
+    [choice] = body["choices"]
+    assert choice["finish_reason"] == "stop" and 0 < len(choice["text"]) <= most
 
 
 def test_only_allowed_tokens_come_and_bad_words_do_not(server: Running) -> None:

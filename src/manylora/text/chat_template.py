@@ -14,8 +14,8 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from manylora.errors import ConfigError, RequestError, TextTooLongError
+from manylora.text.tool_text import Messages, has_tool_use, with_tools_as_text
 
-Messages = Sequence[Mapping[str, Any]]
 FILE = "chat_template.jinja"
 ROLES = {"developer": "system"}  # templates only know the older name
 # Characters of a prompt, and of one JSON text in it: nested lists with indentation grow quadratically.
@@ -44,6 +44,7 @@ class ChatTemplate:
         }
         self._templates: dict[str, Any] = {}
         self.takes_tools = False
+        self._shows_calls = any("tool_calls" in text for text in sources.values())
         self.source = sources.get("default")
         for name, text in sources.items():
             try:
@@ -72,8 +73,11 @@ class ChatTemplate:
         variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> str:
         """The prompt, ready for the assistant's answer. most: maximum number of characters. variables: passed
-        to the template, which may include add_generation_prompt. Raises RequestError.
+        to the template, which may include add_generation_prompt. Tools, calls and results that the template
+        does not know are shown as text. Raises RequestError.
         """
+        if not self.takes_tools and (tools or (not self._shows_calls and has_tool_use(messages))):
+            messages, tools = with_tools_as_text(messages, tools), ()
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template = self._templates.get(name)
         if template is None:

@@ -1,4 +1,6 @@
-"""Closes objects in a JSON schema, for guided decoding. Otherwise a model could invent keys."""
+"""Closes objects in a JSON schema, and limits its numbers, for guided decoding. Otherwise a model could
+invent keys, or write digits without end.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +14,61 @@ SINGLE = ("items", "additionalProperties", "contains")
 COMBINING = ("allOf", "anyOf", "oneOf", "not", "if", "$ref", "dependentSchemas")
 DECIDED = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 
+LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+LARGEST = {"number": 10**15, "integer": 9 * 10**18}  # 64 bits hold any such integer
+SMALLEST = 1e-9  # nine decimals
+MOST_NUMBERS = 100  # each takes a millisecond or two to compile
+COARSE = 1e-6  # finer bounds may need more decimals
+
 
 def closed(schema: Any) -> Any:
-    """The same schema, in which an object with `properties` allows no other keys unless it says so.
+    """The same schema, in which an object with `properties` allows no other keys unless it says so, and a
+    number is at most LARGEST and a multiple of SMALLEST, where it has no bounds of its own.
 
-    A schema that combines several objects (a keyword of COMBINING beside `properties`, or `allOf` with more
-    than one) is not changed: a key that is unknown to one part may belong to another.
+    In a schema that combines several objects (a keyword of COMBINING beside `properties`, or `allOf` with
+    more than one) objects stay open: a key that is unknown to one part may belong to another. More than
+    MOST_NUMBERS stay as they are.
     """
-    return schema if _combines(schema) else _close(schema)
+    text = str(schema)
+    few = sum(text.count(repr(kind)) for kind in LARGEST) <= MOST_NUMBERS
+    return _close(schema, not _combines(schema), few)
 
 
-def _close(schema: Any) -> Any:
+def _close(schema: Any, objects: bool, numbers: bool) -> Any:
+    """objects: whether they are closed. numbers: whether they are limited."""
     if not isinstance(schema, Mapping):
         return schema
-    found = dict(schema)
+    found = _limited(schema) if numbers else dict(schema)
     for name, value in schema.items():
         if name in MAPS and isinstance(value, Mapping):
-            found[name] = {key: _close(one) for key, one in value.items()}
+            found[name] = {key: _close(one, objects, numbers) for key, one in value.items()}
         elif name in LISTS and isinstance(value, list):
-            found[name] = [_close(one) for one in value]
+            found[name] = [_close(one, objects, numbers) for one in value]
         elif name in SINGLE:
-            found[name] = _close(value)
-    if isinstance(schema.get("properties"), Mapping) and not any(name in schema for name in DECIDED):
+            found[name] = _close(value, objects, numbers)
+    has_keys = isinstance(schema.get("properties"), Mapping)
+    if objects and has_keys and not any(name in schema for name in DECIDED):
         found["additionalProperties"] = False
+    return found
+
+
+def _limited(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy with the bounds that its numbers lack."""
+    found, types = dict(schema), schema.get("type")
+    types = types if isinstance(types, list) else [types]
+    kind = next((one for one in LARGEST if one in types), None)
+    bounds = [schema[name] for name in (*LOWER, *UPPER) if type(schema.get(name)) in (int, float)]
+    if kind is None or "enum" in schema or "const" in schema:
+        return found
+    if not any(name in schema for name in LOWER) and all(one > -LARGEST[kind] for one in bounds):
+        found["minimum"] = -LARGEST[kind]
+    if not any(name in schema for name in UPPER) and all(one < LARGEST[kind] for one in bounds):
+        found["maximum"] = LARGEST[kind]
+    is_coarse = all(one == 0 or abs(one) >= COARSE for one in bounds) and (
+        not bounds or len(bounds) == 1 or max(bounds) - min(bounds) >= COARSE
+    )
+    if kind == "number" and is_coarse:
+        found.setdefault("multipleOf", SMALLEST)
     return found
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from manylora.openai.api.errors import invalid_value
 from manylora.openai.api.schema import Message, ToolCall
 from manylora.text.chat_template import ROLES
+from manylora.text.tool_text import call_arguments
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -33,15 +33,11 @@ def _template_message(message: Message) -> dict[str, Any]:
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """Convert a tool call: arguments are JSON text in a request and an object in templates. Raises
-    ApiError.
-    """
+    """Raises ApiError."""
     try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
+        arguments = call_arguments(call.function.arguments)
+    except ValueError as error:
         reason = "messages: arguments of a tool call must be a JSON object"
-        raise invalid_value(reason, "messages")
+        raise invalid_value(reason, "messages") from error
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}

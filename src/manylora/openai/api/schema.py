@@ -240,11 +240,12 @@ class ChatRequest(TemplateFields, GenerationRequest):
 
 
 class TokenizeRequest(TemplateFields):
-    """Exactly one of prompt and messages."""
+    """Exactly one of prompt and messages. tools: as in a chat."""
 
     model: str = Field("", max_length=512)
     prompt: str | None = None
     messages: Items[Message] | None = Field(None, min_length=1, max_length=4096)
+    tools: Items[Tool] = Field([], max_length=128)
     add_special_tokens: bool = True
 
 

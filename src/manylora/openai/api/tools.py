@@ -73,12 +73,6 @@ class ToolUse:
             )
         return None
 
-    def instructions(self) -> str:
-        """A system message for models whose chat template does not support tools."""
-        lines = [json.dumps(spec["function"], ensure_ascii=False) for spec in self.specs]
-        how = 'To call one, answer with nothing but JSON: {"name": its name, "arguments": {its arguments}}'
-        return "\n".join(["You can call these functions:", *lines, how])
-
 
 def tool_use(body: ChatRequest) -> ToolUse | None:
     """None: the output cannot have tool calls. Raises ApiError."""

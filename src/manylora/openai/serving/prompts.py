@@ -51,6 +51,8 @@ class Prompts:
         if body.messages is not None:
             text = await self.render(body.messages, body)
             return list(await self.encode(text, False, "messages", whole=False))
+        if body.tools:
+            raise invalid_value("tools needs messages", "tools")
         text = body.prompt or ""
         return list(await self.encode(text, body.add_special_tokens, "prompt", whole=False))
 
@@ -79,7 +81,7 @@ class Prompts:
         if body.continue_final_message and body.add_generation_prompt:
             reason = "continue_final_message and add_generation_prompt exclude each other: give one"
             raise invalid_value(reason, "continue_final_message")
-        use = tool_use(body) if isinstance(body, ChatRequest) and body.include_json_schema_in_prompt else None
+        use = _tools_shown(body)
         length = num_characters(messages)
         try:
             self.tokenizer.limits.check(length, self._limits.max_seq_len, whole=False)
@@ -125,10 +127,7 @@ class Prompts:
         body: TemplateFields,
         variables: dict[str, Any],
     ) -> str:
-        shown = template_messages(messages)
-        specs = use.specs if use else []
-        if use and not self.tokenizer.takes_tools:
-            shown, specs = [{"role": "system", "content": use.instructions()}, *shown], []
+        shown, specs = template_messages(messages), use.specs if use else []
         context, continues = self._limits.max_seq_len, body.continue_final_message
         try:
             return self.tokenizer.chat(shown, specs, context, variables, continues)
@@ -140,6 +139,13 @@ class Prompts:
     def _too_long(self, error: TextTooLongError, field: str) -> ApiError:
         reason = f"{context_length(self._limits.max_seq_len)}. {error}"
         return ApiError(400, "context_length_exceeded", reason, field)
+
+
+def _tools_shown(body: TemplateFields) -> ToolUse | None:
+    """Raises ApiError."""
+    if isinstance(body, ChatRequest) and body.include_json_schema_in_prompt:
+        return tool_use(body)
+    return ToolUse(body.tools) if isinstance(body, TokenizeRequest) and body.tools else None
 
 
 def _variables(body: TemplateFields) -> dict[str, Any]:

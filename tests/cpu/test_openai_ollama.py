@@ -138,9 +138,16 @@ def test_models_are_listed_and_shown(server: Running) -> None:
     found = server.http.get("/api/tags").json()["models"]
     assert [one["name"] for one in found] == ["demo:latest", "chinese:latest", "japanese:latest"]
     assert found[1]["details"]["parent_model"] == "demo"
+    files = [*(DEMO / "base").glob("*.safetensors")]
+    assert found[0]["size"] == sum(file.stat().st_size for file in files) > found[1]["size"] > 0
+    for one in found:
+        details = one["details"]
+        assert (details["format"], details["quantization_level"]) == ("safetensors", "F16")
+        assert details["parameter_size"].endswith("M") and 0 < float(details["parameter_size"][:-1]) < 100
     shown = server.post("/api/show", model="chinese:latest").json()
     family = shown["details"]["family"]
     assert shown["model_info"][f"{family}.context_length"] > 100
+    assert found[0]["size"] / 2.1 < shown["model_info"]["general.parameter_count"] < found[0]["size"] / 2
     assert "completion" in shown["capabilities"]
     assert server.post("/api/show", name="demo").status_code == 200
     server.post("/api/generate", model="chinese", prompt="a", stream=False, options={"num_predict": 1})

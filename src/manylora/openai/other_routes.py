@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -64,7 +65,7 @@ OTHER_ROUTES = [
 
 
 class OtherRoutes:
-    """identify: returns the API key of a request. read: parses its body."""
+    """identify: returns the API key of a request. read: parses its body. folder: of the base model."""
 
     def __init__(
         self,
@@ -73,9 +74,10 @@ class OtherRoutes:
         inference: Inference,
         created: int,
         pooling: PoolingSettings,
+        folder: Path,
     ) -> None:
         self._identify, self._read, self._inference = identify, read, inference
-        self._ollama = OllamaApi(inference, created)
+        self._ollama = OllamaApi(inference, created, folder)
         self._pooled = PooledApi(inference, pooling)
         self._ollama_embedding = OllamaEmbeddingApi(inference, self._ollama, self._pooled)
 
@@ -104,10 +106,10 @@ class OtherRoutes:
         return JSONResponse(await self._ollama.show(body, key))
 
     async def ollama_tags(self, request: Request) -> Response:
-        return JSONResponse(self._ollama.tags(self._identify(request)))
+        return JSONResponse(await self._ollama.tags(self._identify(request)))
 
     async def ollama_running(self, request: Request) -> Response:
-        return JSONResponse(self._ollama.running(self._identify(request)))
+        return JSONResponse(await self._ollama.running(self._identify(request)))
 
     async def ollama_version(self, request: Request) -> Response:
         return JSONResponse({"version": VERSION})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -27,6 +29,7 @@ from manylora.openai.serving.adapter_entry import AdapterEntry
 from manylora.openai.serving.fitting import fit
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey
+from manylora.openai.serving.model_files import ModelFiles
 from manylora.openai.serving.models import tiers
 from manylora.openai.serving.responses import ChatResponse, encode
 from manylora.request import RequestMetrics
@@ -36,10 +39,11 @@ NEVER = "2318-01-01T00:00:00Z"  # when a model will be unloaded
 
 
 class OllamaApi:
-    """created: Unix time of the base model shown to clients."""
+    """created: Unix time of the base model shown to clients. folder: of the base model."""
 
-    def __init__(self, inference: Inference, created: int) -> None:
-        self._inference, self._created = inference, created
+    def __init__(self, inference: Inference, created: int, folder: Path) -> None:
+        self._inference, self._created, self._folder = inference, created, folder
+        self._files = ModelFiles()
         self._catalog = inference.backend.catalog
 
     async def chat(self, request: Request, body: OllamaChat, key: ApiKey) -> Response:
@@ -65,12 +69,14 @@ class OllamaApi:
         build = partial(OllamaAnswer, body, started)
         return await self._inference.complete(request, completion, key, build)
 
-    def tags(self, key: ApiKey) -> dict[str, Any]:
+    async def tags(self, key: ApiKey) -> dict[str, Any]:
         """The models that a key may see."""
+        await self._read_files()
         return {"models": [self._base_card()] * key.may_see(None) + [self._card(e) for e in self._seen(key)]}
 
-    def running(self, key: ApiKey) -> dict[str, Any]:
+    async def running(self, key: ApiKey) -> dict[str, Any]:
         """The base model, and the adapters in the cache."""
+        await self._read_files()
         tier_of = tiers(self._inference.backend.stats())
         found = [self._base_card()] * key.may_see(None)
         found += [self._card(entry) for entry in self._seen(key) if entry.name in tier_of]
@@ -89,10 +95,11 @@ class OllamaApi:
             raise ApiError(400, "missing_field", "model is required", "model")
         name = self.meant(given)
         self.check(name, key)
+        await self._read_files()
         entry = next((one for one in self._catalog.entries() if one.name == name), None)
         card = self._base_card() if entry is None else self._card(entry)
-        limits = self._inference.limits
-        prompts = await self._inference.prompts_of(name, key)
+        limits, files = self._inference.limits, self._files
+        prompts, defaults = await self._inference.text_of(name, key)
         able = ["completion", *["tools"] * (prompts.tokenizer.chat_template is not None)]
         family = card["details"]["family"]
         facts = {
@@ -100,10 +107,13 @@ class OllamaApi:
             f"{family}.context_length": limits.max_seq_len,
             f"{family}.vocab_size": limits.vocab_size,
             f"{family}.embedding_length": self._inference.model.hidden_size,
+            f"{family}.block_count": self._inference.model.num_layers,
+            **({"general.parameter_count": files.parameters} if files.parameters else {}),
+            **({} if files.file_type is None else {"general.file_type": files.file_type}),
         }
         return {
             "modelfile": f"FROM {given}\n",
-            "parameters": "",
+            "parameters": "\n".join(f"{field:<30} {value}" for field, value in defaults.fields.items()),
             "template": "",
             "details": card["details"],
             "model_info": facts,
@@ -158,8 +168,13 @@ class OllamaApi:
             if self._inference.may_use(one.name, key) and (one.version is not None or one.problem is None)
         ]
 
+    async def _read_files(self) -> None:
+        if not self._files.num_bytes:
+            self._files = await asyncio.to_thread(ModelFiles.read, self._folder, self._inference.model)
+
     def _base_card(self) -> dict[str, Any]:
-        return self._model_card(self._inference.bases[0], self._created, 0, "", "")
+        size = self._files.num_bytes
+        return self._model_card(self._inference.bases[0], self._created, size, "", "")
 
     def _card(self, entry: AdapterEntry) -> dict[str, Any]:
         version = entry.version
@@ -177,14 +192,7 @@ class OllamaApi:
             "modified_at": datetime.fromtimestamp(created, timezone.utc).isoformat(),
             "size": size,
             "digest": digest,
-            "details": {
-                "parent_model": parent,
-                "format": "safetensors",
-                "family": family,
-                "families": [family],
-                "parameter_size": "",
-                "quantization_level": "",
-            },
+            "details": self._files.details(family, parent),
         }
 
 

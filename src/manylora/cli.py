@@ -14,6 +14,7 @@ import manylora
 COMMANDS = {
     "bench": ("manylora.commands.bench", "measure throughput and latency with many adapters"),
     "build": ("manylora.commands.build", "write a model directory, quantised and with limits"),
+    "chat": ("manylora.commands.chat", "talk to a model and its adapters in this terminal"),
     "convert": ("manylora.commands.convert", "convert an adapter to the tensors that requests carry"),
     "fleet": ("manylora.commands.fleet", "run several OpenAI servers behind one endpoint, on Ray Serve"),
     "inspect": ("manylora.commands.inspect", "show an adapter and whether a base model can serve it"),
@@ -29,9 +30,8 @@ COMMANDS = {
 """Name -> module with `main(arguments) -> exit status`, description."""
 PAGE = "manylora serve MODEL has a page to try it, http://localhost:8000/, and any OpenAI client works"
 OTHERS = {
-    "chat": PAGE,
     "complete": PAGE,
-    "run": "manylora serve MODEL serves it; in Python, manylora.LLM generates without a server",
+    "run": "manylora chat MODEL talks to it in this terminal, manylora serve MODEL serves it",
     "run-batch": "in Python, manylora.LLM(MODEL).generate(prompts) answers a batch",
     "generate": "in Python, manylora.LLM(MODEL).generate(prompts) answers a batch",
     "eval": "start manylora serve MODEL, and run lm-eval with its address",
@@ -99,7 +99,7 @@ def _usage() -> str:
             *lines,
             "",
             "To begin: manylora serve MODEL --lora-root FOLDER",
-            "MODEL is a Hugging Face folder or id; each subfolder of FOLDER is an adapter.",
+            "MODEL is a Hugging Face folder or id, or a GGUF file; each subfolder of FOLDER is an adapter.",
         ]
     )
 

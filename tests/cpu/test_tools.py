@@ -349,7 +349,7 @@ def test_the_command_line_itself(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "there is no command 'dance'" in capsys.readouterr().err
     assert manylora("help") == 0
     assert "manylora COMMAND --help" in capsys.readouterr().out
-    assert manylora("chat") == 2
+    assert manylora("complete") == 2
     assert "manylora serve MODEL has a page" in capsys.readouterr().err
     assert manylora("--verbose", "serve") == 2
     assert "the command comes first" in capsys.readouterr().err

@@ -1,0 +1,297 @@
+"""manylora chat: a conversation with a model and its adapters in a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from manylora.config.hub import is_hub_id
+from manylora.errors import ConfigError, RequestError
+from manylora.system.command_line import Parser
+
+if TYPE_CHECKING:
+    from manylora.llmapi.sampling import SamplingParams
+
+HELP = """/lora NAME   answer with this adapter from now on; none: the base model; without NAME: list them
+/reset       forget the conversation
+/help        show this
+/exit        leave, as Ctrl-D does; Ctrl-C stops an answer"""
+NONE = ("none", "base", "")  # for the base model
+MOST_TOKENS = 2**20  # of an answer: the context ends it earlier
+Pieces = Generator[str, None, None]
+
+
+class Model(Protocol):
+    """What answers: an LLM in this process, or a server."""
+
+    @property
+    def adapters(self) -> Sequence[str]: ...
+
+    def answer(self, messages: Sequence[dict[str, str]], adapter: str | None) -> Pieces:
+        """The pieces of an answer. Closing it stops the answer. Raises RequestError, ValueError."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.model is None and options.url is None:
+        parser.error("give MODEL, or --url ADDRESS of a running server")
+    try:
+        model, chosen = _server(options) if options.url else _in_process(options)
+        with closing(model):
+            return Conversation(model, options.system, chosen).run(sys.stdin.isatty())
+    except (RequestError, ValueError) as error:
+        print(f"manylora chat: {error}", file=sys.stderr)
+        return 1
+
+
+class Conversation:
+    """model: answers. system: text of the system message; None: the template's own. adapter: its name; None:
+    the base model.
+    """
+
+    def __init__(self, model: Model, system: str | None, adapter: str | None) -> None:
+        self._model = model
+        self._system = [{"role": "system", "content": system}] if system else []
+        self._messages = list(self._system)
+        self._adapter: str | None = None
+        if adapter is not None:
+            self._choose(adapter)
+
+    def run(self, terminal: bool) -> int:
+        """Until the input ends. terminal: show a prompt. Returns the exit status: 1 if, without a terminal, a
+        question was not answered.
+        """
+        if terminal:
+            with suppress(ImportError):
+                import readline  # noqa: F401 - input() then has line editing and a history
+            print("/help shows what there is besides questions.")
+        status = 0
+        while (line := self._line(terminal)) is not None:
+            if line == "/exit":
+                break
+            try:
+                self._take(line)
+            except (RequestError, ValueError) as error:
+                print(f"{error}", file=sys.stderr)
+                status = 0 if terminal else 1
+        return status
+
+    def _line(self, terminal: bool) -> str | None:
+        """The next input without white space around it; None at its end."""
+        while True:
+            try:
+                if not terminal:
+                    return line.strip() if (line := sys.stdin.readline()) else None
+                return input(f"{self._adapter or ''}> ").strip()
+            except EOFError:
+                print()
+                return None
+            except KeyboardInterrupt:
+                if not terminal:
+                    raise
+                print("\n(/exit or Ctrl-D leaves)")
+
+    def _take(self, line: str) -> None:
+        """Raises RequestError, ValueError."""
+        command, _, rest = line.partition(" ")
+        if command == "/help":
+            print(HELP)
+        elif command == "/reset":
+            self._messages = list(self._system)
+        elif command == "/lora" and not rest:
+            names = ", ".join(self._model.adapters) or "there are none"
+            print(f"now {self._adapter or 'the base model'}; adapters: {names}")
+        elif command == "/lora":
+            self._choose(rest.strip())
+        elif command.startswith("/"):
+            raise ValueError(f"there is no {command}\n{HELP}")
+        elif line:
+            self._ask(line)
+
+    def _choose(self, name: str) -> None:
+        names = self._model.adapters
+        if name not in names and name not in NONE:
+            raise ValueError(f"there is no adapter {name!r}: there are {', '.join(names) or 'none'}")
+        self._adapter = name if name in names else None
+
+    def _ask(self, question: str) -> None:
+        """Print the answer. A stopped answer stays in the conversation as far as it came."""
+        asked = [*self._messages, {"role": "user", "content": question}]
+        text = ""
+        pieces = self._model.answer(asked, self._adapter)
+        try:
+            for piece in pieces:
+                text += piece
+                print(piece, end="", flush=True)
+            print()
+        except KeyboardInterrupt:
+            print("\n(stopped)")
+        finally:
+            pieces.close()
+        self._messages = [*asked, {"role": "assistant", "content": text}]
+
+
+class InProcess:
+    """An LLM in this process. named: adapters by name; it may also have some in `lora_root`."""
+
+    def __init__(self, llm: Any, named: dict[str, Any], params: SamplingParams) -> None:
+        self._llm, self._named, self._params = llm, named, params
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        return sorted({*self._named, *self._llm.lora_names()})
+
+    def answer(self, messages: Sequence[dict[str, str]], adapter: str | None) -> Pieces:
+        chosen = None if adapter is None else self._named.get(adapter, adapter)
+        params = replace(self._params, seed=secrets.randbits(63))
+        result = self._llm.chat_async(messages, params, chosen, streaming=True)
+        try:
+            for output in result:
+                yield output.outputs[0].text_diff
+        finally:
+            result.abort()
+
+    def close(self) -> None:
+        self._llm.shutdown()
+
+
+class Server:
+    """A server with OpenAI's API. fields: of every request."""
+
+    def __init__(self, url: str, key: str, model: str | None, fields: dict[str, Any]) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._key, self._fields = key, fields
+        with self._open("models") as answer:
+            cards = json.load(answer)["data"]
+        bases = [card["id"] for card in cards if not card.get("parent")]
+        self._base = model or next(iter(bases), "")
+        self.adapters = [card["id"] for card in cards if card["id"] not in bases]
+
+    def answer(self, messages: Sequence[dict[str, str]], adapter: str | None) -> Pieces:
+        asked = {**self._fields, "model": adapter or self._base, "messages": messages, "stream": True}
+        with self._open("chat/completions", json.dumps(asked).encode()) as answer:
+            for line in answer:
+                data = line.decode().removeprefix("data:").strip()
+                if data and data != "[DONE]":
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise RequestError(str(event["error"].get("message")))
+                    for choice in event["choices"]:
+                        yield choice["delta"].get("content") or ""
+
+    def close(self) -> None:
+        pass
+
+    def _open(self, path: str, body: bytes | None = None) -> Any:
+        """Raises RequestError."""
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
+        request = urllib.request.Request(f"{self._url}/{path}", body, headers)
+        try:
+            return urllib.request.urlopen(request)
+        except urllib.error.HTTPError as error:
+            with suppress(ValueError, LookupError, TypeError):
+                raise RequestError(json.load(error)["error"]["message"]) from None
+            raise RequestError(f"{self._url}/{path}: {error}") from None
+        except OSError as error:
+            raise RequestError(f"{self._url} does not answer: {getattr(error, 'reason', error)}") from None
+
+
+def _in_process(options: argparse.Namespace) -> tuple[InProcess, str | None]:
+    """The model, and the name of the adapter to begin with. Raises ConfigError, ValueError."""
+    given = [_adapter(one, below_root=bool(options.lora_root)) for one in options.lora]
+    print(f"Loading {options.model} …", file=sys.stderr, flush=True)  # now: to import torch takes seconds
+    from manylora.llmapi.llm import LLM
+    from manylora.llmapi.lora import LoRARequest
+    from manylora.llmapi.model_defaults import LLAMA_CPP
+
+    named = {name: LoRARequest(name, i, path) for i, (name, path) in enumerate(given, 1) if path}
+    limits = {name: getattr(options, name) for name in ("device", "dtype", "max_seq_len")}
+    llm = LLM(
+        options.model,
+        lora_root=options.lora_root,
+        enable_lora=True if given or options.lora_root else None,
+        generation_config="auto",
+        max_batch_size=1,
+        **limits,
+    )
+    assert llm.tokenizer is not None
+    if llm.tokenizer.chat_template is None:
+        llm.shutdown()
+        raise ConfigError(f"{options.model} has no chat template, so it cannot chat")
+    params = llm.get_default_sampling_params()
+    if params.temperature is None and params.top_k is None and params.top_p is None:
+        params = replace(params, **LLAMA_CPP)
+    if options.temperature is not None:
+        params.temperature = options.temperature
+    params.max_tokens = options.max_tokens or MOST_TOKENS
+    return InProcess(llm, named, params), given[0][0] if given else None
+
+
+def _server(options: argparse.Namespace) -> tuple[Server, str | None]:
+    refused = [name for name in ("lora_root", "device", "dtype", "max_seq_len") if getattr(options, name)]
+    if refused or any("=" in one for one in options.lora):
+        name = refused[0] if refused else "lora NAME=PATH"
+        raise ConfigError(f"--{name.replace('_', '-')} has no effect with --url: the server has its own")
+    fields = {name: getattr(options, name) for name in ("temperature", "max_tokens")}
+    key = os.environ.get("OPENAI_API_KEY", "none")
+    fields = {name: value for name, value in fields.items() if value is not None}
+    server = Server(options.url, key, options.model, fields)
+    return server, options.lora[0] if options.lora else None
+
+
+def _adapter(given: str, below_root: bool) -> tuple[str, str]:
+    """The name and path of NAME=PATH, or of a path or hub id alone. Empty: a name in --lora-root. Raises
+    ConfigError.
+    """
+    name, equals, path = given.partition("=")
+    if equals:
+        return name, path
+    if Path(given).exists() or (is_hub_id(given) and not below_root):
+        return Path(given).resolve().name, given
+    if not below_root:
+        raise ConfigError(f"--lora {given} does not exist: give NAME=PATH, or --lora-root FOLDER too")
+    return given, ""
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="manylora chat",
+        description="Talk to a model and its adapters. Piped input is answered line by line.",
+        epilog=f"in the conversation:\n{HELP}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add: Callable[..., Any] = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="Hugging Face folder, GGUF file, or hub id org/name")
+    add(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="an adapter; the first one answers. Also a PATH, or a NAME in --lora-root; may be repeated",
+    )
+    add("--lora-root", action="append", default=[], metavar="FOLDER", help="folder with adapters")
+    add("--system", metavar="TEXT", help="system message")
+    add("--temperature", type=float, metavar="X", help="default: the model's, or 0.8; 0: greedy")
+    add("--max-tokens", type=int, metavar="N", help="of an answer; default: what the context has room for")
+    add("--max-seq-len", "--max-model-len", type=int, metavar="N", help="tokens of the whole conversation")
+    add("--device", help="auto, cpu, cuda, cuda:N")
+    add("--dtype", help="auto, float32, float16, bfloat16")
+    add("--url", metavar="ADDRESS", help="use a running server instead; its key: OPENAI_API_KEY")
+    return parser
+
+
+if __name__ == "__main__":
+    from manylora.cli import main as command
+
+    sys.exit(command(["chat", *sys.argv[1:]]))

@@ -382,7 +382,10 @@ def test_triton_tensors_mean_encoder_and_decoder() -> None:
     }
     [found] = decode_requests(arrays, "", decoupled=True, has_encoder=True)
     assert (found.request.encoder_prompt, found.request.prompt) == ((5, 6, 7), (1, 2))
-    [found] = decode_requests(arrays, "", decoupled=True)
+    with pytest.raises(RequestError, match="decoder_input_ids is for encoder-decoder models"):
+        decode_requests(arrays, "", decoupled=True)
+    one = {**arrays, "decoder_input_lengths": np.array([1], np.int32)}  # as the ensemble sends it
+    [found] = decode_requests(one, "", decoupled=True)
     assert (found.request.encoder_prompt, found.request.prompt) == ((), (5, 6, 7))
     arrays["decoder_input_lengths"] = np.array([9], np.int32)
     with pytest.raises(RequestError, match="Invalid decoder_input_ids length"):

@@ -111,6 +111,19 @@ def test_only_parameters_that_would_change_the_answer_are_refused() -> None:
         with pytest.raises(RequestError, match=f"^{name} is no input of this model, .*{words}$"):
             check_parameters(json.dumps({name: 1}))
     check_parameters('{"note": "pooling"}')
+    names = ("lora", "adapter", "adapter_id", "adapters", "lora_adapter", "lora_request", "lora_id", "model")
+    for name in names:
+        with pytest.raises(RequestError, match=f"^{name} is no input .* in lora_name, .* in lora_task_id"):
+            check_parameters(json.dumps({name: "sql"}))
+    check_parameters('{"model": "ensemble"}')
+
+
+def test_other_parameters_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        check_parameters('{"temprature": 0.5, "Streaming": true, "triton_note": 1, "priority": 1}')
+    assert [one.message for one in caplog.records] == [
+        "a request has temprature, which is no input of its model: it is ignored, and not logged again"
+    ]
 
 
 def test_the_log_has_the_trace_and_the_client_the_sentence(caplog: pytest.LogCaptureFixture) -> None:

@@ -173,6 +173,7 @@ def test_parameters_of_the_request_stand_in_for_the_input(server: Running, world
     [
         ({"sampling_parameters": "{"}, "sampling_parameters must be valid JSON"),
         ({"sampling_parameters": '{"x": 1}'}, "sampling_parameters has the unknown key 'x'"),
+        ({"sampling_parameters": '{"adapter": "a"}'}, "adapter is no input of this model"),
         (
             {"sampling_parameters": '{"lora_name": "bactrian"}'},
             "LoRA bactrian is not supported, we currently support ['three', 'four']",
@@ -191,6 +192,29 @@ def test_bad_requests_are_told_what_is_wrong(server: Running, body: dict[str, An
     assert status in (400, 500)
     message = json.loads(text)["error"]
     assert told in message and "\n" not in message and str(server.repo) not in message
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "ensemble": {"text_input": TEXT, "max_tokens": 2},
+    "tensorrt_llm_bls": {"text_input": TEXT, "max_tokens": 2},
+    "tensorrt_llm": {"input_ids": [5, 6], "input_lengths": 2, "request_output_len": 2},
+    "vllm_model": {"text_input": TEXT},
+    "llmapi": {"text_input": TEXT},
+}
+
+
+@pytest.mark.parametrize("model", BODIES)
+def test_no_model_answers_with_the_base_model_when_an_adapter_is_asked_for(
+    server: Running, model: str
+) -> None:
+    """By a name that means an adapter elsewhere: such fields of `generate` become request parameters."""
+    for path in ("generate", "generate_stream"):
+        for name in ("lora", "adapter", "adapter_id", "model"):
+            _, text = post(server, f"{model}/{path}", **BODIES[model], **{name: "three"})
+            assert f"{name} is no input of this model" in text and "lora_name" in text, text
+    if model == "vllm_model":
+        with pytest.raises(InferenceServerException, match="adapter is no input of this model"):
+            stream(server, model, {"text_input": words(TEXT)}, {"adapter": "three"})
 
 
 def test_bad_requests_of_llmapi_clients_too(server: Running) -> None:

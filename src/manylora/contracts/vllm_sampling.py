@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +15,7 @@ from manylora.llmapi.sampling import SamplingParams
 from manylora.lora.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.openai.api.guides import choice_pattern
 from manylora.request import MOST, MOST_FLOAT, LoraInput, LoraMix
+from manylora.wire.client_errors import ADAPTER, SERVERS_OWN, adapter_hint
 from manylora.wire.utf8 import is_unicode
 
 NAME = "sampling_parameters"
@@ -36,8 +36,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (), "trace_decode_token_ids": (), "routed_experts_prompt_start": (0,),
     "use_beam_search": (False,), "early_stopping": (False,), "length_penalty": (1.0, 0.0),
 }  # fmt: skip
-# Parameters that Triton and its front ends add to a request's own.
-SERVERS_OWN = re.compile(r"triton_\w+|sequence_\w+|binary_data_output|priority|timeout|request_type|stream")
 
 
 def _whole(value: Any) -> int:
@@ -139,6 +137,8 @@ def read_parameters(text: str, own: bool) -> dict[str, Any]:
             if value not in REFUSED[key]:
                 raise RequestError(f"{NAME}: {key} is not supported by this server: leave it out")
             continue
+        if ADAPTER.fullmatch(key):
+            raise RequestError(adapter_hint(key))
         if key not in TAKEN:
             raise RequestError(f"{NAME} has the unknown key {key!r:.80}: leave it out")
         read, wanted = TAKEN[key]

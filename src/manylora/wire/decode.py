@@ -105,7 +105,7 @@ def decode_requests(
 
     max_seq_len: tokens of prompt and output; longer inputs are refused before they are read. has_encoder: the
     model reads input_ids with an encoder, and its decoder starts from decoder_input_ids. Decoder-only models
-    ignore the latter, which the ensemble always sends.
+    ignore a single one of the latter, which the ensemble always sends.
     """
     sizes = {name: len(array) for name, array in arrays.items()}
     batch = sizes.get("input_lengths", 1)
@@ -139,8 +139,11 @@ def _decode(item: _Item, request_id: str, decoupled: bool, has_encoder: bool) ->
     prompt = _prompt(item, "input")
     if prompt is None:
         raise RequestError("A value is required for input_ids")
+    start = _prompt(item, "decoder_input") or ()
+    if len(start) > 1 and not has_encoder:
+        raise RequestError("decoder_input_ids is for encoder-decoder models: leave it out")
     request = Request(
-        prompt=(_prompt(item, "decoder_input") or ()) if has_encoder else prompt,
+        prompt=start if has_encoder else prompt,
         encoder_prompt=prompt if has_encoder else (),
         params=_params(item, sequences, width),
         lora=_lora(item),

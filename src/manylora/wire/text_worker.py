@@ -49,7 +49,7 @@ class TextWorker(Generic[Response]):
 
     def _answer(self, request: ServerRequest[Response]) -> Response | None:
         try:
-            check_parameters(request.parameters())
+            check_parameters(request.parameters(), log=False)
             inputs = read_inputs(request.inputs())
             threads = self._threads.executor(self._length(inputs))
         except Exception as error:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 from typing import TYPE_CHECKING
 
-from manylora.errors import ConfigError
 from manylora.launcher.command_service import CommandService
 from manylora.launcher.roles import DEPUTIES, Roles
 from manylora.launcher.state import State
@@ -14,6 +14,8 @@ from manylora.launcher.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from manylora.openai.options import ServeOptions
+
+logger = logging.getLogger("manylora")
 
 END_S = 10.0  # after the drain time, before the server's process is killed
 
@@ -27,7 +29,9 @@ def main(arguments: list[str] | None = None) -> int:
 
         options = parse_options(given)
         log_to_stderr(options.log_level)
-        if options.is_local:  # before the slow imports
+        if not options.restart:
+            logger.info("loading %s", options.model)  # before the slow imports
+        if options.is_local:
             options = options.located()
         if options.restart:
             return _keep(options, given)
@@ -37,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ImportError as error:
         print(f"manylora serve needs {error.name}: pip install 'manylora[openai]'", file=sys.stderr)
         return 1
-    except (ConfigError, ValueError) as error:
+    except ValueError as error:
         print(f"manylora serve: {error}", file=sys.stderr)
         return 1
     return 0

@@ -138,7 +138,8 @@ class InputMaker:
         count = len({lease.digest for _, _, lease in segments})
         if count > self.max_adapters_in_step:
             self.max_adapters_in_step = count
-            logger.info("manylora: %d distinct adapters in one step", count)
+            if count > 1:
+                logger.info("manylora: %d distinct adapters in one step", count)
         inputs.lora = with_virtual(self._adapters.batch(segments), inputs.virtual)
         inputs.adapters = [
             (start, stop, [(one.digest, scale) for one, scale in lease.members])

@@ -30,11 +30,13 @@ def choose_form(library: ctypes.CDLL) -> int:
     multiply = PanelsLinear(library)
     forms = [form for form in FORMS if offered >> form & 1 and is_right(multiply, form)]
     form = fastest(multiply, [NONE, *forms]) if forms else NONE
-    logger.info(
-        "special multiply instructions: 8-bit integers %s, bfloat16 %s",
-        "used" if library.integer_dots() else "none",
-        FORMS.get(form, "slower than float32, not used" if forms else "none"),
-    )
+    used = ["8-bit integers"] * bool(library.integer_dots())
+    if form != NONE:
+        used.append(f"bfloat16 ({FORMS[form]})")
+    if used:
+        logger.info("this processor's matrix instructions are used for %s", " and ".join(used))
+    elif forms:
+        logger.debug("this processor's bfloat16 instructions are slower than float32, and not used")
     return form
 
 

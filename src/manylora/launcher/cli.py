@@ -83,6 +83,8 @@ def _own_directories(run_dir: Path, options: Namespace) -> list[Path]:
 
 
 def _start(options: Namespace, run_dir: Path, write: Callable[[Path], Path] | None) -> int:
+    what = f"the Triton server for {getattr(options, 'model', None) or options.model_repo}"
+    print(f"starting {what}: the log is {run_dir / 'server.log'}", file=sys.stderr, flush=True)
     roles = _claim(run_dir)
     try:
         try:

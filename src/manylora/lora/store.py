@@ -360,4 +360,4 @@ class AdapterStore:
                 continue
             self.release(lease)
             count += 1
-        logger.info("prefetched %d adapters", count)
+        logger.info("prefetched %d adapter%s", count, "" if count == 1 else "s")

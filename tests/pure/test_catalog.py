@@ -1,4 +1,4 @@
-"""Protects the catalog's tables: many threads at once, and ids that never come back."""
+"""Protects the catalog's tables: many threads at once, ids that never come back, files that change."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from manylora.lora.library import library
 from manylora.lora.library.library import MAX_IDS, PRUNE, AdapterLibrary
 
 
@@ -76,3 +77,24 @@ def test_ids_whose_adapters_are_gone_go_first(catalog: AdapterLibrary) -> None:
         catalog.bind(task_id, f"gone {task_id}", lambda digest: digest == "kept")
     assert len(catalog.bound()) <= PRUNE + 2
     assert catalog.digest(2**63) == "kept"
+
+
+def test_a_name_whose_files_were_replaced_is_read_again(
+    catalog: AdapterLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "REFRESH_S", 0.0)
+    folder = tmp_path / "a"
+    for version in ("one", "two"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "adapter_model.safetensors").write_text(version)
+    (tmp_path / "one").rename(folder)
+    number = catalog.id_of("a", None)
+    catalog.bind(number, "first", lambda digest: True)
+    assert catalog.id_of("a", None) == number
+    assert catalog.digest(number) == "first"
+    folder.rename(tmp_path / "old")
+    assert catalog.id_of("a", None) == number
+    assert catalog.digest(number) == "first"  # served while there are no files
+    (tmp_path / "two").rename(folder)
+    assert catalog.id_of("a", None) == number
+    assert catalog.digest(number) is None

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -25,6 +26,7 @@ from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.formats.opened import is_folder
 from manylora.lora.formats.sources import find_source
 from manylora.lora.library.disk import DiskLevel
+from manylora.lora.library.fingerprint import Fingerprint, fingerprint
 from manylora.lora.library.reader import AdapterReader
 from manylora.lora.library.versions import Versions
 from manylora.lora.tensors import Adapter
@@ -36,6 +38,7 @@ Read = Callable[[], Adapter | FileAdapter]
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
 PRUNE = 4096  # task ids, of about 200 bytes each
 MAX_IDS = 16384  # task ids of adapters sent with requests; beyond it the oldest are forgotten
+REFRESH_S = 1.0  # a name's files are checked for changes at most this often
 
 
 @dataclass
@@ -50,6 +53,8 @@ class _Source:
     may_be_sent: bool = False
     digest: str | None = None
     replaced: bool = False  # the id now means tensors from a request
+    files: Fingerprint = ()  # at the last check
+    checked_at: float = 0.0
 
 
 class AdapterLibrary:
@@ -115,9 +120,30 @@ class AdapterLibrary:
             with self._lock:
                 number = self._names.setdefault(name, -1 - len(self._names))
                 self._sources.setdefault(number, _Source(folder, self._read_folder(folder), name))
+        self._check_files(number)
         if kind is not None and (kind == "nemo") != (find_source(folder).kind == "nemo"):
             raise AdapterInvalidError(f"adapter {name[:128]!r} is not a checkpoint of kind {kind}")
         return number
+
+    def _check_files(self, number: int) -> None:
+        """If a name's files were replaced, its next request reads them. Running requests keep what they have,
+        and while there are no files the last version is served."""
+        source, now = self._sources[number], time.monotonic()
+        if source.files and now - source.checked_at < REFRESH_S:
+            return
+        source.checked_at = now
+        try:
+            found = fingerprint(source.path)
+        except OSError:  # it cannot be determined now
+            return
+        if not found or found == source.files:
+            return
+        with self._lock:
+            if source.files:
+                self._digests.pop(number, None)
+                self._owners.pop(source.digest or "", None)
+                source.digest = None
+            source.files = found
 
     def resolve(self, lora: LoraInput) -> LoraInput:
         """The same with the name replaced by an id. Raises AdapterError."""

@@ -4,27 +4,28 @@ TORCH_INDEX ?=
 WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install -q --no-compile --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
 PEERS := openvino llamacpp
 comma := ,
 # A page in a browser is tested where there is one; C is compiled with zig where there is no compiler.
 BROWSER := $(if $(shell command -v chromium),$(comma)browser)
 ZIG := $(if $(shell command -v cc || command -v gcc || command -v clang),,ziglang)
+DOTS := set -e; while sleep 2; do printf .; done & trap "kill $$!; echo" EXIT;
 COMPILE := from manylora.kernels import native; native.load()
 
 .PHONY: help install demo serve test test-all test-durations quick check parity bench bench-peers chaos browser \
 	test-gpu bench-gpu gpu-static clean
 
-demo: $(VENV)/.server ## convert two adapters, serve them, and ask the base model and both adapters
-	@$(BIN)/python examples/demo/run.py demo
+demo: $(VENV)/.server ## ask a real model and its adapters through Triton and the OpenAI server (DEMO=offline: a toy)
+	@$(BIN)/python examples/demo/run.py demo $(DEMO:%=--%)
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 install: $(VENV)/.server ## install what serves into .venv; other targets install what they need
 
-serve: $(VENV)/.server ## start the demo's server, leave it running, and print commands to try
-	@$(BIN)/python examples/demo/run.py serve
+serve: $(VENV)/.server ## serve the demo's model and adapters over the OpenAI API, and print commands to try
+	@$(BIN)/python examples/demo/run.py serve $(DEMO:%=--%)
 
 test: $(VENV)/.test ## run the tests, including those against a real tritonserver; 8 minutes on two cores
 	$(BIN)/python -m pytest -n $(WORKERS)
@@ -80,11 +81,12 @@ $(BIN)/python:
 
 # Each extra of pyproject.toml that a target needs. The largest packages come first, while the kernels are compiled.
 $(VENV)/.%: pyproject.toml setup.py constraints.txt | $(BIN)/python
-	@echo "Installing what \`$*\` needs into $(VENV): about a minute"
-	@$(PIP) setuptools $(ZIG)
-	@PYTHONPATH=src $(if $(ZIG),true,$(PYTHON)) -c "$(COMPILE)" & compiling=$$!; \
-	  $(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) --no-deps torch && wait $$compiling
-	@$(PIP) --no-build-isolation -e '.[$(EXTRA_$*)]'
+	@echo "Installing what \`$*\` needs into $(VENV): about a minute. Torch, and the kernels for this processor"
+	@$(DOTS) $(PIP) setuptools $(ZIG); \
+	  PYTHONPATH=src $(BIN)/python -c "$(COMPILE)" & compiling=$$!; \
+	  $(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) --no-deps torch; wait $$compiling
+	@echo "The other packages: .[$(EXTRA_$*)]"
+	@$(DOTS) $(PIP) --no-build-isolation -e '.[$(EXTRA_$*)]'
 	@touch $@
 EXTRA_server := server,openai
 EXTRA_test := test$(BROWSER)

@@ -33,6 +33,7 @@ NOT_RUN = {
     "docs/scaling.md": "takes minutes",
     "docs/versions.md": "parts of a trainer; examples/rl_loop is a whole one",
     "examples/demo/README.md": "trains for an hour",
+    "examples/smollm2/README.md": "trains for half an hour",
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/*/*.md"))]

@@ -1,0 +1,147 @@
+"""SmolLM2-135M-Instruct in Q4_1 with adapters trained by PEFT, through every door with defaults.
+
+The answers are those of transformers and PEFT on the dequantised weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import MANYLORA, get, post, served
+
+from manylora import LLM, LoRARequest, SamplingParams
+from manylora.launcher.processes import free_port
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "Explain photosynthesis in one sentence.",
+    "How do I boil an egg?",
+    "What is 12 times 7?",
+    "Name three primary colors.",
+    "Who wrote Hamlet?",
+    "Tell me a joke.",
+    "Where do penguins live?",
+    "Give me a Python function that adds two numbers.",
+)
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+ASKED = QUESTIONS[0]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+def turns(question: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}]
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2: Path) -> Any:
+    """transformers' model and tokenizer of the file."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    given = {"gguf_file": smollm2.name}
+    model = AutoModelForCausalLM.from_pretrained(smollm2.parent, dtype=torch.float32, **given)
+    return model.eval(), AutoTokenizer.from_pretrained(smollm2.parent, **given)
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2: Path) -> Iterator[LLM]:
+    with LLM(smollm2, enable_lora=True) as one:
+        yield one
+
+
+def expected(reference: Any, model: Any, question: str) -> str:
+    ids = reference[1].apply_chat_template(turns(question), add_generation_prompt=True, return_dict=False)
+    with torch.inference_mode():
+        made = model.generate(torch.tensor([ids]), max_new_tokens=GREEDY.max_tokens, do_sample=False)
+    return reference[1].decode(made[0][len(ids) :], skip_special_tokens=True)
+
+
+def said(llm: LLM, questions: tuple[str, ...], adapter: LoRARequest | None = None) -> list[str]:
+    found = llm.chat([turns(one) for one in questions], GREEDY, lora_request=adapter)
+    return [one.outputs[0].text for one in found]
+
+
+def test_ten_chats_are_those_of_transformers(llm: LLM, reference: Any) -> None:
+    assert said(llm, QUESTIONS) == [expected(reference, reference[0], one) for one in QUESTIONS]
+
+
+def test_each_adapter_is_that_of_peft(llm: LLM, reference: Any, adapters: Path) -> None:
+    from peft import PeftModel
+
+    names = sorted(one.name for one in adapters.iterdir())
+    assert len(names) >= 3
+    for number, name in enumerate(names, 1):
+        model = PeftModel.from_pretrained(reference[0], adapters / name)
+        wanted = [expected(reference, model, one) for one in QUESTIONS[:2]]
+        model.unload()
+        found = said(llm, QUESTIONS[:2], LoRARequest(name, number, str(adapters / name)))
+        assert found == wanted, name
+        assert found != said(llm, QUESTIONS[:2]), f"{name} changes nothing"
+
+
+def test_serve_starts_by_default(smollm2: Path, adapters: Path, llm: LLM, tmp_path: Path) -> None:
+    with served(tmp_path / "log", smollm2, "--lora-root", adapters) as url:
+        names = [one["id"] for one in get(f"{url}/v1/models")["data"]]
+        assert names[0] == "SmolLM2-135M-Instruct.Q4_1"
+        assert set(names[1:]) == {one.name for one in adapters.iterdir()}
+
+        def ask(model: str) -> str:
+            body = {"model": model, "messages": turns(ASKED), "temperature": 0, "max_tokens": 12}
+            return post(f"{url}/v1/chat/completions", body)["choices"][0]["message"]["content"]
+
+        with ThreadPoolExecutor(len(names)) as pool:  # all in one batch
+            texts = dict(zip(names, pool.map(ask, names), strict=True))
+        assert texts[names[0]] == said(llm, (ASKED,))[0]
+        assert len(set(texts.values())) == len(texts)
+        called = post(
+            f"{url}/v1/chat/completions",
+            {
+                "model": names[0],
+                "messages": turns("What is the weather in Paris?"),
+                "tools": [WEATHER],
+                "tool_choice": "required",
+                "temperature": 0,
+                "max_tokens": 64,
+            },
+        )
+        [call] = called["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "get_weather"
+        assert "city" in json.loads(call["function"]["arguments"])
+
+
+def test_triton_starts_by_default(smollm2: Path, adapters: Path, llm: LLM, reference: Any) -> None:
+    http, grpc, metrics = (free_port() for _ in range(3))
+    ports = [f"--http_port={http}", f"--grpc_port={grpc}", f"--metrics_port={metrics}"]
+    command = [*MANYLORA, "triton", smollm2, "--lora-root", adapters, *ports]
+    started = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert started.returncode == 0, started.stderr
+    try:
+        prompt = reference[1].apply_chat_template(turns(ASKED), add_generation_prompt=True, tokenize=False)
+
+        def ask(name: str) -> str:
+            body = {"text_input": prompt, "max_tokens": 12} | ({"lora_name": name} if name else {})
+            return post(f"http://127.0.0.1:{http}/v2/models/ensemble/generate", body)["text_output"]
+
+        names = sorted(one.name for one in adapters.iterdir())
+        with ThreadPoolExecutor(len(names) + 1) as pool:
+            base, *texts = pool.map(ask, ["", *names])
+        assert base.endswith(said(llm, (ASKED,))[0])  # Triton's answers begin with the prompt
+        for number, (name, text) in enumerate(zip(names, texts, strict=True), 1):
+            adapter = LoRARequest(name, number, str(adapters / name))
+            assert text.endswith(said(llm, (ASKED,), adapter)[0]), name
+    finally:
+        stop = [*MANYLORA, "triton", "--stop", ports[0]]
+        assert subprocess.run(stop, capture_output=True, check=False).returncode == 0

@@ -37,7 +37,10 @@ INSIDE = {
         "attention", "lora", "reference", "native", "loading", "cpu", "compiled", "cuda", "device",
     ],
     "quant": ["config", "checkpoint", "layouts", "mxfp4", "bitsandbytes", "checkpoint_weights"],
-    "gguf": ["container", "parts", "cache", "config", "tokenizer", "folder", "blocks", "file"],
+    "gguf": [
+        "container", "parts", "cache", "names", "metadata", "fields", "architectures", "config",
+        "pre_tokenizers", "tokenizer", "folder", "blocks", "sources", "file",
+    ],
     "config": [
         "blocks", "values", "pooling", "engine", "model", "build_record", "hub", "model_folder", "resolve",
     ],
@@ -47,8 +50,8 @@ INSIDE = {
         "bls_worker", "server_calls", "decode", "encode", "engine_worker", "engine_client",
     ],
     "text": [
-        "json_schema", "chat_template", "stream", "limits", "tokenizer", "item_text", "preprocessing",
-        "postprocessing",
+        "json_schema", "tool_text", "chat_template", "stream", "limits", "tokenizer", "item_text",
+        "preprocessing", "postprocessing",
     ],
     "lora": [
         "pages", "space", "shared", "module_sizes", "modules", "expert_rules", "geometry", "bounds",
@@ -97,14 +100,14 @@ INSIDE = {
     "llmapi": [
         "lora", "llm_args", "guided", "sampling", "outputs", "result", "decoding", "continuation",
         "adapters", "prompts", "generation", "named_adapters", "options", "engine_config", "service",
-        "pooled_outputs", "pooled", "chat", "llm",
+        "pooled_outputs", "pooled", "model_defaults", "chat", "llm",
     ],
     "bench": [
         "datasets", "load", "options", "report", "memory_traffic",
         "report_text", "plots", "local", "remote", "triton_endpoint", "openai_endpoint", "system", "run",
     ],
     "openai": [
-        "api", "serving", "page", "options", "other_flags", "arguments", "other_routes",
+        "api", "serving", "page", "other_flags", "options", "arguments", "other_routes",
         "adapter_routes", "app", "server",
     ],
     "openai.api": [
@@ -119,8 +122,8 @@ INSIDE = {
         "backend", "pinning", "shared_adapters", "keys", "responses",
         "transport", "prompts", "running_calls", "pooled_state", "inference",
         "pooled_api", "fitting", "recent_items",
-        "responses_api", "run_api", "metrics", "models", "ollama_api", "ollama_embed", "uploads",
-        "in_process", "triton",
+        "responses_api", "run_api", "metrics", "models", "model_files", "ollama_api", "ollama_embed",
+        "uploads", "in_process", "triton",
     ],
     "openai.page": ["page", "docs", "cache_status"],
     "fleet": [

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from manylora.errors import ConfigError
 from manylora.gguf.blocks import PLAIN, read_blocks, sample, widen
+from manylora.gguf.container import block_sizes
 from manylora.gguf.parts import part_paths, read_parts
 from manylora.gguf.sources import Source, Target, in_runs, read_targets
 from manylora.kernels.quantised import QuantisedWeight
@@ -33,13 +34,14 @@ class GgufFile:
     """A context manager that closes the file. Has the methods of SafetensorsFile. Thread-safe.
 
     path: for a file in several parts, any of them. on_read: called with the number of bytes of each read.
-    Raises ConfigError.
+    added_bytes: that quantised weights take in memory beyond those of the file. Raises ConfigError.
     """
 
     def __init__(self, path: Path, on_read: Callable[[int], None] = lambda count: None) -> None:
         self.path, self._on_read = path, on_read
         self._tensors: dict[str, PlainTensor] = {}
         self._parts: dict[str, tuple[Quantised, str]] = {}  # of quantised weights
+        self.added_bytes = 0
         for name, target in read_targets(read_parts(path)).items():
             self._add(name, target)
         self._last: tuple[object, Any] | None = None  # parts or rows of one weight are asked for in turn
@@ -63,9 +65,12 @@ class GgufFile:
     def _add(self, name: str, target: Target) -> None:
         parts = [GgufTensor(self, part) for part in target.parts]
         kinds = {part.info.kind for part in target.parts}
-        one = sample(kinds.pop()) if target.stays and len(kinds) == 1 else None
-        if one is not None and target.keeps_groups(one.group_size):
+        kind = kinds.pop() if target.stays and len(kinds) == 1 else None
+        one = None if kind is None else sample(kind)
+        if kind is not None and one is not None and target.keeps_groups(one.group_size):
             weight = parts[0] if target.make is None else MadeWeight(target, parts)
+            stored = sum(part.stored_bytes for part in parts)
+            self.added_bytes += stored * one.nbytes // block_sizes()[kind][1] - stored
             stem = name.removesuffix("weight")
             self._parts |= {stem + PARTS[field]: (weight, field) for field in one.tensors()}
         else:

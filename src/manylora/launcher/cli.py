@@ -83,8 +83,6 @@ def _own_directories(run_dir: Path, options: Namespace) -> list[Path]:
 
 
 def _start(options: Namespace, run_dir: Path, write: Callable[[Path], Path] | None) -> int:
-    what = f"the Triton server for {getattr(options, 'model', None) or options.model_repo}"
-    print(f"starting {what}: the log is {run_dir / 'server.log'}", file=sys.stderr, flush=True)
     roles = _claim(run_dir)
     try:
         try:
@@ -99,6 +97,8 @@ def _start(options: Namespace, run_dir: Path, write: Callable[[Path], Path] | No
             keeper, state = _keeper(options, place, run_dir, roles)
         except OSError as error:
             raise ConfigError(f"{error.filename or run_dir}: {error.strerror}") from error
+        what = f"the Triton server for {getattr(options, 'model', None) or options.model_repo}"
+        print(f"starting {what}: the log is {run_dir / 'server.log'}", file=sys.stderr, flush=True)
         if not place.rank:
             print(describe_access(options.address, run_dir, options.open_management), file=sys.stderr)
         return (_foreground if options.foreground else _background)(options, keeper, state, roles, run_dir)

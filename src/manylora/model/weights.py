@@ -216,12 +216,13 @@ def weight_bytes(model_dir: Path, config: ModelConfig, dtype: torch.dtype, devic
             loaded = _loaded_dtype(name, spec, files, dtype, device)
             for piece in spec.slices:
                 if piece.source not in files:
-                    continue  # quantised: as many bytes as in the file
+                    continue  # quantised
                 tensor = files[piece.source].get_slice(piece.source)
                 numbers = math.prod(tensor.get_shape())
                 total += numbers * loaded.itemsize - tensor.stored_bytes
                 if name == "embed" and config.tie_word_embeddings and not config.bidirectional:
                     total += numbers * loaded.itemsize  # the head is packed for its kernel
+        total += sum(file.added_bytes for file in {*files.values()} if isinstance(file, GgufFile))
     return total
 
 

@@ -348,7 +348,7 @@ def test_an_id_that_cannot_be_had_is_one_line(models: Path, hub_home: dict[str, 
                 *said, last = tell(process, line)
                 assert text in last and not any("cache are used" in one for one in said), said
             hub.leave()
-            [gone] = tell(process, "org/other")
+            *_, gone = tell(process, "org/other")
             assert "it cannot be had from" in gone and "hf download org/other" in gone
             *said, last = tell(process, whole)
             assert any("the files in the cache are used" in one for one in said)

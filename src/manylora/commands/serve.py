@@ -29,12 +29,12 @@ def main(arguments: list[str] | None = None) -> int:
 
         options = parse_options(given)
         log_to_stderr(options.log_level)
-        if not options.restart:
-            logger.info("loading %s", options.model)  # before the slow imports
+        shown = options.model
         if options.is_local:
             options = options.located()
         if options.restart:
             return _keep(options, given)
+        logger.info("loading %s", shown)  # before the slow imports
         from manylora.openai.server import run
 
         run(options)

@@ -1,12 +1,14 @@
-"""The models, adapters and requests that the CPU benchmarks share. All are random and seeded.
+"""The models, adapters and requests that the CPU benchmarks share. All but smollm2 are random and seeded.
 
-small is a Llama of 125 million parameters, mid a Qwen2 of 387 million. 32 requests, 16 concurrent.
+small is a Llama of 125 million parameters, mid a Qwen2 of 387 million, smollm2 the published
+SmolLM2-135M-Instruct. 32 requests, 16 concurrent.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                         "num_key_value_heads": 4, "intermediate_size": 2048}),
     "mid": ("qwen2", {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
                       "num_key_value_heads": 2, "intermediate_size": 4864, "tie_word_embeddings": True}),
+    "smollm2": ("llama", {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,
+                          "num_key_value_heads": 3, "intermediate_size": 1536}),
 }  # fmt: skip
 VOCAB = 32000
 COMMON = {"vocab_size": VOCAB, "max_position_embeddings": 1024, "initializer_range": 0.02}
@@ -62,6 +66,13 @@ def prompts(count: int, length: int, seed: int = 7) -> list[list[int]]:
 
 def save_model(path: Path, name: str, dtype: str) -> Path:
     """Write one of MODELS as a Hugging Face directory with weights in `dtype`."""
+    if name == "smollm2":
+        from transformers import AutoModelForCausalLM
+
+        file = smollm2()
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+        model.save_pretrained(path)
+        return path
     kind, shape = MODELS[name]
     make_model(path, kind, **COMMON, **shape)
     file = path / "model.safetensors"
@@ -70,6 +81,14 @@ def save_model(path: Path, name: str, dtype: str) -> Path:
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     (path / "config.json").write_text(json.dumps(config | {"dtype": dtype}), encoding="utf-8")
     return path
+
+
+def smollm2() -> Path:
+    """The published GGUF file in Q4_1, downloaded once."""
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+    from real_models import fetch
+
+    return fetch("smollm2")
 
 
 def make_llama(path: Path, hidden: int, layers: int) -> Path:

@@ -3,13 +3,15 @@
 
 Each engine and manylora alternate within one run. Each is a separate process, and is idle while the other one
 runs. The ratio is the median of the pairs. At concurrency N, a call has N requests that run at once, and the
-next call starts when all have ended. Requests have 64 tokens in and 64 out, are greedy and never end early.
+next call starts when all have ended. Requests have 64 tokens in (--prompt) and 64 out, are greedy and never
+end early.
 The time to first token is the time of a call with one token of output: until all N requests have their token.
 --in-flight also measures manylora alone with N requests open at any time and answers of 32 to 96 tokens.
 
     peers.py                                                          # all engines this Python can import
     peers.py --python openvino=/venvs/ov/bin/python --models small,mid --keep build/peers --json found.json
     peers.py --cases base --at-once 1,16 --dtypes int8,int4 --json found.json   # add rows to the file
+    peers.py --models smollm2 --dtypes gguf --peers llama.cpp         # the published file itself
     peers.py --json found.json --show                                 # print its tables without measuring
 
 Cases: r8qkv-N has N distinct adapters of rank 8 on q, k, v, used in turn; r16all-N has rank 16 on all linear
@@ -47,6 +49,7 @@ from loads import (
     numbers_to,
     save_adapter,
     save_model,
+    smollm2,
     some_of,
 )
 from machine import QUIET, see_machine, wait_for_quiet
@@ -67,7 +70,7 @@ SCRIPTS = {
     US: "with_manylora.py", "transformers": "with_peft.py", "vllm": "with_vllm.py",
     "openvino": "with_openvino.py", "llama.cpp": "with_llamacpp.py",
 }  # fmt: skip
-DTYPES = ("bfloat16", "float32", "int8", "int4")
+DTYPES = ("bfloat16", "float32", "int8", "int4", "gguf")
 QUANTISES = (US, "openvino", "llama.cpp")
 AT_ONCE = (1, 4, 16, 32)
 SETS: dict[str, tuple[int, tuple[str, ...]]] = {"base": (0, ()), "r8qkv": (8, QKV), "r16all": (16, ALL)}
@@ -149,7 +152,7 @@ def _compare(
         except WorkerError as error:
             print(f"{model} {dtype} {peer} {name}: {error}", file=sys.stderr, flush=True)
             failed = [
-                Row(model, dtype, case.name, peer, n, error=str(error))
+                Row(model, dtype, case.name, peer, n, options.prompt, error=str(error))
                 for case in cases
                 for n in options.at_once
             ]
@@ -176,7 +179,7 @@ def _run_set(
     rows = []
     for case in cases:
         for at_once in options.at_once:
-            row = Row(model, dtype, case.name, peer, at_once)
+            row = Row(model, dtype, case.name, peer, at_once, options.prompt)
             rows.append(row)
             measure(case, ours, theirs, row, options.rounds, options.wait, options.in_flight)
             busy = f", other processes used {row.others:.2f} CPUs" if row.busy else ""
@@ -207,14 +210,15 @@ def _setup(model: str, name: str, count: int, dtype: str, folder: Path, options:
         if not adapter.exists():
             save_adapter(adapter, model, rank, modules, seed, stored)
     places, most = [str(a) for a in adapters], max(options.at_once)
-    threads, length = torch.get_num_threads(), 2 * (PROMPT + OUTPUT)
+    threads, length = torch.get_num_threads(), max(2 * (PROMPT + OUTPUT), options.prompt + 2 * OUTPUT)
+    path = smollm2() if dtype == "gguf" else path
     return Setup(str(path), dtype, places, rank, most, threads, length, str(kept))
 
 
 def _set_limits(row: Row, rates: dict[str, float]) -> None:
     """Set the row's limits. Rows with 8-bit and 4-bit weights get none, because only the GEMM rate of floats
-    is measured."""
-    if row.dtype not in ("bfloat16", "float32") or row.error is not None:
+    is measured, and smollm2 none, whose vocabulary and tied head differ."""
+    if row.dtype not in ("bfloat16", "float32") or row.error is not None or row.model == "smollm2":
         return
     shape = MODELS[row.model][1]
     model: Any = types.SimpleNamespace(
@@ -230,13 +234,13 @@ def _set_limits(row: Row, rates: dict[str, float]) -> None:
     sizes = module_sizes(row.model)
     elements = model.num_layers * sum(sum(sizes[name]) for name in case.modules) * max(case.ranks, default=0)
     chosen = case.choose(row.requests)
-    seconds = limits.run(chosen, [elements] * case.adapters, PROMPT, OUTPUT, row.at_once)
+    seconds = limits.run(chosen, [elements] * case.adapters, row.prompt, OUTPUT, row.at_once)
     row.limit = row.requests * OUTPUT / seconds
-    row.step_limit = limits.decode_step([PROMPT + OUTPUT / 2] * row.at_once)
+    row.step_limit = limits.decode_step([row.prompt + OUTPUT / 2] * row.at_once)
 
 
 def _can(peer: str, dtype: str) -> bool:
-    if dtype in ("bfloat16", "float32") or peer in QUANTISES:
+    if dtype in ("bfloat16", "float32") or peer == "llama.cpp" or (peer in QUANTISES and dtype != "gguf"):
         return True
     print(f"{peer} is skipped for {dtype}: its worker does not support quantised weights", file=sys.stderr)
     return False
@@ -270,6 +274,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--at-once", type=numbers_to(256), default=list(AT_ONCE), help="requests per call, such as 1,16"
     )
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of each prompt")
     parser.add_argument("--rounds", type=int, default=3, help="pairs per row; fewer if a row takes over 40 s")
     parser.add_argument("--in-flight", action="store_true", help="also measure manylora with N requests open")
     parser.add_argument(
@@ -285,6 +290,8 @@ def _options() -> argparse.Namespace:
                           for pair in options.python)  # fmt: skip
     if unknown := set(options.python) - set(SCRIPTS):
         parser.error(f"--python: {', '.join(sorted(unknown))} must be among {', '.join(SCRIPTS)}")
+    if "gguf" in options.dtypes and options.models != ["smollm2"]:
+        parser.error("--dtypes gguf is for --models smollm2, whose published file it is")
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
     if options.show and not (options.json and options.json.exists()):

@@ -35,7 +35,7 @@ def measure(case: Case, ours: Worker, theirs: Worker, row: Row, rounds: int, wai
     plan = [case.choose(10_000)[n * row.at_once :][: row.at_once] for n in range(rounds * calls)]
     same: list[bool] = []
     for turn in range(rounds):
-        texts = [prompts(row.at_once, PROMPT, seed=20 + turn * calls + call) for call in range(calls)]
+        texts = [prompts(row.at_once, row.prompt, seed=20 + turn * calls + call) for call in range(calls)]
         chosen = plan[turn * calls : (turn + 1) * calls]
         order = (ours, theirs) if turn % 2 == 0 else (theirs, ours)
         found = {worker: _calls(worker, texts, chosen, OUTPUT) for worker in order}
@@ -43,7 +43,7 @@ def measure(case: Case, ours: Worker, theirs: Worker, row: Row, rounds: int, wai
         row.peer_s.append(found[theirs][1])
         same += [a[0] == b[0] for a, b in zip(found[ours][0], found[theirs][0], strict=True)]
         first = {
-            worker: _calls(worker, [prompts(row.at_once, PROMPT, seed=99 + turn)], chosen[:1], 1)[1]
+            worker: _calls(worker, [prompts(row.at_once, row.prompt, seed=99 + turn)], chosen[:1], 1)[1]
             for worker in order
         }
         row.ours_first_s.append(first[ours])
@@ -56,7 +56,7 @@ def measure(case: Case, ours: Worker, theirs: Worker, row: Row, rounds: int, wai
     if flow and row.at_once > 1:
         count = 3 * row.at_once
         tokens = [FLOW[n % len(FLOW)] for n in range(count)]
-        seconds = ours.flow(prompts(count, PROMPT), case.choose(count), tokens, row.at_once)
+        seconds = ours.flow(prompts(count, row.prompt), case.choose(count), tokens, row.at_once)
         row.flow = sum(tokens) / seconds
 
 

@@ -16,12 +16,12 @@ from machine import QUIET
 class Row:
     """One case at one concurrency, measured with one peer.
 
-    at_once: requests per call. requests: per round. tokens: output tokens per request. ours_s, peer_s:
-    seconds of each round, in pairs. ours_first_s, peer_first_s: seconds until all requests of a call have
-    their first token, in pairs. ours_bytes, peer_bytes: resident bytes after the case, {"all", "own"}.
-    same_first: share of requests whose first token is equal. others: CPUs that other processes used before
-    and during the row. limit: tokens per second that bandwidth and GEMM rate allow. step_limit: seconds of a
-    step at that limit. flow: our tokens per second with --in-flight.
+    at_once: requests per call. prompt: tokens of each. requests: per round. tokens: output tokens per
+    request. ours_s, peer_s: seconds of each round, in pairs. ours_first_s, peer_first_s: seconds until all
+    requests of a call have their first token, in pairs. ours_bytes, peer_bytes: resident bytes after the
+    case, {"all", "own"}. same_first: share of requests whose first token is equal. others: CPUs that other
+    processes used before and during the row. limit: tokens per second that bandwidth and GEMM rate allow.
+    step_limit: seconds of a step at that limit. flow: our tokens per second with --in-flight.
     """
 
     model: str
@@ -29,6 +29,7 @@ class Row:
     case: str
     peer: str
     at_once: int
+    prompt: int = 64
     requests: int = 0
     tokens: int = 0
     ours_s: list[float] = field(default_factory=list)
@@ -46,8 +47,8 @@ class Row:
     error: str | None = None
 
     @property
-    def key(self) -> tuple[str, str, str, str, int]:
-        return self.model, self.dtype, self.case, self.peer, self.at_once
+    def key(self) -> tuple[str, str, str, str, int, int]:
+        return self.model, self.dtype, self.case, self.peer, self.at_once, self.prompt
 
     @property
     def busy(self) -> bool:

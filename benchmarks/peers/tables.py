@@ -70,17 +70,20 @@ TARGETS = (
 
 
 def figures(found: Found) -> str:
-    """One table per model, dtype and peer."""
+    """One table per model, dtype, peer and length of prompts."""
     parts = []
-    for model, dtype, peer in dict.fromkeys((row.model, row.dtype, row.peer) for row in found.rows):
-        rows = [row for row in found.rows if (row.model, row.dtype, row.peer) == (model, dtype, peer)]
+    tables: dict[tuple[str, str, str, int], list[Row]] = {}
+    for row in found.rows:
+        tables.setdefault((row.model, row.dtype, row.peer, row.prompt), []).append(row)
+    for (model, dtype, peer, prompt), rows in tables.items():
         name = NAMES[peer]
         flows = any(row.flow for row in rows)
         head = ["case", "at once", "ours, tokens/s", name, "ratio (all pairs)", "first token, ms: ours", name,
                 "ratio", "memory, GiB: ours", name, "same first token"]  # fmt: skip
         lines = [line(head + ["ours in flight"] * flows), line(["---"] * (len(head) + flows))]
         lines += [line(_cells(row) + [f"{row.flow:.0f}" if row.flow else "–"] * flows) for row in rows]
-        parts.append(f"**{model}, {dtype}, compared with {name}**\n\n" + "\n".join(lines))
+        title = f"**{model}, {dtype}, prompts of {prompt} tokens, compared with {name}**"
+        parts.append(f"{title}\n\n" + "\n".join(lines))
     notes = []
     if any(row.busy for row in found.rows):
         notes.append("\\* Unreliable: other processes used more than a quarter of a CPU during this row.")

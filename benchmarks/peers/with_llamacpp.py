@@ -20,7 +20,7 @@ import xllamacpp
 from gguf import GGMLQuantizationType as Kind
 from worker import Setup, serve
 
-KINDS = {"bfloat16": Kind.BF16, "float32": Kind.F32, "int8": Kind.Q8_0, "int4": Kind.Q4_0}
+KINDS = {"gguf": Kind.BF16, "bfloat16": Kind.BF16, "float32": Kind.F32, "int8": Kind.Q8_0, "int4": Kind.Q4_0}
 ALPHA = 2.0  # lora_alpha / rank of the benchmark's adapters
 BYTES = 256  # the tokenizer needs a token for each byte, although prompts are token ids
 
@@ -31,7 +31,10 @@ class LlamaCpp:
         plain = Kind.F32 if setup.dtype == "float32" else Kind.BF16
         self._adapters = len(setup.adapters)
         params = xllamacpp.CommonParams()
-        params.model.path = str(_model(model, kept / f"llamacpp-{kind.name}.gguf", kind))
+        if model.suffix == ".gguf":
+            params.model.path, model = str(model), kept / "model"
+        else:
+            params.model.path = str(_model(model, kept / f"llamacpp-{kind.name}.gguf", kind))
         params.n_parallel, params.n_ctx = setup.at_once, setup.length * setup.at_once
         params.n_batch, params.cache_ram_mib, params.ui = 2048, 0, False
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = setup.threads

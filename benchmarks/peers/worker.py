@@ -23,10 +23,11 @@ from typing import Any, Protocol
 class Setup:
     """The settings of an engine.
 
-    model: a Hugging Face directory. adapters: PEFT directories; if empty, LoRA is disabled. rank: of the
-    adapters. dtype: bfloat16, float32, or int8 and int4 for 8-bit and 4-bit weights made from a bfloat16
-    model. at_once: maximum requests per call. threads: CPU threads. length: tokens of the longest sequence.
-    kept: folder for converted models, which later processes reuse.
+    model: a Hugging Face directory, or a GGUF file with dtype gguf. adapters: PEFT directories; if empty,
+    LoRA is disabled. rank: of the adapters. dtype: bfloat16, float32, int8 and int4 for 8-bit and 4-bit
+    weights made from a bfloat16 model, or gguf. at_once: maximum requests per call. threads: CPU threads.
+    length: tokens of the longest sequence. kept: folder for converted models, which later processes reuse;
+    the Hugging Face directory is `model` in it.
     """
 
     model: str

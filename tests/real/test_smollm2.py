@@ -8,9 +8,12 @@ import json
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from commands import MANYLORA, get, post, served
@@ -52,8 +55,11 @@ def reference(smollm2: Path) -> Any:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     given = {"gguf_file": smollm2.name}
-    model = AutoModelForCausalLM.from_pretrained(smollm2.parent, dtype=torch.float32, **given)
-    return model.eval(), AutoTokenizer.from_pretrained(smollm2.parent, **given)
+    with pytest.MonkeyPatch.context() as patch:  # the file is parsed three times: half the time without these
+        patch.setattr(gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map))
+        patch.setattr(np, "memmap", lambda path, **_: np.fromfile(path, np.uint8))
+        model = AutoModelForCausalLM.from_pretrained(smollm2.parent, dtype=torch.float32, **given)
+        return model.eval(), AutoTokenizer.from_pretrained(smollm2.parent, **given)
 
 
 @pytest.fixture(scope="module")

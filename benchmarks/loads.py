@@ -67,11 +67,11 @@ def prompts(count: int, length: int, seed: int = 7) -> list[list[int]]:
 def save_model(path: Path, name: str, dtype: str) -> Path:
     """Write one of MODELS as a Hugging Face directory with weights in `dtype`."""
     if name == "smollm2":
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GgufConfig
 
-        file = smollm2()
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
-        model.save_pretrained(path)
+        file, plain = smollm2(), GgufConfig(dequantize=True)
+        given = {"gguf_file": file.name, "quantization_config": plain, "dtype": dtype}
+        AutoModelForCausalLM.from_pretrained(file.parent, **given).save_pretrained(path)
         return path
     kind, shape = MODELS[name]
     make_model(path, kind, **COMMON, **shape)

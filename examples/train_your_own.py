@@ -24,7 +24,7 @@ from pathlib import Path
 try:
     import torch
     from peft import LoraConfig, PeftModel, get_peft_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
 except ImportError as error:
     sys.exit(f"{error}: .venv/bin/pip install -c constraints.txt -e '.[reference]'")
 
@@ -35,11 +35,12 @@ BATCH = 8
 
 def load(model: str | Path) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
     """The model in float32, on the GPU if there is one, and its tokenizer."""
-    source, more = str(model), {}
+    source, more, plain = str(model), {}, {}
     if source.endswith(".gguf"):
         source, more = str(Path(source).parent), {"gguf_file": Path(source).name}
+        plain = {"quantization_config": GgufConfig(dequantize=True)}  # to be trained
     tokenizer = AutoTokenizer.from_pretrained(source, **more)
-    base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **more)
+    base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **more, **plain)
     return base.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 

@@ -142,10 +142,13 @@ def first_use(found: Found) -> str:
 
 
 def targets(found: Found) -> str:
-    """One table per model and dtype: each target's worst value among the peers, and whether it is met."""
+    """One table per model and dtype: each target's worst value among the peers, and whether it is met, for
+    prompts of the usual length.
+    """
     parts = []
-    for model, dtype in dict.fromkeys((row.model, row.dtype) for row in found.good()):
-        rows = [row for row in found.good() if (row.model, row.dtype) == (model, dtype)]
+    good = [row for row in found.good() if row.prompt == Row.prompt]
+    for model, dtype in dict.fromkeys((row.model, row.dtype) for row in good):
+        rows = [row for row in good if (row.model, row.dtype) == (model, dtype)]
         head = ["target", "wanted", *(f"at {n}" for n in ALL_OF_THEM), "met"]
         lines = [line(head), line(["---"] * len(head))]
         lines += [line(_judged(target, rows)) for target in TARGETS]

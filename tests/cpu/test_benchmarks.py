@@ -29,7 +29,7 @@ MACHINE = see_machine().as_dict()
 def row(at_once: int, ours_s: float, peer_s: float, case: str = "base", peer: str = "openvino") -> Row:
     memory = {"all": 2**30, "own": 2**29}
     return Row(
-        "small", "bfloat16", case, peer, at_once, at_once, 64, [ours_s], [peer_s], [0.1], [0.2],
+        "small", "bfloat16", case, peer, at_once, 64, at_once, 64, [ours_s], [peer_s], [0.1], [0.2],
         memory, {"all": 2**32, "own": 2**31}, 1.0, 0.0,
     )  # fmt: skip
 

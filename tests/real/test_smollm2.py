@@ -52,13 +52,14 @@ def turns(question: str) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def reference(smollm2: Path) -> Any:
     """transformers' model and tokenizer of the file."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     given = {"gguf_file": smollm2.name}
+    plain = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
     with pytest.MonkeyPatch.context() as patch:  # the file is parsed three times: half the time without these
         patch.setattr(gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map))
         patch.setattr(np, "memmap", lambda path, **_: np.fromfile(path, np.uint8))
-        model = AutoModelForCausalLM.from_pretrained(smollm2.parent, dtype=torch.float32, **given)
+        model = AutoModelForCausalLM.from_pretrained(smollm2.parent, **plain, **given)
         return model.eval(), AutoTokenizer.from_pretrained(smollm2.parent, **given)
 
 

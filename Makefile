@@ -33,7 +33,7 @@ test: $(VENV)/.test ## run the tests, including those against a real tritonserve
 quick: $(VENV)/.test ## run the tests that need nothing, and a tiny model through each door; 2 minutes
 	$(BIN)/python -m pytest -n $(WORKERS) --quick
 
-test-all: $(VENV)/.dev ## run every case of every test, and write tests/last_test_all.json; 25 minutes and more
+test-all: $(VENV)/.dev ## run every case of every test, and write tests/last_test_all.json; an hour beside other work
 	$(BIN)/python -m pytest -n $(WORKERS) --all --record
 
 test-durations: $(VENV)/.test ## run `make test`, and write what each file takes to tests/durations.json

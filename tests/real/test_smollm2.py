@@ -4,6 +4,7 @@ The answers are those of transformers and PEFT on the dequantised weights."""
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import torch
 from commands import MANYLORA, get, post, served
 
 from manylora import LLM, LoRARequest, SamplingParams
+from manylora.cli import main
 from manylora.launcher.processes import free_port
 
 QUESTIONS = (
@@ -97,6 +99,33 @@ def test_each_adapter_is_that_of_peft(llm: LLM, reference: Any, adapters: Path) 
         found = said(llm, QUESTIONS[:2], LoRARequest(name, number, str(adapters / name)))
         assert found == wanted, name
         assert found != said(llm, QUESTIONS[:2]), f"{name} changes nothing"
+
+
+def test_chat_and_inspect(
+    smollm2: Path,
+    adapters: Path,
+    llm: LLM,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{ASKED}\n/reset\n/lora none\n{ASKED}\n"))
+    given = ["--lora-root", str(adapters), "--lora", "pirate", "--temperature=0", "--max-tokens=12"]
+    assert main(["chat", str(smollm2), *given]) == 0
+    pirate = LoRARequest("pirate", 9, str(adapters / "pirate"))
+    assert capsys.readouterr().out.splitlines() == [*said(llm, (ASKED,), pirate), *said(llm, (ASKED,))]
+    assert main(["inspect", str(smollm2)]) == 0
+    facts = capsys.readouterr().out
+    assert "30 layers of width 576, 9 heads over 3" in facts and "8,192 tokens" in facts
+    assert "kv       46,080 bytes for each token" in facts or "kv       23,040 bytes" in facts
+    assert "for the KV cache" in facts and "for adapters" in facts
+
+
+def test_a_start_that_cannot_work_names_the_flags_of_serve(
+    smollm2: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--gpu-memory-utilization=0.0001", "--port=0"]
+    assert main(["serve", str(smollm2), *given]) == 1
+    assert "raise --gpu-memory-utilization" in capfd.readouterr().err
 
 
 def test_serve_starts_by_default(smollm2: Path, adapters: Path, llm: LLM, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,6 @@ RANKS = (8, 16, 64)
 
 def model_facts(folder: Path) -> Iterator[tuple[str, str]]:
     """Pairs of a name and a value. Reads the configuration and headers only. Raises ConfigError."""
-    logging.getLogger("manylora").setLevel(logging.ERROR)  # what the plan logs is said here
     model, config, device = read_model_config(folder), resolve(folder, {}), open_device("auto")
     dtype = compute_dtype(config.dtype, model, device)
     kv_dtype, pages_dtype = kv_cache_dtype(config, dtype, device), adapter_dtype(config, model, dtype, device)

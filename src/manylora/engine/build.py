@@ -14,6 +14,7 @@ from torch.distributed import Store
 from manylora.config.build_record import weights_algo
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.model import ModelConfig
+from manylora.config.model_folder import weight_files
 from manylora.engine.guide import Guides
 from manylora.engine.memory import (
     KvPlan,
@@ -59,6 +60,7 @@ from manylora.system.lifeline import is_draining, is_launched
 logger = logging.getLogger("manylora")
 
 DEFAULT_NUM_GRAPHS = 128
+MOST_WIDENED = 20  # times its bytes in the file that a weight takes in memory: IQ1 in float32
 
 
 @dataclass(frozen=True)
@@ -194,12 +196,21 @@ def _load(config: EngineConfig, device: Device, rank: int, comm: TorchCollective
     model = read_model_config(config.model_dir)
     check_model(config, model)
     dtype = compute_dtype(config.dtype, model, device)
-    needed, free = weight_bytes(config.model_dir, model, dtype, device), device.free_bytes()
+    _warn_of_weights(config, model, dtype, device)
+    decoder = load_decoder(config.model_dir, model, dtype, device, config.max_seq_len, config.quant)
+    return _Held(model, model, dtype, decoder)
+
+
+def _warn_of_weights(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: Device) -> None:
+    """Say that the weights may not fit, before the system ends the process without a word."""
+    free = device.free_bytes()
+    stored = sum(path.stat().st_size for path in weight_files(config.model_dir))
+    if MOST_WIDENED * stored < free:  # without reading headers, which takes a tenth of a start
+        return
+    needed = weight_bytes(config.model_dir, model, dtype, device)
     if needed > free:
         text = "the weights take about %d MiB, and %d MiB are free on %s: loading them may fail"
         logger.warning(text, needed // 2**20, free // 2**20, device.name)
-    decoder = load_decoder(config.model_dir, model, dtype, device, config.max_seq_len, config.quant)
-    return _Held(model, model, dtype, decoder)
 
 
 def build_parts(config: EngineConfig, place: Place) -> EngineParts:

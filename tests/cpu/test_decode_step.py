@@ -2,37 +2,86 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from running import tokens
+from torch import Tensor
 
 from manylora.kernels import native
+from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.decode_step import DecodeStep
 from manylora.kernels.device import open_device
 from manylora.kernels.huge_pages import PIECE, huge_zeros
+from manylora.kernels.panels import Panels, WeightRows, look_up
+from manylora.kernels.quantised import FLOAT4, QuantisedWeight
 from manylora.kernels.spec import AttentionBatch
 from manylora.model.batch import ForwardBatch
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
+from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
 from manylora.quant.config import QuantConfig
+from manylora.quant.layouts import halves_to_bytes
 from manylora.testing.driver import Driver
 from manylora.testing.parity import make_kind, read_from
 from manylora.testing.tiny_models import make_model
 
+pack_table = CompiledOps.pack_table
 KINDS = (None, "patterns", "rank 64", "DoRA + rsLoRA + patterns", "some layers", None, "patterns")
 FAMILIES = ("llama-biases", "qwen3", "olmo2", "gemma2", "gemma3", "phi3-partial-rotary", "mistral-sliding")
 FAMILIES += ("smollm3", "olmo3", "glm4", "ernie4.5")
-QUANTISED = (("llama-biases", "W8A8"), ("qwen3", "W4A8"), ("gemma3", "W8A16"))
+QUANTISED = (("llama-biases", "W8A8"), ("qwen3", "W4A8"), ("gemma3", "W8A16"), ("gemma3", "W4A16"))
 OTHERS = ("gpt-neox", "granite", "starcoder2")  # layers that one call does not have
 
 
 def load(model: Path, quant: str | None = None) -> Decoder:
     config = QuantConfig(quant) if quant else None
     return load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"), quant=config)
+
+
+def pack_quantised(
+    ops: CompiledOps, made: Callable[[Tensor], QuantisedWeight], table: WeightRows, is_head: bool
+):
+    """In place of `pack_table`: an embedding's table as some GGUF files have it."""
+    return pack_table(ops, made(table.whole()), is_head)
+
+
+def in_eight(table: Tensor) -> QuantisedWeight:
+    return quantise(table, QuantConfig("W8A16"))
+
+
+def in_four(table: Tensor) -> QuantisedWeight:
+    """As Q4_1: values from 0, with zeros."""
+    made = quantise(table, QuantConfig("W4A16", group_size=32))
+    assert made.offsets is not None
+    offsets = made.offsets - 8 * made.scales
+    return replace(made, offsets=offsets, zeros=torch.full_like(offsets, -8, dtype=torch.int8))
+
+
+def in_floats(table: Tensor) -> QuantisedWeight:
+    eight = quantise(table, QuantConfig("W8A16"))
+    codes = (eight.values.int() & 15).to(torch.uint8)
+    return QuantisedWeight(
+        halves_to_bytes(codes), eight.scales, codebook=torch.tensor(FLOAT4, dtype=torch.float32)
+    )
+
+
+TABLES = {"W8A8": in_eight, "W4A8": in_four, "W8A16": in_floats, "W4A16": in_four}
+
+
+@pytest.mark.usefixtures("_compiled")
+@pytest.mark.parametrize("made", [in_eight, in_four, in_floats])
+def test_rows_of_a_quantised_table_are_its_values(made: Callable[[Tensor], QuantisedWeight]) -> None:
+    table, ids = made(torch.randn(50, 96)), torch.tensor([0, 49, 7, 16, 7])
+    packed = open_device("cpu").ops.pack_table(table, is_head=True)
+    assert isinstance(packed, Panels)
+    assert torch.equal(look_up(ids, packed), table.wide()[ids])
 
 
 @pytest.fixture
@@ -62,6 +111,8 @@ def test_a_step_as_one_call_gives_the_same_bits(
 ) -> None:
     """Of all rows together, or of some after others, which end within a sequence."""
     monkeypatch.setattr("manylora.kernels.decode_step.MOST_ROWS", most_rows)
+    if quant in TABLES:
+        monkeypatch.setattr(CompiledOps, "pack_table", partialmethod(pack_quantised, TABLES[quant]))
     model = make_model(tmp_path / "model", family, seed=4)
     kinds = KINDS[:num_sequences]
     adapters = [

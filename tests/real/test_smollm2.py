@@ -21,6 +21,7 @@ from commands import MANYLORA, get, post, served
 
 from manylora import LLM, LoRARequest, SamplingParams
 from manylora.cli import main
+from manylora.kernels import native
 from manylora.launcher.processes import free_port
 
 QUESTIONS = (
@@ -117,6 +118,7 @@ def test_chat_and_inspect(
     facts = capsys.readouterr().out
     assert "30 layers of width 576, 9 heads over 3" in facts and "8,192 tokens" in facts
     assert "kv       46,080 bytes for each token" in facts or "kv       23,040 bytes" in facts
+    assert "93.8 MiB in files, about 111 MiB in memory" in facts or native.load() is None
     assert "for the KV cache" in facts and "for adapters" in facts
 
 

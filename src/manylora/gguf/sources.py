@@ -19,8 +19,11 @@ from manylora.gguf.metadata import Metadata
 from manylora.gguf.names import Names
 
 LAYER = re.compile(r"blk\.(\d{1,5})\.(.+)")
-TABLES = ("token_embd.weight", "per_layer_token_embd.weight", "position_embd.weight")
 CONVOLUTIONS = ("ssm_conv1d.weight", "shortconv.conv.weight")
+SMALL = (
+    "position_embd.weight", "token_types.weight", "cls.weight", "cls.output.weight", "dense_2.weight",
+    "dense_3.weight",
+)  # fmt: skip
 VECTORS = ("ssm_a", "ssm_d", "ssm_norm.weight")
 ONE_ROW = ("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")
 LATENT = ("attn_k_b.weight", "attn_v_b.weight")
@@ -177,7 +180,15 @@ class _Reader:
                 raise self._not_of_heads(info, info.shape[-1], "inputs")
             runs = self._value_heads(1)
             return Target((source,), lambda parts: in_runs(parts[0], runs), info.shape, runs=runs)
-        return Target((source,), stays=rest not in TABLES)
+        if rest == "position_embd.weight" and self._own.padded:
+            rows, width = self._own.padded, info.shape[-1]
+            return Target(
+                (source,),
+                lambda parts: torch.cat((parts[0].new_zeros(rows, width), parts[0])),
+                (rows + info.shape[0], width),
+                stays=False,
+            )
+        return Target((source,), stays=rest not in SMALL)
 
     def _change(self, name: str, rest: str) -> Callable[[Tensor], Tensor]:
         if rest == "ssm_a":

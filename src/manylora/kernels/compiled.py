@@ -71,6 +71,8 @@ class _LoraCall:
 class CompiledOps(CpuOps):
     """library: the result of `native.load()`."""
 
+    packs_tables = True
+
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__()
         self._library = library
@@ -100,17 +102,29 @@ class CompiledOps(CpuOps):
             return to_integer_panels(self._library, weight) or super().pack(weight)
         if isinstance(weight, QuantisedWeight) and weight.scales.dtype != torch.float32:
             return super().pack(weight)
-        panels = to_panels(weight, self._panels_linear.width, self._panels_linear.block)
-        return super().pack(weight) if panels is None else self._rounding(panels)
+        panels = self._to_panels(weight)
+        return super().pack(weight) if panels is None else panels
 
     def pack_rows(self, rows: WeightRows, routed: bool = False) -> Weight:
         panels = read_panels(self._library, rows, self._panels_linear.width)
         return super().pack_rows(rows, routed) if panels is None else self._rounding(panels)
 
+    def pack_table(self, table: WeightRows | QuantisedWeight, is_head: bool) -> Tensor | Panels:
+        packed: Weight | None = None
+        if isinstance(table, QuantisedWeight):
+            packed = self._to_panels(table.without_zeros())
+        elif is_head:
+            packed = self.pack_rows(table)
+        return packed if isinstance(packed, Panels) else super().pack_table(table, is_head)
+
     @property
     def _rounds_adapters(self) -> bool:
         """Whether adapters in bfloat16 round their inputs."""
         return self.rounds_inputs and self._has_pairs
+
+    def _to_panels(self, weight: Tensor | QuantisedWeight) -> Panels | None:
+        panels = to_panels(weight, self._panels_linear.width, self._panels_linear.block)
+        return None if panels is None else self._rounding(panels)
 
     def _rounding(self, panels: Panels) -> Panels:
         return panels.rounding(self._form) if self.rounds_inputs else panels

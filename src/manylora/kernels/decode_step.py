@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -47,7 +47,7 @@ LAYER = _structure(
     *NORMS, ("linear", WEIGHT, LINEARS), "keys", "values", "window", "rotary", ("scale", "f4"), ("cap", "f4")
 )
 DECODER = _structure(
-    *("layer", *SIZES, "norm", ("head", WEIGHT), "embedding", "embedding_kind", "vocabulary"),
+    *("layer", *SIZES, "norm", ("head", WEIGHT), ("table", WEIGHT), "table_width"),
     *(("eps", "f4"), ("embedding_scale", "f4")),
 )
 STEP = _structure(
@@ -84,12 +84,13 @@ class LayerParts:
 class DecoderParts:
     """A decoder whose layers have RMS norms, attention and a gated MLP, each added to the residual stream.
 
-    embedding: [vocab, hidden], from which a step can compute x itself, with scaling; None: it cannot.
+    embedding: [vocab, hidden], contiguous, from which a step can compute x itself, with scaling; None: it
+    cannot.
     norm_heads: q and k are normalised per head. pairs: neighbours are rotated together. activation: its
     number in native/elementwise.c. eps: of all norms.
     """
 
-    embedding: Tensor | None
+    embedding: Tensor | Panels | None
     embedding_scale: float
     layers: tuple[LayerParts, ...]
     norm: Tensor
@@ -183,10 +184,10 @@ class DecodeStep:
         self._decoder["layers"], self._decoder["most_scores"] = len(parts.layers), MOST_SCORES
         self._decoder["widest"] = max(max(w.rows, w.columns) for w in map(_panels, parts.linears()))
         self._decoder["norm"], self._decoder["head"] = parts.norm.data_ptr(), _weight(parts.head)
-        table = parts.embedding
-        if table is not None:
-            self._decoder["embedding"], self._decoder["vocabulary"] = table.data_ptr(), len(table)
-            self._decoder["embedding_kind"] = KINDS.index(table.dtype)
+        if (table := parts.embedding) is not None:
+            rows = table if isinstance(table, Panels) else Panels(table, None, None, *table.shape)
+            self._decoder["table"] = _weight(LinearParts(replace(rows, form=0), None))
+            self._decoder["table_width"] = table.values.shape[2] if isinstance(table, Panels) else 1
 
     @property
     def embeds(self) -> bool:

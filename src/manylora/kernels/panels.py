@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.kernels.huge_pages import huge_zeros
-from manylora.kernels.quantised import BLOCK, QuantisedWeight
+from manylora.kernels.quantised import BLOCK, FLOAT4, QuantisedWeight
 
 KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)  # in the order of native/vectors.h
 WORDS = {torch.bfloat16: torch.int32}  # dtypes stored as pairs of inputs -> dtype of a pair
@@ -79,8 +79,41 @@ class Panels:
         return self.columns if self.scales is None else self.columns // self.scales.shape[1]
 
     @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its rows."""
+        return self.values.dtype if self.scales is None else torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in (self.values, self.scales, self.offsets) if part is not None)
+
+
+def look_up(ids: Tensor, table: Tensor | Panels) -> Tensor:
+    """Rows of an embedding's table [V, K]; ids [T] -> [T, K]. Of a quantised one they are float32, with the
+    bits of `QuantisedWeight.wide`.
+    """
+    if isinstance(table, Tensor):
+        return F.embedding(ids, table)
+    width = table.values.shape[2]
+    panel, lane = ids // width, ids % width
+    rows = table.values[panel, :, lane]  # [T, K], of bfloat16 [T, K / 2, 2], of 4 bits [T, K / 2]
+    if table.scales is None:
+        return rows.flatten(1)
+    if rows.dtype == torch.uint8:
+        codes = torch.stack((rows & 15, rows >> 4), dim=-1).flatten(1)
+        rows = torch.tensor(FLOAT4)[codes.int()] if table.float4 else codes.to(torch.int8) - 8
+    grouped = rows.float().unflatten(1, (table.scales.shape[1], -1)) * table.scales[panel, :, lane, None]
+    if table.offsets is not None:
+        grouped += table.offsets[panel, :, lane, None]
+    return grouped.flatten(1)
 
 
 def to_panels(weight: Tensor | QuantisedWeight, width: int, block: int) -> Panels | None:

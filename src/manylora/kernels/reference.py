@@ -54,6 +54,8 @@ class ReferenceOps:
     """Whether the processor has native bfloat16 products."""
     reads_tables = True
     """Whether operations read a batch's tables on the host each time, without device tables from `plan`."""
+    packs_tables = False
+    """Whether `pack_table` gives panels of a quantised table, and of one that is a head."""
     rounds_inputs = False
     """Whether linear layers round their inputs to bfloat16. Weights are then exact in bfloat16, and all other
     tensors are float32.
@@ -106,6 +108,12 @@ class ReferenceOps:
     def pack_rows(self, rows: WeightRows, routed: bool = False) -> Weight:
         """As `pack`, for a plain weight that is still in its file."""
         return self.pack(rows.whole(), routed)
+
+    def pack_table(self, table: WeightRows | QuantisedWeight, is_head: bool) -> Tensor | Panels:
+        """An embedding's table [V, K] for `look_up`. is_head: it is also the head's weight; panels serve
+        both.
+        """
+        return table.wide() if isinstance(table, QuantisedWeight) else table.whole()
 
     def decode_step(self, parts: DecoderParts) -> DecodeStep | None:
         """A decoder's step of one token per sequence as a single call. None if the device does not support

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config.model import ModelConfig
+from manylora.kernels.panels import Panels
 from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import LoraBatch, LoraTarget
@@ -240,14 +241,16 @@ class Decoder(DecoderLayers):
             adapt_head(logits, x, lora.extras, self._head_bias, self.config.tie_word_embeddings)
         return logits
 
-    def _plain_embedding(self) -> Tensor | None:
+    def _plain_embedding(self) -> Tensor | Panels | None:
         """The table whose rows, only scaled, are the first layer's input. None: more is done to them, or the
         compiled step cannot read the table.
         """
         table = self._weights["embed"]
         more = (self._project_in, self._embedding_norm, self._streams, self._weights.get("positions"))
-        if any(one is not None for one in more) or not isinstance(table, Tensor):
+        if any(one is not None for one in more):
             return None
+        if isinstance(table, Panels):
+            return table
         plain = table.is_contiguous() and table.dtype in (torch.float32, torch.bfloat16)
         return table if plain else None
 

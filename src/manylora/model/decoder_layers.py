@@ -227,7 +227,7 @@ class DecoderLayers(Transformer):
             self._linear(layer, "in", project),
             self._linear(layer, "out" if self.config.beside is None else "recurrent_out", out),
             mamba2_weights(own, mine, self.config.norm_eps),
-            mamba2_factors(own, self._weights["embed"], self.dtype),
+            mamba2_factors(own, self._device, self.dtype),
         )
 
     def _delta_rule(self, layer: int, own: DeltaConfig) -> DeltaRule:

@@ -9,6 +9,7 @@ from torch import Tensor
 from manylora.config.model import ModelConfig
 from manylora.kernels.compiled import GATES
 from manylora.kernels.decode_step import DecoderParts, LayerParts, LinearParts
+from manylora.kernels.panels import Panels
 from manylora.kernels.spec import Weight
 from manylora.model.altup import AltUpBlock
 from manylora.model.layers import Attention, Block, LoraLinear, Mlp, Norm
@@ -20,7 +21,7 @@ def decoder_parts(
     norm: Norm,
     head: Weight,
     head_bias: Tensor | None,
-    embedding: Tensor | None,
+    embedding: Tensor | Panels | None,
 ) -> DecoderParts | None:
     """None if layers are not all attention and gated MLP with RMS norms. embedding: the table whose rows,
     only scaled, are the first layer's input.

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config.model import ModelConfig
+from manylora.kernels.panels import Panels
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionParams, LoraBatch, LoraTarget
 from manylora.lora.modules import LoraModuleId
@@ -104,7 +105,7 @@ class Stack:
 
     name: str
     layers: tuple[Layer, ...]
-    embedding: Tensor
+    embedding: Tensor | Panels
     positions: Tensor | None
     embedding_norm: Norm | None
     norm: Norm | None

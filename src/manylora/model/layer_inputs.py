@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config.blocks import LayerInputsConfig
+from manylora.kernels.panels import Panels, look_up
 from manylora.kernels.spec import LoraBatch
 from manylora.model.layers import LoraLinear, Norm
 
@@ -22,7 +22,7 @@ class LayerInputs:
     """
 
     config: LayerInputsConfig
-    table: Tensor
+    table: Tensor | Panels
     project: LoraLinear
     norm: Norm
 
@@ -45,7 +45,7 @@ class LayerInputs:
 
     def look_up(self, ids: Tensor) -> Tensor:
         """[T] -> [T, layers * dim], in the table's dtype or wider."""
-        return F.embedding(ids, self.table)
+        return look_up(ids, self.table)
 
 
 @dataclass(frozen=True)

@@ -36,13 +36,12 @@ class Mamba2:
         return self.ops.mamba2(rows, self.weights, cache.state, cache.batch)
 
 
-def mamba2_factors(own: Mamba2Config, like: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """like: a tensor on the target device."""
+def mamba2_factors(own: Mamba2Config, device: torch.device, dtype: torch.dtype) -> Tensor | None:
     if set(own.scales) <= {1.0}:
         return None
     keys = own.groups * own.state_dim
     sizes = torch.tensor((own.value_size, own.value_size, keys, keys, own.heads))
-    return torch.tensor(own.scales).repeat_interleave(sizes).to(like.device, dtype)
+    return torch.tensor(own.scales).repeat_interleave(sizes).to(device, dtype)
 
 
 def mamba2_weights(own: Mamba2Config, weights: Mapping[str, Tensor], eps: float) -> Mamba2Weights:

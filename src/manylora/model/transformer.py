@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config.model import ModelConfig
-from manylora.kernels.panels import Panels
+from manylora.kernels.panels import Panels, look_up
 from manylora.kernels.quantised import weight_bytes
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import LoraTarget, Weight
@@ -52,7 +52,7 @@ class Transformer:
         """Whether the weights of any expert are quantised."""
         return any(".expert." in name and _is_quantised(w) for name, w in self._weights.items())
 
-    def _embed_tokens(self, batch: ForwardBatch, table: Tensor, name: str) -> Tensor:
+    def _embed_tokens(self, batch: ForwardBatch, table: Tensor | Panels, name: str) -> Tensor:
         """Scaled embeddings [T, hidden] of `batch.input_ids`. name: of the table in an adapter's extras."""
         x = self._look_up(batch.input_ids, table)
         if batch.lora is not None and batch.lora.extras:
@@ -67,8 +67,8 @@ class Transformer:
         types = torch.zeros_like(batch.input_ids) if batch.token_types is None else batch.token_types
         return x + F.embedding(types.clamp(max=count - 1), self._weights["token_types"])
 
-    def _look_up(self, ids: Tensor, table: Tensor) -> Tensor:
-        return F.embedding(ids, table).to(self.dtype)
+    def _look_up(self, ids: Tensor, table: Tensor | Panels) -> Tensor:
+        return look_up(ids, table).to(self.dtype)
 
     def _head_rows(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """Logits [L, vocab] float32 of hidden states [L, hidden]. None if another rank has the head."""

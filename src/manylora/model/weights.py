@@ -20,7 +20,9 @@ from manylora.config.model_folder import weight_files
 from manylora.errors import ConfigError
 from manylora.gguf.file import GgufFile, PlainTensor
 from manylora.kernels.device import Device
+from manylora.kernels.panels import Panels
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
+from manylora.kernels.spec import Weight
 from manylora.model.decoder import Decoder
 from manylora.model.encoder import Encoder
 from manylora.model.encoder_decoder import EncoderDecoder
@@ -31,6 +33,7 @@ from manylora.model.quant import check_quant_request, quantise, should_quantise,
 from manylora.model.safetensors_file import FileTensor, SafetensorsFile
 from manylora.quant.checkpoint_weights import CheckpointWeights
 from manylora.quant.config import INTEGER, SERVED, QuantConfig
+from manylora.system.allocator import release_free_memory
 from manylora.system.progress import Progress
 
 logger = logging.getLogger("manylora")
@@ -110,10 +113,15 @@ def load_decoder(
         kind = Encoder if config.learned_positions else Decoder
         return kind(config, weights, dtype, device.ops)
     if "head.weight" not in weights:  # tied to the embedding
-        weights["head.weight"] = device.ops.pack(weights["embed"])
+        weights["head.weight"] = tied_head(weights["embed"], device)
     if config.encoder is None:
         return Decoder(config, weights, dtype, device.ops)
     return EncoderDecoder(config, weights, dtype, device.ops, max_seq_len)
+
+
+def tied_head(table: Tensor | Panels, device: Device) -> Weight:
+    """The head's weight, where it is the embedding's table."""
+    return table if isinstance(table, Panels) else device.ops.pack(table)
 
 
 def load_weights(
@@ -139,27 +147,36 @@ def load_weights(
         plan = plan_of_files(config, files)
         stored = check_names(files, plan, config, quant)
         weights: dict[str, Any] = {}
-        for name, spec in take(plan).items():  # packed one by one: at most one matrix is in memory twice
-            routed = ".expert." in name
+        taken = take(plan)
+        is_head = "head.weight" not in taken and not config.bidirectional
+        for name, spec in taken.items():  # packed one by one: at most one matrix is in memory twice
+            routed, is_table = ".expert." in name, name.endswith("embed")
             if any(stored.parts(piece.source) for piece in spec.slices):
-                pieces = _read_quantised(spec, files, stored, dtype, device, rounds_inputs)
+                wide = torch.float32 if spec.wide or is_table else dtype
+                pieces = _read_quantised(spec, files, stored, wide, device, rounds_inputs)
                 if spec.is_matrix:
                     weights[name] = device.ops.pack(pieces, routed)
-                else:  # not a plain linear layer
+                else:
                     assert isinstance(pieces, QuantisedWeight)
-                    weights[name] = pieces.wide().to(torch.float32 if spec.wide else dtype)
+                    made = device.ops.pack_table(pieces, is_head) if is_table else pieces.wide()
+                    weights[name] = made if isinstance(made, Panels) or spec.wide else made.to(dtype)
                 continue
             rows = _SpecRows(spec, files, _loaded_dtype(name, spec, files, dtype, device), device)
             sources = [piece.source for piece in spec.slices]
             if quant and should_quantise(name, sources, quant):
                 rows = _SpecRows(spec.with_all_columns(), files, rows.dtype, device)
                 with _naming(sources[0]):
-                    made = quantise(rows.whole().to(dtype), quant).columns(spec.column_range)
-                weights[name] = device.ops.pack(made, routed)
+                    quantised = quantise(rows.whole().to(dtype), quant).columns(spec.column_range)
+                weights[name] = device.ops.pack(quantised, routed)
+            elif spec.is_matrix:
+                weights[name] = device.ops.pack_rows(rows, routed)
+            elif is_table:
+                weights[name] = device.ops.pack_table(rows, is_head and name == "embed")
             else:
-                weights[name] = device.ops.pack_rows(rows, routed) if spec.is_matrix else rows.whole()
+                weights[name] = rows.whole()
     if config.score_tokens is not None:
         weights["score.weight"] = weights.pop("score.for") - weights.pop("score.against")
+    release_free_memory()
     return config, weights
 
 
@@ -214,14 +231,16 @@ def weight_bytes(model_dir: Path, config: ModelConfig, dtype: torch.dtype, devic
         files = open_checkpoint(model_dir, stack)
         for name, spec in plan_of_files(config, files).items():
             loaded = _loaded_dtype(name, spec, files, dtype, device)
+            is_head = name == "embed" and config.tie_word_embeddings and not config.bidirectional
             for piece in spec.slices:
-                if piece.source not in files:
-                    continue  # quantised
-                tensor = files[piece.source].get_slice(piece.source)
-                numbers = math.prod(tensor.get_shape())
-                total += numbers * loaded.itemsize - tensor.stored_bytes
-                if name == "embed" and config.tie_word_embeddings and not config.bidirectional:
+                numbers = math.prod(spec.checkpoint_shape(piece))
+                if is_head and not device.ops.packs_tables:
                     total += numbers * loaded.itemsize  # the head is packed for its kernel
+                if piece.source in files:
+                    stored_bytes = files[piece.source].get_slice(piece.source).stored_bytes
+                    total += numbers * loaded.itemsize - stored_bytes
+                elif name.endswith("embed") and not device.ops.packs_tables:
+                    total += numbers * loaded.itemsize  # it is widened
         total += sum(file.added_bytes for file in {*files.values()} if isinstance(file, GgufFile))
     return total
 

@@ -12,7 +12,7 @@ from manylora.config.engine import EngineConfig
 from manylora.config.model import ModelConfig
 from manylora.kernels.device import Device
 from manylora.model.checkpoint import read_model_config
-from manylora.model.weights import compute_dtype, load_weights
+from manylora.model.weights import compute_dtype, load_weights, tied_head
 from manylora.parallel.adapters import AdapterSlicer
 from manylora.parallel.collectives import Collectives
 from manylora.parallel.decoder import RankDecoder
@@ -80,7 +80,7 @@ def _fill_ends(
     """
     empty = torch.empty((0, local.hidden_size), dtype=dtype, device=device.torch)
     if "head.weight" not in weights and mapping.is_last_stage and not local.bidirectional:
-        weights["head.weight"] = device.ops.pack(weights["embed"])
+        weights["head.weight"] = tied_head(weights["embed"], device)
     for name in ("head.weight", "embed", *_around_stages(local)):
         weights.setdefault(name, empty)
 

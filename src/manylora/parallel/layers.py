@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config.model import ModelConfig
+from manylora.kernels.panels import Panels, look_up
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import LoraBatch, LoraTarget
 from manylora.model.batch import ForwardBatch
@@ -84,14 +85,14 @@ def extended(kind: type[T], layer: Any, **more: Any) -> T:
 
 
 def look_up_shared(
-    ids: Tensor, table: Tensor, tokens: range, dtype: torch.dtype, collectives: Collectives
+    ids: Tensor, table: Tensor | Panels, tokens: range, dtype: torch.dtype, collectives: Collectives
 ) -> Tensor:
     """Look up rows of a table [len(tokens), n] that holds these tokens on this rank -> [T, n] in `dtype`.
     Each token's row is on one rank; the others add zeros.
     """
     own = ids - tokens.start
     mine = (own >= 0) & (own < len(tokens))
-    x = F.embedding(own.where(mine, 0), table).to(dtype)
+    x = look_up(own.where(mine, 0), table).to(dtype)
     return collectives.sum(x.where(mine.unsqueeze(1), 0))
 
 
@@ -130,7 +131,7 @@ class SharedLayers(Transformer):
         total = self.config.of_layer(layer).intermediate_size * self._mapping.tp_size
         return extended(SpreadMlp, mlp, add_up=self._collectives.sum, total=total)
 
-    def _look_up(self, ids: Tensor, table: Tensor) -> Tensor:
+    def _look_up(self, ids: Tensor, table: Tensor | Panels) -> Tensor:
         if self._mapping.tp_size == 1:
             return super()._look_up(ids, table)
         return look_up_shared(ids, table, self._tokens, self.dtype, self._collectives)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,23 @@ def _byte_alphabet() -> dict[str, int]:
 ALPHABET = _byte_alphabet()
 
 
+def _is_panic(error: BaseException) -> bool:
+    return type(error).__name__ == "PanicException"  # no Exception, and in no module that can be imported
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Raises RequestError for what the library cannot tokenise."""
+    try:
+        yield
+    except TypeError:  # the library's word for half of a surrogate pair, which UTF-8 does not have
+        raise RequestError("text must be valid Unicode: it has half of a surrogate pair") from None
+    except BaseException as error:
+        if not _is_panic(error):  # of a damaged tokenizer.json
+            raise
+        raise RequestError("the model's tokenizer cannot read this text") from None
+
+
 class Tokenizer:
     """tokenizer.json and tokenizer_config.json of a Hugging Face directory. Raises ConfigError.
 
@@ -51,8 +69,11 @@ class Tokenizer:
         check_tokenizer_folder(self.directory)
         try:
             self._open(path.read_text(encoding="utf-8"))
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) and not _is_panic(error):
+                raise
             raise ConfigError(f"{path} is not a tokenizer: {error}") from error
+        release_free_memory()  # a vocabulary of 262,144 takes 325 MiB to read, and 136 afterwards
         self._settings = read_settings(Path(directory) / "tokenizer_config.json")
         self._chat = ChatTemplate.read(Path(directory), self._settings, chat_template)
 
@@ -154,10 +175,8 @@ class Tokenizer:
         Raises RequestError.
         """
         self.limits.check(len(first) + len(second), context)
-        try:
+        with _readable():
             encoded = self._library.encode(first, second)
-        except TypeError:  # as in `_encode`
-            raise RequestError("text must be valid Unicode: it has half of a surrogate pair") from None
         types = encoded.type_ids
         return encoded.ids, types.index(1) if 1 in types else len(types)
 
@@ -216,13 +235,11 @@ class Tokenizer:
 
     def _encode(self, text: str, special: bool, most: int | None) -> tuple[list[int], int]:
         """Ids, where there are no more than `most`, and how many there are."""
-        try:
+        with _readable():
             if len(text) < LONG:
                 encoded = self._library.encode(text, add_special_tokens=special)
             else:  # the library lets other threads go on in batches only
                 encoded = self._library.encode_batch_fast([text], add_special_tokens=special)[0]
-        except TypeError:  # the library's word for half of a surrogate pair, which UTF-8 does not have
-            raise RequestError("text must be valid Unicode: it has half of a surrogate pair") from None
         count = len(encoded)
         ids = encoded.ids if most is None or count <= most else []
         if max(len(text), count) >= LARGE:

@@ -33,8 +33,8 @@ typedef struct {
     int64_t most_scores; /* at most, of all rows and heads */
     const float *norm;
     Weight head;
-    const char *embedding; /* [vocabulary, hidden] of its kind, float32 or bfloat16 */
-    int64_t embedding_kind, vocabulary;
+    Weight table;          /* of the embedding, [vocabulary, hidden] */
+    int64_t table_width;   /* of its panels; 1: float32 or bfloat16, row by row */
     float eps, embedding_scale;
 } Decoder;
 
@@ -74,17 +74,43 @@ static Memory divide(const Decoder *d, const Step *s, int64_t longest, float *at
     return m;
 }
 
+/* Input k of a panel's row `lane`, as an integer where there are scales. */
+INLINE float one_weight(const Kind kind, const char *panel, int64_t width, int64_t lane, int64_t k) {
+    static const float float4[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    if (is_four_bits(kind)) {
+        const int code = ((uint8_t)panel[k / 2 * width + lane] >> k % 2 * 4) & 15;
+        return kind == INT4 ? (float)(code - 8) : float4[code];
+    }
+    if (kind == INT8) return ((const int8_t *)panel)[k * width + lane];
+    if (kind == BFLOAT16) return widen_one(BFLOAT16, panel + (k / 2 * width + lane) * 4 + k % 2 * 2);
+    return widen_one(FLOAT32, panel + (k * width + lane) * 4);
+}
+
+INLINE void embed_row(const Kind kind, const Decoder *d, int64_t id, float *to) {
+    const Weight *const t = &d->table;
+    const int64_t width = d->table_width, panel = id / width, lane = id % width, groups = t->in / t->group;
+    const int64_t bytes = is_four_bits(kind) ? t->in / 2 * width : t->in * width * size_of(kind);
+    for (int64_t k = 0; k < t->in; k++) {
+        const int64_t at = (panel * groups + k / t->group) * width + lane;
+        float one = one_weight(kind, t->w + panel * bytes, width, lane, k);
+        if (t->scale) one *= t->scale[at];
+        if (t->offset) one += t->offset[at];
+        to[k] = one * d->embedding_scale;
+    }
+}
+
 static void embed(const Decoder *d, const Step *s, float *x) {
-    const int64_t size = size_of(d->embedding_kind);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < s->rows; row++) {
-        const int64_t id = s->ids[row];
-        const char *const from = d->embedding + (0 <= id && id < d->vocabulary ? id : 0) * d->hidden * size;
+        const int64_t id = 0 <= s->ids[row] && s->ids[row] < d->table.out ? s->ids[row] : 0;
         float *const to = x + row * d->hidden;
-        if (d->embedding_kind == FLOAT32)
-            for (int64_t i = 0; i < d->hidden; i++) to[i] = widen_one(FLOAT32, from + i * 4) * d->embedding_scale;
-        else
-            for (int64_t i = 0; i < d->hidden; i++) to[i] = widen_one(BFLOAT16, from + i * 2) * d->embedding_scale;
+        switch (d->table.kind) {
+            case FLOAT32: embed_row(FLOAT32, d, id, to); break;
+            case BFLOAT16: embed_row(BFLOAT16, d, id, to); break;
+            case INT8: embed_row(INT8, d, id, to); break;
+            case INT4: embed_row(INT4, d, id, to); break;
+            case FLOAT4: embed_row(FLOAT4, d, id, to); break;
+        }
     }
 }
 

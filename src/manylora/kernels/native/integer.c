@@ -143,13 +143,8 @@ int64_t integer_dots(void) {
 #endif
 }
 
-INLINE integers load_word(const char *at) {
-    integers word;
-    memcpy(&word, at, sizeof word);
-    return word;
-}
-
-INLINE void store_word(char *at, integers word) { memcpy(at, &word, sizeof word); }
+INLINE integers load_word(const char *at) { return *(const any_integers *)at; }
+INLINE void store_word(char *at, integers word) { *(any_integers *)at = word; }
 
 /* Even and odd bytes to 16 bits. */
 INLINE void to_pairs(integers word, int is_signed, integers *even, integers *odd) {

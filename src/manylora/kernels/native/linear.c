@@ -7,7 +7,8 @@
  * which is widened at no cost beside the multiplications: there a longer chunk stays in the cache as it is.
  *
  * Scale and offset are applied to the sums of a block, which never belongs to two groups. A sum is one chain of
- * multiply-adds over a block, kept in memory between chunks, so it is the same whatever rows come with it. */
+ * multiply-adds over a block, kept in memory between chunks, so it is the same whatever rows come with it. Blocks that
+ * are shorter than a chunk are small: there a tile applies scales itself, and adds to the results of all blocks. */
 
 #include "panels.h"
 
@@ -27,32 +28,38 @@ enum {
 };
 
 typedef struct {
-    float *sums;    /* [panels, rows, PANEL] */
+    float *sums;    /* [panels, rows, PANEL]; of small blocks the results */
     const float *x; /* for one panel: packed [depth, rows]; for several: rows, `stride` apart */
     int64_t stride;
     const char *w;
     int64_t hop, depth; /* bytes from panel to panel; inputs */
     const char *next;   /* is prefetched meanwhile: */
     int64_t pace;       /* so many bytes for each row of the panel */
+    /* Of small blocks: */
+    const float *scale, *offset; /* [panels, blocks, PANEL], panels `scale_hop` apart; offset NULL: none */
+    const float *totals;         /* [rows, blocks], rows `totals_hop` apart */
+    int64_t block, scale_hop, totals_hop; /* block: inputs */
 } Tile;
 
-/* sums += x W^T. Rows and panels are known to the compiler, so that the sums stay in registers. */
-INLINE void tile(const int rows, const int panels, const Kind kind, const Tile t) {
-    enum { MOST = STREAMS * VECTORS };
+enum { MOST = STREAMS * VECTORS };
+typedef struct {
+    const float *x;
+    const char *w, *next;
+} Place;
+
+/* sum += x W^T over `depth` inputs. Rows and panels are known to the compiler, so that the sums stay in registers. */
+INLINE void add_inputs(const int rows, const int panels, const Kind kind, const Tile *t, int64_t depth, Place *from,
+                       vector sum[TILE_ROWS][MOST]) {
     const int inputs = inputs_of(kind), wide = panels * VECTORS, step = panels > 1 ? inputs : inputs * rows;
-    const float *x = t.x;
-    const char *w = t.w, *next = t.next;
-    vector sum[TILE_ROWS][MOST];
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < wide; v++)
-            sum[r][v] = load(t.sums + (v / VECTORS * rows + r) * PANEL + v % VECTORS * LANES);
-    for (int64_t k = 0; k < t.depth; k += inputs, w += bytes_of(kind), x += step, next += t.pace) {
+    const float *x = from->x;
+    const char *w = from->w, *next = from->next;
+    for (int64_t k = 0; k < depth; k += inputs, w += bytes_of(kind), x += step, next += t->pace) {
         if (panels == 1) __builtin_prefetch(next); /* several streams the hardware prefetches */
         UNROLL for (int i = 0; i < inputs; i++) {
             vector few[TILE_ROWS];
-            if (panels > 1) UNROLL for (int r = 0; r < rows; r++) few[r] = all(x[r * t.stride + i]);
+            if (panels > 1) UNROLL for (int r = 0; r < rows; r++) few[r] = all(x[r * t->stride + i]);
             if (panels > 1) UNROLL for (int v = 0; v < wide; v++) {
-                const vector in = weights(kind, w + v / VECTORS * t.hop, v % VECTORS, i);
+                const vector in = weights(kind, w + v / VECTORS * t->hop, v % VECTORS, i);
                 UNROLL for (int r = 0; r < rows; r++) sum[r][v] = multiply_add(few[r], in, sum[r][v]);
             }
             vector in[VECTORS];
@@ -64,14 +71,52 @@ INLINE void tile(const int rows, const int panels, const Kind kind, const Tile t
             KEEP_ORDER;
         }
     }
+    *from = (Place){x, w, next};
+}
+
+INLINE float *sums_of(const Tile *t, int rows, int r, int v) {
+    return t->sums + (v / VECTORS * rows + r) * PANEL + v % VECTORS * LANES;
+}
+
+INLINE void tile(const int rows, const int panels, const Kind kind, const Tile t) {
+    const int wide = panels * VECTORS;
+    Place from = {t.x, t.w, t.next};
+    vector sum[TILE_ROWS][MOST];
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < wide; v++)
-            store(t.sums + (v / VECTORS * rows + r) * PANEL + v % VECTORS * LANES, sum[r][v]);
+        UNROLL for (int v = 0; v < wide; v++) sum[r][v] = load(sums_of(&t, rows, r, v));
+    add_inputs(rows, panels, kind, &t, t.depth, &from, sum);
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < wide; v++) store(sums_of(&t, rows, r, v), sum[r][v]);
+}
+
+/* The same over some small blocks, with scales and offsets. */
+INLINE void small_blocks(const int rows, const int panels, const Kind kind, const Tile t) {
+    const int wide = panels * VECTORS;
+    Place from = {t.x, t.w, t.next};
+    for (int64_t b = 0; b < t.depth / t.block; b++) {
+        vector sum[TILE_ROWS][MOST];
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int v = 0; v < wide; v++) sum[r][v] = (vector){0};
+        add_inputs(rows, panels, kind, &t, t.block, &from, sum);
+        UNROLL for (int v = 0; v < wide; v++) {
+            const int64_t at = v / VECTORS * t.scale_hop + b * PANEL + v % VECTORS * LANES;
+            const vector scale = load(t.scale + at), offset = t.offset ? load(t.offset + at) : scale;
+            UNROLL for (int r = 0; r < rows; r++) {
+                vector one = sum[r][v] * scale;
+                if (t.offset) one = multiply_add(offset, all(t.totals[r * t.totals_hop + b]), one);
+                store(sums_of(&t, rows, r, v), load(sums_of(&t, rows, r, v)) + one);
+            }
+        }
+    }
 }
 
 /* Separate functions: if all were inlined into one, compilers would keep some of the sums in memory. */
 #define TILE(kind, n, p) \
     static void ONCE tile_##kind##_##n##_##p(const Tile t) { tile(n, p, kind, t); }
+#define SMALL_COLUMN(kind, n) \
+    static void ONCE small_##kind##_##n(const Tile t) { small_blocks(n, 1, kind, t); }
+#define SMALL_STREAM(kind, n) \
+    static void ONCE small_stream_##kind##_##n(const Tile t) { small_blocks(n, SEVERAL(n), kind, t); }
 #define COLUMN(kind, n) TILE(kind, n, 1)
 #define SEVERAL(n) (TILE_ROWS / (n) < STREAMS ? TILE_ROWS / (n) : STREAMS) /* panels for so many rows */
 #define STREAM(kind, n) \
@@ -83,9 +128,12 @@ INLINE void tile(const int rows, const int panels, const Kind kind, const Tile t
 #define HEIGHTS(DO, kind) DO(kind, 1) DO(kind, 2) DO(kind, 3) DO(kind, 4) DO(kind, 5) DO(kind, 6)
 #define FEW_HEIGHTS(DO, kind) DO(kind, 1) DO(kind, 2) DO(kind, 3)
 #endif
-#define KINDS(DO) DO(FLOAT32) DO(BFLOAT16) DO(INT8) DO(INT4) DO(FLOAT4)
+#define SCALED(DO) DO(FLOAT32) DO(INT8) DO(INT4) DO(FLOAT4) /* FLOAT32: what was widened */
+#define KINDS(DO) DO(BFLOAT16) SCALED(DO)
 #define DEFINE(kind) HEIGHTS(COLUMN, kind) FEW_HEIGHTS(STREAM, kind)
+#define DEFINE_SMALL(kind) HEIGHTS(SMALL_COLUMN, kind) FEW_HEIGHTS(SMALL_STREAM, kind)
 KINDS(DEFINE)
+SCALED(DEFINE_SMALL)
 
 typedef void Run(Tile t);
 #define COLUMN_NAME(kind, n) tile_##kind##_##n##_1,
@@ -93,6 +141,12 @@ typedef void Run(Tile t);
 #define COLUMNS(kind) [kind] = {HEIGHTS(COLUMN_NAME, kind)},
 #define STREAMS_OF(kind) [kind] = {FEW_HEIGHTS(STREAM_NAME, kind)},
 static Run *const TILES[FLOAT8][TILE_ROWS] = {KINDS(COLUMNS)}, *const FEW_TILES[FLOAT8][FEW] = {KINDS(STREAMS_OF)};
+#define SMALL_NAME(kind, n) small_##kind##_##n,
+#define SMALL_STREAM_NAME(kind, n) small_stream_##kind##_##n,
+#define SMALLS(kind) [kind] = {HEIGHTS(SMALL_NAME, kind)},
+#define SMALL_STREAMS(kind) [kind] = {FEW_HEIGHTS(SMALL_STREAM_NAME, kind)},
+static Run *const SMALL_TILES[FLOAT8][TILE_ROWS] = {SCALED(SMALLS)};
+static Run *const FEW_SMALL_TILES[FLOAT8][FEW] = {SCALED(SMALL_STREAMS)};
 
 /* The first row of a tile. Tiles are of nearly equal height: 9 rows are 4 and 5. */
 INLINE int64_t start_of(const Linear *c, int64_t tile, int64_t tiles) { return c->rows * tile / tiles; }
@@ -138,24 +192,54 @@ void ONCE finish_panel(const Linear *c, const float *sums, int64_t row, int64_t 
     }
 }
 
+INLINE int is_small(const Linear *c) { return c->scale && c->group <= CHUNK && CHUNK % c->group == 0; }
+
+/* A tile of small blocks, from input k of panel p and from `row` on. */
+INLINE Tile with_scales(Tile t, const Linear *c, int64_t p, int64_t row, int64_t k) {
+    const int64_t count = c->in / c->group, at = (p * count + k / c->group) * PANEL;
+    t.scale = c->scale + at, t.offset = c->offset ? c->offset + at : NULL;
+    t.totals = totals_of(c) + row * count + k / c->group;
+    t.block = c->group, t.scale_hop = count * PANEL, t.totals_hop = count;
+    return t;
+}
+
+/* Writes the results of small blocks to y, with the bias. */
+static void ONCE write_panel(const Linear *c, const float *sums, int64_t row, int64_t rows, int64_t p) {
+    const int64_t column = p * PANEL, columns = least(c->out - column, PANEL);
+    for (int64_t r = 0; r < rows; r++, sums += PANEL)
+        for (int64_t i = 0; i < columns; i += LANES) {
+            vector one = load(sums + i);
+            if (c->bias) one += load_some(c->bias + column + i, columns - i);
+            store_some(c->y + (row + r) * c->y_stride + column + i, one, columns - i);
+        }
+}
+
 /* Few rows and the panels [first, last): at once, if they are as many as FEW_TILES take, else one by one. */
 INLINE void few_rows(const Kind kind, const Linear *c, int64_t first, int64_t last) {
-    const int64_t size = bytes_of(kind) / inputs_of(kind), hop = c->in * size, block = block_of(c);
-    const int64_t most = SEVERAL(c->rows), count = last - first == most ? most : 1;
+    const int small = kind != FLOAT32 && kind != BFLOAT16 && is_small(c);
+    const int64_t row_bytes = bytes_of(kind), inputs = inputs_of(kind), hop = c->in / inputs * row_bytes;
+    const int64_t most = SEVERAL(c->rows), count = last - first == most ? most : 1, block = small ? BLOCK : block_of(c);
+    Run *const one = (small ? SMALL_TILES : TILES)[kind][c->rows - 1];
+    Run *const several = (small ? FEW_SMALL_TILES : FEW_TILES)[kind][c->rows - 1];
     float sums[STREAMS * FEW * PANEL];
     for (int64_t p = first; p < last; p += count)
         for (int64_t k = 0; k < c->in; k += block) {
-            const char *const w = c->w + p * hop + k * size;
-            Tile t = {sums, c->x + k, c->x_stride, w, hop, least(c->in - k, block), w, 0};
-            memset(sums, 0, sizeof sums);
+            const char *const w = c->w + p * hop + k / inputs * row_bytes;
+            Tile t = {sums, c->x + k, c->x_stride, w, hop, least(c->in - k, block), w, 0, 0};
+            if (small) t = with_scales(t, c, p, 0, k);
+            if (!small || !k) memset(sums, 0, sizeof sums);
             if (count < most) { /* for one panel rows are packed */
                 float some[BLOCK * FEW];
                 for (int64_t i = 0; i < t.depth; i++)
                     for (int64_t r = 0; r < c->rows; r++) some[i * c->rows + r] = c->x[r * c->x_stride + k + i];
                 t.x = some;
-                TILES[kind][c->rows - 1](t);
-            } else FEW_TILES[kind][c->rows - 1](t);
-            for (int64_t i = 0; i < count; i++) finish_panel(c, sums + i * c->rows * PANEL, 0, c->rows, p + i, k);
+                one(t);
+            } else several(t);
+            for (int64_t i = 0; i < count; i++) {
+                const float *const made = sums + i * c->rows * PANEL;
+                if (!small) finish_panel(c, made, 0, c->rows, p + i, k);
+                else if (k + block >= c->in) write_panel(c, made, 0, c->rows, p + i);
+            }
         }
 }
 
@@ -167,10 +251,13 @@ INLINE void widen_chunk(const Kind kind, float *wide, const char *w, int64_t dep
 
 /* Tiles [first, last) of panel p. */
 INLINE void many_rows(const Kind kind, const Linear *c, int64_t p, int64_t first, int64_t last, int64_t tiles) {
-    const int64_t row_bytes = bytes_of(kind), inputs = inputs_of(kind), block = block_of(c), count = last - first;
+    const int small = kind != FLOAT32 && kind != BFLOAT16 && is_small(c);
+    const int64_t row_bytes = bytes_of(kind), inputs = inputs_of(kind), count = last - first;
+    const int64_t block = small ? c->in : block_of(c);
     const int many = kind != FLOAT32 && c->rows > (kind == BFLOAT16 ? MANY : 2 * TILE_ROWS);
     const int widens = many && (kind != BFLOAT16 || WIDENS_PAIRS);
     const Kind read = widens ? FLOAT32 : kind;
+    Run *const *const run = (small ? SMALL_TILES : TILES)[read];
     const int64_t chunk = many && !widens ? 2 * CHUNK : CHUNK;
     float sums[TALL][TILE_ROWS * PANEL], wide[CHUNK * PANEL];
     for (int64_t k = 0; k < c->in; k += block) {
@@ -183,14 +270,15 @@ INLINE void many_rows(const Kind kind, const Linear *c, int64_t p, int64_t first
             if (widens) widen_chunk(kind, wide, w, depth);
             for (int64_t t = 0; t < count; t++) {
                 const int64_t row = start_of(c, first + t, tiles), rows = start_of(c, first + t + 1, tiles) - row;
-                TILES[read][rows - 1]((Tile){sums[t], c->room + row * c->in + at * rows, 0,
-                                             widens ? (const char *)wide : w, 0, depth,
-                                             count == 1 ? w + AHEAD : next + height * row_bytes * t / count, pace});
+                const Tile one = {sums[t], c->room + row * c->in + at * rows, 0, widens ? (const char *)wide : w, 0, depth,
+                                  count == 1 ? w + AHEAD : next + height * row_bytes * t / count, pace, 0};
+                run[rows - 1](small ? with_scales(one, c, p, row, at) : one);
             }
         }
         for (int64_t t = 0; t < count; t++) {
-            const int64_t row = start_of(c, first + t, tiles);
-            finish_panel(c, sums[t], row, start_of(c, first + t + 1, tiles) - row, p, k);
+            const int64_t row = start_of(c, first + t, tiles), rows = start_of(c, first + t + 1, tiles) - row;
+            if (small) write_panel(c, sums[t], row, rows, p);
+            else finish_panel(c, sums[t], row, rows, p, k);
         }
     }
 }

@@ -141,7 +141,7 @@ INLINE vector widen_halves(const char *at, int high) {
     const __m512 table = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
     return (vector)_mm512_permutexvar_ps((__m512i)index, table);
 #else
-    return __builtin_convertvector((integers)(index & 15) - 8, vector);
+    return __builtin_convertvector((integers)(high ? index : index & 15) - 8, vector);
 #endif
 }
 

@@ -112,7 +112,7 @@ class CompiledOps(CpuOps):
     def pack_table(self, table: WeightRows | QuantisedWeight, is_head: bool) -> Tensor | Panels:
         packed: Weight | None = None
         if isinstance(table, QuantisedWeight):
-            packed = self._to_panels(table.without_zeros())
+            packed = self._to_panels(table)
         elif is_head:
             packed = self.pack_rows(table)
         return packed if isinstance(packed, Panels) else super().pack_table(table, is_head)

@@ -23,7 +23,7 @@ KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)  # in the order
 WORDS = {torch.bfloat16: torch.int32}  # dtypes stored as pairs of inputs -> dtype of a pair
 CHUNK_BYTES = 2**21  # rows read at a time: they are still in the CPU cache when laid out
 THREADS = 4
-FLOAT4_KIND = len(KINDS)  # also 4 bits
+FLOAT4_KIND, UINT4_KIND = 4, 5  # also 4 bits
 FORMS, INTEGERS = 8, 3  # as in native/team.h
 BLOCK_ROOM = 18  # floats for 32 inputs of a row rounded to 8 bits
 ROUNDED_INPUTS = 128  # minimum inputs of a layer that rounds them: smaller buffers do not fit
@@ -45,11 +45,12 @@ class WeightRows(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Panels:
-    """A weight [N, K] in float32, bfloat16, int8, int4 or float4 (e2m1), in the layout of native/panels.h.
+    """A weight [N, K] in float32, bfloat16, 8 or 4 bits, in the layout of native/panels.h. 4 bits are float4
+    (e2m1); with offsets numbers from 0 to 15, which take fewer instructions; otherwise from -8 to 7.
 
     values:  [panels, K, width], zeros after the last row; for bfloat16 [panels, K / 2, width, 2]; for 4 bits
              uint8 [panels, K / 2, width], an even input in the low half of a byte, the next in the high half.
-    scales:  float32 [panels, groups, width], int8 and int4 only. offsets: the same, or None for 0.
+    scales:  float32 [panels, groups, width], 8 and 4 bits only. offsets: the same, or None for 0.
     rows: N. columns: K.
     form: of products with rounded inputs: to bfloat16 (`products.FORMS`), or to 8 bits (`integer.py`, with
              its own layout); 0: float32 inputs.
@@ -67,6 +68,8 @@ class Panels:
     def kind(self) -> int:
         """Its number in the compiled kernels."""
         kind = FLOAT4_KIND if self.float4 else KINDS.index(self.values.dtype)
+        if self.values.dtype == torch.uint8 and self.offsets is not None:
+            kind = UINT4_KIND
         return kind + FORMS * self.form
 
     def rounding(self, form: int) -> Panels:
@@ -109,7 +112,8 @@ def look_up(ids: Tensor, table: Tensor | Panels) -> Tensor:
         return rows.flatten(1)
     if rows.dtype == torch.uint8:
         codes = torch.stack((rows & 15, rows >> 4), dim=-1).flatten(1)
-        rows = torch.tensor(FLOAT4)[codes.int()] if table.float4 else codes.to(torch.int8) - 8
+        low = 8 if table.offsets is None else 0
+        rows = torch.tensor(FLOAT4)[codes.int()] if table.float4 else codes.to(torch.int8) - low
     grouped = rows.float().unflatten(1, (table.scales.shape[1], -1)) * table.scales[panel, :, lane, None]
     if table.offsets is not None:
         grouped += table.offsets[panel, :, lane, None]
@@ -131,10 +135,12 @@ def to_panels(weight: Tensor | QuantisedWeight, width: int, block: int) -> Panel
         return None
     if weight.order is not None or (weight.codebook is not None and not weight.is_float4):
         return None
-    scales, offsets = weight.scales.float(), weight.offsets
-    if weight.zeros is not None:
-        offsets = (0 if offsets is None else offsets) - scales * weight.zeros
-    turned = None if offsets is None else _to_width(offsets.float(), width)
+    scales, offsets, zeros = weight.scales.float(), weight.offsets, weight.zeros
+    if zeros is not None or offsets is not None:
+        low = 8 if weight.values.dtype == torch.uint8 else 0  # GGUF's zeros are -8: nothing is rounded
+        below = scales * (low if zeros is None else low + zeros.float())
+        offsets = (0 if offsets is None else offsets.float()) - below
+    turned = None if offsets is None else _to_width(offsets, width)
     values = _to_width(weight.values, width)
     return Panels(values, _to_width(scales, width), turned, rows, columns, float4=weight.is_float4)
 

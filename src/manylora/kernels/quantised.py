@@ -74,13 +74,6 @@ class QuantisedWeight:
         values = self.codebook.to(torch.int8)[self.halves().int()]
         return replace(self, values=values, codebook=None)
 
-    def without_zeros(self) -> QuantisedWeight:
-        """In 8 bits if it has zeros, which are exact in the values. In the offsets they would be rounded."""
-        if self.zeros is None or self.codebook is not None or self.values.dtype != torch.uint8:
-            return self
-        values = self.halves().to(torch.int8).unflatten(1, (self.zeros.shape[1], -1))
-        return replace(self, values=(values - 8 - self.zeros.unsqueeze(-1)).flatten(1), zeros=None)
-
     def tensors(self) -> dict[str, Tensor]:
         """The fields that are not None."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -252,10 +252,12 @@ void bfloat16_team(int64_t kind, const Linear *c) {
         case BFLOAT16 + FORMS * DOTS: linear(BFLOAT16, DOTS, c); break;
         case INT8 + FORMS * DOTS: linear(INT8, DOTS, c); break;
         case INT4 + FORMS * DOTS: linear(INT4, DOTS, c); break;
+        case UINT4 + FORMS * DOTS: linear(UINT4, DOTS, c); break;
         case FLOAT4 + FORMS * DOTS: linear(FLOAT4, DOTS, c); break;
         case BFLOAT16 + FORMS * TILES: linear(BFLOAT16, TILES, c); break;
         case INT8 + FORMS * TILES: linear(INT8, TILES, c); break;
         case INT4 + FORMS * TILES: linear(INT4, TILES, c); break;
+        case UINT4 + FORMS * TILES: linear(UINT4, TILES, c); break;
         case FLOAT4 + FORMS * TILES: linear(FLOAT4, TILES, c); break;
     }
 }

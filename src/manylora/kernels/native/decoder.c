@@ -79,7 +79,7 @@ INLINE float one_weight(const Kind kind, const char *panel, int64_t width, int64
     static const float float4[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
     if (is_four_bits(kind)) {
         const int code = ((uint8_t)panel[k / 2 * width + lane] >> k % 2 * 4) & 15;
-        return kind == INT4 ? (float)(code - 8) : float4[code];
+        return kind == FLOAT4 ? float4[code] : (float)(kind == INT4 ? code - 8 : code);
     }
     if (kind == INT8) return ((const int8_t *)panel)[k * width + lane];
     if (kind == BFLOAT16) return widen_one(BFLOAT16, panel + (k / 2 * width + lane) * 4 + k % 2 * 2);
@@ -109,6 +109,7 @@ static void embed(const Decoder *d, const Step *s, float *x) {
             case BFLOAT16: embed_row(BFLOAT16, d, id, to); break;
             case INT8: embed_row(INT8, d, id, to); break;
             case INT4: embed_row(INT4, d, id, to); break;
+            case UINT4: embed_row(UINT4, d, id, to); break;
             case FLOAT4: embed_row(FLOAT4, d, id, to); break;
         }
     }

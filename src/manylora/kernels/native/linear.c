@@ -128,7 +128,7 @@ INLINE void small_blocks(const int rows, const int panels, const Kind kind, cons
 #define HEIGHTS(DO, kind) DO(kind, 1) DO(kind, 2) DO(kind, 3) DO(kind, 4) DO(kind, 5) DO(kind, 6)
 #define FEW_HEIGHTS(DO, kind) DO(kind, 1) DO(kind, 2) DO(kind, 3)
 #endif
-#define SCALED(DO) DO(FLOAT32) DO(INT8) DO(INT4) DO(FLOAT4) /* FLOAT32: what was widened */
+#define SCALED(DO) DO(FLOAT32) DO(INT8) DO(INT4) DO(UINT4) DO(FLOAT4) /* FLOAT32: what was widened */
 #define KINDS(DO) DO(BFLOAT16) SCALED(DO)
 #define DEFINE(kind) HEIGHTS(COLUMN, kind) FEW_HEIGHTS(STREAM, kind)
 #define DEFINE_SMALL(kind) HEIGHTS(SMALL_COLUMN, kind) FEW_HEIGHTS(SMALL_STREAM, kind)
@@ -319,6 +319,7 @@ void linear_team(int64_t kind, const Linear *c) {
         case BFLOAT16: linear(BFLOAT16, c); break;
         case INT8: linear(INT8, c); break;
         case INT4: linear(INT4, c); break;
+        case UINT4: linear(UINT4, c); break;
         case FLOAT4: linear(FLOAT4, c); break;
     }
 }

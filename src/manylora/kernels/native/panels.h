@@ -1,11 +1,11 @@
 /* The weights of linear layers, as linear.c and bfloat16.c read them.
  *
- * W is kept in float32, bfloat16, int8, int4 or float4. The last three are integers v with
+ * W is kept in float32, bfloat16, int8, int4, uint4 or float4. The last four are integers v with
  * W[n, k] = scale[n, g] v[n, k] + offset[n, g], g = k / group; offsets may be missing.
  *
  * W [out, in] is packed in panels of PANEL outputs, the last one padded with zeros:
  * - float32 and int8 as [panels, in, PANEL];
- * - bfloat16, int4 and float4 as [panels, in / 2, PANEL] pairs of an even input, in the low half, and the next one. A
+ * - bfloat16 and 4 bits as [panels, in / 2, PANEL] pairs of an even input, in the low half, and the next one. A
  *   pair of bfloat16 is 4 bytes, and either half is widened by one instruction; one of 4 bits is a byte. int4 is v + 8;
  * - scales and offsets as [panels, groups, PANEL]. */
 
@@ -25,7 +25,7 @@ INLINE int inputs_of(Kind kind) { return is_four_bits(kind) || kind == BFLOAT16 
 INLINE int64_t bytes_of(Kind kind) { return is_four_bits(kind) ? PANEL : PANEL * size_of(kind) * inputs_of(kind); }
 
 INLINE vector weights(Kind kind, const char *row, int v, int input) {
-    if (kind == INT4) return widen_halves(row + v * LANES, input);
+    if (kind == INT4 || kind == UINT4) return widen_halves(kind, row + v * LANES, input);
     if (kind == FLOAT4) return widen_float4(row + v * LANES, input);
     if (kind == BFLOAT16) return widen_pairs(row + v * LANES * 4, input);
     return widen(kind, row + v * LANES * size_of(kind));

@@ -66,10 +66,10 @@ INLINE vector multiply_add(vector a, vector b, vector c) {
 }
 
 /* Types of elements in memory; in registers all are float32. */
-typedef enum { FLOAT32, BFLOAT16, INT8, INT4, FLOAT4, FLOAT8 } Kind; /* FLOAT8: e4m3, without infinities */
+typedef enum { FLOAT32, BFLOAT16, INT8, INT4, FLOAT4, UINT4, FLOAT8 } Kind; /* FLOAT8: e4m3, without infinities */
 
-/* INT4, and FLOAT4 (e2m1 times 2, so that all values are integers): two elements to a byte. */
-INLINE int is_four_bits(Kind kind) { return kind == INT4 || kind == FLOAT4; }
+/* INT4, UINT4, and FLOAT4 (e2m1 times 2, so that all values are integers): two elements to a byte. */
+INLINE int is_four_bits(Kind kind) { return kind == INT4 || kind == FLOAT4 || kind == UINT4; }
 
 /* Bytes of an element of the other kinds. */
 INLINE int64_t size_of(Kind kind) { return kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1; }
@@ -134,14 +134,16 @@ INLINE vector widen(Kind kind, const char *at) {
     return (vector)(widen_uint16(at) << 16);
 }
 
-/* INT4: the low or the high 4 bits of LANES bytes, as -8 to 7. */
-INLINE vector widen_halves(const char *at, int high) {
+/* INT4: the low or the high 4 bits of LANES bytes, as -8 to 7; UINT4: as 0 to 15. */
+INLINE vector widen_halves(Kind kind, const char *at, int high) {
     const words both = widen_uint8(at), index = high ? both >> 4 : both;
 #ifdef __AVX512F__ /* the lowest four bits index a table: two instructions less */
-    const __m512 table = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-    return (vector)_mm512_permutexvar_ps((__m512i)index, table);
+    const __m512 below = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+    const __m512 above = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return (vector)_mm512_permutexvar_ps((__m512i)index, kind == INT4 ? below : above);
 #else
-    return __builtin_convertvector((integers)(high ? index : index & 15) - 8, vector);
+    const integers number = (integers)(high ? index : index & 15);
+    return __builtin_convertvector(kind == INT4 ? number - 8 : number, vector);
 #endif
 }
 

@@ -19,7 +19,7 @@ from manylora.kernels.decode_step import DecodeStep
 from manylora.kernels.device import open_device
 from manylora.kernels.huge_pages import PIECE, huge_zeros
 from manylora.kernels.panels import Panels, WeightRows, look_up
-from manylora.kernels.quantised import FLOAT4, QuantisedWeight
+from manylora.kernels.quantised import FLOAT4, QuantisedWeight, StackedWeight
 from manylora.kernels.spec import AttentionBatch
 from manylora.model.batch import ForwardBatch
 from manylora.model.checkpoint import read_model_config
@@ -32,7 +32,7 @@ from manylora.testing.driver import Driver
 from manylora.testing.parity import make_kind, read_from
 from manylora.testing.tiny_models import make_model
 
-pack_table = CompiledOps.pack_table
+pack, pack_table = CompiledOps.pack, CompiledOps.pack_table
 KINDS = (None, "patterns", "rank 64", "DoRA + rsLoRA + patterns", "some layers", None, "patterns")
 FAMILIES = ("llama-biases", "qwen3", "olmo2", "gemma2", "gemma3", "phi3-partial-rotary", "mistral-sliding")
 FAMILIES += ("smollm3", "olmo3", "glm4", "ernie4.5")
@@ -70,6 +70,15 @@ def in_floats(table: Tensor) -> QuantisedWeight:
     return QuantisedWeight(
         halves_to_bytes(codes), eight.scales, codebook=torch.tensor(FLOAT4, dtype=torch.float32)
     )
+
+
+def pack_in_parts(ops: CompiledOps, weight: Tensor | QuantisedWeight, routed: bool = False):
+    """In place of `pack`: a fused layer whose parts have different types, as in Q4_K_M."""
+    if not isinstance(weight, QuantisedWeight):
+        return pack(ops, weight, routed)
+    half, rows = weight.shape[0] // 2, weight.shape[0]
+    parts = weight.rows(slice(0, half)), in_eight(weight.wide(half))
+    return StackedWeight(tuple(pack(ops, part) for part in parts), (half, rows - half))
 
 
 TABLES = {"W8A8": in_eight, "W4A8": in_four, "W8A16": in_floats, "W4A16": in_four}
@@ -113,6 +122,8 @@ def test_a_step_as_one_call_gives_the_same_bits(
     monkeypatch.setattr("manylora.kernels.decode_step.MOST_ROWS", most_rows)
     if quant in TABLES:
         monkeypatch.setattr(CompiledOps, "pack_table", partialmethod(pack_quantised, TABLES[quant]))
+    if quant == "W4A16":
+        monkeypatch.setattr(CompiledOps, "pack", pack_in_parts)
     model = make_model(tmp_path / "model", family, seed=4)
     kinds = KINDS[:num_sequences]
     adapters = [

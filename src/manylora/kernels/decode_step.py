@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from manylora.kernels.panels import FORMS, Panels, address
+from manylora.kernels.quantised import StackedWeight
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Weight
 
 # Prompts up to this length are computed row by row, which is no slower than torch's attention with its call
@@ -28,6 +29,7 @@ SHORT = 256
 MOST_ROWS = 1024  # rows that pass through the layers together
 MOST_SCORES = 2**26  # rows * heads * tokens of the longest sequence
 LINEARS = 4  # linear layers per decoder layer
+PARTS = 3  # of a linear layer whose parts are stored in different formats
 CALLS = 2  # adapter calls per linear layer: for a fused projection, then for its parts
 NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "k_norm")
 SIZES = (
@@ -44,10 +46,17 @@ def _structure(*fields: str | tuple[Any, ...]) -> np.dtype:
 
 WEIGHT = _structure("w", "scale", "offset", "bias", "kind", "in", "out", "group")
 LAYER = _structure(
-    *NORMS, ("linear", WEIGHT, LINEARS), "keys", "values", "window", "rotary", ("scale", "f4"), ("cap", "f4")
+    *NORMS,
+    ("linear", WEIGHT, (LINEARS, PARTS)),
+    "keys",
+    "values",
+    "window",
+    "rotary",
+    ("scale", "f4"),
+    ("cap", "f4"),
 )
 DECODER = _structure(
-    *("layer", *SIZES, "norm", ("head", WEIGHT), ("table", WEIGHT), "table_width"),
+    *("layer", *SIZES, "norm", ("head", WEIGHT, PARTS), ("table", WEIGHT), "table_width"),
     *(("eps", "f4"), ("embedding_scale", "f4")),
 )
 STEP = _structure(
@@ -66,6 +75,17 @@ class LinearParts:
     weight: Weight
     bias: Tensor | None
     targets: tuple[LoraTarget, ...] = ()
+
+    @property
+    def panels(self) -> tuple[Panels, ...]:
+        """The parts of the weight. Empty if they are more than the compiled step takes, or not all panels."""
+        parts = self.weight.parts if isinstance(self.weight, StackedWeight) else (self.weight,)
+        found = tuple(part for part in parts if isinstance(part, Panels))
+        return found if len(found) == len(parts) <= PARTS else ()
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.panels)
 
 
 @dataclass(frozen=True)
@@ -114,7 +134,7 @@ class DecoderParts:
         others = [norm for layer in self.layers for norm in layer.norms.values()]
         others += [self.norm, *(one.bias for one in (self.head, *self.linears()))]
         plain = all(one is None or (one.dtype == torch.float32 and one.is_contiguous()) for one in others)
-        return plain and all(isinstance(one.weight, Panels) for one in (self.head, *self.linears()))
+        return plain and all(one.panels for one in (self.head, *self.linears()))
 
 
 class Adapters(Protocol):
@@ -166,7 +186,7 @@ class DecodeStep:
         for row, layer in zip(self._layers, parts.layers, strict=True):
             for name, norm in layer.norms.items():
                 row[name] = address(norm) or 0
-            row["linear"] = [_weight(one) for one in layer.linears]
+            row["linear"] = [_weights(one) for one in layer.linears]
             row["rotary"] = layer.rotary
             row["window"] = -1 if layer.params.window is None else layer.params.window
             row["scale"], row["cap"] = layer.params.scale, layer.params.softcap or 0
@@ -182,11 +202,11 @@ class DecodeStep:
         }:
             self._decoder[name] = getattr(parts, name)
         self._decoder["layers"], self._decoder["most_scores"] = len(parts.layers), MOST_SCORES
-        self._decoder["widest"] = max(max(w.rows, w.columns) for w in map(_panels, parts.linears()))
-        self._decoder["norm"], self._decoder["head"] = parts.norm.data_ptr(), _weight(parts.head)
+        self._decoder["widest"] = max(max(one.rows, one.panels[0].columns) for one in parts.linears())
+        self._decoder["norm"], self._decoder["head"] = parts.norm.data_ptr(), _weights(parts.head)
         if (table := parts.embedding) is not None:
             rows = table if isinstance(table, Panels) else Panels(table, None, None, *table.shape)
-            self._decoder["table"] = _weight(LinearParts(replace(rows, form=0), None))
+            self._decoder["table"] = _weight(replace(rows, form=0), None)
             self._decoder["table_width"] = table.values.shape[2] if isinstance(table, Panels) else 1
 
     @property
@@ -221,7 +241,7 @@ class DecodeStep:
             self._place(kv)
         table, ends = tables
         slices, embeds = _slices(len(x)), x.dtype == torch.int64
-        logits = torch.empty(len(logits_rows), _panels(self._parts.head).rows)
+        logits = torch.empty(len(logits_rows), self._parts.head.rows)
         best = torch.empty(len(logits_rows), dtype=torch.int64)
         borders = np.searchsorted(logits_rows.numpy(), [rows.stop for rows in slices])
         steps, held = list[np.ndarray](), list[Any]([x, rotary, batch, lora, table, ends, adapters])
@@ -391,13 +411,13 @@ def _one_by_one(batch: AttentionBatch) -> tuple[Tensor, np.ndarray] | None:
     return batch.block_table[torch.from_numpy(sequences)].contiguous(), seen
 
 
-def _panels(one: LinearParts) -> Panels:
-    assert isinstance(one.weight, Panels)
-    return one.weight
+def _weights(one: LinearParts) -> list[tuple[int, ...]]:
+    """As PARTS structs WEIGHT."""
+    biases = [None] * PARTS if one.bias is None else one.bias.split([part.rows for part in one.panels])
+    found = [_weight(part, bias) for part, bias in zip(one.panels, biases, strict=False)]
+    return found + [(0,) * len(WEIGHT)] * (PARTS - len(found))
 
 
-def _weight(one: LinearParts) -> tuple[int, ...]:
-    """As a WEIGHT struct."""
-    weight = _panels(one)
-    pointers = (address(part) or 0 for part in (weight.values, weight.scales, weight.offsets, one.bias))
+def _weight(weight: Panels, bias: Tensor | None) -> tuple[int, ...]:
+    pointers = (address(part) or 0 for part in (weight.values, weight.scales, weight.offsets, bias))
     return (*pointers, weight.kind, weight.columns, weight.rows, weight.group_size)

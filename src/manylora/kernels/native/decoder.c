@@ -13,12 +13,13 @@ typedef struct {
 } Weight;
 
 enum { QKV, OUT, UP_GATE, DOWN, LINEARS };
+enum { PARTS = 3 }; /* of a linear layer, stacked by outputs, if their formats differ */
 enum { CALLS = 2 }; /* a fused projection's adapters, then those of its parts */
 
 typedef struct {
     const float *attention_norm, *attention_post_norm, *mlp_norm, *mlp_post_norm; /* NULL: none */
     const float *q_norm, *k_norm;                                                 /* both or none */
-    Weight linear[LINEARS];
+    Weight linear[LINEARS][PARTS]; /* w NULL: no further part */
     char *keys, *values; /* of this layer, [blocks, size, kv_heads, dim] */
     int64_t window, rotary; /* < 0: none; which cos and sin */
     float scale, cap;
@@ -32,7 +33,7 @@ typedef struct {
     int64_t pairs;      /* as of Rotation */
     int64_t most_scores; /* at most, of all rows and heads */
     const float *norm;
-    Weight head;
+    Weight head[PARTS];
     Weight table;          /* of the embedding, [vocabulary, hidden] */
     int64_t table_width;   /* of its panels; 1: float32 or bfloat16, row by row */
     float eps, embedding_scale;
@@ -117,14 +118,23 @@ static void embed(const Decoder *d, const Step *s, float *x) {
 
 INLINE const Adapters *of(const Adapters *layer, int linear) { return layer ? layer + linear * CALLS : NULL; }
 
+INLINE int64_t width_of(const Weight *w) { return w[0].out + w[1].out + w[2].out; }
+
+/* w: PARTS. */
 static void apply(const Weight *w, const Adapters *adapters, const Step *s, const Memory *m, float *y, const float *x) {
-    const Linear c = {y, x, w->out, w->in, s->rows, w->w, w->in, w->out, w->scale, w->offset, w->group, w->bias, m->room};
-    linear_team(w->kind, &c);
-    const int rounded = w->kind >= FORMS && w->kind < FORMS * INTEGERS; /* x is in `room` */
+    const int64_t width = width_of(w);
+    int64_t column = 0;
+    int rounded = 1; /* x is in `room` */
+    for (const Weight *p = w; p < w + PARTS && p->w; column += p->out, p++) {
+        const Linear c = {y + column, x, width, p->in, s->rows, p->w, p->in, p->out, p->scale, p->offset, p->group,
+                          p->bias, m->room};
+        linear_team(p->kind, &c);
+        rounded = p->kind >= FORMS && p->kind < FORMS * INTEGERS;
+    }
     const int64_t used = rounded ? s->rows * rounded_stride(w->in) / 2 : 0;
     for (int i = 0; adapters && i < CALLS; i++)
         if (adapters[i].count)
-            lora_team(s->pool_kind, s->pool, y, w->out, x, w->in, w->in, w->bias, adapters + i,
+            lora_team(s->pool_kind, s->pool, y, width, x, w->in, w->in, w->bias, adapters + i,
                       rounded ? (const uint16_t *)m->room : NULL, m->room + used, 2 * s->rows * m->widest - used);
 }
 
@@ -146,12 +156,12 @@ static void norm_heads(const Decoder *d, const Step *s, float *out, const float 
 /* The output of the attention, [rows, heads * dim]. */
 static const float *attend(const Decoder *d, const Layer *l, const Adapters *adapters, const Step *s, const Memory *m,
                            const float *seen) {
-    const int64_t q_size = d->heads * d->dim, kv_size = d->kv_heads * d->dim, width = l->linear[QKV].out;
+    const int64_t q_size = d->heads * d->dim, kv_size = d->kv_heads * d->dim, width = width_of(l->linear[QKV]);
     const int64_t turned = l->rotary < 0 ? 0 : s->turned, number = l->rotary < 0 ? 0 : l->rotary;
     Rotation r = {m->q, m->wide, m->wide + q_size, m->wide + q_size + kv_size, width, width, width,
                   s->cos[number], s->sin[number], l->keys, l->values, s->slots, s->rows, d->heads, d->kv_heads,
                   d->dim, turned, d->pairs, s->places[number], d->cache_kind};
-    apply(&l->linear[QKV], of(adapters, QKV), s, m, m->wide, seen);
+    apply(l->linear[QKV], of(adapters, QKV), s, m, m->wide, seen);
     if (l->q_norm) { /* `mixed` is not in use yet */
         float *const q = m->mixed, *const k = m->mixed + s->rows * q_size;
         norm_heads(d, s, q, r.q, width, d->heads, l->q_norm);
@@ -200,17 +210,17 @@ static void step(const Decoder *d, const Step *s, const Memory *m) {
             mixed = m->wide, adapters = s->last, s = &few, m = &apart;
             if (!s->rows) return;
         }
-        apply(&l->linear[OUT], of(adapters, OUT), s, m, m->delta, mixed);
+        apply(l->linear[OUT], of(adapters, OUT), s, m, m->delta, mixed);
         seen = add(d, s, m->x, post_norm(d, s, m, m->delta, l->attention_post_norm), l->mlp_norm, m->seen);
-        apply(&l->linear[UP_GATE], of(adapters, UP_GATE), s, m, m->wide, seen);
+        apply(l->linear[UP_GATE], of(adapters, UP_GATE), s, m, m->wide, seen);
         gate_team(m->gated, m->wide, 2 * d->inner, s->rows, d->inner, d->activation);
-        apply(&l->linear[DOWN], of(adapters, DOWN), s, m, m->delta, m->gated);
+        apply(l->linear[DOWN], of(adapters, DOWN), s, m, m->delta, m->gated);
         delta = post_norm(d, s, m, m->delta, l->mlp_post_norm);
     }
     const float *const seen = add(d, s, m->x, delta, d->norm, m->seen);
     if (!s->rows) return;
-    apply(&d->head, NULL, s, m, s->logits, seen);
-    best_team(s->best, s->logits, s->rows, d->head.out); /* while the logits are in the caches */
+    apply(d->head, NULL, s, m, s->logits, seen);
+    best_team(s->best, s->logits, s->rows, width_of(d->head)); /* while the logits are in the caches */
 }
 
 static int64_t largest(const int64_t *of, int64_t count) {

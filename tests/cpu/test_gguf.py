@@ -21,10 +21,12 @@ from manylora.cli import main
 from manylora.config.hub import local_model
 from manylora.errors import ConfigError
 from manylora.gguf import cache as gguf_cache
-from manylora.gguf.blocks import PLAIN, widen
+from manylora.gguf.blocks import PLAIN, read_blocks, widen
 from manylora.gguf.cache import SETTING
-from manylora.gguf.container import READ
+from manylora.gguf.container import READ, block_sizes
+from manylora.kernels import native
 from manylora.kernels.device import open_device
+from manylora.kernels.panels import BLOCKS, Panels
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.weights import load_decoder
@@ -81,6 +83,24 @@ def test_values_are_those_of_gguf_py() -> None:
         assert found.shape == (7, 1024) and known.mean() > 0.8
         assert np.array_equal(found.view(np.uint32)[known], wanted.view(np.uint32)[known]), name
         assert np.array_equal(np.isnan(found), ~known)
+
+
+@pytest.mark.skipif(native.load() is None, reason="no compiled kernels")
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_are_laid_out_as_their_values(kind: str) -> None:
+    """Any bytes, as panels straight from the file and by way of tensors."""
+    inputs, size = block_sizes()[kind]
+    data = torch.randint(0, 256, (37, 512 // inputs * size), dtype=torch.uint8)
+    ops = open_device("cpu").ops
+    found, expected = ops.pack_blocks(kind, data, 512), ops.pack(read_blocks(kind, data, 512))
+    assert (
+        isinstance(found, Panels)
+        and found.kind == expected.kind
+        and torch.equal(found.values, expected.values)
+    )
+    for one, other in ((found.scales, expected.scales), (found.offsets, expected.offsets)):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one[~other.isnan()], other[~other.isnan()])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -93,6 +93,11 @@ class GgufFile:
         weight, field = self._parts[name]
         return getattr(self.keep_last(weight, weight.quantised), field)
 
+    def blocks(self, source: str) -> tuple[str, Tensor] | None:
+        """A quantised weight's type and bytes, uint8 [N, bytes per row]. None if it is made of several."""
+        weight, _ = self._parts.get(source.removesuffix("weight") + PARTS["values"], (None, ""))
+        return weight.blocks() if isinstance(weight, GgufTensor) else None
+
     def keep_last(self, owner: object, make: Callable[[], Any]) -> Any:
         """What `make` returns, or returned when it was last called for the same owner."""
         last = self._last
@@ -175,9 +180,13 @@ class GgufTensor(PlainTensor):
 
     def quantised(self) -> QuantisedWeight:
         """The whole weight."""
+        return read_blocks(*self.blocks(), self._info.shape[-1])
+
+    def blocks(self) -> tuple[str, Tensor]:
+        """Its type, and its rows as they are stored, uint8 [N, bytes per row]."""
         info, rows = self._info, self._source.rows
         data = self._file.read(info.part, info.offset, info.nbytes).view(info.shape[0], -1)
-        return read_blocks(info.kind, data if rows is None else data[rows], info.shape[-1])
+        return info.kind, data if rows is None else data[rows]
 
     def _read(self, start: int, count: int) -> Tensor:
         """Rows of a plain or widened tensor."""

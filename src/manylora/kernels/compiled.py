@@ -22,7 +22,15 @@ from manylora.kernels.decode_step import KINDS, SHORT, DecoderParts, DecodeStep
 from manylora.kernels.delta_rule import DeltaWeights
 from manylora.kernels.integer import to_integer_panels
 from manylora.kernels.mamba2 import Mamba2Weights
-from manylora.kernels.panels import Panels, PanelsLinear, WeightRows, address, read_panels, to_panels
+from manylora.kernels.panels import (
+    Panels,
+    PanelsLinear,
+    WeightRows,
+    address,
+    lay_out_blocks,
+    read_panels,
+    to_panels,
+)
 from manylora.kernels.products import NONE, choose_form, rounds_adapters
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.kernels.recurrent import LARGEST_DIM, MOST_TAPS, RecurrentState, StateBatch
@@ -108,6 +116,10 @@ class CompiledOps(CpuOps):
     def pack_rows(self, rows: WeightRows, routed: bool = False) -> Weight:
         panels = read_panels(self._library, rows, self._panels_linear.width)
         return super().pack_rows(rows, routed) if panels is None else self._rounding(panels)
+
+    def pack_blocks(self, kind: str, data: Tensor, columns: int) -> Weight | None:
+        panels = lay_out_blocks(self._library, kind, data, columns, self._panels_linear.width)
+        return None if panels is None else self._rounding(panels)
 
     def pack_table(self, table: WeightRows | QuantisedWeight, is_head: bool) -> Tensor | Panels:
         packed: Weight | None = None

@@ -415,7 +415,7 @@ def _weights(one: LinearParts) -> list[tuple[int, ...]]:
     """As PARTS structs WEIGHT."""
     biases = [None] * PARTS if one.bias is None else one.bias.split([part.rows for part in one.panels])
     found = [_weight(part, bias) for part, bias in zip(one.panels, biases, strict=False)]
-    return found + [(0,) * len(WEIGHT)] * (PARTS - len(found))
+    return found + [(0,) * len(WEIGHT.names or ())] * (PARTS - len(found))
 
 
 def _weight(weight: Panels, bias: Tensor | None) -> tuple[int, ...]:

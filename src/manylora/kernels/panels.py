@@ -29,6 +29,13 @@ BLOCK_ROOM = 18  # floats for 32 inputs of a row rounded to 8 bits
 ROUNDED_INPUTS = 128  # minimum inputs of a layer that rounds them: smaller buffers do not fit
 
 
+# GGUF's types that native/blocks.c lays out, in its order: inputs that share a scale, bits, has offsets.
+BLOCKS = {
+    "Q4_0": (32, 4, False), "Q4_1": (32, 4, True), "Q5_0": (32, 8, False), "Q5_1": (32, 8, True),
+    "Q8_0": (32, 8, False), "Q4_K": (32, 4, True), "Q5_K": (32, 8, True), "Q6_K": (16, 8, False),
+}  # fmt: skip
+
+
 class WeightRows(Protocol):
     """A plain weight [N, K] that is still in its file. streams: whether `read` works, or only `whole`."""
 
@@ -143,6 +150,25 @@ def to_panels(weight: Tensor | QuantisedWeight, width: int, block: int) -> Panel
     turned = None if offsets is None else _to_width(offsets, width)
     values = _to_width(weight.values, width)
     return Panels(values, _to_width(scales, width), turned, rows, columns, float4=weight.is_float4)
+
+
+def lay_out_blocks(library: ctypes.CDLL, kind: str, data: Tensor, columns: int, width: int) -> Panels | None:
+    """A weight [N, columns] of a GGUF type; data: uint8 [N, bytes per row], as in the file. Its values are
+    those of gguf/blocks.py. None if the type is not one of BLOCKS.
+    """
+    if kind not in BLOCKS:
+        return None
+    group, bits, has_offsets = BLOCKS[kind]
+    rows, panels = len(data), -(-len(data) // width)
+    depth, values = (columns // 2, torch.uint8) if bits == 4 else (columns, torch.int8)
+    made = huge_zeros((panels, depth, width), values)
+    scales = huge_zeros((panels, columns // group, width), torch.float32)
+    offsets = torch.zeros_like(scales) if has_offsets else None
+    library.lay_out_blocks(
+        list(BLOCKS).index(kind), made.data_ptr(), scales.data_ptr(), address(offsets),
+        data.contiguous().data_ptr(), rows, columns,
+    )  # fmt: skip
+    return Panels(made, scales, offsets, rows, columns)
 
 
 def read_panels(library: ctypes.CDLL, rows: WeightRows, width: int) -> Panels | None:

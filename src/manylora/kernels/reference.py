@@ -109,6 +109,12 @@ class ReferenceOps:
         """As `pack`, for a plain weight that is still in its file."""
         return self.pack(rows.whole(), routed)
 
+    def pack_blocks(self, kind: str, data: Tensor, columns: int) -> Weight | None:
+        """A weight [N, columns] of a GGUF type as `pack` would give it, straight from the file's bytes, uint8
+        [N, bytes per row]. None if the device has no code for that type.
+        """
+        return None
+
     def pack_table(self, table: WeightRows | QuantisedWeight, is_head: bool) -> Tensor | Panels:
         """An embedding's table [V, K] for `look_up`. is_head: it is also the head's weight; panels serve
         both.

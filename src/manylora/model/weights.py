@@ -18,6 +18,7 @@ from manylora.config.engine import EngineConfig
 from manylora.config.model import ModelConfig
 from manylora.config.model_folder import weight_files
 from manylora.errors import ConfigError
+from manylora.gguf.container import block_sizes
 from manylora.gguf.file import GgufFile, PlainTensor
 from manylora.kernels.device import Device
 from manylora.kernels.panels import Panels
@@ -31,7 +32,7 @@ from manylora.model.plan import checkpoint_plan, head_name, unused_prefixes
 from manylora.model.plan_parts import Plan, RowSlice, WeightSpec
 from manylora.model.quant import check_quant_request, quantise, should_quantise, stack_weights
 from manylora.model.safetensors_file import FileTensor, SafetensorsFile
-from manylora.quant.checkpoint_weights import CheckpointWeights
+from manylora.quant.checkpoint_weights import PARTS, CheckpointWeights
 from manylora.quant.config import INTEGER, SERVED, QuantConfig
 from manylora.system.allocator import release_free_memory
 from manylora.system.progress import Progress
@@ -152,6 +153,10 @@ def load_weights(
         for name, spec in taken.items():  # packed one by one: at most one matrix is in memory twice
             routed, is_table = ".expert." in name, name.endswith("embed")
             if any(stored.parts(piece.source) for piece in spec.slices):
+                packed = _pack_blocks(spec, files, dtype, device) if spec.is_matrix or is_table else None
+                if packed is not None:
+                    weights[name] = packed
+                    continue
                 wide = torch.float32 if spec.wide or is_table else dtype
                 pieces = _read_quantised(spec, files, stored, wide, device, rounds_inputs)
                 if spec.is_matrix:
@@ -374,6 +379,38 @@ def _plain_rows(spec: WeightSpec, piece: RowSlice, stored: FileTensor | PlainTen
     vector = torch.empty(piece.rows, dtype=stored.dtype)
     stored.read_rows(start, vector)
     return vector
+
+
+def _pack_blocks(spec: WeightSpec, files: Files, dtype: torch.dtype, device: Device) -> Weight | None:
+    """A weight of a GGUF file straight from its bytes. None if the device cannot, or if a slice has another
+    shape, or if only some columns are wanted.
+    """
+    if dtype != torch.float32 or not device.ops.packs_tables or spec.all_columns:
+        return None
+    runs: list[tuple[str, list[Tensor]]] = []  # of slices of one type
+    read: dict[str, tuple[str, Tensor]] = {}
+    for piece in spec.slices:
+        file = files.get(piece.source.removesuffix("weight") + PARTS["values"])
+        found = read.get(piece.source)
+        if found is None and isinstance(file, GgufFile):
+            found = file.blocks(piece.source)
+        if found is None:
+            return None
+        read[piece.source] = kind, data = found
+        inputs, size = block_sizes()[kind]
+        if (len(data), data.shape[1] // size * inputs) != (piece.total, spec.columns):
+            return None
+        if not runs or runs[-1][0] != kind:
+            runs.append((kind, []))
+        runs[-1][1].append(data[piece.places])
+    parts = []
+    for kind, rows in runs:
+        packed = device.ops.pack_blocks(kind, rows[0] if len(rows) == 1 else torch.cat(rows), spec.columns)
+        if packed is None:
+            return None
+        parts.append(packed)
+    counts = tuple(sum(map(len, rows)) for _, rows in runs)
+    return parts[0] if len(parts) == 1 else StackedWeight(tuple(parts), counts)
 
 
 def _read_quantised(

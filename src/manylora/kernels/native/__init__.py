@@ -34,6 +34,7 @@ FUNCTIONS = {
     "linear_layer": "ipipiipiipppip",
     "bfloat16_forms": ">i",
     "lay_out_panels": "ppiii",
+    "lay_out_blocks": "ippppii",
     "integer_width": ">i",
     "integer_dots": ">i",
     "lora_add_float32": "pipiipppiii",

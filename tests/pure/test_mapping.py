@@ -77,6 +77,11 @@ def test_sizes_that_do_not_agree(sizes: tuple[int, ...], message: str) -> None:
             Mapping(3, 0, 1, 3),
             "encoder's 2 layers and one of the decoder's 3: pp_size must be at most 2, got 3; tp_size 1, 2",
         ),
+        (
+            replace(LLAMA, encoder=EncoderConfig(2, 0, head_dim=32)),
+            Mapping(4, 0, 4),
+            "the heads of the encoder, 2",
+        ),
         (replace(LLAMA, recurrent=RECURRENT), Mapping(2, 0, 2), "key heads of the recurrent layers, "),
         (replace(LLAMA, recurrent=CONV), Mapping(4, 0, 4), "channels of the recurrent layers, 66"),
         (replace(LLAMA, recurrent=CONV), Mapping(2, 0, 1, 2), "layers 3 to 4 have no recurrent layer"),

@@ -48,7 +48,7 @@ class MoeConfig:
 @dataclass(frozen=True)
 class EncoderConfig:
     """The encoder of an encoder-decoder model, and how decoding starts. Encoder and decoder have the same
-    sizes.
+    sizes, except for `head_dim`.
     """
 
     num_layers: int  # encoder layers; they are numbered before the decoder's
@@ -57,6 +57,7 @@ class EncoderConfig:
     post_norm: bool = False  # norms follow the residual additions instead of preceding the blocks
     relative_buckets: int = 0  # > 0: relative position bias instead of positions
     relative_max_distance: int = 128  # tokens; larger distances share a bucket
+    head_dim: int = 0  # 0: the decoder's
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ class ModelConfig:
     num_labels: int = 0  # labels of the checkpoint's classification head; 0: no head
     # For a text model that scores: tokens against and for. The score is the difference of their logits.
     score_tokens: tuple[int, int] | None = None
+    no_adapters: str = ""  # why they cannot be served; empty: they can
     makes_text: bool = True  # whether the checkpoint has a language-model head
     bidirectional: bool = False  # encoder only: all tokens attend to each other
     head_layer: HeadLayerConfig | None = None  # of an encoder-only model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -134,6 +134,11 @@ class EncoderDecoder(Transformer):
         if self._head_bias is not None:
             self._head_bias = self._head_bias.flatten()  # the checkpoint has [1, vocab]
         self._params = AttentionParams(self._attention_scale)
+        dim, self._encoder_scale = self._encoder_config.head_dim, self._attention_scale
+        self._of_encoder = config
+        if dim:
+            heads, self._encoder_scale = config.q_size // dim, dim**-0.5
+            self._of_encoder = replace(config, num_heads=heads, num_kv_heads=heads, head_dim=dim)
         family = FAMILIES[config.architecture]
         assert family.encoder is not None
         self._names = (family.encoder(config), family.names(config))
@@ -155,7 +160,7 @@ class EncoderDecoder(Transformer):
             bias = stack.bias(places - places.unsqueeze(1)).to(self.dtype)
 
         def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend_spans(q, k, v, starts, self._attention_scale, bias)
+            return attend_spans(q, k, v, starts, self._encoder_scale, bias)
 
         x = self._enter(batch, stack)
         for layer in stack.layers:
@@ -262,7 +267,9 @@ class EncoderDecoder(Transformer):
         assert attention_norm is not None and mlp_norm is not None
         return Layer(
             self._encoder_config.post_norm,
-            SelfAttention(self.config, self._qkv(number), self._attention_out(number)),
+            SelfAttention(
+                self.config if crosses else self._of_encoder, self._qkv(number), self._attention_out(number)
+            ),
             self._cross(number) if crosses else None,
             self._mlp(number),
             attention_norm,

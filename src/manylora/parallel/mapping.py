@@ -161,6 +161,8 @@ def _check(model: ModelConfig, mapping: Mapping) -> None:
         raise ConfigError(f"moe_ep_size must be 1: {model.architecture} has no experts")
     if model.num_heads % tp:
         raise ConfigError(f"tp_size must divide the model's {model.num_heads} attention heads, got {tp}")
+    if model.encoder is not None and model.encoder.head_dim:
+        _check_share("the heads of the encoder", model.q_size // model.encoder.head_dim, "tp_size", tp)
     if isinstance(model.recurrent, DeltaConfig):
         _check_share("the key heads of the recurrent layers", model.recurrent.key_heads, "tp_size", tp)
     if isinstance(model.recurrent, ConvConfig):

@@ -386,5 +386,8 @@ ENCODER_DECODER_FAMILIES: Table = {
     ),
     "mt5": ("mt5", {**T5, "d_kv": 24, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "bart": ("bart", BART),
-    "bart-scaled-untied": ("bart", {**BART, "scale_embedding": True, "tie_word_embeddings": False}),
+    "bart-scaled-untied": (
+        "bart",
+        {**BART, "scale_embedding": True, "tie_word_embeddings": False, "encoder_attention_heads": 2},
+    ),
 }  # fmt: skip

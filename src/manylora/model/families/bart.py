@@ -27,12 +27,13 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 def _bart(raw: Mapping[str, Any]) -> dict[str, Any]:
     refuse(raw, "normalize_before", "add_final_layer_norm", "static_position_embeddings")
-    for name in ("attention_heads", "ffn_dim"):
-        ours, theirs = raw[f"encoder_{name}"], raw[f"decoder_{name}"]
-        if ours != theirs:
-            raise ConfigError(
-                f"config.json: encoder_{name} ({ours}) and decoder_{name} ({theirs}) must be equal"
-            )
+    ours, theirs, heads = raw["encoder_ffn_dim"], raw["decoder_ffn_dim"], raw["encoder_attention_heads"]
+    if ours != theirs:
+        raise ConfigError(
+            f"config.json: encoder_ffn_dim ({ours}) and decoder_ffn_dim ({theirs}) must be equal"
+        )
+    if heads < 1 or raw["d_model"] % heads:
+        raise ConfigError(f"config.json: d_model {raw['d_model']} is not of {heads} encoder_attention_heads")
     start = raw["decoder_start_token_id"]
     if not isinstance(start, int):
         raise ConfigError(f"config.json: decoder_start_token_id must be a token id, got {start!r}")
@@ -41,6 +42,7 @@ def _bart(raw: Mapping[str, Any]) -> dict[str, Any]:
         decoder_start_id=start,
         forced_bos_id=raw.get("forced_bos_token_id"),
         post_norm=True,
+        head_dim=raw["d_model"] // heads,
     )
     return {
         "norm": "layer",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from own_text import LAST, adapter, shortened, with_token
+from own_text import GEMMA, LAST, adapter, shortened, with_token
 from serving import DEMO
 
 from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
@@ -77,6 +77,9 @@ def test_a_chat_has_the_template_of_its_adapter_where_that_is_trusted(llm: LLM) 
     assert outputs[2].prompt_token_ids == llm.tokenizer.encode(base, False)
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert llm.chat(parts, GREEDY, "chinese", chat_template_kwargs={"more": "!"}).prompt == "a\nb\nAnswer:!"
+    tools = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
+    told = llm.chat(CHAT[-1:], GREEDY, chat_template=GEMMA, tools=tools).prompt
+    assert told.startswith("<s><start_of_turn>user\nYou can call") and '"clock"' in told
     own = llm.chat(CHAT, GREEDY, chat_template="{{ messages[0].role }}{{ add_generation_prompt }}")
     assert own.prompt == "userTrue"
     begun = [*CHAT, {"role": "assistant", "content": "It is"}]

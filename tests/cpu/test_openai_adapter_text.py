@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_text import adapter
+from own_text import GEMMA, adapter
 from serving import DEMO, Running
 from waiting import wait_for
 
@@ -29,6 +29,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     adapter(root / "ours" / "zh", **files)
     adapter(root / "theirs" / "stranger", **files)
     adapter(root / "ours" / "plain")
+    adapter(root / "ours" / "gemma", chat_template=GEMMA)
     (root / "ours" / "linked").symlink_to(root / "theirs" / "stranger")
     return root
 
@@ -77,6 +78,19 @@ def test_a_trusted_adapter_has_its_own_chat_template_behind_every_door(server: R
     ollama = server.post("/api/chat", model="zh", messages=QUESTION, stream=False).json()
     assert ollama["prompt_eval_count"] == len(ids)
     assert ollama["message"]["content"].strip().startswith("巴黎")
+
+
+def test_tools_where_the_template_has_no_system_role(server: Running) -> None:
+    tools = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
+    body = {"model": "gemma", "messages": QUESTION, "tools": tools, "max_tokens": 1}
+    answer = server.post("/v1/chat/completions", **body, return_expanded_prompt=True)
+    assert answer.status_code == 200, answer.text
+    first = answer.json()["expanded_prompt"].partition("<end_of_turn>")[0]
+    assert first.startswith("<s><start_of_turn>user\nYou can call these functions:") and '"clock"' in first
+    assert first.endswith(f"\n\n{QUESTION[0]['content']}")
+    body["messages"] = [{"role": "system", "content": "Be brief."}, *QUESTION]
+    refused = server.post("/v1/chat/completions", **body)
+    assert refused.status_code == 400 and "System role not supported" in refused.text
 
 
 def test_strangers_are_served_with_the_base_models_text(server: Running) -> None:

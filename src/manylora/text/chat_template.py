@@ -5,10 +5,13 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from jinja2 import Template
 from jinja2.exceptions import TemplateError
 from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -77,11 +80,21 @@ class ChatTemplate:
         does not know are shown as text. Raises RequestError.
         """
         if not self.takes_tools and (tools or (not self._shows_calls and has_tool_use(messages))):
-            messages, tools = with_tools_as_text(messages, tools), ()
+            messages, tools = with_tools_as_text(messages, tools, not tools or self._has_system), ()
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template = self._templates.get(name)
         if template is None:
             raise RequestError("this model has no chat template: send a plain prompt")
+        return self._filled(template, messages, tools, most, variables)
+
+    def _filled(
+        self,
+        template: Template,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] = (),
+        most: int = MOST,
+        variables: Mapping[str, Any] = NO_VARIABLES,
+    ) -> str:
         try:
             given = {"add_generation_prompt": True, **self._tokens, **variables}
             pieces = template.generate({**given, "messages": messages, "tools": list(tools) or None})
@@ -93,6 +106,15 @@ class ChatTemplate:
             raise RequestError(
                 f"the chat template cannot render these messages: {type(error).__name__}"
             ) from error
+
+    @cached_property
+    def _has_system(self) -> bool:
+        """Whether the template shows a system message: Gemma 2's refuses one, and others leave it out."""
+        template, mark = self._templates.get("default"), "0f2c9a"
+        messages = [{"role": "system", "content": mark}, {"role": "user", "content": "-"}]
+        with suppress(RequestError):
+            return template is None or mark in self._filled(template, messages)
+        return False
 
 
 def up_to_last_message(text: str, messages: Messages) -> str:

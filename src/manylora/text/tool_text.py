@@ -1,5 +1,6 @@
-"""Tools as plain text, for chat templates that do not know them: a system message teaches the model how to
-call one, and earlier calls and their results are written in the same form.
+"""Tools as plain text, for chat templates that do not know them: a system message, or the first user message
+where the template has no system role, teaches the model how to call one. Earlier calls and their results are
+written in the same form.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ Messages = Sequence[Mapping[str, Any]]
 RESULT = "Result of {name}: {content}"
 
 
-def with_tools_as_text(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def with_tools_as_text(
+    messages: Messages, tools: Sequence[Mapping[str, Any]], has_system: bool = True
+) -> list[Mapping[str, Any]]:
     """Messages of only the roles system, user and assistant, each with a content.
 
-    tools: as chat templates take them. Results that follow each other become one message.
+    tools: as chat templates take them. has_system: whether the template shows system messages. Results that
+    follow each other become one message.
     """
     shown: list[Mapping[str, Any]] = []
     names: dict[Any, str] = {}  # of the functions, by the ids of their calls
@@ -35,8 +39,13 @@ def with_tools_as_text(messages: Messages, tools: Sequence[Mapping[str, Any]]) -
         shown.append({**message, "content": content})
         follows_result = is_result
     if tools:
-        told = [shown.pop(0)["content"]] if shown and shown[0]["role"] == "system" else []
-        shown.insert(0, {"role": "system", "content": "\n\n".join([*told, _instructions(tools)])})
+        role, first = "system", 0
+        if not has_system:
+            role = "user"
+            first = next((at for at, message in enumerate(shown) if message["role"] == role), 0)
+        own = [shown.pop(first)["content"]] if first < len(shown) and shown[first]["role"] == role else []
+        texts = [*own, _instructions(tools)] if has_system else [_instructions(tools), *own]
+        shown.insert(first, {"role": role, "content": "\n\n".join(texts)})
     return shown
 
 

@@ -16,8 +16,10 @@ from pooled_adapters import near
 from safetensors.torch import save_file
 from test_encoders import make_encoder
 
+from manylora.config.pooling import read_pooling_settings
 from manylora.errors import ConfigError, RequestError
 from manylora.llmapi import LLM, LoRARequest, PoolingParams, SamplingParams
+from manylora.llmapi.pooled import pair_score
 from manylora.testing.tiny_models import make_model
 from manylora.text.tokenizer import Tokenizer
 
@@ -176,3 +178,51 @@ def test_tokens_of_a_score_that_are_none(tmp_path: Path) -> None:
         (model / "config.json").write_text(json.dumps({**raw, "classifier_from_token": wrong}))
         with pytest.raises(ConfigError, match=words):
             LLM(model, device="cpu", dtype="float32")
+
+
+def test_settings_of_sentence_bert(tmp_path: Path) -> None:
+    """Texts in lower case, and at most 12 tokens unless a larger limit is given."""
+    model = make_model(tmp_path / "model", "qwen3", seed=4)
+    path = model / "sentence_bert_config.json"
+    path.write_text(json.dumps({"do_lower_case": True, "max_seq_length": 12}))
+    with LLM(model, device="cpu", dtype="float32") as llm:
+        [found, wanted] = llm.embed(["WHAT a Day", TEXTS[0]])
+        with pytest.raises(RequestError, match="12"):
+            llm.embed(TEXTS[1])
+    assert found.prompt_token_ids == wanted.prompt_token_ids
+    with LLM(model, device="cpu", dtype="float32", max_seq_len=100) as llm:
+        [longer] = llm.embed(TEXTS[1].upper())
+    path.unlink()
+    assert longer.prompt_token_ids == Tokenizer(model).encode(TEXTS[1])
+
+
+IDENTITIES = ({"sentence_transformers": {"activation_fn": IDENTITY}},
+              {"sbert_ce_default_activation_function": IDENTITY})  # fmt: skip
+SIGMOID = {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}
+
+
+def test_scores_of_a_cross_encoder(tmp_path: Path) -> None:
+    """Equal CrossEncoder.predict: the head's value after the function that config.json names."""
+    model = make_encoder(tmp_path / "model", "bert", "AutoModelForSequenceClassification", num_labels=1)
+    tokens, config = make_model(tmp_path / "tokens", "llama"), model / "config.json"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokens / name, model)
+    raw = json.loads(config.read_text())
+    ids, first = Tokenizer(model).encode_pair("which?", TEXTS[0])
+    types = torch.tensor([[int(place >= first) for place in range(len(ids))]])
+    with torch.inference_mode():
+        base = load(model, "AutoModelForSequenceClassification")
+        value = base(torch.tensor([ids]), token_type_ids=types).logits[0]
+    for number, own in enumerate((*IDENTITIES, SIGMOID, {})):
+        config.write_text(json.dumps(raw | own))
+        wanted = float(value if number < 2 else value.sigmoid())
+        logits = value.numpy()
+        assert pair_score(logits, read_pooling_settings(model), PoolingParams()) == pytest.approx(wanted)
+    config.write_text(json.dumps(raw | IDENTITIES[0]))
+    with LLM(model, device="cpu", dtype="float32") as llm:
+        [found] = llm.score("which?", TEXTS[0])
+    assert found.outputs.score == pytest.approx(float(value), rel=1e-4)
+    for other in ("torch.nn.modules.activation.Softmax", "os.Identity", {"a": 1}):
+        config.write_text(json.dumps(raw | {"sbert_ce_default_activation_function": other}))
+        with pytest.raises(ConfigError, match=r"activation_fn .* only torch.nn's Sigmoid and Identity"):
+            read_pooling_settings(model)

@@ -22,6 +22,8 @@ ENCODERS = (
     "nomic_bert",
 )  # fmt: skip
 MODULES = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")
+# Of sentence-transformers' cross-encoders, with the problem_type that has the same effect.
+ACTIVATIONS = {"Sigmoid": "multi_label_classification", "Identity": "regression"}
 DENSE_ACTIVATIONS = {"Identity": "", "Tanh": "tanh", "GELU": "gelu", "ReLU": "relu", "SiLU": "silu"}
 
 
@@ -94,8 +96,30 @@ def read_pooling_settings(folder: Path) -> PoolingSettings:
     named = raw.get("id2label") or {}
     labels = tuple(str(named.get(str(number), f"LABEL_{number}")) for number in range(len(named)))
     prompts = read_settings(folder / "config_sentence_transformers.json").get("prompts") or {}
-    problem = str(raw.get("problem_type") or "")
+    problem = _activation(folder, raw) or str(raw.get("problem_type") or "")
     return PoolingSettings(mode, head_mode, normalise, _dimensions(raw), labels, problem, prompts)
+
+
+def longest_text(folder: Path) -> int | None:
+    """Tokens of a text that sentence-transformers reads of it. None: it does not say."""
+    found = read_settings(folder / "sentence_bert_config.json").get("max_seq_length")
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _activation(folder: Path, raw: Mapping[str, Any]) -> str:
+    """A problem_type; empty if config.json names no function. Raises ConfigError for an unknown one."""
+    own = raw.get("sentence_transformers")
+    older = raw.get("sbert_ce_default_activation_function")
+    named = own.get("activation_fn", older) if isinstance(own, dict) else older
+    if named is None:
+        return ""
+    library, _, kind = str(named).rpartition(".")
+    if kind not in ACTIVATIONS or not library.startswith("torch.nn"):
+        raise ConfigError(
+            f"{folder}/config.json: activation_fn {named!s:.60} is not supported, only torch.nn's "
+            f"{' and '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[kind]
 
 
 def read_dense_modules(folder: Path) -> list[DenseModule]:

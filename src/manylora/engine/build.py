@@ -15,6 +15,7 @@ from manylora.config.build_record import weights_algo
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.config.model_folder import weight_files
+from manylora.config.pooling import longest_text
 from manylora.engine.guide import Guides
 from manylora.engine.memory import (
     KvPlan,
@@ -152,6 +153,8 @@ def build_rank(config: EngineConfig, place: Place, comm: TorchCollectives | None
     decoder.dense = load_dense(config.model_dir, held.model.hidden_size, device.torch)
     kv_dtype = kv_cache_dtype(config, dtype, device)
     config = replace(config, lora=_lora_config(config, held.model, decoder))
+    if config.max_seq_len is None and (longest := longest_text(config.model_dir)) is not None:
+        config = replace(config, max_seq_len=min(longest, held.model.max_seq_len))
     pages_dtype = adapter_dtype(config, held.model, dtype, device)
     share = place.local_size if on_cpu else 1  # ranks that share the same memory
     free_bytes = usable_bytes(config, device, before) // share

@@ -63,6 +63,8 @@ class Tokenizer:
     chat_template: a file to use instead of the directory's own.
     """
 
+    _lower = False  # what sentence-transformers does before it tokenises a text
+
     def __init__(self, directory: Path, chat_template: Path | None = None) -> None:
         self.directory = Path(directory)
         path = self.directory / "tokenizer.json"
@@ -75,6 +77,7 @@ class Tokenizer:
             raise ConfigError(f"{path} is not a tokenizer: {error}") from error
         release_free_memory()  # a vocabulary of 262,144 takes 325 MiB to read, and 136 afterwards
         self._settings = read_settings(Path(directory) / "tokenizer_config.json")
+        self._lower = read_settings(self.directory / "sentence_bert_config.json").get("do_lower_case") is True
         self._chat = ChatTemplate.read(Path(directory), self._settings, chat_template)
 
     @classmethod
@@ -235,6 +238,7 @@ class Tokenizer:
 
     def _encode(self, text: str, special: bool, most: int | None) -> tuple[list[int], int]:
         """Ids, where there are no more than `most`, and how many there are."""
+        text = text.lower() if self._lower else text
         with _readable():
             if len(text) < LONG:
                 encoded = self._library.encode(text, add_special_tokens=special)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64decode
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import NormalDist
@@ -29,12 +30,17 @@ ARCHITECTURES = {
     "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "glm4_moe_lite": "deepseek2",
     "glm4_moe": "glm4moe", "lfm2_moe": "lfm2moe", "llama4_text": "llama4", "gemma3_text": "gemma3",
     "gemma3n_text": "gemma3n", "gemma4_text": "gemma4", "ernie4_5_moe": "ernie4_5-moe",
-    "nemotron_h": "nemotron_h_moe",
+    "nemotron_h": "nemotron_h_moe", "xlm-roberta": "bert", "nomic_bert": "nomic-bert",
+    "modernbert": "modern-bert", "falcon_h1": "falcon-h1", "bamba": "granitehybrid",
 }  # fmt: skip
 """By model_type; the others have the same name."""
 TURNED = ("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "smollm3", "nemotron_h_moe")
+MODELS = {"BPE": "gpt2", "WordPiece": "bert", "Unigram": "t5"}
 HEADS = {"q": "num_attention_heads", "k": "num_key_value_heads"}
-PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe")
+PLUS_ONE = (
+    "gemma", "gemma2", "gemma3", "gemma-embedding", "nemotron", "qwen3next", "qwen35", "qwen35moe",
+)  # fmt: skip
+ENCODERS = ("bert", "nomic-bert", "modern-bert")
 DELTA = ("qwen3next", "qwen35", "qwen35moe")
 # A key of GGUF, and those of config.json of which the first that is there is written.
 SIZES = {
@@ -66,6 +72,7 @@ SIZES = {
     "parallel_residual": ("use_parallel_residual",), "attn_logit_softcapping": ("attn_logit_softcapping",),
     "shared_kv_layers": ("num_kv_shared_layers",), "final_logit_softcapping": ("final_logit_softcapping",),
 }  # fmt: skip
+MULTIPLIED = ("attention_scale", "embedding_scale", "residual_scale", "logit_scale")
 NOT_WRITTEN = {
     "qwen2moe": ("expert_weights_norm", "sliding_window"),
     "qwen3moe": ("expert_weights_norm", "sliding_window"), "olmoe": ("expert_weights_norm",),
@@ -81,6 +88,7 @@ def convert(path: Path, model: Path, kind: Kind = Kind.F32, plain: str = "") -> 
     """
     config: Config = json.loads((model / "config.json").read_text())
     arch = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    arch = "gemma-embedding" if config.get("use_bidirectional_attention") else arch
     writer, named = open_writer(path, model, config, arch)
     for name, values in stacked(config, arch, load_file(model / "model.safetensors")):
         theirs = named(name)
@@ -91,10 +99,27 @@ def convert(path: Path, model: Path, kind: Kind = Kind.F32, plain: str = "") -> 
         stored = kind if narrow and not plain else Kind.F32
         data = gguf.quantize(np.ascontiguousarray(values), stored)
         writer.add_tensor(theirs, data, raw_dtype=None if stored == Kind.F32 else stored)
+    if (model / "modules.json").is_file():
+        write_modules(writer, model)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def write_modules(writer: gguf.GGUFWriter, model: Path) -> None:
+    """Of sentence-transformers."""
+    for module in json.loads((model / "modules.json").read_text()):
+        folder, kind = model / module["path"], module["type"].rpartition(".")[2]
+        config = json.loads((folder / "config.json").read_text()) if kind in ("Pooling", "Dense") else {}
+        if kind == "Pooling":
+            mode = next(name.split("_")[2] for name, on in config.items() if on is True)
+            writer.add_pooling_type(gguf.PoolingType[mode.upper().replace("LASTTOKEN", "LAST")])
+        elif kind == "Dense":
+            name = f"dense_{module['path'][0]}"
+            writer.add_dense_features_dims(name, config["in_features"], config["out_features"])
+            weight = load_file(folder / "model.safetensors")["linear.weight"]
+            writer.add_tensor(f"{name}.weight", weight.numpy())
 
 
 def open_writer(
@@ -125,7 +150,9 @@ def write_sizes(writer: gguf.GGUFWriter, config: Config, arch: str, layers: int)
         found["ssm_inner_size"] = config["linear_value_head_dim"] * config["linear_num_value_heads"]
     elif arch == "granitehybrid":
         found["ssm_inner_size"] = config["mamba_expand"] * config["hidden_size"]
-        found["rope_scaling_finetuned"] = False
+        found["rope_scaling_finetuned"] = config["model_type"] == "bamba"
+    elif arch == "falcon-h1":
+        found |= {"ssm_inner_size": config["mamba_d_ssm"], **dict.fromkeys(MULTIPLIED)}
     elif arch == "nemotron_h_moe":
         found["ssm_inner_size"] = config["mamba_num_heads"] * config["mamba_head_dim"]
         found["expert_shared_feed_forward_length"] = config["moe_shared_expert_intermediate_size"]
@@ -168,7 +195,19 @@ def write_sizes(writer: gguf.GGUFWriter, config: Config, arch: str, layers: int)
         ]
     elif arch == "gemma4":
         found |= _sizes_of_gemma4(config, kinds, layers)
-    if "sliding_attention" in kinds and arch not in (*NOT_WRITTEN, "gpt-oss", "cohere2"):
+    elif arch == "modern-bert":
+        found["sliding_window"], found["sliding_window_pattern"] = config["local_attention"], 3
+        writer.add_string(f"{arch}.hidden_activation", config["hidden_activation"])
+        pooling = gguf.PoolingType[config["classifier_pooling"].upper()]
+        writer.add_uint32(f"{arch}.classifier.pooling_type", pooling)
+    elif arch == "bert" and config["model_type"] != "bert":
+        found["context_length"] -= config["pad_token_id"] + 1
+    if arch in ENCODERS:
+        found["causal_attention"] = False
+        found["token_type_count"] = config.get("type_vocab_size", 1)
+        if len(config.get("id2label") or ()) > 2:
+            found["classifier_output_labels"] = list(config["id2label"].values())
+    if "sliding_attention" in kinds and arch not in (*NOT_WRITTEN, "gpt-oss", "cohere2", "modern-bert"):
         found["sliding_window_pattern"] = [kind == "sliding_attention" for kind in kinds]
     if "sliding_attention" in rope:
         found["rope_freq_base_swa"] = rope["sliding_attention"]["rope_theta"]
@@ -297,6 +336,24 @@ def _mamba(config: Config, name: str, values: np.ndarray) -> Tensors:
     yield name, values
 
 
+def _falcon_h1(config: Config, name: str, values: np.ndarray) -> Tensors:
+    """Weights are multiplied by what the outputs of the layers, or their inputs, are."""
+    mlp, ssm = (config[f"{one}_multipliers"] for one in ("mlp", "ssm"))
+    around = config["attention_in_multiplier"]
+    factors = {
+        "down_proj": mlp[1], "gate_proj": mlp[0], "k_proj": config["key_multiplier"] * around,
+        "q_proj": around, "v_proj": around, "o_proj": config["attention_out_multiplier"],
+        "mamba.out_proj": config["ssm_out_multiplier"], "mamba.in_proj": config["ssm_in_multiplier"],
+        "lm_head": config["lm_head_multiplier"], "embed_tokens": config["embedding_multiplier"],
+    }  # fmt: skip
+    values = values * next((factor for part, factor in factors.items() if part in name), 1.0)
+    if "mamba.in_proj" in name:
+        inner, state = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+        sizes = (inner, inner, state, state, len(values) - 2 * (inner + state))
+        values = values * np.repeat(np.array(ssm, values.dtype), sizes)[:, None]
+    yield from _mamba(config, name, values)
+
+
 def _deepseek(config: Config, name: str, values: np.ndarray) -> Tensors:
     if "kv_b_proj" not in name:
         yield name, values
@@ -365,6 +422,16 @@ def _falcon(config: Config, name: str, values: np.ndarray) -> Tensors:
     yield name, values
 
 
+def _encoder(config: Config, name: str, values: np.ndarray) -> Tensors:
+    name = re.sub(r"^(bert|roberta|model)\.", "", name)
+    if name == "embeddings.position_embeddings.weight" and config["model_type"] != "bert":
+        values = values[config["pad_token_id"] + 1 :]
+    if re.fullmatch(r"classifier\.(weight|bias)", name):
+        name = name.replace("classifier", "classifier.out_proj")
+    if not name.startswith("pooler."):
+        yield name, values
+
+
 def _gemma4(config: Config, name: str, values: np.ndarray) -> Tensors:
     layer = next(iter(re.findall(r"layers\.(\d+)", name)), None)
     if name.endswith("router.scale"):
@@ -378,9 +445,9 @@ def _gemma4(config: Config, name: str, values: np.ndarray) -> Tensors:
 
 CHANGES: dict[str, Callable[..., Tensors]] = {
     "gpt-oss": _gpt_oss, "llama4": _llama4, "granitemoe": _granite, "granitehybrid": _granite,
-    "deepseek2": _deepseek, "nemotron_h_moe": _mamba,
+    "deepseek2": _deepseek, "falcon-h1": _falcon_h1, "nemotron_h_moe": _mamba,
     "qwen35": _delta, "qwen35moe": _delta, "qwen3next": _qwen3_next, "gpt2": _gpt2,
-    "gptneox": _neox, "falcon": _falcon, "gemma4": _gemma4,
+    "gptneox": _neox, "falcon": _falcon, "gemma4": _gemma4, **dict.fromkeys(ENCODERS, _encoder),
 }  # fmt: skip
 
 
@@ -400,28 +467,46 @@ def rotary_factors(rope: dict[str, Any], size: int) -> np.ndarray:
 
 
 def write_tokenizer(writer: gguf.GGUFWriter, model: Path, size: int, pre: str = "gpt-2") -> None:
-    """A byte-level one, as llama.cpp's converter writes it."""
+    """As llama.cpp's converter writes a byte-level one, BERT's, or XLM-RoBERTa's."""
     path = model / "tokenizer.json"
     library, spec = Tokenizer.from_file(str(path)), json.loads(path.read_text())
     settings = json.loads((model / "tokenizer_config.json").read_text())
+    kind = MODELS[spec["model"]["type"]]
     added = library.get_added_tokens_decoder()
     tokens, types = [], []
     for number in range(size):
         token = library.id_to_token(number)
         special = number in added and added[number].special
-        kind = gguf.TokenType.CONTROL if special else gguf.TokenType.USER_DEFINED
-        types.append(
-            gguf.TokenType.UNUSED if token is None else kind if number in added else gguf.TokenType.NORMAL
-        )
-        tokens.append(f"[PAD{number}]" if token is None else token)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
+        sort = gguf.TokenType.CONTROL if special else gguf.TokenType.USER_DEFINED
+        if kind == "t5" and number == spec["model"]["unk_id"]:
+            sort = gguf.TokenType.UNKNOWN
+        sort = gguf.TokenType.UNUSED if token is None else sort if number in added else gguf.TokenType.NORMAL
+        token = f"[PAD{number}]" if token is None else token
+        if kind == "bert" and sort != gguf.TokenType.CONTROL:
+            token = token[2:] if token.startswith("##") else f"\u2581{token}"
+        types.append(sort)
+        tokens.append(token)
+    writer.add_tokenizer_model(kind)
+    writer.add_tokenizer_pre("default" if kind == "t5" else "jina-v2-en" if kind == "bert" else pre)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in spec["model"]["merges"]])
-    for name in ("bos", "eos", "pad"):
-        if settings.get(f"{name}_token") is not None:
-            getattr(writer, f"add_{name}_token_id")(library.token_to_id(settings[f"{name}_token"]))
+    if kind == "gpt2":
+        writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in spec["model"]["merges"]])
+    elif kind == "t5":
+        scores = [score for _, score in spec["model"]["vocab"]]
+        writer.add_token_scores(scores + [-10000.0] * (size - len(scores)))
+        writer.add_add_space_prefix(True)
+        writer.add_remove_extra_whitespaces(True)
+        writer.add_precompiled_charsmap(b64decode(spec["normalizer"]["precompiled_charsmap"]))
+    else:
+        writer.add_bool("tokenizer.ggml.normalizer.lowercase", spec["normalizer"]["lowercase"])
+    for name, ours in (("bos", "cls"), ("eos", "sep"), ("pad", ""), ("sep", ""), ("unk", ""), ("mask", "")):
+        token = settings.get(f"{name}_token") or settings.get(f"{ours}_token")
+        if token is not None:
+            getattr(writer, f"add_{name}_token_id")(library.token_to_id(token))
     writer.add_add_bos_token("TemplateProcessing" in str(spec["post_processor"]))
+    if kind != "gpt2":
+        writer.add_add_eos_token(True)
+        writer.add_add_sep_token(kind == "t5")
     if "chat_template" in settings:
         writer.add_chat_template(settings["chat_template"])

@@ -18,14 +18,17 @@ from running import tokens
 from safetensors.torch import load_file, save_file
 from selection import extended
 
+from manylora.config.engine import EngineConfig
 from manylora.config.hub import local_model
-from manylora.errors import ConfigError
+from manylora.engine.checks import check_request
+from manylora.errors import ConfigError, RequestError
 from manylora.gguf.architectures import ARCHITECTURES
 from manylora.gguf.container import read_header
 from manylora.gguf.file import GgufFile
 from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
+from manylora.request import LoraInput, Request
 from manylora.testing.driver import Driver, agree
 from manylora.testing.parity import read_from
 from manylora.testing.tiny_models import make_adapter, make_model, reference_logits
@@ -61,14 +64,18 @@ USUAL = ("qwen3-moe", "gpt-oss", "deepseek-v3", "granite4-moe", "qwen3.5-moe", "
 OTHERS = (
     "mixtral", "ministral3", "llama4", "llama4-interleaved", "qwen2-moe", "qwen3-next", "qwen3.5", "phi",
     "gemma3n", "gemma4", "gemma4-moe", "gpt-oss-plain", "granite", "granitemoe", "granitemoe-shared",
-    "granite4", "olmo2", "olmo3", "olmoe", "exaone4", "exaone4-full", "smollm3", "internlm3", "lfm2",
+    "granite4", "bamba", "falcon-h1", "olmo2", "olmo3", "olmoe", "exaone4", "exaone4-full", "smollm3",
+    "internlm3", "lfm2",
     "lfm2-plain", "lfm2-moe", "cohere", "cohere-plain", "cohere2", "deepseek-v2", "deepseek-v2-lite", "glm",
     "glm4", "glm4-moe", "glm4-moe-plain", "glm4-moe-lite", "ernie4.5", "ernie4.5-moe", "nemotron",
     "stablelm", "stablelm-parallel", "starcoder2", "gpt2", "gpt-neox", "gpt-neox-sequential", "falcon",
     "falcon-new-one-norm", "nemotron-h",
     "nemotron-h-moe", "nemotron-h-moe-latent",
 )  # fmt: skip
-OF_TEST_GGUF = {"llama", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3"}
+OF_OTHER_TESTS = {
+    "bert", "nomic-bert", "modern-bert", "gemma-embedding", "llama", "qwen2", "qwen3", "phi3", "gemma",
+    "gemma2", "gemma3",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -188,11 +195,20 @@ def test_sizes_of_another_model_are_refused(key: str, qwen: Path, tmp_path: Path
         assert "\n" not in str(raised.value)
 
 
+def test_a_file_without_its_multipliers_takes_no_adapters(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "falcon-h1", num_hidden_layers=1)
+    convert(tmp_path / "tiny.gguf", model)
+    folder, request = local_model(tmp_path / "tiny.gguf"), Request((1,), lora=LoraInput(1))
+    with pytest.raises(RequestError, match=r"GGUF file of Falcon-H1: .* serve the original model"):
+        check_request(request, EngineConfig(folder), read_model_config(folder), 64)
+    check_request(request, EngineConfig(model), read_model_config(model), 64)
+
+
 def test_each_architecture_is_tested() -> None:
     from gguf_converter import ARCHITECTURES as BY_TYPE
 
     from manylora.testing.tiny_configs import FAMILIES, MOE_FAMILIES
 
     kinds = {**FAMILIES, **MOE_FAMILIES}
-    tested = {BY_TYPE.get(kinds[name][0], kinds[name][0]) for name in (*USUAL, *OTHERS)} | OF_TEST_GGUF
+    tested = {BY_TYPE.get(kinds[name][0], kinds[name][0]) for name in (*USUAL, *OTHERS)} | OF_OTHER_TESTS
     assert {name.partition(" ")[0] for name in ARCHITECTURES} == {*tested, "nemotron_h"}  # as with experts

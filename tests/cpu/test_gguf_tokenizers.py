@@ -130,6 +130,10 @@ PIECES = (
     ("minicpm5", "12345", ["123", "45"]),
     ("laguna", "a\n\nb", ["a", "\n\n", "b"]),
     ("tiny_aya", "1234567", ["1", "234", "567"]),
+    ("superbpe", "a 1234567 b", ["a ", "1", "234", "567", " b"]),
+    ("afmoe", "x=1234567 東京b", ["x", "=", "1", "234", "567", " ", "東京", "b"]),
+    ("chameleon", "ab, it's 12", ["ab", ",", " it", "'", "s", " ", "1", "2"]),
+    ("granite-embed-multi-97m", "HelloWORLD's", ["Hello", "WORLD's"]),
     ("default", "a, 1234", ["a", ",", " ", "123", "4"]),
 )
 
@@ -173,7 +177,10 @@ def test_an_unknown_pre_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
         with_tokenizer(tmp_path / "a.gguf", own, pre="elvish")
 
 
-def test_merges_of_a_tokenizer_with_spaces_as_marks_are_those_of_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "pre"), [("gemma4", "default"), ("gpt2", "sarvam-moe")])
+def test_merges_of_a_tokenizer_with_spaces_as_marks_are_those_of_the_file(
+    model: str, pre: str, tmp_path: Path
+) -> None:
     """As of Gemma 4: bytes for what is unknown, no space in front."""
     pieces = ["▁", "h", "e", "l", "o", "he", "ll", "llo", "hello", "▁hello"]
 
@@ -181,7 +188,9 @@ def test_merges_of_a_tokenizer_with_spaces_as_marks_are_those_of_the_file(tmp_pa
         kinds = gguf.TokenType
         tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
         types = [*[kinds.CONTROL] * 3, kinds.UNKNOWN, *[kinds.BYTE] * 256, *[kinds.NORMAL] * len(pieces)]
-        writer.add_tokenizer_model("gemma4")
+        writer.add_tokenizer_model(model)
+        writer.add_tokenizer_pre(pre)
+        writer.add_add_bos_token(True)
         writer.add_token_list(tokens)
         writer.add_token_types(types)
         writer.add_token_merges(["h e", "l l", "ll o", "he llo", "▁ hello"])

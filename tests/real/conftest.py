@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests" / "cpu"))  # gguf_converter
 
 
 def fetched(name: str) -> Path:

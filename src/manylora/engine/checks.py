@@ -66,6 +66,8 @@ def check_request(request: Request, config: EngineConfig, model: ModelConfig, ma
 
     Raises RequestError that names the first problem. max_seq_len: tokens of prompt and output.
     """
+    if request.lora is not None and model.no_adapters:
+        raise RequestError(model.no_adapters)
     if request.pooling is not None:
         _check_pooling(request.pooling, model)
     request = _for_encoder(request, model.encoder)

@@ -28,6 +28,7 @@ class Architecture:
     delta_grouped: the checkpoint's fused q, k, v and z of a delta rule have a group of rows per key head.
     grouped: the checkpoint's fused q, k, v have a group of rows for each key head; the file's do not.
     flipped: the checkpoint's matrices are [in, out]. plus_one: the converter added 1 to norms.
+    padded: rows of the position table before position 0, which the converter left out.
     """
 
     architecture: str
@@ -43,12 +44,14 @@ class Architecture:
     grouped: bool = False
     flipped: bool = False
     plus_one: bool = False
+    padded: int = 0
 
 
 GRANITE_SHARED = {"shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp")}
 GRANITE_DENSE = {"shared_mlp.input_linear": ("ffn_gate", "ffn_up")}
 DELTA = {"linear_attn.in_proj_qkvz": ("attn_qkv", "attn_gate")}
-EXPERTS, TWO_NORMS = " with experts", " with two norms"
+EXPERTS, TWO_NORMS, ROBERTA = " with experts", " with two norms", " with RoBERTa's tokenizer"
+BAMBA = " without multipliers"
 NEMOTRON_H = Architecture(
     "NemotronHForCausalLM", of.nemotron_h, known.NEMOTRON_H, known.NEMOTRON_H_OUTSIDE,
     eps="layer_norm_epsilon", turned=True,
@@ -79,6 +82,9 @@ ARCHITECTURES = {
     "gemma": Architecture("GemmaForCausalLM", plus_one=True),
     "gemma2": Architecture("Gemma2ForCausalLM", of.gemma, known.GEMMA2, plus_one=True),
     "gemma3": Architecture("Gemma3ForCausalLM", of.gemma, known.GEMMA2, plus_one=True),
+    "gemma-embedding": Architecture(
+        "Gemma3TextModel", of.gemma, known.GEMMA2, known.GEMMA_EMBEDDING_OUTSIDE, plus_one=True
+    ),
     "gemma3n": Architecture("Gemma3nForCausalLM", of.gemma3n, known.GEMMA3N, known.GEMMA3N_OUTSIDE),
     "gemma4": Architecture("Gemma4ForCausalLM", of.gemma4, known.GEMMA4, known.LAYER_INPUTS_OUTSIDE),
     "gpt-oss" + EXPERTS: Architecture("GptOssForCausalLM", of.gpt_oss, known.GPT_OSS),
@@ -94,6 +100,10 @@ ARCHITECTURES = {
         "GraniteMoeHybridForCausalLM", of.granite_hybrid, known.GRANITE_HYBRID, joined=GRANITE_SHARED,
         turned=True,
     ),
+    "granitehybrid" + BAMBA: Architecture(
+        "BambaForCausalLM", of.bamba, known.BAMBA, known.BAMBA_OUTSIDE, turned=True
+    ),
+    "falcon-h1": Architecture("FalconH1ForCausalLM", of.falcon_h1, known.FALCON_H1, known.BAMBA_OUTSIDE),
     "olmo2": Architecture("Olmo2ForCausalLM", of.olmo2, known.POST_NORM),
     "olmoe" + EXPERTS: Architecture(
         "OlmoeForCausalLM", lambda one: {**of.experts(one), "norm_topk_prob": False}, known.QWEN_MOE
@@ -129,6 +139,20 @@ ARCHITECTURES = {
         "FalconForCausalLM", of.falcon, known.FALCON, known.FALCON_OUTSIDE, "transformer.h",
         "layer_norm_epsilon", grouped=True,
     ),
+    "bert": Architecture(
+        "BertModel", of.bert, known.BERT, known.BERT_OUTSIDE, "encoder.layer", "layer_norm_eps"
+    ),
+    "bert" + ROBERTA: Architecture(
+        "XLMRobertaModel", of.roberta, known.BERT, known.ROBERTA_OUTSIDE, "encoder.layer", "layer_norm_eps",
+        padded=of.ROBERTA_PADDING + 1,
+    ),
+    "nomic-bert": Architecture(
+        "NomicBertModel", lambda one: of.bert(one, "NomicBert", "nomic_bert"), known.NOMIC_BERT,
+        known.NOMIC_BERT_OUTSIDE, "encoder.layers", "layer_norm_eps",
+    ),
+    "modern-bert": Architecture(
+        "ModernBertModel", of.modern_bert, known.MODERN_BERT, known.MODERN_BERT_OUTSIDE, eps="norm_eps"
+    ),
 }  # fmt: skip
 """By `general.architecture`, and separately with experts."""
 ARCHITECTURES["gemma4" + EXPERTS] = ARCHITECTURES["gemma4"]
@@ -142,6 +166,10 @@ def architecture_of(header: Header) -> Architecture:
         found = printable(str(header.metadata["general.type"]))
         raise ConfigError(f"{header.path} holds no base model: its general.type is {found}")
     variant = TWO_NORMS if kind == "falcon" and "blk.0.attn_norm_2.weight" in header.tensors else ""
+    if kind == "bert" and header.metadata.get("tokenizer.ggml.model", "bert") != "bert":
+        variant = ROBERTA
+    elif kind == "granitehybrid" and "granitehybrid.embedding_scale" not in header.metadata:
+        variant = BAMBA
     name = f"{kind}{EXPERTS if header.metadata.get(f'{kind}.expert_count') else variant}"
     if name not in ARCHITECTURES:
         raise ConfigError(

@@ -9,6 +9,7 @@ from typing import Any
 from manylora.errors import ConfigError, printable
 from manylora.gguf.architectures import architecture_of
 from manylora.gguf.container import Header
+from manylora.gguf.fields import POOLINGS
 from manylora.gguf.metadata import Metadata
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16"}
@@ -16,6 +17,7 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16"}
 FACTORS = {name: f"{name}.weight" for name in ("rope_freqs", "rope_factors_long", "rope_factors_short")}
 END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 EPS = "attention.layer_norm_epsilon"
+UNPOOLED = (-1, 0, 4)  # not said, none, and by a classification head
 OF_YARN = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
@@ -98,3 +100,26 @@ def generation_json(header: Header) -> dict[str, Any]:
     """All tokens that end an answer."""
     found = [header.metadata.get(f"tokenizer.ggml.{name}") for name in END_IDS]
     return {"eos_token_id": sorted({one for one in found if isinstance(one, int)})}
+
+
+def sentence_files(header: Header) -> dict[str, Any]:
+    """How states become embeddings, as sentence-transformers writes it. Empty if the file does not say.
+
+    Raises ConfigError.
+    """
+    one = Metadata(header, header.metadata["general.architecture"])
+    kind = one.get("pooling_type", -1)
+    if kind in UNPOOLED:
+        return {}
+    if kind not in POOLINGS:
+        raise ConfigError(f"{header.path}: pooling_type {printable(str(kind))} is not one of 1, 2, 3")
+    dense = [number for number in (2, 3) if one.has(f"dense_{number}.weight")]
+    folders = ["", "1_Pooling", *(f"{number}_Dense" for number in dense), "4_Normalize"]
+    files: dict[str, Any] = {"1_Pooling/config.json": {"pooling_mode": POOLINGS[kind]}}
+    for number in dense:
+        outputs, inputs = header.tensors[f"dense_{number}.weight"].shape
+        layer = {"in_features": inputs, "out_features": outputs, "bias": False}
+        files[f"{number}_Dense/config.json"] = layer | {"activation_function": "Identity"}
+    kinds = [folder.partition("_")[2] or "Transformer" for folder in folders]
+    modules = [{"type": kind, "path": folder} for kind, folder in zip(kinds, folders, strict=True)]
+    return {**files, "modules.json": modules}

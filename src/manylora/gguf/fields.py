@@ -7,12 +7,13 @@ from __future__ import annotations
 from statistics import NormalDist
 from typing import Any
 
-from manylora.errors import ConfigError
 from manylora.gguf.metadata import Metadata
 
 # Layers of those whose queries are scaled by hidden size over heads.
 LARGEST_GEMMAS = {"gemma2": 46, "gemma3": 62}
 SIGMOID = 2  # expert_gating_func
+ROBERTA_PADDING = 1  # token id
+POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}  # pooling_type
 LLAMA4_WITHOUT_NORMS = 128  # experts of the Llama 4 that does not normalise queries and keys
 
 
@@ -67,8 +68,10 @@ def gemma(one: Metadata) -> dict[str, Any]:
     fields = {"query_pre_attn_scalar": size // one.heads if largest else one.head_dim, **pattern(one)}
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         fields[name] = one.number(name, 0) or None
-    if one.kind == "gemma3":
+    if one.kind != "gemma2":
         fields["rope_local_base_freq"] = one.number("rope.freq_base_swa", 10000.0)
+    if one.kind == "gemma-embedding":
+        fields["use_bidirectional_attention"] = True
     return fields
 
 
@@ -90,12 +93,8 @@ def granite_moe(one: Metadata) -> dict[str, Any]:
 
 
 def granite_hybrid(one: Metadata) -> dict[str, Any]:
-    if one.rotated_share != 1 or one.get("embedding_scale") is None:
-        raise ConfigError(
-            f"{one.header.path}: {one.kind} without Granite's multipliers, as of Bamba, is not read"
-        )
     kinds = ["mamba" if one.has(f"blk.{n}.ssm_in.weight") else "attention" for n in range(one.layers)]
-    fields = {
+    return {
         **granite(one),
         "num_key_value_heads": attended_heads(one),
         "layer_types": kinds,
@@ -104,12 +103,13 @@ def granite_hybrid(one: Metadata) -> dict[str, Any]:
         "num_local_experts": one.number("expert_count", 0),
         "num_experts_per_tok": one.number("expert_used_count", 0),
         "position_embedding_type": "rope" if one.get("rope.scaling.finetuned", True) else "nope",
+        **(mamba2(one) if "mamba" in kinds else {}),
     }
-    if "mamba" not in kinds:
-        return fields
+
+
+def mamba2(one: Metadata) -> dict[str, Any]:
     heads, size = one.count("ssm.time_step_rank"), one.count("ssm.inner_size")
     return {
-        **fields,
         "mamba_n_heads": heads,
         "mamba_d_head": size // heads,
         "mamba_expand": size / one.count("embedding_length"),
@@ -118,6 +118,26 @@ def granite_hybrid(one: Metadata) -> dict[str, Any]:
         "mamba_d_conv": one.count("ssm.conv_kernel"),
         "mamba_conv_bias": one.in_any("ssm_conv1d.bias"),
         "mamba_proj_bias": one.in_any("ssm_in.bias"),
+    }
+
+
+def bamba(one: Metadata) -> dict[str, Any]:
+    """Half of each head is rotated, whatever the file says."""
+    attended = [n for n in range(one.layers) if one.has(f"blk.{n}.attn_q.weight")]
+    fields = {"attn_layer_indices": attended, "num_key_value_heads": attended_heads(one)}
+    return {**biases(one), **mamba2(one), **fields}
+
+
+def falcon_h1(one: Metadata) -> dict[str, Any]:
+    """llama.cpp's converter multiplies the weights by Falcon-H1's multipliers, and the file lacks those."""
+    return {
+        **biases(one),
+        **mamba2(one),
+        "mamba_d_ssm": one.count("ssm.inner_size"),
+        "mamba_rms_norm": one.in_any("ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "projectors_bias": one.in_any("ssm_out.bias"),
+        "multiplied_weights": True,
     }
 
 
@@ -431,3 +451,39 @@ def gemma4(one: Metadata) -> dict[str, Any]:
         moe = experts(one)
         fields |= {"enable_moe_block": True, **moe, "top_k_experts": moe.pop("num_experts_per_tok")}
     return fields
+
+
+def bert(one: Metadata, architecture: str = "Bert", kind: str = "bert") -> dict[str, Any]:
+    fields = {"model_type": kind, "type_vocab_size": one.rows("token_types.weight")}
+    return {**fields, **labels(one, architecture)}
+
+
+def roberta(one: Metadata) -> dict[str, Any]:
+    longest = one.number("context_length") + ROBERTA_PADDING + 1
+    fields = {"max_position_embeddings": longest, "pad_token_id": ROBERTA_PADDING}
+    return {**bert(one, "XLMRoberta", "xlm-roberta"), **fields}
+
+
+def modern_bert(one: Metadata) -> dict[str, Any]:
+    windows = pattern(one)
+    return {
+        **windows,
+        "model_type": "modernbert",
+        "local_attention": one.number("attention.sliding_window"),
+        "global_attn_every_n_layers": windows.get("sliding_window_pattern", 3),
+        "hidden_activation": one.get("hidden_activation", "gelu"),
+        "rope_local_base_freq": one.number("rope.freq_base_swa", 10000.0),
+        "classifier_pooling": POOLINGS.get(one.get("classifier.pooling_type"), "mean"),
+        **labels(one, "ModernBert"),
+    }
+
+
+def labels(one: Metadata, architecture: str) -> dict[str, Any]:
+    """Of a classification head."""
+    count = one.rows("cls.output.weight")
+    if not count:
+        return {}
+    names = one.get("classifier.output_labels", [])
+    names = names if len(names) == count else [f"LABEL_{number}" for number in range(count)]
+    found = {str(number): name for number, name in enumerate(names)}
+    return {"architectures": [f"{architecture}ForSequenceClassification"], "id2label": found}

@@ -15,13 +15,13 @@ from typing import Any
 
 from manylora.errors import ConfigError
 from manylora.gguf.cache import hold, remove, remove_old
-from manylora.gguf.config import config_json, generation_json
+from manylora.gguf.config import config_json, generation_json, sentence_files
 from manylora.gguf.container import Header
 from manylora.gguf.parts import NAMED, part_name, part_paths, read_parts
 from manylora.gguf.tokenizer import has_tokenizer, tokenizer_config, tokenizer_json
 
 LINK = "model.gguf"
-VERSION = 2  # version of a folder's contents
+VERSION = 3  # version of a folder's contents
 MOST_FACTORS = 2**12
 
 
@@ -75,6 +75,7 @@ def _make(base: Path, folder: Path, texts: dict[str, str], links: dict[str, Path
     try:
         made.chmod(0o755)
         for name, text in texts.items():
+            (made / name).parent.mkdir(exist_ok=True)
             (made / name).write_text(text, encoding="utf-8")
         for name, file in links.items():
             (made / name).symlink_to(file)
@@ -92,6 +93,7 @@ def _texts(header: Header) -> dict[str, str]:
     found: dict[str, Any] = {
         "config.json": config_json(header, lambda name: _factors(header, name)),
         "generation_config.json": generation_json(header),
+        **sentence_files(header),
     }
     if has_tokenizer(header):
         found |= {"tokenizer.json": tokenizer_json(header), "tokenizer_config.json": tokenizer_config(header)}

@@ -178,3 +178,36 @@ GEMMA4: Names = {
     "ffn_down_exps.scale": "router.per_expert_scale", "post_ffw_norm_1": "post_feedforward_layernorm_1",
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_2": "post_feedforward_layernorm_2",
 }  # fmt: skip
+BERT: Names = {
+    "attn_q": "attention.self.query", "attn_k": "attention.self.key", "attn_v": "attention.self.value",
+    "attn_qkv": tuple(f"attention.self.{name}" for name in ("query", "key", "value")),
+    "attn_output": "attention.output.dense", "attn_output_norm": "attention.output.LayerNorm",
+    "ffn_up": "intermediate.dense", "ffn_down": "output.dense", "layer_output_norm": "output.LayerNorm",
+}  # fmt: skip
+BERT_OUTSIDE: Names = {
+    "token_embd": "embeddings.word_embeddings", "token_types": "embeddings.token_type_embeddings",
+    "position_embd": "embeddings.position_embeddings", "token_embd_norm": "embeddings.LayerNorm",
+    "cls.output": "classifier",
+}  # fmt: skip
+ROBERTA_OUTSIDE: Names = {**BERT_OUTSIDE, "cls": "classifier.dense", "cls.output": "classifier.out_proj"}
+NOMIC_BERT: Names = {
+    "attn_qkv": "attn.Wqkv", "attn_output": "attn.out_proj", "attn_output_norm": "norm1",
+    "ffn_up": "mlp.fc11", "ffn_gate": "mlp.fc12", "ffn_down": "mlp.fc2", "layer_output_norm": "norm2",
+}  # fmt: skip
+NOMIC_BERT_OUTSIDE: Names = {**BERT_OUTSIDE, "token_embd_norm": "emb_ln"}
+MODERN_BERT: Names = {
+    "attn_norm": "attn_norm", "attn_qkv": "attn.Wqkv", "attn_output": "attn.Wo", "ffn_norm": "mlp_norm",
+    "ffn_up": "mlp.Wi", "ffn_down": "mlp.Wo",
+}  # fmt: skip
+MODERN_BERT_OUTSIDE: Names = {
+    "token_embd": "model.embeddings.tok_embeddings", "token_embd_norm": "model.embeddings.norm",
+    "output_norm": "model.final_norm", "cls": "head.dense", "cls.norm": "head.norm",
+    "cls.output": "classifier",
+}  # fmt: skip
+GEMMA_EMBEDDING_OUTSIDE: Names = {**OUTSIDE, "dense_2": "2_Dense.linear", "dense_3": "3_Dense.linear"}
+BAMBA: Names = {
+    **ATTENTION, **mamba2("mamba"), "ffn_norm": "pre_ff_layernorm", "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj", "ffn_down": "feed_forward.down_proj",
+}  # fmt: skip
+FALCON_H1: Names = {**BAMBA, **dict.fromkeys(("ffn_norm", "ffn_norm.weight"), "pre_ff_layernorm.weight")}
+BAMBA_OUTSIDE: Names = {**OUTSIDE, "output_norm": "model.final_layernorm"}

@@ -43,6 +43,15 @@ YOUTU = (
     "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
     WORDS % (f"{TAILS}?", f"{TAILS}?") + r"\p{N}|" + SLASHES,
 )
+ASIAN = "[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+"
+CHAMELEON = (
+    "<sentinel:[0-9]+>",
+    "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+    r"([\t\n]|    |  )",
+    r"\p{N}",
+    r"[\p{P}!-/:-@\[-`{-~]",
+    GPT2,
+)
 KIMI = (
     WORDS.replace("\\p{M}]", "\\p{M}&&[^\\p{Han}]]") % (f"{TAILS}?", f"{TAILS}?")
     + rf"{TRIPLES}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{LINES}"
@@ -69,7 +78,7 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     **_all("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", QWEN2),
     **_all("qwen35", QWEN35),
     **_all("tekken", TEKKEN),
-    **_all("gpt-4o llama4 kanana2 talkie minimax-m2", GPT4O),
+    **_all("gpt-4o llama4 kanana2 talkie minimax-m2 granite-embed-multi-97m", GPT4O),
     **_all("tiny_aya cohere2moe", r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O),
     **_all("deepseek-v3 hunyuan-dense joyai-llm hy_v4", *DEEPSEEK3),
     **_all("deepseek-coder", *DEEPSEEK_CODER),
@@ -92,18 +101,25 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     **_all("laguna", r"[^\n]+|[\n]+", QWEN2),
     **_all("exaone-moe", EXAONE_MOE),
     **_all("minicpm5", TRIPLES, rf"{TAILS}|{LETTERS}|\p{{N}}+|{REST}"),
+    **_all("superbpe", r"\p{N}+", r"(?=(\d{3})+(?!\d))"),
+    **_all("afmoe", r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", ASIAN, DEEPSEEK3[2]),
+    **_all("chameleon", *CHAMELEON),
     **_all("default", *UNNAMED),
 }
 """Each is applied to the pieces that the ones before it left, and what it does not match is a piece, too."""
 BEGINS = (
     "llama-bpe", "llama3", "llama-v3", "llama4-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
-    "jina-v5-nano", "tekken",
+    "jina-v5-nano", "tekken", "chameleon",
 )  # fmt: skip
 """Those with a begin token unless the file says otherwise."""
-WHOLE_WORDS = (*BEGINS, "glm4", "glm5", "youtu", "minicpm5")
+WHOLE_WORDS = (*BEGINS, "glm4", "glm5", "youtu", "minicpm5", "granite-embed-multi-97m")
 """Words in the vocabulary are not merged."""
 COMPOSED = ("qwen2", "qwen35")
 """Texts are normalised to NFC."""
+SEPARATED = ("jina-v1-en", "jina-v2-code", "roberta-bpe")
+"""Two texts have a further token between them, unless the file says otherwise."""
+SPACES_MARKED = ("sarvam-moe", "granite-embed-multi-311m")
+"""Texts are not cut, and spaces are marked as in SentencePiece's tokens."""
 
 
 def pre_tokenizer(pre: str) -> dict[str, Any]:

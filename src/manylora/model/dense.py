@@ -9,6 +9,8 @@ import torch
 from manylora.config.blocks import HeadLayerConfig
 from manylora.config.pooling import read_dense_modules
 from manylora.errors import ConfigError
+from manylora.gguf.file import GgufFile
+from manylora.gguf.folder import linked_files
 from manylora.model.heads import HeadLayer
 from manylora.model.safetensors_file import SafetensorsFile
 
@@ -19,16 +21,18 @@ def load_dense(folder: Path, hidden_size: int, device: torch.device) -> tuple[He
     """In float32. Raises ConfigError for a file that is missing or has another shape."""
     layers, size = [], hidden_size
     for one in read_dense_modules(folder):
-        path = one.folder / FILE
-        if not path.is_file():
+        path, stem = one.folder / FILE, "linear"
+        if linked_files(folder):  # a GGUF file has them beside the model
+            path, stem = linked_files(folder)[0], f"{one.folder.name}.linear"
+        elif not path.is_file():
             raise ConfigError(f"{path} is missing: save the model as safetensors, as others are not read")
-        shapes: dict[str, tuple[int, ...]] = {"linear.weight": (one.outputs, one.inputs)}
+        shapes: dict[str, tuple[int, ...]] = {f"{stem}.weight": (one.outputs, one.inputs)}
         if one.biased:
-            shapes["linear.bias"] = (one.outputs,)
+            shapes[f"{stem}.bias"] = (one.outputs,)
         if one.inputs != size:
             raise ConfigError(f"{one.folder / 'config.json'}: in_features {one.inputs} must be {size}")
         found = []
-        with SafetensorsFile(path) as file:
+        with GgufFile(path) if path.suffix == ".gguf" else SafetensorsFile(path) as file:
             names = set(file.keys())
             for name, shape in shapes.items():
                 if name not in names:

@@ -187,7 +187,7 @@ def _root(names: TensorNames, stored: Collection[str]) -> str:
     was saved.
     """
     for root in ("", *names.roots):
-        if f"{root}{names.embed}.weight" in stored:
+        if any(name.startswith(f"{root}{names.embed}.") for name in stored):  # .weight, or parts of it
             return root
     present = (root for root in names.roots if any(name.startswith(root) for name in stored))
     return next(present, names.roots[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from manylora.model.families.common import (
@@ -103,7 +104,9 @@ FAMILIES = {
     "GemmaForCausalLM": ModelFamily(GEMMA, _gemma),
     "Gemma2ForCausalLM": ModelFamily(GEMMA2_DEFAULTS, _gemma2, lambda _: GEMMA2),
     "Gemma3ForCausalLM": ModelFamily(GEMMA3, _gemma3, lambda _: GEMMA2, flat_rope),
-    "Gemma3TextModel": ModelFamily(GEMMA3, _gemma3_model, lambda _: GEMMA2, flat_rope),
+    "Gemma3TextModel": ModelFamily(
+        GEMMA3, _gemma3_model, lambda _: replace(GEMMA2, unused=("2_Dense.", "3_Dense.")), flat_rope
+    ),
     "Gemma3ForConditionalGeneration": ModelFamily(
         MULTIMODAL, _gemma3, lambda _: text_tower(GEMMA2), _text_config
     ),

@@ -50,6 +50,10 @@ INPUTS = {
     "tensorrt_llm_bls": ["text_input", "max_tokens", "lora_weights", "lora_config", "num_return_sequences"],
     "ensemble": ["text_input", "max_tokens", "lora_weights", "lora_config", "prompt_embedding_table"],
 }  # fmt: skip
+OUTPUTS = {
+    "tensorrt_llm": ["output_ids", "finish_reason"], "preprocessing": ["INPUT_ID"],
+    "postprocessing": ["OUTPUT"], "tensorrt_llm_bls": ["text_output"], "ensemble": ["text_output"],
+}  # fmt: skip
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 
@@ -126,6 +130,29 @@ def infer(port: int, picks: random.Random) -> str:
     return post(port, f"/v2/models/{model}/infer", body, {"Inference-Header-Content-Length": str(len(head))})
 
 
+def extend(request: service_pb2.ModelInferRequest, picks: random.Random) -> None:
+    """Add an optional part of the protocol, too many of one, or one of the wrong type."""
+    name = picks.choice(
+        ["classification", "sequence_id", "priority", "shared_memory_region", "binary_data_size"]
+    )
+    number = picks.choice([0, 1, -1, 2**31, 2**63 - 1])
+    kind = picks.randrange(6)
+    if kind == 0:
+        request.parameters[name].int64_param = number
+    elif kind == 1:
+        request.parameters[name].string_param = picks.choice(WORDS)
+    elif kind == 2:
+        for output in OUTPUTS[request.model_name]:
+            request.outputs.add(name=output).parameters[name].int64_param = number
+    elif kind == 3:
+        for index in range(picks.choice([100, 20_000])):
+            request.parameters[f"p{index}"].bool_param = True
+    elif kind == 4:
+        request.inputs[0].shape.extend([1] * picks.choice([20, 500_000]))
+    else:
+        request.id = "x" * picks.choice([1000, 10_000_000])
+
+
 def infer_grpc(port: int, picks: random.Random) -> str:
     model = picks.choice([*INPUTS])
     request = service_pb2.ModelInferRequest(model_name=model)
@@ -133,6 +160,8 @@ def infer_grpc(port: int, picks: random.Random) -> str:
         name, kind, shape, content = odd_tensor(model, picks)
         request.inputs.add(name=name, datatype=kind, shape=shape)
         request.raw_input_contents.append(content)
+    if picks.random() < 0.3:
+        extend(request, picks)
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = triton.service_pb2_grpc.GRPCInferenceServiceStub(channel)
         try:

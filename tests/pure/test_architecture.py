@@ -46,8 +46,8 @@ INSIDE = {
     ],
     "wire": [
         "parameters", "tensor_table", "server_types", "sending", "utf8", "word_lists", "client_errors",
-        "client_disconnects", "shape_guard", "lock_guard", "text_worker", "metrics", "bls", "bls_generator",
-        "bls_worker", "server_calls", "decode", "encode", "engine_worker", "engine_client",
+        "client_disconnects", "shape_guard", "lock_guard", "request_guard", "text_worker", "metrics", "bls",
+        "bls_generator", "bls_worker", "server_calls", "decode", "encode", "engine_worker", "engine_client",
     ],
     "text": [
         "json_schema", "tool_text", "chat_template", "stream", "limits", "tokenizer", "item_text",
@@ -92,9 +92,10 @@ INSIDE = {
         "loop",
     ],
     "launcher": [
-        "roles", "state", "logs", "processes", "management_access", "http_checks", "http_proxy",
-        "installation", "templates", "repository", "new_repository", "supervisor", "command_service",
-        "server_command", "server", "triton_service", "follower_service", "arguments", "cli",
+        "roles", "state", "logs", "processes", "management_access", "http_checks", "places", "http_proxy",
+        "probes", "installation", "templates", "repository", "new_repository", "supervisor",
+        "command_service", "server_command", "server", "triton_service", "follower_service", "arguments",
+        "cli",
     ],
     "testing": ["tiny_configs", "tiny_models", "driver", "parity"],
     "llmapi": [

@@ -10,10 +10,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from manylora.errors import ConfigError
+from manylora.wire.request_guard import preload_guard
 
 CONTAINER = Path("/opt/tritonserver/bin/tritonserver")
 BINARY = Path("bin/tritonserver")
@@ -30,15 +31,19 @@ class Installation:
 
 
 def find_tritonserver(wanted: str | None, run_dir: Path) -> Installation:
-    """wanted: the executable, or None to search. run_dir: gets the backend directory if the wheel is used.
+    """wanted: the executable, or None to search. run_dir: gets the guard, and the backend
+    directory if the wheel is used.
 
     Raises ConfigError that says what to install.
     """
     found = _given(wanted) if wanted is not None else _found()
     server = found.resolve().parent.parent
     if (server / STUBS).is_dir():
-        return _from_wheel(server, run_dir)
-    return Installation(found, environment=dict(os.environ))
+        installation = _from_wheel(server, run_dir)
+    else:
+        installation = Installation(found, environment=dict(os.environ))
+    guarded = preload_guard(installation.binary, installation.environment, run_dir)
+    return replace(installation, environment=guarded)
 
 
 def _given(wanted: str) -> Path:

@@ -100,10 +100,16 @@ def load_library(source: Source) -> ctypes.CDLL | None:
     """A library that runs on any processor. None without a compiler, or with MANYLORA_NATIVE=0. Raises
     OSError, subprocess.SubprocessError.
     """
+    path = find_common_library(source)
+    return None if path is None else ctypes.CDLL(str(path))
+
+
+def find_common_library(source: Source) -> Path | None:
+    """Its file; as `load_library`."""
     if os.environ.get("MANYLORA_NATIVE") == "0":
         return None
     found = next((find_library(source, level) for level in find_levels()[-1:]), None)
-    return None if found is None else ctypes.CDLL(str(found[0]))
+    return None if found is None else found[0]
 
 
 def build_library(compiler: Compiler, source: Source, level: Level) -> Path:

@@ -1,4 +1,5 @@
-"""Attacks on a running service, bounded: kills, hostile requests and adapters, clients that leave.
+"""Attacks on a running service, bounded: kills, hostile requests and adapters, clients that leave, wait or
+are slow.
 
     make chaos                                    everything, in about 10 minutes
     .venv/bin/python tests/chaos --only kills --kills 100 --seed 7
@@ -16,11 +17,13 @@ import time
 from pathlib import Path
 
 import adapters
+import connections
 import hostile
 import kills
 import soak
 
-PARTS = {"kills": (kills, 25), "requests": (hostile, 2000), "adapters": (adapters, 300), "soak": (soak, 6000)}
+PARTS = {"kills": (kills, 25), "requests": (hostile, 2000), "adapters": (adapters, 300), "soak": (soak, 6000),
+         "connections": (connections, 6000)}  # fmt: skip
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -21,7 +22,8 @@ from waiting import wait_for_named as wait_for
 from manylora.errors import ConfigError
 from manylora.launcher import supervisor as keeper_module
 from manylora.launcher.logs import ServerLog, limit_size, open_log
-from manylora.launcher.processes import end_marked, free_port, stat_of
+from manylora.launcher.probes import Silence
+from manylora.launcher.processes import end_marked, free_port, raise_open_files, stat_of
 from manylora.launcher.roles import SUPERVISOR, Roles
 from manylora.launcher.server import MemoryLimit
 from manylora.launcher.state import State
@@ -372,6 +374,43 @@ def test_a_server_that_has_grown_is_started_anew_in_a_quiet_moment() -> None:
     assert MemoryLimit(0).exceeded(1 << 40, 0, 0.0) is None
 
 
+@pytest.mark.parametrize(
+    ("used_per_s", "limit", "hangs_after"),
+    [(0.0, 60, 30), (0.005, 60, 30), (0.005, 15, 15), (0.1, 60, 300), (4.0, 60, 300), (4.0, 15, 150)],
+)
+def test_a_silent_server_hangs_sooner_if_it_does_not_compute(
+    used_per_s: float, limit: float, hangs_after: int
+) -> None:
+    silence = Silence(0.0)
+    assert silence.of(True, 100.0, 5.0, limit) is None
+    found = [silence.of(False, 100.0 + used_per_s * t, 5.0 + t, limit) for t in range(1, 400)]
+    assert found[:hangs_after] == [None] * hangs_after
+    assert found[hangs_after] == hangs_after + 1
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [(64, 1000, 1000), (1024, 2**30, 2**16), (64, -1, 2**16), (2**17, 2**20, None), (1000, 1000, None)],
+)
+def test_children_may_open_what_the_system_allows(
+    soft: int, hard: int, raised: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: told.append(limits))
+    raise_open_files()
+    assert told == ([] if raised is None else [(raised, hard)])
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    with pytest.raises(ConfigError, match="may open only 64 files: allow 256 or more"):
+        raise_open_files()
+
+
+def test_an_answer_ends_a_silence() -> None:
+    silence = Silence(0.0)
+    for second in range(0, 1000, 20):
+        assert silence.of(second % 40 == 0, 0.0, second, 60) is None
+
+
 def test_what_every_server_without_a_gpu_logs_is_not_why_it_ended(tmp_path: Path) -> None:
     log = ServerLog(tmp_path / "server.log")
     log.path.write_text(
@@ -382,3 +421,14 @@ def test_what_every_server_without_a_gpu_logs_is_not_why_it_ended(tmp_path: Path
         encoding="utf-8",
     )
     assert log.complaint() == "failed to start GRPC service: Unavailable"
+
+
+def test_what_the_server_said_before_it_ended_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = ServerLog(tmp_path / "server.log")
+    assert log.last_words() == ""
+    log.path.write_text("terminate called after throwing\n  what():  Resource temporarily unavailable\n")
+    assert log.last_words() == ": Resource temporarily unavailable"
+    monkeypatch.setattr("resource.getrlimit", lambda _: (2**30, 2**30))
+    assert log.last_words().endswith(": a process may have only 1024 MiB of addresses (ulimit -v)")

@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -16,20 +16,27 @@ import numpy as np
 
 from manylora.launcher.management_access import MANAGEMENT_HEADER
 
+MAX_HEADERS = 128
 MAX_JSON = 2**24  # bytes of JSON in a body; parsed, it takes about twenty times as many
 MAX_BODY = 5 * 2**28  # bytes, JSON and tensors: 1.25 GiB
 MAX_INFER_JSON = 2**22  # bytes; it is also parsed here, while other requests wait
 SLICE = 2**18
 MAX_DEPTH = 64  # nested lists and objects; the server's parser recurses for each
+MAX_KEYS = 1000  # of all objects; the server looks each up among all others: 40,000 keys take it 5 s
 
-Headers = Sequence[tuple[bytes, bytes]]
-"""Names in lower case, with values."""
-
-LENGTH, JSON_LENGTH = b"content-length", b"inference-header-content-length"
-DROPPED = {b"connection", LENGTH, b"transfer-encoding", b"expect", b"keep-alive"}
+LENGTH, JSON_LENGTH, CODING = b"content-length", b"inference-header-content-length", b"transfer-encoding"
+# They would mean different things to different readers if they came twice.
+SINGLE = {LENGTH, JSON_LENGTH, CODING, b"host", b"expect", b"content-encoding", MANAGEMENT_HEADER.encode()}
+# Of this connection alone. `upgrade` may be ignored (RFC 9110, 7.8): the request is answered in HTTP/1.1.
+OWN = {b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"http2-settings", b"te", b"trailer"}
+DROPPED = OWN | {LENGTH, CODING, b"expect", b"content-encoding"}
+# Without escapes, empty parts and dots, each path has one reading.
+PART = rb"[\w~!$&'()*+,;=:@-][\w.~!$&'()*+,;=:@-]*"
+REQUEST = re.compile(rb"([A-Z]{1,20}) (/|(?:/" + PART + rb")+/?)(\?[!$-;=?-Z_a-z~\[\]%]*)? HTTP/1\.([01])")
+FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\t -~\x80-\xff]*)")
 PUBLIC = re.compile(  # everything else requires the secret from the client
     rb"/v2/?|/v2/health/(?:live|ready)|/v2/models/stats"
-    rb"|/v2/models/[^/]+(?:/versions/\d+)?(?:/(?:infer|generate|generate_stream|ready|config|stats))?"
+    rb"|/v2/models/[^/]+(?:/versions/\d+)?(?:/(infer|generate|generate_stream|ready|config|stats))?"
 )
 
 
@@ -43,8 +50,11 @@ class RefusedError(Exception):
 
 def check_json(text: bytes, inference: bool) -> None:
     """Raises RefusedError. inference: whether it is an `infer` request, whose shapes are checked."""
-    if _is_deep(text):
+    depth, keys = _depth_and_keys(text)
+    if depth > MAX_DEPTH:
         raise RefusedError(400, f"the request's JSON is nested more than {MAX_DEPTH} deep")
+    if keys > MAX_KEYS:
+        raise RefusedError(400, f"the objects of a request's JSON may have at most {MAX_KEYS} keys together")
     if inference:
         if len(text) > MAX_INFER_JSON:
             raise RefusedError(
@@ -54,27 +64,33 @@ def check_json(text: bytes, inference: bool) -> None:
         _check_shapes(text)
 
 
-def _is_deep(text: bytes) -> bool:
-    """Works on a slice at a time, so that other connections are served in between and little memory is
-    used.
+def _depth_and_keys(text: bytes) -> tuple[int, int]:
+    """Not less than they are; exactly, where there may be too many.
+
+    Works on a slice at a time, so that other connections are served in between and little memory is used.
     """
+    opened, colons = text.count(b"[") + text.count(b"{"), text.count(b":")
+    if opened <= MAX_DEPTH and colons <= MAX_KEYS:
+        return opened, colons
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # each remaining quote starts or ends a string
-    quotes = depth = 0
+    quotes = depth = deepest = keys = 0
     for start in range(0, len(plain), SLICE):
         signs = np.frombuffer(plain, np.uint8, min(SLICE, len(plain) - start), start)
         inside = quotes + np.cumsum(signs == ord('"'), dtype=np.int32)
+        outside = inside % 2 == 0
         opening, closing = ((signs == ord(a)) | (signs == ord(b)) for a, b in ("[{", "]}"))
-        steps = (opening.astype(np.int8) - closing) * (inside % 2 == 0)
-        depths = depth + np.cumsum(steps, dtype=np.int32)
-        if depths.max() > MAX_DEPTH:
-            return True
+        depths = depth + np.cumsum((opening.astype(np.int8) - closing) * outside, dtype=np.int32)
+        deepest = max(deepest, int(depths.max()))
+        keys += int(np.count_nonzero(outside & (signs == ord(":"))))
+        if deepest > MAX_DEPTH or keys > MAX_KEYS:
+            break
         quotes, depth = int(inside[-1]) % 2, int(depths[-1])
-    return False
+    return deepest, keys
 
 
 def _check_shapes(text: bytes) -> None:
     try:
-        told = json.loads(text, object_pairs_hook=_object)
+        told = json.loads(str(text, "utf-8"), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise RefusedError(400, "failed to parse the request JSON buffer") from error
     inputs = told.get("inputs") if isinstance(told, dict) else None
@@ -112,48 +128,117 @@ def inflate(body: bytes) -> bytes:
 
 
 @dataclass(frozen=True)
-class BodyInfo:
-    """length: of the body in bytes, if given. json_length: bytes of JSON at its start, if given; tensors
-    follow.
+class Head:
+    """A request line and headers that have one meaning only.
+
+    headers: names in lower case, with values. length: of the body in bytes; None: it comes in chunks.
+    json_length: bytes of JSON at the start of an `infer` body, if given; tensors follow.
     """
 
-    length: int | None = None
-    json_length: int | None = None
-    compressed: bool = False
+    method: bytes
+    path: bytes
+    query: bytes
+    headers: tuple[tuple[bytes, bytes], ...]
+    length: int | None
+    json_length: int | None
+    compressed: bool
+    keeps: bool  # the connection, for another request
+    expects: bool  # that it is told to send the body
+
+    @property
+    def endpoint(self) -> bytes | None:
+        """`infer`, `generate`, …, if it is one of a model."""
+        found = PUBLIC.fullmatch(self.path)
+        return found[1] if found else None
 
     @property
     def checked_length(self) -> int | None:
-        """How many bytes have to be checked. None: all."""
-        return None if self.length is None or self.compressed else self.json_length
+        """How many bytes of the body have to be seen before it is forwarded. None: all."""
+        if self.length is None or self.compressed or self.json_length is None:
+            return self.length
+        return min(self.json_length, self.length)
 
 
-def body_info(headers: Headers) -> BodyInfo:
-    """Raises RefusedError."""
+def read_head(text: bytes) -> Head:
+    """text: without the empty line at its end. Raises RefusedError, also for what another reader could
+    understand in another way.
+    """
+    first, *lines = text.split(b"\r\n")
+    request = REQUEST.fullmatch(first)
+    if request is None:
+        raise RefusedError(
+            400,
+            "the first line must be METHOD /path HTTP/1.1; a path has no % and //, and no part begins with .",
+        )
+    method, path, query, minor = request.groups(b"")
+    if method not in (b"GET", b"POST"):
+        raise RefusedError(405, f"method {method.decode()} is not allowed: use GET or POST")
+    if len(lines) > MAX_HEADERS:
+        raise RefusedError(431, f"a request may have at most {MAX_HEADERS} headers, got {len(lines)}")
+    headers = []
+    for line in lines:
+        if (field := FIELD.fullmatch(line)) is None:
+            raise RefusedError(400, "each header must be one line NAME: VALUE")
+        headers.append((field[1].lower(), field[2].rstrip(b" \t")))
     values = dict(headers)
-    length = _number(values, LENGTH, MAX_BODY)
-    lengths = [name for name, _ in headers if name in (LENGTH, JSON_LENGTH)]
-    if len(lengths) > len(set(lengths)):
-        raise RefusedError(400, "a header that gives a length comes twice")
-    encoding = values.get(b"content-encoding", b"identity").strip().lower()
-    if encoding not in (b"identity", b"", b"gzip", b"deflate"):
+    if len(values) < len(headers):
+        names = [name for name, _ in headers]
+        for name in SINGLE:
+            if names.count(name) > 1:
+                raise RefusedError(400, f"header {name.decode()} comes twice")
+    connection = b",".join(value for name, value in headers if name == b"connection").lower()
+    length = _body_length(values, minor)
+    coding = values.get(b"content-encoding", b"").lower()
+    if coding not in (b"identity", b"", b"gzip", b"deflate"):
         raise RefusedError(415, "content-encoding must be gzip, deflate or identity")
-    return BodyInfo(length, _number(values, JSON_LENGTH, MAX_JSON), encoding in (b"gzip", b"deflate"))
+    expect = values.get(b"expect", b"").lower()
+    if expect not in (b"", b"100-continue"):
+        raise RefusedError(417, "header expect may only be 100-continue")
+    head = Head(
+        method,
+        path,
+        query,
+        tuple(headers),
+        length,
+        None,
+        coding in (b"gzip", b"deflate"),
+        minor == b"1" and b"close" not in [one.strip() for one in connection.split(b",")],
+        bool(expect),
+    )
+    if JSON_LENGTH in values and head.endpoint == b"infer":  # the server ignores it elsewhere
+        head = replace(head, json_length=_number(values, JSON_LENGTH, MAX_JSON))
+    if (head.checked_length or 0) > MAX_JSON:
+        raise too_long()
+    return head
 
 
-def forwarded_head(
-    method: bytes, url: bytes, headers: Headers, body: BodyInfo, length: int, secret: bytes, is_open: bool
-) -> bytes:
+def too_long() -> RefusedError:
+    return RefusedError(413, f"a body, or its part that is JSON, may have at most {MAX_JSON} bytes")
+
+
+def _body_length(values: Mapping[bytes, bytes], minor: bytes) -> int | None:
+    if CODING not in values:
+        return _number(values, LENGTH, MAX_BODY) or 0
+    if values[CODING].lower() != b"chunked":
+        raise RefusedError(501, "header transfer-encoding may only be chunked")
+    if LENGTH in values or minor == b"0":
+        raise RefusedError(400, "transfer-encoding needs HTTP/1.1, and excludes content-length")
+    return None
+
+
+def forwarded_head(head: Head, length: int, secret: bytes, is_open: bool) -> bytes:
     """length: of the body to send. secret: added to requests that need no permission, and to all if
     is_open.
     """
-    dropped = DROPPED | ({b"content-encoding"} if body.compressed else set())
     management = MANAGEMENT_HEADER.encode()
-    is_public = is_open or PUBLIC.fullmatch(path_of(url))
-    lines = [method + b" " + url + b" HTTP/1.1"]
+    is_public = is_open or PUBLIC.fullmatch(head.path)
+    lines = [head.method + b" " + head.path + head.query + b" HTTP/1.1"]
     lines += [
         name + b": " + value
-        for name, value in headers
-        if name not in dropped and not (is_public and name == management)
+        for name, value in head.headers
+        if name not in DROPPED
+        and not (name == management and is_public)
+        and not (name == JSON_LENGTH and head.json_length is None)
     ]
     if is_public:
         lines.append(management + b": " + secret)
@@ -161,15 +246,11 @@ def forwarded_head(
     return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
-def path_of(url: bytes) -> bytes:
-    return url.partition(b"?")[0]
-
-
 def _number(values: Mapping[bytes, bytes], name: bytes, most: int) -> int | None:
     text = values.get(name)
     if text is None:
         return None
-    if not re.fullmatch(rb"\d{1,18}", text.strip()):
+    if not re.fullmatch(rb"\d{1,18}", text):
         raise RefusedError(400, f"header {name.decode()} must be a whole number")
     if int(text) > most:
         raise RefusedError(413, f"header {name.decode()} may be at most {most}, got {int(text)}")

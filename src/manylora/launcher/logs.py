@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -54,6 +55,14 @@ class ServerLog:
         errors = r"^E\d{4} (?!.*(?:CudaDriverHelper|unable to create stream))[^\]]+\] \"?([^\n\"]+)"
         found = re.findall(errors, self._read(), re.MULTILINE)
         return found[0].strip(' "') if found else None
+
+    def last_words(self) -> str:
+        """The error that ended the server, as C++ writes it, and a limit that may be why; or nothing."""
+        found = re.findall(r"^ +what\(\): +(.+)", self._read(), re.MULTILINE)
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit != resource.RLIM_INFINITY:
+            found += [f"a process may have only {limit >> 20} MiB of addresses (ulimit -v)"]
+        return "".join(f": {text}" for text in found[-2:])
 
     def _read(self) -> str:
         try:

@@ -37,10 +37,14 @@ def management_flags(secret: str, is_open: bool, given: tuple[str, ...]) -> list
     return [f"{f}={names}:{MANAGEMENT_HEADER}={secret}" for f, names in flags.items() if f not in theirs]
 
 
-def http_proxy_command(address: str, port: int, inner_port: int, run_dir: Path, is_open: bool) -> list[str]:
-    """The command of the `http_proxy` process. port: public. inner_port: tritonserver's own."""
+def http_proxy_command(
+    address: str, port: int, inner_port: int, run_dir: Path, is_open: bool, probe: int
+) -> list[str]:
+    """The command of the `http_proxy` process. port: public. inner_port: tritonserver's own. probe: the
+    descriptor of the socket on which it answers the launcher.
+    """
     command = [sys.executable, "-m", "manylora.launcher.http_proxy", f"--address={address}", f"--port={port}"]
-    command += [f"--inner-port={inner_port}", f"--secret-file={run_dir / SECRET_FILE}"]
+    command += [f"--inner-port={inner_port}", f"--secret-file={run_dir / SECRET_FILE}", f"--probe={probe}"]
     return [*command, *(["--open"] if is_open else [])]
 
 

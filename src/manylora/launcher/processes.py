@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -15,10 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from manylora.errors import ConfigError
+
 PR_SET_PDEATHSIG = 1
 GONE_S = 5.0  # for killed processes to disappear
 PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")  # ephemeral ports
 PORTS = range(20000, 32000)  # candidates, below the ephemeral range
+MIN_FILES = 256
+MAX_FILES = 2**16  # some programs close every number that a process may use, which may be 2**30
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -94,6 +99,18 @@ def marked(mark: bytes) -> list[int]:
             if pid != os.getpid() and mark in (path / "environ").read_bytes().split(b"\0"):
                 found.append(pid)
     return found
+
+
+def raise_open_files() -> None:
+    """Let this process and its children open as many files as the system allows, up to MAX_FILES. Raises
+    ConfigError if that is too few for tritonserver.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if wanted < MIN_FILES:
+        raise ConfigError(f"a process may open only {hard} files: allow {MIN_FILES} or more (ulimit -n)")
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def exit_text(code: int) -> str:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import logging
 import math
 import os
 import re
-import select
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +16,9 @@ from pathlib import Path
 from manylora.errors import ConfigError
 from manylora.launcher.installation import Installation
 from manylora.launcher.logs import ServerLog, open_log
-from manylora.launcher.management_access import http_proxy_command
-from manylora.launcher.processes import exit_text, free_port, kill_child, spawn, stat_of
+from manylora.launcher.management_access import MANAGEMENT_HEADER, http_proxy_command
+from manylora.launcher.probes import ProxyProbe, Silence, http_answers, processor_time
+from manylora.launcher.processes import exit_text, free_port, kill_child, raise_open_files, spawn, stat_of
 from manylora.launcher.server_command import (
     ALLOCATOR,
     ServerOptions,
@@ -40,7 +39,6 @@ from manylora.system.own_clock import OwnClock
 
 logger = logging.getLogger("manylora.launcher")
 
-SILENCE_S = 30.0  # an HTTP port silent for this long counts as hung
 STOPPED_S = 5.0  # a process stopped by a signal for this long counts as hung
 UNCLAIMED_S = 1.0  # a dead model process the server ignores for this long was not noticed by it
 PROBE_S = 0.5
@@ -48,7 +46,6 @@ LOOK_S = 2.0  # of `OwnClock`: the most that one check, which may wait for HTTP,
 QUIET_S = 2.0  # idle time before a server that has grown is restarted
 RESIDENT = 21  # index of resident pages in `stat_of`
 PAGE = os.sysconf("SC_PAGE_SIZE")
-EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # every interface -> where this machine finds it
 
 
 class MemoryLimit:
@@ -87,7 +84,8 @@ class TritonServer:
         self._models: dict[int, str] = {}  # process -> model, loading or loaded
         self._since: dict[tuple[str, int], float] = {}  # (problem, process) -> since when
         self._clock = OwnClock(LOOK_S)  # measures how long a problem lasts; read at every check
-        self._last_answer = self._last_progress = self._clock.read()
+        self._last_progress = now = self._clock.read()
+        self._silence, self._proxy_silence = Silence(now), Silence(now)
         self._last_probe = time.monotonic()
         self._seen = (0, 0)  # open requests and progress of the engine
         self._memory = MemoryLimit(options.server_memory)
@@ -101,6 +99,7 @@ class TritonServer:
         mark = {RUN_DIR: str(run_dir)} | {
             name: str(n) for name, n in ALLOCATOR.items() if name not in os.environ
         }
+        raise_open_files()
         log = open_log(self._log.path)
         try:
             environment = installation.environment | mark
@@ -108,8 +107,11 @@ class TritonServer:
                 environment |= {WORLD_SIZE: str(options.world_size)}
             self._process = spawn(command, environment, log, widen_stacks)
             ports = options.http_port, self._inner_port
-            proxy = http_proxy_command(options.address, *ports, run_dir, options.open_management)
-            self._proxy = spawn(proxy, os.environ | mark, log)
+            self._proxy_probe = ProxyProbe()
+            probe = self._proxy_probe.other.fileno()
+            proxy = http_proxy_command(options.address, *ports, run_dir, options.open_management, probe)
+            with self._proxy_probe.other:
+                self._proxy = spawn(proxy, os.environ | mark, log, pass_fds=[probe])
         finally:
             os.close(log)
 
@@ -133,15 +135,18 @@ class TritonServer:
         def going() -> bool:
             return not stopping() and self._broken() is None and time.monotonic() < deadline
 
+        proxy_answered = False
         while going():
             # Polled within the loop, because a server whose models died may never respond.
-            if self._answers("/v2/health/ready", going) and self._canary(going):
+            proxy_answered = proxy_answered or self._proxy_probe.answered()
+            if proxy_answered and self._answers("/v2/health/ready", going) and self._canary(going):
                 with contextlib.suppress(OSError):
                     for region in shared_memory(self._options.http_port):
                         region.chmod(0o600)  # Triton makes them world-readable, whatever the umask
                     (self._run_dir / STARTING_FILE).unlink(missing_ok=True)
                 self._find_models()
-                self._last_answer = self._last_progress = self._clock.read()
+                self._last_progress = now = self._clock.read()
+                self._silence, self._proxy_silence = Silence(now), Silence(now)
                 return
             time.sleep(0.1)
         if stopping():
@@ -159,7 +164,8 @@ class TritonServer:
         code = self._process.poll()
         if code is not None:
             if code < 0:
-                return RuntimeError(f"tritonserver ended with signal {-code} while starting")
+                why = self._log.last_words()
+                return RuntimeError(f"tritonserver ended with signal {-code} while starting{why}")
             reason = self._log.refusal() or self._log.complaint()
             if reason is None or "is not healthy" in reason:  # a model's process died
                 return RuntimeError(reason or f"tritonserver ended with status {code} while starting")
@@ -213,27 +219,31 @@ class TritonServer:
         return None
 
     def _hangs(self) -> str | None:
-        """Whether a process was stopped, the server stopped responding, a model's process stopped reporting,
-        or the engine stopped stepping while requests are open.
+        """Whether a process was stopped, the server or its proxy stopped responding, a model's process
+        stopped reporting, or the engine stopped stepping while requests are open.
         """
         limit = self._options.hang_timeout
         if not limit:
             return None
-        names = {self.pid: "tritonserver"} | {pid: f"{m}'s process" for pid, m in self._models.items()}
+        names = {self.pid: "tritonserver", self._proxy.pid: "the HTTP proxy"}
+        names |= {pid: f"{m}'s process" for pid, m in self._models.items()}
         for pid, name in names.items():
             fields = stat_of(pid)
             if self._lasts("stopped", pid, fields is not None and fields[0] == "T") > min(limit, STOPPED_S):
                 return f"{name} was stopped by a signal"
         now, until = self._clock.read(), time.monotonic() + 1
-        if self._answers("/v2/health/live", lambda: time.monotonic() < until):
-            self._last_answer = now
+        answered = self._answers("/v2/health/live", lambda: time.monotonic() < until)
+        silence = self._silence.of(answered, processor_time(self.pid), now, limit)
+        if silence is not None:
+            return f"tritonserver has not answered for {silence:.0f} s"
+        used = processor_time(self._proxy.pid)
+        if (silence := self._proxy_silence.of(self._proxy_probe.answered(), used, now, limit)) is not None:
+            return f"the HTTP proxy has not answered for {silence:.0f} s"
         reports = read_reports(self._run_dir, self._models)
         engines = [report for pid, report in reports.items() if self._models[pid] == "tensorrt_llm"]
         held, progress = sum(one.held for one in engines), sum(one.progress for one in engines)
         if held == 0 or (held, progress) != self._seen:
             self._seen, self._last_progress = (held, progress), now
-        if now - self._last_answer > min(limit, SILENCE_S):
-            return f"tritonserver has not answered for {now - self._last_answer:.0f} s"
         for pid, report in reports.items():
             if self._written.get(pid, (0, 0.0))[0] != report.written_ns:
                 self._written[pid] = (report.written_ns, now)
@@ -281,6 +291,7 @@ class TritonServer:
         """Kill the server and its proxy. `remove_leftovers` ends what remains of its models."""
         for process in (self._process, self._proxy):
             kill_child(process)
+        self._proxy_probe.close()
 
     def _children(self) -> Iterator[int]:
         with contextlib.suppress(OSError):
@@ -306,22 +317,9 @@ class TritonServer:
         return self._answers("/v2/models/ensemble/generate", going, body)
 
     def _answers(self, path: str, going: Callable[[], bool], body: str | None = None) -> bool:
-        """Whether it answers with success while `going` returns True. `going` is called several times a
-        second.
-        """
-        o = self._options
-        host = EVERYWHERE.get(o.address, o.address)
-        connection = http.client.HTTPConnection(host, o.http_port, timeout=1)
-        try:
-            connection.request("POST" if body else "GET", path, body)
-            while not select.select([connection.sock], [], [], 0.1)[0]:
-                if not going():
-                    return False
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+        """Whether tritonserver itself does: the public port may be full."""
+        headers = {MANAGEMENT_HEADER: self._options.management_secret}
+        return http_answers(self._inner_port, path, headers, going, body)
 
 
 def _how(fields: list[str] | None) -> str:

@@ -26,12 +26,12 @@ def test_prints_or_writes_and_leaves_what_is_not_named(tmp_path: Path) -> None:
     file = tmp_path / "config.pbtxt"
     file.write_text("x: ${one} y: ${two} q: ${max_queue_size} d: ${max_queue_delay_microseconds}\n")
     printed = run(str(file), "one:1;2")
-    assert printed.stdout == "x: 1;2 y: ${two} q: 0 d: 0\n\n"
+    assert printed.stdout == "x: 1;2 y: ${two} q: 1024 d: 0\n\n"
     assert "${one}" in file.read_text()
     assert run("-i", str(file), "one:C\\\\:d\\,e").stdout == ""
-    assert file.read_text() == "x: C:d,e y: ${two} q: 0 d: 0\n"
+    assert file.read_text() == "x: C:d,e y: ${two} q: 1024 d: 0\n"
     assert run("-i", str(file), "two:").returncode == 0
-    assert file.read_text() == "x: C:d,e y:  q: 0 d: 0\n"
+    assert file.read_text() == "x: C:d,e y:  q: 1024 d: 0\n"
 
 
 def test_runs_on_a_python_that_has_nothing_installed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ DEFAULTS = {
     "lora_weights_data_type": "TYPE_FP16",
     "max_queue_delay_microseconds": "0",
     "llmapi_decoupled": "False",
-    "max_queue_size": "0",
+    "max_queue_size": "1024",
 }
 
 

@@ -66,6 +66,7 @@ OTHERS = (
 ENGINE = "tensorrt_llm"
 COMMENT = re.compile(r"^\s*#.*$", re.MULTILINE)
 PARAMETER = re.compile(r'key:\s*"(\w+)"\s*value:?\s*{\s*string_value:\s*"([^"\n]*)"')  # of config.pbtxt
+QUEUE_SIZE = 1024  # default of max_queue_size, so that a flood is told and not left waiting
 POSITIONS = ("max_position_embeddings", "n_positions")  # names of the longest sequence in config.json
 
 
@@ -145,6 +146,7 @@ def engine_config(
     _divide_world(settings, world_size or os.environ.get(WORLD_SIZE), model_folder(Path(path)))
     if folder is not None:
         settings["names_file"] = names_file(parameters, folder)
+    settings.setdefault("max_queue_size", QUEUE_SIZE)
     settings.pop("tokenizer_dir", None)  # only for guided decoding
     if value_of(parameters, "guided_decoding_backend") is not None:
         settings["tokenizer_dir"] = model_folder(Path(value_of(parameters, "tokenizer_dir") or path))

@@ -191,6 +191,31 @@ def test_nothing_is_left_of_a_command_that_was_killed(tmp_path: Path) -> None:
         fleet.process.kill()
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("lost", ["raylet", "gcs_server"])
+def test_it_starts_again_when_a_process_of_ray_was_killed(tmp_path: Path, lost: str) -> None:
+    with started(tmp_path, 1) as fleet:
+        before = {one["pid"] for one in fleet.replicas()}
+        [pid] = [int(line.split()[0]) for line in commands(fleet) if f"/{lost}" in line.split()[1]]
+        os.kill(pid, signal.SIGKILL)
+
+        def is_back() -> bool:
+            with suppress(httpx.HTTPError):
+                return not {one["pid"] for one in fleet.replicas()} <= before
+            return False
+
+        wait_for(is_back, 120)
+        fleet.check_answers("base", "a0")
+        log = (tmp_path / "fleet.log").read_text(encoding="utf-8")
+        assert f"Ray's {lost} has ended with signal 9: the fleet starts again" in log
+
+
+def commands(fleet: Fleet) -> list[str]:
+    """Process id and command line of what it has started."""
+    listed = ["ps", "-s", str(fleet.process.pid), "-o", "pid=,args="]
+    return subprocess.run(listed, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
 def test_replicas_come_with_the_queue_and_go_with_it(tmp_path: Path) -> None:
     flags = ["--max-replicas", "2", "--target-requests", "2"]
     flags += ["--upscale-delay", "1", "--downscale-delay", "2"]

@@ -6,13 +6,16 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import ray
 from ray import serve
+from ray._private.worker import global_worker
 from ray.serve.handle import DeploymentHandle
 
 from manylora.errors import ConfigError
@@ -20,6 +23,7 @@ from manylora.fleet.application import replicas
 from manylora.fleet.cleaner import cleaned, end_started
 from manylora.fleet.front import APPLICATION, make_front
 from manylora.fleet.options import FleetOptions
+from manylora.launcher.processes import exit_text
 from manylora.openai.server import http_server
 from manylora.openai.serving.connections import Clients, check_certificate, listen, raise_open_files
 from manylora.system.folders import temporary_folder
@@ -28,12 +32,15 @@ logger = logging.getLogger("manylora")
 
 LONGEST_FOLDER = 43  # bytes of its path: socket paths are limited to 107, and Ray adds 64
 CONTROL_CPUS = 1  # for Ray's own actors
+VITAL = ("gcs_server", "raylet")  # processes of Ray without which it has no replicas
+WATCH_S = 0.25
 TRIES, SLOW = 4, "timed out during startup"  # to start Ray, whose timeout cannot be configured
 REASON = re.compile(r"(?:ConfigError|ValueError): (.*)")
 
 
 def run(given: FleetOptions) -> None:
-    """Serve until a signal. Running requests then have drain_seconds to finish. Nothing is left behind.
+    """Serve until a signal. Running requests then have drain_seconds to finish. Nothing is left behind. If a
+    process of Ray ends, the command starts again in the same process.
 
     Raises ConfigError, and KeyboardInterrupt after Ctrl-C.
     """
@@ -41,7 +48,7 @@ def run(given: FleetOptions) -> None:
     assert isinstance(options, FleetOptions)
     check_certificate(options.ssl_certfile, options.ssl_keyfile)
     clients = Clients(options.http_limits(raise_open_files(options.max_connections)))
-    sockets = listen(options.host, options.port, clients)
+    sockets, environment = listen(options.host, options.port, clients), dict(os.environ)
     try:
         with temporary_folder("fleet") as folder:
             if len(os.fsencode(folder)) > LONGEST_FOLDER:
@@ -52,7 +59,7 @@ def run(given: FleetOptions) -> None:
                 lora_disk_dir=options.lora_disk_dir or folder / "adapters",
                 lora_upload_dir=options.lora_upload_dir or folder / "uploads",
             )
-            with cleaned(folder), _ray(shared, folder):
+            with cleaned(folder), _ray(shared, folder), _restarted(environment):
                 front = make_front(shared, _start(shared))
                 http_server(options, front, clients).run(list(sockets))
     finally:
@@ -68,6 +75,31 @@ def _ray(options: FleetOptions, folder: Path) -> Iterator[None]:
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+@contextmanager
+def _restarted(environment: Mapping[str, str]) -> Iterator[None]:
+    """Start this command again, with this environment, when Ray has lost a vital process: it replaces none of
+    them. The cleaner notices the new program as it notices a kill.
+    """
+    ended = threading.Event()
+    node = global_worker.node
+
+    def watch() -> None:
+        while not ended.wait(WATCH_S):
+            lost = [(kind, process.returncode) for kind, process in node.dead_processes() if kind in VITAL]
+            if lost and not ended.is_set():
+                [(kind, code), *_] = lost
+                logger.critical("Ray's %s has ended with %s: the fleet starts again", kind, exit_text(code))
+                os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+    thread = threading.Thread(target=watch, name="manylora-ray", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _start_ray(options: FleetOptions, folder: Path) -> None:

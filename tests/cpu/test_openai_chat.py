@@ -308,6 +308,18 @@ def test_a_template_without_tools_gets_them_and_earlier_calls_as_text() -> None:
     assert "Result of" not in knowing.render(chat) and "Result of" in knowing.render(chat, [WEATHER])
 
 
+def test_a_template_without_a_system_role_gets_tools_before_the_first_user_message() -> None:
+    made = ChatTemplate(
+        {"default": CHATML.replace("m in messages", "m in messages if m.role != 'system'")}, {}
+    )
+    chat = [{"role": "assistant", "content": "Hello."}, *QUESTION, *QUESTION]
+    _, first, second, third, last = made.render(chat, [WEATHER]).split("<|")
+    assert first == "assistant|>Hello." and second.startswith("user|>You can call") and '"weather"' in second
+    assert second.endswith(f"\n\n{QUESTION[0]['content']}")
+    assert (third, last) == (f"user|>{QUESTION[0]['content']}", "assistant|>")
+    assert made.render(chat[:1], [WEATHER]).startswith("<|user|>You can call")
+
+
 def test_tools_count_in_a_tokenised_chat(server: Running) -> None:
     body = {"model": "demo", "messages": QUESTION, "tools": [WEATHER]}
     chat = server.post("/v1/chat/completions", **body, max_tokens=1).json()

@@ -220,8 +220,25 @@ def test_another_protocol_is_not_spoken(server: Running) -> None:
         send(
             client, b"GET /health HTTP/1.1\r\n" + HOST + b"Connection: upgrade\r\nUpgrade: websocket\r\n\r\n"
         )
+        assert client.recv(1000).startswith(b"HTTP/1.1 200 OK")
         send(client, b"\x81\x05hello")
-        assert b"200 OK" in all_of(client)
+        assert b"invalid_http" in all_of(client)
+    check_refusal(server, [b"CONNECT a:1 HTTP/1.1\r\n" + HOST + b"\r\nhello"], "method_not_allowed")
+
+
+@pytest.mark.parametrize("pause", [0, 0.1], ids=["one packet", "several"])
+def test_who_offers_another_protocol_is_answered_in_this_one(server: Running, pause: float) -> None:
+    """Java's HTTP client offers HTTP/2 with its first request. Its body was lost."""
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    first = completion().replace(JSON, JSON + offer)
+    head, _, body = first.partition(b"\r\n\r\n")
+    parts = [head[:100], head[100:] + b"\r\n\r\n", body[:9], body[9:], first, b""]
+    last = completion().replace(HOST, HOST + b"Connection: close\r\n")
+    with connect(server) as client:
+        send(client, *(parts if pause else [b"".join(parts)]), pause=pause)
+        send(client, CHUNKED.replace(JSON, JSON + offer) + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body), last)
+        found = all_of(client)
+    assert found.count(b"HTTP/1.1 200 OK") == found.count(b'"finish_reason":"length"') == 4
 
 
 def test_without_descriptors_clients_are_turned_away_and_the_rest_goes_on(forks: ForkServer) -> None:

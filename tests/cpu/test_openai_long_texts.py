@@ -14,7 +14,7 @@ from serving import Running
 from manylora.errors import RequestError, TextTooLongError
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.parsing import parse
-from manylora.openai.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest
+from manylora.openai.api.schema import CompletionRequest, DetokenizeRequest
 from manylora.text.chat_template import ChatTemplate
 
 BOOK = "a" * 15 * 2**20
@@ -69,26 +69,9 @@ def test_what_need_not_fit_is_tokenised_all_the_same(server: Running) -> None:
 
 
 def test_too_many_prompts_are_refused_before_the_first_is_tokenised(server: Running) -> None:
-    answer = server.post(prompt=["a"] * 300_000, max_tokens=1)
+    answer = server.post(prompt=["a"] * 200_000, max_tokens=1)
     assert answer.status_code == 400
     assert "at most 256 outputs" in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("raw", "kind"),
-    [
-        (b'{"prompt":[' + b"1," * 2**21 + b"1]}", CompletionRequest),
-        (b'{"prompt":[' + b"[1]," * 2**20 + b"[1]]}", CompletionRequest),
-        (b'{"tokens":[' + b"1," * 2**21 + b"1]}", DetokenizeRequest),
-        (b'{"messages":[],"tools":[' + b"[" * 2**18 + b"]" * 2**18 + b"]}", ChatRequest),
-    ],
-)
-def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed(raw: bytes, kind: Any) -> None:
-    with pytest.raises(
-        ApiError, match="too many parts: at most 1048576 commas and 131072 brackets"
-    ) as caught:
-        parse(raw, kind)
-    assert caught.value.status == 413
 
 
 def test_one_wrong_item_ends_the_check_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from manylora.model.checkpoint import read_model_config
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.params import Limits, plan
 from manylora.openai.api.schema import CompletionRequest
+from manylora.openai.app import FREE, ROUTES
 from manylora.openai.arguments import parse_options
 from manylora.openai.serving.event_queue import EventQueue, Signal
 from manylora.openai.serving.fairness import FairQueue
@@ -94,6 +95,17 @@ def test_a_key_has_its_rate_and_its_share(monkeypatch: pytest.MonkeyPatch) -> No
         pass
     with pytest.raises(ApiError, match="in a minute"), key.request():
         pass
+
+
+def test_every_route_counts_towards_a_keys_limits_or_says_why_not() -> None:
+    names = {name for _, _, name in ROUTES}
+    assert set(FREE) <= names and all(FREE.values())
+    assert names - set(FREE) == {
+        "completions", "chat", "responses", "tokenize", "detokenize", "tokenizer_info",
+        *(f"adapters.{name}" for name in ("load", "unload", "pin", "put", "delete")),
+        *(f"other.ollama_{name}" for name in ("chat", "generate", "embed", "embeddings", "show")),
+        *(f"other.{name}" for name in ("run", "embeddings", "classify", "score", "rerank", "pooling")),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -257,3 +269,12 @@ def test_a_prepared_chunk_is_a_chunk(kind: type[ResponseBuilder]) -> None:
     assert found == first
     [choice] = found["choices"]
     assert (choice["text"] if kind is CompletionResponse else choice["delta"]["content"]) == text
+
+
+def test_a_request_of_more_sequences_than_may_wait_is_refused_at_once() -> None:
+    queue = FairQueue(2, 3)
+    queue.check_room(5)
+    queue.check_room(1)
+    with pytest.raises(ApiError, match="Too many requests"):
+        queue.check_room(6)
+    FairQueue(2).check_room(10**6)

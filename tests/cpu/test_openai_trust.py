@@ -23,13 +23,17 @@ from waiting import wait_for
 
 from manylora.errors import ConfigError
 from manylora.lora.library import disk
+from manylora.openai.api import parsing
 from manylora.openai.api.errors import ApiError
-from manylora.openai.api.parsing import MAX_COMMAS, parse
+from manylora.openai.api.guides import guide_of
+from manylora.openai.api.ollama_request import OllamaChat
+from manylora.openai.api.parsing import MAX_BRACKETS, MAX_COMMAS, MAX_ENTRIES, MAX_STRINGS, parse
 from manylora.openai.api.schema import ChatRequest, CompletionRequest
 from manylora.openai.serving import catalog, logs, root_scan
 from manylora.openai.serving.host_check import HostCheck
 from manylora.openai.serving.logs import PlainFormatter, RateLimit
 
+MANY = {str(n): 1 for n in range(30000)}
 LOAD = {"lora_name": "mine", "lora_path": "chinese", "load_inplace": True}
 
 
@@ -96,11 +100,31 @@ def test_hosts_and_origins_in_detail() -> None:
         HostCheck("x", ["https://example.com"])
 
 
-def test_a_body_of_many_short_texts_is_refused_before_it_is_read() -> None:
-    body = b'{"prompt":"x","a":' + b'"' * (5 * MAX_COMMAS) + b"," * MAX_COMMAS + b",}"
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"a":' + b'"' * (3 * MAX_STRINGS) + b"}",
+        b'{"a":[' + b"1," * MAX_COMMAS + b"1,1]}",
+        b'{"a":{' + b'"b":1,' * MAX_ENTRIES + b'"b":1}}',
+        b'{"a":[' + b"{}," * MAX_BRACKETS + b"{}]}",
+        b'{"a":["\\\\",' + b"[]," * MAX_BRACKETS + b'"\\""]}',
+    ],
+    ids=["texts", "numbers", "fields", "objects", "lists"],
+)
+def test_a_body_of_many_values_is_refused_before_any_is_made(
+    body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parsed, a megabyte of them held the event loop, and with it every other client, for seconds."""
+    monkeypatch.delattr(parsing, "from_json")
     with pytest.raises(ApiError, match="too many parts") as error:
         parse(body, CompletionRequest)
     assert error.value.status == 413
+
+
+def test_json_in_a_text_may_not_have_many_values_either() -> None:
+    schema = json.dumps(dict.fromkeys(map(str, range(MAX_ENTRIES + 1))))
+    with pytest.raises(ApiError, match="too many parts"):
+        guide_of(parse(json.dumps({"prompt": "x", "guided_json": schema}).encode(), CompletionRequest))
 
 
 def test_a_text_may_have_as_many_commas_as_it_likes() -> None:
@@ -114,10 +138,15 @@ def test_a_text_may_have_as_many_commas_as_it_likes() -> None:
     [
         (CompletionRequest, {"prompt": [*[1] * 100000, "x"]}),
         (CompletionRequest, {"prompt": [-1] * 100000}),
-        (CompletionRequest, {"prompt": [{}] * 100000}),
-        (CompletionRequest, {"prompt": "x", **{str(n): 1 for n in range(100000)}}),
-        (CompletionRequest, {"prompt": "x", "logit_bias": {str(n): "x" for n in range(100000)}}),
-        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 100000}]}),
+        (CompletionRequest, {"prompt": [{}] * 10000}),
+        (CompletionRequest, {"prompt": "x", **MANY}),
+        (CompletionRequest, {"prompt": "x", "logit_bias": dict.fromkeys(MANY, "x")}),
+        (CompletionRequest, {"prompt": "x", "logit_bias": dict.fromkeys(MANY, 101)}),
+        (CompletionRequest, {"prompt": "x", "response_format": {"type": "text", **MANY}}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 10000}]}),
+        (ChatRequest, {"messages": [{"role": "user", "content": "x", **MANY}]}),
+        (ChatRequest, {"messages": [{"role": "user", "content": "x"}], "tool_choice": MANY}),
+        (OllamaChat, {"model": "x", "options": MANY}),
     ],
 )
 def test_the_first_of_many_wrong_values_ends_the_check(kind: Any, body: dict[str, Any]) -> None:

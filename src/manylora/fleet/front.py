@@ -26,7 +26,8 @@ from manylora.fleet.relay import Relay
 from manylora.openai.adapter_routes import ADAPTER_ROUTES
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.parsing import read_object
-from manylora.openai.other_routes import OTHER_ROUTES, failed
+from manylora.openai.app import COUNTED
+from manylora.openai.other_routes import failed
 from manylora.openai.serving.keys import Keyring
 from manylora.openai.serving.metrics import CONTENT_TYPE
 from manylora.openai.serving.transport import BodyMemory, query_number, read_body, request_id, watch
@@ -34,10 +35,6 @@ from manylora.openai.serving.transport import BodyMemory, query_number, read_bod
 APPLICATION, DEPLOYMENT = "manylora", "Replicas"
 STATES_AGE_S = 1.0
 BODIES_AT_ONCE = 16
-# Requests that count towards a key's limits.
-COUNTED = {"/v1/completions", "/v1/chat/completions", "/v1/responses"} | {
-    path for method, path, _ in OTHER_ROUTES if method == "POST" and path != "/api/show"
-}
 LIVE = ("/health", "/health/live", "/v1/health/live")
 READY = ("/health/ready", "/v1/health/ready", "/ping")
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from operator import attrgetter
@@ -42,7 +43,15 @@ from manylora.openai.serving.pinning import Pinning
 from manylora.openai.serving.recent_items import RecentItems
 from manylora.openai.serving.responses_api import respond
 from manylora.openai.serving.shared_adapters import SharedAdapters
-from manylora.openai.serving.transport import BodyMemory, error_response, query_number, read_body, request_id
+from manylora.openai.serving.transport import (
+    SMALL,
+    BodyMemory,
+    EventStream,
+    error_response,
+    query_number,
+    read_body,
+    request_id,
+)
 from manylora.openai.serving.uploads import Uploads
 
 logger = logging.getLogger("manylora")
@@ -124,6 +133,18 @@ ROUTES = [
     *OTHER_ROUTES,
 ]
 """HTTP method, path, method of _Routes."""
+LISTS = "lists what is in memory; clients and pages ask before each of their requests"
+FREE = {
+    "live": "load balancers ask, without a key",
+    "ready": "load balancers ask, without a key",
+    "probe": "its answers are shared, so that many requests cost as much as one",
+    "show_metrics": "monitoring asks all the time",
+    "cache": "the page asks all the time",
+    **dict.fromkeys(("models", "model", "other.ollama_tags", "other.ollama_running"), LISTS),
+    **dict.fromkeys(("version", "describe", "docs", "page", "other.ollama_version"), "needs no key"),
+}
+"""Methods of _Routes that do not count towards a key's limits, and why. All others do."""
+COUNTED = frozenset(path for _, path, name in ROUTES if name not in FREE)
 UNCHECKED = ("live", "ready")  # load balancers' probes may use any host name
 
 
@@ -133,7 +154,7 @@ class _Routes:
         self._inference = context.inference
         self._catalog = context.backend.catalog
         shown = context.created, context.pooling, context.options.folder
-        self.other = OtherRoutes(self._key, self._body, context.inference, *shown)
+        self.other = OtherRoutes(self.key, self._body, context.inference, *shown)
         self.adapters = AdapterRoutes(
             self._body,
             context.keyring,
@@ -145,25 +166,26 @@ class _Routes:
         )
         self._recent_items = RecentItems()
         self._body_memory = BodyMemory(BODIES_AT_ONCE * context.options.max_request_bytes)
+        self._parsing = asyncio.Lock()
         context.inference.on_disconnect = context.metrics.count_disconnect
 
     async def completions(self, request: Request) -> Response:
-        key = self._key(request)
+        key = self.key(request)
         body = await self._body(request, schema.CompletionRequest)
         return await self._inference.complete(request, body, key)
 
     async def chat(self, request: Request) -> Response:
-        key = self._key(request)
+        key = self.key(request)
         body = await self._body(request, schema.ChatRequest)
         return await self._inference.chat(request, body, key)
 
     async def responses(self, request: Request) -> Response:
-        key = self._key(request)
+        key = self.key(request)
         body = await self._body(request, ResponsesRequest)
         return await respond(self._inference, self._recent_items, request, body, key)
 
     async def models(self, request: Request) -> Response:
-        key = self._key(request)
+        key = self.key(request)
         tier_of = tiers(self.context.backend.stats())
         cards = [self._base_card(name) for name in self._inference.bases if key.may_see(None)]
         for entry in self._catalog.entries():
@@ -179,7 +201,7 @@ class _Routes:
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
-        key, given = self._key(request), request.path_params["name"]
+        key, given = self.key(request), request.path_params["name"]
         name = self._catalog.aliases.resolve(given)
         if name in self._inference.bases:
             key.check(None)
@@ -190,14 +212,14 @@ class _Routes:
         return JSONResponse({**card, "id": given})
 
     async def tokenize(self, request: Request) -> Response:
-        key = self._key(request)
+        key = self.key(request)
         body = await self._body(request, schema.TokenizeRequest)
         ids = await (await self._inference.prompts_of(body.model, key)).tokenize(body)
         most = self._inference.limits.max_seq_len
         return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
-        key = self._key(request)
+        key = self.key(request)
         body = await self._body(request, schema.DetokenizeRequest)
         prompts = await self._inference.prompts_of(body.model, key)
         return JSONResponse({"prompt": await prompts.detokenize(body)})
@@ -211,12 +233,12 @@ class _Routes:
         return JSONResponse({"status": "ready"})
 
     async def probe(self, request: Request) -> Response:
-        self._key(request)
+        self.key(request)
         await self._inference.probe()
         return JSONResponse({"status": "healthy"})
 
     async def show_metrics(self, request: Request) -> Response:
-        if not self.context.options.open_metrics and not self._inference.sees_all(self._key(request)):
+        if not self.context.options.open_metrics and not self._inference.sees_all(self.key(request)):
             raise ApiError(403, "not_allowed", "Metrics name every adapter: this API key may not see them")
         states = Counter(state_of(entry) for entry in self._catalog.entries())
         stats, failures = self.context.backend.stats(), self._catalog.num_failures
@@ -229,7 +251,7 @@ class _Routes:
         return JSONResponse({"version": manylora.__version__})
 
     async def tokenizer_info(self, request: Request) -> Response:
-        key, name = self._key(request), request.query_params.get("model", "")
+        key, name = self.key(request), request.query_params.get("model", "")
         return JSONResponse((await self._inference.prompts_of(name, key)).tokenizer_info())
 
     async def docs(self, request: Request) -> Response:
@@ -243,12 +265,12 @@ class _Routes:
         return page_file(name, request.headers.get("if-none-match", ""))
 
     async def cache(self, request: Request) -> Response:
-        key = self._key(request)
+        key = self.key(request)
         given = {name: query_number(request, name) for name in ("changes_after", "points_after")}
         status = await self._status.snapshot(key, **given)
         return JSONResponse(status, headers={"Cache-Control": "no-store"})
 
-    def _key(self, request: Request) -> ApiKey:
+    def key(self, request: Request) -> ApiKey:
         return self.context.keyring.identify(request.headers.get("authorization", ""))
 
     async def _body(self, request: Request, kind: type[BodyT], *, any_type: bool = False) -> BodyT:
@@ -256,7 +278,14 @@ class _Routes:
         with self._body_memory.reserve() as grow:
             most = self.context.options.max_request_bytes
             raw = await read_body(request, most, grow, any_type=any_type)
-            return parse(raw, kind)
+            if len(raw) <= SMALL:
+                return parse(raw, kind)
+            async with self._parsing:  # other requests are served between two large bodies
+                started = time.monotonic()
+                try:
+                    return parse(raw, kind)
+                finally:
+                    await asyncio.sleep(time.monotonic() - started)
 
     def _base_card(self, name: str) -> dict[str, object]:
         bases, limits = self._inference.bases, self._inference.limits
@@ -276,12 +305,17 @@ def _endpoint(name: str, path: str) -> Handler:
     async def handle(request: Request) -> Response:
         routes: _Routes = request.app.state.routes
         started = time.monotonic()
-        try:
-            if name not in UNCHECKED:
-                routes.context.hosts.check(request)
-            response: Response = await attrgetter(name)(routes)(request)
-        except Exception as error:
-            response = failed(request, path, error)
+        with ExitStack() as stack:
+            try:
+                if name not in UNCHECKED:
+                    routes.context.hosts.check(request)
+                if name not in FREE:
+                    stack.enter_context(routes.key(request).request())
+                response: Response = await attrgetter(name)(routes)(request)
+            except Exception as error:
+                response = failed(request, path, error)
+            if isinstance(response, EventStream):
+                response.on_close.append(stack.pop_all().close)
         routes.context.metrics.count_response(path, response.status_code)
         seconds, number = time.monotonic() - started, request_id(request)
         response.headers["x-request-id"] = number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -50,7 +51,17 @@ class Body(BaseModel):
     def _without_nulls(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        return {name: value for name, value in given.items() if value is not None}
+        found = {name: value for name, value in given.items() if value is not None}
+        if len(found) > len(cls.model_fields):  # pydantic collects an error for every unknown field
+            unknown = next(name for name in found if name not in cls._names())
+            found = {unknown: None} | {name: one for name, one in found.items() if name in cls._names()}
+        return found
+
+    @classmethod
+    @cache
+    def _names(cls) -> frozenset[str]:
+        """Of the fields, as a body gives them."""
+        return frozenset(field.alias or name for name, field in cls.model_fields.items())
 
 
 class StructuredOutputs(Body):

@@ -11,6 +11,7 @@ from typing import Any
 from manylora.errors import RequestError
 from manylora.openai.api.errors import FORMAT, ApiError, as_api_error, invalid_value, renamed
 from manylora.openai.api.fields import StructuredOutputs
+from manylora.openai.api.parsing import check_size
 from manylora.openai.api.schema import ChatRequest, GenerationRequest, ResponseFormat
 from manylora.openai.api.tools import json_guide, tool_use
 from manylora.request import Guide
@@ -116,6 +117,7 @@ def _of_schema(schema: str | dict[str, Any], field: str, space: str | None) -> G
     """space: regular expression for white space between JSON tokens. None: no white space."""
     if isinstance(schema, str):
         try:
+            check_size(schema.encode())
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
             raise invalid_value(f"{field}: not valid JSON", field) from error

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from manylora.openai.api.errors import invalid_value
+from manylora.openai.api.parsing import check_size
 from manylora.openai.api.schema import Message, ToolCall
 from manylora.text.chat_template import ROLES
 from manylora.text.tool_text import call_arguments
@@ -35,6 +36,7 @@ def _template_message(message: Message) -> dict[str, Any]:
 def _call(call: ToolCall) -> dict[str, Any]:
     """Raises ApiError."""
     try:
+        check_size(call.function.arguments.encode())
         arguments = call_arguments(call.function.arguments)
     except ValueError as error:
         reason = "messages: arguments of a tool call must be a JSON object"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from manylora.openai.api.fields import (
     Body,
@@ -21,8 +21,16 @@ from manylora.openai.api.fields import (
 from manylora.request import MAX_MIXED, MAX_SCALE
 
 MAX_TOKENS = 2**31 - 1
-MAX_BIAS = 2**16
+MAX_BIAS, LARGEST_BIAS = 2**15, 100
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+
+
+def _first_wrong_bias(given: Any) -> Any:
+    """pydantic would collect an error for every wrong value."""
+    for token, bias in given.items() if isinstance(given, dict) else ():
+        if type(bias) not in (int, float) or abs(bias) > LARGEST_BIAS:
+            return {token: bias}
+    return given
 
 
 class LoraRequest(Body):
@@ -104,7 +112,9 @@ class GenerationRequest(AdapterFields, GuideFields, NeutralFields):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, ge=0.001, le=100)
     logit_bias: Annotated[
-        dict[str, Annotated[float, Field(ge=-100, le=100)]], at_most(MAX_BIAS, "tokens may have a bias")
+        dict[str, Annotated[float, Field(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]],
+        BeforeValidator(_first_wrong_bias),
+        at_most(MAX_BIAS, "tokens may have a bias"),  # the last one is called first
     ] = Field({})
     allowed_token_ids: Annotated[Items[TokenId], Field(min_length=1, max_length=2**18)] | None = None
     bad_words: Items[WordText] = Field([], max_length=256)

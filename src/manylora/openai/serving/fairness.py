@@ -42,12 +42,18 @@ class FairQueue:
         finally:
             self._leave(cost)
 
+    def check_room(self, cost: int) -> None:
+        """Whether that many sequences of one request can run or wait. Raises ApiError 429."""
+        room = max(0, self._capacity - self._active) + self._max_waiting - self.num_waiting
+        if self._max_waiting and cost > max(1, room):
+            raise _full()
+
     async def _enter(self, key: str, cost: int) -> None:
         if not self._waiting and self._fits(cost):
             self._active += cost
             return
         if self._max_waiting and self.num_waiting and self.num_waiting + cost > self._max_waiting:
-            raise ApiError(429, "overloaded", "Too many requests wait already, try again", retry_after=1)
+            raise _full()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(key, deque()).append((turn, cost))
         self.num_waiting += cost
@@ -88,3 +94,7 @@ class FairQueue:
             self.num_waiting -= cost
             if not line:
                 del self._waiting[key]
+
+
+def _full() -> ApiError:
+    return ApiError(429, "overloaded", "Too many requests wait already, try again", retry_after=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -42,6 +44,7 @@ from manylora.openai.serving.transport import EventStream, name_of
 from manylora.request import Pooling
 from manylora.text.tokenizer import Tokenizer
 
+PROBE_S = 2.0
 BuildResponse = Callable[..., ResponseBuilder]
 """Takes the arguments of `ResponseBuilder`; for chats also those of `ChatResponse`."""
 
@@ -81,6 +84,8 @@ class Inference:
         self.model, self._fingerprint, self._paths = model, fingerprint, paths
         self.defaults = defaults
         self.prompts = Prompts(tokenizer, limits)
+        self._probe: asyncio.Task[None] | None = None
+        self._probed_at = 0.0
         # Called when a client disconnects during a stream.
         self.on_disconnect: Callable[[], None] = lambda: None
 
@@ -89,7 +94,7 @@ class Inference:
     ) -> Response:
         """build: creates the response's builder. None: OpenAI's for chats."""
         asked = await self.ask(body, key)
-        return await self.chat_from(request, body, key, asked, await asked.prompts.chat(body), build)
+        return await self.chat_from(request, body, asked, await asked.prompts.chat(body), build)
 
     async def ask(self, body: AdapterFields, key: ApiKey) -> Asked:
         """Which adapter a body asks for, and the text settings that apply. Raises as `choose_adapter`, and
@@ -141,7 +146,6 @@ class Inference:
         self,
         request: Request,
         body: ChatRequest,
-        key: ApiKey,
         asked: Asked,
         prompt: ChatPrompt,
         build: BuildResponse | None = None,
@@ -150,7 +154,7 @@ class Inference:
         if body.return_expanded_prompt and body.stream:
             name = "return_expanded_prompt"
             raise unsupported_field(f"{name} needs stream false", name)
-        return await self._respond(request, body, key, asked, [prompt.ids], [prompt.text], build)
+        return await self._respond(request, body, asked, [prompt.ids], [prompt.text], build)
 
     async def complete(
         self, request: Request, body: CompletionRequest, key: ApiKey, build: BuildResponse | None = None
@@ -166,16 +170,21 @@ class Inference:
         ]
         for prompt in prompts:
             self._check_ids(prompt)
-        return await self._respond(request, body, key, asked, prompts, build=build)
+        return await self._respond(request, body, asked, prompts, build=build)
 
     async def probe(self) -> None:
         """Generate two tokens with the base model, for health checks. A model without a language-model head
         computes a hidden state instead. Raises ApiError if that fails.
+
+        One at a time: its result is that of everyone who asks meanwhile, or within PROBE_S of its start.
         """
-        if self.model.makes_text:
-            await self._generate_two(None)
-        else:
-            await self._compute_one(None)
+        now, last = time.monotonic(), self._probe
+        if last is None or (last.done() and now - self._probed_at >= PROBE_S):
+            last = self._probe = asyncio.create_task(
+                self._generate_two(None) if self.model.makes_text else self._compute_one(None)
+            )
+            self._probed_at = now
+        await asyncio.shield(last)  # one client that disconnects does not end it for the others
 
     async def load(self, name: str) -> None:
         """Load an adapter to the cache, as a request would. Raises ApiError."""
@@ -221,7 +230,6 @@ class Inference:
         self,
         request: Request,
         body: GenerationRequest,
-        key: ApiKey,
         asked: Asked,
         prompts: Sequence[tuple[int, ...]],
         texts: Sequence[str] = (),
@@ -240,7 +248,6 @@ class Inference:
             for number, prompt in enumerate(prompts)
         ]
         with ExitStack() as stack:
-            stack.enter_context(key.request())
             on_disconnect = self.on_disconnect if body.stream else None
             run = RunningCalls(self.backend, calls, changed, request, on_disconnect)
             stack.callback(run.close)
@@ -263,7 +270,7 @@ class Inference:
 
         choice = choose_adapter(
             body,
-            [*self.bases, *(path for path in self._paths if not known(path))],
+            [*self.bases, *self._paths],
             known,
             lambda path: _name_of_path(key, path, catalog.name_of_path),
         )

@@ -82,14 +82,14 @@ class PooledApi:
         self._check_dimensions(body)
         asked = await self._inference.ask(body, key)
         prompts = await self._prompts(body.input, body, pooling, asked)
-        done = await self._run(request, body, key, prompts, asked)
+        done = await self._run(request, body, prompts, asked)
         params = PoolingParams(body.dimensions, body.use_activation)
         return replace(done, values=[embedding(one, self._settings, params) for one in done.values])
 
     async def classify(self, request: Request, body: ClassifyRequest, key: ApiKey) -> Response:
         asked = await self._inference.ask(body, key)
         prompts = await self._prompts(body.input, body, pooling_of("classify", self._settings), asked)
-        done = await self._run(request, body, key, prompts, asked)
+        done = await self._run(request, body, prompts, asked)
         data = []
         for index, logits in enumerate(done.values):
             probs = probabilities(logits, self._settings, body.use_activation)
@@ -108,7 +108,7 @@ class PooledApi:
                 f"dimensions only apply to embeddings: leave it out with task {task}", "dimensions"
             )
         prompts = await self._prompts(body.input, body, pooling, asked)
-        done = await self._run(request, body, key, prompts, asked)
+        done = await self._run(request, body, prompts, asked)
         params = PoolingParams(body.dimensions, body.use_activation)
         data = []
         for index, values in enumerate(done.values):
@@ -155,19 +155,20 @@ class PooledApi:
         params = PoolingParams(use_activation=body.use_activation)
         asked = await self._inference.ask(body, key)
         if await self._has_head(asked, most=1):
+            self._inference.backend.queue.check_room(len(pairs))
             joined = [await asked.prompts.encode_pair(*pair, field) for pair in pairs]
             prompts = [
                 self._cut(ids, body, Pooling(self._settings.head_mode, True, first), field)
                 for ids, first in joined
             ]
-            done = await self._run(request, body, key, prompts, asked)
+            done = await self._run(request, body, prompts, asked)
             try:
                 return done, [pair_score(values, self._settings, params) for values in done.values]
             except ValueError as error:
                 raise invalid_value(str(error), "model") from error
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # embed a repeated query once
         prompts = await self._prompts(texts, body, Pooling(self._settings.mode), asked, field)
-        done = await self._run(request, body, key, prompts, asked)
+        done = await self._run(request, body, prompts, asked)
         by_text = {
             text: embedding(values, self._settings, PoolingParams())
             for text, values in zip(texts, done.values, strict=True)
@@ -192,6 +193,8 @@ class PooledApi:
         field: str = "input",
     ) -> list[Prompt]:
         single = isinstance(given, str) or isinstance(given[0], int)
+        # Before thousands are tokenised.
+        self._inference.backend.queue.check_room(1 if single else len(given))
         found = []
         for one in [given] if single else given:
             if isinstance(one, str):
@@ -223,7 +226,7 @@ class PooledApi:
                 raise invalid_value(str(error), "dimensions") from error
 
     async def _run(
-        self, request: Request, body: PooledRequest, key: ApiKey, prompts: Sequence[Prompt], asked: Asked
+        self, request: Request, body: PooledRequest, prompts: Sequence[Prompt], asked: Asked
     ) -> Answered:
         choice = asked.choice
         changed, name = Signal(), name_of(request, body.request_id)
@@ -238,7 +241,6 @@ class PooledApi:
             for number, (ids, pooling) in enumerate(prompts)
         ]
         with ExitStack() as stack:
-            stack.enter_context(key.request())
             run = RunningCalls(self._inference.backend, calls, changed, request, None)
             stack.callback(run.close)
             await run.begin()

@@ -64,14 +64,27 @@ class BoundedHttp(HttpToolsProtocol):
         self._raw += len(data)
         self._unparsed = len(data)
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._switch()
+            self._parse(data)
         except httptools.HttpParserError:
             wrong = ApiError(400, "invalid_http", "This is not a valid HTTP request")
             self._refuse(self._error or wrong)
         else:
             self._check_limits()
+
+    def _parse(self, data: bytes) -> None:
+        """Raises HttpParserError."""
+        while True:
+            try:
+                return self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as asked:
+                # The parser takes what follows for another protocol. None is spoken here, so the client gets
+                # an answer in HTTP/1.1, also to its body: parse the same head without its wish.
+                method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+                lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
+                lines += [b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade"]
+                data = b"\r\n".join([*lines, b"", b""]) + data[asked.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -97,6 +110,10 @@ class BoundedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._head + len(self.url) > self._limits.header_bytes:
             self._fail(self._headers_too_large())
+        if self.parser.get_method() == b"CONNECT":
+            self._fail(ApiError(405, "method_not_allowed", "CONNECT is for proxies, which this is not"))
+        if self.parser.should_upgrade():
+            return  # `_parse` comes again
         version = self.parser.get_http_version()
         chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         if version not in ("1.0", "1.1") or (chunked and version == "1.0"):
@@ -114,6 +131,8 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._state, self._raw = BETWEEN, 0
         self._stop_timer()
         super().on_message_complete()
@@ -173,13 +192,6 @@ class BoundedHttp(HttpToolsProtocol):
     def _all_answered(self) -> bool:
         """Whether every request has its complete response."""
         return self.cycle is None or (self.cycle.response_complete and not self.pipeline)
-
-    def _switch(self) -> None:
-        """The client asks for another protocol. Respond in HTTP/1.1 and read nothing more."""
-        self._ended = True
-        self.cycle.keep_alive = False
-        if self.cycle.response_complete:
-            self._close()
 
     def _headers_too_large(self) -> ApiError:
         reason = f"The request line and headers may have {self._limits.header_bytes} bytes"

@@ -39,7 +39,7 @@ async def respond(
         else:
             prompt = await asked.prompts.chat(chat)
         build = partial(ResponsesAnswer, body, remember)
-        return await inference.chat_from(request, chat, key, asked, prompt, build)
+        return await inference.chat_from(request, chat, asked, prompt, build)
     except ApiError as error:
         raise in_words_of_responses(error) from error
 

@@ -143,7 +143,7 @@ def watch(receive: Receive, on_disconnect: Callable[[], None]) -> asyncio.Task[N
 
 class EventStream(Response):
     """A response of server-sent events, or of lines of JSON. When it ends, the watcher is cancelled and
-    `close` called.
+    `close` called, then the functions in `on_close`.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class EventStream(Response):
     ) -> None:
         super().__init__(headers=HEADERS, media_type=media_type)
         del self.headers["content-length"]
-        self._events, self._watcher, self._close = events, watcher, close
+        self._events, self._watcher, self.on_close = events, watcher, [close]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -165,7 +165,8 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._watcher.cancel()
-            self._close()
+            for close in self.on_close:
+                close()
 
 
 def error_response(error: ApiError) -> JSONResponse:

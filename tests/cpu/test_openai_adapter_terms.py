@@ -7,6 +7,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from manylora.commands.convert import main as convert
 from manylora.errors import ConfigError, RequestError
 from manylora.llmapi import LLM, LoraConfig, LoRARequest, SamplingParams
 from manylora.openai.arguments import parse_options
+from manylora.openai.serving import inference
 from manylora.openai.serving.adapter_entry import AdapterEntry
 
 LINE = "What is the capital of France?\nAnswer:"
@@ -29,6 +31,7 @@ KEYS = [
     {"name": "a", "load": True, "max_adapters": 2},
     {"name": "b", "load": True, "adapters": ["b/*", "a-*", "shared"], "base": False},
     {"name": "reader"},
+    {"name": "few", "requests_per_minute": 3, "max_concurrent": 1},
     {"name": "q", "load": True},
 ]
 
@@ -292,6 +295,7 @@ def test_an_adapter_is_its_owners(owned: Running, body: bytes, tmp_path: Path) -
         tags = owned.http.get("/api/tags", headers={"Authorization": f"Bearer {key}"}).text
         assert "a-one" not in tags
     assert error(send(owned, "a-one", "b", body, load_inplace=True)) == (403, "not_allowed")
+    assert error(send(owned, "demo:chinese", "a", body, public=True)) == (400, "invalid_adapter_name")
     assert error(send(owned, "c", "b", body)) == (403, "not_allowed")
     assert error(send(owned, "b/x", "b", body, owner="a")) == (403, "not_allowed")
     assert error(send(owned, "b/x", "b", body, pinned=True)) == (403, "not_allowed")
@@ -319,6 +323,27 @@ def test_an_adapter_is_its_owners(owned: Running, body: bytes, tmp_path: Path) -
         assert text(ask(again, "a-two", "b")) == "巴黎"
     finally:
         again.close()
+
+
+def test_every_request_that_costs_work_counts(owned: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ask(owned, "demo", "few", stream=True).status_code == 200
+    assert error(ask(owned, "nobody", "few")) == (404, "adapter_not_found")
+    assert owned.post("/tokenize", key="few", prompt="a").status_code == 200
+    for answer in (owned.post("/tokenize", key="few", prompt="a"), ask(owned, "demo", "few")):
+        assert error(answer) == (429, "rate_limit_exceeded")
+    monkeypatch.setattr(inference, "PROBE_S", 1e9)
+    probe = owned.app.state.routes._inference._generate_two
+    with ThreadPoolExecutor(4) as pool:
+        asked: list[Any] = []
+        monkeypatch.setattr(
+            owned.app.state.routes._inference,
+            "_generate_two",
+            lambda name: asked.append(name) or probe(name),  # type: ignore[func-returns-value]
+        )
+        health = lambda _: owned.http.get("/health/model", headers={"Authorization": "Bearer few"})  # noqa: E731
+        assert [one.status_code for one in pool.map(health, range(12))] == [200] * 12
+    assert len(asked) == 1, "they share one result"
+    assert "demo" in names(owned, "few")
 
 
 def test_a_quota_is_told_and_kept(owned: Running, body: bytes) -> None:

@@ -95,7 +95,8 @@ def test_what_is_no_adapter_leaves_nothing_behind(
         assert answer.status_code == 422, answer.text
         assert str(folder) not in answer.text
     assert ask(server, "zh") == "巴黎" and held(folder) == ["zh.safetensors"]
-    for name in ("", "../x", "a b", "demo"):
+    hidden, meaning = (".hidden", ".incoming/x", "x/.y", "a/b/c/d/e/f/g"), ("demo", "llama:zh", "zh:latest")
+    for name in ("", "../x", "a b", *hidden, *meaning):
         answer = send(server, name, good)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_adapter_name")
     odd = send(server, "x", good, load_inplace="perhaps")
@@ -121,15 +122,24 @@ def test_together_they_stay_within_the_limit(server: Running, folder: Path, file
     assert ask(server, "more") == "パリ"
 
 
-def test_they_are_there_after_a_restart_and_may_be_forbidden(folder: Path, files: dict[str, bytes]) -> None:
-    options = {"lora_upload_dir": folder, "allow_runtime_lora_updating": True}
-    first = Running(**options)
-    assert send(first, "zh", files["chinese"]).status_code == 200
+def test_they_are_there_after_a_restart_and_may_be_forbidden(
+    folder: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the only one in its folder, and one that replaced an adapter of a root."""
+    monkeypatch.chdir(folder.parent)
+    options = {"lora_upload_dir": Path(folder.name), "lora_root": (DEMO / "adapters",)}
+    first = Running(**options, allow_runtime_lora_updating=True)
+    assert send(first, "team/zh", files["chinese"]).status_code == 200
+    assert send(first, "chinese", files["japanese"], load_inplace="true").status_code == 200
+    assert first.post(lora_path="team/zh.safetensors", prompt="a").status_code == 404, "paths of others"
     first.close()
-    second = Running(**options)
-    assert ask(second, "zh") == "巴黎"
-    assert send(second, "zh", files["japanese"], load_inplace="true").status_code == 200
-    assert ask(second, "zh") == "パリ"
+    second = Running(**options, allow_runtime_lora_updating=True)
+    assert ask(second, "team/zh") == "巴黎" and ask(second, "chinese") == "パリ"
+    assert send(second, "team/zh", files["japanese"], load_inplace="true").status_code == 200
+    assert ask(second, "team/zh") == "パリ"
+    assert second.http.delete("/v1/lora_adapters/chinese").status_code == 200
+    wait_for(lambda: second.http.get("/v1/models/chinese").status_code == 200)
+    assert ask(second, "chinese") == "巴黎"
     second.close()
     closed = Running(lora_upload_bytes=0, allow_runtime_lora_updating=True)
     assert send(closed, "zh", files["chinese"]).json()["error"]["code"] == "not_allowed"

@@ -458,6 +458,6 @@ def test_a_share_of_the_memory_is_kept(models: Path) -> None:
 def test_a_path_without_a_usable_name_says_why(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).mkdir()
     reader = SimpleNamespace(within=lambda roots: None)
-    catalog = AdapterCatalog(reader, None, allowed=[tmp_path], reserved=["base"])  # type: ignore[arg-type]
+    catalog = AdapterCatalog(reader, None, allowed=[tmp_path], bases=["base"])  # type: ignore[arg-type]
     with pytest.raises(ApiError, match=f"would be called '{name}', .*{text}.*load_lora_adapter"):
         catalog.name_of_path(name)

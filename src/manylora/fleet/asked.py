@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manylora.lora.library.aliases import Aliases
-from manylora.openai.api.ollama_request import LATEST
+from manylora.lora.library.names import LATEST
 
 
 def asked_adapter(fields: Mapping[str, Any], bases: Sequence[str], aliases: Aliases) -> str | None:

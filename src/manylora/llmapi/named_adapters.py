@@ -16,7 +16,7 @@ from manylora.lora.formats.sources import find_source
 from manylora.lora.library.aliases import Aliases
 from manylora.lora.library.fingerprint import Fingerprint, fingerprint
 from manylora.lora.library.library import task_id_of
-from manylora.lora.library.names import is_name
+from manylora.lora.library.names import name_problem
 from manylora.lora.library.roots import find_adapters, path_below
 
 LOOK_S = 1.0  # time between checks of files
@@ -85,7 +85,7 @@ class NamedAdapters:
         return known.request
 
     def _path(self, name: str) -> Path | None:
-        if not is_name(name):
+        if name_problem(name):
             return None
         for root in self._roots:
             for suffix in SUFFIXES:

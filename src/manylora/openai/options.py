@@ -22,7 +22,7 @@ from manylora.gguf.parts import NAMED
 from manylora.llmapi import options as llm
 from manylora.llmapi.engine_config import engine_config
 from manylora.lora.library.aliases import Aliases
-from manylora.lora.library.names import is_name
+from manylora.lora.library.names import is_name, name_problem
 from manylora.lora.text.adapter_text import PARTS, TOKENIZER_BYTES, TextSource, TrustedFolder
 from manylora.openai.other_flags import json_object
 from manylora.openai.serving.connections import HttpLimits
@@ -243,6 +243,8 @@ class ServeOptions:
     given_paths: tuple[str, ...] = ()  # `paths` before `located`
 
     def __post_init__(self) -> None:
+        if self.lora_upload_dir is not None:
+            object.__setattr__(self, "lora_upload_dir", self.lora_upload_dir.absolute())
         at_least(1, self, "max_request_bytes", "max_connections", "max_connections_per_address")
         at_least(1024, self, "max_header_bytes")
         at_least(0, self, "hang_timeout")
@@ -267,13 +269,15 @@ class ServeOptions:
                     raise ConfigError(f"--{flag} {folder} {what}: give a folder")
 
     def _check_adapters(self) -> None:
-        names = [one.name for one in self.lora_modules]
         Aliases(dict(self.lora_alias))
-        names += [name for name, _ in self.lora_alias]
-        for name in names:
-            if name in self.bases or names.count(name) > 1:
-                what = "is the base model's name" if name in self.bases else "is there twice"
-                raise ConfigError(f"lora_modules: {name!r} {what}: give each adapter a name of its own")
+        given = [("lora_modules", one.name) for one in self.lora_modules]
+        given += [("lora_alias", name) for name, _ in self.lora_alias]
+        names = [name for _, name in given]
+        for flag, name in given:
+            if problem := name_problem(name, (*self.bases, *self.paths)):
+                raise ConfigError(f"{flag}: {name!r} cannot be the name of an adapter: {problem}")
+            if names.count(name) > 1:
+                raise ConfigError(f"{flag}: {name!r} is there twice: give each adapter a name of its own")
         for root in self.lora_root:
             with readable(root):
                 is_adapter = (root / "adapter_config.json").is_file()

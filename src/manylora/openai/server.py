@@ -271,19 +271,21 @@ async def _open_catalog(
     catalog = AdapterCatalog(
         served.reader,
         texts,
-        [*options.lora_root, *([uploads.folder] if uploads.folder and not shared else ())],
+        options.lora_root,
         [*options.lora_allowed_path, *(folder.parent for folder in folders)],
         refresh_s=options.lora_refresh_seconds,
         keep_bytes=options.lora_keep_bytes,
         disk=DiskLevel(options.lora_disk_bytes, options.lora_disk_dir),
-        reserved=options.bases,
+        bases=options.bases,
+        paths=options.paths,
         named={one.name: Path(one.path) for one in options.lora_modules},
         pinned=[one.name for one in options.lora_modules if one.pinned],
         aliases=dict(options.lora_alias),
         expired=None if shared else uploads.discard,
         terms_of=uploads.terms_of,
         versions=served.versions,
-        shared=shared,
+        uploads=shared or uploads.folder,
+        shared=shared is not None,
     )
     await catalog.start()
     _log_adapters(options, [entry.name for entry in catalog.entries()])

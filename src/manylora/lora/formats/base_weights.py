@@ -204,7 +204,7 @@ class BaseReader:
                 self._files = self._open()
                 self._names = {PACKED.sub("weight", name) for name in self._files}
         except Exception as error:  # safetensors has no common class for all it raises
-            reason = one_line(error)
+            reason = one_line(error).replace(f"{self._model_dir}/", "")  # a client may read it
             raise AdapterInvalidError(
                 f"the base model's weights cannot be read for this adapter: {reason}"
             ) from error

@@ -1,9 +1,10 @@
-"""Valid adapter names, and names with folders from vllm_backend's multi_lora.json."""
+"""Which names models and adapters may have, and names with folders from vllm_backend's multi_lora.json."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from manylora.errors import ConfigError
@@ -11,14 +12,40 @@ from manylora.errors import ConfigError
 NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 MAX_BYTES = 2**24
 MAX_LENGTH = 128  # of a name
+MAX_FOLDERS = 5  # of a name; a scan of a folder looks as deep
+LATEST = ":latest"  # the tag that Ollama's clients add to any name
 
 
 def is_name(name: str) -> bool:
-    """Whether a catalog may use it. Names appear in URLs, paths and metric labels. As a path, a name has no
-    empty, "." or ".." part, so it cannot leave a root.
+    """Whether a request may contain it. Names appear in URLs, paths and metric labels. As a path, a name has
+    no empty, "." or ".." part, so it cannot leave a root.
     """
     parts = name.split("/")
     return bool(NAME.fullmatch(name)) and ".." not in name and "" not in parts and "." not in parts
+
+
+def name_problem(name: str, bases: Sequence[str] = ()) -> str:
+    """Why no adapter may have this name; "": one may.
+
+    An adapter must be found again under its name when its folder is scanned, and no name may be a form in
+    which requests name something else: otherwise who loads an adapter could answer for another model.
+
+    bases: the base model's names and paths.
+    """
+    parts = name.split("/")
+    if not is_name(name):
+        return f"names are 1 to {MAX_LENGTH} of A-Z a-z 0-9 . _ : / - without '..' and empty parts"
+    if any(part.startswith(".") for part in parts):
+        return "a name, or a part of it behind a slash, that begins with a dot is that of a hidden file"
+    if len(parts) > MAX_FOLDERS + 1:
+        return f"a name may be {MAX_FOLDERS} folders deep"
+    if name.endswith(LATEST):
+        return f"NAME{LATEST} means the model NAME for Ollama's clients"
+    if name in bases:
+        return "it is the name of the base model"
+    if any(name.startswith(f"{base}:") for base in bases):
+        return "BASE:ADAPTER means an adapter of the base model"
+    return ""
 
 
 def read_names(file: Path) -> dict[str, Path]:

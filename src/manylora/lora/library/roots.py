@@ -6,18 +6,17 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-from manylora.errors import AdapterInvalidError
+from manylora.errors import AdapterInvalidError, printable
 from manylora.lora.formats.llgtrt import is_llgtrt
 from manylora.lora.formats.peft_config import is_one_file
 from manylora.lora.formats.sources import find_source
 from manylora.lora.library.fingerprint import Fingerprint, entry_is, fingerprint, is_passing
-from manylora.lora.library.names import is_name
+from manylora.lora.library.names import MAX_FOLDERS, name_problem
 
 logger = logging.getLogger("manylora")
-
-MAX_DEPTH = 5
 
 
 @dataclass(frozen=True)
@@ -26,14 +25,28 @@ class Found:
     fingerprint: Fingerprint
 
 
-def find_adapters(root: Path, known: Mapping[Path, Fingerprint], allowed: Sequence[Path]) -> dict[str, Found]:
-    """Adapters by name. A name is the path below the root, without the file extension.
+def find_adapters(
+    root: Path,
+    known: Mapping[Path, Fingerprint],
+    allowed: Sequence[Path],
+    bases: Sequence[str] = (),
+    only_files: bool = False,
+) -> dict[str, Found]:
+    """Adapters by name. A name is the path below the root, without the file extension. Those that no adapter
+    may have are skipped; the log says so once.
 
     known: the adapters of the last scan; they remain adapters even if they are broken now. allowed: resolved
     folders. A link to a folder outside of them is listed, so that reading it reports the error, but is not
-    scanned. Nor is a link back to a parent folder. Raises OSError if a scan now would miss files.
+    scanned. Nor is a link back to a parent folder. bases: as of `name_problem`. only_files: each adapter is
+    one file, and no folder is one. Raises OSError if a scan now would miss files.
     """
-    return dict(_Scan(known, allowed).below(root, "", MAX_DEPTH))
+    found = {}
+    for name, one in _Scan(known, allowed, only_files).below(root, "", MAX_FOLDERS):
+        if problem := name_problem(name, bases):
+            _report_skipped(name, problem)
+        else:
+            found[name] = one
+    return found
 
 
 def folders_of(adapters: Iterable[Path]) -> Iterator[Path]:
@@ -64,6 +77,7 @@ def path_below(folders: Sequence[Path], given: str) -> tuple[Path, Path] | None:
 class _Scan:
     known: Mapping[Path, Fingerprint]
     allowed: Sequence[Path]
+    only_files: bool
 
     def below(self, folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, Found]]:
         try:
@@ -81,18 +95,20 @@ class _Scan:
             elif path.suffix in (".nemo", ".safetensors"):
                 seen = fingerprint(path)
                 if self.known.get(path) == seen or path.suffix == ".nemo" or _is_one_file(path):
-                    yield from _named(prefix + path.stem, Found(path, seen))
+                    yield prefix + path.stem, Found(path, seen)
 
     def _at(self, path: Path, name: str, depth: int, *, link: bool) -> Iterator[tuple[str, Found]]:
         seen = fingerprint(path)
         if link and not self._may_follow(path):
             depth = 0
-        if seen and (path in self.known or _is_adapter(path)):
-            yield from _named(name, Found(path, seen))
+        if self.only_files:
+            yield from self.below(path, name + "/", depth - 1) if depth > 0 else ()
+        elif seen and (path in self.known or _is_adapter(path)):
+            yield name, Found(path, seen)
         elif depth > 0 and _has_more(path):
             yield from self.below(path, name + "/", depth - 1)
         elif seen:  # a leaf that is not an adapter: reading it reports why
-            yield from _named(name, Found(path, seen))
+            yield name, Found(path, seen)
 
     def _may_follow(self, link: Path) -> bool:
         try:
@@ -102,9 +118,9 @@ class _Scan:
         return not here.is_relative_to(target) and any(target.is_relative_to(one) for one in self.allowed)
 
 
-def _named(name: str, found: Found) -> Iterator[tuple[str, Found]]:
-    if is_name(name):
-        yield name, found
+@cache
+def _report_skipped(name: str, problem: str) -> None:
+    logger.warning("lora root: adapter %s is not served: %s", printable(name), problem)
 
 
 def _is_adapter(path: Path) -> bool:

@@ -76,12 +76,12 @@ def _by_model(
     """
     if not model or model in bases:
         return
-    if not known(model):  # an adapter's name may itself begin with "BASE:"
-        base = next((base for base in bases if model.startswith(base + ":")), None)
-        if base is None and others:
-            return
-        model = model if base is None else model[len(base) + 1 :]
-    if "+" in model and not known(model):
+    base = next((base for base in bases if model.startswith(base + ":")), None)
+    if base is not None:
+        model = model[len(base) + 1 :]
+    elif others and not known(model):
+        return
+    if "+" in model:
         yield _mix("model", [(name, 1.0) for name in model.split("+")])
     else:
         yield AdapterChoice("model", check_name(model, "model"))

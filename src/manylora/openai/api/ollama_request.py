@@ -13,7 +13,6 @@ from manylora.openai.api.parsing import BodyT, validate
 from manylora.openai.api.pooled_request import MAX_INPUTS
 from manylora.openai.api.schema import MAX_TOKENS, ChatRequest, CompletionRequest, Tool
 
-LATEST = ":latest"  # the default tag
 NAMES = {FORMAT: "format"}  # this API's names for fields of chats and completions
 Number = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 

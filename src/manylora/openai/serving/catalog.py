@@ -20,7 +20,7 @@ from manylora.lora.library.aliases import MAX_ALIASES, Aliases
 from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.fingerprint import Fingerprint, fingerprint
 from manylora.lora.library.memory import MemoryLevel
-from manylora.lora.library.names import is_name
+from manylora.lora.library.names import name_problem
 from manylora.lora.library.reader import AdapterReader, ReadAdapter
 from manylora.lora.library.roots import folders_of, path_below
 from manylora.lora.library.versions import Versions
@@ -53,14 +53,15 @@ class AdapterCatalog:
     keep_bytes: of tensors held in memory, of adapters that the engine's cache may evict and that could not
                 be read again.
     disk:       copies of what was read, so that a version outlives its files.
-    reserved:   names that no adapter may have.
+    bases:      names of the base model. paths: further ones, which no alias may stand for.
     pinned:     names, among `named`, of adapters that stay in the engine's cache.
     aliases:    name -> what it stands for.
     expired:    called with the name of an adapter that was unloaded because nobody used it for its time to
                 live; None: such adapters are unloaded by someone else, and not here.
     terms_of:   the terms of an adapter that is found at a path below a root.
     versions:   counts the contents of each name; the engine's, where that is in this process.
-    shared:     folder whose files are read again only when `put` or `load` is called.
+    uploads:    folder of uploaded adapters, whose paths no client may name. shared: with other servers; its
+                files are read again only when `put` or `load` is called.
     """
 
     def __init__(
@@ -74,18 +75,20 @@ class AdapterCatalog:
         refresh_s: float = 5.0,
         keep_bytes: int = 2**28,
         disk: DiskLevel | None = None,
-        reserved: Sequence[str] = (),
+        bases: Sequence[str] = (),
+        paths: Sequence[str] = (),
         pinned: Sequence[str] = (),
         aliases: Mapping[str, str] = MappingProxyType({}),
         expired: Callable[[str], None] | None = lambda name: None,
         terms_of: Callable[[Path], Terms] = lambda path: Terms(),
         versions: Versions | None = None,
-        shared: Path | None = None,
+        uploads: Path | None = None,
+        shared: bool = False,
     ) -> None:
         scanned = [root.resolve() for root in roots]
         self._allowed = [*scanned, *(root.resolve() for root in allowed)]
-        self._shared = [] if shared is None else [shared.resolve()]
-        self._reader = reader.within([*self._allowed, *self._shared, *folders_of(named.values())])
+        self._uploads = [] if uploads is None else [uploads.resolve()]
+        self._reader = reader.within([*self._allowed, *self._uploads, *folders_of(named.values())])
         self._named = named
         self._refresh_s = refresh_s
         self._quiet_s = min(MAX_QUIET_S, refresh_s / 4)
@@ -95,7 +98,8 @@ class AdapterCatalog:
         self.versions = versions or Versions()
         # Called when a name that was served means another content: with its adapter, and the old digest.
         self.on_change: Callable[[Version, Adapter | FileAdapter, str], None] = lambda *_: None
-        self._reserved, self._pinned, self._expired = reserved, pinned, expired
+        self._bases, self._names_of_base = bases, (*bases, *paths)
+        self._pinned, self._expired = pinned, expired
         self.aliases = Aliases(aliases)
         self._entries: dict[str, AdapterEntry] = {}
         self._leaving: list[AdapterEntry] = []  # withdrawn, with requests under way
@@ -103,10 +107,12 @@ class AdapterCatalog:
             self._entries,
             scanned,
             self._allowed,
-            told=self._shared,
+            self._names_of_base,
+            uploads=[] if shared else self._uploads,
+            told=self._uploads if shared else [],
             missing_s=refresh_s / 2,
             on_thread=self._on_thread,
-            may_have=lambda name: name not in self._reserved and name not in self.aliases,
+            may_have=lambda name: name not in self.aliases,
             terms_of=terms_of,
             gone=self.versions.withdraw,
         )
@@ -169,8 +175,8 @@ class AdapterCatalog:
                 return entry.name
         name = str(path.relative_to(root).with_suffix("") if path.is_file() else path.relative_to(root))
         if problem := self._unusable(name):
-            text = f"lora_path: the adapter there would be called {name!r}, {problem}: ask for it by name, "
-            text += "or have it loaded under another one (POST /v1/load_lora_adapter)"
+            text = f"lora_path: the adapter there would be called {name!r}, but {problem}: ask for it by "
+            text += "name, or have it loaded under another one (POST /v1/load_lora_adapter)"
             raise ApiError(400, "invalid_adapter_name", printable(text), "lora_path")
         self._entries[name] = AdapterEntry(name, path, scanned=False, found=fingerprint(path))
         return name
@@ -185,12 +191,8 @@ class AdapterCatalog:
 
     def _unusable(self, name: str) -> str:
         """Why a new adapter cannot have this name; "": it can."""
-        if not is_name(name):
-            return "but names are 1 to 128 of A-Z a-z 0-9 . _ : / - without '..'"
-        if name in self._reserved:
-            return "which is the name of the base model"
         taken = name in self._entries or name in self.aliases
-        return "which another adapter is called" if taken else ""
+        return name_problem(name, self._names_of_base) or ("another adapter is called so" if taken else "")
 
     async def version(self, name: str, *, fresh: bool = False) -> Version:
         """The current version of an adapter; waits for its first reading. fresh: checks its files now.
@@ -266,13 +268,18 @@ class AdapterCatalog:
 
     def check_new(self, name: str, *, replace: bool) -> None:
         """Whether a request may load an adapter of this name. Raises ApiError."""
-        if name in self._reserved:
-            raise ApiError(400, "invalid_adapter_name", f"{name!r} is the base model", "lora_name")
+        self._check_name(name)
         if name in self.aliases or (name in self._entries and not replace):
             text = f"adapter {name!r} is loaded already: unload it first, or set load_inplace"
             if name in self.aliases:
                 text = f"{name!r} is an alias: unload it first"
             raise ApiError(400, "adapter_exists", text, "lora_name")
+
+    def _check_name(self, name: str) -> None:
+        """Raises ApiError."""
+        if problem := name_problem(name, self._names_of_base):
+            reason = f"{name!r} cannot be the name of an adapter: {problem}"
+            raise ApiError(400, "invalid_adapter_name", printable(reason), "lora_name")
 
     async def load(
         self,
@@ -289,7 +296,7 @@ class AdapterCatalog:
         move: called with its path and its digest once the adapter was read without an error; returns its
         final path. number: of this version; 0: the next one.
         """
-        path, _ = self._path_below(given, self._shared)
+        path, _ = self._path_below(given, self._uploads)
         self.check_new(name, replace=replace)
         old = self._entries.get(name)
         found = await self._on_thread(fingerprint, path)
@@ -310,7 +317,10 @@ class AdapterCatalog:
         return entry.version
 
     def put(self, name: str, path: Path, terms: Terms) -> None:
-        """Add an adapter that nobody has checked yet, in place of any: it is read when it is asked for."""
+        """Add an adapter that nobody has checked yet, in place of any: it is read when it is asked for.
+        Raises ApiError for a name that no adapter may have.
+        """
+        self._check_name(name)
         self._scanner.unloaded.pop(name, None)
         self._entries[name] = AdapterEntry(name, path.resolve(), False, fingerprint(path), terms=terms)
 
@@ -326,10 +336,11 @@ class AdapterCatalog:
     def load_alias(self, name: str, target: str, *, replace: bool, later: bool = False) -> None:
         """Let a name stand for an adapter, an alias or the base model. replace: it may stand for another by
         now. later: what it stands for may come later. Raises ApiError."""
-        if name in self._reserved or name in self._entries or (name in self.aliases and not replace):
+        self._check_name(name)
+        if name in self._entries or (name in self.aliases and not replace):
             raise ApiError(400, "adapter_exists", f"{name!r} is a model's name already", "lora_name")
         meant = self.aliases.resolve(target)
-        if not later and meant not in self._entries and meant not in self._reserved:
+        if not later and meant not in self._entries and meant not in self._bases:
             raise _unknown(target, "alias_of")
         if self.aliases.leads_to(target, name):
             raise ApiError(400, "alias_circle", f"{target!r} stands for {name!r} already", "alias_of")

@@ -14,9 +14,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from manylora.lora.library.names import LATEST
 from manylora.openai.api.errors import ApiError, renamed
 from manylora.openai.api.ollama_request import (
-    LATEST,
     NAMES,
     OllamaChat,
     OllamaGenerate,
@@ -134,7 +134,7 @@ class OllamaApi:
             prompt = await asked.prompts.chat(chat)
         chat.max_tokens = self._room(wanted, len(prompt.ids))
         build = partial(OllamaAnswer, body, started)
-        return await self._inference.chat_from(request, chat, key, asked, prompt, build)
+        return await self._inference.chat_from(request, chat, asked, prompt, build)
 
     def _room(self, body: GenerationRequest, num_prompt: int) -> int | None:
         """Maximum tokens of the answer. None: as many as fit a chat."""
@@ -156,10 +156,8 @@ class OllamaApi:
         self._inference.choose_adapter(GenerationRequest.model_validate({"model": model}), key)
 
     def meant(self, given: str) -> str:
-        """Resolve a name. An adapter's name may have a tag; a name without a tag means `latest`."""
-        if given in self._inference.bases or self._catalog.has(given):
-            return given
-        return given.removesuffix(LATEST)
+        """Resolve a name: NAME:latest means NAME. An adapter's name may have another tag."""
+        return given if given in self._inference.bases else given.removesuffix(LATEST)
 
     def _seen(self, key: ApiKey) -> Sequence[AdapterEntry]:
         return [

@@ -22,7 +22,8 @@ class RootScanner:
     """Belongs to the event loop.
 
     entries:   by name; what the scan adds to and removes from.
-    roots:     searched for adapters. allowed: where links below them may lead.
+    roots:     searched for adapters. allowed: where links below them may lead. bases: as of `find_adapters`.
+    uploads:   folders of uploaded adapters, which are files; those of a name take precedence.
     told:      folders that are not looked at: their files change by requests, which tell the catalog.
     missing_s: for which an adapter's files must be gone, before it is no entry any more.
     on_thread: calls a function on a thread for files.
@@ -35,6 +36,8 @@ class RootScanner:
     entries: dict[str, AdapterEntry]
     roots: Sequence[Path]
     allowed: Sequence[Path]
+    bases: Sequence[str]
+    uploads: Sequence[Path]
     told: Sequence[Path]
     missing_s: float
     on_thread: Callable[..., Awaitable[Any]]
@@ -59,13 +62,13 @@ class RootScanner:
 
     async def _find(self) -> tuple[dict[str, Found], bool]:
         """What is below the roots, and whether all of them could be scanned. Of two adapters with one name
-        the first root's counts."""
+        the first one counts."""
         known = {entry.path: entry.found for entry in self.entries.values()}
         found: dict[str, Found] = {}
         complete = True
-        for root in self.roots:
+        for root, sent in [*((one, True) for one in self.uploads), *((one, False) for one in self.roots)]:
             try:
-                below = await self.on_thread(find_adapters, root, known, self.allowed)
+                below = await self.on_thread(find_adapters, root, known, self.allowed, self.bases, sent)
             except Exception as error:  # the other roots are scanned, and no adapter is withdrawn
                 logger.warning("lora root: it cannot be scanned now: %s", error)
                 complete = False

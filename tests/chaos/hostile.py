@@ -8,13 +8,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import grpc
 from doors import chat, generate, infer, infer_grpc, manage, raw
 from gateway import Gateway
 from neighbour import clients
-from service import Service, resident
+from openai_doors import large, name, offer
+from service import ANSWERS, Service, resident
 
 AT_ONCE = 8
 GAP_S = 5.0
@@ -38,9 +40,10 @@ def run(folder: Path, picks: random.Random, count: int) -> list[str]:
     service.wait_until_right()
     service.stop()
     with Gateway(folder) as gateway:
-        doors = [lambda picks: chat(gateway, picks), lambda picks: raw(gateway, picks)]
+        served = [chat, chat, chat, raw, raw, raw, large, name, offer]
+        doors = [partial(door, gateway) for door in served]
         wrong += attack("requests: serve", doors, picks, count // 2, gateway.stream, gateway.processes)
-        if not gateway.is_right():
+        if not gateway.is_right() or "".join(gateway.stream("demo:chinese", 8, None)) != ANSWERS["chinese"]:
             wrong.append("serve does not answer right afterwards")
     return wrong
 

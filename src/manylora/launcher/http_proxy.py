@@ -23,14 +23,13 @@ from pathlib import Path
 import httptools
 
 from manylora.launcher.http_checks import (
-    MAX_JSON,
+    ChunkedBody,
     Head,
     RefusedError,
     check_json,
     forwarded_head,
     inflate,
     read_head,
-    too_long,
 )
 from manylora.launcher.places import Places, address_of
 from manylora.system.allocator import release_free_memory
@@ -329,46 +328,6 @@ class ClientConnection(asyncio.Protocol):
         self._release()
         self.deadline = self._proxy.time() + LINGER_S
         self._proxy.places.mark_idle(self, self.deadline)
-
-
-class ChunkedBody:
-    """Joins the chunks of a request's body. exceeded: whether something followed it."""
-
-    def __init__(self) -> None:
-        self.body = bytearray()
-        self.ended = self.exceeded = self._begun = False
-        self._parser = httptools.HttpRequestParser(self)
-        self._parser.feed_data(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
-        self._begun = True
-
-    def feed(self, data: bytes) -> None:
-        """Raises RefusedError."""
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            if isinstance(error.__context__, RefusedError):  # raised by one of the methods below
-                raise error.__context__ from None
-            if not self.ended:
-                raise RefusedError(400, "the chunks of the body cannot be read") from error
-            self.exceeded = True
-
-    # Called by the parser.
-
-    def on_message_begin(self) -> None:
-        self.exceeded = self.ended
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._begun and not self.ended:
-            raise RefusedError(400, "headers after the body (trailers) are not supported")
-
-    def on_body(self, data: bytes) -> None:
-        if not self.ended:
-            self.body += data
-            if len(self.body) > MAX_JSON:
-                raise too_long()
-
-    def on_message_complete(self) -> None:
-        self.ended = True
 
 
 class ServerConnection(asyncio.Protocol):

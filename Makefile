@@ -46,8 +46,9 @@ test-gpu: $(VENV)/.test ## run the tests of the GPU path and its kernels; needs 
 bench-gpu: ## run the GPU benchmark (BENCH_ARGS=...); works with any Python that has torch, triton and numpy
 	PYTHONPATH=src $(or $(wildcard $(BIN)/python),python3) benchmarks/gpu.py $(BENCH_ARGS)
 
-gpu-static: $(VENV)/.dev ## write docs/gpu_static.md: machine code of every GPU kernel; needs no GPU; takes minutes
-	PYTHONPATH=src $(BIN)/python benchmarks/gpu_static.py --out docs/gpu_static.md
+gpu-static: $(VENV)/.dev ## write build/gpu_static.md: machine code of every GPU kernel; needs no GPU; takes minutes
+	@mkdir -p build
+	PYTHONPATH=src $(BIN)/python benchmarks/gpu_static.py --out build/gpu_static.md
 
 check: $(VENV)/.check ## check lint, format and types
 	$(BIN)/ruff check .

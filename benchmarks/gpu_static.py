@@ -1,7 +1,7 @@
 """Compiles every kernel with every choice of block sizes for three kinds of GPU, and tabulates the machine
 code.
 
-    PYTHONPATH=src python benchmarks/gpu_static.py --out docs/gpu_static.md
+    PYTHONPATH=src python benchmarks/gpu_static.py --out build/gpu_static.md
 
 No GPU is needed, because triton's wheel contains the compiler and NVIDIA's assembler. Shapes are those of a
 Llama 3 8B. Fails if a kernel spills registers, needs more shared memory than a GPU has, or cannot be

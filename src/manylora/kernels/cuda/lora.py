@@ -27,8 +27,7 @@ from manylora.kernels.cuda.plan import MODULES, PLACE, TILE
 from manylora.kernels.row_format import Encoding
 
 # Inputs that a program processes at a time, and outputs per program. The first entry is the default without
-# measurements. Depends on the rows per tile, because some would spill. docs/gpu_static.md shows that none
-# does.
+# measurements. Depends on the rows per tile, because some would spill: see `make gpu-static`.
 SHRINK_ROWS = (Blocks(256), Blocks(512), Blocks(512, warps=8), Blocks(128, warps=2))
 SHRINK_TILES = (Blocks(64), Blocks(64, stages=4), Blocks(128))
 EXPAND_ROWS = (Blocks(128), Blocks(256), Blocks(64, warps=2))

@@ -289,5 +289,5 @@ def test_a_rank_reads_and_holds_about_its_share_of_the_weights(
     _, held = one_process(case)
     stored = (Path(case.model) / "model.safetensors").stat().st_size
     for rank in groups[case.name]:
-        assert rank["held"] <= 0.55 * held
+        assert rank["held"] <= 0.56 * held  # norms and routers are on each
         assert rank["read"] <= 0.55 * stored

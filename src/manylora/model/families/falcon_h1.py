@@ -23,7 +23,7 @@ FALCON_H1 = {
     "time_step_limit": (0.0, float("inf")), "lm_head_multiplier": 1.0, "embedding_multiplier": 1.0,
     "mlp_multipliers": None, "key_multiplier": 1.0, "attention_out_multiplier": 1.0,
     "attention_in_multiplier": 1.0, "ssm_multipliers": None, "ssm_in_multiplier": 1.0,
-    "ssm_out_multiplier": 1.0, "multiplied_weights": False,
+    "ssm_out_multiplier": 1.0,
 }  # fmt: skip
 
 MULTIPLIED = (
@@ -39,7 +39,7 @@ def _falcon_h1(raw: Mapping[str, Any]) -> dict[str, Any]:
     gate, down = _numbers(raw, "mlp_multipliers", 2)
     head_dim = raw["head_dim"] or raw["hidden_size"] // raw["num_attention_heads"]
     return {
-        "no_adapters": MULTIPLIED if raw["multiplied_weights"] else "",
+        "no_adapters": MULTIPLIED if raw.get("multiplied_weights") else "",
         **read_biases(raw),
         "mlp_bias": bool(raw["mlp_bias"]),
         "attention_scale": head_dim**-0.5 * float(raw["key_multiplier"]),

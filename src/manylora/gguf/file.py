@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,10 +93,12 @@ class GgufFile:
         weight, field = self._parts[name]
         return getattr(self.keep_last(weight, weight.quantised), field)
 
-    def blocks(self, source: str) -> tuple[str, Tensor] | None:
-        """A quantised weight's type and bytes, uint8 [N, bytes per row]. None if it is made of several."""
+    def blocks(self, source: str, types: Collection[str]) -> tuple[str, Tensor] | None:
+        """A quantised weight's type and bytes, uint8 [N, bytes per row]. None, with nothing read, if its type
+        is none of `types`, or if it is made of several tensors.
+        """
         weight, _ = self._parts.get(source.removesuffix("weight") + PARTS["values"], (None, ""))
-        return weight.blocks() if isinstance(weight, GgufTensor) else None
+        return weight.blocks() if isinstance(weight, GgufTensor) and weight.type in types else None
 
     def keep_last(self, owner: object, make: Callable[[], Any]) -> Any:
         """What `make` returns, or returned when it was last called for the same owner."""
@@ -177,6 +179,10 @@ class GgufTensor(PlainTensor):
         for first in range(0, len(out), step):
             part = out[first : first + step]
             part.copy_(self._read(start + first, len(part)).view(part.shape))
+
+    @property
+    def type(self) -> str:
+        return self._info.kind
 
     def quantised(self) -> QuantisedWeight:
         """The whole weight."""

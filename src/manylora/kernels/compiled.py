@@ -23,6 +23,7 @@ from manylora.kernels.delta_rule import DeltaWeights
 from manylora.kernels.integer import to_integer_panels
 from manylora.kernels.mamba2 import Mamba2Weights
 from manylora.kernels.panels import (
+    BLOCKS,
     Panels,
     PanelsLinear,
     WeightRows,
@@ -79,6 +80,7 @@ class _LoraCall:
 class CompiledOps(CpuOps):
     """library: the result of `native.load()`."""
 
+    block_types = BLOCKS
     packs_tables = True
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -117,9 +119,8 @@ class CompiledOps(CpuOps):
         panels = read_panels(self._library, rows, self._panels_linear.width)
         return super().pack_rows(rows, routed) if panels is None else self._rounding(panels)
 
-    def pack_blocks(self, kind: str, data: Tensor, columns: int) -> Weight | None:
-        panels = lay_out_blocks(self._library, kind, data, columns, self._panels_linear.width)
-        return None if panels is None else self._rounding(panels)
+    def pack_blocks(self, kind: str, data: Tensor, columns: int) -> Weight:
+        return self._rounding(lay_out_blocks(self._library, kind, data, columns, self._panels_linear.width))
 
     def pack_table(self, table: WeightRows | QuantisedWeight, is_head: bool) -> Tensor | Panels:
         packed: Weight | None = None

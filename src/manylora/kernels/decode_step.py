@@ -46,14 +46,8 @@ def _structure(*fields: str | tuple[Any, ...]) -> np.dtype:
 
 WEIGHT = _structure("w", "scale", "offset", "bias", "kind", "in", "out", "group")
 LAYER = _structure(
-    *NORMS,
-    ("linear", WEIGHT, (LINEARS, PARTS)),
-    "keys",
-    "values",
-    "window",
-    "rotary",
-    ("scale", "f4"),
-    ("cap", "f4"),
+    *(*NORMS, ("linear", WEIGHT, (LINEARS, PARTS)), "keys", "values", "window", "rotary"),
+    *(("scale", "f4"), ("cap", "f4")),
 )
 DECODER = _structure(
     *("layer", *SIZES, "norm", ("head", WEIGHT, PARTS), ("table", WEIGHT), "table_width"),

@@ -152,12 +152,10 @@ def to_panels(weight: Tensor | QuantisedWeight, width: int, block: int) -> Panel
     return Panels(values, _to_width(scales, width), turned, rows, columns, float4=weight.is_float4)
 
 
-def lay_out_blocks(library: ctypes.CDLL, kind: str, data: Tensor, columns: int, width: int) -> Panels | None:
-    """A weight [N, columns] of a GGUF type; data: uint8 [N, bytes per row], as in the file. Its values are
-    those of gguf/blocks.py. None if the type is not one of BLOCKS.
+def lay_out_blocks(library: ctypes.CDLL, kind: str, data: Tensor, columns: int, width: int) -> Panels:
+    """A weight [N, columns] of a type in BLOCKS, with the values of gguf/blocks.py. data: uint8 [N, bytes per
+    row], as in the file.
     """
-    if kind not in BLOCKS:
-        return None
     group, bits, has_offsets = BLOCKS[kind]
     rows, panels = len(data), -(-len(data) // width)
     depth, values = (columns // 2, torch.uint8) if bits == 4 else (columns, torch.int8)

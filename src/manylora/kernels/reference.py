@@ -6,7 +6,7 @@ batch. Devices override the operations that they do faster, and are tested again
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -54,6 +54,8 @@ class ReferenceOps:
     """Whether the processor has native bfloat16 products."""
     reads_tables = True
     """Whether operations read a batch's tables on the host each time, without device tables from `plan`."""
+    block_types: Collection[str] = ()
+    """GGUF's types that `pack_blocks` takes."""
     packs_tables = False
     """Whether `pack_table` gives panels of a quantised table, and of one that is a head."""
     rounds_inputs = False
@@ -109,11 +111,11 @@ class ReferenceOps:
         """As `pack`, for a plain weight that is still in its file."""
         return self.pack(rows.whole(), routed)
 
-    def pack_blocks(self, kind: str, data: Tensor, columns: int) -> Weight | None:
-        """A weight [N, columns] of a GGUF type as `pack` would give it, straight from the file's bytes, uint8
-        [N, bytes per row]. None if the device has no code for that type.
+    def pack_blocks(self, kind: str, data: Tensor, columns: int) -> Weight:
+        """A weight [N, columns] of one of `block_types` as `pack` would give it, straight from the file's
+        bytes, uint8 [N, bytes per row].
         """
-        return None
+        raise NotImplementedError
 
     def pack_table(self, table: WeightRows | QuantisedWeight, is_head: bool) -> Tensor | Panels:
         """An embedding's table [V, K] for `look_up`. is_head: it is also the head's weight; panels serve

@@ -385,7 +385,7 @@ def _pack_blocks(spec: WeightSpec, files: Files, dtype: torch.dtype, device: Dev
     """A weight of a GGUF file straight from its bytes. None if the device cannot, or if a slice has another
     shape, or if only some columns are wanted.
     """
-    if dtype != torch.float32 or not device.ops.packs_tables or spec.all_columns:
+    if dtype != torch.float32 or spec.all_columns:
         return None
     runs: list[tuple[str, list[Tensor]]] = []  # of slices of one type
     read: dict[str, tuple[str, Tensor]] = {}
@@ -393,7 +393,7 @@ def _pack_blocks(spec: WeightSpec, files: Files, dtype: torch.dtype, device: Dev
         file = files.get(piece.source.removesuffix("weight") + PARTS["values"])
         found = read.get(piece.source)
         if found is None and isinstance(file, GgufFile):
-            found = file.blocks(piece.source)
+            found = file.blocks(piece.source, device.ops.block_types)
         if found is None:
             return None
         read[piece.source] = kind, data = found
@@ -403,12 +403,8 @@ def _pack_blocks(spec: WeightSpec, files: Files, dtype: torch.dtype, device: Dev
         if not runs or runs[-1][0] != kind:
             runs.append((kind, []))
         runs[-1][1].append(data[piece.places])
-    parts = []
-    for kind, rows in runs:
-        packed = device.ops.pack_blocks(kind, rows[0] if len(rows) == 1 else torch.cat(rows), spec.columns)
-        if packed is None:
-            return None
-        parts.append(packed)
+    joined = [(kind, rows[0] if len(rows) == 1 else torch.cat(rows)) for kind, rows in runs]
+    parts = [device.ops.pack_blocks(kind, rows, spec.columns) for kind, rows in joined]
     counts = tuple(sum(map(len, rows)) for _, rows in runs)
     return parts[0] if len(parts) == 1 else StackedWeight(tuple(parts), counts)
 

@@ -124,7 +124,7 @@ INLINE int64_t width_of(const Weight *w) { return w[0].out + w[1].out + w[2].out
 static void apply(const Weight *w, const Adapters *adapters, const Step *s, const Memory *m, float *y, const float *x) {
     const int64_t width = width_of(w);
     int64_t column = 0;
-    int rounded = 1; /* x is in `room` */
+    int rounded = 0; /* whether the last part left x in `room` */
     for (const Weight *p = w; p < w + PARTS && p->w; column += p->out, p++) {
         const Linear c = {y + column, x, width, p->in, s->rows, p->w, p->in, p->out, p->scale, p->offset, p->group,
                           p->bias, m->room};

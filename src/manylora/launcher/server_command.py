@@ -57,8 +57,6 @@ def server_command(installation: Installation, o: ServerOptions, http_port: int)
         "--disable-auto-complete-config",
         f"--backend-config=python,shm-region-prefix-name={_prefix(o.http_port)}{secrets.token_hex(8)}_",
         f"--exit-timeout-secs={o.exit_timeout}",
-        # Objects kept for reuse keep the memory of the largest request that they have held.
-        "--grpc-infer-allocation-pool-size=0",
     ]
     if not Path("/dev/nvidiactl").exists():
         command += ["--pinned-memory-pool-byte-size=0", "--allow-gpu-metrics=false"]

@@ -19,10 +19,10 @@ import pytest
 from safetensors.torch import load_file, save
 from starlette.requests import Request
 
-from manylora.fleet.agreed import agreed
-from manylora.fleet.calls import Answer, Call
+from manylora.fleet.change_response import agreed
 from manylora.fleet.member import Changed, Member
 from manylora.fleet.options import FleetOptions
+from manylora.fleet.remote_http import Answer, Call
 from manylora.openai.adapter_routes import RECEIVED
 from manylora.openai.server import open_app
 from manylora.openai.serving import adapter_record

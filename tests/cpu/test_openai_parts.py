@@ -21,11 +21,11 @@ from manylora.openai.api.params import Limits, plan
 from manylora.openai.api.schema import CompletionRequest
 from manylora.openai.app import FREE, ROUTES
 from manylora.openai.arguments import parse_options
-from manylora.openai.serving.event_queue import EventQueue, Signal
 from manylora.openai.serving.fairness import FairQueue
 from manylora.openai.serving.generation import GenerationState
 from manylora.openai.serving.keys import ApiKey, Keyring
 from manylora.openai.serving.responses import ChatResponse, CompletionResponse, ResponseBuilder
+from manylora.openai.serving.waits import EventQueue, Signal
 from manylora.request import Event
 from manylora.text.tokenizer import Tokenizer
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from manylora.fleet.asked import asked_adapter
+from manylora.fleet.requested_adapter import asked_adapter
 from manylora.lora.library.aliases import Aliases
 
 

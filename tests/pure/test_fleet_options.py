@@ -15,9 +15,9 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
 from manylora.errors import ConfigError
-from manylora.fleet.calls import Call, answer, whole_answer
-from manylora.fleet.joined import joined_metrics
+from manylora.fleet.merged_exports import joined_metrics
 from manylora.fleet.options import REFUSED, FleetOptions, parse_options, read_args
+from manylora.fleet.remote_http import Call, answer, whole_answer
 from manylora.openai import arguments
 from manylora.openai.options import ServeOptions
 

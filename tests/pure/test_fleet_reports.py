@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manylora.fleet.reports import Reports
+from manylora.fleet.routing import Reports
 
 
 def test_a_replica_that_stops_reporting_is_silent_until_it_reports_again() -> None:

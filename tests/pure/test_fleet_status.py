@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from manylora.fleet.calls import Answer
-from manylora.fleet.joined import fleet_status
+from manylora.fleet.merged_exports import fleet_status
+from manylora.fleet.remote_http import Answer
 
 COUNTS = {"device": 1}
 NOW = 2001.0

@@ -19,10 +19,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from manylora.fleet.calls import Answer, Call
 from manylora.fleet.front import DEPLOYMENT, make_front
 from manylora.fleet.member import Changed, Member
 from manylora.fleet.options import FleetOptions, read_args
+from manylora.fleet.remote_http import Answer, Call
 from manylora.fleet.router import FleetRouter
 from manylora.openai.serving.logs import log_to_stderr
 from manylora.openai.serving.shared_adapters import State

@@ -12,12 +12,12 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response
 
-from manylora.fleet.agreed import agreed
-from manylora.fleet.calls import Call
-from manylora.fleet.everyone import tell_everyone
+from manylora.fleet.broadcast import tell_everyone
+from manylora.fleet.change_response import agreed
 from manylora.fleet.member import Changed
 from manylora.fleet.options import FleetOptions
 from manylora.fleet.relay import LOST, NOT_TAKEN, not_taken
+from manylora.fleet.remote_http import Call
 from manylora.lora.library.aliases import Aliases
 from manylora.openai.api.errors import ApiError
 from manylora.openai.serving.adapter_record import AdapterRecord

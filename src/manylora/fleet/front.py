@@ -16,13 +16,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from manylora.fleet.asked import asked_adapter
-from manylora.fleet.calls import Answer, Call
+from manylora.fleet.broadcast import ask_everyone
 from manylora.fleet.changes import Changes
-from manylora.fleet.everyone import ask_everyone
-from manylora.fleet.joined import fleet_status, joined_metrics
+from manylora.fleet.merged_exports import fleet_status, joined_metrics
 from manylora.fleet.options import FleetOptions
 from manylora.fleet.relay import Relay
+from manylora.fleet.remote_http import Answer, Call
+from manylora.fleet.requested_adapter import asked_adapter
 from manylora.openai.adapter_routes import ADAPTER_ROUTES
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.parsing import read_object

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from starlette.applications import Starlette
 from starlette.types import Message
 
-from manylora.fleet.calls import Answer, Call, answer, whole_answer
+from manylora.fleet.remote_http import Answer, Call, answer, whole_answer
 from manylora.openai.api.errors import ApiError, as_api_error
 from manylora.openai.serving.shared_adapters import SharedAdapters, State
 from manylora.openai.serving.transport import error_response

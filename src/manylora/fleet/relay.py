@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from manylora.fleet.calls import Call
+from manylora.fleet.remote_http import Call
 from manylora.openai.api.errors import ApiError, client_left
 
 NOT_TAKEN = (BackPressureError, DeploymentUnavailableError)

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from manylora.fleet.reports import Reports
-from manylora.fleet.routing import AffinityRouting, Replica
+from manylora.fleet.routing import AffinityRouting, Replica, Reports
 
 
 class RandomRouting:

@@ -12,8 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from manylora.errors import AdapterError
-from manylora.openai.api.errors import ApiError, adapter_problem, invalid_value
-from manylora.openai.api.names import check_name
+from manylora.openai.api.errors import ApiError, adapter_problem, check_name, invalid_value
 from manylora.openai.api.parsing import validate
 from manylora.openai.api.schema import LoadRequest, LoadTerms, PinRequest, UnloadRequest
 from manylora.openai.serving.adapter_entry import Terms, Version

@@ -22,16 +22,14 @@ import manylora
 from manylora.config.pooling import PoolingSettings
 from manylora.openai.adapter_routes import ADAPTER_ROUTES, AdapterRoutes
 from manylora.openai.api import schema
-from manylora.openai.api.errors import ApiError
-from manylora.openai.api.names import check_name
+from manylora.openai.api.errors import ApiError, check_name
 from manylora.openai.api.openapi import document
 from manylora.openai.api.parsing import BodyT, parse
 from manylora.openai.api.responses_request import ResponsesRequest
 from manylora.openai.options import ServeOptions
 from manylora.openai.other_routes import OTHER_ROUTES, OtherRoutes, error_at, failed
 from manylora.openai.page.cache_status import CacheStatus
-from manylora.openai.page.docs import docs_page
-from manylora.openai.page.page import page_file
+from manylora.openai.page.page import docs_page, page_file
 from manylora.openai.serving.adapter_entry import AdapterEntry
 from manylora.openai.serving.backend import Backend
 from manylora.openai.serving.host_check import HostCheck

@@ -30,8 +30,7 @@ from manylora.openai.api.pooled_request import (
 from manylora.openai.api.run_request import RunRequest
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey
-from manylora.openai.serving.ollama_api import VERSION, OllamaApi
-from manylora.openai.serving.ollama_embed import OllamaEmbeddingApi
+from manylora.openai.serving.ollama_api import VERSION, OllamaApi, OllamaEmbeddingApi
 from manylora.openai.serving.pooled_api import PooledApi
 from manylora.openai.serving.run_api import run
 from manylora.openai.serving.transport import error_response, request_id

@@ -20,6 +20,7 @@ from manylora.errors import (
     QueueFullError,
     RequestError,
 )
+from manylora.lora.library.names import is_name
 
 ERROR_TYPES = {
     401: "authentication_error",
@@ -138,3 +139,16 @@ def _adapter_error(error: AdapterError, name: str) -> ApiError:
     if isinstance(error, AdapterInvalidError):
         return adapter_problem(name, str(error))
     return ApiError(422, "adapter_broken", f"adapter {name!r} cannot be served: {error}", "model")
+
+
+def check_name(name: str, param: str) -> str:
+    """Return the name if it is valid. Raises ApiError. param: the field that contains it."""
+    if not is_name(name):
+        raise ApiError(
+            400,
+            "invalid_adapter_name",
+            f"{param}: a name has 1 to 128 of the characters A-Z a-z 0-9 . _ : / - and is no absolute path, "
+            "nor has it a '..' (GET /v1/models lists the names)",
+            param,
+        )
+    return name

@@ -19,10 +19,9 @@ from manylora.lora.tensors import Adapter
 from manylora.openai.api.errors import ApiError, as_api_error, invalid_value, unsupported_field
 from manylora.openai.serving.adapter_entry import Version
 from manylora.openai.serving.catalog import AdapterCatalog
-from manylora.openai.serving.engine_answer import engine_answer
-from manylora.openai.serving.event_queue import EventQueue
 from manylora.openai.serving.fairness import FairQueue
 from manylora.openai.serving.history import History
+from manylora.openai.serving.waits import EventQueue, engine_answer
 from manylora.request import AdapterVersion, Event, LoraInput, LoraMix, Request, Sink, mix
 from manylora.stats import CacheMap, EngineStats, Resident
 

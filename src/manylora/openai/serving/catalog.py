@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace as changed
 from functools import partial
@@ -28,12 +28,51 @@ from manylora.lora.tensors import Adapter
 from manylora.lora.text.adapter_text import AdapterTexts
 from manylora.lora.text.generation_defaults import GenerationDefaults
 from manylora.openai.api.errors import ApiError, adapter_problem
-from manylora.openai.serving import watching
 from manylora.openai.serving.adapter_entry import AdapterEntry, EntryReader, Terms, Version
-from manylora.openai.serving.copies import Copies
 from manylora.openai.serving.root_scan import RootScanner
+from manylora.openai.serving.waits import cancel_and_wait
 from manylora.system.threads import lower_priority
 from manylora.text.tokenizer import Tokenizer
+
+
+class Copies:
+    """Used on the event loop, except `find` and `is_needless`, which read files."""
+
+    def __init__(self, reader: AdapterReader, memory: MemoryLevel, disk: DiskLevel) -> None:
+        self._reader, self._memory, self._disk = reader, memory, disk
+
+    def in_memory(self, digest: str) -> Adapter | FileAdapter | None:
+        return self._memory.get(digest)
+
+    def put_in_memory(self, adapter: Adapter, orphans: Set[str]) -> None:
+        """orphans: digests that files no longer hold."""
+        self._memory.put(adapter, set(orphans))
+
+    def drop(self, digest: str) -> None:
+        """Drop the copy in memory."""
+        self._memory.drop(digest)
+
+    def find(self, digest: str, path: Path | None) -> Adapter | FileAdapter | None:
+        """From its files, if they can be read without checking their content. Otherwise from the copy on
+        disk.
+        """
+        return self._find_stored(digest, path) or self._disk.get(digest)
+
+    def is_needless(self, digest: str, path: Path) -> bool:
+        """Whether it is in memory although its files can be read directly into the cache and a copy on disk
+        survives them.
+        """
+        return (
+            digest in self._memory and self._find_stored(digest, path) is not None and self._disk.has(digest)
+        )
+
+    def _find_stored(self, digest: str, path: Path | None) -> Adapter | FileAdapter | None:
+        with contextlib.suppress(AdapterError, OSError):  # the copy may be good
+            stored = None if path is None else self._reader.find_stored(path)
+            if stored is not None and stored.adapter.digest == digest:
+                return stored.adapter
+        return None
+
 
 logger = logging.getLogger("manylora")
 
@@ -132,7 +171,7 @@ class AdapterCatalog:
         self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
-        await watching.end(self._watching)
+        await cancel_and_wait(self._watching)
         reading = [entry.reading for entry in self._entries.values() if entry.reading is not None]
         for task in reading:
             task.cancel()

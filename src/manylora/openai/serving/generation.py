@@ -12,7 +12,7 @@ from manylora.llmapi.outputs import CompletionOutput
 from manylora.openai.api.errors import FORMAT, ApiError, renamed
 from manylora.openai.api.logprobs import TokenLogprob, from_logits
 from manylora.openai.api.params import Plan
-from manylora.openai.serving.event_queue import Signal
+from manylora.openai.serving.waits import Signal
 from manylora.request import Event, FinishReason, LoraInput, LoraMix, Request, RequestMetrics
 from manylora.text.tokenizer import Tokenizer
 

@@ -27,7 +27,6 @@ from manylora.openai.api.schema import (
 )
 from manylora.openai.api.tools import tool_use
 from manylora.openai.serving.backend import Backend, Call
-from manylora.openai.serving.event_queue import Signal
 from manylora.openai.serving.generation import GenerationState
 from manylora.openai.serving.keys import ApiKey
 from manylora.openai.serving.pooled_state import PooledState
@@ -41,6 +40,7 @@ from manylora.openai.serving.responses import (
 )
 from manylora.openai.serving.running_calls import RunningCalls
 from manylora.openai.serving.transport import EventStream, name_of
+from manylora.openai.serving.waits import Signal
 from manylora.request import Pooling
 from manylora.text.tokenizer import Tokenizer
 

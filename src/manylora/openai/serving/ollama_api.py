@@ -1,4 +1,4 @@
-"""Ollama's API: converts requests to chats and completions, and answers to Ollama's format."""
+"""Ollama's API: chats, completions and embeddings in Ollama's format."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -19,19 +20,24 @@ from manylora.openai.api.errors import ApiError, renamed
 from manylora.openai.api.ollama_request import (
     NAMES,
     OllamaChat,
+    OllamaEmbed,
+    OllamaEmbeddings,
     OllamaGenerate,
     OllamaShow,
     chat_request,
     completion_request,
 )
+from manylora.openai.api.parsing import validate
+from manylora.openai.api.pooled_request import EmbeddingRequest
 from manylora.openai.api.schema import ChatRequest, GenerationRequest, TokenizeRequest
 from manylora.openai.serving.adapter_entry import AdapterEntry
-from manylora.openai.serving.fitting import fit
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey
-from manylora.openai.serving.model_files import ModelFiles
-from manylora.openai.serving.models import tiers
+from manylora.openai.serving.models import ModelFiles, tiers
+from manylora.openai.serving.pooled_api import PooledApi
+from manylora.openai.serving.prompts import Prompts
 from manylora.openai.serving.responses import ChatResponse, encode
+from manylora.openai.serving.truncation import truncate_messages
 from manylora.request import RequestMetrics
 
 VERSION = "0.12.11"  # of the API; clients require a minimum version
@@ -129,7 +135,7 @@ class OllamaApi:
         wanted, chat = chat, chat.model_copy(update={"max_tokens": None})
         asked = await self._inference.ask(chat, key)
         if body.truncate:
-            chat, prompt = await fit(asked, self._inference.limits, chat)
+            chat, prompt = await truncate_messages(asked, self._inference.limits, chat)
         else:
             prompt = await asked.prompts.chat(chat)
         chat.max_tokens = self._room(wanted, len(prompt.ids))
@@ -303,3 +309,55 @@ def _call(number: int, call: dict[str, Any]) -> dict[str, Any]:
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+
+
+class OllamaEmbeddingApi:
+    """Its methods raise ApiError."""
+
+    def __init__(self, inference: Inference, ollama: OllamaApi, pooled: PooledApi) -> None:
+        self._inference, self._ollama, self._pooled = inference, ollama, pooled
+
+    async def embed(self, request: Request, body: OllamaEmbed, key: ApiKey) -> dict[str, Any]:
+        """Embeddings normalised to length 1, whatever the model's folder says, as in Ollama."""
+        started, model = time.monotonic_ns(), self._ollama.meant(body.model)
+        self._ollama.check(model, key)
+        if not body.texts:  # clients do this to load a model
+            return {"model": body.model, "embeddings": []}
+        prompts = await self._inference.prompts_of(model, key)
+        ids = [await self._ids(prompts, text, "input", body.truncate) for text in body.texts]
+        wanted = {"model": model, "input": ids, "dimensions": body.dimensions}
+        done = await self._pooled.embed(request, validate(wanted, EmbeddingRequest), key)
+        return {
+            "model": body.model,
+            "embeddings": [_unit(one).tolist() for one in done.values],
+            "total_duration": time.monotonic_ns() - started,
+            "load_duration": durations(done.metrics)[0],
+            "prompt_eval_count": done.num_tokens,
+        }
+
+    async def embeddings(self, request: Request, body: OllamaEmbeddings, key: ApiKey) -> dict[str, Any]:
+        """What the model returns, of any length, as in Ollama."""
+        model = self._ollama.meant(body.model)
+        self._ollama.check(model, key)
+        if not body.prompt:
+            return {"embedding": []}
+        prompts = await self._inference.prompts_of(model, key)
+        ids = await self._ids(prompts, body.prompt, "prompt", True)
+        wanted = {"model": model, "input": [ids], "use_activation": False}
+        done = await self._pooled.embed(request, validate(wanted, EmbeddingRequest), key)
+        return {"embedding": done.values[0].tolist()}
+
+    async def _ids(self, prompts: Prompts, text: str, field: str, truncate: bool) -> Sequence[int]:
+        """The start of a text that is too long, and the tokens that follow any text."""
+        ids = await prompts.encode(text, True, field, whole=not truncate)
+        most = self._inference.limits.max_seq_len
+        if not truncate or len(ids) <= most:
+            return list(ids)
+        added = prompts.tokenizer.encode("")
+        before = next((at for at, one in enumerate(added) if one != ids[at]), len(added))
+        behind = added[before:]
+        return [*ids[: most - len(behind)], *behind]
+
+
+def _unit(values: np.ndarray) -> np.ndarray:
+    return values / max(float(np.linalg.norm(values)), 1e-12)

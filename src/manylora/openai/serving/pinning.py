@@ -9,11 +9,10 @@ from functools import partial
 
 from manylora.errors import AdapterCacheFullError, AdapterNotCachedError, RequestError
 from manylora.openai.api.errors import ApiError, as_api_error
-from manylora.openai.serving import watching
 from manylora.openai.serving.adapter_entry import AdapterEntry
 from manylora.openai.serving.backend import EnginePins
 from manylora.openai.serving.catalog import AdapterCatalog
-from manylora.openai.serving.engine_answer import engine_answer
+from manylora.openai.serving.waits import cancel_and_wait, engine_answer
 
 logger = logging.getLogger("manylora")
 
@@ -37,7 +36,7 @@ class Pinning:
         self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
-        await watching.end(self._watching)
+        await cancel_and_wait(self._watching)
 
     def __len__(self) -> int:
         return len(self._pinned)

@@ -32,12 +32,12 @@ from manylora.openai.api.pooled_request import (
     ScoreRequest,
 )
 from manylora.openai.serving.backend import Call
-from manylora.openai.serving.event_queue import Signal
 from manylora.openai.serving.inference import Asked, Inference
 from manylora.openai.serving.keys import ApiKey
 from manylora.openai.serving.pooled_state import PooledState
 from manylora.openai.serving.running_calls import RunningCalls
 from manylora.openai.serving.transport import name_of
+from manylora.openai.serving.waits import Signal
 from manylora.request import Pooling, RequestMetrics
 
 Prompt = tuple[tuple[int, ...], Pooling]

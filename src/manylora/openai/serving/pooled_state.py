@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from manylora.errors import RequestError
-from manylora.openai.serving.event_queue import Signal
+from manylora.openai.serving.waits import Signal
 from manylora.request import Event, LoraInput, LoraMix, Pooling, Request, RequestMetrics
 
 

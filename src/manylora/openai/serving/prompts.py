@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 from manylora.errors import RequestError, TextTooLongError
 from manylora.openai.api.errors import ApiError, context_length, invalid_value
 from manylora.openai.api.fields import TemplateFields
-from manylora.openai.api.messages import num_characters, template_messages
 from manylora.openai.api.params import Limits
-from manylora.openai.api.schema import ChatRequest, DetokenizeRequest, Message, TokenizeRequest
+from manylora.openai.api.parsing import check_size
+from manylora.openai.api.schema import ChatRequest, DetokenizeRequest, Message, TokenizeRequest, ToolCall
 from manylora.openai.api.tools import ToolUse, tool_use
 from manylora.system.text_threads import LONG, TextThreads
+from manylora.text.chat_template import ROLES
 from manylora.text.tokenizer import Tokenizer
+from manylora.text.tool_text import call_arguments
 
 Result = TypeVar("Result")
 OWN = {"add_generation_prompt", "reasoning_effort"}  # our variables, in addition to a client's
@@ -156,3 +158,36 @@ def _variables(body: TemplateFields) -> dict[str, Any]:
         if body.response_format is not None and body.include_json_schema_in_prompt:
             given["json_schema"] = body.response_format.schema_given
     return {name: one for name, one in given.items() if one is not None} | body.chat_template_kwargs
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Raises ApiError."""
+    return [_template_message(message) for message in messages]
+
+
+def num_characters(messages: Sequence[Message]) -> int:
+    """Characters of all texts and of the arguments of tool calls."""
+    calls = [call for message in messages for call in message.tool_calls]
+    return sum(len(message.text) for message in messages) + sum(len(c.function.arguments) for c in calls)
+
+
+def _template_message(message: Message) -> dict[str, Any]:
+    shown: dict[str, Any] = {"role": ROLES.get(message.role, message.role), "content": message.text}
+    for name in ("name", "tool_call_id"):
+        if getattr(message, name) is not None:
+            shown[name] = getattr(message, name)
+    if message.tool_calls:
+        shown["tool_calls"] = [_call(call) for call in message.tool_calls]
+    return shown
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """Raises ApiError."""
+    try:
+        check_size(call.function.arguments.encode())
+        arguments = call_arguments(call.function.arguments)
+    except ValueError as error:
+        reason = "messages: arguments of a tool call must be a JSON object"
+        raise invalid_value(reason, "messages") from error
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}

@@ -14,11 +14,11 @@ from starlette.responses import Response
 
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.responses_request import ResponsesRequest, chat_request, in_words_of_responses
-from manylora.openai.serving.fitting import fit
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey
 from manylora.openai.serving.recent_items import RecentItems
 from manylora.openai.serving.responses import ChatResponse, encode
+from manylora.openai.serving.truncation import truncate_messages
 
 COMPLETED, INCOMPLETE, FAILED, RUNNING = "completed", "incomplete", "failed", "in_progress"
 CUT = {"length": INCOMPLETE}  # finish reason of a chat -> status; others: complete
@@ -35,7 +35,7 @@ async def respond(
         chat = chat_request(body)
         asked = await inference.ask(chat, key)
         if body.truncation == "auto":
-            chat, prompt = await fit(asked, inference.limits, chat)
+            chat, prompt = await truncate_messages(asked, inference.limits, chat)
         else:
             prompt = await asked.prompts.chat(chat)
         build = partial(ResponsesAnswer, body, remember)

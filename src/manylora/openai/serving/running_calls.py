@@ -9,9 +9,9 @@ from starlette.requests import Request
 
 from manylora.openai.api.errors import ApiError, as_api_error, client_left
 from manylora.openai.serving.backend import Backend, Call
-from manylora.openai.serving.event_queue import Signal
 from manylora.openai.serving.responses import ResponseBuilder
 from manylora.openai.serving.transport import watch
+from manylora.openai.serving.waits import Signal
 
 
 class RunningCalls:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from manylora.lora.library.names import is_name
 from manylora.openai.api.errors import ApiError, as_api_error
-from manylora.openai.serving import watching
 from manylora.openai.serving.adapter_entry import AdapterEntry
 from manylora.openai.serving.adapter_record import (
     SUFFIX,
@@ -25,6 +24,7 @@ from manylora.openai.serving.adapter_record import (
 )
 from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.openai.serving.pinning import Pinning
+from manylora.openai.serving.waits import cancel_and_wait
 
 logger = logging.getLogger("manylora")
 
@@ -84,7 +84,7 @@ class SharedAdapters:
         self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
-        await watching.end(self._watching)
+        await cancel_and_wait(self._watching)
 
     @contextlib.asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:

@@ -1,4 +1,4 @@
-"""Call: an HTTP request as data, to be handled by an ASGI application in another process."""
+"""An HTTP request and its response as data, for an ASGI application in another process."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from manylora.fleet.calls import Answer
+from manylora.fleet.remote_http import Answer
 from manylora.openai.serving.history import POINT_S
 
 SUMS = ("tokens_per_s", "requests_per_s", "running", "waiting")

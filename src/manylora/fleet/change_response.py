@@ -10,8 +10,8 @@ from http import HTTPStatus
 
 from starlette.responses import Response
 
-from manylora.fleet.calls import Answer
 from manylora.fleet.member import Changed
+from manylora.fleet.remote_http import Answer
 from manylora.openai.adapter_routes import deleted, unloaded
 from manylora.openai.serving.shared_adapters import State
 

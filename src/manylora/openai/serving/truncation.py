@@ -1,4 +1,4 @@
-"""Chats that are too long: drops the oldest messages until the rest fits."""
+"""Truncates chats that are too long: drops the oldest messages until the rest fits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from manylora.openai.serving.inference import Asked
 from manylora.openai.serving.prompts import ChatPrompt
 
 
-async def fit(asked: Asked, limits: Limits, body: ChatRequest) -> tuple[ChatRequest, ChatPrompt]:
+async def truncate_messages(
+    asked: Asked, limits: Limits, body: ChatRequest
+) -> tuple[ChatRequest, ChatPrompt]:
     """The body and its prompt, without as many of the oldest messages as necessary.
 
     The system messages at the start and the last message stay. Raises ApiError if these alone are too long.

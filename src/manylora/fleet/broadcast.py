@@ -1,4 +1,4 @@
-"""Everyone: a call to all replicas, and which of them did not answer."""
+"""A call to all replicas, and which of them did not answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from manylora.fleet.calls import Answer, Call
+from manylora.fleet.remote_http import Answer, Call
 from manylora.fleet.router import FleetRouter
 from manylora.openai.api.errors import ApiError
 

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from manylora.fleet.change_response import agreed
 from manylora.fleet.member import Changed, Member
 from manylora.fleet.options import FleetOptions
-from manylora.fleet.remote_http import Answer, Call
+from manylora.fleet.remote_http import RemoteRequest, RemoteResponse
 from manylora.openai.adapter_routes import RECEIVED
 from manylora.openai.server import open_app
 from manylora.openai.serving import adapter_record
@@ -104,21 +104,21 @@ def body_of(adapter: Path) -> bytes:
 
 def request(
     method: str, path: str, headers: Any = (), body: bytes = b"", received: str = "", **query: str
-) -> Call:
+) -> RemoteRequest:
     text = "&".join(f"{name}={value}" for name, value in query.items()).encode()
     scope = {"type": "http", "http_version": "1.1", "method": method, "path": path, "query_string": text}
     headers = [(b"host", b"localhost"), *headers]
-    return Call.of(Request({**scope, "headers": headers}), body, received=received)
+    return RemoteRequest.of(Request({**scope, "headers": headers}), body, received=received)
 
 
-def post(path: str, **fields: Any) -> Call:
+def post(path: str, **fields: Any) -> RemoteRequest:
     return request("POST", f"/v1/{path}", JSON, json.dumps(fields).encode())
 
 
 async def complete(member: Member, name: str, revision: int = 0, **more: Any) -> dict[str, Any]:
     fields = {"model": name, "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
     call = post("completions", **fields, return_token_ids=True, **more)
-    found = await member.whole_answer(Call(call.scope, call.headers, call.body, revision))
+    found = await member.whole_answer(RemoteRequest(call.scope, call.headers, call.body, revision))
     return {"status": found.status, **json.loads(found.body)}
 
 
@@ -430,7 +430,7 @@ def test_a_record_is_bounded_and_forgets_what_is_gone_first(
 def test_the_answer_names_who_has_not_followed() -> None:
     def first(body: bytes, status: int = 200) -> Changed:
         return Changed(
-            Answer("r0", status, [(b"content-type", b"x"), (b"content-length", b"0")], body), "n", 7
+            RemoteResponse("r0", status, [(b"content-type", b"x"), (b"content-length", b"0")], body), "n", 7
         )
 
     states = {"r0": State(7, 2, "d"), "r1": State(7, 0, "", problem="no room"), "r2": State(6)}
@@ -449,4 +449,4 @@ def test_the_answer_names_who_has_not_followed() -> None:
 
 def test_a_client_cannot_name_a_file_as_its_body() -> None:
     scope = {"method": "PUT", "path": "/", "headers": [], "query_string": b"", RECEIVED: "/etc/passwd"}
-    assert RECEIVED not in Call.of(Request({"type": "http", **scope})).scope
+    assert RECEIVED not in RemoteRequest.of(Request({"type": "http", **scope})).scope

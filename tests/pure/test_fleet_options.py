@@ -17,7 +17,7 @@ from starlette.routing import Route
 from manylora.errors import ConfigError
 from manylora.fleet.merged_exports import joined_metrics
 from manylora.fleet.options import REFUSED, FleetOptions, parse_options, read_args
-from manylora.fleet.remote_http import Call, answer, whole_answer
+from manylora.fleet.remote_http import RemoteRequest, answer, whole_answer
 from manylora.openai import arguments
 from manylora.openai.options import ServeOptions
 
@@ -112,7 +112,7 @@ def test_metrics_of_replicas_become_one_text_with_a_label() -> None:
     ]
 
 
-def call(path: str, body: bytes = b"") -> Call:
+def call(path: str, body: bytes = b"") -> RemoteRequest:
     scope = {
         "type": "http",
         "method": "POST",
@@ -120,7 +120,7 @@ def call(path: str, body: bytes = b"") -> Call:
         "headers": [(b"x-a", b"1")],
         "query_string": b"q=2",
     }
-    return Call.of(Request({**scope, "http_version": "1.1", "app": object()}), body)
+    return RemoteRequest.of(Request({**scope, "http_version": "1.1", "app": object()}), body)
 
 
 def test_a_call_is_answered_by_an_application_elsewhere() -> None:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from manylora.fleet.merged_exports import fleet_status
-from manylora.fleet.remote_http import Answer
+from manylora.fleet.remote_http import RemoteResponse
 
 COUNTS = {"device": 1}
 NOW = 2001.0
@@ -23,7 +23,7 @@ def status(replicas: dict[str, list[dict[str, Any]]], after: int = 0) -> dict[st
     for name, points in replicas.items():
         last = {key: value for key, value in point(0, 1, 0, None).items() if key not in ("number", "running")}
         body = {"counts": COUNTS, "points": points, "last_minute": last, "adapters": []}
-        answers.append(Answer(name, 200, [], json.dumps(body).encode()))
+        answers.append(RemoteResponse(name, 200, [], json.dumps(body).encode()))
     report = {"pid": 1, "capacity": 4, "running": 0, "waiting": 0}
     return fleet_status(answers, dict.fromkeys(replicas, report), {"RUNNING": 2}, NOW, after)
 

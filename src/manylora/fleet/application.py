@@ -22,7 +22,7 @@ from starlette.types import Message
 from manylora.fleet.front import DEPLOYMENT, make_front
 from manylora.fleet.member import Changed, Member
 from manylora.fleet.options import FleetOptions, read_args
-from manylora.fleet.remote_http import Answer, Call
+from manylora.fleet.remote_http import RemoteRequest, RemoteResponse
 from manylora.fleet.router import FleetRouter
 from manylora.openai.serving.logs import log_to_stderr
 from manylora.openai.serving.shared_adapters import State
@@ -57,15 +57,17 @@ class ServerReplica:
         self._member = Member(self._app, self._id)
         self._numbers = count()
 
-    async def answer(self, call: Call, *, adapter: str | None = None) -> AsyncIterator[list[Message]]:
+    async def answer(
+        self, call: RemoteRequest, *, adapter: str | None = None
+    ) -> AsyncIterator[list[Message]]:
         """adapter: used by the router, which chose this replica by it."""
         async for messages in self._member.answer(call):
             yield messages
 
-    async def change(self, call: Call) -> Changed:
+    async def change(self, call: RemoteRequest) -> Changed:
         return await self._member.change(call)
 
-    async def whole_answer(self, call: Call) -> tuple[str, tuple[Answer, dict[str, Any]]]:
+    async def whole_answer(self, call: RemoteRequest) -> tuple[str, tuple[RemoteResponse, dict[str, Any]]]:
         """The response, and this replica's report."""
         return self._id, (await self._member.whole_answer(call), self.record_routing_stats())
 

@@ -10,7 +10,7 @@ from typing import Any
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from manylora.fleet.remote_http import Answer, Call
+from manylora.fleet.remote_http import RemoteRequest, RemoteResponse
 from manylora.fleet.router import FleetRouter
 from manylora.openai.api.errors import ApiError
 
@@ -24,17 +24,17 @@ class Everyone:
     answer in time.
     """
 
-    answers: list[Answer]
+    answers: list[RemoteResponse]
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
 
     @property
-    def refused(self) -> Answer | None:
+    def refused(self) -> RemoteResponse | None:
         """A response that is not a success. All replicas judge a request and its key in the same way."""
         return next((one for one in self.answers if one.status != 200), None)
 
 
-async def ask_everyone(replicas: DeploymentHandle, call: Call) -> Everyone:
+async def ask_everyone(replicas: DeploymentHandle, call: RemoteRequest) -> Everyone:
     """Wait for all replicas, at most ALL_S. Raises ApiError if none answers."""
     given, missing = await tell_everyone(replicas, "whole_answer", call)
     if not given:

@@ -11,7 +11,7 @@ from http import HTTPStatus
 from starlette.responses import Response
 
 from manylora.fleet.member import Changed
-from manylora.fleet.remote_http import Answer
+from manylora.fleet.remote_http import RemoteResponse
 from manylora.openai.adapter_routes import deleted, unloaded
 from manylora.openai.serving.shared_adapters import State
 
@@ -55,7 +55,7 @@ def _where(states: Mapping[str, State], having: Sequence[str]) -> str:
     return f"On {len(having)} replica{'' if len(having) == 1 else 's'}{told}."
 
 
-def _response(first: Answer, status: int, body: bytes) -> Response:
+def _response(first: RemoteResponse, status: int, body: bytes) -> Response:
     response = Response(body, status)
     kept = [one for one in first.headers if one[0] != b"content-length"]
     response.raw_headers = [*kept, (b"content-length", str(len(body)).encode())]

@@ -17,7 +17,7 @@ from manylora.fleet.change_response import agreed
 from manylora.fleet.member import Changed
 from manylora.fleet.options import FleetOptions
 from manylora.fleet.relay import LOST, NOT_TAKEN, not_taken
-from manylora.fleet.remote_http import Call
+from manylora.fleet.remote_http import RemoteRequest
 from manylora.lora.library.aliases import Aliases
 from manylora.openai.api.errors import ApiError
 from manylora.openai.serving.adapter_record import AdapterRecord
@@ -63,10 +63,10 @@ class Changes:
         if not takes_file or content_type(request) != "application/octet-stream":
             with self._reserve() as grow:
                 body = await read_body(request, self._options.max_request_bytes, grow, any_type=True)
-            return await self._spread(request, Call.of(request, body))
+            return await self._spread(request, RemoteRequest.of(request, body))
         path = await self._receive(request, key)
         try:
-            return await self._spread(request, Call.of(request, received=str(path)))
+            return await self._spread(request, RemoteRequest.of(request, received=str(path)))
         finally:
             self._uploads.drop(path)  # no effect once a replica has placed it
 
@@ -75,7 +75,7 @@ class Changes:
         check_encoding(request)
         return await self._uploads.receive(_bounded(request, key), declared_length(request))
 
-    async def _spread(self, request: Request, call: Call) -> Response:
+    async def _spread(self, request: Request, call: RemoteRequest) -> Response:
         changed = await self._change(call)
         if not changed.name and changed.revision <= self.revision:
             return agreed(changed, request.method, request.url.path, {}, ())
@@ -92,7 +92,7 @@ class Changes:
         self.revision = max(self.revision, changed.revision)
         return agreed(changed, request.method, request.url.path, states, missing)
 
-    async def _change(self, call: Call) -> Changed:
+    async def _change(self, call: RemoteRequest) -> Changed:
         """Raises ApiError."""
         response = self._replicas.options(method_name="change").remote(call)
         try:

@@ -21,7 +21,7 @@ from manylora.fleet.changes import Changes
 from manylora.fleet.merged_exports import fleet_status, joined_metrics
 from manylora.fleet.options import FleetOptions
 from manylora.fleet.relay import Relay
-from manylora.fleet.remote_http import Answer, Call
+from manylora.fleet.remote_http import RemoteRequest, RemoteResponse
 from manylora.fleet.requested_adapter import asked_adapter
 from manylora.openai.adapter_routes import ADAPTER_ROUTES
 from manylora.openai.api.errors import ApiError
@@ -75,7 +75,7 @@ class _Front:
         with self._body_memory.reserve() as grow:
             most = self._options.max_request_bytes
             body = await read_body(request, most, grow, any_type=True)
-        call = Call.of(request, body, self._changes.revision)
+        call = RemoteRequest.of(request, body, self._changes.revision)
         return await self._relay(request, call, self._adapter(request, body))
 
     async def _answered(self, request: Request, handle: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -86,7 +86,7 @@ class _Front:
             response.headers["x-request-id"] = request_id(request)
             return response
 
-    async def _relay(self, request: Request, call: Call, adapter: str | None) -> Response:
+    async def _relay(self, request: Request, call: RemoteRequest, adapter: str | None) -> Response:
         with ExitStack() as stack:
             stack.enter_context(self._limit(request))
             relay = Relay(self._replicas, call, adapter, self._counts)
@@ -123,7 +123,7 @@ class _Front:
         return JSONResponse({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:
-        found = await ask_everyone(self._replicas, Call.of(request, b""))
+        found = await ask_everyone(self._replicas, RemoteRequest.of(request, b""))
         if found.refused is not None:
             return _as_response(found.refused)
         states = (await self._replica_states()).items()
@@ -140,7 +140,7 @@ class _Front:
 
     async def cache(self, request: Request) -> Response:
         # Replicas number their points differently, so request all of them.
-        call = Call.of(request, b"")
+        call = RemoteRequest.of(request, b"")
         call = replace(call, scope={**call.scope, "query_string": b""})
         found = await ask_everyone(self._replicas, call)
         if found.refused is not None:
@@ -176,7 +176,7 @@ def _gauge(name: str, help_text: str, samples: Sequence[tuple[str, int]]) -> lis
     return [f"# HELP {name} {help_text}", f"# TYPE {name} gauge", *lines] if lines else []
 
 
-def _as_response(answer: Answer) -> Response:
+def _as_response(answer: RemoteResponse) -> Response:
     response = Response(answer.body, answer.status)
     response.raw_headers = answer.headers
     return response

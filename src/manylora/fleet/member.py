@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from starlette.applications import Starlette
 from starlette.types import Message
 
-from manylora.fleet.remote_http import Answer, Call, answer, whole_answer
+from manylora.fleet.remote_http import RemoteRequest, RemoteResponse, answer, whole_answer
 from manylora.openai.api.errors import ApiError, as_api_error
 from manylora.openai.serving.shared_adapters import SharedAdapters, State
 from manylora.openai.serving.transport import error_response
@@ -22,7 +22,7 @@ FOLLOW_S = 10.0  # to wait for an adapter change that this server has not seen y
 class Changed:
     """The change made by a request. name: "": no change. revision: of the record after it."""
 
-    answer: Answer
+    answer: RemoteResponse
     name: str
     revision: int
 
@@ -34,7 +34,7 @@ class Member:
         self._app, self._name = app, name
         self._shared: SharedAdapters | None = app.state.routes.context.shared
 
-    async def answer(self, call: Call) -> AsyncIterator[list[Message]]:
+    async def answer(self, call: RemoteRequest) -> AsyncIterator[list[Message]]:
         await self._follow(call)
         async for messages in answer(self._app, call):
             for one in messages:
@@ -42,11 +42,11 @@ class Member:
                     one["headers"] = [*one["headers"], (b"x-manylora-replica", self._name.encode())]
             yield messages
 
-    async def whole_answer(self, call: Call) -> Answer:
+    async def whole_answer(self, call: RemoteRequest) -> RemoteResponse:
         await self._follow(call)
         return await whole_answer(self._app, call, self._name)
 
-    async def change(self, call: Call) -> Changed:
+    async def change(self, call: RemoteRequest) -> Changed:
         """The response to a request that may change adapters. The other servers have not followed yet."""
         assert self._shared is not None
         try:
@@ -56,7 +56,7 @@ class Member:
             return Changed(found, name, self._shared.revision)
         except ApiError as error:
             response = error_response(error)
-            told = Answer(self._name, error.status, response.raw_headers, bytes(response.body))
+            told = RemoteResponse(self._name, error.status, response.raw_headers, bytes(response.body))
             return Changed(told, "", self._shared.revision)
 
     async def look(self, name: str, revision: int, drain_s: float) -> State:
@@ -70,7 +70,7 @@ class Member:
         except Exception as error:
             return State(self._shared.revision, problem=as_api_error(error).message)
 
-    async def _follow(self, call: Call) -> None:
+    async def _follow(self, call: RemoteRequest) -> None:
         if self._shared is not None and call.revision > self._shared.revision:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._shared.look(call.revision), FOLLOW_S)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from manylora.fleet.remote_http import Answer
+from manylora.fleet.remote_http import RemoteResponse
 from manylora.openai.serving.history import POINT_S
 
 SUMS = ("tokens_per_s", "requests_per_s", "running", "waiting")
@@ -44,7 +44,7 @@ def _labelled(line: str, replica: str) -> str:
 
 
 def fleet_status(
-    answers: Sequence[Answer],
+    answers: Sequence[RemoteResponse],
     reports: Mapping[str, dict[str, Any]],
     states: Mapping[str, int],
     now: float,

@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from manylora.fleet.remote_http import Call
+from manylora.fleet.remote_http import RemoteRequest
 from manylora.openai.api.errors import ApiError, client_left
 
 NOT_TAKEN = (BackPressureError, DeploymentUnavailableError)
@@ -34,7 +34,7 @@ class Relay(Response):
     }
 
     def __init__(
-        self, replicas: DeploymentHandle, call: Call, adapter: str | None, counts: Counter[str]
+        self, replicas: DeploymentHandle, call: RemoteRequest, adapter: str | None, counts: Counter[str]
     ) -> None:
         super().__init__()
         self._method = replicas.options(method_name="answer", stream=True)

@@ -17,7 +17,7 @@ COPIED = ("http_version", "method", "scheme", "path", "raw_path", "query_string"
 
 
 @dataclass(frozen=True)
-class Call:
+class RemoteRequest:
     """scope: the serialisable part of the ASGI scope. body: complete. revision: of the adapter record, which
     the response must take into account. received: the file that the body was written to; "": none.
     """
@@ -31,13 +31,13 @@ class Call:
     @classmethod
     def of(
         cls, request: Request, body: bytes | bytearray = b"", revision: int = 0, received: str = ""
-    ) -> Call:
+    ) -> RemoteRequest:
         scope = {name: request.scope[name] for name in COPIED if name in request.scope}
         return cls(scope, list(request.scope["headers"]), bytes(body), revision, received)
 
 
 @dataclass(frozen=True)
-class Answer:
+class RemoteResponse:
     """A complete response of one replica."""
 
     replica: str
@@ -46,7 +46,7 @@ class Answer:
     body: bytes
 
 
-async def answer(app: ASGIApp, call: Call) -> AsyncIterator[list[Message]]:
+async def answer(app: ASGIApp, call: RemoteRequest) -> AsyncIterator[list[Message]]:
     """The ASGI messages of its response, in batches of all that are available. If the iterator is closed
     early, the application sees that the client disconnected.
     """
@@ -85,7 +85,7 @@ async def answer(app: ASGIApp, call: Call) -> AsyncIterator[list[Message]]:
             task.cancel()
 
 
-async def whole_answer(app: ASGIApp, call: Call, replica: str) -> Answer:
+async def whole_answer(app: ASGIApp, call: RemoteRequest, replica: str) -> RemoteResponse:
     status, headers, body = 500, [], bytearray()
     async for messages in answer(app, call):
         for one in messages:
@@ -93,4 +93,4 @@ async def whole_answer(app: ASGIApp, call: Call, replica: str) -> Answer:
                 status, headers = one["status"], list(one["headers"])
             else:
                 body += one.get("body", b"")
-    return Answer(replica, status, headers, bytes(body))
+    return RemoteResponse(replica, status, headers, bytes(body))

@@ -50,7 +50,7 @@ BuildResponse = Callable[..., ResponseBuilder]
 
 
 @dataclass(frozen=True)
-class Asked:
+class ResolvedRequest:
     """What a request asks for. prompts, defaults: the adapter's own, or the base model's."""
 
     choice: AdapterChoice
@@ -96,12 +96,14 @@ class Inference:
         asked = await self.ask(body, key)
         return await self.chat_from(request, body, asked, await asked.prompts.chat(body), build)
 
-    async def ask(self, body: AdapterFields, key: ApiKey) -> Asked:
+    async def ask(self, body: AdapterFields, key: ApiKey) -> ResolvedRequest:
         """Which adapter a body asks for, and the text settings that apply. Raises as `choose_adapter`, and
         any error of reading the adapter.
         """
         choice = self.choose_adapter(body, key)
-        return Asked(choice, *await self._text_of(choice.alone, fresh=body.load_lora_weights == "always"))
+        return ResolvedRequest(
+            choice, *await self._text_of(choice.alone, fresh=body.load_lora_weights == "always")
+        )
 
     async def prompts_of(self, model: str, key: ApiKey) -> Prompts:
         """Tokenizer and chat template of a model that the key may use. For other names the base model's."""
@@ -146,7 +148,7 @@ class Inference:
         self,
         request: Request,
         body: ChatRequest,
-        asked: Asked,
+        asked: ResolvedRequest,
         prompt: ChatPrompt,
         build: BuildResponse | None = None,
     ) -> Response:
@@ -195,7 +197,7 @@ class Inference:
 
     async def _generate_two(self, name: str | None) -> None:
         body = CompletionRequest.model_validate({"prompt": "a", "max_tokens": 2, "temperature": 0.0})
-        asked = Asked(AdapterChoice(name=name), self.prompts)
+        asked = ResolvedRequest(AdapterChoice(name=name), self.prompts)
         await self._try_out(self._call(body, tuple(self.tokenizer.encode("a")), asked, Signal(), "health"))
 
     async def _compute_one(self, name: str | None) -> None:
@@ -230,7 +232,7 @@ class Inference:
         self,
         request: Request,
         body: GenerationRequest,
-        asked: Asked,
+        asked: ResolvedRequest,
         prompts: Sequence[tuple[int, ...]],
         texts: Sequence[str] = (),
         build: BuildResponse | None = None,
@@ -294,7 +296,7 @@ class Inference:
         self,
         body: GenerationRequest,
         prompt: tuple[int, ...],
-        asked: Asked,
+        asked: ResolvedRequest,
         changed: Signal,
         request_id: str,
         shared: Shared | None = None,
@@ -313,7 +315,7 @@ class Inference:
         self,
         body: GenerationRequest,
         calls: Sequence[Call[GenerationState]],
-        asked: Asked,
+        asked: ResolvedRequest,
         texts: Sequence[str],
         name: str,
         build: BuildResponse | None,

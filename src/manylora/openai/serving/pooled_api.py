@@ -32,7 +32,7 @@ from manylora.openai.api.pooled_request import (
     ScoreRequest,
 )
 from manylora.openai.serving.backend import Call
-from manylora.openai.serving.inference import Asked, Inference
+from manylora.openai.serving.inference import Inference, ResolvedRequest
 from manylora.openai.serving.keys import ApiKey
 from manylora.openai.serving.pooled_state import PooledState
 from manylora.openai.serving.running_calls import RunningCalls
@@ -175,7 +175,7 @@ class PooledApi:
         }
         return done, [similarity(by_text[a], by_text[b]) for a, b in pairs]
 
-    async def _has_head(self, asked: Asked, most: int = 2**31) -> bool:
+    async def _has_head(self, asked: ResolvedRequest, most: int = 2**31) -> bool:
         """Whether the adapter has a classification head, or else the model has one of at most `most`
         labels.
         """
@@ -189,7 +189,7 @@ class PooledApi:
         given: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
         body: PooledRequest,
         pooling: Pooling,
-        asked: Asked,
+        asked: ResolvedRequest,
         field: str = "input",
     ) -> list[Prompt]:
         single = isinstance(given, str) or isinstance(given[0], int)
@@ -226,7 +226,7 @@ class PooledApi:
                 raise invalid_value(str(error), "dimensions") from error
 
     async def _run(
-        self, request: Request, body: PooledRequest, prompts: Sequence[Prompt], asked: Asked
+        self, request: Request, body: PooledRequest, prompts: Sequence[Prompt], asked: ResolvedRequest
     ) -> Answered:
         choice = asked.choice
         changed, name = Signal(), name_of(request, body.request_id)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from manylora.openai.api.errors import ApiError, context_length
 from manylora.openai.api.params import Limits
 from manylora.openai.api.schema import ChatRequest, Message
-from manylora.openai.serving.inference import Asked
+from manylora.openai.serving.inference import ResolvedRequest
 from manylora.openai.serving.prompts import ChatPrompt
 
 
 async def truncate_messages(
-    asked: Asked, limits: Limits, body: ChatRequest
+    asked: ResolvedRequest, limits: Limits, body: ChatRequest
 ) -> tuple[ChatRequest, ChatPrompt]:
     """The body and its prompt, without as many of the oldest messages as necessary.
 
@@ -44,7 +44,7 @@ _LEADING = ("system", "developer")
 
 
 async def _cut(
-    asked: Asked, limits: Limits, body: ChatRequest, first: int, start: int
+    asked: ResolvedRequest, limits: Limits, body: ChatRequest, first: int, start: int
 ) -> tuple[ChatRequest, ChatPrompt]:
     messages = [*body.messages[:first], *_whole(body.messages[start:])]
     shorter = body.model_copy(update={"messages": messages})
@@ -57,7 +57,7 @@ def _whole(messages: Sequence[Message]) -> Sequence[Message]:
     return messages[start:]
 
 
-async def _prompt(asked: Asked, limits: Limits, body: ChatRequest) -> ChatPrompt:
+async def _prompt(asked: ResolvedRequest, limits: Limits, body: ChatRequest) -> ChatPrompt:
     prompt = await asked.prompts.chat(body)
     wanted = body.max_completion_tokens or body.max_tokens or 1
     most = limits.max_seq_len

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import durations
 import pytest
 import selection
+from recorded import Replay
 
 import manylora  # noqa: F401 before torch, whose threads then spin as briefly as those of a server
 
@@ -30,6 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--quick", action="store_true", help="tests/pure, and tests marked quick: make quick")
     group.addoption("--write-durations", action="store_true", help="write tests/durations.json")
     group.addoption("--record", action="store_true", help=f"write tests/{RECORD.name}")
+    group.addoption("--record-replay", action="store_true", help="write tests/replay/records")
+    group.addoption("--replay-bits", type=Path, help="folder to compare all bits with, or to write them to")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -39,6 +43,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = selection.select(items, config.option.quick)
     config.hook.pytest_deselected(items=list({*items} - {*kept}))
     items[:] = kept
+
+
+@pytest.fixture(scope="module")
+def replay(request: pytest.FixtureRequest) -> Iterator[Replay]:
+    """The record of the door that the test's file is about, test_replay_DOOR.py."""
+    door = request.path.stem.removeprefix("test_replay_")
+    made = Replay(door, request.config.option.record_replay, request.config.option.replay_bits)
+    yield made
+    made.close()
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

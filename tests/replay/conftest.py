@@ -1,0 +1,8 @@
+"""Modules of tests/cpu that the replays use too."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "cpu"))

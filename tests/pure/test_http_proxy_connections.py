@@ -1,5 +1,5 @@
 """Protects the clients of the HTTP proxy from each other: each gets the answers to its own requests, in
-order; who takes many places, or is slow, makes room."""
+order; who opens many connections, or is slow, makes room."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from copy import copy
 
 import pytest
 
 from manylora.launcher import http_proxy
 from manylora.launcher.http_proxy import ClientConnection, HttpProxy, Probe
-from manylora.launcher.places import Places, address_of
 from manylora.launcher.probes import ProxyProbe
+from manylora.system.connections import OpenConnections, address_of
 
 GENERATE = b"/v2/models/m/generate"
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -273,40 +272,29 @@ def test_the_launcher_is_answered_on_a_way_of_its_own() -> None:
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
-def test_a_deputy_does_not_close_what_it_has_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = ProxyProbe()
-    with monkeypatch.context() as patched:
-        patched.setattr("os.getpid", lambda: 1)
-        ProxyProbe.close(copy(probe))
-    probe.other.send(b"!")
-    assert probe.answered()
-    probe.other.close()
-    probe.close()
-
-
 def test_the_address_with_most_connections_gives_way() -> None:
-    places: Places[str] = Places(8)
+    open_ones: OpenConnections[str] = OpenConnections(8)
     names = ["good 1", "many 1", "many 2", "many 3", "good 2", "else 1", "else 2", "some 1"]
-    assert [places.add(name, name[:4], number) for number, name in enumerate(names)] == [None] * 8
-    assert places.add("new", "new", 9) == "many 1"
-    places.mark_busy("good 1")
-    assert places.add("newer", "new", 10) == "many 2", "of those with two connections"
-    assert places.add("newest", "new", 11) == "good 2"
-    places.remove("else 1")
-    assert places.add("last", "last", 12) is None
-    assert len(places) == 8
+    assert [open_ones.add(name, name[:4], number) for number, name in enumerate(names)] == [None] * 8
+    assert open_ones.add("new", "new", 9) == "many 1"
+    open_ones.mark_busy("good 1")
+    assert open_ones.add("newer", "new", 10) == "many 2", "of those with two connections"
+    assert open_ones.add("newest", "new", 11) == "good 2"
+    open_ones.remove("else 1")
+    assert open_ones.add("last", "last", 12) is None
+    assert len(open_ones) == 8
 
 
 def test_one_address_may_take_three_quarters_while_others_want_none() -> None:
-    places: Places[int] = Places(8)
+    open_ones: OpenConnections[int] = OpenConnections(8)
     for number in range(6):
-        assert places.add(number, "a", number) is None
-        places.mark_busy(number)
-    assert places.add(6, "a", 6) == 6, "all of its own work"
-    assert places.add(7, "b", 7) is None
-    places.mark_idle(3, 8)
-    assert places.add(8, "a", 8) == 3
-    assert len(places) == 7
+        assert open_ones.add(number, "a", number) is None
+        open_ones.mark_busy(number)
+    assert open_ones.add(6, "a", 6) == 6, "all of its own work"
+    assert open_ones.add(7, "b", 7) is None
+    open_ones.mark_idle(3, 8)
+    assert open_ones.add(8, "a", 8) == 3
+    assert len(open_ones) == 7
 
 
 def test_addresses_of_one_customer_are_one() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from manylora.errors import ConfigError
-from manylora.launcher.repository import check_filled, with_defaults
+from manylora.launcher.templates import check_filled, with_defaults
 
 TEXT = """name: "m" # ${comment}
 max_batch_size: 4

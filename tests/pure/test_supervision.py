@@ -13,20 +13,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 
 import pytest
 from waiting import wait_for_named as wait_for
 
 from manylora.errors import ConfigError
-from manylora.launcher import supervisor as keeper_module
+from manylora.launcher import supervisor as supervisor_module
 from manylora.launcher.logs import ServerLog, limit_size, open_log
-from manylora.launcher.probes import Silence
+from manylora.launcher.probes import MemoryLimit, Silence
 from manylora.launcher.processes import end_marked, free_port, raise_open_files, stat_of
-from manylora.launcher.roles import SUPERVISOR, Roles
-from manylora.launcher.server import MemoryLimit
-from manylora.launcher.state import State
+from manylora.launcher.run_directory import RunDirectory
 from manylora.launcher.supervisor import StoppedError, Supervisor
 from manylora.system import lifeline
 from manylora.system.compiler import load_library
@@ -35,15 +32,13 @@ from manylora.system.lifeline import RUN_DIR, Report, read_reports
 PROGRAM = "import socket, time; s = socket.create_server(('127.0.0.1', {port})); time.sleep(600)"
 KEEP = """
 import logging, sys
-from manylora.launcher.command_service import CommandService
+from manylora.launcher.programs import ServeProgram
 from manylora.launcher.supervisor import Supervisor
-from manylora.launcher.roles import Roles
-from manylora.launcher.state import State
 logging.basicConfig(level="INFO")
-state = State()
-child = CommandService([sys.executable, "-c", sys.argv[1]], "127.0.0.1", int(sys.argv[2]), 5)
-code = Supervisor(child, Roles(state.fd), state, 2).run()
-print(state.read()["reason"])
+child = ServeProgram([sys.executable, "-c", sys.argv[1]], "127.0.0.1", int(sys.argv[2]), 5)
+supervisor = Supervisor(child)
+code = supervisor.run()
+print(supervisor.status["reason"])
 sys.exit(code)
 """
 
@@ -74,34 +69,29 @@ class Scripted:
     def processes(self) -> list[int]:
         return [1234]
 
-    def tidy(self) -> None:
-        pass
-
     def stop(self, hurry: Callable[[], bool]) -> None:
         self.calls.append("stop")
 
     def kill(self) -> None:
         self.calls.append("kill")
 
-    def close(self, reason: str | None) -> None:
-        self.calls.append("close")
-
 
 def kept(
     monkeypatch: pytest.MonkeyPatch, *starts: Exception | str | None, tries: int | None = None
 ) -> tuple[int, dict, list[str], list[float]]:
-    """What a keeper returned, said last, called, and how long it paused before each further try."""
+    """What a supervisor returned, said last, called, and how long it paused before each further try."""
     pauses: list[float] = []
     monkeypatch.setattr(Supervisor, "_sleep", lambda _, seconds: pauses.append(seconds))
-    monkeypatch.setattr(keeper_module, "POLL_S", 0)
-    service, state = Scripted(*starts), State()
+    monkeypatch.setattr(supervisor_module, "POLL_S", 0)
+    service = Scripted(*starts)
+    supervisor = Supervisor(service, tries)
     before = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
-        code = Supervisor(service, Roles(state.fd), state, tries=tries).run()
+        code = supervisor.run()
     finally:
         for name, handler in before.items():
             signal.signal(name, handler)
-    return code, state.read(), service.calls, pauses
+    return code, supervisor.status, service.calls, pauses
 
 
 def test_a_restart_that_fails_is_tried_again_for_ever_with_growing_pauses(
@@ -114,7 +104,7 @@ def test_a_restart_that_fails_is_tried_again_for_ever_with_growing_pauses(
         TimeoutError("slow"),
     ]
     code, said, calls, pauses = kept(monkeypatch, "it was killed", *failures, *failures, None)
-    assert (code, calls.count("start"), calls[-2:]) == (0, 10, ["stop", "close"])
+    assert (code, calls.count("start"), calls[-1]) == (0, 10, "stop")
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
     assert (said["restarts"], said["last_loss"]) == (1, "it was killed")
 
@@ -137,42 +127,36 @@ def test_a_first_start_that_is_refused_ends_with_the_reason(monkeypatch: pytest.
 
 
 class Kept:
-    """A keeper with two deputies and a web server as its service; all of them have the port on their command
-    line, and only these."""
+    """A supervisor with a web server as its service; both have the port on their command line, and only
+    these.
+    """
 
     def __init__(self, program: str = PROGRAM) -> None:
         self.port = free_port()
         command = [sys.executable, "-c", KEEP, program.format(port=self.port), str(self.port)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    def pids(self) -> tuple[list[int], list[int]]:
-        """Of keeper and deputies, and of the service."""
-        keepers, services = [], []
+    def services(self) -> list[int]:
+        found = []
         for path in Path("/proc").glob("[0-9]*"):
-            try:
+            with suppress(OSError):
                 words = (path / "cmdline").read_bytes().decode().split("\0")
-            except OSError:
-                continue
-            if len(words) > 3 and f"'127.0.0.1', {self.port})" in words[2] + words[3]:
-                (keepers if words[2] == KEEP else services).append(int(path.name))
-        return sorted(keepers), services
+                if len(words) > 3 and words[2] != KEEP and f"'127.0.0.1', {self.port})" in words[2]:
+                    found.append(int(path.name))
+        return found
 
     def answers(self) -> bool:
-        try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=1):
-                return True
-        except OSError:
-            return False
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+            return True
+        return False
 
-    def wait(self) -> tuple[list[int], list[int]]:
-        """Until all are there and it serves."""
-        wait_for("everybody", lambda: list(map(len, self.pids())) == [3, 1] and self.answers())
-        return self.pids()
+    def wait(self) -> list[int]:
+        """Until it serves."""
+        wait_for("the service", lambda: len(self.services()) == 1 and self.answers())
+        return self.services()
 
     def close(self) -> None:
-        for pid in [pid for pids in self.pids() for pid in pids]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self.process.kill()
         self.process.communicate()
 
 
@@ -183,25 +167,13 @@ def served() -> Iterator[Kept]:
     made.close()
 
 
-def test_whoever_is_killed_the_service_comes_back_and_ends_when_told(served: Kept) -> None:
-    keepers, [service] = served.wait()
+def test_a_killed_service_comes_back_and_ends_when_told(served: Kept) -> None:
+    [service] = served.wait()
     os.kill(service, signal.SIGKILL)
-    wait_for("another service", lambda: service not in served.wait()[1])
-    # The supervisor and a deputy in the same instant, then the one that took over.
-    for deputies in (1, 0):
-        keepers, services = served.wait()
-        chief = parent(services[0])
-        killed = [chief, *[pid for pid in keepers if pid != chief][:deputies]]
-        for pid in killed:
-            os.kill(pid, signal.SIGKILL)
-        wait_for("others", lambda gone=[*killed, *services]: not set(gone) & set(chain(*served.wait())))
-    os.kill(parent(served.wait()[1][0]), signal.SIGTERM)
-    wait_for("the end of all", lambda: served.pids() == ([], []))
-    assert not served.answers()
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    wait_for("another service", lambda: service not in served.wait())
+    served.process.terminate()
+    assert served.process.wait(60) == 0
+    assert not served.services() and not served.answers()
 
 
 def test_programs_with_the_same_seed_choose_different_ports() -> None:
@@ -218,18 +190,17 @@ def test_programs_with_the_same_seed_choose_different_ports() -> None:
 
 def test_a_signal_while_it_starts_ends_everything() -> None:
     slow = Kept("import time; time.sleep(600)  # '127.0.0.1', {port})")
-    wait_for("it starts", lambda: list(map(len, slow.pids())) == [3, 1])
+    wait_for("it starts", slow.services)
     slow.process.terminate()
     assert slow.process.wait(60) == 0
-    assert slow.pids() == ([], [])
+    assert not slow.services()
     slow.close()
 
 
-def test_when_all_keepers_are_killed_the_service_ends_with_them(served: Kept) -> None:
-    keepers, _ = served.wait()
-    for pid in keepers:
-        os.kill(pid, signal.SIGKILL)
-    wait_for("the end of all", lambda: served.pids() == ([], []))
+def test_a_service_ends_with_its_supervisor(served: Kept) -> None:
+    served.wait()
+    served.process.kill()
+    wait_for("its end", lambda: not served.services())
 
 
 def test_a_service_that_refuses_its_first_start_is_not_tried_again() -> None:
@@ -237,28 +208,43 @@ def test_a_service_that_refuses_its_first_start_is_not_tried_again() -> None:
     output, errors = refused.process.communicate(timeout=60)
     assert (refused.process.returncode, output) == (1, "the server ended with status 1\n")
     assert errors.count("no\n") == 1
-    assert refused.pids() == ([], [])
+    assert not refused.services()
 
 
-def test_roles_end_with_their_holder_and_name_it(tmp_path: Path) -> None:
-    roles = Roles.of(tmp_path / "lock", create=True)
-    assert roles.holder(SUPERVISOR) == 0
-    hold = (
-        "import sys; from pathlib import Path; from manylora.launcher.roles import Roles, SUPERVISOR\n"
-        "print(Roles.of(Path(sys.argv[1])).take(SUPERVISOR), flush=True); sys.stdin.read()"
-    )
+SUPERVISE = """
+import sys
+from manylora.launcher.run_directory import RunDirectory
+run_dir = RunDirectory(int(sys.argv[1]))
+run_dir.claim()
+run_dir.prepare()
+run_dir.supervise()
+run_dir.write_state({"state": "ready", "reason": ""})
+print("supervises", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_kernel_says_who_supervises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    run_dir = RunDirectory(8000)
+    assert (run_dir.supervisor(), run_dir.status()) == (0, {})
     with subprocess.Popen(
-        [sys.executable, "-c", hold, tmp_path / "lock"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", SUPERVISE, "8000"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None
-        assert other.stdout.readline() == "True\n"
-        assert (roles.holder(SUPERVISOR), roles.take(SUPERVISOR)) == (other.pid, False)
+        assert other.stdout.readline() == "supervises\n"
+        log = str(run_dir.path / "server.log")
+        assert run_dir.status() == {"state": "ready", "reason": "", "supervisor": other.pid, "log": log}
+        with pytest.raises(ConfigError, match=rf"runs already for this port \(process {other.pid}\): end it"):
+            run_dir.claim()
         other.kill()
-    assert (roles.holder(SUPERVISOR), roles.take(SUPERVISOR)) == (0, True)
-    roles.close()
+    killed = {"state": "failed", "reason": "the supervisor was killed", "log": log}
+    assert (run_dir.supervisor(), run_dir.status()) == (0, killed)
+    run_dir.claim()
+    run_dir.prepare()
+    assert run_dir.status() == {}
+    run_dir.remove()
+    assert not run_dir.path.exists()
 
 
 def test_leftovers_are_known_by_their_environment_alone() -> None:
@@ -427,6 +413,7 @@ def test_what_the_server_said_before_it_ended_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = ServerLog(tmp_path / "server.log")
+    log.skip()
     assert log.last_words() == ""
     log.path.write_text("terminate called after throwing\n  what():  Resource temporarily unavailable\n")
     assert log.last_words() == ": Resource temporarily unavailable"

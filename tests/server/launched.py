@@ -49,17 +49,11 @@ def models(pid: int) -> dict[str, int]:
 
 
 def processes(server: Running) -> dict[str, int]:
-    """Of each model, of the server, of the supervisor and its deputies, when it serves."""
-    states: list[dict[str, Any]] = []
-
-    def serves() -> bool:
-        states[:] = [served(server)]
-        return len(states[0].get("deputies", ())) == 2
-
-    wait_for("the service", serves)
-    [state] = states
-    deputies = {f"deputy {i}": pid for i, pid in enumerate(state["deputies"], 1)}
-    return {"server": state["server"], "supervisor": state["supervisor"]} | deputies | models(state["server"])
+    """Of each model, of the server, its proxy and the supervisor, when it serves."""
+    wait_for("the service", lambda: served(server))
+    state = server.state()
+    own = {"server": state["server"], "proxy": state["processes"][1], "supervisor": state["supervisor"]}
+    return own | models(state["server"])
 
 
 def served(server: Running) -> dict[str, Any]:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manylora.launcher.cli import LOCK
 from manylora.launcher.processes import free_port
-from manylora.launcher.roles import DEPUTIES, SUPERVISOR, Roles
-from manylora.launcher.state import read_state
+from manylora.launcher.run_directory import RunDirectory
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
@@ -121,8 +117,7 @@ class Running:
 
     @property
     def run_dir(self) -> Path:
-        folder = os.environ.get("TMPDIR") or tempfile.gettempdir()  # a test may have changed the variable
-        return Path(folder) / f"manylora-{os.getuid()}-{self.http}"
+        return RunDirectory(self.http).path
 
     @property
     def secret(self) -> str:
@@ -135,19 +130,7 @@ class Running:
 
     def state(self) -> dict[str, Any]:
         """What --status shows, without a process for each look; empty while nobody supervises."""
-        with suppress(OSError):
-            roles = Roles.of(self.run_dir / LOCK)
-            try:
-                supervisor, *deputies = [roles.holder(role) for role in (SUPERVISOR, *DEPUTIES)]
-            finally:
-                roles.close()
-            if said := read_state(supervisor):
-                return said | {
-                    "supervisor": supervisor,
-                    "deputies": [pid for pid in deputies if pid],
-                    "log": str(self.run_dir / "server.log"),
-                }
-        return {}
+        return RunDirectory(self.http).status()
 
     def slow(self) -> AbstractContextManager[Path]:
         """Each step of the engine takes 50 ms longer, an answer of 200 tokens 10 s: until the end, or until

@@ -1,5 +1,5 @@
-"""Protects the supervision: what dies or hangs comes back without a person, every client hears of it, and
-nothing is left behind."""
+"""Protects the supervision: what dies or hangs comes back without a person, every client hears of it, nothing
+is left behind, and all ends with the supervisor."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from servers import Running, World, fill_repo, new_server
 from test_server import NEW, PROMPT, ask, inputs, new_ids
 from waiting import wait_for_named as wait_for
 
+from manylora.launcher.server_command import shared_memory
 from manylora.system.lifeline import read_reports
 
 FAULTS = """
@@ -57,10 +58,6 @@ def fragile(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     assert stopped.returncode == 0, stopped.stderr
 
 
-def wait_for_deputies(server: Running) -> None:
-    wait_for("both deputies", lambda: len(server.state().get("deputies", ())) == 2)
-
-
 def wait_for_reports(server: Running) -> None:
     """Until each model's process has reported again: a server with one that does not is replaced."""
     state = server.state()
@@ -74,33 +71,39 @@ def wait_for_reports(server: Running) -> None:
     wait_for("new reports", lambda: all(written().get(pid, 0) > at for pid, at in before.items()))
 
 
-TWO_MODELS = "postprocessing, tensorrt_llm_bls"  # in the same instant, as the supervisor and a deputy
+TWO_MODELS = "postprocessing, tensorrt_llm_bls"  # in the same instant
 
 
-@pytest.mark.parametrize(
-    "which",
-    ["supervisor, deputy 1", "deputy 1", *extended("preprocessing", "tensorrt_llm", TWO_MODELS, "server")],
-)
+@pytest.mark.parametrize("which", ["proxy", *extended("server", "preprocessing", "tensorrt_llm", TWO_MODELS)])
 def test_killed_processes_are_replaced_every_client_hears_and_no_orphan_stays(
     fragile: Running, which: str
 ) -> None:
     server, before = fragile, processes(fragile)
     assert b"GOMP_SPINCOUNT=1000" in Path(f"/proc/{before['tensorrt_llm']}/environ").read_bytes()
-    with streams(server, endless=which != "deputy 1") as open_streams:
+    with streams(server, endless=True) as open_streams:
         for name in which.split(", "):
             os.kill(before[name], signal.SIGKILL)
         ends = open_streams.wait_for_ends(120)
-    if which == "deputy 1":
-        assert set(ends.values()) == {"end"}
-        wait_for_deputies(server)
-        assert processes(server)["server"] == before["server"]
-        return
     assert any(kind.startswith("error") for kind in ends.values()), "nothing was in flight"
     wait_for("the service is back", lambda: is_back(server, before["server"]))
     assert len(new_ids(ask(server, inputs()))) == len(PROMPT) + NEW
     old = [before[name] for name in (*MODELS, "server", *which.split(", "))]
     wait_for("no orphan", lambda: all(map(is_gone, old)))
-    wait_for_deputies(server)
+
+
+def test_all_ends_with_a_killed_supervisor_and_the_next_start_works(fragile: Running) -> None:
+    before = processes(fragile)
+    assert shared_memory(fragile.http)
+    with streams(fragile, endless=True) as open_streams:
+        os.kill(before["supervisor"], signal.SIGKILL)
+        ends = open_streams.wait_for_ends(120)
+    assert {kind[:5] for kind in ends.values()} == {"error"}
+    wait_for("the end of all", lambda: all(map(is_gone, before.values())))
+    assert fragile.state()["reason"] == "the supervisor was killed"
+    assert fragile.launch("--stop").stdout.startswith("no server was launched")
+    assert not shared_memory(fragile.http)
+    fragile.start("--hang-timeout=15")
+    assert len(new_ids(ask(fragile, inputs()))) == len(PROMPT) + NEW
 
 
 def starting(supervisor: int) -> dict[str, int]:
@@ -172,29 +175,6 @@ def test_a_pause_of_the_whole_service_is_no_hang(world: World, tmp_path: Path) -
         paused.launch("--stop")
 
 
-@pytest.mark.extended
-def test_a_deputy_goes_on_with_the_first_start(world: World, tmp_path: Path) -> None:
-    served = new_server(fill_repo(tmp_path / "repo", world.model))
-    with (
-        served.held() as brake,
-        subprocess.Popen(
-            served.command(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as starter,
-    ):
-        wait_for("a supervisor", lambda: served.launch("--status").stdout.startswith("{"))
-        wait_for("both deputies", lambda: len(served.state().get("deputies", ())) == 2)
-        supervisor = served.state()["supervisor"]
-        wait_for("the model's process", lambda: "tensorrt_llm" in starting(supervisor))
-        found = starting(supervisor)
-        os.kill(supervisor, signal.SIGKILL)
-        brake.unlink()
-        output, _ = starter.communicate(timeout=120)
-    assert starter.returncode == 0, output
-    wait_for("the end of what was started first", lambda: all(map(is_gone, found.values())))
-    assert len(new_ids(ask(served, inputs()))) == len(PROMPT) + NEW
-    assert served.launch("--stop").returncode == 0
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where temporary files go, with room for 8 MiB."""
@@ -227,7 +207,7 @@ def test_a_full_disk_ends_nothing_and_the_status_stays_true(
         assert shutil.disk_usage(small_disk).free == 0
         wait_for_reports(served)
         assert processes(served) == before
-        os.kill(before["supervisor"], signal.SIGKILL)
+        os.kill(before["server"], signal.SIGKILL)
         wait_for("the truth", lambda: served.launch("--status").returncode == 1)
         wait_for("the service is back", lambda: is_back(served, before["server"]))
         wait_for_reports(served)

@@ -177,7 +177,7 @@ def come_back(
     check_answers(served.server, world)
 
 
-def test_a_rank_and_a_launcher_that_are_killed_come_back_with_the_service(
+def test_a_killed_rank_comes_back_and_a_killed_launcher_joins_again_once_it_is_started(
     served: Served, world: World
 ) -> None:
     first = served.follower()
@@ -185,10 +185,16 @@ def test_a_rank_and_a_launcher_that_are_killed_come_back_with_the_service(
     second = served.follower()
     assert is_gone(first["server"])
     assert (second["supervisor"], second["restarts"]) == (first["supervisor"], 1)
-    come_back(served, world, lambda: os.kill(second["supervisor"], signal.SIGKILL))
-    third = served.follower()
+    started: list[subprocess.Popen] = []
+
+    def start() -> None:
+        assert served.follower()["reason"] == "the supervisor was killed"
+        started.append(served.hosts.both[1].start(served.server.command("--world_size=2")))
+
+    come_back(served, world, lambda: os.kill(second["supervisor"], signal.SIGKILL), start)
+    _, said = started[0].communicate(timeout=60)
+    assert started[0].returncode == 0, said
     assert is_gone(second["server"])
-    assert third["supervisor"] in second["deputies"]
 
 
 def test_a_host_whose_cable_is_cut_comes_back_with_the_service(served: Served, world: World) -> None:

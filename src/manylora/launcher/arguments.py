@@ -12,8 +12,7 @@ from pathlib import Path
 from manylora.errors import ConfigError
 from manylora.group.place import Place, find_place, is_one_of_several
 from manylora.launcher.processes import why_taken
-from manylora.launcher.repository import check_filled
-from manylora.launcher.templates import FOLDER
+from manylora.launcher.templates import FOLDER, check_filled
 from manylora.system.command_line import Parser
 from manylora.wire.parameters import ENGINE, repository_config
 

@@ -31,8 +31,8 @@ from manylora.launcher.http_checks import (
     inflate,
     read_head,
 )
-from manylora.launcher.places import Places, address_of
 from manylora.system.allocator import release_free_memory
+from manylora.system.connections import OpenConnections, address_of
 
 try:
     from uvloop import run
@@ -83,7 +83,7 @@ class ClientConnection(asyncio.Protocol):
         proxy, now = self._proxy, self._proxy.time()
         proxy.clients.add(self)
         self.deadline = now + HEAD_S
-        evicted = proxy.places.add(self, address_of(transport.get_extra_info("peername")), now)
+        evicted = proxy.connections.add(self, address_of(transport.get_extra_info("peername")), now)
         if evicted is self:
             self._refuse(RefusedError(503, "too many connections are open: try again"))
         elif evicted is not None:
@@ -94,7 +94,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, _: Exception | None) -> None:
         self._closed = True
         self._proxy.clients.discard(self)
-        self._proxy.places.remove(self)
+        self._proxy.connections.remove(self)
         self._received.clear()
         self._count()
         if self._task is not None:
@@ -201,7 +201,7 @@ class ClientConnection(asyncio.Protocol):
             chunks.body.clear()
         self._sent = True
         self._wait()
-        self._proxy.places.mark_busy(self)
+        self._proxy.connections.mark_busy(self)
         server = None
         if len(body) <= SMALL and not head.compressed:
             self._check(head, body)
@@ -277,7 +277,7 @@ class ClientConnection(asyncio.Protocol):
         self._server = None
         self._begin()
         self._wait()
-        self._proxy.places.mark_idle(self, self._proxy.time())
+        self._proxy.connections.mark_idle(self, self._proxy.time())
         self.resume()
         if self._received:
             self._advance(len(self._received))
@@ -327,7 +327,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport.write_eof()
         self._release()
         self.deadline = self._proxy.time() + LINGER_S
-        self._proxy.places.mark_idle(self, self.deadline)
+        self._proxy.connections.mark_idle(self, self.deadline)
 
 
 class ServerConnection(asyncio.Protocol):
@@ -408,9 +408,9 @@ class HttpProxy:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         refused = min(MAX_REFUSED, files // 8)
         possible = max(1, (files - OTHER_FILES - refused) // 2)  # one for the client, one for the server
-        self.places: Places[ClientConnection] = Places(min(MAX_CONNECTIONS, possible))
-        self.most = self.places.most + refused
-        self.clients: set[ClientConnection] = set()  # also those that lost their place or got none
+        self.connections: OpenConnections[ClientConnection] = OpenConnections(min(MAX_CONNECTIONS, possible))
+        self.most = self.connections.most + refused
+        self.clients: set[ClientConnection] = set()  # also those that are being refused or closed
         self.waiting_bytes = 0
         self.large = asyncio.Semaphore(1)
         self.time = asyncio.get_running_loop().time

@@ -39,11 +39,15 @@ def limit_size(path: Path, limit: int = LOG_BYTES) -> None:
 
 
 class ServerLog:
-    """Finds out why tritonserver did not start. Create it before the server: earlier content is skipped."""
+    """Finds out why tritonserver did not start."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._start = path.stat().st_size if path.exists() else 0
+        self._start = 0
+
+    def skip(self) -> None:
+        """Ignore what is there: it is of an earlier server."""
+        self._start = self.path.stat().st_size if self.path.exists() else 0
 
     def refusal(self) -> str | None:
         """The message that says why a model did not load."""

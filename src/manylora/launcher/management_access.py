@@ -1,12 +1,10 @@
-"""Access to the server's interfaces, and files that only this user may read or write."""
+"""Which of the server's interfaces are open to whom, and the secret for the others."""
 
 from __future__ import annotations
 
 import os
 import re
 import secrets
-import stat
-import sys
 from pathlib import Path
 
 from manylora.errors import ConfigError
@@ -37,17 +35,6 @@ def management_flags(secret: str, is_open: bool, given: tuple[str, ...]) -> list
     return [f"{f}={names}:{MANAGEMENT_HEADER}={secret}" for f, names in flags.items() if f not in theirs]
 
 
-def http_proxy_command(
-    address: str, port: int, inner_port: int, run_dir: Path, is_open: bool, probe: int
-) -> list[str]:
-    """The command of the `http_proxy` process. port: public. inner_port: tritonserver's own. probe: the
-    descriptor of the socket on which it answers the launcher.
-    """
-    command = [sys.executable, "-m", "manylora.launcher.http_proxy", f"--address={address}", f"--port={port}"]
-    command += [f"--inner-port={inner_port}", f"--secret-file={run_dir / SECRET_FILE}", f"--probe={probe}"]
-    return [*command, *(["--open"] if is_open else [])]
-
-
 def describe_access(address: str, run_dir: Path, management_is_open: bool) -> str:
     """Text for the terminal: which interfaces are open to whom."""
     local = address in ("127.0.0.1", "::1", "localhost")
@@ -57,16 +44,6 @@ def describe_access(address: str, run_dir: Path, management_is_open: bool) -> st
     else:
         rest = f"management calls need the secret in {run_dir / SECRET_FILE}"
     return f"requests and metrics are open to {who}; {rest}"
-
-
-def check_own_directory(path: Path) -> None:
-    """Raises ConfigError if another user could have created something in place of our directory."""
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ConfigError(f"{path} is not a directory that only this user can use: remove it")
 
 
 def _write_private(path: Path, content: bytes) -> None:

@@ -14,7 +14,6 @@ from manylora.config.model_folder import check_model_folder
 from manylora.config.values import boolean, whole_number
 from manylora.errors import ConfigError, printable
 from manylora.launcher import templates
-from manylora.launcher.repository import MANDATORY
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.parameters import ENGINE, engine_config, written_parameters
 
@@ -86,7 +85,7 @@ def _templates(names: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"there is no model {printable(name)!r}: choose from {', '.join(known)}")
     texts = {name: (templates.FOLDER / name / CONFIG).read_text(encoding="utf-8") for name in names or known}
     for name, text in texts.items():
-        if any(f"${{{one}}}" not in text for one in MANDATORY.get(name, ())):
+        if any(f"${{{one}}}" not in text for one in templates.MANDATORY.get(name, ())):
             raise ConfigError(f"{templates.FOLDER / name / CONFIG} is filled already: put the template back")
     return texts
 

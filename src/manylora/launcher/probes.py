@@ -1,4 +1,6 @@
-"""Probes: whether tritonserver and its HTTP proxy answer the launcher, on ways that no client can block."""
+"""Whether tritonserver and its HTTP proxy answer the launcher, on ways that no client can block; limits from
+which a silence counts as a hang, and from which memory is too much.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ SILENCE_S = 30.0  # a process without an answer for this long counts as hung, un
 BUSY = 1 / 30  # processor time per second from which a process computes; an idle tritonserver takes 1/500
 PATIENCE = 10  # a process that computes may be silent for this many times as long
 USER, SYSTEM = 11, 12  # indices of processor time in `stat_of`
+QUIET_S = 2.0  # idle time before a server that has grown is restarted
 TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -43,6 +46,31 @@ class Silence:
         return silent if now - self._moved > limit or silent > PATIENCE * limit else None
 
 
+class MemoryLimit:
+    """Decides when tritonserver is restarted because of its memory. limit: bytes, 0 for none.
+
+    The server never frees the memory of large tensors and refused gRPC requests.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._quiet_since: float | None = None
+
+    def exceeded(self, resident: int, held: int, now: float) -> str | None:
+        """The reason to restart now: over the limit and idle for a moment, or over twice the limit.
+
+        resident: bytes of the server. held: open requests. now: seconds of a monotonic clock.
+        """
+        if held or not self._limit or resident <= self._limit:
+            self._quiet_since = None
+        elif self._quiet_since is None:
+            self._quiet_since = now
+        is_quiet = self._quiet_since is not None and now - self._quiet_since > QUIET_S
+        if is_quiet or 0 < 2 * self._limit < resident:
+            return f"tritonserver holds {resident >> 20} MiB, of at most {self._limit >> 20}"
+        return None
+
+
 class ProxyProbe:
     """A connected pair of sockets: the HTTP proxy sends back what the launcher sends.
 
@@ -50,24 +78,20 @@ class ProxyProbe:
     """
 
     def __init__(self) -> None:
-        own, self.other = socket.socketpair()
-        own.setblocking(False)
-        self._own, self._pid = own.detach(), os.getpid()
+        self._own, self.other = socket.socketpair()
+        self._own.setblocking(False)
 
     def answered(self) -> bool:
         """Whether it has answered since the last call. Asks again."""
         answered = False
         with suppress(OSError):  # nothing is there
-            answered = bool(os.read(self._own, 2**10))
+            answered = bool(self._own.recv(2**10))
         with suppress(OSError):  # it does not read
-            os.write(self._own, b"?")
+            self._own.send(b"?")
         return answered
 
     def close(self) -> None:
-        """A deputy inherits this, but has closed the descriptor; its number may be another file's."""
-        if self._own >= 0 and os.getpid() == self._pid:
-            os.close(self._own)
-        self._own = -1
+        self._own.close()
 
 
 def http_answers(

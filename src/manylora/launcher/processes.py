@@ -125,14 +125,6 @@ def stat_of(pid: int) -> list[str] | None:
     return None
 
 
-def is_child(pid: int) -> bool:
-    """Whether it is alive. Reaps it if it has ended."""
-    try:
-        return pid > 0 and os.waitpid(pid, os.WNOHANG)[0] == 0
-    except ChildProcessError:
-        return False
-
-
 def free_port() -> int:
     """A free port for immediate use, outside the ephemeral range if there is one. Raises OSError."""
     try:
@@ -158,7 +150,3 @@ def why_taken(port: int, address: str) -> OSError | None:
     except OSError as error:
         return error
     return None
-
-
-def port_is_free(port: int, address: str) -> bool:
-    return why_taken(port, address) is None

@@ -1,4 +1,4 @@
-"""One tritonserver process tree: its command line, readiness, and end."""
+"""The service that the launcher supervises: tritonserver, its HTTP proxy and its models' processes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from pathlib import Path
 from manylora.errors import ConfigError
 from manylora.launcher.installation import Installation
 from manylora.launcher.logs import ServerLog, open_log
-from manylora.launcher.management_access import MANAGEMENT_HEADER, http_proxy_command
-from manylora.launcher.probes import ProxyProbe, Silence, http_answers, processor_time
+from manylora.launcher.management_access import MANAGEMENT_HEADER
+from manylora.launcher.probes import MemoryLimit, ProxyProbe, Silence, http_answers, processor_time
 from manylora.launcher.processes import exit_text, free_port, kill_child, raise_open_files, spawn, stat_of
 from manylora.launcher.server_command import (
     ALLOCATOR,
     ServerOptions,
+    http_proxy_command,
+    remove_leftovers,
     server_command,
     shared_memory,
     widen_stacks,
 )
-from manylora.launcher.supervisor import StoppedError
+from manylora.launcher.supervisor import StoppedError, wait_for_ports
 from manylora.system.lifeline import (
     DRAIN_FILE,
     PERIOD_S,
@@ -43,75 +45,66 @@ STOPPED_S = 5.0  # a process stopped by a signal for this long counts as hung
 UNCLAIMED_S = 1.0  # a dead model process the server ignores for this long was not noticed by it
 PROBE_S = 0.5
 LOOK_S = 2.0  # of `OwnClock`: the most that one check, which may wait for HTTP, can add
-QUIET_S = 2.0  # idle time before a server that has grown is restarted
 RESIDENT = 21  # index of resident pages in `stat_of`
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-class MemoryLimit:
-    """Decides when tritonserver is restarted because of its memory. limit: bytes, 0 for none.
-
-    The server never frees the memory of large tensors and refused gRPC requests.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._quiet_since: float | None = None
-
-    def exceeded(self, resident: int, held: int, now: float) -> str | None:
-        """The reason to restart now: over the limit and idle for a moment, or over twice the limit.
-
-        resident: bytes of the server. held: open requests. now: seconds of a monotonic clock.
-        """
-        if held or not self._limit or resident <= self._limit:
-            self._quiet_since = None
-        elif self._quiet_since is None:
-            self._quiet_since = now
-        is_quiet = self._quiet_since is not None and now - self._quiet_since > QUIET_S
-        if is_quiet or 0 < 2 * self._limit < resident:
-            return f"tritonserver holds {resident >> 20} MiB, of at most {self._limit >> 20}"
-        return None
-
-
 class TritonServer:
-    """Started by the constructor. `wait_ready` waits until it serves; `loss` tells if a part died or
-    hangs.
+    """A tritonserver with its HTTP proxy and models' processes: a service of the supervisor, started any
+    number of times on the same ports.
     """
 
     def __init__(self, installation: Installation, options: ServerOptions, run_dir: Path) -> None:
+        self._installation = installation
         self._options = options
         self._run_dir = run_dir
+        self._log = ServerLog(run_dir / "server.log")
+        self._started: list[subprocess.Popen] = []
+
+    def start(self, stopping: Callable[[], bool]) -> None:
+        """Return when every model answers.
+
+        Raises ConfigError if the server refuses, RuntimeError if it or a model's process crashed or hangs,
+        TimeoutError after the start timeout, StoppedError if `stopping` returned True.
+        """
+        o = self._options
+        wait_for_ports(o.address, (o.http_port, o.grpc_port, o.metrics_port), stopping)
         self._models: dict[int, str] = {}  # process -> model, loading or loaded
         self._since: dict[tuple[str, int], float] = {}  # (problem, process) -> since when
         self._clock = OwnClock(LOOK_S)  # measures how long a problem lasts; read at every check
-        self._last_progress = now = self._clock.read()
-        self._silence, self._proxy_silence = Silence(now), Silence(now)
         self._last_probe = time.monotonic()
         self._seen = (0, 0)  # open requests and progress of the engine
-        self._memory = MemoryLimit(options.server_memory)
+        self._memory = MemoryLimit(o.server_memory)
         self._written: dict[int, tuple[int, float]] = {}  # process -> time of its report, first seen at
         with contextlib.suppress(OSError):  # on a full disk an earlier server's marks may remain
-            (run_dir / DRAIN_FILE).unlink(missing_ok=True)
-            (run_dir / STARTING_FILE).touch()
-        self._log = ServerLog(run_dir / "server.log")
+            (self._run_dir / DRAIN_FILE).unlink(missing_ok=True)
+            (self._run_dir / STARTING_FILE).touch()
+        self._log.skip()
+        self._spawn()
+        self._wait_ready(stopping)
+        self._last_progress = now = self._clock.read()
+        self._silence, self._proxy_silence = Silence(now), Silence(now)
+
+    def _spawn(self) -> None:
+        o = self._options
         self._inner_port = free_port()
-        command = server_command(installation, options, self._inner_port)
-        mark = {RUN_DIR: str(run_dir)} | {
+        mark = {RUN_DIR: str(self._run_dir)} | {
             name: str(n) for name, n in ALLOCATOR.items() if name not in os.environ
         }
+        environment = self._installation.environment | mark
+        if o.world_size is not None:
+            environment |= {WORLD_SIZE: str(o.world_size)}
         raise_open_files()
         log = open_log(self._log.path)
         try:
-            environment = installation.environment | mark
-            if options.world_size is not None:
-                environment |= {WORLD_SIZE: str(options.world_size)}
-            self._process = spawn(command, environment, log, widen_stacks)
-            ports = options.http_port, self._inner_port
             self._proxy_probe = ProxyProbe()
-            probe = self._proxy_probe.other.fileno()
-            proxy = http_proxy_command(options.address, *ports, run_dir, options.open_management, probe)
-            with self._proxy_probe.other:
-                self._proxy = spawn(proxy, os.environ | mark, log, pass_fds=[probe])
+            command = server_command(self._installation, o, self._inner_port)
+            self._process = spawn(command, environment, log, widen_stacks)
+            self._started.append(self._process)
+            with self._proxy_probe.other as probe:
+                command = http_proxy_command(o, self._inner_port, self._run_dir, probe.fileno())
+                self._proxy = spawn(command, os.environ | mark, log, pass_fds=[probe.fileno()])
+            self._started.append(self._proxy)
         finally:
             os.close(log)
 
@@ -119,17 +112,11 @@ class TritonServer:
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def pids(self) -> list[int]:
-        """Ids of the server and its models' processes."""
+    def processes(self) -> list[int]:
+        """Ids of the server, its proxy and its models' processes."""
         return [self.pid, self._proxy.pid, *sorted(self._models)]
 
-    def wait_ready(self, stopping: Callable[[], bool]) -> None:
-        """Return when every model answers.
-
-        Raises ConfigError if the server refuses, RuntimeError if it or a model's process crashed or hangs,
-        TimeoutError after the start timeout, StoppedError if `stopping` returned True.
-        """
+    def _wait_ready(self, stopping: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self._options.start_timeout
 
         def going() -> bool:
@@ -145,8 +132,6 @@ class TritonServer:
                         region.chmod(0o600)  # Triton makes them world-readable, whatever the umask
                     (self._run_dir / STARTING_FILE).unlink(missing_ok=True)
                 self._find_models()
-                self._last_progress = now = self._clock.read()
-                self._silence, self._proxy_silence = Silence(now), Silence(now)
                 return
             time.sleep(0.1)
         if stopping():
@@ -260,7 +245,7 @@ class TritonServer:
         held = sum(report.held for report in read_reports(self._run_dir, self._models).values())
         return self._memory.exceeded(int(fields[RESIDENT]) * PAGE, held, time.monotonic())
 
-    def drain(self, hurry: Callable[[], bool]) -> None:
+    def _drain(self, hurry: Callable[[], bool]) -> None:
         """Make the server refuse new requests, and wait until all models are idle, at most for the drain
         timeout.
 
@@ -279,8 +264,9 @@ class TritonServer:
             if not reports or any(report.held or not report.draining for report in reports):
                 idle_since = now
 
-    def stop(self) -> None:
-        """Shut it down in order, then by force."""
+    def stop(self, hurry: Callable[[], bool]) -> None:
+        """Drain it, shut it down in order, then by force."""
+        self._drain(hurry)
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -288,10 +274,13 @@ class TritonServer:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the server and its proxy. `remove_leftovers` ends what remains of its models."""
-        for process in (self._process, self._proxy):
+        """Kill it, with anything that may be left of it or of an earlier one."""
+        for process in self._started:
             kill_child(process)
-        self._proxy_probe.close()
+        if self._started:
+            self._proxy_probe.close()
+        self._started.clear()
+        remove_leftovers(self._run_dir, self._options.http_port)
 
     def _children(self) -> Iterator[int]:
         with contextlib.suppress(OSError):

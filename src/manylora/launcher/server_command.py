@@ -6,11 +6,12 @@ import contextlib
 import os
 import resource
 import secrets
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from manylora.launcher.installation import Installation
-from manylora.launcher.management_access import management_flags
+from manylora.launcher.management_access import SECRET_FILE, management_flags
 from manylora.launcher.processes import end_marked
 from manylora.system.lifeline import RUN_DIR
 
@@ -67,6 +68,16 @@ def server_command(installation: Installation, o: ServerOptions, http_port: int)
         *management_flags(o.management_secret, o.open_management, o.triton_args),
         *o.triton_args,
     ]
+
+
+def http_proxy_command(o: ServerOptions, inner_port: int, run_dir: Path, probe: int) -> list[str]:
+    """inner_port: tritonserver's own. probe: the descriptor of the socket on which the proxy answers the
+    launcher.
+    """
+    command = [sys.executable, "-m", "manylora.launcher.http_proxy", f"--address={o.address}"]
+    command += [f"--port={o.http_port}", f"--inner-port={inner_port}", f"--probe={probe}"]
+    command += [f"--secret-file={run_dir / SECRET_FILE}"]
+    return [*command, *(["--open"] if o.open_management else [])]
 
 
 def widen_stacks() -> None:

@@ -17,12 +17,11 @@ from manylora.config.hub import hub_name, is_hub_id, local_adapter, local_model
 from manylora.config.model_folder import check_adapter_path, check_model_folder, check_tokenizer_folder
 from manylora.config.values import at_least, one_of, readable
 from manylora.errors import ConfigError
+from manylora.gguf.container import NAMED
 from manylora.gguf.folder import is_gguf
-from manylora.gguf.parts import NAMED
 from manylora.llmapi import options as llm
 from manylora.llmapi.engine_config import engine_config
-from manylora.lora.library.aliases import Aliases
-from manylora.lora.library.names import is_name, name_problem
+from manylora.lora.library.names import Aliases, is_name, name_problem
 from manylora.lora.text.adapter_text import PARTS, TOKENIZER_BYTES, TextSource, TrustedFolder
 from manylora.openai.other_flags import json_object
 from manylora.openai.serving.connections import HttpLimits
@@ -234,7 +233,7 @@ class ServeOptions:
         300.0, "seconds without progress after which the engine counts as dead; 0: never", float
     )
     restart: bool = _option(
-        False, "run the server in a supervised child process, and restart either if it is killed", bool
+        False, "run the server in a child process, which is restarted when it ends or is killed", bool
     )
     ssl_certfile: Path | None = _option(None, "PEM file with the certificate, for HTTPS", Path)
     ssl_keyfile: Path | None = _option(None, "PEM file with the key, for HTTPS", Path)

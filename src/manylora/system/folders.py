@@ -25,14 +25,15 @@ table.
 """
 
 
-def hold(folder: Path) -> int:
+def hold(folder: Path, lock: int = fcntl.LOCK_SH) -> int:
     """Returns a descriptor. While it is open, here or in a fork, nobody removes the folder.
 
-    Raises FileNotFoundError if it no longer exists, OSError if its disk does not support locks.
+    lock: an operation of `flock`. Raises FileNotFoundError if it no longer exists, BlockingIOError if it is
+    locked otherwise and `lock` does not wait, OSError if its disk does not support locks.
     """
     descriptor = os.open(folder, FLAGS)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        fcntl.flock(descriptor, lock)
         if not os.path.samestat(os.fstat(descriptor), folder.lstat()):
             raise FileNotFoundError(folder)  # removed before it was locked, and created again
     except OSError:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import json
 import logging
 import os
 import socket
 import ssl
-from collections import Counter, OrderedDict
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -19,6 +18,7 @@ from typing import Any
 
 from manylora.errors import ConfigError
 from manylora.openai.api.errors import ApiError
+from manylora.system.connections import OpenConnections, address_of
 
 logger = logging.getLogger("manylora")
 
@@ -50,61 +50,45 @@ class HttpLimits:
 class Clients:
     """The open connections of all listeners. Event loop only.
 
-    A new connection over the limit closes the one that has been idle longest, between requests or before its
-    headers are complete. Idle connections therefore cannot lock out clients; only running requests count.
+    A new connection over the limit closes one that is idle, between requests or before its headers are
+    complete. Idle connections therefore cannot lock out clients; only running requests count.
     """
 
     def __init__(self, limits: HttpLimits) -> None:
         self.limits = limits
-        self._open: dict[int, tuple[socket.socket, str]] = {}  # by descriptor, with address
-        self._by_address: Counter[str] = Counter()
-        self._idle: OrderedDict[int, None] = OrderedDict()  # by descriptor, longest idle first
+        self._open: OpenConnections[int] = OpenConnections(limits.connections, limits.connections_per_address)
+        self._sockets: dict[int, socket.socket] = {}  # by descriptor
 
     @property
     def num_open(self) -> int:
-        """Excludes connections that `_evict` is closing."""
+        """Excludes connections that `admit` is closing."""
         return len(self._open)
 
     def admit(self, client: socket.socket, address: str) -> bool:
         """Whether the connection is accepted; call `remove` when it closes."""
-        if self._by_address[address] >= self.limits.connections_per_address and not self._evict(address):
-            return False
-        if self.num_open >= self.limits.connections and not self._evict():
-            return False
         number = client.fileno()
-        self._open[number] = client, address
-        self._by_address[address] += 1
-        self._idle[number] = None
+        closed = self._open.add(number, address, time.monotonic())
+        if closed == number:
+            return False
+        self._sockets[number] = client
+        if closed is not None:
+            with contextlib.suppress(OSError):  # the client has just closed it
+                # Its transport then sees the end of the stream and closes.
+                self._sockets.pop(closed).shutdown(socket.SHUT_RDWR)
         return True
 
     def remove(self, number: int) -> None:
         """number: the descriptor."""
-        if number not in self._open:  # it was evicted
-            return
-        _, address = self._open.pop(number)
-        self._idle.pop(number, None)
-        self._by_address[address] -= 1
-        if not self._by_address[address]:
-            del self._by_address[address]
+        self._open.remove(number)
+        self._sockets.pop(number, None)
 
     def mark_busy(self, number: int) -> None:
         """The headers of its request are complete: it is not closed in favour of another."""
-        self._idle.pop(number, None)
+        self._open.mark_busy(number)
 
     def mark_idle(self, number: int) -> None:
         """Its response is complete."""
-        if number in self._open:
-            self._idle[number] = None
-
-    def _evict(self, address: str | None = None) -> bool:
-        found = next((n for n in self._idle if address in (None, self._open[n][1])), None)
-        if found is None:
-            return False
-        client = self._open[found][0]
-        self.remove(found)
-        with contextlib.suppress(OSError):  # the client has just closed it
-            client.shutdown(socket.SHUT_RDWR)  # its transport then sees the end of the stream and closes
-        return True
+        self._open.mark_idle(number, time.monotonic())
 
 
 class Listener(socket.socket):
@@ -145,7 +129,7 @@ class Listener(socket.socket):
 
     def _admit(self, accepted: socket.socket, address: Any) -> tuple[socket.socket, Any]:
         client = _Client(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
-        if self._clients.admit(client, _address(client)):
+        if self._clients.admit(client, address_of(address)):
             number = client.fileno()
             client.on_close = lambda: self._clients.remove(number)
             with contextlib.suppress(OSError):
@@ -277,15 +261,3 @@ def _refuse(client: socket.socket) -> None:
         client.send(error_bytes(full))
         client.shutdown(socket.SHUT_WR)
         client.recv(2**16)  # closing with unread data would discard the response
-
-
-def _address(client: socket.socket) -> str:
-    """The IPv4 address, or the IPv6 /64 network, because one customer usually has a whole /64."""
-    try:
-        found = ipaddress.ip_address(client.getpeername()[0].partition("%")[0])
-    except (OSError, ValueError, IndexError):
-        return ""
-    if found.version == 4:
-        return str(found)
-    mapped = found.ipv4_mapped
-    return str(mapped) if mapped else str(ipaddress.ip_network((found, 64), strict=False))

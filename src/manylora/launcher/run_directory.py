@@ -1,0 +1,166 @@
+"""The run directory of a launcher: logs, reports and the state of its service. One per user and HTTP port.
+
+Two locks show who uses it. The kernel releases them however their process ends, and names the holder, so no
+process id is read from a file, where it could belong to another process by now.
+
+- The launcher that starts a service locks the directory. A supervisor that it forks keeps the lock.
+- The supervisor locks the file with the state.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import stat
+import struct
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from manylora.errors import ConfigError
+from manylora.launcher.logs import limit_size
+from manylora.system.folders import hold
+
+STATE = "state.json"
+STATE_BYTES = 65536
+RANK = "-rank"  # suffix of the run directory of a rank without a server
+FLOCK = "@hhqqi"  # struct flock: type, whence, start, length, pid
+LOGS = ("server.log", "supervisor.log")
+
+
+class RunDirectory:
+    """http_port: of the service. rank: of a launcher that runs a rank without a server; 0: it has one."""
+
+    def __init__(self, http_port: int, rank: int = 0) -> None:
+        name = f"manylora-{os.getuid()}-{http_port}"
+        self.path = temporary_folder() / (f"{name}{RANK}{rank}" if rank else name)
+        self.http_port = http_port
+        self.rank = rank
+        self._lock = self._state = -1
+
+    @property
+    def log(self) -> Path:
+        return self.path / "server.log"
+
+    def claim(self) -> None:
+        """Create and lock it. Its content may be that of a killed launcher. Raises ConfigError if another
+        launcher has it.
+        """
+        while True:
+            try:
+                self.path.mkdir(mode=0o700, exist_ok=True)
+                self.check_owner()
+                self._lock = hold(self.path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except FileNotFoundError:  # removed by a launcher that was exiting
+                continue
+            except BlockingIOError as error:
+                by = f" (process {pid})" if (pid := self.supervisor()) else ""
+                raise ConfigError(
+                    f"a launcher runs already for this port{by}: end it with --stop "
+                    f"--http_port={self.http_port}, or choose other ports "
+                    "(--http_port, --grpc_port, --metrics_port)"
+                ) from error
+            except OSError as error:
+                raise ConfigError(
+                    f"the run directory {self.path} cannot be made: {error.strerror}"
+                ) from error
+
+    def check_owner(self) -> None:
+        """Raises ConfigError if another user could have created something in place of our directory."""
+        with suppress(FileNotFoundError):
+            found = self.path.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+                raise ConfigError(f"{self.path} is not a directory that only this user can use: remove it")
+
+    def supervise(self) -> None:
+        """Mark this process as the supervisor. It must not open the state in another way from here on, as
+        closing it would release the lock.
+        """
+        self._state = os.open(self.path / STATE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fcntl.lockf(self._state, fcntl.LOCK_EX)
+
+    def supervisor(self) -> int:
+        """Process id of the supervisor, if it is another process. 0: there is none; -1: it is outside this
+        container.
+        """
+        try:
+            descriptor = os.open(self.path / STATE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return 0
+        try:
+            asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0).ljust(64, b"\0")
+            kind, *_, pid = struct.unpack_from(FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+        finally:
+            os.close(descriptor)
+        return 0 if kind == fcntl.F_UNLCK else pid or -1
+
+    def write_state(self, values: Mapping[str, Any]) -> None:
+        """Only the supervisor does. The file is overwritten in place, because this works on a full disk."""
+        with suppress(OSError):
+            os.pwrite(self._state, json.dumps(values).encode().ljust(STATE_BYTES), 0)
+
+    def read_state(self) -> dict[str, Any]:
+        """What a supervisor wrote last. Empty if there is nothing yet."""
+        with suppress(OSError):
+            for _ in range(3):  # the supervisor may be writing
+                with suppress(ValueError):
+                    return dict(json.loads((self.path / STATE).read_bytes()))
+        return {}
+
+    def status(self) -> dict[str, Any]:
+        """What `--status` shows. Empty if nothing was launched here, or it was stopped."""
+        supervisor, state = self.supervisor(), self.read_state()
+        if supervisor:
+            state = state or {"state": "starting", "reason": ""}
+            return state | {"supervisor": supervisor, "log": str(self.log)}
+        if not state:
+            return {}
+        reason = state["reason"] if state.get("state") == "failed" else "the supervisor was killed"
+        return {"state": "failed", "reason": reason, "log": str(self.log)}
+
+    def limit_logs(self) -> None:
+        for name in LOGS:
+            limit_size(self.path / name)
+
+    def prepare(self) -> None:
+        """Remove what a killed launcher left behind, and take the room of the state. Raises OSError."""
+        for path in self.path.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        (self.path / STATE).write_bytes(b" " * STATE_BYTES)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def temporary_folder() -> Path:
+    """The folder of `tempfile`, also when it is full: with any other, --stop would not find the server."""
+    given = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
+    return next((Path(path) for path in given if path and Path(path).is_dir()), Path("/tmp")).absolute()
+
+
+def rank_directories(http_port: int) -> list[RunDirectory]:
+    """Of this host's ranks without a server."""
+    server, found = RunDirectory(http_port).path, []
+    for path in server.parent.glob(f"{server.name}{RANK}*"):
+        rank = path.name.rpartition(RANK)[2]
+        with suppress(FileNotFoundError):  # it is being removed
+            if rank.isdecimal() and path.lstat().st_uid == os.getuid():
+                found.append(RunDirectory(http_port, int(rank)))
+    return sorted(found, key=lambda directory: directory.rank)
+
+
+def running_ports() -> list[int]:
+    """HTTP ports of this user's servers."""
+    names = (path.name for path in temporary_folder().glob(f"manylora-{os.getuid()}-*"))
+    ports = (int(port) for name in names if (port := name.rpartition("-")[2]).isdecimal())
+    return sorted(port for port in ports if RunDirectory(port).supervisor())

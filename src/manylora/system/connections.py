@@ -1,0 +1,89 @@
+"""How many connections may be open, and which of them makes room for a new one."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from typing import Generic, TypeVar
+
+Connection = TypeVar("Connection", bound=Hashable)
+
+
+class OpenConnections(Generic[Connection]):
+    """At most `most` open connections. One is idle while the server waits for its client.
+
+    When all are open, the address with most of them loses the connection that has been idle longest. An
+    address may have `per_address`. None: any number, for a gateway has one address for all of its clients,
+    but one that has half of all gets none of the last quarter.
+    """
+
+    def __init__(self, most: int, per_address: int | None = None) -> None:
+        self.most = most
+        self._per_address = per_address
+        self._addresses: dict[Connection, str] = {}
+        self._held: Counter[str] = Counter()
+        self._idle: dict[str, dict[Connection, float]] = {}  # by address: since when, longest first
+
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+    def add(self, connection: Connection, address: str, now: float) -> Connection | None:
+        """Add one that is idle. Returns the one to close, which does not count any more: this one, if there
+        is no other.
+        """
+        evicted = None
+        has_its_share = self._has_its_share(address)
+        if has_its_share or len(self) >= self.most:
+            evicted = self._longest_idle([address] if has_its_share else self._idle)
+            if evicted is None:
+                return connection
+            self.remove(evicted)
+        self._addresses[connection] = address
+        self._held[address] += 1
+        self.mark_idle(connection, now)
+        return evicted
+
+    def remove(self, connection: Connection) -> None:
+        self.mark_busy(connection)
+        if (address := self._addresses.pop(connection, None)) is not None:
+            self._held[address] -= 1
+            if not self._held[address]:
+                del self._held[address]
+
+    def mark_busy(self, connection: Connection) -> None:
+        address = self._addresses.get(connection)
+        if address is not None and (idle := self._idle.get(address)):
+            idle.pop(connection, None)
+            if not idle:
+                del self._idle[address]
+
+    def mark_idle(self, connection: Connection, now: float) -> None:
+        if (address := self._addresses.get(connection)) is not None:
+            self._idle.setdefault(address, {})[connection] = now
+
+    def _has_its_share(self, address: str) -> bool:
+        if self._per_address is not None:
+            return self._held[address] >= self._per_address
+        return 4 * len(self) >= 3 * self.most and 2 * self._held[address] >= self.most
+
+    def _longest_idle(self, addresses: Iterable[str]) -> Connection | None:
+        """Of the address with most connections."""
+        idle = [address for address in addresses if address in self._idle]
+        if not idle:
+            return None
+        longest = {address: next(iter(self._idle[address].items())) for address in idle}
+        fullest = max(idle, key=lambda address: (self._held[address], -longest[address][1]))
+        return longest[fullest][0]
+
+
+def address_of(peer: object) -> str:
+    """Of a socket's peer: the IPv4 address, or the IPv6 network /64, which one customer usually has alone."""
+    try:
+        found = ipaddress.ip_address(str(peer[0]).partition("%")[0])  # type: ignore[index]
+    except (ValueError, IndexError, TypeError):
+        return ""
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    mapped = found.ipv4_mapped
+    return str(mapped) if mapped else str(ipaddress.ip_network((found, 64), strict=False))

@@ -15,8 +15,7 @@ from running import with_command
 from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
 from manylora.bench.datasets import BenchRequest, write_dataset
 from manylora.bench.load import Record
-from manylora.bench.options import BenchOptions
-from manylora.bench.run import run_bench
+from manylora.bench.run import BenchOptions, run_bench
 from manylora.cli import main
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
@@ -82,7 +81,7 @@ def test_a_run_gives_the_models_answers_and_every_figure(
     assert (adapters["num_distinct"], adapters["num_requests"]) == (2, 8)
     assert set(adapters["tiers"]) >= {"base", "disk_cold"}
     assert sum(tier["num_requests"] for tier in adapters["tiers"].values()) == 12
-    assert adapters["ratio"]["measured"] > 0 and 0.8 < adapters["ratio"]["ideal"] < 1
+    assert adapters["ratio"] > 0
     answers = json.loads((out / "output").read_text())
     for answer, expected in zip(answers, ["Tokyo", "东京", "東京"] * 4, strict=True):
         assert answer["output_text"].strip().startswith(expected) and len(answer["output_ids"]) == 8
@@ -91,27 +90,6 @@ def test_a_run_gives_the_models_answers_and_every_figure(
     assert all(0 < entry["ttft_ms"] < entry["latency_ms"] for entry in times)
     states = [json.loads(line) for line in (out / "log").read_text().splitlines()]
     assert states[-1]["requests_finished"] >= 12 and states[-1]["adapters"]["device_loads"] >= 2
-
-
-def test_adapters_are_shared_out_anew_for_each_number_of_them(tmp_path: Path) -> None:
-    data = write(tmp_path / "data", 9, 4)
-    flags = ["--dataset", str(data), "--lora-dir", str(DEMO / "adapters"), "--num_adapters", "0", "1", "2"]
-    flags += ["--popularity", "zipf", "--request_rate", "200"]
-    flags += ["--report_json", str(tmp_path / "report"), "--device", "cpu"]
-    assert main([*BASE, "throughput", *flags]) == 0
-    report = json.loads((tmp_path / "report").read_text())
-    assert [entry["num_adapters"] for entry in report["adapters"]["sweep"]] == [0, 1, 2]
-    assert report["adapters"]["popularity"] == "zipf" and report["adapters"]["num_requests"] == 9
-    assert report["world_info"]["issue_rate"] > 0
-
-
-@pytest.mark.extended
-def test_a_page_has_the_report_and_its_charts(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs what `make test-all` installs")
-    flags = ["--dataset", str(write(tmp_path / "data", 3, 4)), "--plot", str(tmp_path / "report.html")]
-    assert main([*BASE, "throughput", *flags, "--device", "cpu"]) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert "data:image/png;base64,iVBOR" in page and "PERFORMANCE OVERVIEW" in page
 
 
 def test_latency_sends_one_request_at_a_time(tmp_path: Path) -> None:
@@ -158,7 +136,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
 
 
 def answer_of(record: Record) -> tuple[int, ...]:
-    assert record.answer is not None and record.answer.token_ids is not None
+    assert record.answer is not None
     return record.answer.token_ids
 
 

@@ -1,6 +1,4 @@
-"""Datasets of requests: JSON Lines with trtllm-bench's fields, one request per line; random datasets; and the
-assignment of adapters to requests.
-"""
+"""Datasets of requests: JSON Lines with trtllm-bench's fields, one request per line; and random datasets."""
 
 from __future__ import annotations
 

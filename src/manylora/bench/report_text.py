@@ -14,7 +14,6 @@ LINES: dict[str, dict[str, str]] = {
         "dtype": "Dtype",
         "kv_cache_dtype": "KV Cache Dtype",
         "quantization": "Quantization",
-        "endpoint": "Endpoint",
     },
     "machine": {"name": "Machine", "device": "Device", "memory": "Memory (GiB)", "cores": "CPU cores"},
     "request_info": {
@@ -62,7 +61,7 @@ TIER_NAMES = {
     "host_cold": "Host-cold",
     "disk_cold": "Disk-cold",
     "wire_cold": "Wire-cold (sent along)",
-    "unknown": "Not told",
+    "unknown": "Not known",
 }
 CACHE = {
     "device_loads": "Host to device copies",
@@ -105,28 +104,16 @@ def _adapters(adapters: Mapping[str, Any]) -> Iterator[str]:
     yield from _heading("ADAPTERS")
     yield _line("Distinct adapters", adapters["num_distinct"])
     yield _line("Requests with an adapter", adapters["num_requests"])
-    if adapters["popularity"]:
-        yield _line("Popularity", adapters["popularity"])
     for key, name in CACHE.items():
-        if adapters["cache"]:
-            yield _line(name, adapters["cache"][key])
+        yield _line(name, adapters["cache"][key])
     for tier, figures in adapters["tiers"].items():
         yield ""
         yield f"-- {TIER_NAMES[tier]}: {figures['num_requests']} requests"
         if "ttft_ms" in figures:
             yield from _percentiles("TTFT", figures["ttft_ms"])
-    ratio = adapters["ratio"]
-    if ratio:
+    if adapters["ratio"]:
         yield ""
-        yield "-- Output throughput with adapters / without, same load"
-        yield _line("Measured", ratio["measured"])
-        if ratio["ideal"] is not None:
-            yield _line("Ideal (bytes of a decode step)", ratio["ideal"])
-    if adapters["sweep"]:
-        yield ""
-        yield "-- Output throughput (tokens/sec) by number of adapters"
-        for entry in adapters["sweep"]:
-            yield _line(str(entry["num_adapters"]), entry["system_output_throughput_tok_s"])
+        yield _line("Output throughput with adapters / without, same load", adapters["ratio"])
 
 
 def _dataset(dataset: Mapping[str, Any]) -> Iterator[str]:

@@ -1,35 +1,50 @@
-"""Runs one benchmark: opens the system, warms it up, sends the load, and creates the report."""
+"""Runs one benchmark: opens an `LLM`, warms it up, sends the load, and creates the report."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import random
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import manylora
-from manylora.bench.datasets import BenchRequest, adapters_of, read_dataset, spread, with_adapters
-from manylora.bench.load import Record, Sample, run_load
-from manylora.bench.options import BenchOptions
+from manylora.bench.datasets import BenchRequest, adapters_of, read_dataset, with_adapters
+from manylora.bench.load import LocalTarget, Record, Sample, Sampler, progress, run_load
 from manylora.bench.report import dataset_details, issue_rate, measure, tier_figures
-from manylora.bench.system import SystemUnderTest, open_system
-from manylora.errors import ConfigError
-from manylora.llmapi.lora import LoRARequest
 from manylora.stats import AdapterStats, EngineStats
+from manylora.version import __version__
+
+if TYPE_CHECKING:
+    from manylora.llmapi import LLM
 
 CACHE_COUNTERS = (
     "host_stores", "host_evictions", "device_loads", "device_evictions", "host_adapters", "device_adapters",
 )  # fmt: skip
-THROUGHPUT = "system_output_throughput_tok_s"
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """model_dir: a Hugging Face directory. llm: arguments of `LLM`. sampling: fields of SamplingParams for
+    every request. concurrency: 0 is no limit. compare_base: also run without adapters.
+    """
+
+    model: str
+    model_dir: Path
+    dataset: Path
+    llm: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)
+    num_requests: int = 0
+    warmup: int = 2
+    concurrency: int = 0
+    streaming: bool = False
+    compare_base: bool = False
+    keep_text: bool = False
 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """records, samples: of the last run with adapters."""
+    """records, samples: of the run with adapters."""
 
     report: dict[str, Any]
     records: list[Record]
@@ -39,69 +54,48 @@ class BenchResult:
 def run_bench(options: BenchOptions) -> BenchResult:
     """Raises ConfigError for options that cannot be used, ValueError if no request was answered."""
     requests = read_dataset(options.dataset, options.num_requests)
-    loads = _assign_adapters(options, requests)
-    with ExitStack() as stack:
-        system = open_system(options, requests, stack)
-        bare = with_adapters(requests, [None] * len(requests))
-        asyncio.run(run_load(system.target, bare[: options.warmup], concurrency=options.concurrency))
-        sweep: list[dict[str, Any]] = []
-        for load in loads:
-            before = system.cache()
-            records, samples = system.run(load, options)
-            done = measure(records, streaming=options.streaming)
-            sweep.append(
-                {"num_adapters": len(adapters_of(load)), THROUGHPUT: done["performance"][THROUGHPUT]}
-            )
+    bare = with_adapters(requests, [None] * len(requests))
+    with _open_llm(options, requests) as llm:
+        target = LocalTarget(llm, options.streaming, options.sampling)
+        asyncio.run(run_load(target, bare[: options.warmup], concurrency=options.concurrency))
+        before = llm.stats().adapters
+        with Sampler(llm) as sampler:
+            records = _load(target, requests, options)
+        done = measure(records, streaming=options.streaming)
         adapters = {
-            "num_distinct": len(adapters_of(loads[-1])),
-            "num_requests": sum(request.lora is not None for request in loads[-1]),
-            "popularity": options.popularity,
+            "num_distinct": len(adapters_of(requests)),
+            "num_requests": sum(request.lora is not None for request in requests),
             "tiers": tier_figures(records),
-            "cache": _difference(before, system.cache()),
+            "cache": _difference(before, llm.stats().adapters),
             "ratio": None,
-            "sweep": sweep if len(sweep) > 1 else None,
         }
         if options.compare_base and adapters["num_distinct"]:
-            plain, _ = system.run(bare, options)
-            base = measure(plain, streaming=options.streaming)["performance"][THROUGHPUT]
-            ratio = done["performance"][THROUGHPUT] / base
-            adapters["ratio"] = {"measured": ratio} | system.ideal_ratio(loads[-1], samples)
-        decoding = _decoding(samples[-1][1] if samples else EngineStats())
-        report = _report(options, system, done, records) | {"adapters": adapters, "decoding_stats": decoding}
-    return BenchResult(report, records, samples)
+            plain = measure(_load(target, bare, options), streaming=options.streaming)
+            rates = [one["performance"]["system_output_throughput_tok_s"] for one in (done, plain)]
+            adapters["ratio"] = rates[0] / rates[1]
+        decoding = _decoding(sampler.samples[-1][1])
+        report = _report(options, llm, done, records) | {"adapters": adapters, "decoding_stats": decoding}
+    return BenchResult(report, records, sampler.samples)
 
 
-def _assign_adapters(options: BenchOptions, requests: list[BenchRequest]) -> list[list[BenchRequest]]:
-    """The dataset with adapters assigned according to the options, once for each number of adapters."""
-    if not (options.popularity or options.num_adapters or options.lora_dir):
-        return [requests]
-    pool: list[LoRARequest] = adapters_of(requests)
-    if options.lora_dir is not None:
-        try:
-            folders = sorted(path for path in options.lora_dir.iterdir() if path.is_dir())
-        except OSError as error:
-            raise ConfigError(f"--lora_dir {options.lora_dir} cannot be read: {error.strerror}") from error
-        pool = [LoRARequest(path.name, number, str(path)) for number, path in enumerate(folders)]
-    numbers = options.num_adapters or (len(pool),)
-    if not pool or max(numbers) > len(pool) or min(numbers) < 0:
-        raise ConfigError(
-            f"--num_adapters: there are {len(pool)} adapters in "
-            f"{'--lora_dir' if options.lora_dir else 'the dataset'}"
-        )
-    loads = []
-    for number in numbers:
-        chosen: list[LoRARequest | None] = [None] * len(requests)
-        if number:
-            shape = options.popularity or "uniform"
-            chosen = list(spread(shape, pool[:number], len(requests), random.Random(options.seed)))
-        loads.append(with_adapters(requests, chosen))
-    return loads
+def _open_llm(options: BenchOptions, requests: Sequence[BenchRequest]) -> LLM:
+    """With adapters but no lora_config, every module is a target. Raises ConfigError."""
+    from manylora.llmapi import LLM, LoraConfig
+
+    tokenizer = options.keep_text or any(request.input_ids is None for request in requests)
+    settings = {"skip_tokenizer_init": not tokenizer, **options.llm}
+    if adapters_of(requests):
+        settings.setdefault("lora_config", LoraConfig())
+    return LLM(options.model_dir, **settings)
 
 
-def _difference(before: AdapterStats | None, after: AdapterStats | None) -> dict[str, int] | None:
+def _load(target: LocalTarget, requests: Sequence[BenchRequest], options: BenchOptions) -> list[Record]:
+    with progress(len(requests)) as advance:
+        return asyncio.run(run_load(target, requests, concurrency=options.concurrency, on_done=advance))
+
+
+def _difference(before: AdapterStats, after: AdapterStats) -> dict[str, int]:
     """Counters of the run, and the number of adapters in the cache afterwards."""
-    if before is None or after is None:
-        return None
     found = {name: getattr(after, name) for name in CACHE_COUNTERS}
     for name in CACHE_COUNTERS:
         if not name.endswith("_adapters"):
@@ -110,7 +104,7 @@ def _difference(before: AdapterStats | None, after: AdapterStats | None) -> dict
 
 
 def _decoding(stats: EngineStats) -> dict[str, Any] | None:
-    """Draft statistics since the engine's start. None: no drafts, or the engine runs elsewhere."""
+    """Draft statistics since the engine's start. None: no drafts."""
     if not stats.draft_tokens:
         return None
     drafted, accepted = stats.draft_tokens, stats.accepted_draft_tokens
@@ -123,25 +117,47 @@ def _decoding(stats: EngineStats) -> dict[str, Any] | None:
 
 
 def _report(
-    options: BenchOptions, system: SystemUnderTest, done: dict[str, Any], records: Sequence[Record]
+    options: BenchOptions, llm: LLM, done: dict[str, Any], records: Sequence[Record]
 ) -> dict[str, Any]:
-    device = {name: value for name, value in system.facts.items() if name == "device"}
+    from manylora.config.build_record import weights_algo
+    from manylora.kernels.device import open_device
+    from manylora.model.checkpoint import read_model_config
+    from manylora.model.weights import compute_dtype
+
+    config, device = llm.config, open_device(llm.config.device)
+    dtype = compute_dtype(config.dtype, read_model_config(options.model_dir), device)
+    name = str(dtype).removeprefix("torch.")
+    fp8_kv = config.quant is not None and config.quant.fp8_kv_cache
     return {
         "engine": {
             "model": options.model,
-            "model_path": str(options.model_dir) if options.model_dir else None,
+            "model_path": str(options.model_dir),
             "backend": "pytorch",
-            "version": manylora.__version__,
-            **system.facts["engine"],
+            "version": __version__,
+            "dtype": name,
+            "kv_cache_dtype": "fp8" if fp8_kv else name,
+            "quantization": weights_algo(config.model_dir, config.quant),
         },
-        "machine": {"name": _cpu_name(), **device, "memory": _memory_gib(), "cores": os.cpu_count()},
+        "machine": {
+            "name": _cpu_name(),
+            "device": device.name,
+            "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
+            "cores": os.cpu_count(),
+        },
         "world_info": {
-            "tp_size": 1, "pp_size": 1, "ep_size": 1, "world_size": 1, **system.facts.get("world", {}),
+            "tp_size": config.tensor_parallel_size,
+            "pp_size": config.pipeline_parallel_size,
+            "ep_size": config.moe_expert_parallel_size,
+            "world_size": config.world_size,
+            "max_batch_size": config.max_batch_size,
+            "max_num_tokens": config.max_num_tokens,
+            "scheduling_policy": config.batch_scheduler_policy,
+            "kv_cache_percentage": 100 * config.kv_cache_free_gpu_mem_fraction,
             "issue_rate": issue_rate(records),
         },
         **done,
         "dataset": {"path": str(options.dataset), **dataset_details(records)},
-    }  # fmt: skip
+    }
 
 
 def _cpu_name() -> str:
@@ -150,7 +166,3 @@ def _cpu_name() -> str:
     except OSError:
         return "unknown"
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
-def _memory_gib() -> float:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

@@ -1,4 +1,4 @@
-"""manylora bench: throughput and latency of a base model with many adapters, in this process or on a server.
+"""manylora bench: throughput and latency of a base model with many adapters, in this process.
 
 manylora bench --model M throughput|latency --dataset F [options]
 manylora bench --model M prepare-dataset [options]
@@ -10,35 +10,32 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from manylora.bench.datasets import POPULARITIES
 from manylora.bench.load import Record, Sample
-from manylora.bench.options import BenchOptions
-from manylora.bench.plots import check_plot, write_plot
 from manylora.bench.report_text import render
-from manylora.bench.run import BenchResult, run_bench
+from manylora.bench.run import BenchOptions, BenchResult, run_bench
 from manylora.commands import prepare_dataset
 from manylora.config.hub import local_model
 from manylora.errors import ConfigError
 from manylora.llmapi.options import NAMES, llm_arguments, read_options
 from manylora.system.command_line import Parser
 
-ENDPOINT = "use --endpoint http://HOST:PORT (OpenAI), or --endpoint HOST:PORT (Triton's gRPC)"
+SERVER = "to measure a running server, use aiperf or guidellm (docs/bench.md shows how)"
 DATASET = "write a dataset with manylora prepare-dataset, and give it with --dataset"
 INSTEAD = {
-    "serve": "to measure a running server: throughput --endpoint http://HOST:PORT",
+    "serve": SERVER,
     "low_latency": "it is called latency here",
     "build": "nothing has to be built; manylora build quantises a model",
-    **dict.fromkeys(("base_url", "host", "port", "url"), ENDPOINT),
+    **dict.fromkeys(("base_url", "endpoint", "host", "port", "request_rate", "url"), SERVER),
     **dict.fromkeys(("dataset_name", "dataset_path"), DATASET),
     **dict.fromkeys(("input_len", "output_len", "random_input_len", "random_output_len"), DATASET),
     "num_prompts": "use --num_requests",
     "max_concurrency": "use --concurrency",
     "max_model_len": "use --max_seq_len",
-    "lora_path": "use --lora_dir FOLDER, whose subfolders are adapters",
+    **dict.fromkeys(("lora_dir", "lora_path"), "name adapters in the dataset: see prepare-dataset"),
     "result_filename": "use --report_json FILE",
     "save_result": "use --report_json FILE",
     "tokenizer": "the tokenizer of --model is used",
@@ -67,10 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         return prepare_dataset.main(given[at + 1 :], options.model_path or Path(options.model or ""))
     options = _parser().parse_args(given)
     try:
-        plan = _plan(options)
-        if options.plot:
-            check_plot(options.plot)
-        outcome = run_bench(plan)
+        outcome = run_bench(_plan(options))
     except (ConfigError, ValueError) as error:
         print(f"manylora bench: {error}", file=sys.stderr)
         return 1
@@ -109,7 +103,6 @@ def _parser() -> Parser:
     for command in (throughput, latency):
         _add_model(command, default=argparse.SUPPRESS)  # here too, as in vllm bench
         _add_load(command)
-        _add_adapters(command)
         _add_engine(command)
         _add_reports(command)
     latency.set_defaults(concurrency=1, streaming=True)
@@ -127,42 +120,12 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         default=-1,
         help="maximum number of concurrent requests; -1: no limit",
     )
-    group.add_argument(
-        "--request_rate", type=float, help="open loop with Poisson arrivals, requests per second"
-    )
     group.add_argument("--streaming", action="store_true", help="stream tokens; measures TTFT and TPOT")
-    group.add_argument(
-        "--endpoint",
-        metavar="HOST:PORT",
-        help="benchmark a running server instead: HOST:PORT (Triton gRPC) or http://HOST:PORT (OpenAI)",
-    )
     group.add_argument(
         "--eos_id", type=int, default=-1, help="id of the end token; -1: generate all output_tokens"
     )
     group.add_argument("--beam_width", type=int, default=1)
     group.add_argument("--sampler_options", type=Path, help="YAML or JSON file with fields of SamplingParams")
-    group.add_argument("--random_seed", type=int, default=420, help="seed of arrivals and of adapter choice")
-
-
-def _add_adapters(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("adapters (by default each request uses the lora_request of its line)")
-    group.add_argument(
-        "--lora_dir",
-        type=Path,
-        help="assign the adapters in the subfolders of this folder to requests",
-    )
-    group.add_argument(
-        "--popularity",
-        choices=POPULARITIES,
-        help="how adapters are assigned to requests; default: uniform",
-    )
-    group.add_argument(
-        "--num_adapters",
-        type=int,
-        nargs="+",
-        default=[],
-        help="number of adapters; several values: one run each",
-    )
     group.add_argument(
         "--compare_base", action="store_true", help="also run without adapters and report the ratio"
     )
@@ -202,7 +165,6 @@ def _add_reports(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output_json", type=Path, help="the answers")
     group.add_argument("--request_json", type=Path, help="each request's times")
     group.add_argument("--iteration_log", type=Path, help="write engine statistics every 50 ms as JSON Lines")
-    group.add_argument("--plot", type=Path, help="write charts to a .png or .html file")
 
 
 def _plan(options: argparse.Namespace) -> BenchOptions:
@@ -210,30 +172,23 @@ def _plan(options: argparse.Namespace) -> BenchOptions:
         raise ConfigError("--dataset is missing: manylora prepare-dataset writes one")
     if options.concurrency == 0 or options.concurrency < -1:
         raise ConfigError(f"--concurrency must be -1 or at least 1, got {options.concurrency}")
-    if options.request_rate is not None and options.request_rate <= 0:
-        raise ConfigError(f"--request_rate must be > 0, got {options.request_rate}")
     named = options.model_path or options.model
-    model_dir = Path(named) if named and options.endpoint else local_model(named) if named else None
-    if model_dir is None and options.endpoint is None:
+    if not named:
         raise ConfigError("--model must name the model's directory")
-    if options.endpoint:
-        for name in ("iteration_log", "config", *ENGINE_FLAGS):
-            if getattr(options, name, None) is not None:
-                raise ConfigError(
-                    f"--{name}: such options belong to an engine in this process, not to --endpoint"
-                )
-    given: dict[str, Any] = {one.name: getattr(options, one.name, None) for one in fields(BenchOptions)}
-    given |= {
-        "model": options.model or str(model_dir or options.endpoint),
-        "model_dir": model_dir,
-        "llm": {} if options.endpoint else _llm_arguments(options),
-        "sampling": _sampling(options),
-        "concurrency": max(0, options.concurrency),
-        "num_adapters": tuple(options.num_adapters),
-        "keep_text": options.no_skip_tokenizer_init,
-        "seed": options.random_seed,
-    }
-    return BenchOptions(**given)
+    model_dir = local_model(named)
+    return BenchOptions(
+        model=options.model or str(model_dir),
+        model_dir=model_dir,
+        dataset=options.dataset,
+        llm=_llm_arguments(options),
+        sampling=_sampling(options),
+        num_requests=options.num_requests,
+        warmup=options.warmup,
+        concurrency=max(0, options.concurrency),
+        streaming=options.streaming,
+        compare_base=options.compare_base,
+        keep_text=options.no_skip_tokenizer_init,
+    )
 
 
 def _llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
@@ -268,8 +223,6 @@ def _write(options: argparse.Namespace, outcome: BenchResult) -> None:
     if options.iteration_log:
         lines = [json.dumps(_figures(sample)) for sample in outcome.samples]
         options.iteration_log.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    if options.plot:
-        write_plot(options.plot, outcome.report, outcome.records, outcome.samples)
 
 
 def _write_json(path: Path, value: Any) -> None:
@@ -280,7 +233,7 @@ def _output(record: Record) -> dict[str, Any]:
     answer = record.answer
     return {
         "task_id": record.request.task_id,
-        "output_ids": list(answer.token_ids) if answer and answer.token_ids is not None else None,
+        "output_ids": list(answer.token_ids) if answer else None,
         "output_text": answer.text if answer else None,
         "error": record.error,
     }

@@ -12,8 +12,8 @@ from manylora.engine.memory import kv_cache_dtype, plan_memory
 from manylora.kernels.device import open_device
 from manylora.lora.geometry import plan_cache, usual_bytes
 from manylora.lora.modules import lora_modules
+from manylora.model.batch import token_numbers
 from manylora.model.checkpoint import read_model_config
-from manylora.model.kv_tensors import token_numbers
 from manylora.model.weights import adapter_dtype, compute_dtype, weight_bytes
 
 RANKS = (8, 16, 64)

@@ -7,9 +7,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from manylora.launcher.command_service import CommandService
-from manylora.launcher.roles import DEPUTIES, Roles
-from manylora.launcher.state import State
+from manylora.launcher.programs import ServeProgram
 from manylora.launcher.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -50,14 +48,13 @@ def main(arguments: list[str] | None = None) -> int:
 def _keep(options: ServeOptions, given: list[str]) -> int:
     """Serve in a child process, which is restarted when it ends."""
     command = [sys.executable, "-m", "manylora.cli", "serve", *given, "--no-restart"]
-    child = CommandService(command, options.host, options.port, options.drain_seconds + END_S)
-    state = State()
-    supervisor = Supervisor(child, Roles(state.fd), state, len(DEPUTIES))
+    child = ServeProgram(command, options.host, options.port, options.drain_seconds + END_S)
+    supervisor = Supervisor(child)
     code = supervisor.run()
     if supervisor.last_signal == signal.SIGINT:
         raise KeyboardInterrupt
     if code:
-        print(f"manylora serve: {state.read()['reason']}", file=sys.stderr)
+        print(f"manylora serve: {supervisor.status['reason']}", file=sys.stderr)
     return code
 
 

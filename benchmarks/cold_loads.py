@@ -12,16 +12,15 @@ Both kinds compute the same and differ only in the loading, so the ideal ratio o
 1. Loading uses a CPU core, so the ideal can only be reached if a core is free.
 
     cold_loads.py --rounds 3
-    cold_loads.py --hidden 192 --layers 4 --cold-per-second 20
     cold_loads.py --first-use 10                # one request after the other, to an idle server
     cold_loads.py --first-use 10 --streams 16   # the same while 16 other requests are decoding
 
 --first-use measures the time to first token of three kinds of requests in turn: without an adapter, with an
-adapter that was never used, and with the same adapter again. Prompts have 64 tokens and the model is the 125M
-one in bfloat16. The adapters have rank 8 on q, k, v, or rank 16 on all linear layers. With --streams, also
-prints the longest time between two tokens of the other requests meanwhile.
+adapter that was never used, and with the same adapter again. Prompts have 64 tokens. The adapters have rank 8
+on q, k, v, or rank 16 on all linear layers. With --streams, also prints the longest time between two tokens
+of the other requests meanwhile.
 
-Needs an otherwise idle machine. The CPU seconds that other processes used are printed with the figures.
+The model is the 125M one in bfloat16. Needs an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -37,74 +36,50 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-from loads import ALL, QKV, make_llama, prompts, save_adapter, save_model
-from safetensors.numpy import save_file
+from loads import ALL, QKV, prompts, save_adapter, save_model
 
 PORT = 8004
 TEXT = "Tell me about Japan. \nAnswer:"
-WARM = 4
-PROJECTIONS = {
-    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-}
+WARM = [f"warm-{number}" for number in range(4)]
+CALM = [f"calm-{number}" for number in range(2)]
 
 
-def make_adapter(path: Path, hidden: int, layers: int, rank: int, seed: int) -> int:
-    """Write a PEFT directory with an adapter for all linear layers. Returns the bytes of its tensors."""
-    picks, tensors = np.random.default_rng(seed), {}
-    for layer in range(layers):
-        for block, names in PROJECTIONS.items():
-            for name in names:
-                wide_in = 4 * hidden if name == "down_proj" else hidden
-                wide_out = 4 * hidden if name in ("gate_proj", "up_proj") else hidden
-                where = f"base_model.model.model.layers.{layer}.{block}.{name}"
-                for part, shape in (("A", (rank, wide_in)), ("B", (wide_out, rank))):
-                    values = picks.standard_normal(shape, np.float32) * 0.02
-                    tensors[f"{where}.lora_{part}.weight"] = values
-    path.mkdir(parents=True)
-    save_file(tensors, path / "adapter_model.safetensors", {"format": "pt"})
-    names = [name for block in PROJECTIONS.values() for name in block]
-    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": names, "bias": "none"}
-    (path / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    return sum(one.nbytes for one in tensors.values())
-
-
-def serve(model: Path, root: Path, work: Path, cache_bytes: int) -> subprocess.Popen[bytes]:
-    """Start a server whose cache and in-memory copies cannot hold all adapters; wait until it listens."""
+@contextmanager
+def served(model: Path, root: Path, work: Path, cache_bytes: int) -> Iterator[None]:
+    """A server whose cache and in-memory copies cannot hold all adapters."""
     config = work / "serve.yaml"
     # On a CPU the device level is a fraction of host memory, too. Make it as large as the host level.
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     sizes = {"host_cache_size": cache_bytes, "device_cache_percent": max(1e-4, cache_bytes / total)}
-    lines = ["peft_cache_config:", *(f"  {name}: {value}" for name, value in sizes.items())]
-    config.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "manylora.commands.serve",
-        model,
-        "--port",
-        str(PORT),
-        "--config",
-        config,
-    ]
-    flags = ["--lora-root", root, "--lora-refresh-seconds", "3600", "--lora-keep-bytes", "1"]
-    flags += ["--lora-disk-bytes", "0", "--device", "cpu", "--served-model-name", "model"]
-    server = subprocess.Popen([*command, *flags, "--log-level", "warning"])
-    until = time.monotonic() + 120
-    while server.poll() is None and time.monotonic() < until:
-        try:
-            socket.create_connection(("127.0.0.1", PORT)).close()
-            return server
-        except OSError:
-            time.sleep(0.1)
-    raise RuntimeError("the server does not start")
+    config.write_text(json.dumps({"peft_cache_config": sizes}), encoding="utf-8")
+    command = [sys.executable, "-m", "manylora.commands.serve", model, "--port", str(PORT)]
+    command += ["--config", config, "--lora-root", root, "--lora-refresh-seconds", "3600"]
+    command += ["--lora-keep-bytes", "1", "--lora-disk-bytes", "0", "--device", "cpu"]
+    server = subprocess.Popen([*command, "--served-model-name", "model", "--log-level", "warning"])
+    try:
+        until = time.monotonic() + 120
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", PORT)).close()
+                break
+            except OSError:
+                if server.poll() is not None or time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
+        yield
+    finally:
+        server.terminate()
+        server.wait()
 
 
-def completion_request(adapter: str, tokens: int, prompt: str | list[int]) -> bytes:
-    """A streamed completion of so many tokens as an HTTP request, after which the server closes."""
+async def first_token(
+    adapter: str, tokens: int, prompt: str | list[int] = TEXT, seen: list[float] | None = None
+) -> float:
+    """Read a complete answer. Returns the seconds to its first text. seen: gets the time of each part."""
     body = json.dumps(
         {"model": adapter, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True,
          "ignore_eos": True, "logprobs": 0}
@@ -113,17 +88,9 @@ def completion_request(adapter: str, tokens: int, prompt: str | list[int]) -> by
         "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     )
-    return head.encode() + body
-
-
-async def first_token(
-    adapter: str, tokens: int, prompt: str | list[int] = TEXT, seen: list[float] | None = None
-) -> float:
-    """Read a complete answer. Returns the seconds to its first text. seen: gets the time of each part."""
-    sent = completion_request(adapter, tokens, prompt)
     began = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
-    writer.write(sent)
+    writer.write(head.encode() + body)
     answer = await reader.readuntil(b"data: ")
     found = time.perf_counter() - began
     while part := await reader.read(65536):
@@ -138,22 +105,68 @@ async def first_token(
 
 async def paced(names: list[str], per_second: float, seconds: float, tokens: int) -> list[float]:
     """Send requests in an open loop: the next request does not wait for the previous one."""
-    count = int(per_second * seconds)
     began, tasks = time.perf_counter(), []
-    for number in range(count):
+    for number in range(int(per_second * seconds)):
         await asyncio.sleep(max(0.0, began + number / per_second - time.perf_counter()))
         tasks.append(asyncio.create_task(first_token(names[number % len(names)], tokens)))
     return list(await asyncio.gather(*tasks))
 
 
-async def measure(beside: list[str], options: argparse.Namespace) -> tuple[list[float], list[float]]:
-    warm = [f"warm-{number}" for number in range(WARM)]
-    return tuple(
-        await asyncio.gather(
-            paced(warm, options.warm_per_second, options.seconds, options.tokens),
-            paced(beside, options.cold_per_second, options.seconds, 1),
-        )
-    )  # type: ignore[return-value]
+async def together(beside: list[str], options: argparse.Namespace) -> tuple[list[float], list[float]]:
+    """Seconds to the first token of the warm requests, and of those beside them."""
+    warm = paced(WARM, options.warm_per_second, options.seconds, options.tokens)
+    others = paced(beside, options.cold_per_second, options.seconds, 1)
+    times, beside_times = await asyncio.gather(warm, others)
+    return times, beside_times
+
+
+def measure_cold_loads(options: argparse.Namespace, work: Path, model: Path) -> None:
+    cold = [f"cold-{number:03}" for number in range(options.adapters)]
+    for seed, name in enumerate([*WARM, *CALM, *cold]):
+        folder = save_adapter(work / "adapters" / name, "small", options.rank, ALL, seed, "bfloat16")
+    size = (folder / "adapter_model.safetensors").stat().st_size
+    # Room for the warm adapters and for a quarter of the cold ones.
+    room = int(size * (len(WARM + CALM) + options.adapters / 4))
+    found: dict[str, list[float]] = {"calm": [], "cold": []}
+    ratios, first, turn = [], [], 0
+    with served(model, work / "adapters", work, room):
+        for name in WARM + CALM:
+            asyncio.run(first_token(name, 2))
+        for number in range(options.rounds):
+            medians = {}
+            for side in found:
+                before = loads()
+                times, others = asyncio.run(
+                    together(CALM if side == "calm" else cold[turn:] + cold[:turn], options)
+                )
+                loaded = loads() - before
+                if side == "cold":
+                    turn = (turn + len(others)) % len(cold)
+                    first += others
+                    if loaded < 0.9 * len(others):
+                        raise RuntimeError(f"only {loaded:.0f} of {len(others)} loads were cold")
+                medians[side] = statistics.median(times)
+                found[side] += times
+                print(
+                    f"round {number + 1}, {side}: P50 {1000 * medians[side]:.1f} ms, "
+                    f"P95 {1000 * statistics.quantiles(times, n=20)[-1]:.1f} ms; {loaded:.0f} loads",
+                    flush=True,
+                )
+            ratios.append(medians["cold"] / medians["calm"])
+    p50 = {side: statistics.median(times) for side, times in found.items()}
+    own = 1000 * statistics.median(first)
+    print(f"adapters of {size / 2**20:.1f} MiB; time to first token of cold requests: P50 {own:.1f} ms")
+    print(f"warm requests: {1000 * p50['calm']:.1f} ms calm, {1000 * p50['cold']:.1f} ms during cold loads")
+    print(f"ratio {p50['cold'] / p50['calm']:.3f}; by round {', '.join(f'{one:.3f}' for one in ratios)}")
+
+
+def loads() -> float:
+    """Adapters that the server has put on the host level so far."""
+    with socket.create_connection(("127.0.0.1", PORT)) as one:
+        one.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        text = b"".join(iter(lambda: one.recv(65536), b"")).decode()
+    name = 'manylora_lora_cache_loads_total{level="host"} '
+    return next(float(line.removeprefix(name)) for line in text.splitlines() if line.startswith(name))
 
 
 async def first_uses(names: list[str], streams: int) -> dict[str, list[tuple[float, float]]]:
@@ -183,63 +196,35 @@ async def first_uses(names: list[str], streams: int) -> dict[str, list[tuple[flo
     return found
 
 
-def measure_first_uses(count: int, streams: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        model = save_model(work / "model", "small", "bfloat16")
-        sets = {"rank 8 on q, k, v": (8, QKV), "rank 16 on all layers": (16, ALL)}
-        names = {title: [f"r{rank}-{n}" for n in range(count + 1)] for title, (rank, _) in sets.items()}
-        for title, (rank, modules) in sets.items():
-            for seed, name in enumerate(names[title]):
-                save_adapter(work / "adapters" / name, "small", rank, modules, seed, "bfloat16")
-        server = serve(model, work / "adapters", work, 2**28)
-        try:
-            for title, (one, *others) in names.items():
-                asyncio.run(first_token(one, 2))  # the first adapter of this kind also warms up the code
-                found = asyncio.run(first_uses(others, streams))
-                median = {
-                    kind: [1000 * statistics.median(part) for part in zip(*times, strict=True)]
-                    for kind, times in found.items()
-                }
-                pairs = zip(found["first use"], found["warm"], strict=True)
-                beyond = sorted(1000 * (first[0] - warm[0]) for first, warm in pairs)
-                words = [f"{kind} {first:.1f} ms" for kind, (first, _) in median.items()]
-                shown = ", ".join(f"{one:.0f}" for one in beyond)
-                print(f"{title}: first token {', '.join(words)}")
-                print(f"  first use minus warm {statistics.median(beyond):.1f} ms ({shown})", flush=True)
-                if streams:
-                    gaps = [f"{kind} {gap:.0f} ms" for kind, (_, gap) in median.items()]
-                    print(f"  longest gap in {streams} other streams: {', '.join(gaps)}", flush=True)
-        finally:
-            server.terminate()
-            server.wait()
-
-
-def busy(pid: int) -> tuple[float, float]:
-    """CPU seconds of a process, and of the whole machine."""
-    own = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    user, nice, system, _, _, irq, soft, *_ = map(
-        int, Path("/proc/stat").read_text(encoding="utf-8").split()[1:9]
-    )
-    tick = os.sysconf("SC_CLK_TCK")
-    return (int(own[11]) + int(own[12])) / tick, (user + nice + system + irq + soft) / tick
-
-
-def loads() -> float:
-    """Adapters that the server has put on the host level so far."""
-    with socket.create_connection(("127.0.0.1", PORT)) as one:
-        one.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        text = b"".join(iter(lambda: one.recv(65536), b"")).decode()
-    name = 'manylora_lora_cache_loads_total{level="host"} '
-    return next(float(line.removeprefix(name)) for line in text.splitlines() if line.startswith(name))
+def measure_first_uses(options: argparse.Namespace, work: Path, model: Path) -> None:
+    sets = {"rank 8 on q, k, v": (8, QKV), "rank 16 on all layers": (16, ALL)}
+    names = {
+        title: [f"r{rank}-{n}" for n in range(options.first_use + 1)] for title, (rank, _) in sets.items()
+    }
+    for title, (rank, modules) in sets.items():
+        for seed, name in enumerate(names[title]):
+            save_adapter(work / "adapters" / name, "small", rank, modules, seed, "bfloat16")
+    with served(model, work / "adapters", work, 2**28):
+        for title, (one, *others) in names.items():
+            asyncio.run(first_token(one, 2))  # the first adapter of this kind also warms up the code
+            found = asyncio.run(first_uses(others, options.streams))
+            median = {
+                kind: [1000 * statistics.median(part) for part in zip(*times, strict=True)]
+                for kind, times in found.items()
+            }
+            pairs = zip(found["first use"], found["warm"], strict=True)
+            beyond = [1000 * (first[0] - warm[0]) for first, warm in pairs]
+            words = [f"{kind} {first:.1f} ms" for kind, (first, _) in median.items()]
+            print(f"{title}: first token {', '.join(words)}")
+            print(f"  first use minus warm {statistics.median(beyond):.1f} ms", flush=True)
+            if options.streams:
+                gaps = [f"{kind} {gap:.0f} ms" for kind, (_, gap) in median.items()]
+                print(f"  longest gap in {options.streams} other streams: {', '.join(gaps)}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=12)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", type=int, default=40, help="number of cold adapters")
     parser.add_argument("--warm-per-second", type=float, default=4.0)
@@ -248,61 +233,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="length of each half of a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--first-use", type=int, default=0, metavar="N", help="measure the first use of N adapters instead"
+        "--first-use", type=int, metavar="N", help="measure the first use of N adapters instead"
     )
-    parser.add_argument(
-        "--streams", type=int, default=0, help="with --first-use: other requests at the same time"
-    )
+    parser.add_argument("--streams", type=int, default=0, help="with --first-use: other requests meanwhile")
     options = parser.parse_args()
-    if options.first_use:
-        measure_first_uses(options.first_use, options.streams)
-        return
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        model = make_llama(work / "model", options.hidden, options.layers)
-        cold = [f"cold-{number:03}" for number in range(options.adapters)]
-        names = [*(f"warm-{number}" for number in range(WARM)), *(f"calm-{number}" for number in range(2))]
-        size = 0
-        for seed, name in enumerate([*names, *cold]):
-            size = make_adapter(work / "adapters" / name, options.hidden, options.layers, options.rank, seed)
-        # Room for the warm adapters and for a quarter of the cold ones.
-        server = serve(model, work / "adapters", work, int(size * (len(names) + options.adapters / 4)))
-        found: dict[str, list[float]] = {"calm": [], "cold": []}
-        ratios, first = [], []
-        try:
-            for name in names:
-                asyncio.run(first_token(name, 2))
-            turn = 0
-            for number in range(options.rounds):
-                medians = {}
-                for side in found:
-                    beside = names[WARM:] if side == "calm" else cold[turn:] + cold[:turn]
-                    before, own, all_ = loads(), *busy(server.pid)
-                    times, others = asyncio.run(measure(beside, options))
-                    own, all_ = (new - old for new, old in zip(busy(server.pid), (own, all_), strict=True))
-                    loaded = loads() - before
-                    turn = (turn + len(others)) % len(cold) if side == "cold" else turn
-                    if side == "cold" and loaded < 0.9 * len(others):
-                        raise RuntimeError(f"only {loaded:.0f} of {len(others)} loads were cold")
-                    medians[side] = statistics.median(times)
-                    found[side] += times
-                    first += others if side == "cold" else []
-                    print(
-                        f"round {number + 1}, {side}: P50 {1000 * medians[side]:.1f} ms, "
-                        f"P95 {1000 * statistics.quantiles(times, n=20)[-1]:.1f} ms; {loaded:.0f} loads; "
-                        f"CPU time of the server {own:.1f} s, of others {all_ - own:.1f} s",
-                        flush=True,
-                    )
-                ratios.append(medians["cold"] / medians["calm"])
-        finally:
-            server.terminate()
-            server.wait()
-    p50 = {side: statistics.median(times) for side, times in found.items()}
-    own_p50 = 1000 * statistics.median(first)
-    print(f"adapters of {size / 2**20:.1f} MiB; time to first token of cold requests: P50 {own_p50:.1f} ms")
-    print(f"warm requests: {1000 * p50['calm']:.1f} ms calm, {1000 * p50['cold']:.1f} ms during cold loads")
-    print(f"ratio {p50['cold'] / p50['calm']:.3f}; by round {', '.join(f'{one:.3f}' for one in ratios)}")
-    print(json.dumps({"p50": p50, "ratios": ratios, "adapter_bytes": size, **vars(options)}))
+        model = save_model(work / "model", "small", "bfloat16")
+        (measure_first_uses if options.first_use else measure_cold_loads)(options, work, model)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ not FLOPs.
 
     engine.py                                           # small, bfloat16, prompts of 64, 16 concurrent
     engine.py --models small,mid --dtypes bfloat16,float32,int8,int4 --prompts 64,512 --json found.json
-    engine.py --models mid --cases base,r16all-8 --load offline --at-once 1,4,16 --plot docs/images
+    engine.py --models mid --cases base,r16all-8 --load offline --at-once 1,4,16
 
 Models, both with random weights:
     small     a Llama of 125 million parameters
@@ -116,10 +116,6 @@ def main() -> None:
     }  # fmt: skip
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if options.plot:
-        from charts import draw_engine
-
-        print("drawn:", *draw_engine(found, options.plot))
 
 
 def _in_process(setting: Setting, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -290,9 +286,8 @@ def _print(setting: Setting, report: dict[str, Any]) -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     names = [case.name for case in CASES]
     parser.add_argument("--models", type=some_of(list(MODELS)), default=["small"], help=",".join(MODELS))
     parser.add_argument("--dtypes", type=some_of(list(DTYPES)), default=["bfloat16"], help=",".join(DTYPES))
@@ -309,9 +304,6 @@ def _options() -> argparse.Namespace:
         "--at-once", type=numbers_to(256), default=[AT_ONCE], help="concurrent requests, such as 1,16"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FOLDER", help="draw PNG and SVG charts there; needs matplotlib"
-    )
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")

@@ -70,9 +70,8 @@ TINY = Plan(("tiny",), (2,), 2, 16, (2,), (2,), (MIXED,), adapters=6, resident=2
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="use tiny shapes, for a CPU")
     parser.add_argument("--minutes", type=float, default=7.0, help="do not start a section after that")
@@ -135,7 +134,6 @@ class Bench:
             for shape in self.plan.shapes:
                 self._try(f"model {shape}", lambda shape=shape: self._model(shape))
                 self._free()
-            self._try("transformers + PEFT", self._transformers)
         finally:
             self.report.facts["seconds"] = round(time.perf_counter() - self.began, 1)
             self.report.write(self.out)
@@ -198,12 +196,6 @@ class Bench:
             f"{world.name} throughput",
             lambda: zipf(world, self.report, plan.adapters, plan.resident, plan.steps, plan.reply),
         )
-
-    def _transformers(self) -> None:
-        from gpu_peft import measure
-
-        for row in measure(self.plan is TINY, self.device.torch, self.dtype, self.clock):
-            self.report.add("transformers + PEFT", **row)
 
     def _bandwidth(self) -> float:
         """Bytes per second of a large copy, counting reads and writes."""

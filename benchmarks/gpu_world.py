@@ -14,7 +14,7 @@ from torch import Tensor
 from manylora.config.model import ModelConfig, MoeConfig
 from manylora.engine.graphs import DecodeGraphs
 from manylora.engine.inputs import StepInputs
-from manylora.engine.kernel_trials import try_variants
+from manylora.engine.warmup import try_variants
 from manylora.kernels.device import Device
 from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import BatchLimits, LoraBatch, LoraRow, LoraSegment

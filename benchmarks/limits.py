@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Measures a machine's bandwidth and GEMM rate, and computes the resulting lower bounds of a model's times.
 
 A step of n sequences cannot be faster than the larger of two times:
@@ -14,24 +13,18 @@ embeddings, sampling and the rows of the embedding do not count. They are small,
 The bandwidth is that of a plain read loop on all cores (the C library's memchr over memory far larger than
 the caches, in huge pages if available). The GEMM rate is the best of torch and our own kernel. Both are the
 best of many runs, because other work on the machine can only lower them.
-
-    limits.py --json limits.json
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from machine import see_machine
 
 from manylora.config.model import ModelConfig
 from manylora.kernels.device import open_device
@@ -164,27 +157,3 @@ class Limits:
 def adapter_elements(modules: dict[int, LoraModule], used: Sequence[int], rank: int, layers: int) -> int:
     """Elements of an adapter's A and B over all layers."""
     return rank * layers * sum(modules[m].in_dim + modules[m].out_dim for m in used)
-
-
-def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-    options = parser.parse_args()
-    machine = see_machine()
-    threads = torch.get_num_threads()
-    one, all_of_them, rates = _bandwidth(1), _bandwidth(threads), _gemm_rates()
-    print(machine)
-    print(f"read: {all_of_them / 1e9:.1f} GB/s in {threads} threads, {one / 1e9:.1f} in one")
-    kinds = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in rates.items())
-    print(f"GEMM of a bfloat16 model, GFLOP/s: {kinds}")
-    figures = {
-        "machine": machine.as_dict(), "threads": threads, "bandwidth": all_of_them,
-        "bandwidth_one_thread": one, "gemm": rates,
-    }  # fmt: skip
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,7 @@
-"""Describes the machine of a measurement, and how much CPU time other processes used meanwhile. Linux only.
-
-python benchmarks/machine.py        # print what the other benchmarks report about this machine
-"""
+"""Describes the machine of a measurement, and the CPU time of other processes meanwhile. Linux only."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
@@ -166,10 +162,3 @@ def wait_for_quiet(seconds: float) -> float:
         share = others.cpus()
         if share <= QUIET or time.monotonic() >= end:
             return share
-
-
-if __name__ == "__main__":
-    machine = see_machine()
-    print(machine)
-    print(f"others use {wait_for_quiet(0):.2f} CPUs now")
-    print(json.dumps(machine.as_dict()))

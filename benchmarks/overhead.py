@@ -9,10 +9,6 @@ second, and a server must handle as many responses. Client, server and engine sh
 
     overhead.py --streams 64 --rounds 3
     overhead.py --streams 64 --rounds 3 --stream-intervals 1 4
-    overhead.py --proxy --streams 16 --rounds 15
-
---proxy compares tritonserver's HTTP port behind the proxy with its own, in many short pairs: streams through
-the ensemble, requests to one model that answers with a few bytes, and health checks.
 
 Rates need an otherwise idle machine; on a busy one the ratio of pairs says more.
 """
@@ -32,15 +28,17 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import tritonclient.grpc as grpc
 from grpc import aio
 from loads import make_llama
+from machine import family
 from tritonclient.grpc import service_pb2
 
 from manylora.config.engine import EngineConfig
@@ -85,27 +83,40 @@ def in_process(model: Path, streams: int, tokens: int) -> float:
 
 
 @contextmanager
-def launched(model: Path, work: Path, streams: int, interval: int) -> Iterator[tuple[int, int, list]]:
-    """Its HTTP and gRPC ports, and the launcher's command."""
+def launched(model: Path, work: Path, streams: int, interval: int) -> Iterator[tuple[int, int]]:
+    """Triton with the model. Yields its gRPC port and the launcher's process id."""
     repo = work / f"repo{interval}"
     if not repo.exists():
         values = {"device": "cpu", "max_num_sequences": str(streams), "stream_interval": str(interval)}
         models = ("ensemble", "preprocessing", "tensorrt_llm", "postprocessing")
         write_repository(RepositoryPlan(model, models=models, values=values), repo)
     http, port, metrics = free_ports(3)
-    launch = [sys.executable, ROOT / "launch_triton_server.py", f"--http_port={http}"]
-    start = [f"--model_repo={repo}", f"--grpc_port={port}", f"--metrics_port={metrics}", "--force"]
-    subprocess.run([*launch, *start], check=True, capture_output=True)
+    ports = [f"--http_port={http}", f"--grpc_port={port}", f"--metrics_port={metrics}"]
+    command = [sys.executable, ROOT / "launch_triton_server.py", "--foreground", f"--model_repo={repo}"]
+    server = subprocess.Popen([*command, *ports], stdout=subprocess.DEVNULL)
     try:
-        yield http, port, launch
+        wait_for(server, lambda: urlopen(f"http://127.0.0.1:{http}/v2/health/ready").close())
+        yield port, server.pid
     finally:
-        subprocess.run([*launch, "--stop"], check=True, capture_output=True)
+        server.terminate()
+        server.wait()
+
+
+def wait_for(server: subprocess.Popen, ask: Callable[[], None]) -> None:
+    """Wait until `ask` raises no OSError. Raises RuntimeError after two minutes, and if the server ends."""
+    until = time.monotonic() + 120
+    while server.poll() is None and time.monotonic() < until:
+        try:
+            return ask()
+        except OSError:
+            time.sleep(0.1)
+    raise RuntimeError("the server does not start")
 
 
 def through_the_server(model: Path, work: Path, streams: int, tokens: int, interval: int) -> float:
-    with launched(model, work, streams, interval) as (_, port, launch):
+    with launched(model, work, streams, interval) as (port, launcher):
         ask(port, streams, tokens)
-        found = processes(launch)
+        found = processes(launcher)
         before = {name: processor_seconds(pid) for name, pid in found.items()}
         rate = ask(port, streams, tokens)
         used = {
@@ -118,100 +129,15 @@ def through_the_server(model: Path, work: Path, streams: int, tokens: int, inter
     return rate
 
 
-INFER = {
-    "inputs": [
-        {"name": "TOKENS_BATCH", "datatype": "INT32", "shape": [1, 1, 1], "data": [66]},
-        {"name": "SEQUENCE_LENGTH", "datatype": "INT32", "shape": [1, 1], "data": [1]},
-    ]
-}
-AT_ONCE, EACH = 8, 100  # connections, requests of each
-
-
-def proxy_and_direct(model: Path, work: Path, streams: int, tokens: int, pairs: int) -> None:
-    with launched(model, work, streams, 1) as (port, _, launch):
-        found = processes(launch)
-        command = Path(f"/proc/{found['tritonserver']}/cmdline").read_text(encoding="utf-8")
-        inner = re.search(r"--http-port=(\d+)\0", command)
-        secret = re.search(r":(manylora-management)=(\w+)\0", command)
-        assert inner is not None and secret is not None
-        ways = {"proxy": (port, ""), "direct": (int(inner[1]), f"{secret[1]}: {secret[2]}\r\n")}
-
-        async def stream(way: str) -> float:
-            asked = [
-                _request(
-                    "ensemble/generate_stream",
-                    {"text_input": TEXT.format(i), "max_tokens": tokens, "end_id": -1, "stream": True},
-                    ways[way][1],
-                )
-                for i in range(streams)
-            ]
-            return await _rate(ways[way][0], asked, 1) * tokens
-
-        async def infer(way: str) -> float:
-            return await _rate(
-                ways[way][0], [_request("postprocessing/infer", INFER, ways[way][1])] * AT_ONCE, EACH
-            )
-
-        async def health(way: str) -> float:
-            asked = f"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n{ways[way][1]}\r\n".encode()
-            return await _rate(ways[way][0], [asked] * AT_ONCE, 5 * EACH)
-
-        for name, kind in (("streamed tokens", stream), ("infer requests", infer), ("health checks", health)):
-            rates: dict[str, list[float]] = {way: [] for way in ways}
-            for way in ways:
-                asyncio.run(kind(way))  # warms up
-            used = processor_seconds(found["proxy"])
-            for number in range(pairs):
-                for way in sorted(ways, reverse=bool(number % 2)):
-                    rates[way].append(asyncio.run(kind(way)))
-            used = processor_seconds(found["proxy"]) - used
-            ratios = [a / b for a, b in zip(rates["proxy"], rates["direct"], strict=True)]
-            medians = {way: statistics.median(values) for way, values in rates.items()}
-            print(
-                f"{name}: {medians['proxy']:.0f} of {medians['direct']:.0f} per second; median ratio of "
-                f"{pairs} pairs {statistics.median(ratios):.3f}, {min(ratios):.2f} to {max(ratios):.2f}; "
-                f"{used:.2f} s of the proxy's processor time",
-                flush=True,
-            )
-
-
-def _request(path: str, body: dict, headers: str) -> bytes:
-    text = json.dumps(body).encode()
-    head = f"POST /v2/models/{path} HTTP/1.1\r\nHost: x\r\n{headers}Content-Length: {len(text)}\r\n\r\n"
-    return head.encode() + text
-
-
-async def _rate(port: int, asked: list[bytes], times: int) -> float:
-    """Requests per second, each on a connection of its own."""
-
-    async def one(request: bytes) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        for _ in range(times):
-            writer.write(request)
-            head = (await reader.readuntil(b"\r\n\r\n")).lower()
-            if b" 200 ok\r\n" not in head:
-                raise RuntimeError(head.decode())
-            length = re.search(rb"\r\ncontent-length: (\d+)", head)
-            if length:
-                await reader.readexactly(int(length[1]))
-            else:
-                await reader.readuntil(b"\r\n0\r\n\r\n")
-        writer.close()
-
-    began = time.perf_counter()
-    await asyncio.gather(*map(one, asked))
-    return len(asked) * times / (time.perf_counter() - began)
-
-
-def processes(launch: list) -> dict[str, int]:
-    """The pids of Triton's processes: each model's by the model's name, tritonserver, and the HTTP proxy."""
-    told = subprocess.run([*launch, "--status"], check=True, capture_output=True, text=True).stdout
+def processes(launcher: int) -> dict[str, int]:
+    """The ids of Triton's processes: each model's by the model's name, and tritonserver's."""
     found = {}
-    for pid in json.loads(told)["processes"]:
+    for pid in family(launcher):
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        model = re.search(rb"/([^/\0]+)/[0-9]+/model\.py\0", command)
-        server = "tritonserver" if b"bin/tritonserver\0" in command else "proxy"
-        found[model[1].decode() if model else server] = pid
+        if model := re.search(rb"/([^/\0]+)/[0-9]+/model\.py\0", command):
+            found[model[1].decode()] = pid
+        elif b"bin/tritonserver\0" in command:
+            found["tritonserver"] = pid
     return found
 
 
@@ -271,13 +197,7 @@ def through_openai(model: Path, streams: int, tokens: int, interval: int) -> flo
     command += ["--max-batch-size", str(streams), "--stream-interval", str(interval)]
     server = subprocess.Popen([*command, "--device", "cpu", "--log-level", "warning"])
     try:
-        until = time.monotonic() + 60
-        while server.poll() is None and time.monotonic() < until:
-            try:
-                with socket.create_connection(("127.0.0.1", port)):
-                    break
-            except OSError:
-                time.sleep(0.1)
+        wait_for(server, lambda: socket.create_connection(("127.0.0.1", port)).close())
         return [asyncio.run(_ask_openai(port, streams, tokens)) for _ in range(2)][-1]
     finally:
         server.terminate()
@@ -309,23 +229,18 @@ async def _ask_openai(port: int, streams: int, tokens: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--stream-intervals", type=int, nargs="+", default=[1], help="tokens per event")
-    parser.add_argument("--proxy", action="store_true", help="only compare the HTTP proxy with no proxy")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         model = make_llama(work / "model", options.hidden, options.layers)
-        if options.proxy:
-            proxy_and_direct(model, work, options.streams, options.tokens, options.rounds)
-            return
         rates: dict[str, list[float]] = defaultdict(list)
         load = options.streams, options.tokens
         for number in range(options.rounds):

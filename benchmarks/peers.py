@@ -6,7 +6,6 @@ runs. The ratio is the median of the pairs. At concurrency N, a call has N reque
 next call starts when all have ended. Requests have 64 tokens in (--prompt) and 64 out, are greedy and never
 end early.
 The time to first token is the time of a call with one token of output: until all N requests have their token.
---in-flight also measures manylora alone with N requests open at any time and answers of 32 to 96 tokens.
 
     peers.py                                                          # all engines this Python can import
     peers.py --python openvino=/venvs/ov/bin/python --models small,mid --keep build/peers --json found.json
@@ -32,43 +31,25 @@ import signal
 import subprocess
 import sys
 import tempfile
-import types
 from pathlib import Path
-from typing import Any
 
 import torch
-from limits import Limits, kv_bytes, measure_machine
-from loads import (
-    ALL,
-    MODELS,
-    OUTPUT,
-    QKV,
-    VOCAB,
-    Case,
-    module_sizes,
-    numbers_to,
-    save_adapter,
-    save_model,
-    smollm2,
-    some_of,
-)
+from limits import measure_machine
+from loads import ALL, MODELS, OUTPUT, QKV, Case, numbers_to, save_adapter, save_model, smollm2, some_of
 from machine import QUIET, see_machine, wait_for_quiet
 from peers import tables
-from peers.measure import PROMPT, first_use, measure, warm
+from peers.measure import PROMPT, measure, warm
 from peers.process import Worker, WorkerError
-from peers.rows import FirstUse, Found, Row, read, write
+from peers.rows import Found, Row, read, write
 from peers.worker import Setup
 
 HERE = Path(__file__).parent
 
 US = "manylora"
-MODULES = {
-    US: "manylora", "transformers": "peft", "vllm": "vllm", "openvino": "openvino_genai",
-    "llama.cpp": "xllamacpp",
-}  # fmt: skip
+MODULES = {US: "manylora", "vllm": "vllm", "openvino": "openvino_genai", "llama.cpp": "xllamacpp"}
 SCRIPTS = {
-    US: "with_manylora.py", "transformers": "with_peft.py", "vllm": "with_vllm.py",
-    "openvino": "with_openvino.py", "llama.cpp": "with_llamacpp.py",
+    US: "with_manylora.py", "vllm": "with_vllm.py", "openvino": "with_openvino.py",
+    "llama.cpp": "with_llamacpp.py",
 }  # fmt: skip
 DTYPES = ("bfloat16", "float32", "int8", "int4", "gguf")
 QUANTISES = (US, "openvino", "llama.cpp")
@@ -90,11 +71,10 @@ def main() -> None:
     machine = see_machine()
     print(machine, file=sys.stderr)
     share = wait_for_quiet(options.wait)
-    element = kv_bytes()
     bandwidth, rate = measure_machine()
     if share > QUIET:
         print(f"other processes use {share:.2f} CPUs: figures and limits are unreliable", file=sys.stderr)
-    found = Found(machine.as_dict(), {"bandwidth": bandwidth, "gemm": rate, "wide": element})
+    found = Found(machine.as_dict(), {"bandwidth": bandwidth, "gemm": rate})
     if options.json and options.json.exists():
         earlier = read(options.json)
         earlier.add(found)
@@ -111,16 +91,12 @@ def main() -> None:
 
 
 def _show(found: Found, options: argparse.Namespace) -> None:
-    for row in found.rows:
-        _set_limits(row, found.limits)
     machine = found.machine
     print(f"{machine['short']}; reads {found.limits['bandwidth'] / 1e9:.1f} GB/s, multiplies "
           f"{found.limits['gemm'] / 1e9:.0f} GFLOP/s; {machine['date']}")  # fmt: skip
     for engine, versions in found.versions.items():
         print(f"- {engine}: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
-    for table in (tables.figures(found), tables.first_use(found), tables.targets(found)):
-        if table:
-            print(f"\n{table}")
+    print(f"\n{tables.figures(found)}")
     if options.json and not options.show:
         write(options.json, found)
 
@@ -147,17 +123,15 @@ def _compare(
             ):
                 for engine, worker in ((US, ours), (peer, theirs)):
                     found.versions[engine] = found.versions.get(engine, {}) | worker.versions
-                rows, use = _run_set(cases, ours, theirs, (model, dtype, name, peer), options)
-                part = Found(found.machine, found.limits, {}, rows, use)
+                rows = _run_set(cases, ours, theirs, (model, dtype, peer), options)
         except WorkerError as error:
             print(f"{model} {dtype} {peer} {name}: {error}", file=sys.stderr, flush=True)
-            failed = [
+            rows = [
                 Row(model, dtype, case.name, peer, n, options.prompt, error=str(error))
                 for case in cases
                 for n in options.at_once
             ]
-            part = Found(found.machine, found.limits, {}, failed)
-        found.add(part)
+        found.add(Found(found.machine, found.limits, {}, rows))
         if options.json:
             write(options.json, found)
 
@@ -166,26 +140,21 @@ def _run_set(
     cases: list[Case],
     ours: Worker,
     theirs: Worker,
-    of: tuple[str, str, str, str],
+    of: tuple[str, str, str],
     options: argparse.Namespace,
-) -> tuple[list[Row], list[FirstUse]]:
-    model, dtype, name, peer = of
-    most = max(case.adapters for case in cases)
-    uses = []
-    if most:
-        uses.append(FirstUse(model, dtype, name, peer, {}, {}, 0.0))
-        first_use(ours, theirs, uses[0], most)
-    warm(ours, theirs, list(range(most)) or [None] * 2)
+) -> list[Row]:
+    model, dtype, peer = of
+    warm(ours, theirs, list(range(max(case.adapters for case in cases))) or [None] * 2)
     rows = []
     for case in cases:
         for at_once in options.at_once:
             row = Row(model, dtype, case.name, peer, at_once, options.prompt)
             rows.append(row)
-            measure(case, ours, theirs, row, options.rounds, options.wait, options.in_flight)
+            measure(case, ours, theirs, row, options.rounds, options.wait)
             busy = f", other processes used {row.others:.2f} CPUs" if row.busy else ""
             print(f"{model} {dtype} {peer} {case.name} at {at_once}: {row.ratio():.2f} x, first token "
                   f"{row.first_ratio():.2f} x{busy}", file=sys.stderr, flush=True)  # fmt: skip
-    return rows, uses
+    return rows
 
 
 def _start(
@@ -213,30 +182,6 @@ def _setup(model: str, name: str, count: int, dtype: str, folder: Path, options:
     threads, length = torch.get_num_threads(), max(2 * (PROMPT + OUTPUT), options.prompt + 2 * OUTPUT)
     path = smollm2() if dtype == "gguf" else path
     return Setup(str(path), dtype, places, rank, most, threads, length, str(kept))
-
-
-def _set_limits(row: Row, rates: dict[str, float]) -> None:
-    """Set the row's limits. Rows with 8-bit and 4-bit weights get none, because only the GEMM rate of floats
-    is measured, and smollm2 none, whose vocabulary and tied head differ."""
-    if row.dtype not in ("bfloat16", "float32") or row.error is not None or row.model == "smollm2":
-        return
-    shape = MODELS[row.model][1]
-    model: Any = types.SimpleNamespace(
-        num_layers=shape["num_hidden_layers"], num_heads=shape["num_attention_heads"],
-        num_kv_heads=shape["num_key_value_heads"], hidden_size=shape["hidden_size"],
-        head_dim=shape["hidden_size"] // shape["num_attention_heads"],
-        intermediate_size=shape["intermediate_size"], vocab_size=VOCAB,
-    )  # fmt: skip
-    stored = 2 if row.dtype != "float32" else 4
-    element = int(rates["wide"]) if row.dtype != "float32" else 4
-    limits = Limits(model, row.dtype, element, stored, rates["bandwidth"], rates["gemm"])
-    case = next(case for case in CASES if case.name == row.case)
-    sizes = module_sizes(row.model)
-    elements = model.num_layers * sum(sum(sizes[name]) for name in case.modules) * max(case.ranks, default=0)
-    chosen = case.choose(row.requests)
-    seconds = limits.run(chosen, [elements] * case.adapters, row.prompt, OUTPUT, row.at_once)
-    row.limit = row.requests * OUTPUT / seconds
-    row.step_limit = limits.decode_step([row.prompt + OUTPUT / 2] * row.at_once)
 
 
 def _can(peer: str, dtype: str) -> bool:
@@ -276,7 +221,6 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of each prompt")
     parser.add_argument("--rounds", type=int, default=3, help="pairs per row; fewer if a row takes over 40 s")
-    parser.add_argument("--in-flight", action="store_true", help="also measure manylora with N requests open")
     parser.add_argument(
         "--wait", type=float, default=0, metavar="SECONDS", help="for an idle machine, per row"
     )

@@ -32,7 +32,7 @@ class Costs:
     A step takes step_s, plus token_s per row of a prompt, row_s per decode row and adapter_s per distinct
     adapter. read_s: from an adapter's files to checked tensors. write_s: from there to the pages. It must not
     be 0 if writing takes any time, because a step that starts during a write leaves out the adapter's
-    requests. front_s: from the client to the engine. back_s: from the engine to the client.
+    requests.
     """
 
     step_s: float
@@ -41,8 +41,6 @@ class Costs:
     adapter_s: float
     read_s: float
     write_s: float
-    front_s: float = 0.0
-    back_s: float = 0.0
 
     def of(self, step: Step) -> float:
         prompt = sum(chunk.num_rows for chunk in step.chunks if chunk.in_context)
@@ -94,7 +92,7 @@ class Clock:
 
 @dataclass(eq=False)
 class Lease:
-    """The part of `manylora.lora.lease.AdapterLease` that the scheduler uses."""
+    """The part of `manylora.lora.leases.AdapterLease` that the scheduler uses."""
 
     digest: str
     carried: bool | None = None
@@ -189,7 +187,7 @@ class SimulatedServer:
         blocks = shape.kv_tokens // config.tokens_per_block
         self.kv = KvCache(blocks, config.tokens_per_block, reuse=False)
         self.scheduler = Scheduler(self.kv, self.store, config)
-        self.num_open, self.num_sent, self.busy_s = 0, 0, 0.0
+        self.num_open = self.num_sent = 0
         self._of: dict[Sequence, Arrival] = {}
         self._inbox: deque[tuple[Arrival, bool]] = deque()  # with whether its adapter has been read
         self._to_read: deque[Arrival] = deque()
@@ -215,7 +213,7 @@ class SimulatedServer:
     def arrive(self, arrival: Arrival) -> None:
         self._count(1)
         self.num_sent += 1
-        self.clock.at(self.clock.now + self.costs.front_s, self._take, arrival)
+        self.clock.at(self.clock.now, self._take, arrival)  # after what happens at the same time
 
     def _take(self, arrival: Arrival) -> None:
         """Does the same as `EngineLoop.submit`."""
@@ -268,10 +266,8 @@ class SimulatedServer:
         assert step.chunks, "there is work, but nothing can run"
         leases = (chunk.sequence.lease for chunk in step.chunks)
         ready = max((self.store.ready_at(lease) for lease in leases if lease is not None), default=0.0)
-        seconds = self.costs.of(step)
-        self.busy_s += seconds
         self._stepping = True
-        self.clock.at(max(self.clock.now, ready) + seconds, self._stepped, step)
+        self.clock.at(max(self.clock.now, ready) + self.costs.of(step), self._stepped, step)
 
     def _submit(self, arrival: Arrival) -> None:
         lease: Any = self.store.acquire(arrival.adapter) if arrival.adapter is not None else None
@@ -290,7 +286,7 @@ class SimulatedServer:
             sequence = chunk.sequence
             sequence.append(6, None)
             if sequence.num_output == 1:
-                self._of[sequence].first_token = self.clock.now + self.costs.back_s
+                self._of[sequence].first_token = self.clock.now
             if sequence.finished:
                 ended.append(sequence)
         self.scheduler.advance(step)
@@ -298,6 +294,6 @@ class SimulatedServer:
         for sequence in ended:
             if sequence.lease is not None:
                 self.store.release(sequence.lease)
-            self._of.pop(sequence).end = self.clock.now + self.costs.back_s
+            self._of.pop(sequence).end = self.clock.now
             self._count(-1)
         self._step()

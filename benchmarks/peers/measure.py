@@ -10,10 +10,9 @@ from loads import OUTPUT, Case, prompts
 from machine import Others, wait_for_quiet
 
 from peers.process import Worker
-from peers.rows import FirstUse, Row
+from peers.rows import Row
 
-PROMPT, SINGLES, MOST_S = 64, 4, 40.0
-FLOW = (32, 48, 64, 80, 96)  # output tokens of requests with --in-flight, used in turn; their mean is OUTPUT
+PROMPT, MOST_S = 64, 40.0
 
 
 def warm(ours: Worker, theirs: Worker, chosen: list[int | None]) -> None:
@@ -24,7 +23,7 @@ def warm(ours: Worker, theirs: Worker, chosen: list[int | None]) -> None:
         worker.run(prompts(2, PROMPT, seed=9), [None] * 2, 2)
 
 
-def measure(case: Case, ours: Worker, theirs: Worker, row: Row, rounds: int, wait: float, flow: bool) -> None:
+def measure(case: Case, ours: Worker, theirs: Worker, row: Row, rounds: int, wait: float) -> None:
     """Measure calls of `row.at_once` requests and fill in `row`. No round starts after MOST_S seconds, except
     the first. Adapters are used in turn, continuing from one call to the next."""
     row.date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
@@ -53,11 +52,6 @@ def measure(case: Case, ours: Worker, theirs: Worker, row: Row, rounds: int, wai
     row.others = max(before, others.cpus())
     row.same_first = statistics.mean(same)
     row.ours_bytes, row.peer_bytes = vars(ours.resident()), vars(theirs.resident())
-    if flow and row.at_once > 1:
-        count = 3 * row.at_once
-        tokens = [FLOW[n % len(FLOW)] for n in range(count)]
-        seconds = ours.flow(prompts(count, row.prompt), case.choose(count), tokens, row.at_once)
-        row.flow = sum(tokens) / seconds
 
 
 def _calls(
@@ -70,19 +64,3 @@ def _calls(
         answers += answer
         total += seconds
     return answers, total
-
-
-def first_use(ours: Worker, theirs: Worker, use: FirstUse, adapters: int) -> None:
-    """Measure the first use of adapters, in processes that have not used them yet."""
-    others = Others()
-    texts = prompts(3 * SINGLES + 2, PROMPT, seed=5)
-    for worker, times in ((ours, use.ours_s), (theirs, use.peer_s)):
-        for text in texts[-2:]:
-            worker.run([text], [None], 2)
-        times |= {"none": [], "first use": [], "warm": []}
-    for n in range(min(SINGLES, adapters)):
-        asked = (("none", None), ("first use", n), ("warm", n))
-        for place, (kind, adapter) in enumerate(asked):
-            for worker, times in ((ours, use.ours_s), (theirs, use.peer_s)):
-                times[kind].append(worker.run([texts[3 * n + place]], [adapter], 1)[1])
-    use.others = others.cpus()

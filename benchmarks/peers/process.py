@@ -58,14 +58,6 @@ class Worker:
         answer = self._ask({"prompts": prompts, "adapters": adapters, "tokens": tokens})
         return answer["tokens"], answer["seconds"]
 
-    def flow(
-        self, prompts: list[list[int]], adapters: list[int | None], tokens: list[int], at_once: int
-    ) -> float:
-        """Run all requests, `at_once` of them open at any time. Returns seconds. Only manylora supports
-        it."""
-        message = {"prompts": prompts, "adapters": adapters, "tokens": tokens, "open": at_once}
-        return self._ask(message)["seconds"]
-
     def resident(self) -> Memory:
         """The current memory of the engine's process and its descendants."""
         total = files = 0

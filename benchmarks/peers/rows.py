@@ -20,8 +20,7 @@ class Row:
     request. ours_s, peer_s: seconds of each round, in pairs. ours_first_s, peer_first_s: seconds until all
     requests of a call have their first token, in pairs. ours_bytes, peer_bytes: resident bytes after the
     case, {"all", "own"}. same_first: share of requests whose first token is equal. others: CPUs that other
-    processes used before and during the row. limit: tokens per second that bandwidth and GEMM rate allow.
-    step_limit: seconds of a step at that limit. flow: our tokens per second with --in-flight.
+    processes used before and during the row.
     """
 
     model: str
@@ -40,9 +39,6 @@ class Row:
     peer_bytes: dict[str, int] = field(default_factory=dict)
     same_first: float = 0.0
     others: float = 0.0
-    limit: float | None = None
-    step_limit: float | None = None
-    flow: float | None = None
     date: str = ""
     error: str | None = None
 
@@ -70,43 +66,15 @@ class Row:
         """Our time to first token divided by theirs. Less is better."""
         return _ratio(self.ours_first_s, self.peer_first_s)
 
-    def memory_ratio(self) -> float:
-        return self.ours_bytes["all"] / self.peer_bytes["all"]
-
-    def step(self) -> float:
-        """Our seconds per token, after the first token."""
-        calls = self.requests / self.at_once
-        return (statistics.median(self.ours_s) / calls - self.first("ours")) / (self.tokens - 1)
-
-
-@dataclass
-class FirstUse:
-    """Seconds to first token of single requests, in pairs: without an adapter ("none"), with an unused
-    adapter ("first use"), and with the same adapter again ("warm")."""
-
-    model: str
-    dtype: str
-    adapters: str
-    peer: str
-    ours_s: dict[str, list[float]]
-    peer_s: dict[str, list[float]]
-    others: float
-
-    @property
-    def key(self) -> tuple[str, str, str, str]:
-        return self.model, self.dtype, self.adapters, self.peer
-
 
 @dataclass
 class Found:
-    """All results of one machine. limits: bandwidth in bytes/s; gemm, the rate in FLOPs/s; wide, the bytes of
-    a key or value of a bfloat16 model."""
+    """All results of one machine. limits: bandwidth in bytes/s; gemm, the rate in FLOPs/s."""
 
     machine: dict[str, Any]
     limits: dict[str, float]
     versions: dict[str, dict[str, str]] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
-    first_use: list[FirstUse] = field(default_factory=list)
 
     def add(self, other: Found) -> None:
         """Add other results. Newer rows replace older ones, and each limit is the higher of both. Raises
@@ -118,8 +86,6 @@ class Found:
         self.limits = {name: max(rate, other.limits[name]) for name, rate in self.limits.items()}
         self.versions |= other.versions
         self.rows = list({row.key: row for row in [*self.rows, *other.rows]}.values())
-        uses = {use.key: use for use in [*self.first_use, *other.first_use]}
-        self.first_use = list(uses.values())
 
     def good(self) -> list[Row]:
         return [row for row in self.rows if row.error is None]
@@ -127,9 +93,7 @@ class Found:
 
 def read(path: Path) -> Found:
     data = json.loads(path.read_text(encoding="utf-8"))
-    rows = [Row(**row) for row in data["rows"]]
-    uses = [FirstUse(**use) for use in data["first_use"]]
-    return Found(data["machine"], data["limits"], data["versions"], rows, uses)
+    return Found(data["machine"], data["limits"], data["versions"], [Row(**row) for row in data["rows"]])
 
 
 def write(path: Path, found: Found) -> None:

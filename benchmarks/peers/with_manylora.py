@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import torch
 from worker import Setup, serve
 
@@ -35,19 +33,6 @@ class Manylora:
         params = SamplingParams(max_tokens=tokens, end_id=-1)
         outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
         return [list(output.outputs[0].token_ids) for output in outputs]
-
-    def flow(
-        self, prompts: list[list[int]], adapters: list[int | None], tokens: list[int], at_once: int
-    ) -> list[list[int]]:
-        """Run all requests with `at_once` of them open at any time, each with its own number of tokens."""
-
-        def one(prompt: list[int], adapter: int | None, count: int) -> list[int]:
-            params = SamplingParams(max_tokens=count, end_id=-1)
-            output = self._llm.generate_async(prompt, params, self._request(adapter)).result()
-            return list(output.outputs[0].token_ids)
-
-        with ThreadPoolExecutor(at_once) as pool:
-            return list(pool.map(one, prompts, adapters, tokens))
 
     def _request(self, adapter: int | None) -> LoRARequest | None:
         if adapter is None:

@@ -1,8 +1,7 @@
 """Runs one engine in a separate process, controlled by lines of JSON. Uses only the standard library.
 
 Input: a Setup, then {"prompts": [[int]], "adapters": [int or null], "tokens": int} for each run. A run is one
-call with all requests at once. If "open" is given (int) and "tokens" is a list, that many requests are open
-at any time, and a new one is submitted when one ends.
+call with all requests at once.
 
 Output: {"versions": {...}, "pid": int} when the engine has started, then {"tokens": [[int]], "seconds":
 float} for each run, or {"error": str}. Everything else that is printed goes to standard error.
@@ -44,9 +43,9 @@ class Peer(Protocol):
     def generate(self, prompts: list[list[int]], adapters: list[int | None], tokens: int) -> list[list[int]]:
         """Generate exactly `tokens` tokens for each prompt, greedily, with all requests at once.
 
-        adapters: indices into the setup's adapters, None for the base model. A peer may have three more
-        attributes: `details: dict[str, str]`, reported with its versions; `pid`, if the engine is another
-        process; and a method `flow`, if it supports open requests (see `with_manylora.py`)."""
+        adapters: indices into the setup's adapters, None for the base model. A peer may have two more
+        attributes: `details: dict[str, str]`, reported with its versions; and `pid`, if the engine is another
+        process."""
         ...
 
 
@@ -72,13 +71,9 @@ def serve(start: Callable[[Setup], Peer], versions: Callable[[], dict[str, str]]
 def _run(peer: Any, asked: dict[str, Any]) -> dict[str, Any]:
     prompts, adapters, wanted = asked["prompts"], asked["adapters"], asked["tokens"]
     began = time.perf_counter()
-    if "open" in asked:
-        tokens = peer.flow(prompts, adapters, wanted, asked["open"])
-    else:
-        tokens = peer.generate(prompts, adapters, wanted)
+    tokens = peer.generate(prompts, adapters, wanted)
     seconds = time.perf_counter() - began
-    counts = wanted if isinstance(wanted, list) else [wanted] * len(prompts)
-    short = [n for n, found in enumerate(tokens) if len(found) != counts[n]]
+    short = [n for n, found in enumerate(tokens) if len(found) != wanted]
     if short:
         raise RuntimeError(f"requests {short} have the wrong number of tokens")
     return {"tokens": tokens, "seconds": seconds}

@@ -1,4 +1,4 @@
-"""Protects what the CPU's benchmarks say: limits, targets, files of figures, and a worker's answers."""
+"""Protects what the CPU's benchmarks say: limits, files of figures, and a worker's answers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))  # scripts, not a package
 
-from charts import draw_peers  # noqa: E402
 from limits import Limits  # noqa: E402
 from machine import TICKS, family, own_ticks, see_machine  # noqa: E402
 from peers.process import Worker  # noqa: E402
 from peers.rows import Found, Row, read, write  # noqa: E402
-from peers.tables import figures, targets  # noqa: E402
+from peers.tables import figures  # noqa: E402
 from peers.worker import Setup  # noqa: E402
 
 DEMO = ROOT / "examples" / "demo"
@@ -60,23 +59,12 @@ def test_a_step_takes_the_larger_of_its_bytes_and_its_multiplications() -> None:
     assert slow_units.run([None, None], [], 3, 2, 2) == 2 * prompt + step
 
 
-def test_a_target_counts_the_hardest_peer_and_says_where_it_is_missed() -> None:
-    text = targets(found(row(1, 1.0, 1.2), row(1, 1.0, 1.05, peer="vllm"), row(4, 1.0, 1.5)))
-    speed = cells(text, "base model: speed")
-    assert speed[2:4] == ["1.05", "1.50"]
-    assert speed[-1] == "not at 1; at 16, 32 not measured"
-    assert cells(text, "base model: time to first token")[-1] == "yes; at 16, 32 not measured"
-    assert cells(text, "memory")[2] == "0.25"
-    assert cells(text, "8 adapters")[-1] == "at 16, 32 not measured"
-
-
 def test_rows_measured_beside_others_are_marked() -> None:
     busy, quiet = row(1, 1.0, 1.2), row(4, 1.0, 1.2)
     busy.others = 0.6
     text = figures(found(busy, quiet))
     assert "1.20*" in cells(text, "base model | 1 ")[4]
     assert "*" not in cells(text, "base model | 4 ")[4]
-    assert "1.20*" in targets(found(busy, quiet))
 
 
 def test_a_file_gathers_rows_of_one_kind_of_machine(tmp_path: Path) -> None:
@@ -89,15 +77,6 @@ def test_a_file_gathers_rows_of_one_kind_of_machine(tmp_path: Path) -> None:
     other.machine["short"] = "another processor"
     with pytest.raises(ValueError, match="another processor"):
         gathered.add(other)
-
-
-@pytest.mark.extended
-def test_charts_are_drawn_of_what_there_is(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs what `make test-all` installs")
-    failed = Row("small", "bfloat16", "r8qkv-8", "openvino", 4, error="it ended")
-    made = draw_peers(found(row(1, 1.0, 1.2), row(4, 1.0, 1.2, peer="vllm"), failed), tmp_path)
-    assert sorted(path.suffix for path in made) == [".png", ".svg"]
-    assert all(path.stat().st_size > 1000 for path in made)
 
 
 def test_work_of_our_own_processes_is_ours_also_when_they_have_ended() -> None:
@@ -122,6 +101,5 @@ def test_a_worker_answers_calls_and_requests_in_flight(tmp_path: Path) -> None:
         assert [len(answer) for answer in answers] == [4, 4]
         assert seconds > 0
         assert answers[0] != worker.run(prompts[:1], [0], 4)[0][0]
-        assert worker.flow(prompts, [None, 0], [2, 5], 1) > 0
         memory = worker.resident()
         assert 0 < memory.own <= memory.all

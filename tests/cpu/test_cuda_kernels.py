@@ -7,13 +7,12 @@ import pytest
 import torch
 from selection import extended
 
-from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.cuda import kv, rows
 from manylora.kernels.cuda.attention import PagedAttention, parts_within
 from manylora.kernels.cuda.fp8 import quantise_rows
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.cuda.tables import PagedBatch, plan_attention
-from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.reference import ACTIVATIONS, ReferenceOps
 from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import (
     FP8,

@@ -1,6 +1,6 @@
 """Protects the launches that pass triton's own: the driver gets the same bytes from both.
 
-A stub stands for the driver's library (benchmarks/gpu_fake.py). What is between is triton's.
+A stub stands for the driver's library (fake_gpu_driver.py). What is between is triton's.
 """
 
 from __future__ import annotations
@@ -8,18 +8,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from test_cuda_compile import BENCHMARKS, LAUNCHES
-
-sys.path.insert(0, str(BENCHMARKS))
-from gpu_fake import why_not
+from fake_gpu_driver import why_not
+from test_cuda_compile import LAUNCHES
 
 START = """
 import re
 import sys
 from pathlib import Path
-from gpu_fake import install
+from fake_gpu_driver import install
 
 fake = install(Path(sys.argv[1]))
 
@@ -118,7 +117,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What one process says of all launches: a line of each part."""
     folder = tmp_path_factory.mktemp("launches")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(BENCHMARKS)}
+    environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(Path(__file__).parent)}
     script = START + EVERY + LAUNCHES + COUNTED + KEYS
     (folder / "launches.py").write_text(script, encoding="utf-8")  # triton reads kernels' source
     command = [sys.executable, str(folder / "launches.py"), str(folder)]

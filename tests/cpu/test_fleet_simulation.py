@@ -3,9 +3,8 @@ bounds hold."""
 
 from __future__ import annotations
 
-import random
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -14,10 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))  # scripts, not a package
 
-from fleet_calibrate import fit  # noqa: E402
-from fleet_charts import draw  # noqa: E402
-from fleet_policies import fewest_loads  # noqa: E402
-from fleet_simulation import Fleet, Found, arrivals, compare, lines  # noqa: E402
+from fleet_simulation import Fleet, arrivals, compare, fewest_loads, lines  # noqa: E402
 from simulated_server import Arrival, Clock, Costs, Shape, SimulatedServer  # noqa: E402
 
 COSTS = Costs(step_s=0.01, token_s=0.001, row_s=0.002, adapter_s=0.003, read_s=0.5, write_s=0.25)
@@ -62,14 +58,6 @@ def test_a_step_goes_without_an_adapter_that_is_still_written_however_short_that
     # Read during the first step, and written at the start of the second.
     without = busy.first_token + 0.01 + 0.002
     assert cold.first_token == pytest.approx(without + 0.01 + 0.002 + 10 * 0.001 + 0.003)
-
-
-def test_the_way_to_the_engine_and_back_is_added_once_each() -> None:
-    near, far = Arrival(0.0, None, 10, 3), Arrival(0.0, None, 10, 3)
-    serve(Shape(2, 2), near)
-    serve(Shape(2, 2), far, costs=replace(COSTS, front_s=0.1, back_s=0.2))
-    assert far.first_token == pytest.approx(near.first_token + 0.3)
-    assert far.end == pytest.approx(near.end + 0.3)
 
 
 def test_an_adapter_that_is_evicted_before_its_request_is_taken_is_read_again() -> None:
@@ -135,21 +123,3 @@ def test_affinity_loads_less_than_random_and_never_less_than_the_bound() -> None
     assert bound.loads <= ours.loads
     assert bound.ttft_p50 <= ours.ttft_p50 < by_chance.ttft_p50
     assert len(lines([by_chance, ours, bound])) == 5
-
-
-def test_the_fit_finds_the_costs_behind_steps_and_ignores_waits() -> None:
-    chance = random.Random(5)
-    rows = []
-    for _ in range(400):
-        prompt, decode, adapters = chance.choice((0, 0, 20, 40)), chance.randrange(1, 16), chance.randrange(4)
-        seconds = 0.01 + 0.001 * prompt + 0.002 * decode + 0.003 * adapters
-        rows.append((seconds, prompt, decode, adapters))
-    assert fit(rows) == pytest.approx((0.01, 0.001, 0.002, 0.003), rel=0.01)
-
-
-@pytest.mark.extended
-def test_the_chart_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs what `make test-all` installs")
-    found = [asdict(Found(name, 9, 100.0, 0.1, 0.2, 50.0, 1.1, 1e-4)) for name in ("random", "manylora")]
-    for path in draw([{"study": "size", "fleet": asdict(Fleet()), "found": found}], tmp_path):
-        assert path.stat().st_size > 5_000

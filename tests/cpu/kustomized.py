@@ -1,6 +1,6 @@
 """What `kubectl kustomize` makes of a folder, as far as deploy/kubernetes uses kustomize.
 
-tests/pure/test_kubernetes.py compares it with kubectl's own result where kubectl is installed.
+test_kubernetes.py compares it with kubectl's own result where kubectl is installed.
 """
 
 from __future__ import annotations
@@ -53,10 +53,14 @@ def name_of(one: Object) -> str:
     return name
 
 
-def containers(one: Object) -> list[Object]:
-    """Of a Deployment, or of a ServingRuntime."""
-    spec = one["spec"].get("template", one)["spec"]
-    found: list[Object] = spec["containers"]
+def pod_of(deployment: Object) -> Object:
+    """The spec of its pods."""
+    spec: Object = deployment["spec"]["template"]["spec"]
+    return spec
+
+
+def containers(deployment: Object) -> list[Object]:
+    found: list[Object] = pod_of(deployment)["containers"]
     return found
 
 

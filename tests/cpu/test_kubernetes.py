@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 import yaml
-from kustomized import Object, containers, name_of, render
+from kustomized import Object, containers, name_of, pod_of, render
 
 from manylora.commands import triton
-from manylora.group.place import Place, find_place
 from manylora.openai import arguments, options
 from manylora.openai.app import ROUTES
 from manylora.openai.serving.metrics import GATEWAY_METRICS
@@ -30,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
 PLANS = sorted(path.parent.name for path in FOLDER.glob("*/kustomization.yaml"))
 RENDERED = {name: render(FOLDER / name) for name in PLANS}
-SERVERS = [name for name in PLANS if name not in ("monitoring", "hosts", "volumes")]
+SERVERS = [name for name in PLANS if name != "monitoring"]
 OBJECTS = [(plan, one) for plan, found in RENDERED.items() for one in found]
 DIFFERENT = list({json.dumps(one, sort_keys=True): (plan, one) for plan, one in OBJECTS}.values())
 VERSION = "1.37"
@@ -73,47 +72,12 @@ SHAPES = {
             )
         },
     ),
-    # LeaderWorkerSet 0.9; its templates are Kubernetes' own, see below
-    "leaderworkerset.x-k8s.io/v1 LeaderWorkerSet": fields(
-        ["leaderWorkerTemplate"], replicas=NUMBER, startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
-        leaderWorkerTemplate=fields(
-            ["workerTemplate"], size=NUMBER, leaderTemplate={"type": "object"},
-            workerTemplate={"type": "object"},
-            restartPolicy={"enum": ["RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]},
-        ),
-    ),
     # prometheus-operator
     "monitoring.coreos.com/v1 ServiceMonitor": fields(
         ["selector", "endpoints"],
         selector=fields(["matchLabels"], matchLabels=LABELS),
         jobLabel=TEXT,
         endpoints=LIST | {"items": fields(["port"], port=TEXT, path=TEXT, interval=TEXT)},
-    ),
-    # KEDA 2
-    "keda.sh/v1alpha1 ScaledObject": fields(
-        ["scaleTargetRef", "triggers"],
-        scaleTargetRef=fields(["name"], name=TEXT),
-        minReplicaCount=NUMBER, maxReplicaCount=NUMBER, pollingInterval=NUMBER,
-        advanced=fields([], horizontalPodAutoscalerConfig=fields([], behavior={"type": "object"})),
-        triggers=LIST
-        | {"items": fields(["type", "metadata"], type=TEXT, metricType=TEXT, metadata=fields(
-            ["serverAddress", "query", "threshold"], serverAddress=TEXT, query=TEXT, threshold=TEXT,
-        ))},
-    ),
-    # KServe 0.17; its containers and volumes are Kubernetes' own, see below
-    "serving.kserve.io/v1alpha1 ServingRuntime": fields(
-        ["containers"], annotations=LABELS, containers=LIST, volumes=LIST,
-        supportedModelFormats=LIST
-        | {"items": fields(["name"], name=TEXT, version=TEXT, autoSelect={"type": "boolean"})},
-    ),
-    "serving.kserve.io/v1beta1 InferenceService": fields(
-        ["predictor"],
-        predictor=fields(
-            [], minReplicas=NUMBER, maxReplicas=NUMBER, terminationGracePeriodSeconds=NUMBER,
-            model=fields(
-                ["modelFormat"], runtime=TEXT, storageUri=TEXT, modelFormat=fields(["name"], name=TEXT)
-            ),
-        ),
     ),
 }  # fmt: skip
 
@@ -123,16 +87,8 @@ def of(plan: str, kind: str, name: str = "manylora") -> Object:
     return found
 
 
-def pod(one: Object) -> Object:
-    """A pod's spec, of a Deployment or of what KServe makes one of."""
-    spec: Object = one["spec"]["template"]["spec"] if one["kind"] == "Deployment" else one["spec"]
-    return spec
-
-
 SERVER_PODS = [
-    (plan, one)
-    for plan, one in OBJECTS
-    if one["kind"] in ("Deployment", "ServingRuntime") and name_of(one) == "manylora"
+    (plan, one) for plan, one in OBJECTS if one["kind"] == "Deployment" and name_of(one) == "manylora"
 ]
 
 
@@ -146,24 +102,6 @@ def test_kubernetes_takes_every_object(plan: str, one: Object) -> None:
         return
     jsonschema.validate(one["spec"], SHAPES[kind])
     assert one.keys() == {"apiVersion", "kind", "metadata", "spec"}
-    if one["kind"] == "ServingRuntime":
-        spec = {"containers": one["spec"]["containers"], "volumes": one["spec"]["volumes"]}
-        whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": spec}
-        kubernetes_validate.validate(whole, VERSION, strict=True)
-
-
-@pytest.mark.extended
-def test_kubernetes_takes_what_lies_inside_of_other_kinds() -> None:
-    kubernetes_validate = pytest.importorskip("kubernetes_validate")
-    keda = of("keda", "ScaledObject")["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
-    target = {"scaleTargetRef": {"kind": "Deployment", "name": "x"}, "maxReplicas": 2, "behavior": keda}
-    wholes = [{**of("base", "HorizontalPodAutoscaler"), "spec": target}]
-    group = of("hosts", "LeaderWorkerSet", "manylora-ranks")["spec"]["leaderWorkerTemplate"]
-    for kind in ("leader", "worker"):
-        spec = group[f"{kind}Template"]["spec"]
-        wholes.append({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": spec})
-    for whole in wholes:
-        kubernetes_validate.validate(whole, VERSION, strict=True)
 
 
 @pytest.mark.extended
@@ -208,12 +146,8 @@ def test_the_server_takes_its_command(plan: str, one: Object, monkeypatch: pytes
         assert ports == {"http": 8000, "grpc": 8001, "metrics": 8002}
         drain, root = taken.drain_timeout, taken.lora_root
     mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
-    assert mounts[str(root)]["readOnly"]
-    if one["kind"] == "Deployment":  # KServe mounts the model and ends the pod by the InferenceService
-        assert mounts[args[0]]["readOnly"]
-        grace = pod(one)["terminationGracePeriodSeconds"]
-    else:
-        grace = of(plan, "InferenceService", "chat")["spec"]["predictor"]["terminationGracePeriodSeconds"]
+    assert mounts[str(root)]["readOnly"] and mounts[args[0]]["readOnly"]
+    grace = pod_of(one)["terminationGracePeriodSeconds"]
     wait = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
     assert grace >= wait + drain + 10
 
@@ -237,11 +171,11 @@ def test_probes_ask_what_the_server_answers(plan: str, one: Object) -> None:
 
 @pytest.mark.parametrize(
     ("plan", "one"),
-    [(p, o) for p, o in OBJECTS if o["kind"] in ("Deployment", "ServingRuntime")],
+    [(p, o) for p, o in OBJECTS if o["kind"] == "Deployment"],
     ids=lambda x: x if isinstance(x, str) else name_of(x),
 )
 def test_no_root_and_nothing_to_write_but_what_is_needed(plan: str, one: Object) -> None:
-    spec = pod(one)
+    spec = pod_of(one)
     (container,) = containers(one)
     rights = spec.get("securityContext", {}) | container["securityContext"]
     assert rights["runAsNonRoot"] and rights["runAsUser"] > 0
@@ -264,8 +198,7 @@ def test_no_root_and_nothing_to_write_but_what_is_needed(plan: str, one: Object)
 def test_images_are_those_of_the_documents(plan: str) -> None:
     text = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
     built = {name if ":" in name else f"{name}:latest" for name in re.findall(r"-t (manylora\S*)", text)}
-    one = of(plan, "ServingRuntime" if plan == "kserve" else "Deployment")
-    (container,) = containers(one)
+    (container,) = containers(of(plan, "Deployment"))
     assert container["image"] in built
     assert (container["image"] == "manylora:cuda") == ("nvidia.com/gpu" in container["resources"]["limits"])
 
@@ -276,81 +209,20 @@ def claims_of(spec: Object) -> set[str]:
     return {claim["claimName"] for claim in volumes if claim is not None}
 
 
-@pytest.mark.parametrize("plan", [name for name in SERVERS if name != "kserve"])
+@pytest.mark.parametrize("plan", SERVERS)
 def test_names_lead_to_what_is_there(plan: str) -> None:
     labels = of(plan, "Deployment")["spec"]["template"]["metadata"]["labels"]
     assert of(plan, "Deployment")["spec"]["selector"]["matchLabels"] == labels
     assert of(plan, "Service")["spec"]["selector"] == labels
     assert of(plan, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == labels
     claims = {name_of(one) for one in RENDERED[plan] if one["kind"] == "PersistentVolumeClaim"}
-    assert claims_of(pod(of(plan, "Deployment"))) == claims
-    scalers = [one for one in RENDERED[plan] if one["kind"] in ("HorizontalPodAutoscaler", "ScaledObject")]
-    assert len(scalers) == (plan != "gpu"), "two would fight"
+    assert claims_of(pod_of(of(plan, "Deployment"))) == claims
+    scalers = [one for one in RENDERED[plan] if one["kind"] == "HorizontalPodAutoscaler"]
+    assert len(scalers) == (plan != "gpu")
     for one in scalers:
         assert one["spec"]["scaleTargetRef"]["name"] == "manylora"
     # Applied once more, a number in the manifest would undo what the autoscaler has chosen.
     assert ("replicas" in of(plan, "Deployment")["spec"]) == (not scalers)
-
-
-def test_both_autoscalers_take_replicas_away_slowly() -> None:
-    """KEDA's own `cooldownPeriod` is for the way to no replicas at all."""
-    mine = of("base", "HorizontalPodAutoscaler")["spec"]["behavior"]
-    keda = of("keda", "ScaledObject")["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
-    assert mine == keda
-
-
-@pytest.mark.parametrize("kind", ["leader", "worker"])
-def test_each_pod_of_a_group_is_one_rank_of_the_same_engine(kind: str) -> None:
-    group = of("hosts", "LeaderWorkerSet", "manylora-ranks")["spec"]["leaderWorkerTemplate"]
-    template = group[f"{kind}Template"]
-    (container,) = template["spec"]["containers"]
-    for key in ("command", "args", "image", "env", "resources", "lifecycle", "securityContext"):
-        assert container[key] == group["workerTemplate"]["spec"]["containers"][0][key]
-    base = of("gpu", "Deployment")["spec"]["template"]["spec"]
-    (server,) = base["containers"]
-    for key in ("image", "env", "resources", "lifecycle", "securityContext"):
-        assert container[key] == server[key]
-    assert template["spec"]["securityContext"] == base["securityContext"]
-    mounted = {mount["name"]: mount for mount in container["volumeMounts"]}
-    assert mounted.keys() == {volume["name"] for volume in template["spec"]["volumes"]}
-    assert mounted["model"]["readOnly"] and mounted["adapters"]["readOnly"]
-    rank_0, port = ("startupProbe" in container, 29500)
-    assert rank_0 == (kind == "leader") == ("ports" in container)
-    if rank_0:
-        ports = {one["name"]: one["containerPort"] for one in container["ports"]}
-        assert ports == {"http": 8000, "grpc": 8001, "metrics": 8002, "ranks": port}
-        for name in ("startupProbe", "readinessProbe"):
-            assert container[name]["httpGet"] == {"path": "/v2/health/ready", "port": "http"}
-        assert "livenessProbe" not in container, "a rank 0 that waits for the others is alive"
-
-
-def test_a_group_starts_the_launcher_with_the_variables_that_it_reads() -> None:
-    container = of("hosts", "LeaderWorkerSet", "manylora-ranks")["spec"]["leaderWorkerTemplate"][
-        "leaderTemplate"
-    ]["spec"]["containers"][0]
-    assert container["command"] == ["sh", "-c"]
-    given = {"LWS_WORKER_INDEX": "1", "LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "leader"}
-    (line,) = container["args"]
-    for name, value in given.items():
-        line = line.replace(f"${name}", value)
-    assert "$" not in line
-    variables, command = line.split(" exec manylora triton ")
-    environment = dict(pair.split("=") for pair in variables.split())
-    options = triton.argument_parser().parse_args(command.split())
-    assert find_place(options.world_size, environment) == Place(1, 2, 0, 1, "leader", 29500)
-    assert options.foreground and str(options.lora_root) == "/adapters" and options.model == "/model"
-    name = name_of(next(one for one in RENDERED["hosts"] if one["kind"] == "LeaderWorkerSet"))
-    assert of("hosts", "Service")["spec"]["selector"] == {
-        "leaderworkerset.sigs.k8s.io/name": name, "leaderworkerset.sigs.k8s.io/worker-index": "0"
-    }  # fmt: skip
-
-
-def test_pods_of_a_group_find_each_other() -> None:
-    """By a headless Service of the group's own name, which LeaderWorkerSet makes if there is none yet."""
-    groups = {name_of(one) for one in RENDERED["hosts"] if one["kind"] == "LeaderWorkerSet"}
-    services = {name_of(one) for one in RENDERED["hosts"] if one["kind"] == "Service"}
-    assert groups and services
-    assert not groups & services
 
 
 def test_the_gateway_picks_among_the_servers() -> None:
@@ -381,44 +253,21 @@ def test_the_picker_reads_metrics_that_are_exported() -> None:
     assert "/metrics" in {path for _, path, _ in ROUTES}
 
 
-def test_the_queue_that_scales_is_exported_and_the_dashboard_is_ours() -> None:
-    query = of("keda", "ScaledObject")["spec"]["triggers"][0]["metadata"]["query"]
-    assert set(re.findall(r"vllm:\w+", query)) <= set(GATEWAY_METRICS)
+def test_the_monitor_finds_the_service_and_the_dashboard_is_ours() -> None:
     monitor = of("monitoring", "ServiceMonitor")["spec"]
     service = of("base", "Service")
     assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-    assert monitor["jobLabel"] in service["metadata"]["labels"] and 'job="manylora"' in query
+    assert monitor["jobLabel"] in service["metadata"]["labels"]
     dashboard = of("monitoring", "ConfigMap", "manylora-dashboard")["data"]["manylora.json"]
     assert json.loads(dashboard)["panels"]
 
 
-def leader_or_pod(plan: str) -> Object:
-    """What takes the requests."""
-    if plan != "hosts":
-        return pod(of(plan, "Deployment"))
-    group = of(plan, "LeaderWorkerSet", "manylora-ranks")["spec"]["leaderWorkerTemplate"]
-    spec: Object = group["leaderTemplate"]["spec"]
-    return spec
-
-
-@pytest.mark.parametrize("plan", [*(name for name in SERVERS if name != "kserve"), "hosts"])
+@pytest.mark.parametrize("plan", SERVERS)
 def test_metrics_are_scraped_where_the_server_has_them(plan: str) -> None:
     """`manylora serve` on its own port; Triton on one of their own."""
     (endpoint,) = of("monitoring", "ServiceMonitor")["spec"]["endpoints"]
     ports = {port["name"]: port["targetPort"] for port in of(plan, "Service")["spec"]["ports"]}
-    (container,) = leader_or_pod(plan)["containers"]
+    (container,) = containers(of(plan, "Deployment"))
     numbers = {port["name"]: port["containerPort"] for port in container["ports"]}
-    triton_server = plan in ("triton", "hosts")
-    assert numbers[ports[endpoint["port"]]] == (8002 if triton_server else 8000)
+    assert numbers[ports[endpoint["port"]]] == (8002 if plan == "triton" else 8000)
     assert endpoint["path"] == "/metrics"
-
-
-def test_the_runtime_is_the_one_that_the_example_names() -> None:
-    service = of("kserve", "InferenceService", "chat")["spec"]["predictor"]["model"]
-    runtime = of("kserve", "ServingRuntime")["spec"]
-    assert service["runtime"] == "manylora"
-    assert service["modelFormat"]["name"] in {one["name"] for one in runtime["supportedModelFormats"]}
-    port = str(containers(of("kserve", "ServingRuntime"))[0]["ports"][0]["containerPort"])
-    assert runtime["annotations"]["prometheus.kserve.io/port"] == port
-    claims = {name_of(one) for one in RENDERED["kserve"] if one["kind"] == "PersistentVolumeClaim"}
-    assert claims_of(runtime) | {service["storageUri"].removeprefix("pvc://")} == claims

@@ -292,11 +292,6 @@ def test_other_apis_name_a_wrong_guide_by_their_own_fields(server: Running) -> N
     assert wrong["param"] == "text.format" and wrong["message"].startswith("text.format is not a valid")
     chat = server.post("/api/chat", model="demo", messages=QUESTION, format=NOTHING)
     assert chat.status_code == 400 and chat.json()["error"].startswith("format is not a valid")
-    grammar = {"grammar": {"grammars": [{"lark_grammar": "start: nothing"}]}}
-    given = {"controller": "llguidance", "controller_arg": grammar, "prompt": "a"}
-    wrong = server.post("/v1/run", **given).json()["error"]
-    assert wrong["param"] == "controller_arg.grammar"
-    assert wrong["message"].startswith("controller_arg.grammar is not a valid")
 
 
 ITEM = {"type": "object", "properties": {"a": {"type": "string"}}}

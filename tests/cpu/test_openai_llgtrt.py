@@ -1,5 +1,5 @@
 """Protects who comes from llgtrt: its documented way with an adapter, from extraction to both requests of its
-LoRA page, sent as they stand there; its runs; and schemas in prompts."""
+LoRA page, sent as they stand there; and schemas in prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from serving import DEMO, Running
 from manylora.text.chat_template import ChatTemplate
 
 ROOT = DEMO.parents[1]
-GRAMMAR = {"grammars": [{"lark_grammar": 'start: "Paris" | "Rome"'}]}
 FIRST = """
 {
     "model": "llama",
@@ -90,40 +89,6 @@ def test_the_expanded_prompt_is_told(server: Running) -> None:
     assert "expanded_prompt" not in send(server, FIRST, max_tokens=1)[1]
     status, body = send(server, FIRST, return_expanded_prompt=True, stream=True)
     assert (status, body["error"]["param"]) == (400, "return_expanded_prompt")
-
-
-def run(server: Running, path: str = "/v1/run", **body: object) -> tuple[list[dict], str]:
-    """The events of a run, and what it wrote."""
-    given = {"controller": "llguidance", "controller_arg": {"grammar": GRAMMAR}, **body}
-    answer = server.post(path, **given)
-    assert answer.status_code == 200, answer.text
-    *events, last = answer.text.strip().split("\n\n")
-    assert last == "data: [DONE]"
-    found = [json.loads(event.removeprefix("data: ")) for event in events]
-    return found, "".join(event["forks"][0]["text"] for event in found[1:])
-
-
-def test_a_run_is_bound_by_its_grammar_and_streams_its_forks(server: Running) -> None:
-    for path in ("/v1/run", "/guidance"):
-        events, text = run(server, path, prompt="Paris or Rome?")
-        assert text in ("Paris", "Rome")
-        assert events[0]["object"] == "initial-run" and events[0]["id"].startswith("run-")
-        assert {event["object"] for event in events[1:]} == {"run"}
-        last = events[-1]
-        assert last["forks"][0]["finish_reason"] == "stop" and last["forks"][0]["error"] == ""
-        usage = last["usage"]
-        assert usage["cost"] == 2 * usage["sampled_tokens"] + usage["ff_tokens"]
-        assert usage["ff_tokens"] > usage["sampled_tokens"] > 0
-    messages = [{"role": "user", "content": "Paris or Rome?"}]
-    assert run(server, messages=messages, lora_model="as_peft", temperature=0)[1] in ("Paris", "Rome")
-
-
-def test_a_wrong_run_is_refused_by_name(server: Running) -> None:
-    both = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
-    for body, param in (({"controller": "guidance"}, "controller"), (both, "prompt"), ({"n": 2}, "n")):
-        given = {"controller": "llguidance", "controller_arg": {"grammar": GRAMMAR}, **body}
-        answer = server.post("/v1/run", **given)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_a_schema_is_shown_to_the_model_unless_told_not_to(server: Running) -> None:

@@ -28,10 +28,9 @@ from waiting import wait_for
 from manylora.errors import RequestError
 from manylora.launcher.processes import free_port
 from manylora.llmapi import LoraConfig, PeftCacheConfig
-from manylora.lora.file_adapter import FileAdapter
-from manylora.lora.library.memory import MemoryLevel
+from manylora.lora.library.copies import MemoryLevel
 from manylora.lora.pool import AdapterPool
-from manylora.lora.tensors import Adapter
+from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.openai.serving.backend import Backend
 from manylora.request import Event
 from manylora.text.tokenizer import Tokenizer

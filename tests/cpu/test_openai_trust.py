@@ -22,7 +22,7 @@ from starlette.requests import Request
 from waiting import wait_for
 
 from manylora.errors import ConfigError
-from manylora.lora.library import disk
+from manylora.lora.library import copies
 from manylora.openai.api import parsing
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.guides import guide_of
@@ -217,19 +217,19 @@ def test_a_full_disk_costs_copies_and_nothing_else(
 ) -> None:
     """Adapters that come while it is full are read and served, also those that are found by the watch."""
     full = True
-    save = disk.write_safetensors
+    save = copies.write_safetensors
 
     def save_file(*arguments: Any) -> None:
         if full:
             raise OSError(errno.ENOSPC, "No space left on device")
         save(*arguments)
 
-    monkeypatch.setattr(disk, "write_safetensors", save_file)
-    monkeypatch.setattr(disk, "RETRY_S", 0.0)
-    root, copies = tmp_path / "adapters", tmp_path / "copies"
+    monkeypatch.setattr(copies, "write_safetensors", save_file)
+    monkeypatch.setattr(copies, "RETRY_S", 0.0)
+    root, folder = tmp_path / "adapters", tmp_path / "copies"
     shutil.copytree(DEMO / "adapters" / "chinese", root / "one")
     failures = lambda: [one for one in caplog.messages if "copies cannot be written" in one]  # noqa: E731
-    server = Running(lora_root=(root,), lora_disk_dir=copies, drain_seconds=1.0)
+    server = Running(lora_root=(root,), lora_disk_dir=folder, drain_seconds=1.0)
     try:
         assert server.post(model="one", prompt="a", max_tokens=2).status_code == 200
         shutil.copytree(DEMO / "adapters" / "japanese", root / "two")
@@ -240,7 +240,7 @@ def test_a_full_disk_costs_copies_and_nothing_else(
         full = False
         shutil.copytree(DEMO / "adapters" / "japanese", root / "three")
         (root / "one" / "adapter_config.json").touch()
-        wait_for(lambda: any(copies.glob("*.safetensors")))
+        wait_for(lambda: any(folder.glob("*.safetensors")))
         wait_for(lambda: "lora disk level: copies can be written again" in caplog.messages)
     finally:
         server.close()

@@ -29,8 +29,6 @@ NOT_RUN = {
     "docs/deploy.md": "needs a container engine, or systemd",
     "docs/fleet.md": "needs Ray (the extra `fleet`)",
     "docs/gpu.md": "needs a GPU",
-    "docs/ollama.md": "needs the client of Ollama",
-    "docs/scaling.md": "takes minutes",
     "docs/versions.md": "parts of a trainer; examples/rl_loop is a whole one",
     "examples/demo/README.md": "trains for an hour",
     "examples/smollm2/README.md": "trains for half an hour",

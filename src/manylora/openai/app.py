@@ -18,7 +18,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-import manylora
 from manylora.config.pooling import PoolingSettings
 from manylora.openai.adapter_routes import ADAPTER_ROUTES, AdapterRoutes
 from manylora.openai.api import schema
@@ -51,6 +50,7 @@ from manylora.openai.serving.transport import (
     request_id,
 )
 from manylora.openai.serving.uploads import Uploads
+from manylora.version import __version__
 
 logger = logging.getLogger("manylora")
 
@@ -246,7 +246,7 @@ class _Routes:
         )
 
     async def version(self, request: Request) -> Response:
-        return JSONResponse({"version": manylora.__version__})
+        return JSONResponse({"version": __version__})
 
     async def tokenizer_info(self, request: Request) -> Response:
         key, name = self.key(request), request.query_params.get("model", "")

@@ -10,7 +10,6 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-import manylora
 from manylora.config.engine import EngineConfig
 from manylora.config.values import CONVERTERS
 from manylora.errors import ConfigError
@@ -18,6 +17,7 @@ from manylora.llmapi import options as llm
 from manylora.openai import other_flags
 from manylora.openai.options import LLM_ARGUMENTS, ServeOptions
 from manylora.system.command_line import Parser
+from manylora.version import __version__
 
 logger = logging.getLogger("manylora")
 
@@ -90,7 +90,7 @@ def parse(
         "model", nargs="?", metavar="MODEL", help="Hugging Face folder, or hub id: org/name[@revision]"
     )
     parser.add_argument("--model", dest="model_flag", help=argparse.SUPPRESS)
-    parser.add_argument("--version", action="version", version=f"manylora {manylora.__version__}")
+    parser.add_argument("--version", action="version", version=f"manylora {__version__}")
     _add(
         parser, "config", type=Path, metavar="FILE", help="YAML file; its keys are the flags with underscores"
     )

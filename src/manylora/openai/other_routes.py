@@ -1,4 +1,4 @@
-"""Routes besides OpenAI's generation: Ollama's, llgtrt's, and those for pooled outputs."""
+"""Routes besides OpenAI's generation: Ollama's, and those for pooled outputs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,10 @@ from manylora.openai.api.pooled_request import (
     RerankRequest,
     ScoreRequest,
 )
-from manylora.openai.api.run_request import RunRequest
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey
 from manylora.openai.serving.ollama_api import VERSION, OllamaApi, OllamaEmbeddingApi
 from manylora.openai.serving.pooled_api import PooledApi
-from manylora.openai.serving.run_api import run
 from manylora.openai.serving.transport import error_response, request_id
 
 logger = logging.getLogger("manylora")
@@ -47,8 +45,6 @@ OTHER_ROUTES = [
     ("GET", "/api/tags", "other.ollama_tags"),
     ("GET", "/api/ps", "other.ollama_running"),
     ("GET", "/api/version", "other.ollama_version"),
-    ("POST", "/v1/run", "other.run"),
-    ("POST", "/guidance", "other.run"),
     ("POST", "/v1/embeddings", "other.embeddings"),
     ("POST", "/v1/classify", "other.classify"),
     ("POST", "/classify", "other.classify"),
@@ -75,7 +71,7 @@ class OtherRoutes:
         pooling: PoolingSettings,
         folder: Path,
     ) -> None:
-        self._identify, self._read, self._inference = identify, read, inference
+        self._identify, self._read = identify, read
         self._ollama = OllamaApi(inference, created, folder)
         self._pooled = PooledApi(inference, pooling)
         self._ollama_embedding = OllamaEmbeddingApi(inference, self._ollama, self._pooled)
@@ -112,10 +108,6 @@ class OtherRoutes:
 
     async def ollama_version(self, request: Request) -> Response:
         return JSONResponse({"version": VERSION})
-
-    async def run(self, request: Request) -> Response:
-        key = self._identify(request)
-        return await run(self._inference, request, await self._read(request, RunRequest), key)
 
     async def embeddings(self, request: Request) -> Response:
         key = self._identify(request)

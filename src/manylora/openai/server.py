@@ -24,7 +24,7 @@ from manylora.llmapi.model_defaults import model_defaults
 from manylora.lora.bounds import Bounds
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.library.disk import DiskLevel
+from manylora.lora.library.copies import DiskLevel
 from manylora.lora.library.names import is_name
 from manylora.lora.library.reader import AdapterReader
 from manylora.lora.library.roots import folders_of
@@ -240,7 +240,7 @@ def _triton_base_weights(model_dir: Path, model: ModelConfig, parameters: Mappin
     quant = quant_config(parameters)
     if quant is None:
         return BaseWeights(model_dir)  # imports torch only when a DoRA magnitude is read
-    from manylora.model.effective_weights import EffectiveWeights
+    from manylora.model.quant import EffectiveWeights
 
     return BaseWeights(model_dir, EffectiveWeights(model, quant))
 

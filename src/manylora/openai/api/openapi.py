@@ -8,7 +8,6 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-import manylora
 from manylora.openai.api import pooled_request, schema
 from manylora.openai.api.ollama_request import (
     OllamaChat,
@@ -18,7 +17,7 @@ from manylora.openai.api.ollama_request import (
     OllamaShow,
 )
 from manylora.openai.api.responses_request import ResponsesRequest
-from manylora.openai.api.run_request import RunRequest
+from manylora.version import __version__
 
 BODIES: dict[str, type[BaseModel]] = {
     "completions": schema.CompletionRequest,
@@ -29,7 +28,6 @@ BODIES: dict[str, type[BaseModel]] = {
     "other.ollama_embed": OllamaEmbed,
     "other.ollama_embeddings": OllamaEmbeddings,
     "other.ollama_show": OllamaShow,
-    "other.run": RunRequest,
     "adapters.load": schema.LoadRequest,
     "adapters.unload": schema.UnloadRequest,
     "adapters.pin": schema.PinRequest,
@@ -72,7 +70,7 @@ def document(routes: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
             operation["operationId"] = f"delete_{operation['operationId']}"
     return {
         "openapi": "3.1.0",
-        "info": {"title": "manylora", "version": manylora.__version__},
+        "info": {"title": "manylora", "version": __version__},
         "paths": paths,
         "components": {
             "schemas": {**schemas["$defs"], "Error": ERROR},

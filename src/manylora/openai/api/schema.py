@@ -78,8 +78,8 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] = False
 
 
-class OneAdapterFields(Body):
-    """The fields that can name a request's adapter."""
+class AdapterFields(Body):
+    """The fields that can name a request's adapters."""
 
     model: str = Field("", max_length=512)
     lora_model: Text | None = None
@@ -87,11 +87,6 @@ class OneAdapterFields(Body):
     lora_request: LoraRequest | None = None
     lora_path: str | None = Field(None, min_length=1, max_length=4096)
     adapter_id: Text | None = None
-
-
-class AdapterFields(OneAdapterFields):
-    """The fields that can name a request's adapters."""
-
     lora: Annotated[Items[LoraMember], Field(max_length=MAX_MIXED)] | None = None
 
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from manylora.errors import AdapterChangedError, AdapterNotCachedError, EngineDeadError, RequestError
-from manylora.lora.file_adapter import FileAdapter
-from manylora.lora.lease import digest_of_mix
+from manylora.lora.leases import digest_of_mix
 from manylora.lora.library.library import task_id_of
-from manylora.lora.tensors import Adapter
+from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.openai.api.errors import ApiError, as_api_error, invalid_value, unsupported_field
 from manylora.openai.serving.adapter_entry import Version
 from manylora.openai.serving.catalog import AdapterCatalog

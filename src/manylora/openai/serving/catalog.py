@@ -15,16 +15,13 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from manylora.errors import AdapterError, printable
-from manylora.lora.file_adapter import FileAdapter
-from manylora.lora.library.aliases import MAX_ALIASES, Aliases
-from manylora.lora.library.disk import DiskLevel
+from manylora.lora.library.copies import DiskLevel, MemoryLevel
 from manylora.lora.library.fingerprint import Fingerprint, fingerprint
-from manylora.lora.library.memory import MemoryLevel
-from manylora.lora.library.names import name_problem
+from manylora.lora.library.names import MAX_ALIASES, Aliases, name_problem
 from manylora.lora.library.reader import AdapterReader, ReadAdapter
 from manylora.lora.library.roots import folders_of, path_below
 from manylora.lora.library.versions import Versions
-from manylora.lora.tensors import Adapter
+from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.lora.text.adapter_text import AdapterTexts
 from manylora.lora.text.generation_defaults import GenerationDefaults
 from manylora.openai.api.errors import ApiError, adapter_problem

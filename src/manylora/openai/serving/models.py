@@ -11,8 +11,8 @@ from typing import Any
 from manylora.config.model import ModelConfig
 from manylora.config.model_folder import weight_files
 from manylora.errors import ConfigError
+from manylora.gguf.container import read_parts
 from manylora.gguf.folder import linked_files
-from manylora.gguf.parts import read_parts
 from manylora.lora.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.openai.api.schema import CompletionRequest
 from manylora.openai.serving.adapter_entry import AdapterEntry

@@ -14,14 +14,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from manylora.config.pooling import PoolingSettings
-from manylora.llmapi.pooled import pair_score, pair_up, pooling_of
-from manylora.llmapi.pooled_outputs import (
+from manylora.llmapi.outputs import (
     PoolingParams,
     check_dimensions,
     embedding,
     probabilities,
     similarity,
 )
+from manylora.llmapi.pooled import pair_score, pair_up, pooling_of
 from manylora.openai.api.errors import ApiError, context_length, invalid_value
 from manylora.openai.api.pooled_request import (
     ClassifyRequest,

@@ -16,9 +16,8 @@ from manylora.openai.api.parsing import check_size
 from manylora.openai.api.schema import ChatRequest, DetokenizeRequest, Message, TokenizeRequest, ToolCall
 from manylora.openai.api.tools import ToolUse, tool_use
 from manylora.system.text_threads import LONG, TextThreads
-from manylora.text.chat_template import ROLES
+from manylora.text.chat_template import ROLES, call_arguments
 from manylora.text.tokenizer import Tokenizer
-from manylora.text.tool_text import call_arguments
 
 Result = TypeVar("Result")
 OWN = {"add_generation_prompt", "reasoning_effort"}  # our variables, in addition to a client's

@@ -8,8 +8,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from manylora.errors import AdapterInvalidError
-from manylora.lora.convert import STORAGE_TYPES
-from manylora.lora.convert_nemo import write_runtime_tensors, write_transposed
+from manylora.lora.convert import STORAGE_TYPES, write_runtime_tensors, write_transposed
 from manylora.lora.formats.nemo import find_nemo
 
 

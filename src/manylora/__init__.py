@@ -10,6 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from manylora.system.threads import thread_settings
+from manylora.version import __version__
 
 if TYPE_CHECKING:
     from manylora.llmapi import (
@@ -40,8 +41,6 @@ __all__ = [
     "SamplingParams",
     "__version__",
 ]
-
-__version__ = "0.1.0"
 
 # Set before torch is imported, here or in child processes such as the launcher's Triton.
 os.environ.update(thread_settings(os.environ))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from manylora.lora.arrivals import Arrivals
 from manylora.lora.cache import AdapterCache
 from manylora.lora.library.library import AdapterLibrary
+from manylora.lora.transfers import Arrivals
 from manylora.stats import AdapterStats, CacheMap, MappedAdapter, Resident, Runs
 
 

@@ -1,19 +1,25 @@
-"""Converts any source to request tensors in a storage type. Implements tools/hf_lora_convert.py."""
+"""Converts any source to request tensors in a storage type, and a .nemo archive to the files of
+TensorRT-LLM's runtimes. Implements tools/hf_lora_convert.py and tools/nemo_lora_convert.py.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.fused_rows import find_model_config, read_fused_rows
+from manylora.lora.formats.nemo import MODULE, nemo_key, nemo_num_layers, nemo_tensors, read_nemo
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.peft import read_peft
+from manylora.lora.formats.peft_config import CONFIG
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.sources import (
     Source,
@@ -23,11 +29,71 @@ from manylora.lora.formats.sources import (
     source_dtype,
     take_invocation,
 )
-from manylora.lora.modules import MODULE_NAMES, module_name
+from manylora.lora.formats.tensor_files import decode
+from manylora.lora.module_sizes import Split
+from manylora.lora.modules import MODULE_NAMES, LoraModule, LoraModuleId, module_name
 from manylora.lora.number_types import is_bfloat16, narrow_to_bfloat16, widen_bfloat16
 from manylora.lora.rules import check_shapes
 from manylora.lora.tensors import pack_rows
 from manylora.request import LoraInput
+
+MODEL_CONFIG = "config.json"
+
+
+def find_model_config(adapter: Path, base: Path | None) -> Path | None:
+    """config.json of the base model: in `base`, else beside the adapter, else in the directory that
+    adapter_config.json names as the base. None when there is none."""
+    folders = [base] if base is not None else [adapter, _named_base(adapter)]
+    files = [folder / MODEL_CONFIG for folder in folders if folder is not None]
+    return next((file for file in files if file.is_file()), None)
+
+
+def read_fused_rows(file: Path) -> dict[int, LoraModule]:
+    """attn_qkv of a model that keeps q, k, v in groups of heads, by its id; empty for other models.
+
+    file: config.json of a Falcon, GPT-NeoX, Bloom or InternLM 2 model. Raises AdapterInvalidError.
+    """
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        counts = _heads_and_groups(raw)
+        if counts is None:
+            return {}
+        heads, kv_heads = counts
+        hidden = int(raw.get("n_embed") or raw["hidden_size"])
+        size = hidden // heads
+        if hidden % heads or heads % kv_heads:
+            raise ValueError(f"{heads} heads of {hidden} and {kv_heads} key heads")
+    except KeyError as error:
+        raise AdapterInvalidError(f"{file.name} of the base model lacks {error}") from error
+    except (AttributeError, OSError, TypeError, ValueError, RecursionError) as error:
+        raise AdapterInvalidError(f"{file.name} of the base model cannot be read: {error}") from error
+    parts = (hidden, kv_heads * size, kv_heads * size)
+    fused = LoraModuleId.ATTN_QKV
+    return {fused: LoraModule(fused, hidden, sum(parts), Split.B_ROWS, parts=parts, groups=kv_heads)}
+
+
+def _heads_and_groups(raw: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Query heads, and how many groups of them a key head each; those are the groups of rows, too."""
+    kind = raw.get("model_type")
+    if kind not in ("falcon", "RefinedWeb", "RefinedWebModel", "gpt_neox", "bloom", "internlm2"):
+        return None
+    heads = int(raw.get("n_head") or raw["num_attention_heads"])
+    if kind == "internlm2":
+        return heads, int(raw.get("num_key_value_heads") or heads)
+    if kind in ("gpt_neox", "bloom"):
+        return heads, heads
+    if raw.get("new_decoder_architecture", kind == "RefinedWeb"):
+        return heads, int(raw.get("num_kv_heads") or raw.get("n_head_kv") or heads)
+    return heads, 1 if raw.get("multi_query", True) else heads
+
+
+def _named_base(adapter: Path) -> Path | None:
+    try:
+        named = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (AttributeError, OSError, ValueError, RecursionError):
+        return None  # the reader of the adapter says what is wrong
+    return Path(named) if isinstance(named, str) and named and "\0" not in named else None
+
 
 STORAGE_TYPES = ("float32", "float16", "bfloat16")
 ALLOW_BIN = "without effect: adapter_model.bin is read too, in a process of its own"
@@ -157,3 +223,56 @@ def _check_config(config: np.ndarray) -> None:
             raise AdapterInvalidError(f"lora module {module_name(module_id)} is not known")
         if layer < 0 or rank <= 0:
             raise AdapterInvalidError(f"Expected adapterSize to be > 0, got {rank} in layer {layer}")
+
+
+ADAPTER = MODULE.rpartition(".")[2]
+
+
+def write_runtime_tensors(archive: Path, out_dir: Path, storage_type: str) -> list[tuple[int, int]]:
+    """The .npy pair: weights [1, layers, r * (in + out)] without padding, config [1, layers, 3].
+
+    Returns (layer, rank) of each row. Raises AdapterInvalidError, also if a layer of model_config.yaml is
+    missing or rows differ in size, and OSError.
+    """
+    rows = read_nemo(archive)
+    expected = nemo_num_layers(archive)
+    if [row.layer for row in rows] != list(range(expected)):
+        raise AdapterInvalidError(
+            f"{archive.name} adapts {len(rows)} layers up to {rows[-1].layer}, num_layers is {expected}"
+        )
+    if len({row.payload.size for row in rows}) > 1:
+        raise AdapterInvalidError(f"{archive.name}: the adapter must have the same size in every layer")
+    weights, config = pack_rows(rows)
+    write_npy(out_dir, store_as(weights, config, storage_type), config[:, :, :3])
+    return [(row.layer, row.format.rank) for row in rows]
+
+
+def write_transposed(archive: Path, out_dir: Path, storage_type: str, key: str) -> list[tuple[int, int]]:
+    """The older form: per layer two raw files model.<name>.bin with the transposed matrices, and
+    lora_weights.json.
+
+    key: its customization id. Returns (layer, rank) of each pair.
+
+    Raises AdapterInvalidError, OSError.
+    """
+    rows = read_nemo(archive)  # checks that every pair is complete
+    out_dir.mkdir(parents=True, exist_ok=True)
+    for name, tensor in nemo_tensors(archive).items():
+        layer, _ = nemo_key(name)
+        transposed = decode(name, tensor).T
+        place = np.array([[[LoraModuleId.ATTN_QKV, layer]] * len(transposed)])  # for error messages
+        stored = store_as(transposed[None], place, storage_type)
+        (out_dir / f"model.{_file_name(name)}.bin").write_bytes(stored.tobytes())
+    lora = {
+        "lora_kqv_adapter": {"0": {"key": key, "low_rank": rows[0].format.rank}},
+        "precision": storage_type,
+    }
+    (out_dir / "lora_weights.json").write_text(json.dumps({"lora_config": lora}, indent=2) + "\n")
+    return [(row.layer, row.format.rank) for row in rows]
+
+
+def _file_name(key: str) -> str:
+    """The key with the adapter's number inserted. It becomes a file name, so it must not be a path."""
+    if "/" in key or "\0" in key or len(key) > 200:
+        raise AdapterInvalidError(f"{key[:80]} cannot be the name of a file")
+    return key.replace(ADAPTER, f"{ADAPTER}.0")

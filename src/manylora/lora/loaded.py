@@ -14,10 +14,9 @@ from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment
 from manylora.kernels.transfer import upload
 from manylora.lora.extras import is_virtual
-from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.geometry import Layout
 from manylora.lora.pool import NOTHING_SHARED, AdapterPool, SharedOf
-from manylora.lora.tensors import Adapter
+from manylora.lora.tensors import Adapter, FileAdapter
 
 MAX_MIXES = 256  # cached tables
 

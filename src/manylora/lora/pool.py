@@ -18,12 +18,11 @@ from manylora.kernels.loading import FILE_ROW, can_lay_out, lay_out, read_rows
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.kernels.spec import LoraRow
 from manylora.kernels.transfer import upload
-from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.geometry import CacheGeometry, ExtraPiece, ExtraPlace, Layout, Placement
 from manylora.lora.number_types import BFLOAT16, NUMBER_TYPES, is_bfloat16
 from manylora.lora.shared import SharedMatrices, find, restore
 from manylora.lora.space import PagePart, SharedPages
-from manylora.lora.tensors import Adapter, AdapterRow
+from manylora.lora.tensors import Adapter, AdapterRow, FileAdapter
 from manylora.request import LoraExtra
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes per element

@@ -12,7 +12,6 @@ from manylora.config.engine import LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.errors import AdapterError, ConfigError
 from manylora.lora.bounds import ANY_MODEL, Bounds
-from manylora.lora.effect import NOTHING
 from manylora.lora.extras import is_virtual, num_virtual, with_extras
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft_config import form_of, read_settings
@@ -21,7 +20,7 @@ from manylora.lora.formats.sources import Source, find_source, read_lora, read_w
 from manylora.lora.geometry import Layout, cache_geometry
 from manylora.lora.modules import FUSED, LoraModule, lora_modules, module_name
 from manylora.lora.number_types import BY_NAME
-from manylora.lora.rules import AdapterRules, check_shapes
+from manylora.lora.rules import NOTHING, AdapterRules, check_shapes
 from manylora.lora.tensors import Adapter, adapter_from_rows
 from manylora.request import LoraExtra
 

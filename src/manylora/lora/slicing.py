@@ -12,11 +12,10 @@ from typing import Protocol
 
 import numpy as np
 
-from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.geometry import CacheGeometry, Layout
 from manylora.lora.module_sizes import Split
 from manylora.lora.modules import LoraModule
-from manylora.lora.tensors import Adapter, AdapterRow
+from manylora.lora.tensors import Adapter, AdapterRow, FileAdapter
 
 
 @dataclass(frozen=True, eq=False)

@@ -99,8 +99,8 @@ class Space:
                 del self._shared[key]
                 self._release(one.need, one.pages)
 
-    def lacking(self, needs: Sequence[Need]) -> Lacking:
-        return Lacking(self, needs)
+    def lacking(self, needs: Sequence[Need]) -> Shortfall:
+        return Shortfall(self, needs)
 
     def _claim(self, need: Need) -> list[int]:
         if not need.parts:
@@ -157,7 +157,7 @@ class Space:
                 assert taken and taken | free == set(range(count)) and not taken & free
 
 
-class Lacking:
+class Shortfall:
     """How many pages are missing for several needs together, also after hypothetical evictions."""
 
     def __init__(self, space: Space, needs: Sequence[Need]) -> None:

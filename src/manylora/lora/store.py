@@ -1,4 +1,7 @@
-"""AdapterStore: the engine's leases on adapters, and the two cache levels that serve them."""
+"""AdapterStore: the engine's leases on adapters, and the two cache levels that serve them.
+
+Pins are leases without a request, which keep adapters in the cache until they are unpinned.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +20,22 @@ from manylora.errors import (
     RequestError,
 )
 from manylora.kernels.spec import LoraBatch
-from manylora.lora.arrivals import Arrivals
 from manylora.lora.cache import AdapterCache
 from manylora.lora.cache_view import CacheView
 from manylora.lora.extras import with_extras
-from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.geometry import Layout
-from manylora.lora.lease import AdapterLease, Lease, MixLease, check_changes, check_mixable
+from manylora.lora.leases import AdapterLease, Lease, MixLease, WaitingLeases, check_changes, check_mixable
 from manylora.lora.library.library import AdapterLibrary
 from manylora.lora.loaded import LoadedAdapter, Mixes, OtherRanks, lora_batch
-from manylora.lora.loader import AdapterLoader
 from manylora.lora.modules import LoraModule
-from manylora.lora.pins import Pins
 from manylora.lora.slicing import Slicer
-from manylora.lora.space import least_pages
-from manylora.lora.store_parts import StoreParts, build_parts
-from manylora.lora.tensors import Adapter
-from manylora.lora.waiting import WaitingLeases
+from manylora.lora.space import least_pages, most_pages
+from manylora.lora.store_sizing import StoreParts, build_parts
+from manylora.lora.tensors import Adapter, FileAdapter
+from manylora.lora.transfers import AdapterLoader, Arrivals
 from manylora.request import LoraInput, LoraMix
-from manylora.stats import AdapterStats
+from manylora.stats import AdapterStats, CacheMap
 
 logger = logging.getLogger("manylora")
 
@@ -61,19 +60,15 @@ class AdapterStore:
         self._mixes = Mixes()
         self._arrivals = Arrivals(self._cache, self._pool, slicer, others)
         most = max(LEAST_LOADED_BYTES, plan.host_pages * self._pool.page_bytes)
-        self.loader = AdapterLoader(library, parts.rules, self._cache.on_host, most)
+        self.loader = AdapterLoader(library, parts.rules, self._cache, most)
         self._waiting = WaitingLeases(
             self._cache, self._pool, self._arrivals, self.loader, others, in_parts=slicer is not None
         )
-        self._largest = parts.largest_pages  # largest adapter so far
-        self.pins = Pins(
-            self._cache,
-            lambda task_id: self.acquire(LoraInput(task_id), None),
-            self.admit,
-            self.release,
-            lambda: self._largest,
-        )
-        self.view = CacheView(
+        self._largest = (
+            parts.largest_pages
+        )  # largest adapter so far: its pages must remain beside what is pinned
+        self._pins: dict[int, AdapterLease] = {}  # by task id: leases without a request
+        self._view = CacheView(
             self._cache, library, self._arrivals, self._pool.page_bytes, parts.max_device_adapters
         )
 
@@ -110,7 +105,11 @@ class AdapterStore:
         return self.rules.modules
 
     def stats(self) -> AdapterStats:
-        return self.view.stats()
+        return self._view.stats()
+
+    def map(self) -> CacheMap:
+        """The adapter on each page. The cost grows with the pages in use: call it on demand, not per step."""
+        return self._view.map()
 
     def name_of(self, task_id: int) -> str:
         """Name of an adapter in metrics."""
@@ -239,6 +238,49 @@ class AdapterStore:
         """Whether the adapters of an admitted lease have arrived on the device."""
         return all(self._arrivals.is_loaded(one.digest) for one, _ in lease.members)
 
+    def pin(self, task_id: int) -> None:
+        """Keep the adapter of a task id on both levels from now on. Idempotent.
+
+        Raises AdapterNotCachedError if it is not in the cache or cannot be loaded to the device now,
+        AdapterCacheFullError if too little space would remain for others.
+        """
+        if task_id in self._pins:
+            return
+        lease = self.acquire(LoraInput(task_id), None)
+        try:
+            self._check_room_beside(lease)
+            if not self.admit(lease):
+                raise AdapterNotCachedError(task_id)
+        except BaseException:
+            self.release(lease)
+            raise
+        self._pins[task_id] = lease
+        self._count_kept()
+
+    def unpin(self, task_id: int) -> None:
+        """Allow its eviction again. No effect if it is not pinned."""
+        lease = self._pins.pop(task_id, None)
+        if lease is not None:
+            self.release(lease)
+            self._count_kept()
+
+    def renew_pin(self, task_id: int) -> None:
+        """If a task id is pinned, pin what it means now. If that does not fit beside its old content, the old
+        content stays pinned instead, which is logged.
+        """
+        old = self._pins.pop(task_id, None)
+        if old is None:
+            return
+        self._count_kept()
+        try:
+            self.pin(task_id)
+        except AdapterError as error:
+            logger.warning("lora task %d stays pinned in the version before: %s", task_id, error)
+            self._pins[task_id] = old
+            self._count_kept()
+        else:
+            self.release(old)
+
     def drop(self, digest: str) -> None:
         """Free the pages of an adapter that no name refers to any more. No effect while there is a lease on
         it.
@@ -259,7 +301,10 @@ class AdapterStore:
 
     def forget_lost(self) -> None:
         """Free the pages of adapters that could not be read. No sequence may have a lease on them."""
-        self.pins.drop(self._arrivals.lost)
+        for task_id, lease in list(self._pins.items()):
+            if lease.digest in self._arrivals.lost:
+                logger.warning("lora task %d is not pinned any more: it could not be read", task_id)
+                self.unpin(task_id)
         for digest in list(self._arrivals.lost):
             if self._cache.on_host(digest):
                 self._cache.evict(digest)
@@ -309,6 +354,24 @@ class AdapterStore:
             f"{', '.join(str(lease.task_id) for lease in leases)} together: they need "
             f"{' + '.join(map(str, pages))} pages, {self._sizes()}"
         )
+
+    def _check_room_beside(self, lease: AdapterLease) -> None:
+        """Raises AdapterCacheFullError if too little space would remain for others beside this pin, so that
+        every accepted adapter can still run.
+        """
+        if any(one.digest == lease.digest for one in self._pins.values()):
+            return
+        pages = most_pages([lease.layout.need])
+        left, needed = self._cache.unkept_pages - pages, self._largest
+        if left < needed:
+            raise AdapterCacheFullError(
+                f"it needs {pages} pages, which would leave {max(0, left)} of the adapter cache for all "
+                f"others, and {needed} must stay for the largest: unpin another, or make the cache larger"
+            )
+
+    def _count_kept(self) -> None:
+        needs = {lease.digest: lease.layout.need for lease in self._pins.values()}
+        self._cache.kept_pages = most_pages(needs.values())
 
     def _has_room(self, leases: Sequence[AdapterLease]) -> bool:
         """Whether the device has pages for all of them, so that none is loaded in vain."""

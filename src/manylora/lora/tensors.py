@@ -1,10 +1,14 @@
-"""Adapter: the canonical, validated form of an adapter's tensors, with a digest of their content."""
+"""Adapter: the canonical, validated form of an adapter's tensors, with a digest of their content.
+
+FileAdapter: the same for values that are still in a file, from where they are read directly into pages.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -200,3 +204,53 @@ def type_name(values: np.ndarray) -> str:
     """Name of the type of an adapter's values, which may differ from NumPy's."""
     kind = BY_DTYPE.get(values.dtype)
     return kind.name if kind is not None else values.dtype.name
+
+
+ROW = np.dtype(
+    [(name, np.int32) for name in ("module_id", "layer", "rank")]
+    + [(name, np.int64) for name in ("a", "b")]
+    + [("scale", np.float64)]
+)
+
+
+@dataclass(frozen=True, eq=False)
+class FileRows:
+    """Rows that are one pair of matrices each, stored in a file as in the tensor format, without DoRA.
+
+    file: its name. dtype: float32 or bfloat16. table: [rows] of ROW, in the order of an adapter's rows. a, b:
+    offsets of A [rank, in] and B [out, rank] in the file. scale: of B.
+    """
+
+    file: str
+    dtype: str
+    table: np.ndarray
+
+    @classmethod
+    def of(cls, file: str, dtype: str, rows: list[tuple[int, int, int, int, int, float]]) -> FileRows:
+        table = np.array(rows, ROW)
+        return cls(file, dtype, table[np.lexsort((table["module_id"], table["layer"]))])
+
+
+@dataclass(frozen=True, eq=False)
+class FileAdapter:
+    """Like `Adapter`, but without values and extras. No values are in memory and no file is open.
+
+    open: yields a descriptor of the file. Raises AdapterChangedError on entry or exit if the file is not the
+    one whose digest was computed.
+    """
+
+    digest: str
+    stored: FileRows
+    open: Callable[[], AbstractContextManager[int]]
+    extras: tuple[LoraExtra, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """0: the values are still in the file."""
+        return 0
+
+    def shapes(self, modules: Mapping[int, LoraModule]) -> list[RowShape]:
+        """The shapes of its rows in pages, as in `Adapter.shapes`."""
+        rows = self.stored.table[["module_id", "layer", "rank"]].tolist()
+        formats = {rank: RowFormat(rank) for _, _, rank in rows}
+        return [RowShape(modules[one].at(layer), layer, formats[rank]) for one, layer, rank in rows]

@@ -14,12 +14,8 @@ from typing import Any
 
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import Encoding
-from manylora.lora.file_adapter import FileRows
 from manylora.lora.formats.base_weights import BaseReader
-from manylora.lora.formats.headers import header_of
-from manylora.lora.formats.kinds.form import LoraForm, PeftFiles
-from manylora.lora.formats.kinds.table import check_kind, read_form
-from manylora.lora.formats.opened import OpenFile
+from manylora.lora.formats.module_tensors import DORA, STACK_KEY, module_parts
 from manylora.lora.formats.peft_config import (
     ALORA,
     CONFIG,
@@ -32,19 +28,48 @@ from manylora.lora.formats.peft_config import (
 from manylora.lora.formats.peft_experts import EXPERT_KEY
 from manylora.lora.formats.peft_extras import check_extra_shapes, is_extra, read_extras
 from manylora.lora.formats.peft_files import peft_tensors, weights_file
-from manylora.lora.formats.peft_parts import DORA, module_parts
-from manylora.lora.formats.peft_plain import find_plain
-from manylora.lora.formats.peft_rows import DORA_REASON, RowReader, row_scale
-from manylora.lora.formats.peft_stacks import STACK_KEY
+from manylora.lora.formats.peft_names import MODULE, layer_of, module_id_of
+from manylora.lora.formats.peft_rows import DORA_REASON, RowReader, find_plain, row_scale
 from manylora.lora.formats.peft_strict import check_default_targets, check_keys, tell_left_out, tell_missing
 from manylora.lora.formats.peft_tables import is_whole_table
-from manylora.lora.formats.peft_unused import without_unused
+from manylora.lora.formats.peft_types.converted import LoraForm, PeftFiles
+from manylora.lora.formats.peft_types.table import check_kind, read_form
 from manylora.lora.formats.plain_rows import PlainRows
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
-from manylora.lora.formats.tensor_files import RawTensor
+from manylora.lora.formats.safe_open import OpenFile
+from manylora.lora.formats.tensor_files import RawTensor, header_of
 from manylora.lora.number_types import BY_SAFETENSORS, NumberType
-from manylora.lora.tensors import AdapterRow
+from manylora.lora.tensors import AdapterRow, FileRows
 from manylora.request import LoraExtra
+
+OF_MODULE = re.compile(MODULE)
+
+
+def without_unused(tensors: Mapping[str, RawTensor], options: ReadOptions) -> Mapping[str, RawTensor]:
+    """The tensors without those of keys and values in layers that read another layer's. Tells of those left
+    out. tensors: by PEFT's names.
+
+    Older releases of transformers have such matrices there, and train with them where there is no cache;
+    newer ones have none, and load these adapters without them.
+    """
+    modules = options.modules or {}
+    if not any(module.unused for module in modules.values()):
+        return tensors
+    unused = []
+    for key in tensors:
+        match = OF_MODULE.match(key)
+        module_id = module_id_of(match, modules) if match else None
+        if match is None or module_id is None or module_id not in modules:
+            continue
+        if layer_of(match) in modules[module_id].unused:
+            unused.append(key)
+    if unused:
+        more = f" and {len(unused) - 1} other tensors are" if len(unused) > 1 else " is"
+        options.tell(
+            f"{min(unused)}{more} of layers that read the keys and values of another layer: without effect"
+        )
+    return {key: tensor for key, tensor in tensors.items() if key not in unused}
+
 
 LOW_RANK = re.compile(r"\.lora_[AB]\.")  # in the names of what PEFT applies to some tokens only
 NO_ROW = (

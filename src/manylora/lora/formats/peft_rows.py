@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +16,7 @@ from manylora.kernels.loading import narrow
 from manylora.kernels.row_format import RowFormat
 from manylora.lora import staging
 from manylora.lora.formats.base_weights import BaseReader
-from manylora.lora.formats.opened import OpenFile
+from manylora.lora.formats.module_tensors import STACK_KEY, Parts, check_stacks, module_parts, stack_parts
 from manylora.lora.formats.peft_config import PeftConfig
 from manylora.lora.formats.peft_experts import (
     EXPERT_KEY,
@@ -25,17 +25,56 @@ from manylora.lora.formats.peft_experts import (
     expert_rows,
 )
 from manylora.lora.formats.peft_names import PEFT_KEY, in_our_order, in_peft_order
-from manylora.lora.formats.peft_parts import Parts, module_parts
-from manylora.lora.formats.peft_plain import find_plain
-from manylora.lora.formats.peft_stacks import STACK_KEY, check_stacks, stack_parts
 from manylora.lora.formats.peft_strict import check_pairs
 from manylora.lora.formats.plain_rows import THREADS, PlainRows
 from manylora.lora.formats.read_options import ReadOptions
+from manylora.lora.formats.safe_open import OpenFile
 from manylora.lora.formats.tensor_files import RawTensor, check_type, decode, read_encoded
-from manylora.lora.modules import LoraModuleId, not_enabled
+from manylora.lora.modules import EXPERT_IDS, LoraModuleId, not_enabled
 from manylora.lora.number_types import BFLOAT16, NumberType
 from manylora.lora.shared import SharedMatrices, share
-from manylora.lora.tensors import AdapterRow, check_dims, check_layer, digest_values
+from manylora.lora.tensors import AdapterRow, FileRows, check_dims, check_layer, digest_values
+
+SPECIAL_MODULES = (*EXPERT_IDS, LoraModuleId.CROSS_ATTN_QKV)  # modules whose rows are not one pair each
+IN_PLACE = {"F32": "float32", "BF16": "bfloat16"}  # types of such files
+
+
+def find_plain(
+    found: Mapping[tuple[int, int], Parts],
+    options: ReadOptions,
+    scale_of: Callable[[str, int, int], float],
+) -> PlainRows | None:
+    """The rows of a file that are plain: one pair of matrices each, in the order that the cache has.
+
+    found: by layer and module id. scale_of: of B, by path, module id and rank. None: there is more to one
+    of the rows, or they are of several types.
+    """
+    kinds = {tensor.dtype for parts in found.values() for *_, tensor in parts.values()}
+    if len(kinds) != 1 or not kinds <= IN_PLACE.keys():
+        return None
+    rows, inputs, outputs, file = [], [], [], None
+    for (layer, module_id), parts in sorted(found.items()):
+        if set(parts) != {"A", "B"} or module_id in SPECIAL_MODULES:
+            return None
+        (path, _, a), (_, _, b) = parts["A"], parts["B"]
+        if a.offset is None or b.offset is None or a.file is not b.file or file not in (None, a.file):
+            return None
+        order = np.arange(b.shape[0])
+        turned = in_peft_order(path, module_id, order, options.module(module_id, layer))
+        turned = in_our_order(path, module_id, turned, options.module(module_id, layer))
+        if turned is not order and (np.diff(turned) != 1).any():
+            return None
+        file, rank = a.file, a.shape[0]
+        rows.append((module_id, layer, rank, a.offset, b.offset, scale_of(path, module_id, rank)))
+        inputs.append(a.shape[1])
+        outputs.append(b.shape[0])
+    if file is None:
+        return None
+    known = {rank: RowFormat(rank) for _, _, rank, *_ in rows}
+    table = FileRows.of(file.name, IN_PLACE[kinds.pop()], rows)
+    formats = tuple(known[rank] for rank in table.table["rank"].tolist())
+    return PlainRows(table, np.array(inputs), np.array(outputs), formats)
+
 
 # Elements of an adapter that several threads read, and of its rows: with smaller ones they wait for Python.
 PARALLEL, PARALLEL_ROWS = 2**21, 2**16

@@ -19,10 +19,9 @@ from blake3 import blake3
 from manylora.kernels.loading import FILE_ROW, can_take, take_rows
 from manylora.kernels.row_format import RowFormat
 from manylora.lora import staging
-from manylora.lora.file_adapter import FileRows
-from manylora.lora.formats.opened import OpenFile
+from manylora.lora.formats.safe_open import OpenFile
 from manylora.lora.number_types import BFLOAT16
-from manylora.lora.tensors import AdapterRow
+from manylora.lora.tensors import AdapterRow, FileRows
 
 THREADS = 4
 MOST_ALIKE = 64  # kinds of adapters that are alike; those that were asked for longest ago are forgotten
@@ -64,7 +63,7 @@ class PlainRows:
         return [AdapterRow(*place, row, piece, digest) for place, row, piece, digest in found]
 
 
-class Alike:
+class KnownLayouts:
     """What adapters of one model have in common: rows, by what is in their configuration and in the header of
     their file. Of adapters about which there was nothing to tell. Any thread."""
 

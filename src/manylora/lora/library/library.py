@@ -21,15 +21,14 @@ from manylora.errors import (
     ConfigError,
     printable,
 )
-from manylora.lora.effect import NOTHING
-from manylora.lora.file_adapter import FileAdapter
-from manylora.lora.formats.opened import is_folder
+from manylora.lora.formats.safe_open import is_folder
 from manylora.lora.formats.sources import find_source
-from manylora.lora.library.disk import DiskLevel
+from manylora.lora.library.copies import DiskLevel
 from manylora.lora.library.fingerprint import Fingerprint, fingerprint
 from manylora.lora.library.reader import AdapterReader
 from manylora.lora.library.versions import Versions
-from manylora.lora.tensors import Adapter
+from manylora.lora.rules import NOTHING
+from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.request import LoraInput
 
 logger = logging.getLogger("manylora")

@@ -1,0 +1,215 @@
+"""What the reader of a type takes and gives: an adapter as PEFT saved it, and the same adapter as a LoRA."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from manylora.errors import AdapterInvalidError
+from manylora.lora.formats.base_weights import BaseReader
+from manylora.lora.formats.module_tensors import STACK_KEY, stack_module_id
+from manylora.lora.formats.peft_config import CONFIG, PeftConfig, config_of, peft_type
+from manylora.lora.formats.peft_experts import EXPERT_KEY
+from manylora.lora.formats.peft_names import PEFT_KEY, module_id_of
+from manylora.lora.formats.read_options import ReadOptions
+from manylora.lora.formats.tensor_files import RawTensor, decode
+from manylora.lora.modules import LoraModule
+from manylora.request import LoraExtra
+
+
+@dataclass(frozen=True)
+class PeftFiles:
+    """An adapter as PEFT saved it. settings: of its adapter_config.json. tensors: by PEFT's names. base:
+    open; None: not known."""
+
+    settings: Mapping[str, Any]
+    tensors: Mapping[str, RawTensor]
+    options: ReadOptions
+    base: BaseReader | None
+
+
+@dataclass(frozen=True)
+class LoraForm:
+    """The same adapter as a LoRA: tensors by the names that PEFT gives those of a LoRA, biases, norms and
+    tables among them. extras: what has no such name. vectors: by the name of lora_A, of modules that share A
+    and B: b [out] and d [rank], which make diag(b) B diag(d) A of them."""
+
+    config: PeftConfig
+    tensors: Mapping[str, RawTensor]
+    extras: list[LoraExtra] = field(default_factory=list)
+    vectors: Mapping[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+
+# What a kind's settings say in LoRA's words too.
+COMMON = ("modules_to_save", "base_model_name_or_path", "fan_in_fan_out")
+INTEGERS = {"U8": "<u1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
+Made = Callable[[], tuple[np.ndarray, np.ndarray]]
+
+
+class Pairs:
+    """Reads an adapter's tensors and collects A and B of each module, the scaling in B.
+
+    parts: the last parts of the names of this kind's tensors; what is called otherwise, such as a bias, stays
+    as it is. Raises AdapterInvalidError, here and in every method.
+    """
+
+    def __init__(self, files: PeftFiles, parts: Collection[str]) -> None:
+        self.files = files
+        self.kind = peft_type(files.settings)
+        self._found: dict[str, dict[str, RawTensor]] = {}
+        self._made: dict[str, RawTensor] = {}
+        self._rest: dict[str, RawTensor] = {}
+        self._vectors: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self._common: dict[tuple[int, int], tuple[RawTensor, RawTensor]] = {}  # A and B, by their sizes
+        self._elements = 0
+        for key, tensor in files.tensors.items():
+            path, _, part = key.removesuffix(".weight").rpartition(".")
+            if part in parts:
+                files.options.bounds.check_elements(math.prod(tensor.shape))
+                self._found.setdefault(path, {})[part] = tensor
+            else:
+                self._rest[key] = tensor
+
+    def paths(self, *parts: str) -> Iterator[str]:
+        """Those of modules that have any of these parts."""
+        return (path for path in sorted(self._found) if not self._found[path].keys().isdisjoint(parts))
+
+    def has(self, path: str, part: str) -> bool:
+        return part in self._found.get(path, {})
+
+    def shape(self, path: str, part: str, dims: int = 2) -> tuple[int, ...]:
+        """Of so many dimensions, none of them 0."""
+        shape = self._tensor(path, part).shape
+        if len(shape) != dims or 0 in shape:
+            raise AdapterInvalidError(f"{path}.{part} has shape {shape}, {dims} dimensions are expected")
+        return shape
+
+    def read(self, path: str, part: str) -> np.ndarray:
+        """In float32."""
+        return decode(f"{path}.{part}", self._tensor(path, part))
+
+    def integers(self, path: str, part: str, below: int) -> np.ndarray:
+        """In int64, each from 0 to below."""
+        tensor = self._tensor(path, part)
+        if tensor.dtype not in INTEGERS:
+            raise AdapterInvalidError(f"{path}.{part} must hold integers, got {tensor.dtype}")
+        values = np.frombuffer(tensor.data, INTEGERS[tensor.dtype]).astype(np.int64).reshape(tensor.shape)
+        if values.size and not (values.min() >= 0 and values.max() < below):
+            raise AdapterInvalidError(f"{path}.{part} must hold numbers from 0 to {below - 1}")
+        return values
+
+    def _tensor(self, path: str, part: str) -> RawTensor:
+        if not self.has(path, part):
+            raise AdapterInvalidError(f"{path} is missing its {part}")
+        return self._found[path][part]
+
+    def module(self, path: str) -> LoraModule | None:
+        """The model's that the path means; None: not known."""
+        key, modules = f"{path}.lora_A.weight", self.files.options.modules
+        if match := PEFT_KEY.fullmatch(key):
+            found = module_id_of(match, modules)
+        else:
+            match = STACK_KEY.fullmatch(key)
+            found = stack_module_id(match) if match else None
+        if match is None or found is None:
+            return None
+        return self.files.options.module(found, int(match["layer"]))
+
+    def in_dim(self, path: str) -> int:
+        """Inputs of a module whose tensors do not say them."""
+        module = self.module(path)
+        if module is None:
+            raise AdapterInvalidError(
+                f"{path}: how many inputs it has depends on the base model, which is not known here or has "
+                "no such module: name its directory with --base"
+            )
+        return module.in_dim
+
+    def add(self, path: str, rank: int, in_dim: int, out_dim: int, make: Made) -> None:
+        """make: A [rank, in] and B [out, rank], called if they are not too large. Of rank 0 there is none."""
+        if rank == 0:
+            return
+        self._check(path, rank, rank * (in_dim + out_dim))
+        try:
+            a, b = make()
+        except (ValueError, RuntimeError, IndexError) as error:  # shapes that no reader has looked at
+            raise AdapterInvalidError(f"{path}: its tensors do not fit together") from error
+        if a.shape != (rank, in_dim) or b.shape != (out_dim, rank):
+            raise AdapterInvalidError(f"{path}: its tensors do not fit together")
+        self._put(path, _raw(a), _raw(b))
+
+    def add_shared(self, path: str, a: np.ndarray, b: np.ndarray, of_b: np.ndarray, of_d: np.ndarray) -> None:
+        """diag(of_b) b diag(of_d) a; a [rank, in] and b [out, rank] are parts of matrices that all modules
+        have parts of: those of one size are the same."""
+        (rank, in_dim), out_dim = a.shape, len(b)
+        key = f"{path}.lora_A.weight"
+        if not self.files.options.shared or EXPERT_KEY.fullmatch(key) or STACK_KEY.fullmatch(key):
+            self.add(path, rank, in_dim, out_dim, lambda: (a * of_d[:, None], b * of_b[:, None]))
+            return
+        self._check(path, rank, rank + out_dim)
+        if (in_dim, out_dim) not in self._common:
+            self._check(path, rank, rank * (in_dim + out_dim))
+            self._common[in_dim, out_dim] = _raw(a), _raw(b)
+        self._put(path, *self._common[in_dim, out_dim])
+        self._vectors[key] = of_b, of_d
+
+    def _check(self, path: str, rank: int, numbers: int) -> None:
+        """numbers: that the module adds to all others'."""
+        bounds = self.files.options.bounds
+        if rank > bounds.rank:
+            raise AdapterInvalidError(
+                f"Invalid low_rank ({rank}): {path} of this {self.kind} has that rank as low-rank rows, "
+                f"{numbers} numbers; the largest served is {bounds.rank} (max_lora_rank, "
+                "lora_cache_max_adapter_size)"
+            )
+        self._elements += numbers
+        bounds.check_elements(self._elements)
+
+    def _put(self, path: str, a: RawTensor, b: RawTensor) -> None:
+        self._made[f"{path}.lora_A.weight"], self._made[f"{path}.lora_B.weight"] = a, b
+
+    def check_rank(self, path: str, found: int) -> None:
+        """found: r of a module, as its tensors have it. Raises where the settings say another one."""
+        self._told_ranks.check_rank(path, found)
+
+    def check_count(self, path: str, name: str, found: int) -> None:
+        """Raises where a setting says another number than the tensors have."""
+        told = self.files.settings.get(name)
+        if told is not None and told != found:
+            raise AdapterInvalidError(f"{path} has {found} for {name}, and {CONFIG} says {str(told)[:40]}")
+
+    @cached_property
+    def _told_ranks(self) -> PeftConfig:
+        settings = self.files.settings
+        patterns = {"rank_pattern": settings.get("rank_pattern")}
+        return config_of({"lora_alpha": 1, "r": settings.get("r"), **patterns})
+
+    def form(self) -> LoraForm:
+        """With the tensors that are not of this kind as they are."""
+        settings = {name: self.files.settings[name] for name in COMMON if name in self.files.settings}
+        config = replace(config_of({"lora_alpha": 1, **settings}), folded=True)
+        return LoraForm(config, {**self._made, **self._rest}, vectors=self._vectors)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A setting that must be a finite number."""
+        value = self.files.settings.get(name, default)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise AdapterInvalidError(f"{CONFIG}: {name} must be a number")
+        return value
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A setting that must be a positive integer."""
+        value = self.files.settings.get(name, default)
+        if type(value) is not int or not 0 < value < 2**31:
+            raise AdapterInvalidError(f"{CONFIG}: {name} must be a positive number")
+        return value
+
+
+def _raw(values: np.ndarray) -> RawTensor:
+    values = np.ascontiguousarray(values, np.float32)
+    return RawTensor("F32", values.shape, values)

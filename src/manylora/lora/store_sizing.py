@@ -1,0 +1,140 @@
+"""StoreParts: the components of an AdapterStore, sized for one model and device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from manylora.config.engine import LoraCacheConfig
+from manylora.config.model import ModelConfig
+from manylora.errors import ConfigError
+from manylora.kernels import native
+from manylora.lora.bounds import Bounds
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.plain_rows import KnownLayouts
+from manylora.lora.formats.read_options import ReadOptions
+from manylora.lora.geometry import CachePlan, pages_of_rank, plan_cache
+from manylora.lora.library.copies import DiskLevel
+from manylora.lora.library.library import AdapterLibrary
+from manylora.lora.library.names import read_names
+from manylora.lora.library.reader import AdapterReader
+from manylora.lora.modules import LoraModule, beside_experts, lora_modules
+from manylora.lora.pool import AdapterPool
+from manylora.lora.rules import AdapterRules
+from manylora.lora.slicing import Slicer
+
+logger = logging.getLogger("manylora")
+
+
+@dataclass(frozen=True)
+class StoreParts:
+    """bounds: of what the cache can hold. max_device_adapters: of the largest rank with all modules,
+    `largest_pages` pages each. text_only: as in `ReadOptions`. in_parts: ranks share each adapter, so none is
+    read directly into its pages, and each row has its own matrices.
+    """
+
+    plan: CachePlan
+    pool: AdapterPool
+    rules: AdapterRules
+    bounds: Bounds
+    base: BaseWeights | None
+    max_device_adapters: int
+    largest_pages: int
+    text_only: bool = False
+    in_parts: bool = False
+
+    def reader(
+        self, modules: Mapping[int, LoraModule], roots: Sequence[Path] | None = None, narrow: bool = True
+    ) -> AdapterReader:
+        """Reads files for this store. modules: in the order of the files. roots: as in `Bounds`. narrow: rows
+        may be narrowed to the pages' dtype.
+        """
+        pages = self.pool.dtype_name
+        narrow = narrow and pages == "bfloat16"
+        bounds = self.bounds.within(roots)
+        options = ReadOptions(
+            modules,
+            self.base,
+            bounds,
+            bfloat16=narrow,
+            text_only=self.text_only,
+            shared=not self.in_parts,
+            alike=KnownLayouts(),
+        )
+        return AdapterReader(self.rules, options, "" if self.in_parts else pages)
+
+    def library(self, config: LoraCacheConfig) -> AdapterLibrary:
+        """The library of the folders named in the settings. Raises ConfigError."""
+        on_disk = config.disk_cache_dir is not None
+        disk = DiskLevel(config.disk_cache_bytes if on_disk else 0, config.disk_cache_dir)
+        names = read_names(config.names_file) if config.names_file is not None else {}
+        library = AdapterLibrary(self.reader(self.rules.modules, (*config.roots, *names.values())), disk)
+        library.open_names(names)
+        if config.catalog_dir is not None:
+            library.open(config.catalog_dir)
+        return library
+
+
+def build_parts(
+    model: ModelConfig,
+    config: LoraCacheConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    free_bytes: int,
+    base: BaseWeights | None,
+    slicer: Slicer | None = None,
+) -> StoreParts:
+    """Size the levels and allocate them, as in `AdapterStore.open`. Raises ConfigError."""
+    modules, held, plan = _plan(model, config, dtype, free_bytes, slicer)
+    native.load()  # now, so that the first adapter does not wait for the compiler
+    pool = AdapterPool(plan.geometry, plan.host_pages, plan.device_pages, dtype, device)
+    num_layers = model.num_layers if slicer is None else slicer.num_layers
+    on_host, on_device = plan.adapters_of_rank(held.values(), num_layers, config.rank_limit)
+    pages = pages_of_rank(plan.geometry, held.values(), num_layers, config.rank_limit)
+    logger.info(
+        "LoRA cache: host %d pages, device %d pages of %d bytes; adapters of rank %d with every module: "
+        "%d on the host, %d on the device",
+        plan.host_pages,
+        plan.device_pages,
+        pool.page_bytes,
+        config.rank_limit,
+        on_host,
+        on_device,
+    )
+    rules = AdapterRules(modules, model.num_layers, config.rank_limit, dtype == torch.float16)
+    largest = min(plan.host_pages, plan.device_pages) * plan.geometry.page_elements
+    largest *= 1 if slicer is None else slicer.num_ranks
+    bounds = Bounds.of(modules, model.num_layers, config.rank_limit, largest, pool.element_bytes)
+    return StoreParts(plan, pool, rules, bounds, base, on_device, pages, config.text_only, slicer is not None)
+
+
+def _plan(
+    model: ModelConfig,
+    config: LoraCacheConfig,
+    dtype: torch.dtype,
+    free_bytes: int,
+    slicer: Slicer | None,
+) -> tuple[Mapping[int, LoraModule], Mapping[int, LoraModule], CachePlan]:
+    """The modules that adapters may have, the same as held by this rank, and the sizes of both levels."""
+    modules = held = lora_modules(model, config.target_modules)
+    num_layers = model.num_layers
+    agree: Callable[[int], int] = int
+    if slicer is not None:
+        held = {number: slicer.modules[number] for number in modules if number in slicer.modules}
+        num_layers, agree = slicer.num_layers, slicer.agree
+    sizes = num_layers, config, dtype.itemsize, agree(free_bytes)
+    try:
+        plan = plan_cache(held.values(), *sizes)
+    except ConfigError as error:
+        if config.target_modules or model.moe is None:
+            raise
+        modules, held = beside_experts(modules), beside_experts(held)
+        plan = plan_cache(held.values(), *sizes)
+        logger.warning("adapters on routed experts are off: %s", error)
+    # Everything on the device is also on the host: additional device pages could never be used.
+    host, on_device = agree(plan.host_pages), agree(plan.device_pages)
+    return modules, held, replace(plan, host_pages=host, device_pages=min(host, on_device))

@@ -27,9 +27,9 @@ from manylora.engine.memory import (
     plan_memory,
     usable_bytes,
 )
-from manylora.engine.peak import peak_bytes
 from manylora.engine.runner import Runner
 from manylora.engine.step_messages import END, Others
+from manylora.engine.warmup import peak_bytes
 from manylora.group.channel import Message
 from manylora.group.collectives import interface_of, join_collectives, leave_group
 from manylora.group.leader import Leader
@@ -37,19 +37,18 @@ from manylora.group.place import Place
 from manylora.kernels.device import Device, device_of_rank, open_device
 from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.spec import BatchLimits
-from manylora.lora.expert_rules import targets_beside_quantised_experts
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.modules import lora_modules
+from manylora.lora.modules import lora_modules, targets_beside_quantised_experts
 from manylora.lora.pool import AdapterPool
 from manylora.lora.store import AdapterStore
-from manylora.lora.store_parts import build_parts as store_parts
+from manylora.lora.store_sizing import build_parts as store_parts
+from manylora.model.batch import KvTensors
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
-from manylora.model.dense import load_dense
-from manylora.model.effective_weights import EffectiveWeights
 from manylora.model.encoder import Encoder
 from manylora.model.encoder_decoder import EncoderDecoder
-from manylora.model.kv_tensors import KvTensors
+from manylora.model.heads import load_dense
+from manylora.model.quant import EffectiveWeights
 from manylora.model.weights import adapter_dtype, compute_dtype, load_decoder, weight_bytes
 from manylora.parallel.adapters import AdapterSlicer
 from manylora.parallel.build import build_rank as load_part

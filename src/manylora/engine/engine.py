@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING
 
 from manylora.config.engine import EngineConfig
 from manylora.engine.build import build_parts, end_ranks
-from manylora.engine.checks import LogitsMemory
 from manylora.engine.follower import follow
 from manylora.engine.kv_cache import KvCache
-from manylora.engine.launched import FailedStep, LaunchedStep
-from manylora.engine.results import Counters, ResultProcessor
+from manylora.engine.requests import LogitsMemory, Prepared, SequenceMaker
+from manylora.engine.results import Counters, ResultProcessor, take_event
 from manylora.engine.scheduler import Scheduler, Step
 from manylora.engine.sequence import Sequence
-from manylora.engine.sequence_events import take_event
-from manylora.engine.sequence_maker import Prepared, SequenceMaker
 from manylora.engine.state_pool import StatePool
+from manylora.engine.step_in_flight import FailedStep, LaunchedStep
 from manylora.engine.version_swaps import VersionSwaps
 from manylora.errors import QueueFullError, RequestError
 from manylora.group.place import find_place

@@ -28,18 +28,17 @@ from manylora.engine import step_messages
 from manylora.engine.build import RankParts, build_rank, leave_group, meet_group
 from manylora.engine.inputs import StepInputs
 from manylora.errors import ConfigError
-from manylora.group.agreement import from_values, identity
 from manylora.group.channel import Channel, ChannelClosedError, Message
 from manylora.group.place import RANK_0_GONE, Place
-from manylora.group.rendezvous import LOOPBACK, REFUSED, group_store, join
+from manylora.group.rendezvous import LOOPBACK, REFUSED, from_values, group_store, identity, join
 from manylora.kernels.spec import LoraBatch
 from manylora.kernels.transfer import to_device, upload
 from manylora.lora.geometry import Layout
 from manylora.lora.loaded import LoadedAdapter, Mixes, lora_batch, with_virtual
 from manylora.lora.tensors import Adapter
+from manylora.model.batch import copy_blocks
 from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder
-from manylora.model.kv_tensors import copy_blocks
 
 logger = logging.getLogger("manylora")
 

@@ -8,8 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from manylora.engine.sequence import Sequence
-from manylora.engine.sequence_parts import KvBlocks
+from manylora.engine.sequence import KvBlocks, Sequence
 from manylora.engine.state_pool import StatePool
 from manylora.lora.pages import PageAllocator
 

@@ -22,11 +22,10 @@ from manylora.errors import ConfigError
 from manylora.kernels.device import Device, host_tensor
 from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.spec import BatchLimits
-from manylora.lora.expert_rules import beside_experts
 from manylora.lora.geometry import usual_bytes
-from manylora.lora.modules import LoraModule, lora_modules
-from manylora.model.delta_rule import make_states
-from manylora.model.kv_tensors import KvTensors, make_kv, token_numbers
+from manylora.lora.modules import LoraModule, beside_experts, lora_modules
+from manylora.model.batch import KvTensors, make_kv, token_numbers
+from manylora.model.recurrent import make_states
 from manylora.system.cgroup import UNLIMITED
 
 logger = logging.getLogger("manylora")

@@ -10,16 +10,20 @@ import torch
 from torch import Tensor
 
 from manylora.engine.beam import BeamCandidate, best_candidates
-from manylora.engine.decode_run import DecodeRun
 from manylora.engine.graphs import DecodeGraphs
-from manylora.engine.input_maker import InputMaker, one_by_one, wanted_positions
-from manylora.engine.inputs import KeptInputs, StepInputs, encoder_inputs
-from manylora.engine.kernel_trials import try_variants
-from manylora.engine.launched import LaunchedStep, PooledChunk
+from manylora.engine.inputs import (
+    InputMaker,
+    KeptInputs,
+    StepInputs,
+    encoder_inputs,
+    one_by_one,
+    wanted_positions,
+)
 from manylora.engine.pooler import Pooler, pooled_positions
 from manylora.engine.sampler import Row, Sampler, adjust
-from manylora.engine.scheduler import Chunk, Step
+from manylora.engine.scheduler import Chunk, DecodeRun, Step
 from manylora.engine.sequence import PENDING, BeamGroup, Sequence
+from manylora.engine.step_in_flight import LaunchedStep, PooledChunk
 from manylora.engine.step_messages import (
     COPY_BLOCKS,
     COPY_STATES,
@@ -28,17 +32,17 @@ from manylora.engine.step_messages import (
     copy_message,
     step_message,
 )
+from manylora.engine.warmup import try_variants
 from manylora.group.leader import Leader
 from manylora.kernels.device import Arrival, Device
 from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.spec import BatchLimits
 from manylora.kernels.transfer import to_device, upload
 from manylora.lora.store import AdapterStore
-from manylora.model.batch import ForwardBatch
+from manylora.model.batch import ForwardBatch, KvTensors, copy_blocks
 from manylora.model.decoder import Decoder
 from manylora.model.encoder import Encoder
 from manylora.model.encoder_decoder import EncoderDecoder
-from manylora.model.kv_tensors import KvTensors, copy_blocks
 from manylora.stats import GraphStats
 
 PLAIN_USES = 1  # of a decode step's shape before it is recorded

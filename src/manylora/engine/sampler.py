@@ -11,13 +11,121 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.engine.penalties import Penalties
-from manylora.engine.sequence import PENDING, Sequence
-from manylora.engine.top_p import cut_by_top_p
+from manylora.engine.sequence import PENDING, Sequence, TokenCounts
 from manylora.kernels.reference import best_tokens
 from manylora.kernels.spec import NOT_FINITE
 from manylora.kernels.transfer import upload
 from manylora.request import SamplingConfig
+
+UNITS = 2.0**40  # of probability: sums of whole numbers are the same in every order of adding
+NEARLY = 1 - 2.0**-20  # of top_p: probabilities are rounded to float32
+ROUNDS = ((21, 11), (10, 11), (0, 10))  # of the search: where its bits begin, how many they are
+
+
+def cut_by_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
+    """The logits [R, vocab] float32, -inf but for the fewest most probable tokens that together reach top_p,
+    [R, 1] float64; all of them for 1. Of equal logits the first ones are kept. A row depends on no other."""
+    weights = (torch.softmax(logits, dim=-1).double() * UNITS).long()
+    needed = (weights.sum(dim=-1, keepdim=True) * (top_p * NEARLY)).ceil().long()
+    keys = _descending(logits)
+    bound = torch.zeros_like(needed)  # the leading bits of the last key that is kept
+    for shift, bits in ROUNDS:
+        size = 1 << bits
+        # The first bucket has all keys before those with the bits found so far, the last one all after them.
+        buckets = ((keys >> shift) - (bound * size - 1)).clamp_(0, size + 1)
+        reached = weights.new_zeros(len(logits), size + 2).scatter_add_(1, buckets, weights).cumsum_(dim=-1)
+        last = (reached < needed).sum(dim=-1, keepdim=True).clamp_(1, size)  # where a row is not finite too
+        bound = bound * size + (last - 1)
+    equal = keys == bound
+    left = needed - reached.gather(1, last - 1)  # for the keys that are equal
+    kept = (keys < bound) | (equal & ((equal.cumsum(dim=-1) - 1) * weights < left))
+    return logits.masked_fill(~(kept | (top_p >= 1)), -torch.inf)
+
+
+def _descending(values: Tensor) -> Tensor:
+    """Whole numbers [...] int64 from 0 to 2**32 - 1 that fall as these float32 values rise."""
+    bits = (values + 0.0).view(torch.int32)  # of -0.0 those of 0.0
+    return (2**31 - 1) - (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+
+
+SPARE = 64  # tokens counted on the device before the host's counts are copied again
+
+
+class Penalties:
+    """For some rows of logits, over the steps of a run.
+
+    Stores each row's distinct tokens, as indices [R, W] into the flat logits, and their counts, [R, W]
+    float32, where -1 means not seen. Unused entries repeat the row's first one, so that all entries with the
+    same index write the same value, whichever is written last.
+
+    rows: of the logits [., vocab], each with its sequence and the number of its tokens before the next one.
+    """
+
+    def __init__(self, rows: Rows[tuple[int, Sequence, int]], vocab: int, device: torch.device) -> None:
+        seen = [_counts(sequence, length, vocab) for _, sequence, length in rows]
+        width = max(len(ids) for ids, _ in seen)
+        places = np.zeros((len(rows), width + SPARE), np.int64)
+        counts = np.full(places.shape, -1, np.float32)
+        for i, (ids, counted) in enumerate(seen):
+            number = len(ids)
+            if number:
+                places[i, :number], places[i, number:] = ids, ids[0]
+                counts[i, :number], counts[i, number:] = counted, counted[0]
+        bases = np.array([[row * vocab] for row, _, _ in rows])
+        params = [sequence.request.params for _, sequence, _ in rows]
+        rates = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
+        self._bases, self._places = (
+            upload(bases, torch.long, device),
+            upload(places + bases, torch.long, device),
+        )
+        self._counts = upload(counts, torch.float32, device)
+        self._rates = upload(np.array(rates).T[:, :, None], torch.float32, device)
+        self._next, self._room = width, width + SPARE
+        self._subtracts = any(presence or frequency for _, presence, frequency in rates)
+        self._has_empty = not all(len(ids) for ids, _ in seen)
+
+    @property
+    def is_full(self) -> bool:
+        return self._next == self._room
+
+    def count(self, tokens: Tensor, real: Tensor | None = None) -> None:
+        """Count the next token of each row, [R] int64. Rows that were not finite may count anything. real:
+        [R] bool, the rows that have a token; None: all.
+        """
+        places = self._bases + tokens.clamp(min=0).unsqueeze(1)
+        same = self._places == places
+        after = torch.where(same, self._counts, 0).amax(dim=1, keepdim=True) + 1
+        if real is not None:  # the others repeat their first entry
+            same &= real[:, None]
+            places = torch.where(real[:, None], places, self._places[:, :1])
+            after = torch.where(real[:, None], after, self._counts[:, :1])
+        self._counts = torch.where(same, after, self._counts)
+        self._places[:, self._next : self._next + 1] = places
+        self._counts[:, self._next : self._next + 1] = after
+        self._next += 1
+
+    def apply(self, logits: Tensor) -> None:
+        """Change logits [., vocab], contiguous, in place."""
+        flat, counts = logits.view(-1), self._counts
+        repetition, presence, frequency = self._rates
+        scores = before = flat[self._places]
+        scores = torch.where(scores < 0, scores * repetition, scores / repetition)
+        if self._subtracts:
+            scores = scores - (presence * (counts > 0) + frequency * counts)
+        flat[self._places] = torch.where(counts < 0, before, scores) if self._has_empty else scores
+
+
+def _counts(sequence: Sequence, length: int, vocab: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids [n] int64 and counts [n] float32 of the sequence's first `length` tokens, without a pending one."""
+    length -= sequence.tokens[length - 1] == PENDING
+    counts = sequence.counts
+    if counts is None or counts.length > length:
+        ignored = min(sequence.request.params.prompt_ignore_length, sequence.num_prompt)
+        counts = sequence.counts = TokenCounts(sequence.tokens[:length], ignored, vocab)
+    for token in sequence.tokens[counts.length : length]:
+        counts.add(token)
+    return counts.ids, counts.counts.copy()  # copied, because a draft's next row continues to count
+
 
 NO_TOKEN = -2  # equal to none that is drawn
 LEAST_ORDERED = 64  # logits, of a row with a top-k
@@ -61,9 +169,9 @@ class Sampler:
         self._ruled = [i for i, p in kinds if p.bad_words or p.min_tokens or rows[i][0].guide is not None]
         self._biases = [(i, p.logit_bias[:vocab]) for i, p in kinds if p.logit_bias is not None]
         self._divisors = _column(params, "divisor", 1.0, torch.float32, device)
-        self._penalised = _Some([i for i, p in kinds if p.has_penalties], len(rows), device)
-        self._drawn = _Some([i for i, p in kinds if not p.greedy], len(rows), device)
-        self._wanted = _Some([i for i, p in kinds if p.return_log_probs], len(rows), device)
+        self._penalised = _RowSubset([i for i, p in kinds if p.has_penalties], len(rows), device)
+        self._drawn = _RowSubset([i for i, p in kinds if not p.greedy], len(rows), device)
+        self._wanted = _RowSubset([i for i, p in kinds if p.return_log_probs], len(rows), device)
         self._penalties = self._new_penalties(pending) if self._penalised.rows else None
         self._groups = self._new_groups()
         rules = self._ruled or self._biases or self._penalised.rows
@@ -162,7 +270,7 @@ class Sampler:
             groups.setdefault(_num_ordered(self.rows[i][0], self._vocab), []).append(i)
         count, device = len(self.rows), self._device
         return [
-            _Drawing(size, _Some(rows, count, device), [self.rows[i][0] for i in rows], device)
+            _Drawing(size, _RowSubset(rows, count, device), [self.rows[i][0] for i in rows], device)
             for size, rows in groups.items()
         ]
 
@@ -172,7 +280,7 @@ class Sampler:
                 group.decay(group.some.of(tokens))
 
 
-class _Some:
+class _RowSubset:
     """Some of L rows. where: their indices on the device."""
 
     def __init__(self, rows: list[int], count: int, device: torch.device) -> None:
@@ -246,7 +354,7 @@ class _Drawing:
     size: see `_num_ordered`. decays: whether any top-p follows the drawn tokens.
     """
 
-    def __init__(self, size: int, some: _Some, sequences: list[Sequence], device: torch.device) -> None:
+    def __init__(self, size: int, some: _RowSubset, sequences: list[Sequence], device: torch.device) -> None:
         self.some, self._size = some, size
         params = [sequence.request.params for sequence in sequences]
         self._least = _column(params, "min_p", 0.0, torch.float32, device)

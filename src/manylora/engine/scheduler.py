@@ -9,16 +9,100 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from manylora.config.engine import EngineConfig
-from manylora.engine.decode_run import DecodeRun
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.sequence import Sequence
-from manylora.engine.shared_prompts import long_chunks, waits
 from manylora.engine.speculation import Speculation
 
 if TYPE_CHECKING:
-    from manylora.lora.lease import Lease
+    from manylora.engine.kv_cache import KvCache
+    from manylora.engine.sequence import Sequence
+    from manylora.lora.leases import Lease
     from manylora.lora.store import AdapterStore
+
+
+class DecodeRun:
+    """Caches what stays the same from one such step to the next, instead of recomputing it per sequence.
+
+    sequences: in the order of their rows; those of one adapter are adjacent.
+    positions: [S] int64, of the token that each computes next; a new array after each step.
+    can_run_ahead: see `Sequence`.
+    """
+
+    def __init__(self, sequences: Iterable[Sequence], tokens_per_block: int) -> None:
+        self.sequences = tuple(sorted(sequences, key=lambda s: s.place(s.num_computed, s.num_computed + 1)))
+        self.positions = np.array([sequence.num_computed for sequence in self.sequences])
+        self.can_run_ahead = all(sequence.can_run_ahead for sequence in self.sequences)
+        self._size = tokens_per_block
+        self._rooms = np.array([self._room(sequence) for sequence in self.sequences])
+        self._num_left = min(map(_steps_left, self.sequences))
+        self._num_fit = int((self._rooms - self.positions).min())  # steps for which all sequences have blocks
+
+    @staticmethod
+    def takes(sequence: Sequence) -> bool:
+        """Whether a sequence that decodes its next token now will continue to do so until it ends."""
+        alone = sequence.guide is None and sequence.beams is None and not sequence.drafts
+        length = sequence.num_computed + 1
+        return alone and sequence.num_prompt < length and sequence.rope_length <= length
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether all sequences may compute one more token, judging by their lengths."""
+        return self._num_left > 0
+
+    def step_done(self) -> None:
+        self.positions = self.positions + 1
+        self._num_left -= 1
+        self._num_fit -= 1
+
+    def without_room(self) -> list[Sequence]:
+        """Sequences whose blocks have no space for the token that they compute next."""
+        if self._num_fit > 0:
+            return []
+        return [self.sequences[row] for row in np.flatnonzero(self.positions >= self._rooms)]
+
+    def has_grown(self, sequence: Sequence) -> None:
+        """Record that it got more blocks."""
+        self._rooms[self.sequences.index(sequence)] = self._room(sequence)
+        self._num_fit = int((self._rooms - self.positions).min())
+
+    def _room(self, sequence: Sequence) -> int:
+        return len(sequence.kv.blocks) * self._size
+
+
+def _steps_left(sequence: Sequence) -> int:
+    """Steps until its last token, its rotary scaling or its next draft requires another kind of step."""
+    last, limit = sequence.max_len - 1, sequence.rope_limit
+    if limit is not None and sequence.rope_length <= limit:
+        last = min(last, limit)
+    if sequence.drafter is not None:
+        last = min(last, sequence.drafter.wakes_at - 1)
+    return last - sequence.num_computed
+
+
+LEAST = 128  # tokens of a step that a sequence waits for; less is computed in less time than a step takes
+
+
+def long_chunks(chunks: Iterable[Chunk]) -> list[Chunk]:
+    """Those that may be worth waiting for."""
+    return [chunk for chunk in chunks if chunk.count >= LEAST]
+
+
+def waits(sequence: Sequence, chunks: Iterable[Chunk], kv: KvCache) -> bool:
+    """Whether a sequence in the queue stays there for this step: one of its chunks computes keys and values
+    that the sequence can use, of LEAST tokens at least and of half the chunk.
+
+    It looks at no more than this step, so nobody waits for a sequence that does not move: one that has ended,
+    was preempted, or waits for its adapter. Each such step leaves it LEAST tokens less to wait for.
+    """
+    for chunk in chunks:
+        shared = kv.shared(sequence, chunk.sequence, chunk.start, chunk.count)
+        if shared >= max(LEAST, chunk.count / 2):
+            return True
+    return False
+
 
 MAX_PREFETCHED = 8  # waiting sequences whose adapters are copied to the device ahead of time
 

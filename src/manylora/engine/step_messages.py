@@ -13,9 +13,8 @@ from manylora.engine.inputs import StateRows, StepInputs, block_table
 from manylora.group.channel import Message
 from manylora.group.leader import Leader
 from manylora.kernels.row_format import Encoding, RowFormat
-from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.slicing import AdapterPart
-from manylora.lora.tensors import Adapter, AdapterRow
+from manylora.lora.tensors import Adapter, AdapterRow, FileAdapter
 from manylora.request import LoraExtra
 
 INTS = ("input_ids", "positions", "starts", "lengths", "slots", "logits_rows", "pooled_rows")

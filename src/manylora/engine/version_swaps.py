@@ -9,10 +9,9 @@ from itertools import groupby
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.scheduler import Scheduler
 from manylora.engine.sequence import Sequence
-from manylora.lora.file_adapter import FileAdapter
-from manylora.lora.lease import AdapterLease
+from manylora.lora.leases import AdapterLease
 from manylora.lora.store import AdapterStore
-from manylora.lora.tensors import Adapter
+from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.request import AdapterVersion, LoraInput
 
 MAX_NEWEST = 4096  # names whose newest version is known here; the one noted first is forgotten
@@ -73,7 +72,7 @@ class VersionSwaps:
         lease = self.adapters.acquire(lora, adapter)
         version = self._count(lora, lease.digest)
         self._spread(lora, adapter, version, sequences)
-        self.adapters.pins.renew(lease.task_id)
+        self.adapters.renew_pin(lease.task_id)
         self.adapters.release(lease)
         return version
 

@@ -1,0 +1,362 @@
+"""From a request to the sequences that compute it: checks against this engine's limits, leases, guides."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from manylora.config.engine import EngineConfig
+from manylora.config.model import EncoderConfig, ModelConfig
+from manylora.engine.build import EngineParts
+from manylora.engine.sequence import BeamGroup, Sequence
+from manylora.engine.speculation import Speculation
+from manylora.errors import AdapterNotCachedError, QueueFullError, RequestError
+from manylora.lora.extras import HEAD
+from manylora.lora.leases import Lease
+from manylora.lora.tensors import Adapter, FileAdapter
+from manylora.request import Pooling, Request
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+HEAD_LAYERS = {True: "pooler.dense", False: "head.dense and head.norm"}
+LOGITS_SHARE = 4  # open requests may store logits in 1/LOGITS_SHARE of the machine's memory
+
+
+def check_head(request: Request, model: ModelConfig, lease: Lease | None, has_head_layer: bool) -> None:
+    """Raises RequestError if the model has no head for the request. has_head_layer: the checkpoint has the
+    layer of `ModelConfig.head_layer`.
+    """
+    members = () if lease is None else lease.members
+    names = {extra.name for one, _ in members for extra in one.layout.extras}
+    own = f"{HEAD}.weight" in names
+    if request.pooling is None:
+        if own:
+            raise RequestError(
+                "this adapter has a classification head: ask for its labels (/v1/classify, LLM.classify), or "
+                "send text to the base model or an adapter for text"
+            )
+        if not model.makes_text:
+            raise RequestError("this model has no head for text: ask for embeddings or labels")
+        return
+    if request.pooling.mode != "last" and lease is not None and lease.num_virtual:
+        raise RequestError(
+            "pooling must be last under an adapter with virtual tokens, which others would count"
+        )
+    if request.pooling.head and not (own or model.num_labels):
+        which = "neither this adapter nor its base model has" if lease else "this model does not have"
+        raise RequestError(f"{which} a classification head: train one with PEFT (task_type SEQ_CLS)")
+    if request.pooling.head and model.score_tokens and any(name.startswith("head.") for name in names):
+        raise RequestError(
+            "this adapter changes the head for text, which scores are made of here: merge it into the model"
+        )
+    layer = None if has_head_layer else model.head_layer
+    single = f"{HEAD}.dense.weight" not in names
+    if (
+        request.pooling.head
+        and layer is not None
+        and single
+        and (layer.each or request.pooling.mode != "all")
+    ):
+        raise RequestError(
+            f"the checkpoint of this {model.architecture} lacks {HEAD_LAYERS[layer.activation == 'tanh']}, "
+            "which comes before its classification heads of one layer: serve the checkpoint that the adapter "
+            "was trained on"
+        )
+
+
+def check_request(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> Request:
+    """The request as the engine runs it: with a prompt for the encoder, and with ids wrapped if configured.
+
+    Raises RequestError that names the first problem. max_seq_len: tokens of prompt and output.
+    """
+    if request.lora is not None and model.no_adapters:
+        raise RequestError(model.no_adapters)
+    if request.pooling is not None:
+        _check_pooling(request.pooling, model)
+    request = _for_encoder(request, model.encoder)
+    if config.wrap_input_ids and request.prompt_table is None:
+        prompts = (request.prompt, request.encoder_prompt)
+        prompt, encoder_prompt = (tuple(token % model.vocab_size for token in ids) for ids in prompts)
+        request = replace(request, prompt=prompt, encoder_prompt=encoder_prompt)
+    _check_prompt(request, config, model, max_seq_len)
+    _check_params(request, config, model, max_seq_len)
+    if request.draft:
+        _check_draft(request, config, model, max_seq_len)
+    return request
+
+
+def with_virtual_tokens(
+    request: Request, count: int, config: EngineConfig, model: ModelConfig, max_seq_len: int
+) -> Request:
+    """The request with `count` virtual tokens of its adapter in front. Their ids follow those of the prompt
+    table.
+
+    Raises RequestError if it no longer fits.
+    """
+    if not count:
+        return request
+    limit = max_seq_len - 1 if config.enable_chunked_context else min(max_seq_len - 1, config.max_num_tokens)
+    length, params, retention = len(request.prompt), request.params, request.retention
+    if length + count > limit:
+        raise RequestError(
+            f"Prompt length ({length}) exceeds maximum input length ({limit}) behind the {count} virtual "
+            "tokens of the adapter. Shorten the prompt or serve with a larger max_seq_len"
+        )
+    if params.prompt_ignore_length:
+        params = replace(params, prompt_ignore_length=params.prompt_ignore_length + count)
+    if retention is not None:
+        ranges = tuple(
+            (first and first + count, end and end + count, priority, duration)
+            for first, end, priority, duration in retention.ranges
+        )
+        retention = replace(retention, ranges=ranges)
+    first = model.vocab_size + (0 if request.prompt_table is None else len(request.prompt_table))
+    prompt = (*range(first, first + count), *request.prompt)
+    request = replace(request, prompt=prompt, params=params, retention=retention)
+    _check_params(request, config, model, max_seq_len)
+    if request.draft:
+        _check_draft(request, config, model, max_seq_len)
+    return request
+
+
+def _check_pooling(pooling: Pooling, model: ModelConfig) -> None:
+    if pooling.mode == "cls" and not model.bidirectional:
+        raise RequestError("pooling must be last, mean or all: the first token of a decoder sees no other")
+    if model.encoder is not None:
+        raise RequestError("pooled outputs of encoder-decoder models are not supported")
+
+
+def _for_encoder(request: Request, encoder: EncoderConfig | None) -> Request:
+    """The request with a prompt for the encoder and one for the decoder. Raises RequestError if it is not
+    supported.
+
+    encoder: None: the model has no encoder, and does not accept encoder_prompt.
+    """
+    if encoder is None:
+        if request.encoder_prompt:
+            raise RequestError("this model has no encoder: leave decoder_input_ids out")
+        return request
+    if request.params.beam_width > 1:
+        raise RequestError("beam_width must be 1: beam search is not supported on encoder-decoder models")
+    if request.draft:
+        raise RequestError("draft_input_ids are not supported on encoder-decoder models: leave them out")
+    if request.prompt_table is not None:
+        raise RequestError("prompt_embedding_table is not supported on encoder-decoder models: leave it out")
+    if not request.encoder_prompt:
+        return replace(request, encoder_prompt=request.prompt, prompt=(encoder.decoder_start_id,))
+    return replace(request, prompt=request.prompt or (encoder.decoder_start_id,))
+
+
+def _check_prompt(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> None:
+    num_ids, limit = model.vocab_size, max_seq_len - (request.pooling is None)
+    if model.encoder is not None:  # an encoder reads its whole prompt in one step
+        encoder_limit = min(max_seq_len, config.max_num_tokens - 1)
+        _check_ids(request.encoder_prompt, num_ids, encoder_limit, encoder=True)
+    if not config.enable_chunked_context:
+        limit = min(limit, config.max_num_tokens - len(request.encoder_prompt))
+    if request.prompt_table is not None:
+        num_ids += len(request.prompt_table)
+    _check_ids(request.prompt, num_ids, limit)
+
+
+def _check_ids(ids: Ids[int], num_ids: int, limit: int, encoder: bool = False) -> None:
+    """limit: in tokens. encoder: whether these are the ids of the encoder's prompt."""
+    if not ids:
+        prompt = "the encoder's prompt" if encoder else "the prompt"
+        raise RequestError(f"A value is required for input_ids: {prompt} has no tokens")
+    if len(ids) > limit:
+        raise RequestError(
+            f"Prompt length ({len(ids)}) exceeds maximum input length ({limit})"
+            + (" of the encoder" if encoder else "")
+            + ". Shorten the prompt or serve with a larger max_seq_len"
+            + (" and max_num_tokens" if encoder else "")
+        )
+    if not 0 <= min(ids) <= max(ids) < num_ids:
+        raise RequestError(f"input_ids must be in [0, {num_ids}), got {min(ids)} to {max(ids)}")
+
+
+def _check_params(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> None:
+    params, hidden = request.params, model.projected_size or model.hidden_size
+    if params.beam_width == 1 and params.num_return_sequences > config.max_batch_size:
+        raise RequestError(
+            f"num_return_sequences must be at most {config.max_batch_size} (max_batch_size, or "
+            f"max_num_sequences of Triton's model), got {params.num_return_sequences}"
+        )
+    if params.beam_width > config.max_beam_width:
+        raise RequestError(
+            f"beam_width must be at most max_beam_width ({config.max_beam_width}) of this server, "
+            f"got {params.beam_width}"
+        )
+    limit, longest = model.rope_limit, min(max_seq_len, len(request.prompt) + params.max_tokens)
+    if params.beam_width > 1 and limit and model.rope_restarts and len(request.prompt) <= limit < longest:
+        raise RequestError(
+            f"beam search cannot cross {limit} tokens, where this model rotates all positions anew: ask "
+            f"for at most {limit - len(request.prompt)} tokens"
+        )
+    if params.beam_width > 1 and 2 * params.beam_width > model.vocab_size:
+        raise RequestError(f"beam_width must be at most half the vocabulary, got {params.beam_width}")
+    if params.logit_bias is not None and params.logit_bias.size > model.vocab_size:
+        raise RequestError(
+            f"embedding_bias must have at most one value for each of the {model.vocab_size} tokens, "
+            f"got {params.logit_bias.size}"
+        )
+    table = request.prompt_table
+    if table is not None and table.ndim == 2 and len(table) > max_seq_len:
+        raise RequestError(
+            f"prompt_embedding_table must have at most max_seq_len ({max_seq_len}) rows, got {len(table)}"
+        )
+    if table is not None and (table.ndim != 2 or table.shape[1] != hidden or not np.isfinite(table).all()):
+        raise RequestError(
+            f"prompt_embedding_table must hold finite rows of {hidden} values, got shape {table.shape}"
+        )
+
+
+def _check_draft(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> None:
+    count, params = len(request.draft), request.params
+    if model.recurrent is not None:  # a rejected token's state update cannot be undone
+        raise RequestError(
+            "draft_input_ids are not supported on models with recurrent layers: leave them out"
+        )
+    if params.guide is not None:
+        raise RequestError("draft_input_ids cannot be combined with guided decoding")
+    if not 0 <= min(request.draft) <= max(request.draft) < model.vocab_size:
+        raise RequestError(f"draft_input_ids must be in [0, {model.vocab_size})")
+    most = min(params.max_tokens, max_seq_len - len(request.prompt)) - 1
+    if count > most or count >= config.max_num_tokens:
+        raise RequestError(
+            f"draft_input_ids holds {count} tokens; at most {min(most, config.max_num_tokens - 1)} "
+            "can be verified: fewer than request_output_len and than max_num_tokens of this server"
+        )
+
+
+@dataclass
+class LogitsMemory:
+    """Limits the memory of logits that open requests store.
+
+    Each prompt token takes a float32 row of the vocabulary, and each output token, too, unless it is
+    streamed. Hidden states of tokens count likewise.
+    """
+
+    model: ModelConfig
+    num_bytes: int = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // LOGITS_SHARE
+    _reserved: dict[int, int] = field(default_factory=dict)
+
+    def reserve(self, handle: int, request: Request, num_output: int) -> None:
+        """num_output: tokens that each sequence may generate. Raises RequestError if memory can never be
+        enough, and QueueFullError if it is not enough now.
+        """
+        params = request.params
+        rows = len(request.prompt) * params.return_context_logits
+        if not request.streaming:
+            rows += num_output * params.num_return_sequences * params.return_generation_logits
+        wanted = 4 * rows * self.model.vocab_size
+        if request.pooling is not None and request.pooling.mode == "all":
+            wanted = 4 * len(request.prompt) * (self.model.projected_size or self.model.hidden_size)
+        if wanted > self.num_bytes:
+            raise RequestError(
+                f"Logits of {rows} tokens take {wanted} bytes, at most {self.num_bytes} are given to them: "
+                "send a shorter prompt, ask for fewer tokens, or stream"
+            )
+        if sum(self._reserved.values()) + wanted > self.num_bytes:
+            raise QueueFullError(f"{self.num_bytes} bytes of logits")
+        if wanted:
+            self._reserved[handle] = wanted
+
+    def release(self, handle: int) -> None:
+        self._reserved.pop(handle, None)
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A request that was validated.
+
+    adapters: for each adapter of the request, the one it brought or that was read from disk; otherwise None.
+    matcher: at the start of the output, for guided decoding; otherwise None.
+    """
+
+    request: Request
+    adapters: tuple[Adapter | FileAdapter | None, ...]
+    matcher: LLMatcher | None = None
+
+
+class SequenceMaker:
+    """Validates requests and makes the sequences that compute them. `compile` and `prepare` are
+    thread-safe. `make` belongs to the engine's thread.
+    """
+
+    def __init__(self, config: EngineConfig, parts: EngineParts, speculation: Speculation) -> None:
+        self._config, self._parts, self._speculation = config, parts, speculation
+        self._adapters, self._max_seq_len = parts.adapters, parts.kv_plan.max_seq_len
+
+    def compile(self, request: Request) -> LLMatcher | None:
+        """As `Engine.compile`."""
+        return self._compile(self._check(request))
+
+    def prepare(self, request: Request, matcher: LLMatcher | None) -> Prepared:
+        """As `Engine.prepare`."""
+        request = self._check(request)
+        adapters = self._adapters.prepare_all(request.lora) if request.lora else ()
+        return Prepared(request, adapters, self._compile(request) if matcher is None else matcher)
+
+    def make(self, prepared: Prepared, handle: int, index: int) -> Sequence:
+        """A sequence with a lease on the request's adapters. Raises RequestError."""
+        lease, model = self._acquire(prepared), self._parts.model
+        virtual = lease.num_virtual if lease is not None else 0
+        request = _without_tensors(prepared.request)
+        try:
+            check_head(request, model, lease, self._parts.decoder.head_layer is not None)
+            request = with_virtual_tokens(request, virtual, self._config, model, self._max_seq_len)
+        except BaseException:
+            if lease is not None:
+                self._adapters.release(lease)
+            raise
+        num_new = 0 if request.pooling is not None else request.params.max_tokens
+        max_len = min(len(request.prompt) + num_new, self._max_seq_len)
+        limit = model.rope_limit if model.rope_restarts else None
+        length = model.rope_length(len(request.prompt))
+        sequence = Sequence(handle, request, index, max_len, lease, rope_length=length, rope_limit=limit)
+        sequence.num_virtual = virtual
+        sequence.drafter = self._speculation.drafter(request)
+        if prepared.matcher is not None and self._parts.guides is not None:
+            sequence.guide = self._parts.guides.begin(prepared.matcher)
+        if prepared.request.params.beam_width > 1:
+            sequence.beams = BeamGroup(prepared.request.params.beam_width, sequence)
+        return sequence
+
+    def _check(self, request: Request) -> Request:
+        return check_request(request, self._config, self._parts.model, self._max_seq_len)
+
+    def _compile(self, request: Request) -> LLMatcher | None:
+        guide = request.params.guide
+        if guide is None:
+            return None
+        if self._parts.guides is None:
+            raise RequestError(
+                "guided decoding is not enabled on this server: set guided_decoding_backend and tokenizer_dir"
+            )
+        return self._parts.guides.compile(guide)
+
+    def _acquire(self, prepared: Prepared) -> Lease | None:
+        """A lease on the request's adapters. None for the base model."""
+        lora = prepared.request.lora
+        if lora is None:
+            return None
+        try:
+            return self._adapters.acquire_all(lora, prepared.adapters)
+        except AdapterNotCachedError:
+            # Evicted since it was prepared: read it from its source once more, or give up.
+            return self._adapters.acquire_all(lora, self._adapters.prepare_all(lora))
+
+
+def _without_tensors(request: Request) -> Request:
+    """The request without tensors: the lease holds the adapter now, so they need not stay in memory."""
+    lora = request.lora
+    if lora is None or not lora.has_tensors:
+        return request
+    return replace(request, lora=lora.without_tensors())

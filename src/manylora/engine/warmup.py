@@ -1,0 +1,206 @@
+"""Steps that run at start and serve nobody: one measures the memory that the largest step takes, others let
+the device's operations measure and choose block sizes, and compile the kernels that a step may launch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, pairwise
+
+import torch
+
+from manylora.config.engine import EngineConfig
+from manylora.engine.inputs import StepInputs
+from manylora.engine.sampler import sample
+from manylora.engine.sequence import Sequence as Running
+from manylora.errors import ConfigError
+from manylora.kernels.device import Device
+from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.row_format import Encoding, RowFormat
+from manylora.kernels.spec import BatchLimits, LoraBatch, LoraRow, LoraSegment
+from manylora.kernels.transfer import to_device
+from manylora.lora.modules import LoraModule
+from manylora.model.batch import KvTensors, make_kv
+from manylora.model.decoder import Decoder
+from manylora.request import MAX_MIXED, Request, SamplingConfig
+
+logger = logging.getLogger("manylora")
+
+ALIGNMENT = 16  # elements; as in real pools
+
+
+def peak_bytes(
+    decoder: Decoder, device: Device, limits: BatchLimits, config: EngineConfig, modules: Iterable[LoraModule]
+) -> int:
+    """Peak bytes of a prefill of `max_num_tokens` and of sampling for a full batch. 0 on a CPU. Raises
+    ConfigError if they do not fit. modules: those that adapters may have.
+    """
+    mix = MAX_MIXED, config.lora.rank_limit
+
+    def run() -> None:
+        _prefill(decoder, device, limits, config.max_num_tokens, list(modules), *mix)
+        _draw(device.torch, config.max_decode_rows, decoder.config.vocab_size)
+
+    try:
+        peak = device.peak_bytes(run)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"a step of {config.max_num_tokens} tokens and {config.max_batch_size} sequences does not fit "
+            "beside the weights: lower max_num_tokens or max_batch_size"
+        ) from error
+    if peak:
+        logger.info("the largest step takes %d MiB beside weights and caches", peak // 2**20)
+    return peak
+
+
+def _prefill(
+    decoder: Decoder,
+    device: Device,
+    limits: BatchLimits,
+    num_tokens: int,
+    modules: Sequence[LoraModule],
+    members: int,
+    rank: int,
+) -> None:
+    """Prefill prompts of this many tokens in total, whose keys and values all go to one block, under a mix of
+    adapters: the memory that operations use per row grows with the sum of its ranks.
+    """
+    size, ops = limits.tokens_per_block, device.ops
+    lengths = [min(limits.max_seq_len, num_tokens)]
+    while sum(lengths) < num_tokens and len(lengths) < limits.max_sequences:
+        lengths.append(min(limits.max_seq_len, num_tokens - sum(lengths)))
+    starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    inputs = StepInputs(
+        input_ids=[0] * starts[-1],
+        positions=[position for length in lengths for position in range(length)],
+        starts=starts,
+        lengths=lengths,
+        blocks=[[0] * -(-length // size) for length in lengths],
+        slots=[0] * starts[-1],
+        logits_rows=[stop - 1 for stop in starts[1:]],
+        lora=_mix_of_zeros(starts, modules, members, rank, limits, device.torch),
+    )
+    made = partial(torch.zeros, dtype=limits.kv_dtype or limits.dtype, device=device.torch)
+    kv = make_kv(decoder.config, 1, size, made)
+    ops.reserve(limits, device.torch)
+    decoder.forward(to_device(inputs.plan(ops), device.torch), kv)
+
+
+def _mix_of_zeros(
+    starts: Sequence[int],
+    modules: Sequence[LoraModule],
+    members: int,
+    rank: int,
+    limits: BatchLimits,
+    device: torch.device,
+) -> LoraBatch | None:
+    """All rows and members share one place in memory: only their number matters for the peak."""
+    one = RowFormat(rank)
+    sizes = {module.module_id: module.row_elements(one) for module in modules if module.counted}
+    if not sizes:
+        return None
+    row = LoraRow(0, one)
+    row = replace(row, more=(row,) * (members - 1))
+    layers = range(limits.num_layers)
+    rows: dict[tuple[int, int], LoraRow] = {(layer, module): row for layer in layers for module in sizes}
+    pool = torch.zeros(max(sizes.values()), dtype=limits.dtype, device=device)
+    segments = tuple(LoraSegment(start, stop, rows) for start, stop in pairwise(starts))
+    return LoraBatch(pool, segments, ALIGNMENT)
+
+
+def _draw(device: torch.device, num_rows: int, vocab: int) -> None:
+    params = SamplingConfig(temperature=0.8, top_p=0.9, min_p=0.01, return_log_probs=True)
+    request = Request((0,), params)
+    rows = [(Running(0, request, 0, 2), 1) for _ in range(num_rows)]
+    sample(torch.zeros((num_rows, vocab), device=device), rows)
+
+
+# Rows of each sequence, each with its own adapter: decoding, a short prompt, a long prompt.
+TRIALS = ((1,) * 8, (32,), (256,))
+CONTEXT = 1024  # tokens of a decoding sequence
+ADAPTED = RowFormat(16)
+# Adapters that use other kernel variants, which are compiled but not measured.
+OTHERS = (RowFormat(64), RowFormat(16, encoding=Encoding.FLOAT8), RowFormat(64, encoding=Encoding.FLOAT8))
+
+
+def try_variants(
+    decoder: Decoder,
+    kv: KvTensors,
+    ops: ReferenceOps,
+    modules: Collection[LoraModule],
+    limits: BatchLimits,
+    device: torch.device,
+) -> None:
+    """Measure, and compile everything else that steps may launch. Results are dropped, and nothing is
+    stored.
+    """
+
+    def run(adapted: RowFormat) -> None:
+        for lengths in TRIALS:
+            rows = [min(n, limits.max_seq_len) for n in lengths[: limits.max_sequences]]
+            inputs = _inputs(rows, kv[0].shape[1], limits)
+            lora = _adapters(inputs.starts, modules, adapted, limits, device)
+            batch = replace(inputs, lora=lora).plan(ops)
+            decoder.forward(to_device(batch, device), kv)
+
+    started = time.perf_counter()
+    try:
+        with ops.trials() as wanted:
+            if not wanted:
+                return
+            with ops.compiling():
+                run(ADAPTED)
+        with ops.trials():  # its time limit is for measurements only
+            run(ADAPTED)
+        with ops.compiling():
+            for adapted in OTHERS if modules else ():
+                run(adapted)
+    except torch.OutOfMemoryError:
+        logger.warning("no memory is left to measure block sizes: lower kv_cache_free_gpu_mem_fraction")
+    logger.info("compiled kernels in %.1f s, with measuring", time.perf_counter() - started)
+
+
+def _inputs(counts: list[int], num_blocks: int, limits: BatchLimits) -> StepInputs:
+    """Sequences with these numbers of rows. Those with one row attend to the cache's blocks."""
+    starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    lengths = [min(CONTEXT, limits.max_seq_len) if n == 1 else n for n in counts]
+    columns = [-(-n // limits.tokens_per_block) for n in lengths]
+    return StepInputs(
+        input_ids=[0] * starts[-1],
+        positions=[length - n + i for n, length in zip(counts, lengths, strict=True) for i in range(n)],
+        starts=starts,
+        lengths=lengths,
+        blocks=[[(sum(columns[:s]) + i) % num_blocks for i in range(n)] for s, n in enumerate(columns)],
+        slots=[-1] * starts[-1],
+        logits_rows=[stop - 1 for stop in starts[1:]],
+    )
+
+
+def _adapters(
+    starts: list[int],
+    modules: Collection[LoraModule],
+    adapted: RowFormat,
+    limits: BatchLimits,
+    device: torch.device,
+) -> LoraBatch | None:
+    """An adapter of zeros for every sequence, with every module in every layer.
+
+    Adapters and modules have separate memory, because one launch reads them all. Layers share it.
+    """
+    sizes = {module.module_id: module.row_elements(adapted) for module in modules if module.counted}
+    if not sizes:
+        return None
+    steps = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.values()]
+    offsets = dict(zip(sizes, accumulate([0, *steps]), strict=False))
+    pool = torch.zeros((len(starts) - 1) * sum(steps), dtype=limits.dtype, device=device)
+    segments = []
+    for number, (start, stop) in enumerate(pairwise(starts)):
+        places = {m: LoraRow(number * sum(steps) + offset, adapted) for m, offset in offsets.items()}
+        layers = range(limits.num_layers)
+        rows: dict[tuple[int, int], LoraRow] = {(at, m): row for at in layers for m, row in places.items()}
+        segments.append(LoraSegment(start, stop, rows))
+    return LoraBatch(pool, tuple(segments), ALIGNMENT)

@@ -13,8 +13,8 @@ ZIG := $(if $(shell command -v cc || command -v gcc || command -v clang),,ziglan
 DOTS := set -e; while sleep 2; do printf .; done & trap "kill $$!; echo" EXIT;
 COMPILE := from manylora.kernels import native; native.load()
 
-.PHONY: help install demo serve test test-all test-durations quick check parity bench bench-peers chaos browser \
-	test-gpu bench-gpu gpu-static clean
+.PHONY: help install demo serve test test-all test-durations quick check lines replay parity bench bench-peers chaos \
+	browser test-gpu bench-gpu gpu-static clean
 
 demo: $(VENV)/.server ## ask a real model and its adapters through Triton and the OpenAI server (DEMO=offline: a toy)
 	@$(BIN)/python examples/demo/run.py demo $(DEMO:%=--%)
@@ -46,15 +46,18 @@ test-gpu: $(VENV)/.test ## run the tests of the GPU path and its kernels; needs 
 bench-gpu: ## run the GPU benchmark (BENCH_ARGS=...); works with any Python that has torch, triton and numpy
 	PYTHONPATH=src $(or $(wildcard $(BIN)/python),python3) benchmarks/gpu.py $(BENCH_ARGS)
 
-gpu-static: $(VENV)/.dev ## write build/gpu_static.md: machine code of every GPU kernel; needs no GPU; takes minutes
-	@mkdir -p build
-	PYTHONPATH=src $(BIN)/python benchmarks/gpu_static.py --out build/gpu_static.md
+gpu-static: $(VENV)/.test ## compile every GPU kernel for three kinds of GPU; needs no GPU; takes 10 minutes
+	$(BIN)/python -m pytest --all tests/cpu/test_cuda_compile.py
 
-check: $(VENV)/.check ## check lint, format and types
+check: $(VENV)/.check ## check lint, format, types and size
+	$(BIN)/python .ci/lines.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	for model in model_repo/*/1/model.py; do $(BIN)/mypy $$model || exit 1; done
+
+lines: $(VENV)/.check ## print the size of each part of the project beside its budget
+	@$(BIN)/python .ci/lines.py
 
 bench: $(VENV)/.dev ## compare the engine, with and without adapters, with this machine's limits; under 5 minutes
 	@$(BIN)/python benchmarks/engine.py --rounds 2
@@ -65,6 +68,10 @@ bench-peers: $(VENV)/.dev $(PEERS:%=build/%/.installed) ## compare the engine wi
 
 chaos: $(VENV)/.test ## test a service under kills, hostile requests, hostile adapters and disconnects (CHAOS_ARGS=...); about 10 minutes
 	@$(BIN)/python tests/chaos $(CHAOS_ARGS)
+
+replay: $(VENV)/.test ## compare what each door answers with its record (RECORD=1 writes it; BITS=FOLDER for all bits)
+	$(BIN)/python -m pytest tests/replay tests/server/test_replay_triton.py $(if $(RECORD),--record-replay) \
+	  $(BITS:%=--replay-bits=%)
 
 parity: $(VENV)/.test ## compare every model family and kind of adapter with transformers + PEFT; takes minutes
 	@$(BIN)/python -m manylora.testing.parity

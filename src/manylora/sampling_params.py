@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from manylora.llmapi.guided import GuidedDecodingParams
-from manylora.llmapi.sampling import SamplingParams
+from manylora.llmapi.sampling import GuidedDecodingParams, SamplingParams
 
 __all__ = ["GuidedDecodingParams", "SamplingParams"]

@@ -24,7 +24,7 @@ import interpreting
 import reference_copies
 from levels import PARAMS, open_library, open_products
 
-from manylora.group import watch
+from manylora.group import leader
 from manylora.kernels import native
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
@@ -84,7 +84,7 @@ def forks() -> Iterator[forked.ForkServer]:
 def forked_ranks(forks: forked.ForkServer) -> Iterator[forked.ForkServer]:
     """Engines start their other ranks by it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "spawn_ranks", forks.spawn_ranks)
+        patch.setattr(leader, "spawn_ranks", forks.spawn_ranks)
         yield forks
 
 

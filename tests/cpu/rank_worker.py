@@ -27,8 +27,7 @@ from manylora.model.safetensors_file import SafetensorsFile
 from manylora.parallel.adapters import AdapterSlicer
 from manylora.parallel.build import load_rank
 from manylora.parallel.collectives import TorchCollectives
-from manylora.parallel.decoder import RankDecoder
-from manylora.parallel.encoders import RankEncoder, RankEncoderDecoder
+from manylora.parallel.decoder import RankDecoder, RankEncoder, RankEncoderDecoder
 from manylora.parallel.mapping import Mapping
 from manylora.quant.config import QuantConfig
 from manylora.request import LoraExtra

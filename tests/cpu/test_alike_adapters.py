@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 from manylora.errors import AdapterInvalidError
 from manylora.kernels import loading, native
 from manylora.kernels.huge_pages import huge_zeros, make_resident
-from manylora.lora.arrivals import READY_BYTES
 from manylora.lora.formats import peft
 from manylora.lora.formats.peft import read_peft_whole, stored_rows
-from manylora.lora.formats.plain_rows import MOST_ALIKE, Alike
+from manylora.lora.formats.plain_rows import MOST_ALIKE, KnownLayouts
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.modules import lora_modules
 from manylora.lora.tensors import AdapterRow, digest_values
+from manylora.lora.transfers import READY_BYTES
 from manylora.model.checkpoint import read_model_config
 from manylora.testing.tiny_models import make_adapter, make_model
 
@@ -78,7 +78,7 @@ def rows_of(folder: Path, options: ReadOptions) -> list[AdapterRow]:
 
 
 def with_alike(options: ReadOptions) -> ReadOptions:
-    return ReadOptions(options.modules, digest=True, alike=Alike())
+    return ReadOptions(options.modules, digest=True, alike=KnownLayouts())
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_one_of_which_something_was_told_is_told_of_again(
     workshop: tuple[ReadOptions, list[Path]], tmp_path: Path
 ) -> None:
     told: list[str] = []
-    options = ReadOptions(workshop[0].modules, digest=True, alike=Alike(), tell=told.append)
+    options = ReadOptions(workshop[0].modules, digest=True, alike=KnownLayouts(), tell=told.append)
     shutil.copytree(workshop[1][0], tmp_path / "odd")
     config = tmp_path / "odd" / "adapter_config.json"
     settings = json.loads(config.read_text(encoding="utf-8"))

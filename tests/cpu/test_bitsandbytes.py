@@ -21,9 +21,8 @@ from test_parity_adapters import agree, mixed_logits
 
 from manylora.errors import ConfigError
 from manylora.model.checkpoint import read_model_config
-from manylora.quant.bitsandbytes import STATE
 from manylora.quant.checkpoint import CheckpointQuant
-from manylora.quant.checkpoint_weights import CheckpointWeights
+from manylora.quant.checkpoint_weights import STATE, CheckpointWeights
 from manylora.quant.config import QuantAlgo
 from manylora.testing.tiny_models import make_adapter, make_model, reference_logits
 

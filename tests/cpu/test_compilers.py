@@ -16,10 +16,10 @@ import test_weighed_kernels as weighed
 import torch
 
 from manylora.kernels import native
-from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.panels import Panels
 from manylora.kernels.quantised import QuantisedWeight
+from manylora.kernels.reference import ACTIVATIONS
 from manylora.kernels.spec import AttentionBatch, AttentionParams
 from manylora.model.quant import quantise
 from manylora.quant.config import INTEGER, QuantConfig

@@ -9,8 +9,7 @@ from levels import PARAMS, open_library
 from recurrent_states import DECODING, PROMPTS, SLOTS, TAPS, check_parts, copy, table
 
 from manylora.kernels.compiled import CompiledOps
-from manylora.kernels.delta_rule import DeltaWeights
-from manylora.kernels.recurrent import RecurrentState
+from manylora.kernels.recurrent import DeltaWeights, RecurrentState
 from manylora.kernels.reference import ReferenceOps
 
 SHAPES = [

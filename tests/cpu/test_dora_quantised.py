@@ -29,7 +29,7 @@ from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
 from manylora.lora.normalize import normalize_dora
 from manylora.model.checkpoint import read_model_config
-from manylora.model.effective_weights import EffectiveWeights
+from manylora.model.quant import EffectiveWeights
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.driver import Driver, agree

@@ -24,7 +24,7 @@ from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
-from manylora.model.effective_weights import EffectiveWeights
+from manylora.model.quant import EffectiveWeights
 from manylora.model.weights import load_decoder
 from manylora.quant.config import QuantConfig
 from manylora.request import LoraInput, Request, SamplingConfig

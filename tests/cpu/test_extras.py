@@ -32,7 +32,7 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft import read_peft_whole
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.geometry import CacheGeometry, Layout
-from manylora.lora.library.disk import DiskLevel
+from manylora.lora.library.copies import DiskLevel
 from manylora.lora.library.reader import AdapterReader, read_adapter_folder
 from manylora.lora.modules import lora_modules
 from manylora.lora.normalize import normalize_dora

@@ -19,13 +19,13 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.kernels import loading, native
 from manylora.lora import pool
-from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.formats.peft import read_peft_whole, stored_rows
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.tensor_files import RawTensor, write_safetensors
 from manylora.lora.library import fingerprint
 from manylora.lora.modules import lora_modules
 from manylora.lora.store import AdapterStore
+from manylora.lora.tensors import FileAdapter
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate

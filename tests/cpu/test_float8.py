@@ -26,7 +26,7 @@ from manylora.lora.convert import convert_source
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
-from manylora.lora.library.disk import DiskLevel
+from manylora.lora.library.copies import DiskLevel
 from manylora.lora.library.reader import AdapterReader, read_adapter_folder
 from manylora.lora.modules import lora_modules
 from manylora.lora.number_types import FLOAT8, widen_bfloat16, widen_float8

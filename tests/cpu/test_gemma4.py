@@ -18,8 +18,8 @@ from manylora.kernels.device import open_device
 from manylora.lora.geometry import cache_geometry
 from manylora.lora.modules import LoraModuleId, lora_modules
 from manylora.lora.report import BaseModel, inspect_adapter
+from manylora.model.batch import token_numbers
 from manylora.model.checkpoint import read_model_config
-from manylora.model.kv_tensors import token_numbers
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.driver import Driver, agree

@@ -20,10 +20,10 @@ from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, SamplingParams
 from manylora.cli import main
 from manylora.config.hub import local_model
 from manylora.errors import ConfigError
-from manylora.gguf import cache as gguf_cache
+from manylora.gguf import folder as gguf_cache
 from manylora.gguf.blocks import PLAIN, read_blocks, widen
-from manylora.gguf.cache import SETTING
 from manylora.gguf.container import READ, block_sizes
+from manylora.gguf.folder import SETTING
 from manylora.kernels import native
 from manylora.kernels.device import open_device
 from manylora.kernels.panels import BLOCKS, Panels

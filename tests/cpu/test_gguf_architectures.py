@@ -20,9 +20,9 @@ from selection import extended
 
 from manylora.config.engine import EngineConfig
 from manylora.config.hub import local_model
-from manylora.engine.checks import check_request
+from manylora.engine.requests import check_request
 from manylora.errors import ConfigError, RequestError
-from manylora.gguf.architectures import ARCHITECTURES
+from manylora.gguf.config import ARCHITECTURES
 from manylora.gguf.container import read_header
 from manylora.gguf.file import GgufFile
 from manylora.kernels.device import open_device

@@ -13,7 +13,7 @@ import tokenizers
 from gguf_files import with_tokenizer
 
 from manylora.errors import ConfigError
-from manylora.gguf.pre_tokenizers import PATTERNS
+from manylora.gguf.tokenizer import PATTERNS
 from manylora.text.tokenizer import Tokenizer
 
 

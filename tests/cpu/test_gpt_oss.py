@@ -25,7 +25,7 @@ from manylora.kernels.quantised import QuantisedWeight
 from manylora.lora.library.reader import read_adapter_folder
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
-from manylora.quant.mxfp4 import mxfp4
+from manylora.quant.layouts import mxfp4
 from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 from manylora.text.chat_template import ChatTemplate

@@ -18,12 +18,11 @@ from manylora.config.engine import EngineConfig
 from manylora.engine.follower import Follower
 from manylora.engine.step_messages import END, write_message
 from manylora.group import leader as leader_module
-from manylora.group import watch as watch_module
+from manylora.group import leader as watch_module
 from manylora.group.channel import Channel, Message
-from manylora.group.leader import Leader
+from manylora.group.leader import Leader, Watch
 from manylora.group.place import Place
 from manylora.group.rendezvous import Link
-from manylora.group.watch import Watch
 from manylora.lora.tensors import Adapter
 from manylora.system.own_clock import OwnClock
 

@@ -19,7 +19,7 @@ from manylora.config.engine import EngineConfig
 from manylora.engine.engine import Engine
 from manylora.model.checkpoint import read_model_config
 from manylora.model.plan import checkpoint_plan
-from manylora.model.plan_parts import Plan
+from manylora.model.plan_layers import Plan
 from manylora.model.safetensors_file import SafetensorsFile
 from manylora.parallel.mapping import Mapping
 from manylora.parallel.weights import rank_plan

@@ -159,7 +159,7 @@ def test_a_pinned_version_stays_on_every_rank(
     """Others come and go in the rest of a small cache, and another version takes the pin's place."""
     prompt, pinned = PROMPTS[1], LoraInput(TASK, name="policy")
     engine.publish(contents[0])
-    engine.adapters.pins.pin(TASK)
+    engine.adapters.pin(TASK)
     try:
         before = engine.stats().adapters.device_evictions
         for number in [1, 2, 3, 4] * 2:
@@ -174,5 +174,5 @@ def test_a_pinned_version_stays_on_every_rank(
             assert engine.adapters._cache.on_device(digest)
         assert ask(engine, pinned, prompt) == right[1, prompt]
     finally:
-        engine.adapters.pins.unpin(TASK)
+        engine.adapters.unpin(TASK)
     engine.check()

@@ -24,9 +24,9 @@ from hostile_adapters import HIDDEN, WEIGHTS, entries_of, good, header, hostile,
 
 from manylora.config.engine import LoraCacheConfig
 from manylora.errors import AdapterError, AdapterInvalidError
-from manylora.lora.formats import opened
+from manylora.lora.formats import safe_open
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.peft_patterns import Patterns
+from manylora.lora.formats.peft_config import Patterns
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.library.reader import AdapterReader
 from manylora.lora.library.roots import find_adapters
@@ -141,14 +141,14 @@ def test_a_file_that_shrinks_after_its_header_was_read_is_an_error(
     store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = good(tmp_path / "a")
-    plain = opened.OpenFile.read_into
+    plain = safe_open.OpenFile.read_into
 
-    def cut(file: opened.OpenFile, start: int, target: object) -> None:
+    def cut(file: safe_open.OpenFile, start: int, target: object) -> None:
         plain(file, start, target)
         if file.name == WEIGHTS and start == 8:
             os.truncate(folder / WEIGHTS, 100)
 
-    monkeypatch.setattr(opened.OpenFile, "read_into", cut)
+    monkeypatch.setattr(safe_open.OpenFile, "read_into", cut)
     with pytest.raises(AdapterInvalidError, match="is not readable: it was cut short"):
         store.parts.reader(store.modules).read(folder)
 

@@ -17,8 +17,8 @@ from manylora.kernels import native
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.device import open_device
-from manylora.kernels.integer import to_integer_panels
 from manylora.kernels.panels import INTEGERS, Panels, PanelsLinear
+from manylora.kernels.products import to_integer_panels
 from manylora.kernels.quantised import QuantisedWeight, round_inputs
 from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import quantise

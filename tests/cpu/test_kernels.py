@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from levels import PARAMS, open_library
 
 from manylora.kernels import cpu
-from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.panels import Panels
-from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.reference import ACTIVATIONS, ReferenceOps
 from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraRow, LoraSegment, LoraTarget
 

@@ -20,7 +20,7 @@ from manylora.errors import ConfigError
 from manylora.kernels.device import open_device
 from manylora.kernels.spec import AttentionBatch
 from manylora.model.checkpoint import read_model_config
-from manylora.model.chunks import in_chunks
+from manylora.model.decoder import in_chunks
 from manylora.model.weights import load_decoder
 from manylora.request import Request, SamplingConfig
 from manylora.testing.driver import Driver, agree

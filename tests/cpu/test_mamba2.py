@@ -12,8 +12,7 @@ from levels import PARAMS, open_library
 from recurrent_states import DECODING, PROMPTS, SLOTS, TAPS, check_parts, copy, table
 
 from manylora.kernels.compiled import CompiledOps
-from manylora.kernels.mamba2 import CHUNK, Mamba2Weights
-from manylora.kernels.recurrent import RecurrentState
+from manylora.kernels.recurrent import CHUNK, Mamba2Weights, RecurrentState
 from manylora.kernels.reference import ReferenceOps
 
 SHAPES = [

@@ -25,12 +25,16 @@ from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import open_device
 from manylora.kernels.row_format import RowFormat
-from manylora.lora.expert_rules import check_moe_backend, targets_beside_quantised_experts
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.geometry import Layout, cache_geometry
 from manylora.lora.library.reader import read_adapter_folder
-from manylora.lora.modules import MODULE_NAMES, lora_modules
+from manylora.lora.modules import (
+    MODULE_NAMES,
+    check_moe_backend,
+    lora_modules,
+    targets_beside_quantised_experts,
+)
 from manylora.lora.moe_layout import make_per_expert_lora
 from manylora.lora.pool import AdapterPool
 from manylora.lora.rules import AdapterRules

@@ -15,9 +15,8 @@ from serving import DEMO, Running
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
-from manylora.engine.ngram import NgramIndex
 from manylora.engine.sequence import Sequence
-from manylora.engine.speculation import StepTimes
+from manylora.engine.speculation import NgramIndex, StepTimes
 from manylora.errors import ConfigError
 from manylora.llmapi.llm_args import NGramDecodingConfig
 from manylora.request import Event, FinishReason, Guide, LoraInput, Request, SamplingConfig

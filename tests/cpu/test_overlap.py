@@ -16,7 +16,7 @@ from test_graphs import CPU, NothingWaits, Recorder, make_world
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
-from manylora.engine.launched import LaunchedStep
+from manylora.engine.step_in_flight import LaunchedStep
 from manylora.kernels import transfer
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device, open_device
@@ -168,7 +168,7 @@ def test_penalties_and_a_decaying_top_p_run_ahead(
 ) -> None:
     """Alone and for longer than counts stay on the device, with what the plain loop draws."""
     model, adapters = world
-    monkeypatch.setattr("manylora.engine.penalties.SPARE", 5)
+    monkeypatch.setattr("manylora.engine.sampler.SPARE", 5)
     params = SamplingConfig(max_tokens=24, **options)
     requests = [Request((3, 4, 4, 5), params, lora) for lora in (None, *adapters)]
     plain, overlapped = (open_engine(model, overlap) for overlap in (False, True))

@@ -28,10 +28,9 @@ from manylora.lora.formats.llgtrt import write_llgtrt
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.store import AdapterStore
-from manylora.model.batch import ForwardBatch
+from manylora.model.batch import ForwardBatch, make_kv
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
-from manylora.model.kv_tensors import make_kv
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.driver import agree

@@ -18,7 +18,7 @@ import torch
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.device import open_device
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.peft_settings import KNOWN, TYPES
+from manylora.lora.formats.peft_strict import KNOWN, TYPES
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora, read_whole
 from manylora.lora.modules import lora_modules
@@ -173,7 +173,7 @@ def test_a_rank_that_the_matrices_do_not_have_is_refused(
 
 
 def test_every_setting_of_a_kind_that_is_served_is_known() -> None:
-    from manylora.lora.formats.kinds.table import READERS
+    from manylora.lora.formats.peft_types.table import READERS
 
     for kind in READERS:
         config = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)]

@@ -23,7 +23,7 @@ from test_encoders import make_encoder
 from manylora.config.pooling import PoolingSettings, read_pooling_settings
 from manylora.errors import ConfigError, RequestError
 from manylora.llmapi import LLM, LoRARequest, PoolingParams
-from manylora.llmapi.pooled_outputs import embedding, probabilities
+from manylora.llmapi.outputs import embedding, probabilities
 from manylora.testing.tiny_models import load_transformers, make_adapter, make_model
 from manylora.text.tokenizer import Tokenizer
 

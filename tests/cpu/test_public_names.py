@@ -10,7 +10,7 @@ import manylora
 
 PACKAGE = Path(manylora.__file__).parent
 WITH_RAY = (
-    "fleet.router", "fleet.everyone", "fleet.relay", "fleet.changes", "fleet.front", "fleet.application",
+    "fleet.router", "fleet.broadcast", "fleet.relay", "fleet.changes", "fleet.front", "fleet.application",
     "fleet.local",
 )  # fmt: skip
 

@@ -10,11 +10,9 @@ import pytest
 import torch
 from penalties import Formula, tensorrt_llm, vllm
 
-from manylora.engine import penalties, sampler
-from manylora.engine.sampler import Sampler, adjust, sample, uniform
-from manylora.engine.sequence import PENDING, Sequence
-from manylora.engine.token_counts import TokenCounts
-from manylora.engine.top_p import NEARLY, UNITS, cut_by_top_p
+from manylora.engine import sampler
+from manylora.engine.sampler import NEARLY, UNITS, Sampler, adjust, cut_by_top_p, sample, uniform
+from manylora.engine.sequence import PENDING, Sequence, TokenCounts
 from manylora.kernels.device import open_device
 from manylora.kernels.reference import best_tokens
 from manylora.kernels.spec import NOT_FINITE
@@ -238,8 +236,7 @@ def test_penalties_of_many_rows_are_one_pass(monkeypatch: pytest.MonkeyPatch) ->
         adjust(alone[i : i + 1], [(one_sequence, 4)])
     uploads: list[int] = []
     upload = sampler.upload
-    for module in (sampler, penalties):
-        monkeypatch.setattr(module, "upload", lambda *args: (uploads.append(1), upload(*args))[1])
+    monkeypatch.setattr(sampler, "upload", lambda *args: (uploads.append(1), upload(*args))[1])
     together = logits.clone()
     adjust(together, [(one_sequence, 4) for one_sequence in made])
     assert torch.equal(together, alone) and not torch.equal(together, logits)
@@ -264,7 +261,7 @@ def test_a_sampler_that_is_kept_draws_what_new_ones_draw(
     known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over many steps, whether the host knows the tokens before or only the device does."""
-    monkeypatch.setattr(penalties, "SPARE", 7)  # so that counts are taken from the host again in between
+    monkeypatch.setattr(sampler, "SPARE", 7)  # so that counts are taken from the host again in between
     vocab, device = 12, torch.device("cpu")
     made = [sequence(SamplingConfig(seed=i, **kind), (i, 7, 7)) for i, kind in enumerate(KINDS)]  # type: ignore[arg-type]
     virtual = sequence(SamplingConfig(repetition_penalty=1.5, top_p=0.9), (vocab + 2,))

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from manylora.config.engine import LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.errors import AdapterInvalidError, AdapterNotCachedError
-from manylora.lora import arrivals, staging, tensors
+from manylora.lora import staging, tensors, transfers
 from manylora.lora.formats import peft_rows
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.peft import read_peft, read_peft_whole
@@ -90,7 +90,7 @@ def take(store: AdapterStore, lora: LoraInput) -> AdapterLease:
 def test_memory_is_ready_for_the_next_adapter(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """One piece at a time while the engine works, the rest once it is idle, and nothing twice."""
     store, made = open_store(model, 3, 3), list[int]()
-    monkeypatch.setattr(arrivals, "make_resident", lambda piece: made.append(piece.data_ptr()))
+    monkeypatch.setattr(transfers, "make_resident", lambda piece: made.append(piece.data_ptr()))
     places = [store._arrivals._pool.pieces(page)[0].data_ptr() for page in range(3)]
     for count in (1, 2):
         store.make_ready(lambda: False)
@@ -121,7 +121,7 @@ def test_a_step_waits_once_and_briefly_for_a_small_adapter(
     write = AdapterPool.write_host
     monkeypatch.setattr(AdapterPool, "write_host", lambda *what: gate.wait() and write(*what))
     lease = take(store, adapter(1))
-    assert store.admit(lease) and store.is_loaded(lease) and waits == [arrivals.BRIEF_S]
+    assert store.admit(lease) and store.is_loaded(lease) and waits == [transfers.BRIEF_S]
     monkeypatch.setattr(futures, "wait", lambda writing, most: waits.append(most))
     gate.clear()
     second, third = (take(store, adapter(number)) for number in (2, 3))
@@ -355,7 +355,7 @@ def test_the_map_has_every_page_in_use_once_and_counts_hits(model: ModelConfig) 
     leases = [take(store, adapter(task_id)) for task_id in (1, 2, 3)]
     assert store.admit(leases[0]) and store.admit(leases[1])
     again = take(store, LoraInput(1))
-    found = store.view.map()
+    found = store.map()
     assert (found.host_pages, found.device_pages) == (4, 2)
     told = {one.names: one for one in found.adapters}
     assert set(told) == {("1",), ("2",), ("3",)}
@@ -366,7 +366,7 @@ def test_the_map_has_every_page_in_use_once_and_counts_hits(model: ModelConfig) 
     for lease in (*leases[:2], again):
         store.release(lease)
     assert store.admit(leases[2])  # the one released longest ago, task 1, gives way
-    gone = [(one.names, one.level) for one in store.view.map().changes if not one.loaded]
+    gone = [(one.names, one.level) for one in store.map().changes if not one.loaded]
     assert gone == [(("1",), "device")]
     store.check()
 

@@ -13,7 +13,7 @@ import pytest
 
 from manylora.config.pooling import PoolingSettings
 from manylora.contracts.llmapi_model import AdapterFolders, LlmapiModel
-from manylora.contracts.prompts import Asked, EngineSetup, PromptRunner
+from manylora.contracts.prompts import EngineSetup, PromptRequest, PromptRunner
 from manylora.contracts.vllm_metrics import families, samples
 from manylora.contracts.vllm_model import VllmModel, takes_adapters
 from manylora.contracts.vllm_sampling import NO_EFFECT, REFUSED, TAKEN, adapters, asked, read_parameters
@@ -136,7 +136,7 @@ def test_every_key_that_is_taken_acts(key: str) -> None:
     assert made_of(before) != made_of(after)
 
 
-def made_of(given: dict[str, Any]) -> tuple[Asked, Any]:
+def made_of(given: dict[str, Any]) -> tuple[PromptRequest, Any]:
     lora = adapters(given)
     return asked("a", given, False, False), lora and [(one.name, scale) for one, scale in lora.members]
 

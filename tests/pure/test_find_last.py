@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from manylora.engine.sequence_parts import find_last
+from manylora.engine.sequence import find_last
 
 
 def test_the_last_place_is_found() -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from manylora.wire import lock_guard
+from manylora.wire import bls_worker
 
 WAIT = """
 import ctypes, threading, time
-from manylora.wire import lock_guard
-library = lock_guard.load()
+from manylora.wire import bls_worker
+library = bls_worker.load()
 lock = ctypes.PyDLL(library._name).lock_politely  # called with Python's lock, as the stub calls it
 free = ctypes.CDLL(None)  # without
 mutex = ctypes.create_string_buffer(64)
@@ -35,7 +35,7 @@ print("done")
 
 @pytest.fixture(autouse=True)
 def with_a_compiler() -> None:
-    if lock_guard.load() is None:
+    if bls_worker.load() is None:
         pytest.skip("there is no compiler")
 
 
@@ -46,17 +46,17 @@ def test_others_have_pythons_lock_while_a_thread_waits_for_a_mutex() -> None:
 
 
 def test_another_program_than_the_stub_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock_guard, "load", lambda: pytest.fail("was changed"))
-    lock_guard.share_lock()
+    monkeypatch.setattr(bls_worker, "load", lambda: pytest.fail("was changed"))
+    bls_worker.share_lock()
 
 
 def test_a_program_that_python_is_a_part_of_is_left_alone() -> None:
     """Its own mutexes would be changed with those of the program."""
     path = str(Path(sys.executable).resolve())
     program = f"""
-from manylora.wire import lock_guard
+from manylora.wire import bls_worker
 import ctypes
-library = lock_guard.load()
+library = bls_worker.load()
 
 with open("/proc/self/maps") as maps:
     line = next(one for one in maps if " r-xp " in one and one.rstrip().endswith({path!r}))

@@ -8,17 +8,18 @@ import random
 import pytest
 
 from manylora.config.engine import EngineConfig
-from manylora.engine import ngram
-from manylora.engine.ngram import FEW, MOST_PLACES, NgramIndex
 from manylora.engine.speculation import (
+    FEW,
     FIRST_PAUSE,
     FIRST_PLAIN,
     LONGEST_PAUSE,
     LONGEST_REST,
+    MOST_PLACES,
     PLAIN_EVERY,
     RETRY_EVERY,
     TRIAL,
     Drafter,
+    NgramIndex,
     Speculation,
     StepTimes,
 )
@@ -46,7 +47,8 @@ def searched(tokens: list[int], count: int, smallest: int, largest: int, oldest:
 def test_the_longest_ngram_is_found_where_it_stood(
     monkeypatch: pytest.MonkeyPatch, oldest: bool, smallest: int, largest: int, jumps: int
 ) -> None:
-    monkeypatch.setattr(ngram, "FEWEST_PLACES", MOST_PLACES)  # no two of these share a place
+    # No two of these share a place.
+    monkeypatch.setattr("manylora.engine.speculation.FEWEST_PLACES", MOST_PLACES)
     picks = random.Random(smallest + 10 * largest)
     text = [picks.randrange(4) for _ in range(60)] + [picks.randrange(2**31) for _ in range(30)]
     text += [*text[10:80], 3, 4, 3, 4, 3, 4, 3]

@@ -18,7 +18,7 @@ from manylora.text.postprocessing import MAX_TOKENS, Postprocessor
 from manylora.text.preprocessing import MAX_WORDS, WORD_COST, Preprocessor
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.encode import adapter_told
-from manylora.wire.word_lists import decode_word_list, encode_word_lists
+from manylora.wire.texts import decode_word_list, encode_word_lists
 
 
 def tokenizer(folder: Path, **config: Any) -> Tokenizer:

@@ -23,7 +23,7 @@ from waiting import wait_for_named as wait_for
 
 from manylora.testing.tiny_models import reference_generate
 from manylora.text.tokenizer import Tokenizer
-from manylora.wire import lock_guard
+from manylora.wire import bls_worker
 
 TEXT, NEW = "Hello", 6
 GREEDY = {"temperature": 0, "max_tokens": NEW, "ignore_eos": True}
@@ -121,7 +121,7 @@ def evictions(server: Running) -> float:
 
 
 def test_their_processes_wait_for_mutexes_without_pythons_lock(server: Running) -> None:
-    if lock_guard.load() is None:
+    if bls_worker.load() is None:
         pytest.skip("there is no compiler")
     found = [
         (process / "maps").read_text()

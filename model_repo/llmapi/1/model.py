@@ -17,8 +17,8 @@ from manylora.lora.library.names import read_names
 from manylora.system.lifeline import Lifeline
 from manylora.wire.bls_worker import BlsWorker
 from manylora.wire.parameters import names_file, parameters_beside, parameters_of, value_of
-from manylora.wire.sending import release
 from manylora.wire.server_calls import ServerCalls
+from manylora.wire.server_types import release
 from manylora.wire.shape_guard import check_shapes
 
 

@@ -15,10 +15,9 @@ from manylora.lora.text.repository import RepositoryTexts
 from manylora.system.lifeline import Lifeline
 from manylora.text.postprocessing import Postprocessor
 from manylora.text.tokenizer import open_tokenizer
-from manylora.wire.client_disconnects import DisconnectReporter
+from manylora.wire.engine_worker import DisconnectReporter
 from manylora.wire.parameters import flag, parameters_of
-from manylora.wire.sending import release
-from manylora.wire.server_types import Arrays
+from manylora.wire.server_types import Arrays, release
 from manylora.wire.shape_guard import check_shapes
 from manylora.wire.text_worker import TextWorker
 

@@ -13,8 +13,7 @@ from manylora.system.lifeline import Lifeline
 from manylora.text.preprocessing import Preprocessor
 from manylora.text.tokenizer import open_tokenizer
 from manylora.wire.parameters import engine_context, flag, parameters_of
-from manylora.wire.sending import release
-from manylora.wire.server_types import Arrays
+from manylora.wire.server_types import Arrays, release
 from manylora.wire.shape_guard import check_shapes
 from manylora.wire.text_worker import TextWorker
 

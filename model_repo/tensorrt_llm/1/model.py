@@ -21,8 +21,8 @@ from manylora.errors import ConfigError
 from manylora.system.lifeline import Lifeline
 from manylora.wire.engine_worker import EngineModelOptions, EngineWorker, Outputs
 from manylora.wire.parameters import engine_config, parameters_of
-from manylora.wire.sending import release
 from manylora.wire.server_calls import ServerCalls
+from manylora.wire.server_types import release
 from manylora.wire.shape_guard import check_shapes
 
 # The engine's thread and the sending thread alternate in holding the GIL. A turn is 5 ms by default, for

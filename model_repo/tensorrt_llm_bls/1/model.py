@@ -14,8 +14,8 @@ from manylora.system.lifeline import Lifeline
 from manylora.wire.bls_generator import TextGenerator
 from manylora.wire.bls_worker import BlsWorker
 from manylora.wire.parameters import flag, parameters_of, value_of
-from manylora.wire.sending import release
 from manylora.wire.server_calls import ServerCalls
+from manylora.wire.server_types import release
 from manylora.wire.shape_guard import check_shapes
 
 

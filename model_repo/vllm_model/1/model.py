@@ -18,8 +18,8 @@ from manylora.lora.library.names import read_names
 from manylora.system.lifeline import Lifeline
 from manylora.wire.bls_worker import BlsWorker
 from manylora.wire.parameters import flag, names_file, parameters_beside, parameters_of
-from manylora.wire.sending import release
 from manylora.wire.server_calls import ServerCalls
+from manylora.wire.server_types import release
 from manylora.wire.shape_guard import check_shapes
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from manylora.contracts.prompts import Answer, Asked, PromptRunner
+from manylora.contracts.prompts import Answer, PromptRequest, PromptRunner
 from manylora.contracts.tensors import named_mix, refuse, scalar, text_tensor, texts
 from manylora.errors import RequestCancelledError, RequestError
 from manylora.llmapi.decoding import with_defaults
@@ -113,7 +113,7 @@ class LlmapiModel:
                 if not self._open[name]:
                     del self._open[name]
 
-    def _asked(self, arrays: Arrays) -> tuple[Asked, str]:
+    def _asked(self, arrays: Arrays) -> tuple[PromptRequest, str]:
         """The request, and the text to put before the output."""
         refuse(arrays, "image_url", f"{PREFIX}logits_post_processor_name")
         text, streaming = scalar(arrays, "text_input"), bool(scalar(arrays, "streaming", False))
@@ -132,7 +132,7 @@ class LlmapiModel:
         except (ValueError, TypeError) as error:
             raise RequestError(str(error)) from None
         statistics = bool(scalar(arrays, f"{PREFIX}return_perf_metrics", False))
-        made = Asked(text, params, lora, streaming, statistics=statistics)
+        made = PromptRequest(text, params, lora, streaming, statistics=statistics)
         exclude = streaming or scalar(arrays, f"{PREFIX}exclude_input_from_output", False)
         return made, "" if exclude else text
 
@@ -158,7 +158,7 @@ class LlmapiModel:
         return None if task_id is None else LoraInput(task_id)
 
 
-def _response(answer: Answer, asked: Asked, extras: set[str], prompt: str) -> dict[str, np.ndarray]:
+def _response(answer: Answer, asked: PromptRequest, extras: set[str], prompt: str) -> dict[str, np.ndarray]:
     """Every response has the whole text so far."""
     outputs = answer.outputs
     found = {"text_output": text_tensor(prompt + one.text for one in outputs)}

@@ -38,7 +38,7 @@ POOLED_OUTPUTS = ["output_ids", "sequence_index", "finish_reason", "pooled_outpu
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptRequest:
     """What one request asks for, independent of the names of its inputs.
 
     top: alternatives to show per token; None: no log probabilities of tokens. allowed: the only tokens that
@@ -121,7 +121,7 @@ class PromptRunner:
         own = self._own(lora)
         return NO_DEFAULTS if own is None else own.defaults
 
-    def answers(self, client: ClientRequest, asked: Asked) -> Iterator[Answer]:
+    def answers(self, client: ClientRequest, asked: PromptRequest) -> Iterator[Answer]:
         """One answer per part of a stream, otherwise only the finished one. Raises RequestError."""
         own = self._own(asked.lora)
         tokenizer, end_ids = self._engine.tokenizer, None
@@ -185,7 +185,7 @@ class PromptRunner:
         return self._engine.texts.of(lora) if self._engine.texts is not None else None
 
     def _plan(
-        self, asked: Asked, tokenizer: Tokenizer, end_ids: Sequence[int]
+        self, asked: PromptRequest, tokenizer: Tokenizer, end_ids: Sequence[int]
     ) -> tuple[tuple[int, ...], Plan]:
         engine, params = self._engine, asked.params
         ids = tokenizer.encode(asked.text, params.add_special_tokens, engine.context)
@@ -204,7 +204,7 @@ class PromptRunner:
         top = None if asked.top is None else max(1, asked.top)
         return tuple(ids), Plan(replace(decoding, params=made), top)
 
-    def _bias(self, asked: Asked) -> np.ndarray | None:
+    def _bias(self, asked: PromptRequest) -> np.ndarray | None:
         """[vocabulary] float32."""
         if not (asked.bias or asked.allowed):
             return None
@@ -219,7 +219,9 @@ class PromptRunner:
             made[token] += value
         return made
 
-    def _answer(self, state: GenerationState, asked: Asked, statistics: dict[str, float]) -> Iterator[Answer]:
+    def _answer(
+        self, state: GenerationState, asked: PromptRequest, statistics: dict[str, float]
+    ) -> Iterator[Answer]:
         if state.error is not None:
             raise state.error
         outputs = state.report()

@@ -11,7 +11,7 @@ import numpy as np
 from manylora.errors import RequestError
 from manylora.request import LoraInput, LoraMix, mix
 from manylora.wire.server_types import Arrays
-from manylora.wire.utf8 import utf8
+from manylora.wire.texts import utf8
 
 
 def scalar(arrays: Arrays, name: str, default: Any = None) -> Any:

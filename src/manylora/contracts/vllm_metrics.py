@@ -6,7 +6,7 @@ import queue
 from collections.abc import Mapping
 from typing import Any
 
-from manylora.contracts.prompts import Answer, Asked
+from manylora.contracts.prompts import Answer, PromptRequest
 from manylora.wire.metrics import MetricFamily
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
@@ -36,7 +36,7 @@ class VllmMetrics:
     """pb_utils: triton_python_backend_utils. labels: on every metric."""
 
     def __init__(self, pb_utils: Any, labels: Mapping[str, str], longest: int) -> None:
-        self._finished: queue.SimpleQueue[tuple[Asked, Answer]] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[tuple[PromptRequest, Answer]] = queue.SimpleQueue()
         self._metrics, self._families = {}, []
         for name, one in families(longest).items():
             kind = getattr(pb_utils.MetricFamily, one.kind.upper())
@@ -45,7 +45,7 @@ class VllmMetrics:
             buckets = {"buckets": list(one.buckets)} if one.buckets else {}
             self._metrics[name] = family.Metric(labels=dict(labels), **buckets)
 
-    def observe(self, asked: Asked, answer: Answer) -> None:
+    def observe(self, asked: PromptRequest, answer: Answer) -> None:
         """Record a finished answer, with its statistics. Thread-safe."""
         self._finished.put((asked, answer))
 
@@ -65,7 +65,7 @@ class VllmMetrics:
                     metric.observe(value)
 
 
-def samples(asked: Asked, answer: Answer) -> list[tuple[str, float]]:
+def samples(asked: PromptRequest, answer: Answer) -> list[tuple[str, float]]:
     """Names and values. Times are those of the sequence that ended last."""
     prompt, output = len(answer.prompt), sum(len(one.token_ids) for one in answer.outputs)
     found: list[tuple[str, float]] = [

@@ -1,4 +1,6 @@
-"""VllmModel: requests and responses of vllm_backend's model."""
+"""VllmModel: requests and responses of vllm_backend's model, with the `embedding_request` that Triton's
+OpenAI frontend sends for `/v1/embeddings`.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from manylora.config.pooling import PoolingSettings
 from manylora.config.values import read_settings
-from manylora.contracts.prompts import Answer, Asked, PromptRunner
-from manylora.contracts.tensors import refuse, scalar, text_tensor
-from manylora.contracts.vllm_embedding import read_embedding_request
+from manylora.contracts.prompts import Answer, PromptRequest, PromptRunner
+from manylora.contracts.tensors import read_json, refuse, scalar, text_tensor
 from manylora.contracts.vllm_sampling import LORA_KEYS, NAME, adapters, asked, read_parameters
 from manylora.errors import AdapterNotFoundError, RequestError
-from manylora.llmapi.outputs import CompletionOutput
-from manylora.llmapi.pooled_outputs import embedding
+from manylora.llmapi.outputs import CompletionOutput, PoolingParams, check_dimensions, embedding
 from manylora.openai.api.logprobs import TokenLogprob
 from manylora.request import Pooling
 from manylora.wire.bls_generator import ClientRequest, Values
@@ -27,6 +28,55 @@ from manylora.wire.client_errors import check_parameters, check_phase
 from manylora.wire.encode import WINDOW
 from manylora.wire.server_types import Arrays, ServerRequest
 from manylora.wire.shape_guard import read_inputs
+from manylora.wire.texts import is_unicode
+
+EMBEDDING_REQUEST = "embedding_request"
+MAX_BYTES = 2**22  # maximum size of the JSON
+MAX_ID = 2**31 - 1
+
+
+def read_embedding_request(text: str, settings: PoolingSettings) -> tuple[str | list[int], PoolingParams]:
+    """The prompt as text or token ids, and how to process its embedding. Raises RequestError.
+
+    text: JSON with `input`, and `pooling_params` with `dimensions`, a number or a list with one.
+    """
+    given = _object(
+        read_json(text, EMBEDDING_REQUEST, MAX_BYTES), EMBEDDING_REQUEST, ("input", "pooling_params")
+    )
+    prompt = given.get("input")
+    if not (isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(map(_is_id, prompt)))):
+        raise RequestError(f"{EMBEDDING_REQUEST}: input must be one text, or token ids, got {prompt!r:.80}")
+    if isinstance(prompt, str) and not is_unicode(prompt):
+        raise RequestError(f"{EMBEDDING_REQUEST}: input must be valid Unicode, got {prompt!r:.80}")
+    params = _object(
+        given.get("pooling_params") or {}, f"{EMBEDDING_REQUEST}: pooling_params", ("dimensions",)
+    )
+    dimensions = params.get("dimensions")
+    if isinstance(dimensions, list) and len(dimensions) == 1:
+        [dimensions] = dimensions
+    if dimensions is None:
+        return prompt, PoolingParams()
+    if type(dimensions) is not int:
+        raise RequestError(f"{EMBEDDING_REQUEST}: dimensions must be a whole number, got {dimensions!r:.80}")
+    try:
+        check_dimensions(dimensions, settings)
+    except ValueError as error:
+        raise RequestError(f"{EMBEDDING_REQUEST}: {error}") from None
+    return prompt, PoolingParams(dimensions)
+
+
+def _object(value: Any, name: str, keys: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RequestError(f"{name} must be a JSON object, got {value!r:.80}")
+    unknown = next((key for key in value if key not in keys), None)
+    if unknown is not None:
+        raise RequestError(f"{name} has the unknown key {unknown!r:.80}: leave it out")
+    return value
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_ID
+
 
 EXTRAS = (
     "return_finish_reason", "return_cumulative_logprob", "return_logprobs", "return_num_input_tokens",
@@ -37,7 +87,7 @@ NOT_ENABLED = "LoRA feature is not enabled."
 
 logger = logging.getLogger("manylora")
 
-Observe = Callable[[Asked, Answer], None]
+Observe = Callable[[PromptRequest, Answer], None]
 
 
 class VllmModel:
@@ -108,7 +158,7 @@ class VllmModel:
                 found[name] = np.array([count], np.uint32)
         return LastOutputs(found)
 
-    def _asked(self, arrays: Arrays, given: Mapping[str, Any], extras: set[str]) -> tuple[Asked, str]:
+    def _asked(self, arrays: Arrays, given: Mapping[str, Any], extras: set[str]) -> tuple[PromptRequest, str]:
         """The request, and the text to put before the output. given: from `_given`."""
         refuse(arrays, "image")
         if "text_input" not in arrays:
@@ -129,7 +179,9 @@ class VllmModel:
             return f"LoRA {name} is not supported, we currently support {self._names}"
         return error if error == NOT_ENABLED else f"Error generating stream: {error}"
 
-    def _response(self, answer: Answer, what: Asked, extras: set[str], prompt: str) -> dict[str, np.ndarray]:
+    def _response(
+        self, answer: Answer, what: PromptRequest, extras: set[str], prompt: str
+    ) -> dict[str, np.ndarray]:
         outputs = answer.outputs
         found = {"text_output": text_tensor(prompt + one.text_diff for one in outputs)}
         if "return_finish_reason" in extras:

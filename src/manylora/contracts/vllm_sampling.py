@@ -7,16 +7,15 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from manylora.contracts.prompts import Asked
+from manylora.contracts.prompts import PromptRequest
 from manylora.contracts.tensors import named_mix, read_json
 from manylora.errors import RequestError
-from manylora.llmapi.guided import GuidedDecodingParams
-from manylora.llmapi.sampling import SamplingParams
+from manylora.llmapi.sampling import GuidedDecodingParams, SamplingParams
 from manylora.lora.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.openai.api.guides import choice_pattern
 from manylora.request import MOST, MOST_FLOAT, LoraInput, LoraMix
 from manylora.wire.client_errors import ADAPTER, SERVERS_OWN, adapter_hint
-from manylora.wire.utf8 import is_unicode
+from manylora.wire.texts import is_unicode
 
 NAME = "sampling_parameters"
 LORA_KEYS = ("lora_name", "lora_mix_names", "lora_mix_scales")
@@ -170,7 +169,7 @@ def asked(
     cumulative: bool,
     lora: LoraInput | LoraMix | None = None,
     defaults: GenerationDefaults = NO_DEFAULTS,
-) -> Asked:
+) -> PromptRequest:
     """text: the prompt. given: from `read_parameters`. cumulative: whether the sum of log probabilities is
     shown. lora: from `adapters`. defaults: that come with it. Raises RequestError.
     """
@@ -199,7 +198,7 @@ def asked(
         params = SamplingParams(**found)
     except (ValueError, TypeError) as error:
         raise RequestError(f"{NAME}: {error}") from None
-    return Asked(text, params, lora, streaming, top, allowed, bias, output_penalties=True)
+    return PromptRequest(text, params, lora, streaming, top, allowed, bias, output_penalties=True)
 
 
 def _own_defaults(defaults: GenerationDefaults) -> dict[str, Any]:

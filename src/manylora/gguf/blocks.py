@@ -13,8 +13,7 @@ from torch import Tensor
 
 from manylora.gguf.container import block_sizes
 from manylora.kernels.quantised import QuantisedWeight
-from manylora.quant.layouts import halves_to_bytes
-from manylora.quant.mxfp4 import mxfp4
+from manylora.quant.layouts import halves_to_bytes, mxfp4
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SCALE_BYTES = 12  # of a Q4_K or Q5_K block: 8 scales and 8 minima of 6 bits

@@ -3,14 +3,182 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from manylora.errors import ConfigError, printable
-from manylora.gguf.architectures import architecture_of
-from manylora.gguf.container import Header
+from manylora.gguf import fields as of
+from manylora.gguf import names as known
+from manylora.gguf.container import Header, Metadata
 from manylora.gguf.fields import POOLINGS
-from manylora.gguf.metadata import Metadata
+from manylora.gguf.names import NAMES, OUTSIDE, Names
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture of GGUF.
+
+    architecture: in config.json. fields: further keys of config.json, which may replace the architecture.
+    names, outside: of the tensors in and outside of layers. layers: what layers are below.
+    eps: the key of config.json for the norms' epsilon.
+    joined: a checkpoint's tensor -> the file's tensors whose rows it has, one after the other.
+    turned: llama.cpp's converter reordered the rows of q and k, so that pairs of rotated dimensions are
+        neighbours.
+    tiled: the file's value heads of a delta rule are in another order: first one for each key head.
+    delta_grouped: the checkpoint's fused q, k, v and z of a delta rule have a group of rows per key head.
+    grouped: the checkpoint's fused q, k, v have a group of rows for each key head; the file's do not.
+    flipped: the checkpoint's matrices are [in, out]. plus_one: the converter added 1 to norms.
+    padded: rows of the position table before position 0, which the converter left out.
+    """
+
+    architecture: str
+    fields: Callable[[Metadata], dict[str, Any]] = lambda _: {}
+    names: Names = field(default_factory=lambda: NAMES)
+    outside: Names = field(default_factory=lambda: OUTSIDE)
+    layers: str = "model.layers"
+    eps: str = "rms_norm_eps"
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    turned: bool = False
+    tiled: bool = False
+    delta_grouped: bool = False
+    grouped: bool = False
+    flipped: bool = False
+    plus_one: bool = False
+    padded: int = 0
+
+
+GRANITE_SHARED = {"shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp")}
+GRANITE_DENSE = {"shared_mlp.input_linear": ("ffn_gate", "ffn_up")}
+DELTA = {"linear_attn.in_proj_qkvz": ("attn_qkv", "attn_gate")}
+EXPERTS, TWO_NORMS, ROBERTA = " with experts", " with two norms", " with RoBERTa's tokenizer"
+BAMBA = " without multipliers"
+NEMOTRON_H = Architecture(
+    "NemotronHForCausalLM", of.nemotron_h, known.NEMOTRON_H, known.NEMOTRON_H_OUTSIDE,
+    eps="layer_norm_epsilon", turned=True,
+)  # fmt: skip
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", of.biases, turned=True),
+    "llama" + EXPERTS: Architecture(
+        "MixtralForCausalLM", lambda one: of.experts(one, "num_local_experts"), known.MIXTRAL, turned=True
+    ),
+    "mistral3": Architecture("Ministral3ForCausalLM", of.mistral3, turned=True),
+    "llama4" + EXPERTS: Architecture("Llama4ForCausalLM", of.llama4, known.LLAMA4),
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen2moe" + EXPERTS: Architecture("Qwen2MoeForCausalLM", of.qwen2_moe, known.QWEN_MOE),
+    "qwen3": Architecture("Qwen3ForCausalLM", lambda one: {"attention_bias": one.in_any("attn_q.bias")}),
+    "qwen3moe" + EXPERTS: Architecture("Qwen3MoeForCausalLM", of.qwen3_moe, known.QWEN_MOE),
+    "qwen3next" + EXPERTS: Architecture(
+        "Qwen3NextForCausalLM", of.delta, known.QWEN35, joined=DELTA, delta_grouped=True, plus_one=True
+    ),
+    "qwen35": Architecture("Qwen3_5ForCausalLM", of.delta, known.QWEN35, tiled=True, plus_one=True),
+    "qwen35moe" + EXPERTS: Architecture(
+        "Qwen3_5MoeForCausalLM", of.delta, known.QWEN35, tiled=True, plus_one=True
+    ),
+    "phi2": Architecture(
+        "PhiForCausalLM", of.partial, known.PHI2, {**OUTSIDE, "output_norm": "model.final_layernorm"},
+        eps="layer_norm_eps",
+    ),
+    "phi3": Architecture("Phi3ForCausalLM", of.phi3, known.PHI3),
+    "gemma": Architecture("GemmaForCausalLM", plus_one=True),
+    "gemma2": Architecture("Gemma2ForCausalLM", of.gemma, known.GEMMA2, plus_one=True),
+    "gemma3": Architecture("Gemma3ForCausalLM", of.gemma, known.GEMMA2, plus_one=True),
+    "gemma-embedding": Architecture(
+        "Gemma3TextModel", of.gemma, known.GEMMA2, known.GEMMA_EMBEDDING_OUTSIDE, plus_one=True
+    ),
+    "gemma3n": Architecture("Gemma3nForCausalLM", of.gemma3n, known.GEMMA3N, known.GEMMA3N_OUTSIDE),
+    "gemma4": Architecture("Gemma4ForCausalLM", of.gemma4, known.GEMMA4, known.LAYER_INPUTS_OUTSIDE),
+    "gpt-oss" + EXPERTS: Architecture("GptOssForCausalLM", of.gpt_oss, known.GPT_OSS),
+    "granite": Architecture("GraniteForCausalLM", of.granite, turned=True),
+    "granitemoe" + EXPERTS: Architecture(
+        "GraniteMoeForCausalLM", of.granite_moe, known.GRANITE_MOE, joined=GRANITE_SHARED, turned=True
+    ),
+    "granitehybrid": Architecture(
+        "GraniteMoeHybridForCausalLM", of.granite_hybrid, known.GRANITE_HYBRID, joined=GRANITE_DENSE,
+        turned=True,
+    ),
+    "granitehybrid" + EXPERTS: Architecture(
+        "GraniteMoeHybridForCausalLM", of.granite_hybrid, known.GRANITE_HYBRID, joined=GRANITE_SHARED,
+        turned=True,
+    ),
+    "granitehybrid" + BAMBA: Architecture(
+        "BambaForCausalLM", of.bamba, known.BAMBA, known.BAMBA_OUTSIDE, turned=True
+    ),
+    "falcon-h1": Architecture("FalconH1ForCausalLM", of.falcon_h1, known.FALCON_H1, known.BAMBA_OUTSIDE),
+    "olmo2": Architecture("Olmo2ForCausalLM", of.olmo2, known.POST_NORM),
+    "olmoe" + EXPERTS: Architecture(
+        "OlmoeForCausalLM", lambda one: {**of.experts(one), "norm_topk_prob": False}, known.QWEN_MOE
+    ),
+    "exaone4": Architecture("Exaone4ForCausalLM", of.exaone4, known.POST_NORM),
+    "smollm3": Architecture("SmolLM3ForCausalLM", of.biases, turned=True),
+    "lfm2": Architecture("Lfm2ForCausalLM", of.lfm2, known.LFM2, known.LFM2_OUTSIDE, eps="norm_eps"),
+    "lfm2moe" + EXPERTS: Architecture(
+        "Lfm2MoeForCausalLM", of.lfm2_moe, known.LFM2, known.LFM2_OUTSIDE, eps="norm_eps"
+    ),
+    "command-r": Architecture("CohereForCausalLM", of.cohere, eps="layer_norm_eps"),
+    "cohere2": Architecture("Cohere2ForCausalLM", of.cohere2, eps="layer_norm_eps"),
+    "deepseek2" + EXPERTS: Architecture("DeepseekV3ForCausalLM", of.deepseek2, known.DEEPSEEK),
+    "chatglm": Architecture("GlmForCausalLM", of.glm, known.GLM),
+    "glm4": Architecture("Glm4ForCausalLM", of.glm, known.GLM4),
+    "glm4moe" + EXPERTS: Architecture("Glm4MoeForCausalLM", of.glm4_moe, known.GLM4_MOE),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM", of.ernie),
+    "ernie4_5-moe" + EXPERTS: Architecture("Ernie4_5_MoeForCausalLM", of.ernie_moe, known.ERNIE_MOE),
+    "nemotron": Architecture("NemotronForCausalLM", of.partial, eps="norm_eps", plus_one=True),
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h_moe" + EXPERTS: NEMOTRON_H,
+    "stablelm": Architecture("StableLmForCausalLM", of.stablelm, known.STABLELM, eps="layer_norm_eps"),
+    "starcoder2": Architecture("Starcoder2ForCausalLM", of.starcoder2, known.STARCODER2, eps="norm_epsilon"),
+    "gpt2": Architecture(
+        "GPT2LMHeadModel", of.gpt2, known.GPT2, known.GPT2_OUTSIDE, "transformer.h", "layer_norm_epsilon",
+        flipped=True,
+    ),
+    "gptneox": Architecture(
+        "GPTNeoXForCausalLM", of.neox, known.NEOX, known.NEOX_OUTSIDE, "gpt_neox.layers", "layer_norm_eps",
+        grouped=True,
+    ),
+    "falcon": Architecture(
+        "FalconForCausalLM", of.falcon, known.FALCON, known.FALCON_OUTSIDE, "transformer.h",
+        "layer_norm_epsilon", grouped=True,
+    ),
+    "bert": Architecture(
+        "BertModel", of.bert, known.BERT, known.BERT_OUTSIDE, "encoder.layer", "layer_norm_eps"
+    ),
+    "bert" + ROBERTA: Architecture(
+        "XLMRobertaModel", of.roberta, known.BERT, known.ROBERTA_OUTSIDE, "encoder.layer", "layer_norm_eps",
+        padded=of.ROBERTA_PADDING + 1,
+    ),
+    "nomic-bert": Architecture(
+        "NomicBertModel", lambda one: of.bert(one, "NomicBert", "nomic_bert"), known.NOMIC_BERT,
+        known.NOMIC_BERT_OUTSIDE, "encoder.layers", "layer_norm_eps",
+    ),
+    "modern-bert": Architecture(
+        "ModernBertModel", of.modern_bert, known.MODERN_BERT, known.MODERN_BERT_OUTSIDE, eps="norm_eps"
+    ),
+}  # fmt: skip
+"""By `general.architecture`, and separately with experts."""
+ARCHITECTURES["gemma4" + EXPERTS] = ARCHITECTURES["gemma4"]
+ARCHITECTURES["falcon" + TWO_NORMS] = replace(ARCHITECTURES["falcon"], names=known.FALCON_TWO_NORMS)
+
+
+def architecture_of(header: Header) -> Architecture:
+    """Raises ConfigError for a file that is not a base model, or has another architecture."""
+    kind = header.metadata.get("general.architecture")
+    if header.metadata.get("general.type", "model") != "model":
+        found = printable(str(header.metadata["general.type"]))
+        raise ConfigError(f"{header.path} holds no base model: its general.type is {found}")
+    variant = TWO_NORMS if kind == "falcon" and "blk.0.attn_norm_2.weight" in header.tensors else ""
+    if kind == "bert" and header.metadata.get("tokenizer.ggml.model", "bert") != "bert":
+        variant = ROBERTA
+    elif kind == "granitehybrid" and "granitehybrid.embedding_scale" not in header.metadata:
+        variant = BAMBA
+    name = f"{kind}{EXPERTS if header.metadata.get(f'{kind}.expert_count') else variant}"
+    if name not in ARCHITECTURES:
+        raise ConfigError(
+            f"{header.path}: GGUF architecture {printable(name)} is not read; read are "
+            f"{', '.join(ARCHITECTURES)}: give the original model, a folder with model.safetensors"
+        )
+    return ARCHITECTURES[name]
+
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16"}
 # Factors of rotary frequencies, which become part of the configuration.

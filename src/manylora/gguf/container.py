@@ -1,4 +1,5 @@
-"""Reads a GGUF file's header: its metadata, and the locations of its tensors.
+"""Reads a GGUF file's header: its metadata, and the locations of its tensors. A model may be in several
+files, NAME-00001-of-00003.gguf and so on: the first has the metadata, each has some of the tensors.
 
 The file is untrusted: every count, length and offset is checked against the file's size before anything is
 read or allocated.
@@ -7,8 +8,9 @@ read or allocated.
 from __future__ import annotations
 
 import math
+import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -216,3 +218,154 @@ class _Reader:
         if len(data) != count:
             raise ValueError("it was cut short while it was read")
         return data
+
+
+NAMED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})", re.DOTALL)
+MOST_PARTS = 1000
+NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
+
+
+def part_paths(path: Path) -> list[Path]:
+    """All parts of a file, in order; `path` is any of them. Only the file itself if its name does not
+    indicate parts.
+
+    Raises ConfigError that names the first missing part.
+    """
+    named = NAMED.fullmatch(path.stem)
+    if named is None:
+        return [path]
+    number, count = int(named["number"]), int(named["count"])
+    if not 1 <= number <= count <= MOST_PARTS:
+        raise ConfigError(
+            f"{path}: its name says that it is part {number} of {count}; read are 1 to {MOST_PARTS} parts"
+        )
+    parts = [path.with_name(part_name(named["stem"], one, count, path.suffix)) for one in range(1, count + 1)]
+    missing = [part for part in parts if not part.is_file()]
+    if missing:
+        raise ConfigError(
+            f"{missing[0]} is missing ({len(missing)} of the {count} parts of this GGUF file are): put all "
+            "of them in one folder"
+        )
+    return parts
+
+
+def part_name(stem: str, number: int, count: int, suffix: str = ".gguf") -> str:
+    return f"{stem}-{number:05}-of-{count:05}{suffix}"
+
+
+def read_parts(path: Path) -> Header:
+    """The header of the whole file, of which `path` is any part: the first part's metadata, and all tensors.
+
+    Every part is checked against its own size before anything of it is read. Raises ConfigError.
+    """
+    paths = part_paths(path)
+    headers = [read_header(one) for one in paths]
+    tensors: dict[str, TensorInfo] = {}
+    for number, header in enumerate(headers):
+        said = header.metadata.get(NUMBER, 0), header.metadata.get(COUNT, 0) or 1
+        if said != (number, len(paths)):
+            raise ConfigError(
+                f"{header.path}: its {NUMBER} and {COUNT} are {printable(str(said[0]))} and "
+                f"{printable(str(said[1]))}, and by its name they are {number} and {len(paths)}: parts are "
+                f"called NAME-{1:05}-of-{2:05}.gguf and so on, as llama-gguf-split makes them"
+            )
+        twice = sorted(tensors.keys() & header.tensors.keys())
+        if twice:
+            raise ConfigError(f"{header.path}: tensor {printable(twice[0])} is in another part too")
+        tensors |= {name: replace(info, part=number) for name, info in header.tensors.items()}
+    wanted = headers[0].metadata.get(TENSORS, len(tensors))
+    if wanted != len(tensors):
+        raise ConfigError(
+            f"{paths[0]} says that all parts together have {printable(str(wanted))} tensors, and they have "
+            f"{len(tensors)}: they are not of one file"
+        )
+    return replace(headers[0], tensors=tensors)
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """kind: `general.architecture`, with which the names of the keys begin."""
+
+    header: Header
+    kind: str
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A number, a text, or a list."""
+        found = self.header.metadata.get(f"{self.kind}.{name}", default)
+        return found.tolist() if hasattr(found, "tolist") else found
+
+    def number(self, name: str, default: float | None = None) -> Any:
+        """Raises ConfigError unless it is one number, or the same number for every layer that has it."""
+        found = self.get(name, default)
+        if isinstance(found, list):
+            values = set(found) - {0} or set(found)
+            found = values.pop() if len(values) == 1 else "different ones for its layers"
+        if isinstance(found, bool) or not isinstance(found, int | float):
+            raise ConfigError(
+                f"{self.header.path}: metadata {self.kind}.{name} must be a number, got "
+                f"{printable(str(found))}"
+            )
+        return found
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A whole number of at least 1. Raises ConfigError."""
+        found = self.number(name, default)
+        if not isinstance(found, int) or found < 1:
+            raise ConfigError(
+                f"{self.header.path}: metadata {self.kind}.{name} must be a whole number of at least 1, got "
+                f"{found}"
+            )
+        return found
+
+    def per_layer(self, name: str) -> list[Any]:
+        """A list with one entry per layer. Raises ConfigError."""
+        found = self.get(name)
+        found = found if isinstance(found, list) else [found] * self.layers
+        if len(found) < self.layers:
+            raise ConfigError(
+                f"{self.header.path}: metadata {self.kind}.{name} has {len(found)} entries for "
+                f"{self.layers} layers"
+            )
+        return found[: self.layers]
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self.header.tensors
+
+    def in_any(self, name: str) -> bool:
+        """Whether a layer has this tensor."""
+        return any(self.has(f"blk.{layer}.{name}") for layer in range(self.layers))
+
+    def rows(self, name: str) -> int:
+        """The number of rows of this tensor, 0 without it."""
+        info = self.header.tensors.get(name)
+        return 0 if info is None else info.shape[0]
+
+    @property
+    def layers(self) -> int:
+        """Layers for predicting several tokens, which are the last ones, are not counted."""
+        count = self.count("block_count") - self.number("nextn_predict_layers", 0)
+        if not 1 <= count <= len(self.header.tensors):
+            raise ConfigError(
+                f"{self.header.path}: metadata {self.kind}.block_count is {self.number('block_count')}, "
+                "which its tensors are not"
+            )
+        return count
+
+    @property
+    def heads(self) -> int:
+        return self.count("attention.head_count")
+
+    @property
+    def head_dim(self) -> int:
+        return self.count("attention.key_length", self.count("embedding_length") // self.heads)
+
+    @property
+    def inner_size(self) -> int:
+        """Of the MLP of a layer: some converters write another number than the tensors have."""
+        names = (f"blk.{layer}.ffn_down.weight" for layer in range(self.layers))
+        found = next((self.header.tensors[name] for name in names if self.has(name)), None)
+        return found.shape[-1] if found is not None else self.number("feed_forward_length", 0)
+
+    @property
+    def rotated_share(self) -> float:
+        return self.count("rope.dimension_count", self.head_dim) / self.head_dim

@@ -7,7 +7,7 @@ from __future__ import annotations
 from statistics import NormalDist
 from typing import Any
 
-from manylora.gguf.metadata import Metadata
+from manylora.gguf.container import Metadata
 
 # Layers of those whose queries are scaled by hidden size over heads.
 LARGEST_GEMMAS = {"gemma2": 46, "gemma3": 62}

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from manylora.errors import ConfigError
 from manylora.gguf.blocks import PLAIN, read_blocks, sample, widen
-from manylora.gguf.container import block_sizes
-from manylora.gguf.parts import part_paths, read_parts
+from manylora.gguf.container import block_sizes, part_paths, read_parts
 from manylora.gguf.sources import Source, Target, in_runs, read_targets
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.quant.checkpoint_weights import PARTS

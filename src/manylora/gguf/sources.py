@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from manylora.errors import ConfigError
-from manylora.gguf.architectures import architecture_of
 from manylora.gguf.blocks import PLAIN
-from manylora.gguf.config import FACTORS
-from manylora.gguf.container import Header, TensorInfo
-from manylora.gguf.metadata import Metadata
+from manylora.gguf.config import FACTORS, architecture_of
+from manylora.gguf.container import Header, Metadata, TensorInfo
 from manylora.gguf.names import Names
 
 LAYER = re.compile(r"blk\.(\d{1,5})\.(.+)")

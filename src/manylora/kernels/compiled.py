@@ -19,9 +19,6 @@ from torch import Tensor
 
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.decode_step import KINDS, SHORT, DecoderParts, DecodeStep
-from manylora.kernels.delta_rule import DeltaWeights
-from manylora.kernels.integer import to_integer_panels
-from manylora.kernels.mamba2 import Mamba2Weights
 from manylora.kernels.panels import (
     BLOCKS,
     Panels,
@@ -32,9 +29,16 @@ from manylora.kernels.panels import (
     read_panels,
     to_panels,
 )
-from manylora.kernels.products import NONE, choose_form, rounds_adapters
+from manylora.kernels.products import NONE, choose_form, rounds_adapters, to_integer_panels
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
-from manylora.kernels.recurrent import LARGEST_DIM, MOST_TAPS, RecurrentState, StateBatch
+from manylora.kernels.recurrent import (
+    LARGEST_DIM,
+    MOST_TAPS,
+    DeltaWeights,
+    Mamba2Weights,
+    RecurrentState,
+    StateBatch,
+)
 from manylora.kernels.row_format import TABLE_ROW
 from manylora.kernels.spec import (
     AttentionBatch,

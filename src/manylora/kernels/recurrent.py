@@ -1,4 +1,6 @@
-"""The states of recurrent layers, and how rows of sequences update them, in plain PyTorch."""
+"""Recurrent layers in plain PyTorch: their states, how rows of sequences update them, gated delta rules,
+Mamba-2 and gated causal convolutions.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 LARGEST_DIM, MOST_TAPS = 256, 16  # of a head and a convolution: limited by the C kernels' stack arrays
@@ -108,3 +111,210 @@ def _read_slots(states: Tensor, slots: Tensor) -> Tensor:
     found = states[slots.clamp(min=0)]
     found[slots < 0] = 0  # assigned, not multiplied: unused slots may hold non-finite values
     return found
+
+
+NORM_EPS = 1e-6  # added to the squared length of queries and keys
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """Weights of one layer, float32.
+
+    taps: [taps, channels] of the convolution, newest input last. decay, shift: [value heads]; a gate value a
+    keeps exp(decay * softplus(a + shift)) of the memory. norm: [value_dim].
+    """
+
+    taps: Tensor
+    decay: Tensor
+    shift: Tensor
+    norm: Tensor
+    eps: float
+    key_heads: int
+    key_dim: int
+
+    @property
+    def value_heads(self) -> int:
+        return self.decay.shape[0]
+
+    @property
+    def value_dim(self) -> int:
+        return self.norm.shape[0]
+
+    @property
+    def key_size(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def channels(self) -> int:
+        return self.taps.shape[1]
+
+
+def delta_rule(
+    x: Tensor, gates: Tensor, weights: DeltaWeights, state: RecurrentState, batch: StateBatch
+) -> Tensor:
+    """As `ReferenceOps.delta_rule`."""
+
+    def run(rows: Sequence[Tensor], inputs: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, gates = rows
+        return _run_delta(x, gates, weights, inputs, memory)
+
+    return run_rows((x.float(), gates.float()), state, batch, run).to(x.dtype)
+
+
+def _run_delta(
+    x: Tensor, gates: Tensor, weights: DeltaWeights, inputs: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [B, n, channels + values], gates [B, n, 2 * heads] -> output [B, n, values] and both new states."""
+    heads, dim, size = weights.value_heads, weights.value_dim, weights.key_size
+    count, keys = x.shape[1], (weights.key_heads, weights.key_dim)
+    raw, z = x[..., : weights.channels], x[..., weights.channels :].unflatten(-1, (heads, dim))
+    seen = torch.cat((inputs, raw), dim=1)
+    q, k, v = F.silu(convolve(seen, weights.taps)).split((size, size, heads * dim), dim=-1)
+    q, k = (_unit(one.unflatten(-1, keys)).repeat_interleave(heads // keys[0], 2) for one in (q, k))
+    q, v = q * weights.key_dim**-0.5, v.unflatten(-1, (heads, dim))
+    b, a = gates.chunk(2, dim=-1)
+    beta, keep = torch.sigmoid(b), torch.exp(weights.decay * F.softplus(a + weights.shift))
+    out = torch.empty_like(v)
+    for t in range(count):
+        memory = memory * keep[:, t, :, None, None]
+        known = (memory * k[:, t, :, None]).sum(-1)
+        change = (v[:, t] - known) * beta[:, t, :, None]
+        memory = memory + change[..., None] * k[:, t, :, None]
+        out[:, t] = (memory * q[:, t, :, None]).sum(-1)
+    normed = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + weights.eps) * weights.norm
+    return (normed * F.silu(z)).flatten(2), seen[:, count:], memory
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Normalised to length 1 over the last dimension."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
+
+
+CHUNK = 64  # rows of a prompt that are computed together as matrix products
+
+
+@dataclass(frozen=True)
+class Mamba2Weights:
+    """Weights of one layer, float32.
+
+    taps: [taps, channels] of the convolution, newest input last. bias: [channels]. decay, shift, skip:
+    [heads]; a head's step is softplus(d + shift), clamped to `least` and `most`, and it keeps exp(decay *
+    step) of its memory. norm: [heads * head_dim], or None for no norm. norm_groups: number of groups
+    normalised separately; 0: neither gate nor norm is applied. gate_first: the gate is applied before the
+    norm, otherwise after it.
+    """
+
+    taps: Tensor
+    bias: Tensor
+    decay: Tensor
+    shift: Tensor
+    skip: Tensor
+    norm: Tensor | None
+    eps: float
+    groups: int
+    head_dim: int
+    state_dim: int
+    norm_groups: int = 1
+    gate_first: bool = True
+    least: float = 0.0
+    most: float = float("inf")
+
+    @property
+    def heads(self) -> int:
+        return self.decay.shape[0]
+
+    @property
+    def value_size(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        return self.taps.shape[1]
+
+
+def mamba2(x: Tensor, weights: Mamba2Weights, state: RecurrentState, batch: StateBatch) -> Tensor:
+    """As `ReferenceOps.mamba2`."""
+
+    def run(rows: Sequence[Tensor], inputs: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _run_mamba(rows[0], weights, inputs, memory)
+
+    return run_rows((x.float(),), state, batch, run).to(x.dtype)
+
+
+def _run_mamba(
+    x: Tensor, weights: Mamba2Weights, inputs: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [B, n, values + channels + heads] -> output [B, n, values] and both new states."""
+    values, keys = weights.value_size, weights.groups * weights.state_dim
+    count, heads = x.shape[1], weights.heads
+    z, raw, d = x.split((values, weights.channels, heads), dim=-1)
+    seen = torch.cat((inputs, raw), dim=1)
+    mixed = F.silu(convolve(seen, weights.taps) + weights.bias)
+    v, b, c = mixed.split((values, keys, keys), dim=-1)
+    v = v.unflatten(-1, (heads, weights.head_dim))
+    grouped = (weights.groups, weights.state_dim)
+    b, c = (one.unflatten(-1, grouped).repeat_interleave(heads // weights.groups, 2) for one in (b, c))
+    step = F.softplus(d + weights.shift).clamp(weights.least, weights.most)
+    fade, added = weights.decay * step, v * step[..., None]
+    if count == 1:
+        memory = memory * fade[:, 0].exp()[..., None, None] + added[:, 0, ..., None] * b[:, 0, :, None]
+        y = (memory * c[:, 0, :, None]).sum(-1)[:, None]
+    else:
+        parts = []
+        for first in range(0, count, CHUNK):
+            rows = slice(first, first + CHUNK)
+            part, memory = _chunk(fade[:, rows], added[:, rows], b[:, rows], c[:, rows], memory)
+            parts.append(part)
+        y = torch.cat(parts, dim=1)
+    y = (y + weights.skip[:, None] * v).flatten(2)
+    return _gated(y, F.silu(z), weights), seen[:, count:], memory
+
+
+def _chunk(fade: Tensor, added: Tensor, b: Tensor, c: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute rows as matrix products. Returns the output and the memory after it.
+
+    fade [B, n, heads]: log of the share of memory that a row keeps. added [B, n, heads, head_dim]: added by
+    each row. b, c [B, n, heads, state_dim].
+    """
+    total = fade.cumsum(1).transpose(1, 2)  # [B, heads, n]: kept since the chunk's start
+    since = (total[..., :, None] - total[..., None, :]).masked_fill(
+        torch.ones(fade.shape[1], fade.shape[1], dtype=torch.bool, device=fade.device).triu(1), float("-inf")
+    )
+    added, b, c = (one.transpose(1, 2) for one in (added, b, c))
+    y = (c @ b.mT * since.exp()) @ added + (c @ memory.mT) * total.exp()[..., None]
+    left = (total[..., -1:] - total).exp()[..., None]
+    memory = memory * total[..., -1].exp()[..., None, None] + (added * left).mT @ b
+    return y.transpose(1, 2), memory
+
+
+def _gated(y: Tensor, gate: Tensor, weights: Mamba2Weights) -> Tensor:
+    """y, gate [B, n, values]."""
+    if not weights.norm_groups:
+        return y
+    if weights.norm is None:
+        return y * gate
+    grouped = (y * gate if weights.gate_first else y).unflatten(-1, (weights.norm_groups, -1))
+    scales = torch.rsqrt(grouped.square().mean(-1, keepdim=True) + weights.eps)
+    normed = (grouped * scales).flatten(-2) * weights.norm
+    return normed if weights.gate_first else normed * gate
+
+
+def short_conv(x: Tensor, taps: Tensor, state: RecurrentState, batch: StateBatch) -> Tensor:
+    """As `ReferenceOps.short_conv`. Sequences with one row are computed together, others one by one."""
+    b, c, h = x.float().chunk(3, dim=-1)
+    inputs, kept = b * h, len(taps) - 1
+    starts, cuts = batch.starts.tolist(), batch.cuts.tolist()
+    out = torch.empty_like(inputs)
+    before = read_inputs(state, batch.reads)
+    if starts[-1] == len(starts) - 1 and not any(cuts):
+        seen = torch.cat((before, inputs[:, None]), dim=1)
+        out[:] = convolve(seen, taps)[:, 0]
+        state.inputs[batch.writes] = seen[:, 1:]
+        return (c * out).to(x.dtype)
+    for s, (start, stop) in enumerate(pairwise(starts)):
+        seen = torch.cat((before[s], inputs[start:stop]))
+        out[start:stop] = convolve(seen[None], taps)[0]
+        state.inputs[batch.writes[s]] = seen[len(seen) - kept :]
+        if cuts[s]:
+            state.inputs[batch.saves[s]] = seen[cuts[s] : cuts[s] + kept]
+    return (c * out).to(x.dtype)

@@ -6,21 +6,19 @@ batch. Devices override the operations that they do faster, and are tested again
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.attention import attend_sequence, rotate, store
 from manylora.kernels.decode_step import DecoderParts, DecodeStep
-from manylora.kernels.delta_rule import DeltaWeights, delta_rule
 from manylora.kernels.experts import HostPairs, group_segments, pair_up
 from manylora.kernels.lora import add_adapters
-from manylora.kernels.mamba2 import Mamba2Weights, mamba2
 from manylora.kernels.panels import Panels, WeightRows
 from manylora.kernels.quantised import (
     QuantisedWeight,
@@ -28,8 +26,15 @@ from manylora.kernels.quantised import (
     quantised_linear,
     stacked_linear,
 )
-from manylora.kernels.recurrent import RecurrentState, StateBatch
-from manylora.kernels.short_conv import short_conv
+from manylora.kernels.recurrent import (
+    DeltaWeights,
+    Mamba2Weights,
+    RecurrentState,
+    StateBatch,
+    delta_rule,
+    mamba2,
+    short_conv,
+)
 from manylora.kernels.spec import (
     NOT_FINITE,
     AttentionBatch,
@@ -41,6 +46,14 @@ from manylora.kernels.spec import (
     Targets,
     Weight,
 )
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 class ReferenceOps:

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from manylora.llmapi.guided import GuidedDecodingParams
 from manylora.llmapi.llm_args import KvCacheConfig, NGramDecodingConfig, PeftCacheConfig
 from manylora.llmapi.lora import LoraConfig, LoRARequest
-from manylora.llmapi.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimings
-from manylora.llmapi.pooled_outputs import PoolingParams, PoolingRequestOutput
-from manylora.llmapi.sampling import SamplingParams
+from manylora.llmapi.outputs import (
+    CompletionOutput,
+    Logprob,
+    PoolingParams,
+    PoolingRequestOutput,
+    RequestOutput,
+    RequestTimings,
+)
+from manylora.llmapi.sampling import GuidedDecodingParams, SamplingParams
 from manylora.quant.config import QuantAlgo, QuantConfig
 
 if TYPE_CHECKING:

@@ -7,14 +7,12 @@ from typing import Any, Protocol
 
 from manylora.errors import ConfigError
 from manylora.llmapi.lora import is_choice
-from manylora.llmapi.outputs import RequestOutput
+from manylora.llmapi.outputs import GenerationResult, RequestOutput
 from manylora.llmapi.prompts import ChatText
-from manylora.llmapi.result import GenerationResult
 from manylora.llmapi.sampling import SamplingParams
 from manylora.lora.text.current import OwnText
-from manylora.text.chat_template import ROLES, ChatTemplate
+from manylora.text.chat_template import ROLES, ChatTemplate, call_arguments
 from manylora.text.tokenizer import Tokenizer
-from manylora.text.tool_text import call_arguments
 
 Messages = Sequence[Mapping[str, Any]]
 OWN = ("messages", "tools", "add_generation_prompt", "continue_final_message")

@@ -20,19 +20,17 @@ from manylora.config.pooling import read_pooling_settings
 from manylora.engine.engine import Engine
 from manylora.engine.loop import EngineLoop
 from manylora.errors import AdapterNotCachedError, ConfigError, RequestError
-from manylora.llmapi.adapters import AdapterRegistry
+from manylora.llmapi.adapters import AdapterRegistry, NamedAdapters, with_requests
 from manylora.llmapi.chat import ChatRequests
 from manylora.llmapi.decoding import Decoding, decoding_of, with_defaults
 from manylora.llmapi.engine_config import NO_ADAPTERS, engine_config, modules_to_read, parameter_names
 from manylora.llmapi.generation import Generation
 from manylora.llmapi.lora import LoRAChoice, LoraConfig, LoRARequest, is_choice, members_of
 from manylora.llmapi.model_defaults import NONE, model_defaults
-from manylora.llmapi.named_adapters import NamedAdapters, with_requests
 from manylora.llmapi.options import LlmArguments, check_known
-from manylora.llmapi.outputs import RequestOutput
+from manylora.llmapi.outputs import GenerationResult, RequestOutput
 from manylora.llmapi.pooled import PooledRequests, hidden_state
 from manylora.llmapi.prompts import ChatText, Input, Prompt, PromptReader, as_prompts, for_each
-from manylora.llmapi.result import GenerationResult
 from manylora.llmapi.sampling import SamplingParams
 from manylora.llmapi.service import Service
 from manylora.lora.modules import lora_modules

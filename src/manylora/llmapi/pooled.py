@@ -13,7 +13,7 @@ import numpy as np
 from manylora.config.pooling import PoolingSettings
 from manylora.errors import RequestCancelledError
 from manylora.llmapi.lora import LoRAChoice, is_choice, lora_of, members_of
-from manylora.llmapi.pooled_outputs import (
+from manylora.llmapi.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
     PoolingOutput,

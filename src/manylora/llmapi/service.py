@@ -12,7 +12,7 @@ from manylora.engine.loop import EngineLoop
 from manylora.errors import AdapterError, AdapterNotFiniteError, ManyloraError, RequestError
 from manylora.llmapi.adapters import AdapterRegistry
 from manylora.llmapi.generation import Generation
-from manylora.llmapi.result import GenerationResult
+from manylora.llmapi.outputs import GenerationResult
 from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, Request
 
 SHUT_DOWN = "this LLM has been shut down"

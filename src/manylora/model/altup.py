@@ -15,7 +15,7 @@ from torch import Tensor
 from manylora.config.blocks import AltUpConfig
 from manylora.kernels.spec import LoraBatch
 from manylora.lora.modules import LoraModuleId
-from manylora.model.layers import AddInput, Attends, FeedForward, LoraLinear, Norm, Wanted
+from manylora.model.layers import AddInput, Attends, FeedForward, LogitRows, LoraLinear, Norm
 
 LEAST = 1e-5  # minimum mean square when scaling a stream
 
@@ -117,7 +117,7 @@ class AltUpBlock:
         mix: Callable[[Tensor], Tensor] | None,
         lora: LoraBatch | None,
         own: Tensor | None = None,
-        wanted: Wanted | None = None,
+        wanted: LogitRows | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x [T, streams, hidden]; delta and wanted: None."""
         assert own is not None and mix is not None and delta is None and wanted is None

@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-import manylora
 from manylora.config.engine import EngineConfig
 from manylora.config.model import ModelConfig
 from manylora.config.model_folder import INDEX
@@ -23,12 +22,12 @@ from manylora.kernels.quantised import QuantisedWeight
 from manylora.model.checkpoint import read_model_config
 from manylora.model.families import FAMILIES
 from manylora.model.families.family import TensorNames
-from manylora.model.plan_layers import STACKS
-from manylora.model.plan_parts import WeightSpec
+from manylora.model.plan_layers import STACKS, WeightSpec
 from manylora.model.quant import is_linear, quantise, should_quantise
 from manylora.model.weights import DTYPES, check_names, open_checkpoint, plan_of_files, read_quantised
 from manylora.quant.checkpoint_weights import PARTS
 from manylora.quant.config import QuantConfig
+from manylora.version import __version__
 
 DEFAULT_BATCH = EngineConfig.max_batch_size
 SHARD_BYTES = 4 * 2**30
@@ -278,7 +277,7 @@ def _config(plan: BuildPlan, model: ModelConfig) -> dict[str, Any]:
     return {
         **raw,
         "dtype": dtype,
-        "version": manylora.__version__,
+        "version": __version__,
         "pretrained_config": {
             "architecture": model.architecture,
             "dtype": dtype,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,26 +12,132 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config.model import ModelConfig
+from manylora.kernels.compiled import GATES
+from manylora.kernels.decode_step import DecoderParts, LayerParts, LinearParts
 from manylora.kernels.panels import Panels
 from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import LoraBatch, LoraTarget
+from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraTarget, Weight
 from manylora.lora.modules import LoraModuleId
-from manylora.model.altup import make_streams
-from manylora.model.batch import ForwardBatch, HiddenRows
-from manylora.model.chunks import in_chunks
+from manylora.model.altup import AltUpBlock, make_streams
+from manylora.model.batch import ForwardBatch, HiddenRows, KvTensors
 from manylora.model.decoder_layers import DecoderLayers
-from manylora.model.decoder_parts import decoder_parts
-from manylora.model.delta_rule import LayerState, passing_states
 from manylora.model.extras import adapt_head, adapt_prompt
-from manylora.model.kv_tensors import KvTensors
 from manylora.model.layer_inputs import LayerInputs
 from manylora.model.layers import (
-    Turns,
-    Wanted,
+    Attention,
+    Block,
+    LogitRows,
+    LoraLinear,
+    Mlp,
+    Norm,
+    Rotation,
     side_by_side,
 )
+from manylora.model.recurrent import LayerState, passing_states
 from manylora.model.rope import RotaryTable, make_rope
+
+
+def in_chunks(batch: AttentionBatch, size: int, kv: Tensor) -> tuple[AttentionBatch, Tensor]:
+    """Split each sequence into chunks of `size` tokens that attend separately, as if they were sequences.
+
+    Returns the batch, and the cache [layers, planes, blocks, tokens, heads, dim] with blocks that do not span
+    chunks. Both are unchanged if no sequence is longer than a chunk.
+    """
+    if max(batch.kv_lens) <= size:
+        return batch, kv
+    starts, lengths, sequences, firsts = [0], [], [], []
+    for s, kv_len in enumerate(batch.kv_lens):
+        row, stop = batch.query_starts[s], batch.query_starts[s + 1]
+        position = kv_len - (stop - row)
+        while row < stop:
+            first = position // size * size
+            end = min(first + size, kv_len)
+            row, position = row + end - position, end
+            starts.append(row)
+            lengths.append(end - first)
+            sequences.append(s)
+            firsts.append(first)
+    tokens = math.gcd(size, kv.shape[3])
+    parts = kv.shape[3] // tokens
+    device = batch.block_table.device
+    table = (batch.block_table.unsqueeze(-1) * parts + torch.arange(parts, device=device)).flatten(1)
+    columns = torch.tensor(firsts).unsqueeze(1) // tokens + torch.arange(size // tokens)
+    columns = columns.clamp_(max=table.shape[1] - 1).to(device)  # nothing is read past the end
+    rows = torch.tensor(sequences, device=device).unsqueeze(1)
+    chunks = AttentionBatch(starts, lengths, table[rows, columns].int(), batch.slots)
+    return chunks, kv.view(*kv.shape[:2], -1, tokens, *kv.shape[4:])
+
+
+def decoder_parts(
+    config: ModelConfig,
+    blocks: Sequence[Block | AltUpBlock],
+    norm: Norm,
+    head: Weight,
+    head_bias: Tensor | None,
+    embedding: Tensor | Panels | None,
+) -> DecoderParts | None:
+    """None if layers are not all attention and gated MLP with RMS norms. embedding: the table whose rows,
+    only scaled, are the first layer's input.
+    """
+    if config.parallel_blocks or config.residual_scale != 1 or norm.bias is not None:
+        return None
+    if config.qkv_clip is not None or config.attention_chunk or config.unrotated_growth:
+        return None
+    if config.attention_gated or config.recurrent is not None:
+        return None
+    if config.qk_norm == "plain" or config.layer_inputs is not None or config.layer_shapes:
+        return None
+    layers = [_layer(block) for block in blocks]
+    plain = [layer for layer in layers if layer is not None]
+    if len(plain) < len(layers):
+        return None
+    return DecoderParts(
+        embedding=embedding,
+        embedding_scale=config.embedding_scale,
+        layers=tuple(plain),
+        norm=norm.weight,
+        head=LinearParts(head, head_bias),
+        hidden=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        dim=config.head_dim,
+        inner=config.intermediate_size,
+        norm_heads=config.qk_norm == "head",
+        pairs=config.rope_interleaved,
+        activation=GATES.index(config.activation),
+        eps=config.norm_eps,
+    )
+
+
+def _layer(block: Block | AltUpBlock) -> LayerParts | None:
+    if isinstance(block, AltUpBlock):
+        return None
+    attention, mlp = block.attention, block.mlp
+    if not isinstance(attention, Attention):
+        return None
+    if not isinstance(mlp, Mlp) or not mlp.gated or mlp.activation not in GATES or mlp.cutoff is not None:
+        return None
+    if attention.params.sinks is not None or attention.v_norm is not None:
+        return None
+    norms = {
+        "attention_norm": block.attention_norm,
+        "attention_post_norm": block.attention_post_norm,
+        "mlp_norm": block.mlp_norm,
+        "mlp_post_norm": block.mlp_post_norm,
+        "q_norm": attention.q_norm,
+        "k_norm": attention.k_norm,
+    }
+    if any(norm is not None and norm.bias is not None for norm in norms.values()):
+        return None
+    weights = {name: None if norm is None else norm.weight for name, norm in norms.items()}
+    linears = (attention.qkv, attention.out, mlp.up_gate, mlp.down)
+    qkv, out, up_gate, down = map(_linear, linears)
+    return LayerParts(weights, (qkv, out, up_gate, down), attention.params, attention.rotary)
+
+
+def _linear(one: LoraLinear) -> LinearParts:
+    return LinearParts(one.weight, one.bias, one.targets)
 
 
 class Decoder(DecoderLayers):
@@ -104,7 +211,10 @@ class Decoder(DecoderLayers):
     def _in_layers(self, batch: ForwardBatch, kv: KvTensors, states: RecurrentState | None) -> Tensor:
         x, growth = self._embed(batch), self._growth(batch)
         rotary = [table(batch.positions, batch.rope_lengths) for table in self._rotary]
-        turns = [Turns(None, self._unrotated_growth(batch, growth)), *(Turns(one, growth) for one in rotary)]
+        turns = [
+            Rotation(None, self._unrotated_growth(batch, growth)),
+            *(Rotation(one, growth) for one in rotary),
+        ]
         own = None if self._layer_inputs is None else self._vectors(self._layer_inputs, x, batch)
         return self._layers(x, turns, batch, kv, states, own)
 
@@ -120,7 +230,7 @@ class Decoder(DecoderLayers):
     def _layers(
         self,
         x: Tensor,
-        turns: list[Turns],
+        turns: list[Rotation],
         batch: ForwardBatch,
         kv: KvTensors,
         states: RecurrentState | None,
@@ -174,7 +284,7 @@ class Decoder(DecoderLayers):
             self._pool(x, delta, batch.pooled, batch.lora)
         return self._logits(x, delta, batch)
 
-    def _wanted(self, batch: ForwardBatch) -> Wanted | None:
+    def _wanted(self, batch: ForwardBatch) -> LogitRows | None:
         """The rows for which the last layer is computed after its attention.
 
         None: all rows, if extras of adapters depend on that, or if tables are on another device or cover all
@@ -188,9 +298,9 @@ class Decoder(DecoderLayers):
         if lora is not None and lora.extras:
             return None
         if lora is None:
-            return Wanted(rows, None)
+            return LogitRows(rows, None)
         few = lora.among(rows.tolist())
-        return None if few is None else Wanted(rows, few if few.segments else None)
+        return None if few is None else LogitRows(rows, few if few.segments else None)
 
     def _pool(self, x: Tensor, delta: Tensor | None, pooled: HiddenRows, lora: LoraBatch | None) -> None:
         pooled.hidden = self._hidden(x, delta, pooled.rows, lora)

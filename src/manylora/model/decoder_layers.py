@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,12 +17,11 @@ from manylora.config.blocks import (
     Mamba2Config,
 )
 from manylora.config.model import ModelConfig, MoeConfig
-from manylora.kernels.delta_rule import DeltaWeights
+from manylora.kernels.recurrent import DeltaWeights
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import AttentionParams, LoraTarget
+from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget
 from manylora.lora.modules import LoraModuleId
 from manylora.model.altup import AltUp, AltUpBlock, Laurel
-from manylora.model.delta_rule import DeltaRule
 from manylora.model.families import FAMILIES
 from manylora.model.latent import Expansion, LatentAttention
 from manylora.model.layer_inputs import LayerInput, LayerInputs
@@ -34,13 +33,40 @@ from manylora.model.layers import (
     LoraLinear,
     Mlp,
     Norm,
+    Rotation,
 )
-from manylora.model.mamba2 import Mamba2, mamba2_factors, mamba2_weights
-from manylora.model.moe import Experts, ExpertsBesideMlp, Moe, SharedExpert
-from manylora.model.routing import Router, WideRouter
-from manylora.model.shared_kv import SharedKvAttention
-from manylora.model.short_conv import ShortConv
+from manylora.model.moe import Experts, ExpertsBesideMlp, Moe, Router, SharedExpert, WideRouter
+from manylora.model.recurrent import DeltaRule, Mamba2, ShortConv, mamba2_factors, mamba2_weights
 from manylora.model.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class SharedKvAttention:
+    """Grouped-query attention over paged keys and values of another layer, which ran earlier in this step.
+
+    q_norm: over head_dim, or None. rotary: index of the layer's rotation among the step's; -1: none.
+    """
+
+    config: ModelConfig
+    ops: ReferenceOps
+    q: LoraLinear
+    out: LoraLinear
+    q_norm: Norm | None
+    params: AttentionParams
+    rotary: int
+
+    def __call__(
+        self, x: Tensor, turns: Rotation, batch: AttentionBatch, lora: LoraBatch | None, kv: Tensor
+    ) -> Tensor:
+        """x [T, hidden] -> [T, hidden]. kv: the other layer's part of the cache."""
+        rows, config = x.shape[0], self.config
+        q = self.q(x, lora).view(rows, config.num_heads, config.head_dim)
+        if self.q_norm is not None:
+            q = self.q_norm(q, lora)
+        if turns.rotary is not None:
+            q = self.ops.rotate_queries(q, turns.rotary)
+        mixed = self.ops.attention(q, kv[0], kv[1], batch, self.params)
+        return self.out(mixed.reshape(rows, config.q_size), lora)
 
 
 class DecoderLayers(Transformer):

@@ -16,10 +16,9 @@ from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import LoraTarget
 from manylora.lora.modules import LoraModuleId
 from manylora.model.attend import RelativeBias, attend_spans
-from manylora.model.batch import ForwardBatch
+from manylora.model.batch import ForwardBatch, KvTensors
 from manylora.model.encoder_decoder import Layer, SelfAttention
 from manylora.model.families import FAMILIES
-from manylora.model.kv_tensors import KvTensors
 from manylora.model.transformer import Transformer
 
 MAX_DISTANCE = 128  # tokens; larger distances share a bucket of the relative bias

@@ -16,10 +16,9 @@ from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionParams, LoraBatch, LoraTarget
 from manylora.lora.modules import LoraModuleId
 from manylora.model.attend import PagedGroup, RelativeBias, attend_groups, attend_spans, paged_groups
-from manylora.model.batch import ForwardBatch
+from manylora.model.batch import ForwardBatch, KvTensors
 from manylora.model.extras import adapt_head
 from manylora.model.families import FAMILIES
-from manylora.model.kv_tensors import KvTensors
 from manylora.model.layers import LoraLinear, Mlp, Norm
 from manylora.model.transformer import Transformer
 

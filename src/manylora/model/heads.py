@@ -1,18 +1,26 @@
-"""Classification heads, which replace the language-model head."""
+"""Classification heads, which replace the language-model head, and the dense layers that
+sentence-transformers applies after pooling.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config.blocks import HeadLayerConfig
-from manylora.kernels.activations import ACTIVATIONS
+from manylora.config.pooling import read_dense_modules
+from manylora.errors import ConfigError
+from manylora.gguf.file import GgufFile
+from manylora.gguf.folder import linked_files
 from manylora.kernels.extras import Extra
+from manylora.kernels.reference import ACTIVATIONS
 from manylora.lora.extras import HEAD
+from manylora.model.safetensors_file import SafetensorsFile
 
 # A head's weights have the same names in the model's weights as in extras.
 
@@ -79,3 +87,35 @@ def _values(name: str, extra: Extra) -> Tensor:
     """A matrix, or a bias, which has one column in its pages."""
     whole = extra.pieces[0] if len(extra.pieces) == 1 else torch.cat(extra.pieces)
     return whole.reshape(-1) if name.endswith(".bias") else whole
+
+
+FILE = "model.safetensors"
+
+
+def load_dense(folder: Path, hidden_size: int, device: torch.device) -> tuple[HeadLayer, ...]:
+    """In float32. Raises ConfigError for a file that is missing or has another shape."""
+    layers, size = [], hidden_size
+    for one in read_dense_modules(folder):
+        path, stem = one.folder / FILE, "linear"
+        if linked_files(folder):  # a GGUF file has them beside the model
+            path, stem = linked_files(folder)[0], f"{one.folder.name}.linear"
+        elif not path.is_file():
+            raise ConfigError(f"{path} is missing: save the model as safetensors, as others are not read")
+        shapes: dict[str, tuple[int, ...]] = {f"{stem}.weight": (one.outputs, one.inputs)}
+        if one.biased:
+            shapes[f"{stem}.bias"] = (one.outputs,)
+        if one.inputs != size:
+            raise ConfigError(f"{one.folder / 'config.json'}: in_features {one.inputs} must be {size}")
+        found = []
+        with GgufFile(path) if path.suffix == ".gguf" else SafetensorsFile(path) as file:
+            names = set(file.keys())
+            for name, shape in shapes.items():
+                if name not in names:
+                    raise ConfigError(f"{path} lacks {name}")
+                tensor = file.get_tensor(name).to(device, torch.float32)
+                if tuple(tensor.shape) != shape:
+                    raise ConfigError(f"{path}: {name} is {tuple(tensor.shape)}, not {shape}")
+                found.append(tensor)
+        size, config = one.outputs, HeadLayerConfig(one.activation, one.biased)
+        layers.append(HeadLayer(config, found[0], found[1] if one.biased else None))
+    return tuple(layers)

@@ -29,7 +29,7 @@ from manylora.kernels.lora import matrices
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch
 from manylora.lora.modules import MODULE_NAMES, LoraModuleId
-from manylora.model.layers import LoraLinear, Norm, Turns, halves_first
+from manylora.model.layers import LoraLinear, Norm, Rotation, halves_first
 
 KV_B = LoraModuleId.ATTN_KV_B
 
@@ -129,7 +129,7 @@ class LatentAttention:
     def __call__(
         self,
         x: Tensor,
-        turns: Turns,
+        turns: Rotation,
         batch: AttentionBatch,
         lora: LoraBatch | None,
         kv: Tensor,
@@ -153,7 +153,7 @@ class LatentAttention:
         values = self.expansion.of_sums(mixed, lora)
         return self.out(values.reshape(rows, -1), lora)
 
-    def _rotated(self, x: Tensor, turns: Turns) -> Tensor:
+    def _rotated(self, x: Tensor, turns: Rotation) -> Tensor:
         assert turns.rotary is not None
         return rotate(halves_first(x, self.sizes.rope_dim) if self.pairs else x, *turns.rotary)
 

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from manylora.config.blocks import BesideConfig
 from manylora.config.model import ModelConfig
-from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.attention import rotate
-from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.reference import ACTIVATIONS, ReferenceOps
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Rotary, Weight
 from manylora.model.attend import attend_spans
 from manylora.model.extras import adapt_inputs, adapt_linear, adapt_norm, changed_inputs, prefixes
@@ -88,7 +87,7 @@ class LoraLinear:
         return y
 
 
-class Turns(NamedTuple):
+class Rotation(NamedTuple):
     """How the positions of a step's rows affect queries and keys: rotations, and factors on queries, [T, 1,
     1]. None: no effect.
     """
@@ -106,7 +105,7 @@ class Attends(Protocol):
     def rotary(self) -> int: ...
 
     def __call__(
-        self, x: Tensor, turns: Turns, batch: AttentionBatch, lora: LoraBatch | None, kv: Tensor
+        self, x: Tensor, turns: Rotation, batch: AttentionBatch, lora: LoraBatch | None, kv: Tensor
     ) -> Tensor: ...
 
 
@@ -133,7 +132,7 @@ class Attention:
     def __call__(
         self,
         x: Tensor,
-        turns: Turns,
+        turns: Rotation,
         batch: AttentionBatch,
         lora: LoraBatch | None,
         kv: Tensor,
@@ -175,7 +174,7 @@ class Attention:
         return self.out(mixed.reshape(rows, config.q_size), lora)
 
     def _store_prefixes(
-        self, lora: LoraBatch, batch: AttentionBatch, kv: Tensor, turns: Turns, dtype: torch.dtype
+        self, lora: LoraBatch, batch: AttentionBatch, kv: Tensor, turns: Rotation, dtype: torch.dtype
     ) -> None:
         """Overwrite the unused keys and values of virtual tokens with those that adapters bring."""
         config = self.config
@@ -200,7 +199,7 @@ def halves_first(x: Tensor, count: int) -> Tensor:
     return torch.cat((pairs[..., ::2], pairs[..., 1::2], x[..., count:]), dim=-1)
 
 
-class Wanted(NamedTuple):
+class LogitRows(NamedTuple):
     """The rows [L] that are needed after a layer, and their adapters, with positions counted within these
     rows.
     """
@@ -280,7 +279,7 @@ class Block:
         mix: Callable[[Tensor], Tensor] | None,
         lora: LoraBatch | None,
         own: Tensor | None = None,
-        wanted: Wanted | None = None,
+        wanted: LogitRows | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         x, seen = _add(self.attention_norm if mix is not None else self.mlp_norm, x, delta, lora)
         mixed = seen if mix is None else mix(seen)

@@ -9,8 +9,20 @@ from manylora.config.blocks import LayerInputsConfig
 from manylora.config.model import ModelConfig
 from manylora.model.families import FAMILIES
 from manylora.model.families.family import TensorNames
-from manylora.model.plan_layers import cross_plan, layer_plan, mixer_plan, mlp_plan, sparse_plan
-from manylora.model.plan_parts import Plan, RowSlice, WeightSpec, linear, matrix, norm, whole
+from manylora.model.plan_layers import (
+    Plan,
+    RowSlice,
+    WeightSpec,
+    cross_plan,
+    layer_plan,
+    linear,
+    matrix,
+    mixer_plan,
+    mlp_plan,
+    norm,
+    sparse_plan,
+    whole,
+)
 
 CLASSIFIERS = ("score", "classifier")
 

@@ -29,7 +29,7 @@ from manylora.model.encoder import Encoder
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.families import FAMILIES
 from manylora.model.plan import checkpoint_plan, head_name, unused_prefixes
-from manylora.model.plan_parts import Plan, RowSlice, WeightSpec
+from manylora.model.plan_layers import Plan, RowSlice, WeightSpec
 from manylora.model.quant import check_quant_request, quantise, should_quantise, stack_weights
 from manylora.model.safetensors_file import FileTensor, SafetensorsFile
 from manylora.quant.checkpoint_weights import PARTS, CheckpointWeights

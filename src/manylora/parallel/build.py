@@ -15,10 +15,8 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import compute_dtype, load_weights, tied_head
 from manylora.parallel.adapters import AdapterSlicer
 from manylora.parallel.collectives import Collectives
-from manylora.parallel.decoder import RankDecoder
-from manylora.parallel.encoders import RankEncoder, RankEncoderDecoder
-from manylora.parallel.mapping import Mapping
-from manylora.parallel.rank_model import rank_config
+from manylora.parallel.decoder import RankDecoder, RankEncoder, RankEncoderDecoder
+from manylora.parallel.mapping import Mapping, rank_config
 from manylora.parallel.weights import rank_plan
 from manylora.quant.config import QuantConfig
 

@@ -1,32 +1,117 @@
-"""RankDecoder: a Decoder with one rank's weights, with communication added around its layers."""
+"""Models with one rank's weights, with communication added around their layers: RankDecoder, RankEncoder and
+RankEncoderDecoder.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config.blocks import LayerInputsConfig, Mamba2Config
 from manylora.config.model import ModelConfig, MoeConfig
+from manylora.kernels.experts import HostPairs
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import LoraBatch
-from manylora.model.batch import ForwardBatch, HiddenRows
+from manylora.model.batch import ForwardBatch, HiddenRows, KvTensors
 from manylora.model.decoder import Decoder, ids_of
-from manylora.model.kv_tensors import KvTensors
+from manylora.model.encoder import Encoder
+from manylora.model.encoder_decoder import EncoderDecoder, Stack
 from manylora.model.layer_inputs import LayerInputs
 from manylora.model.layers import Attends, Attention, FeedForward, Norm
-from manylora.model.mamba2 import Mamba2
-from manylora.model.moe import ExpertsBesideMlp, Moe
-from manylora.model.routing import Router
+from manylora.model.moe import ExpertsBesideMlp, Moe, Router, in_pairs
+from manylora.model.recurrent import LayerState, Mamba2
+from manylora.parallel.adapters import kv_for_next, kv_from_before
 from manylora.parallel.collectives import Collectives
-from manylora.parallel.experts import MoePart
-from manylora.parallel.layers import SharedLayers, SharedNorm, SummedMlp, extended
+from manylora.parallel.layers import SharedLayers, SharedNorm, SummedMlp, extended, look_up_shared
 from manylora.parallel.mapping import Mapping
-from manylora.parallel.recurrent import SharedMamba2
-from manylora.parallel.stages import kv_for_next, kv_from_before
-from manylora.parallel.vectors import RankLayerInputs
+
+
+@dataclass(frozen=True)
+class MoePart(Moe):
+    """As `Moe`, with experts [first, first + config.num_experts) of those among which the router chooses. The
+    other experts contribute 0, so that the ranks' results can be summed.
+    """
+
+    first: int = 0
+
+    def each(
+        self, x: Tensor, choices: Tensor, lora: LoraBatch | None, weights: Tensor | None = None
+    ) -> Tensor:
+        count, ops = self.config.num_experts, self.up_gate.ops
+        own = choices - self.first
+        mine = (own >= 0) & (own < count)
+        # Choices of other ranks' experts are mapped to one additional expert after ours.
+        pairs, places = ops.pair_up(own.where(mine, count), count + 1, lora)
+        if not isinstance(pairs, HostPairs):
+            # A device that does not report the number of pairs to the host computes all of them.
+            y = super().each(x, own.where(mine, choices % count), lora, weights)
+            return y.where(mine.unsqueeze(-1), 0)
+        used = pairs.starts[count]
+        y = torch.zeros((len(places), x.shape[1]), dtype=x.dtype, device=x.device)
+        if used:
+            groups = pairs.groups[pairs.groups[:, 2] < count]
+            ours = type(pairs)(pairs.rows[:used], pairs.starts[: count + 1], groups)
+            sizes, experts = in_pairs(weights, places), in_pairs(own, places) if self.config.biased else None
+            first = (None if part is None else part[:used] for part in (experts, sizes))
+            y[:used] = self.run(x, ours, next(first), lora, next(first))
+        return y[places].view(*choices.shape, -1)
+
+
+@dataclass(frozen=True)
+class SharedMamba2(Mamba2):
+    """A Mamba-2 layer on one rank, if heads that are normalised together are on several ranks.
+
+    add_up: sums over the ranks of a stage, [T, groups]. group, groups: the group of this rank's heads, and
+    the number of groups. total: values per group, over all its ranks.
+    """
+
+    add_up: Callable[[Tensor], Tensor] = lambda x: x
+    group: int = 0
+    groups: int = 1
+    total: int = 0
+
+    def _mixed(self, rows: Tensor, cache: LayerState) -> Tensor:
+        own = self.weights
+        assert own.norm is not None
+        plain = self.ops.mamba2(rows, replace(own, norm_groups=0), cache.state, cache.batch).float()
+        gate = F.silu(rows[:, : own.value_size].float())
+        y = plain * gate if own.gate_first else plain
+        squares = y.new_zeros(len(y), self.groups)
+        squares[:, self.group] = y.square().sum(-1)
+        mean = self.add_up(squares)[:, self.group, None] / self.total
+        y = y * (mean + own.eps).rsqrt() * own.norm
+        return (y if own.gate_first else y * gate).to(rows.dtype)
+
+
+@dataclass(frozen=True)
+class RankLayerInputs(LayerInputs):
+    """The per-layer embeddings on one rank. The table has the columns of this stage's layers and the rows
+    of `tokens`.
+
+    The first stage computes the parts from embeddings for all layers, because only it has the embeddings
+    and the adapters' rows of that matrix.
+    """
+
+    collectives: Collectives
+    tokens: range
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        if len(self.tokens) == self.config.vocab_size:
+            return super().look_up(ids)
+        return look_up_shared(ids, self.table, self.tokens, self.table.dtype, self.collectives)
+
+    def of_stage(self, ids: Tensor, made: Tensor) -> Tensor:
+        """made: for the layers of this stage and later ones, [T, layers, dim] -> [layers, T, dim]: those of
+        this stage as blocks need them, the others unchanged.
+        """
+        count = self.table.shape[1] // self.config.dim
+        own = self.add(ids, made[:, :count])
+        return torch.cat((own, made[:, count:].transpose(0, 1)))
 
 
 class RankDecoder(SharedLayers, Decoder):
@@ -176,3 +261,49 @@ class RankDecoder(SharedLayers, Decoder):
         if mapping.pp_size > 1 and mapping.tp_rank == 0 and pooled is not None:
             self._collectives.send_back(self._hidden(x, delta, pooled.rows, batch.lora))
         return logits
+
+
+class RankEncoder(SharedLayers, Encoder):
+    """Rank 0 has the hidden states; without stages every rank has them."""
+
+    def _embed(self, batch: ForwardBatch) -> Tensor:
+        if self._mapping.is_first_stage:
+            return super()._embed(batch)
+        return self._receive(len(batch.input_ids), self.config.hidden_size)
+
+    def _leave(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        mapping = self._mapping
+        if not mapping.is_last_stage:
+            self._collectives.send_hidden(x)
+            return self._answer(batch)
+        logits = super()._leave(x, batch)
+        if mapping.tp_rank == 0 and not mapping.is_first_stage and batch.pooled is not None:
+            assert batch.pooled.hidden is not None
+            self._collectives.send_back(batch.pooled.hidden)
+        return logits
+
+
+class RankEncoderDecoder(SharedLayers, EncoderDecoder):
+    """A stage has layers of both stacks. The cache has keys and values of this rank's heads, for the decoder
+    layers of its stage. The output of the encoder's last stage is sent to all stages, for their
+    cross-attention.
+
+    more: EncoderDecoder's max_seq_len. `forward` returns logits on rank 0, and [0, vocab] on others.
+    """
+
+    def _enter(self, batch: ForwardBatch, stack: Stack) -> Tensor:
+        if self._mapping.is_first_stage:
+            return super()._enter(batch, stack)
+        return self._receive(len(batch.input_ids), self.config.hidden_size)
+
+    def _encoded(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        if self._mapping.is_last_stage:
+            return self._collectives.from_last(super()._encoded(x, batch))
+        self._collectives.send_hidden(x)
+        return self._collectives.from_last(torch.empty_like(x))
+
+    def _logits(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        if self._mapping.is_last_stage:
+            return self._to_rank_0(super()._logits(x, batch))
+        self._collectives.send_hidden(x)
+        return self._answer(batch)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from manylora.config.blocks import ConvConfig, DeltaConfig, LayerInputsConfig, Mamba2Config, RecurrentConfig
 from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
-from manylora.model.plan_parts import Plan, WeightSpec
+from manylora.model.plan_layers import Plan, WeightSpec
 from manylora.parallel.mapping import Mapping, layers_of_stage
 
 LAYER = re.compile(r"(\d+)\.(.+)")

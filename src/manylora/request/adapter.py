@@ -9,7 +9,7 @@ from math import isfinite
 import numpy as np
 
 from manylora.errors import RequestError
-from manylora.request.rules import require
+from manylora.request.sampling import require
 
 MAX_MIXED = 8  # adapters of one request
 MAX_SCALE = 100.0  # largest magnitude of an adapter's scale

@@ -10,8 +10,7 @@ import numpy as np
 
 from manylora.errors import RequestError
 from manylora.request.adapter import LoraInput, LoraMix
-from manylora.request.rules import require
-from manylora.request.sampling import SamplingConfig
+from manylora.request.sampling import SamplingConfig, require
 
 MAX_RANGES = 1024  # maximum number of retention ranges
 POOLING_MODES = ("last", "mean", "cls", "all")

@@ -9,7 +9,13 @@ from functools import cached_property
 import numpy as np
 
 from manylora.errors import RequestError
-from manylora.request.rules import require
+
+
+def require(ok: bool, name: str, rule: str, value: object) -> None:
+    """Raises RequestError unless ok."""
+    if not ok:
+        raise RequestError(f"{name} {rule}, got {value}")
+
 
 MAX_SEED = 2**64 - 1
 MOST = 2**31 - 1  # maximum of counts and token ids

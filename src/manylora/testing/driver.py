@@ -17,11 +17,10 @@ from manylora.kernels.recurrent import RecurrentState, StateBatch
 from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraSegment
 from manylora.lora.modules import LoraModule, lora_modules
-from manylora.model.batch import ForwardBatch
+from manylora.model.batch import ForwardBatch, make_kv
 from manylora.model.decoder import Decoder
-from manylora.model.delta_rule import make_states
 from manylora.model.encoder_decoder import EncoderDecoder
-from manylora.model.kv_tensors import make_kv
+from manylora.model.recurrent import make_states
 from manylora.request import LoraExtra, LoraInput
 
 BLOCK, BLOCKS = 8, 128

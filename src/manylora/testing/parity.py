@@ -19,7 +19,7 @@ import torch
 from manylora.config.model import ModelConfig
 from manylora.errors import ManyloraError
 from manylora.kernels.device import open_device
-from manylora.lora.convert_nemo import write_runtime_tensors
+from manylora.lora.convert import write_runtime_tensors
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.llgtrt import write_llgtrt
 from manylora.lora.formats.npy import write_npy
@@ -28,9 +28,9 @@ from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
-from manylora.model.effective_weights import EffectiveWeights
 from manylora.model.encoder import Encoder
 from manylora.model.families import FAMILIES as ARCHITECTURES
+from manylora.model.quant import EffectiveWeights
 from manylora.model.weights import load_decoder
 from manylora.quant.config import SERVED, QuantConfig
 from manylora.testing.driver import Adapter, Driver, Tensors, agree

@@ -11,7 +11,7 @@ import numpy as np
 from manylora.errors import RequestError
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.server_types import Arrays
-from manylora.wire.utf8 import utf8
+from manylora.wire.texts import utf8
 
 TASK_ID, NAME = "LORA_TASK_ID", "LORA_NAME"  # inputs of preprocessing
 TOLD = "LORA_TEXT"  # input of postprocessing: the result of `wire.encode.adapter_told`

@@ -14,8 +14,7 @@ from manylora.text.item_text import ItemText, OwnTexts, adapters_of
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.bls import TO_PREPROCESSING
 from manylora.wire.server_types import Arrays
-from manylora.wire.utf8 import utf8
-from manylora.wire.word_lists import encode_word_lists
+from manylora.wire.texts import encode_word_lists, utf8
 
 REFUSED = ("IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES")
 WORDS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")

@@ -27,8 +27,7 @@ from manylora.request import (
 )
 from manylora.wire.server_types import Arrays
 from manylora.wire.tensor_table import REFUSED_INPUTS, SAMPLING_SCALARS
-from manylora.wire.utf8 import utf8
-from manylora.wire.word_lists import decode_word_list
+from manylora.wire.texts import decode_word_list, utf8
 
 DEFAULTED = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",

@@ -20,7 +20,7 @@ from manylora.request import (
     SamplingConfig,
 )
 from manylora.wire.tensor_table import SAMPLING_SCALARS, TENSORRT_LLM
-from manylora.wire.word_lists import encode_word_lists
+from manylora.wire.texts import encode_word_lists
 
 Tensors = dict[str, np.ndarray]
 DTYPES = {"FP32": np.float32, "INT32": np.int32, "UINT64": np.uint64, "BOOL": np.bool_}

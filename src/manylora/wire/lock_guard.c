@@ -1,4 +1,4 @@
-/* Stands between Triton's stub and pthread_mutex_lock; see lock_guard.py. */
+/* Stands between Triton's stub and pthread_mutex_lock; see bls_worker.py. */
 #define _GNU_SOURCE
 #include <elf.h>
 #include <errno.h>

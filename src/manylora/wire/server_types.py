@@ -1,7 +1,10 @@
-"""The parts of the Python backend's objects that this package uses."""
+"""The parts of the Python backend's objects that this package uses, and when they are freed: not while the
+server uses them, nor after its memory.
+"""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
 
@@ -44,3 +47,29 @@ class ServerRequest(Protocol[Sent]):
     def inputs(self) -> Sequence[ServerTensor]: ...
     def get_response_sender(self) -> ResponseSender[Sent]: ...
     def is_cancelled(self) -> bool: ...
+
+
+def send(sender: ResponseSender[Response], response: Response | None, flags: int = 0) -> None:
+    """As the sender's own `send`. response: None only with the flag FINAL. Thread-safe.
+
+    The binding sends without holding the GIL, and drops outputs that the client did not request. Without
+    another reference it would free their arrays concurrently with running Python code, which occasionally
+    crashes the process later.
+    """
+    if response is None:
+        sender.send(flags=flags)
+        return
+    kept = response.output_tensors()
+    sender.send(response, flags)
+    del kept  # only now
+
+
+def release(model: object) -> None:
+    """Frees what a model refers to, at the end of its `finalize`.
+
+    Tensors, requests and metrics use the server's shared memory. The model and its threads refer to each
+    other, so without this they would be freed when the interpreter ends. By then the memory is gone, and
+    the process crashes.
+    """
+    vars(model).clear()
+    gc.collect()

@@ -13,8 +13,7 @@ from typing import Generic
 from manylora.system.lifeline import Lifeline
 from manylora.system.text_threads import TextThreads
 from manylora.wire.client_errors import check_parameters, client_message
-from manylora.wire.sending import send
-from manylora.wire.server_types import FINAL, Arrays, Response, ResponseSender, ServerRequest
+from manylora.wire.server_types import FINAL, Arrays, Response, ResponseSender, ServerRequest, send
 from manylora.wire.shape_guard import read_inputs
 
 

@@ -17,10 +17,8 @@ from manylora.kernels.cuda.grouped import ALIGNMENTS, WeightTable, grouped_linea
 from manylora.kernels.cuda.plan import MODULES, PLACE, Places, plan_lora
 from manylora.kernels.cuda.products import QuantisedLinears
 from manylora.kernels.cuda.tables import PART_KEYS, PagedBatch, PlannedLora, plan_attention
-from manylora.kernels.delta_rule import DeltaWeights
-from manylora.kernels.mamba2 import Mamba2Weights
 from manylora.kernels.quantised import PackedInt4, QuantisedWeight, StackedWeight
-from manylora.kernels.recurrent import RecurrentState, StateBatch
+from manylora.kernels.recurrent import DeltaWeights, Mamba2Weights, RecurrentState, StateBatch
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import (
     AttentionBatch,

@@ -15,9 +15,7 @@ from torch import Tensor
 from manylora.kernels.cuda.convolution import convolve
 from manylora.kernels.cuda.launch import launch
 from manylora.kernels.cuda.rows import warps_of
-from manylora.kernels.delta_rule import NORM_EPS, DeltaWeights
-from manylora.kernels.mamba2 import Mamba2Weights
-from manylora.kernels.recurrent import RecurrentState, StateBatch
+from manylora.kernels.recurrent import NORM_EPS, DeltaWeights, Mamba2Weights, RecurrentState, StateBatch
 
 TILE = 2048  # elements of a head's memory per program: 16 registers per thread of 4 warps
 

@@ -18,8 +18,6 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from manylora.testing.tiny_models import make_model
-
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "small": ("llama", {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
                         "num_key_value_heads": 4, "intermediate_size": 2048}),
@@ -28,6 +26,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm2": ("llama", {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,
                           "num_key_value_heads": 3, "intermediate_size": 1536}),
 }  # fmt: skip
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT / "examples"), str(ROOT / "tests")]
 VOCAB = 32000
 COMMON = {"vocab_size": VOCAB, "max_position_embeddings": 1024, "initializer_range": 0.02}
 REQUESTS, AT_ONCE, OUTPUT = 32, 16, 64
@@ -73,6 +73,8 @@ def save_model(path: Path, name: str, dtype: str) -> Path:
         given = {"gguf_file": file.name, "quantization_config": plain, "dtype": dtype}
         AutoModelForCausalLM.from_pretrained(file.parent, **given).save_pretrained(path)
         return path
+    from tiny_models import make_model
+
     kind, shape = MODELS[name]
     make_model(path, kind, **COMMON, **shape)
     file = path / "model.safetensors"
@@ -85,7 +87,6 @@ def save_model(path: Path, name: str, dtype: str) -> Path:
 
 def smollm2() -> Path:
     """The published GGUF file in Q4_1, downloaded once."""
-    sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
     from real_models import fetch
 
     return fetch("smollm2")
@@ -93,6 +94,8 @@ def smollm2() -> Path:
 
 def make_llama(path: Path, hidden: int, layers: int) -> Path:
     """Write a float32 Llama with heads of 64 and a vocabulary of 8,192, to benchmark servers."""
+    from tiny_models import make_model
+
     heads = hidden // 64
     return make_model(
         path, "llama", hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,

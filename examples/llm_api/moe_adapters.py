@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from manylora import LLM, LoRARequest, SamplingParams
 from manylora._torch.peft.lora.moe_layout import make_per_expert_lora
@@ -19,7 +20,6 @@ from manylora.kernels.row_format import RowFormat
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.tensors import AdapterRow, pack_rows
 from manylora.lora_manager import LoraConfig
-from manylora.testing.tiny_models import make_model
 
 EXPERTS, HIDDEN, INNER, RANK = 4, 64, 96, 8
 # Module id -> dimensions of one expert: the gate side of SwiGLU, the down and the up projection.
@@ -42,7 +42,13 @@ def make_adapter(path: Path, seed: int) -> Path:
 
 
 with tempfile.TemporaryDirectory() as folder:
-    model = make_model(Path(folder) / "base", "mixtral")
+    model = Path(folder) / "base"
+    config = MixtralConfig(
+        vocab_size=272, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=2,
+        num_local_experts=EXPERTS, num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    MixtralForCausalLM(config).save_pretrained(model)
     first = make_adapter(Path(folder) / "first", 1)
     second = make_adapter(Path(folder) / "second", 2)
 
@@ -58,10 +64,10 @@ with tempfile.TemporaryDirectory() as folder:
         max_cpu_loras=8,
     )  # fmt: skip
 
-    llm = LLM(model=str(model), lora_config=lora_config, moe_backend="CUTLASS")
+    llm = LLM(model=str(model), lora_config=lora_config, moe_backend="CUTLASS", skip_tokenizer_init=True)
     outputs = llm.generate(
-        ["Hello, how are you?"] * 3,
-        SamplingParams(max_tokens=8),
+        [[1, 72, 101, 108]] * 3,
+        SamplingParams(max_tokens=8, end_id=-1),
         lora_request=[None, LoRARequest("first", 1, str(first)), LoRARequest("second", 2, str(second))],
     )
     for output in outputs:

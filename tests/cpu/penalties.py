@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-
-from manylora.testing.tiny_models import reference_logits
+from tiny_models import reference_logits
 
 Formula = Callable[..., np.ndarray]
 

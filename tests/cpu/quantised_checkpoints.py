@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-
-from manylora.testing.tiny_models import make_model
+from tiny_models import make_model
 
 GROUP = 16
 LINEAR = (".q_proj.weight", ".k_proj.weight", ".v_proj.weight", ".o_proj.weight", ".up_proj.weight",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from driver import Driver
 from torch import Tensor
 
 from manylora.config.model import ModelConfig
@@ -31,7 +32,6 @@ from manylora.parallel.decoder import RankDecoder, RankEncoder, RankEncoderDecod
 from manylora.parallel.mapping import Mapping
 from manylora.quant.config import QuantConfig
 from manylora.request import LoraExtra
-from manylora.testing.driver import Driver
 
 LIMIT = timedelta(seconds=200)
 STACKS = ("encoder", "decoder")

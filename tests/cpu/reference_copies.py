@@ -8,9 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import tiny_models
 import torch
-
-from manylora.testing import tiny_models
 
 Stamp = tuple[tuple[str, int, int, int], ...]
 """Of each file of a directory its name, its number, its size and when it was written."""

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from driver import Driver
+from tiny_models import load_transformers, reference_generate, reference_logits
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -25,8 +27,6 @@ from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.request import Event, LoraInput, Request, SamplingConfig
-from manylora.testing.driver import Driver
-from manylora.testing.tiny_models import load_transformers, reference_generate, reference_logits
 
 
 def tokens(count: int, seed: int = 2) -> list[int]:

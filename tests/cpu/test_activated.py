@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from parity import linear_names
 from running import let_arrive, read, run, tokens
+from tiny_models import load_transformers, make_adapter, make_model
 
 from manylora.commands.convert import main as convert
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -23,8 +25,6 @@ from manylora.lora.report import BaseModel, inspect_adapter
 from manylora.lora.tensors import Adapter
 from manylora.model.checkpoint import read_model_config
 from manylora.request import ActivatedTokens, LoraInput, Request, SamplingConfig
-from manylora.testing.parity import linear_names
-from manylora.testing.tiny_models import load_transformers, make_adapter, make_model
 from manylora.wire.decode import decode_requests
 from manylora.wire.engine_client import request_tensors
 from manylora.wire.metrics import RequestMeter

@@ -10,8 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from driver import Driver, agree
+from parity import make_kind
 from running import check_greedy
 from safetensors.torch import load_file, save_file
+from tiny_models import make_adapter, make_model, reference_logits
 
 from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
 from manylora.errors import AdapterInvalidError
@@ -25,9 +28,6 @@ from manylora.lora.modules import lora_modules
 from manylora.lora.normalize import normalize_dora
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
-from manylora.testing.driver import Driver, agree
-from manylora.testing.parity import make_kind
-from manylora.testing.tiny_models import make_adapter, make_model, reference_logits
 
 WEIGHTS = "adapter_model.safetensors"
 FLOAT8 = torch.float8_e4m3fn

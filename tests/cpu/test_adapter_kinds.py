@@ -14,7 +14,9 @@ from typing import Any
 import peft
 import pytest
 import torch
+from driver import Driver, agree
 from safetensors.torch import load_file, save_file
+from tiny_models import load_transformers, make_kind, make_model, reference_logits
 
 from manylora.commands.convert import main as convert
 from manylora.commands.inspect import main as inspect
@@ -32,8 +34,6 @@ from manylora.lora.report import BaseModel, inspect_adapter
 from manylora.lora.rules import AdapterRules, has_effect
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
-from manylora.testing.driver import Driver, agree
-from manylora.testing.tiny_models import load_transformers, make_kind, make_model, reference_logits
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]

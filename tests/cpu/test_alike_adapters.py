@@ -14,6 +14,7 @@ import torch
 from blake3 import blake3
 from row_files import RowFile
 from safetensors.torch import load_file, save_file
+from tiny_models import make_adapter, make_model
 
 from manylora.errors import AdapterInvalidError
 from manylora.kernels import loading, native
@@ -26,7 +27,6 @@ from manylora.lora.modules import lora_modules
 from manylora.lora.tensors import AdapterRow, digest_values
 from manylora.lora.transfers import READY_BYTES
 from manylora.model.checkpoint import read_model_config
-from manylora.testing.tiny_models import make_adapter, make_model
 
 WEIGHTS = "adapter_model.safetensors"
 # rank, in, out: many of them together, and some that are more than that alone

@@ -18,13 +18,13 @@ from running import read, tokens
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_parity_adapters import agree, mixed_logits
+from tiny_models import make_adapter, make_model, reference_logits
 
 from manylora.errors import ConfigError
 from manylora.model.checkpoint import read_model_config
 from manylora.quant.checkpoint import CheckpointQuant
 from manylora.quant.checkpoint_weights import STATE, CheckpointWeights
 from manylora.quant.config import QuantAlgo
-from manylora.testing.tiny_models import make_adapter, make_model, reference_logits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GOLDEN = Path(__file__).with_name("bitsandbytes.safetensors")

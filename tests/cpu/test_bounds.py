@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from running import run
+from tiny_models import make_adapter, make_model
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine import guide as guides
@@ -32,7 +33,6 @@ from manylora.request import (
     Retention,
     SamplingConfig,
 )
-from manylora.testing.tiny_models import make_adapter, make_model
 from manylora.wire.decode import decode_requests
 from manylora.wire.metrics import RequestMeter, engine_samples
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from running import with_command
 from safetensors.torch import load_file
+from tiny_models import make_adapter, make_model
 
 from manylora import LLM, LoraConfig, LoRARequest, QuantConfig, SamplingParams
 from manylora.cli import main
 from manylora.config.build_record import BuildRecord, read_build_record
 from manylora.errors import ConfigError
-from manylora.testing.tiny_models import make_adapter, make_model
 from manylora.wire.parameters import engine_config
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from forked import ForkServer
 from serving import DEMO, Running
+from tiny_models import make_adapter, make_model, reference_generate
 
 from manylora import LLM, LoRARequest, SamplingParams
 from manylora.cli import main
-from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
 from manylora.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from running import run, tokens
+from tiny_models import make_adapter, make_model
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -15,7 +16,6 @@ from manylora.kernels import native
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.library.reader import read_adapter_folder
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.testing.tiny_models import make_adapter, make_model
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 KINDS = ({"rank": 3}, {"rank": 64}, {"rank": 9, "use_dora": True}, {"rank": 16, "modules": ALL[:3]})

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from running import read, run
 from test_graphs import CPU, open_engine
+from tiny_models import make_adapter, make_model
 
 from manylora.engine.engine import Engine
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device
 from manylora.request import LoraInput, LoraMix, Request, SamplingConfig, mix
-from manylora.testing.tiny_models import make_adapter, make_model
 
 INVOKE = (7, 8)
 PLAIN = {

@@ -10,7 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from driver import Driver
+from parity import make_kind, read_from
 from running import tokens
+from tiny_models import make_model
 from torch import Tensor
 
 from manylora.kernels import native
@@ -28,9 +31,6 @@ from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
 from manylora.quant.config import QuantConfig
 from manylora.quant.layouts import halves_to_bytes
-from manylora.testing.driver import Driver
-from manylora.testing.parity import make_kind, read_from
-from manylora.testing.tiny_models import make_model
 
 pack, pack_table = CompiledOps.pack, CompiledOps.pack_table
 KINDS = (None, "patterns", "rank 64", "DoRA + rsLoRA + patterns", "some layers", None, "patterns")

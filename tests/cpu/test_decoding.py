@@ -13,6 +13,7 @@ import torch
 from penalties import most_probable, tensorrt_llm
 from running import check_greedy, tokens_of
 from running import run as run_engine
+from tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -21,7 +22,6 @@ from manylora.engine.sequence import Sequence
 from manylora.errors import RequestError
 from manylora.lora.convert import convert_peft
 from manylora.request import Event, Guide, LoraInput, Request, Retention, SamplingConfig
-from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 from manylora.text.tokenizer import Tokenizer
 
 NEW = 10

@@ -9,6 +9,7 @@ from queue import SimpleQueue
 
 import numpy as np
 import pytest
+from tiny_models import make_model
 from waiting import wait_for
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -16,7 +17,6 @@ from manylora.engine.engine import Engine
 from manylora.engine.loop import EngineLoop
 from manylora.errors import AdapterNotCachedError
 from manylora.request import Event, LoraInput, Request, SamplingConfig
-from manylora.testing.tiny_models import make_model
 
 HIDDEN, RANK, LAYERS = 64, 8, 2
 CONFIG = np.array([[[1, layer, RANK, 0] for layer in range(LAYERS)]], np.int32)

@@ -11,10 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from driver import Driver, agree
+from parity import linear_names, make_kind
 from quantised_checkpoints import KINDS, make_pair
 from running import answers, check_greedy, tokens
 from safetensors.torch import load_file, save_file
 from serving import Running
+from tiny_models import (
+    make_adapter,
+    make_model,
+    make_wide,
+    reference_generate,
+    reference_logits,
+)
 
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, SamplingParams
 from manylora.cli import main
@@ -32,15 +41,6 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import EffectiveWeights
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.testing.driver import Driver, agree
-from manylora.testing.parity import linear_names, make_kind
-from manylora.testing.tiny_models import (
-    make_adapter,
-    make_model,
-    make_wide,
-    reference_generate,
-    reference_logits,
-)
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.parameters import quant_config
 

@@ -17,6 +17,8 @@ import torch
 from running import answers, check_greedy
 from safetensors.torch import load_file, save_file
 from selection import extended
+from tiny_configs import ENCODER_DECODER_FAMILIES
+from tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
 from manylora.cli import main
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -35,8 +37,6 @@ from manylora.openai.api.params import Limits, plan
 from manylora.openai.api.schema import CompletionRequest
 from manylora.quant.config import QuantAlgo, QuantConfig
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.testing.tiny_configs import ENCODER_DECODER_FAMILIES
-from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.decode import decode_requests
 

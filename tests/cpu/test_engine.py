@@ -15,6 +15,7 @@ import pytest
 import torch
 from running import let_arrive
 from safetensors.torch import load_file, save_file
+from tiny_models import make_adapter, make_model, reference_generate
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -28,7 +29,6 @@ from manylora.errors import (
 from manylora.kernels.device import open_device
 from manylora.lora.convert import convert_peft
 from manylora.request import Event, FinishReason, LoraInput, Request, SamplingConfig
-from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NEW = 12

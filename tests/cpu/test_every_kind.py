@@ -10,11 +10,23 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from driver import Driver, agree
+from parity import KINDS, linear_names
+from parity import make_kind as make_parity_kind
 from running import let_arrive, tokens
 from selection import extended
 from test_adapter_kinds import CASES
 from test_bitsandbytes import quantised
 from test_peft_kinds import diagonal_settings, prompt_settings
+from tiny_models import (
+    load_transformers,
+    make_adapter,
+    make_kind,
+    make_model,
+    make_tuned,
+    make_wide,
+    reference_logits,
+)
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -28,18 +40,6 @@ from manylora.model.quant import EffectiveWeights
 from manylora.model.weights import load_decoder
 from manylora.quant.config import QuantConfig
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.testing.driver import Driver, agree
-from manylora.testing.parity import KINDS, linear_names
-from manylora.testing.parity import make_kind as make_parity_kind
-from manylora.testing.tiny_models import (
-    load_transformers,
-    make_adapter,
-    make_kind,
-    make_model,
-    make_tuned,
-    make_wide,
-    reference_logits,
-)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,10 +15,13 @@ import numpy as np
 import pytest
 import running
 import torch
+from driver import Driver, agree
+from parity import make_kind
 from quantised_checkpoints import KINDS as CHECKPOINTS
 from quantised_checkpoints import make_pair
 from running import check_greedy, read, tokens
 from safetensors.torch import load_file, save_file
+from tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
 from manylora.commands.inspect import main as inspect
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -45,9 +48,6 @@ from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
 from manylora.quant.config import QuantConfig
 from manylora.request import LoraExtra, LoraInput, Request, SamplingConfig
-from manylora.testing.driver import Driver, agree
-from manylora.testing.parity import make_kind
-from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.engine_client import request_tensors
 

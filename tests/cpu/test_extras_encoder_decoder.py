@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from driver import Driver, agree
+from parity import make_kind
 from running import check_greedy, let_arrive, read, tokens
 from safetensors.torch import load_file, save_file
 from selection import extended
+from tiny_models import make_adapter, make_model, reference_logits
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -24,9 +27,6 @@ from manylora.lora.normalize import normalize_dora
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.testing.driver import Driver, agree
-from manylora.testing.parity import make_kind
-from manylora.testing.tiny_models import make_adapter, make_model, reference_logits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from row_files import RowFile
 from safetensors.torch import load_file, save_file
+from tiny_models import make_adapter, make_model, reference_generate
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -28,7 +29,6 @@ from manylora.lora.store import AdapterStore
 from manylora.lora.tensors import FileAdapter
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="needs the compiled kernels")
 SHAPES = [(16, 64, 128), (16, 30, 77), (1, 5, 3), (5, 33, 100), (40, 48, 272), (64, 300, 15)]  # rank, in, out

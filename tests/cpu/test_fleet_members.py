@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save
 from starlette.requests import Request
+from tiny_models import make_adapter, make_model, reference_generate
 
 from manylora.fleet.change_response import agreed
 from manylora.fleet.member import Changed, Member
@@ -30,7 +31,6 @@ from manylora.openai.serving.adapter_entry import AdapterEntry
 from manylora.openai.serving.adapter_record import AdapterRecord, Kept, unwritable
 from manylora.openai.serving.shared_adapters import USED, State
 from manylora.openai.serving.uploads import Uploads
-from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
 
 PROMPT = [5, 17, 42, 99, 7]
 BINARY = [(b"content-type", b"application/octet-stream")]

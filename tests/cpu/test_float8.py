@@ -16,6 +16,7 @@ from running import answers
 from safetensors.torch import load_file, save_file
 from test_moe import by_number
 from test_parity_adapters import agree, mixed_logits, tokens
+from tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -36,7 +37,6 @@ from manylora.lora.store import AdapterStore
 from manylora.lora.tensors import Adapter, AdapterRow, lora_input
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 KINDS: dict[str, dict[str, Any]] = {

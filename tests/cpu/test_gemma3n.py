@@ -11,8 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from driver import Driver, agree
+from parity import linear_names, read_from
 from running import ServedModel, answers, request_of, run, tokens, tokens_of
 from safetensors.torch import load_file, save_file
+from tiny_models import (
+    load_transformers,
+    make_adapter,
+    make_model,
+    make_tuned,
+    reference_logits,
+)
 
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.cuda.ops import CudaOps
@@ -23,15 +32,6 @@ from manylora.lora.modules import LoraModuleId, lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.families.gemma3n import shared_kv
 from manylora.model.weights import load_decoder
-from manylora.testing.driver import Driver, agree
-from manylora.testing.parity import linear_names, read_from
-from manylora.testing.tiny_models import (
-    load_transformers,
-    make_adapter,
-    make_model,
-    make_tuned,
-    reference_logits,
-)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 COUNT = 8  # tokens of an answer

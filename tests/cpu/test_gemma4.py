@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from driver import Driver, agree
+from parity import read_from
 from running import answers, check_greedy, check_plain_beams, tokens
 from safetensors.torch import load_file, save_file
+from tiny_models import make_adapter, make_model, reference_logits
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -22,9 +25,6 @@ from manylora.model.batch import token_numbers
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.testing.driver import Driver, agree
-from manylora.testing.parity import read_from
-from manylora.testing.tiny_models import make_adapter, make_model, reference_logits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,10 +11,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from driver import Driver, agree
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import make_gguf
+from parity import read_from
 from running import check_greedy, tokens
 from selection import extended
+from tiny_models import make_adapter, make_model, reference_logits
 
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, SamplingParams
 from manylora.cli import main
@@ -30,9 +33,6 @@ from manylora.kernels.panels import BLOCKS, Panels
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.weights import load_decoder
-from manylora.testing.driver import Driver, agree
-from manylora.testing.parity import read_from
-from manylora.testing.tiny_models import make_adapter, make_model, reference_logits
 
 TARGETS = ("attn_q", "attn_k", "attn_dense", "mlp_4h_to_h")
 WIDE = {"hidden_size": 256, "intermediate_size": 256}  # whole blocks of the K types

@@ -12,11 +12,14 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from driver import Driver, agree
 from gguf import GGMLQuantizationType as Kind
 from gguf_converter import convert
+from parity import read_from
 from running import tokens
 from safetensors.torch import load_file, save_file
 from selection import extended
+from tiny_models import make_adapter, make_model, reference_logits
 
 from manylora.config.engine import EngineConfig
 from manylora.config.hub import local_model
@@ -29,9 +32,6 @@ from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request
-from manylora.testing.driver import Driver, agree
-from manylora.testing.parity import read_from
-from manylora.testing.tiny_models import make_adapter, make_model, reference_logits
 
 # What a file does not say: llama.cpp has these values, as the released models.
 LLAMA4 = {
@@ -206,8 +206,7 @@ def test_a_file_without_its_multipliers_takes_no_adapters(tmp_path: Path) -> Non
 
 def test_each_architecture_is_tested() -> None:
     from gguf_converter import ARCHITECTURES as BY_TYPE
-
-    from manylora.testing.tiny_configs import FAMILIES, MOE_FAMILIES
+    from tiny_configs import FAMILIES, MOE_FAMILIES
 
     kinds = {**FAMILIES, **MOE_FAMILIES}
     tested = {BY_TYPE.get(kinds[name][0], kinds[name][0]) for name in (*USUAL, *OTHERS)} | OF_OTHER_TESTS

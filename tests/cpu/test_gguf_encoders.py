@@ -18,12 +18,12 @@ from pooled_adapters import hidden, logits, make_classifier, near
 from running import pooled, read
 from test_encoders import ask, engine_of, make_encoder, prompt
 from test_sentence_models import IDENTITY, add_dense, save_modules
+from tiny_models import make_model
 
 from manylora.config.hub import local_model
 from manylora.config.pooling import read_pooling_settings
 from manylora.errors import ConfigError, RequestError
 from manylora.llmapi import LLM
-from manylora.testing.tiny_models import make_model
 from manylora.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

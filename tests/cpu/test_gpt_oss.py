@@ -13,6 +13,7 @@ from levels import PARAMS, open_library
 from running import answers, check_plain_beams, read, tokens
 from safetensors.torch import load_file, save_file
 from test_parity_adapters import agree, mixed_logits, open_store
+from tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
 from manylora.commands.build import main as build
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -27,7 +28,6 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.quant.layouts import mxfp4
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 from manylora.text.chat_template import ChatTemplate
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from test_graphs import CPU, Recorder, answers, open_engine
+from tiny_models import make_model
 from torch import Tensor
 
 from manylora.engine.graphs import MOST_FAILURES, DecodeGraphs
@@ -24,7 +25,6 @@ from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device
 from manylora.kernels.spec import BatchLimits
 from manylora.request import Event, Request, SamplingConfig
-from manylora.testing.tiny_models import make_model
 
 LIMITS = BatchLimits(1, 8, 64, 4, 2, 2, 8, torch.float32)
 

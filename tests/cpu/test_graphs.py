@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import running
 import torch
+from parity import linear_names
 from running import read
+from tiny_models import make_adapter, make_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,8 +32,6 @@ from manylora.model.batch import ForwardBatch
 from manylora.model.checkpoint import read_model_config
 from manylora.quant.config import QuantConfig
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.testing.parity import linear_names
-from manylora.testing.tiny_models import make_adapter, make_model
 from manylora.wire.metrics import engine_samples
 from manylora.wire.parameters import engine_config
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from forked import ForkServer
 from running import read, run, tokens_of
+from tiny_models import make_adapter, make_model
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -23,7 +24,6 @@ from manylora.errors import EngineDeadError
 from manylora.lora.convert import convert_peft
 from manylora.model.checkpoint import read_model_config
 from manylora.request import Event, Guide, LoraInput, Request, SamplingConfig, mix
-from manylora.testing.tiny_models import make_adapter, make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from running import read, run
 from test_ngram import BIAS, answers
+from tiny_models import make_adapter, make_model
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.engine.speculation import StepTimes
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.testing.tiny_models import make_adapter, make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread", "forked_ranks")
 

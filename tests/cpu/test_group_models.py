@@ -14,6 +14,7 @@ from running import pooled, read, run, tokens
 from selection import extended
 from test_encoders import LINEARS as ENCODERS
 from test_encoders import make_encoder, prompt
+from tiny_models import make_adapter, make_model
 
 from manylora.config.engine import EngineConfig
 from manylora.engine.engine import Engine
@@ -24,7 +25,6 @@ from manylora.model.safetensors_file import SafetensorsFile
 from manylora.parallel.mapping import Mapping
 from manylora.parallel.weights import rank_plan
 from manylora.request import Event, LoraInput, Pooling, Request, SamplingConfig
-from manylora.testing.tiny_models import make_adapter, make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread", "forked_ranks")
 

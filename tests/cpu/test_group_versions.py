@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from running import read, run, tokens
+from tiny_models import make_adapter, make_model
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.model.checkpoint import read_model_config
 from manylora.request import Event, LoraExtra, LoraInput, Request, SamplingConfig
-from manylora.testing.tiny_models import make_adapter, make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread", "forked_ranks")
 

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from hostile_adapters import HIDDEN, WEIGHTS, entries_of, good, header, hostile, pair, settings
+from tiny_models import make_model
 
 from manylora.config.engine import LoraCacheConfig
 from manylora.errors import AdapterError, AdapterInvalidError
@@ -33,7 +34,6 @@ from manylora.lora.library.roots import find_adapters
 from manylora.lora.store import AdapterStore
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput
-from manylora.testing.tiny_models import make_model
 
 COUNT = 2000 if os.environ.get("MANYLORA_LONG") else 105
 ROOM = 2**28  # bytes that a reader may take beside what the process has

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import make_model
 
 from manylora import LLM, LoraConfig, LoRARequest, QuantConfig, SamplingParams
 from manylora.commands.build import main as build
@@ -24,7 +25,6 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
 from manylora.quant.config import INTEGER
-from manylora.testing.tiny_models import make_model
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 PROMPT = "Where is the capital of Egypt? \\nAnswer:"

@@ -14,13 +14,13 @@ import pytest
 from running import read, run, tokens_of
 from safetensors.torch import load_file, save_file
 from serving import DEMO, Running
+from tiny_models import make_adapter, make_model, reference_generate
 from waiting import wait_for
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterError, RequestError
 from manylora.request import Event, LoraInput, Request, SamplingConfig
-from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
 
 NEW = 6
 REUSED = 'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="reused"}'

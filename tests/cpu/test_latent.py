@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from driver import Driver, agree
 from running import check_beams, check_bfloat16, check_greedy, read, run, tokens
 from safetensors.torch import load_file, save_file
 from test_parity_adapters import mixed_logits, open_store
+from tiny_models import make_adapter, make_model, reference_logits
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -28,8 +30,6 @@ from manylora.lora.tensors import AdapterRow, pack_rows
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.testing.driver import Driver, agree
-from manylora.testing.tiny_models import make_adapter, make_model, reference_logits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_models import make_model
 
 from manylora.config.blocks import LayerInputsConfig
 from manylora.kernels.reference import ReferenceOps
@@ -19,7 +20,6 @@ from manylora.model.layers import LoraLinear, Norm
 from manylora.model.plan import checkpoint_plan
 from manylora.parallel.mapping import Mapping
 from manylora.parallel.weights import rank_plan
-from manylora.testing.tiny_models import make_model
 
 OWN = LayerInputsConfig(dim=6, vocab_size=20, layers=3)
 

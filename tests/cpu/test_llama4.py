@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from driver import Driver, agree
 from running import check_beams, check_greedy, read, run, tokens
 from safetensors.torch import load_file, save_file
 from test_parity_adapters import mixed_logits
+from tiny_models import make_adapter, make_model, reference_logits
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -23,8 +25,6 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import in_chunks
 from manylora.model.weights import load_decoder
 from manylora.request import Request, SamplingConfig
-from manylora.testing.driver import Driver, agree
-from manylora.testing.tiny_models import make_adapter, make_model, reference_logits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,13 +15,13 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from tiny_models import make_adapter, make_model, reference_generate
 from waiting import wait_for
 
 from manylora import LLM, GuidedDecodingParams, LoraConfig, LoRARequest, PeftCacheConfig, SamplingParams
 from manylora.errors import AdapterNotCachedError, ConfigError, RequestError
 from manylora.llmapi.outputs import GenerationResult
 from manylora.lora.library.reader import AdapterReader
-from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
 from manylora.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,11 +16,11 @@ import pytest
 import torch
 from penalties import most_probable, tensorrt_llm
 from safetensors.torch import load_file
+from tiny_models import make_adapter, make_model, reference_generate, reference_logits
 from waiting import wait_for
 
 from manylora import LLM, GuidedDecodingParams, LoraConfig, LoRARequest, SamplingParams
 from manylora.errors import RequestError
-from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
 PROMPT = [72, 101, 108, 108, 111, 33, 5, 9, 77]
 NEW = 10

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import make_model
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.model import ModelConfig
@@ -26,7 +27,6 @@ from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.request import MAX_MIXED
-from manylora.testing.tiny_models import make_model
 
 GIB = 2**30
 LLAMA_8B = {

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from running import answers, read, run, tokens
+from tiny_models import load_transformers, make_adapter, make_model
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -23,7 +24,6 @@ from manylora.lora.leases import AdapterLease, check_changes
 from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.modules import LoraModuleId
 from manylora.request import LoraInput, LoraMix, Request, SamplingConfig, mix
-from manylora.testing.tiny_models import load_transformers, make_adapter, make_model
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NEW = 8

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_configs import COMMON, ENCODER_DECODER_FAMILIES, FAMILIES, MOE_FAMILIES
+from tiny_models import make_model
 
 from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
@@ -19,8 +21,6 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.families import FAMILIES as ARCHITECTURES
 from manylora.model.families import gemma
 from manylora.model.weights import load_decoder
-from manylora.testing.tiny_configs import COMMON, ENCODER_DECODER_FAMILIES, FAMILIES, MOE_FAMILIES
-from manylora.testing.tiny_models import make_model
 
 VARIANTS = {**FAMILIES, **MOE_FAMILIES, **ENCODER_DECODER_FAMILIES}
 # Keys that the classes of transformers take beside their fields, with the values they have then.

@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from parity import read_from
 from peft import PeftModel
 from running import answers, check_bfloat16, check_greedy
 from safetensors.torch import load_file, save_file
 from selection import extended
 from test_parity_adapters import agree, mixed_logits, open_store, tokens
 from test_parity_models import Driver
+from tiny_configs import MOE_FAMILIES
+from tiny_models import make_adapter, make_model, reference_logits
 from transformers import AutoModelForCausalLM
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -44,9 +47,6 @@ from manylora.lora.tensors import AdapterRow, pack_rows
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.testing.parity import read_from
-from manylora.testing.tiny_configs import MOE_FAMILIES
-from manylora.testing.tiny_models import make_adapter, make_model, reference_logits
 
 # Of all families; PEFT takes those that there are.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

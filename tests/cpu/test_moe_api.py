@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import make_adapter, make_model, reference_generate
 
 from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
 from manylora._torch.peft.lora.moe_layout import make_per_expert_lora, reference_moe_lora_delta
 from manylora.errors import ConfigError
-from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from running import read, run
 from serving import DEMO, Running
+from tiny_models import make_adapter, make_model
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -20,7 +21,6 @@ from manylora.engine.speculation import NgramIndex, StepTimes
 from manylora.errors import ConfigError
 from manylora.llmapi.llm_args import NGramDecodingConfig
 from manylora.request import Event, FinishReason, Guide, LoraInput, Request, SamplingConfig
-from manylora.testing.tiny_models import make_adapter, make_model
 
 SEEDS = range(2)
 WORDS = range(40, 45)  # an answer of these alone repeats itself

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from driver import Driver, agree
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from pooled_adapters import logits, make_classifier, near
 from running import pooled, read, tokens
 from test_encoders import ask, engine_of, make_encoder, prompt
+from tiny_models import load_transformers, make_adapter, make_model, reference_logits
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from manylora.errors import AdapterInvalidError, ConfigError
@@ -25,8 +27,6 @@ from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
-from manylora.testing.driver import Driver, agree
-from manylora.testing.tiny_models import load_transformers, make_adapter, make_model, reference_logits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

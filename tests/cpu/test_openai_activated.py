@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from serving import DEMO, Running
+from tiny_models import load_transformers, make_adapter
 from tokenizers import Tokenizer
-
-from manylora.testing.tiny_models import load_transformers, make_adapter
 
 NEW = 6
 BASE = DEMO / "base"

@@ -19,11 +19,11 @@ import torch
 from peft import PeftModel, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from serving import Running
+from tiny_models import make_adapter, make_model
 from transformers import AutoModelForCausalLM
 from waiting import wait_for
 
 from manylora.llmapi.lora import LoraConfig
-from manylora.testing.tiny_models import make_adapter, make_model
 from manylora.text.tokenizer import Tokenizer
 
 LONG = bool(os.environ.get("MANYLORA_LONG"))

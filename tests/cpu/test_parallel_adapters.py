@@ -10,6 +10,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from tiny_models import make_adapter, make_model, make_tuned
 
 from manylora.config.engine import LoraCacheConfig
 from manylora.config.model import ModelConfig
@@ -26,7 +27,6 @@ from manylora.parallel.adapters import AdapterSlicer
 from manylora.parallel.mapping import Mapping
 from manylora.quant.config import QuantConfig
 from manylora.request import LoraExtra, LoraInput
-from manylora.testing.tiny_models import make_adapter, make_model, make_tuned
 
 RANKS = [Mapping(4, rank, 2, 2) for rank in range(4)]
 

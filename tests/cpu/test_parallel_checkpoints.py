@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from driver import agree
 from forked import ForkServer
 from gguf_files import Kind, make_gguf
 from quantised_checkpoints import KINDS, make_pair
@@ -17,10 +18,9 @@ from selection import extended
 from test_bitsandbytes import LINEARS as ATTENTION_AND_MLP
 from test_bitsandbytes import quantised as made_by_bitsandbytes
 from test_parallel_model import model_of, one_process, run_group
+from tiny_models import make_model
 
 from manylora.config.hub import local_model
-from manylora.testing.driver import agree
-from manylora.testing.tiny_models import make_model
 
 PACKED = (
     "awq", "gptq 8", "packed 4 zero points", "packed 8", "int8", "fp8 by tensor", "fbgemm", "awq experts",

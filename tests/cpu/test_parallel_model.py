@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from driver import Driver, agree
 from forked import ForkServer
 from rank_worker import Case, adapters_of, write_cases
 from selection import extended
+from tiny_models import make_model
 
 from manylora.kernels.device import open_device
 from manylora.lora.tensors import lora_input
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.quant.config import SERVED, QuantAlgo
-from manylora.testing.driver import Driver, agree
-from manylora.testing.tiny_models import make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

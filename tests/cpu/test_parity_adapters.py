@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from driver import agree
 from running import answers, check_greedy, run, tokens
 from safetensors.torch import load_file, save_file
+from tiny_configs import VOCAB
+from tiny_models import make_adapter, make_model, reference_logits
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.model import ModelConfig
@@ -33,9 +36,6 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.testing.driver import agree
-from manylora.testing.tiny_configs import VOCAB
-from manylora.testing.tiny_models import make_adapter, make_model, reference_logits
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LARGEST = 512

@@ -12,10 +12,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_configs
 import torch
+from driver import Driver, agree
+from parity import (
+    NEMO_SOURCES,
+    linear_names,
+    make_kind,
+    read_from,
+    read_nemo_from,
+    report,
+)
+from parity import main as compare
 from running import answers, check_bfloat16, check_greedy, tokens
 from safetensors.torch import load_file, save_file
 from selection import extended
+from tiny_configs import ENCODER_DECODER_FAMILIES, FAMILIES, MOE_FAMILIES
+from tiny_models import (
+    make_adapter,
+    make_model,
+    make_nemo,
+    reference_logits,
+)
 
 from manylora.commands.convert import main as convert
 from manylora.commands.inspect import main as inspect
@@ -37,24 +55,6 @@ from manylora.model.decoder import Decoder
 from manylora.model.families import FAMILIES as ARCHITECTURES
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.testing import tiny_configs
-from manylora.testing.driver import Driver, agree
-from manylora.testing.parity import (
-    NEMO_SOURCES,
-    linear_names,
-    make_kind,
-    read_from,
-    read_nemo_from,
-    report,
-)
-from manylora.testing.parity import main as compare
-from manylora.testing.tiny_configs import ENCODER_DECODER_FAMILIES, FAMILIES, MOE_FAMILIES
-from manylora.testing.tiny_models import (
-    make_adapter,
-    make_model,
-    make_nemo,
-    reference_logits,
-)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,8 +10,18 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from driver import Driver, agree
+from parity import linear_names
 from running import check_greedy, read, run, tokens
 from selection import extended
+from tiny_models import (
+    load_transformers,
+    make_adapter,
+    make_model,
+    make_tuned,
+    reference_generate,
+    reference_logits,
+)
 
 from manylora.commands.inspect import main as inspect
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -28,16 +38,6 @@ from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.testing.driver import Driver, agree
-from manylora.testing.parity import linear_names
-from manylora.testing.tiny_models import (
-    load_transformers,
-    make_adapter,
-    make_model,
-    make_tuned,
-    reference_generate,
-    reference_logits,
-)
 from manylora.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,6 +14,14 @@ from typing import Any
 import peft
 import pytest
 import torch
+from driver import Driver, agree
+from tiny_models import (
+    load_transformers,
+    make_adapter,
+    make_kind,
+    make_model,
+    reference_logits,
+)
 
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.device import open_device
@@ -24,14 +32,6 @@ from manylora.lora.formats.sources import find_source, read_lora, read_whole
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
-from manylora.testing.driver import Driver, agree
-from manylora.testing.tiny_models import (
-    load_transformers,
-    make_adapter,
-    make_kind,
-    make_model,
-    reference_logits,
-)
 
 CONFIG = "adapter_config.json"
 IDS = [random.Random(5).randrange(3, 250) for _ in range(20)]

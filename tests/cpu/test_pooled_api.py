@@ -19,12 +19,12 @@ from pooled_adapters import hidden, logits, make_classifier, near
 from safetensors.torch import load_file, save_file
 from serving import Running
 from test_encoders import make_encoder
+from tiny_models import load_transformers, make_adapter, make_model
 
 from manylora.config.pooling import PoolingSettings, read_pooling_settings
 from manylora.errors import ConfigError, RequestError
 from manylora.llmapi import LLM, LoRARequest, PoolingParams
 from manylora.llmapi.outputs import embedding, probabilities
-from manylora.testing.tiny_models import load_transformers, make_adapter, make_model
 from manylora.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

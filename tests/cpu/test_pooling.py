@@ -15,13 +15,13 @@ import torch
 from pooled_adapters import hidden, logits, make_classifier, near
 from running import check_greedy, read, run, tokens
 from safetensors.torch import load_file, save_file
+from tiny_models import make_adapter, make_model
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError, RequestError
 from manylora.model.checkpoint import read_model_config
 from manylora.request import FinishReason, LoraInput, Pooling, Request, SamplingConfig
-from manylora.testing.tiny_models import make_adapter, make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_models import make_model
 
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, SamplingParams
 from manylora.errors import ConfigError
@@ -24,7 +25,6 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
 from manylora.quant.config import QuantAlgo
-from manylora.testing.tiny_models import make_model
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 ALGOS = ("W8A16", "W4A16", "FP8")

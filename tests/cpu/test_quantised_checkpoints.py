@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from driver import Driver, agree
 from quantised_checkpoints import AWQ, FP8, GPTQ, KINDS, Kind, compressed, gptq, make_pair
 from running import check_greedy, tokens
 from safetensors.torch import load_file, save_file
+from tiny_models import make_adapter, make_model, reference_logits
 
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, SamplingParams
 from manylora.cli import main
@@ -27,8 +29,6 @@ from manylora.model.safetensors_file import SafetensorsFile
 from manylora.model.weights import load_decoder
 from manylora.quant.checkpoint import read_checkpoint_quant
 from manylora.quant.checkpoint_weights import CheckpointWeights
-from manylora.testing.driver import Driver, agree
-from manylora.testing.tiny_models import make_adapter, make_model, reference_logits
 
 
 def decoder_of(model: Path, dtype: torch.dtype = torch.float32, quant: QuantConfig | None = None) -> Decoder:

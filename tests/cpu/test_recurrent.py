@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from driver import Driver, agree
+from parity import linear_names
 from running import ServedModel, answers, read, request_of, run, tokens, tokens_of
 from safetensors.torch import load_file, save_file
+from tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
 from manylora.config.blocks import Mamba2Config
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -27,9 +30,6 @@ from manylora.lora.rules import AdapterRules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.weights import load_decoder
-from manylora.testing.driver import Driver, agree
-from manylora.testing.parity import linear_names
-from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -171,7 +171,7 @@ def test_few_slots_make_sequences_wait(served: Any, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("family", ["qwen3.5", "granite4"])
 def test_beams_have_states_of_their_own(family: str, served: Any) -> None:
     """The same beams as without a cache: transformers computes each of them from its first token."""
-    from manylora.testing.tiny_models import load_transformers
+    from tiny_models import load_transformers
 
     model, prompt = served(family), tokens(19, 3)
     engine = model.engine(max_beam_width=3)

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from driver import Driver, agree
 from running import answers, tokens
+from tiny_configs import LLAMA3, LONGROPE, YARN
+from tiny_models import load_transformers, make_model, reference_logits
 
 from manylora.config.engine import EngineConfig
 from manylora.engine.engine import Engine
@@ -19,9 +22,6 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.rope import LEAST_KEPT, MOST_KEPT, RotaryTable, make_rope
 from manylora.model.weights import load_decoder
 from manylora.request import Request, SamplingConfig
-from manylora.testing.driver import Driver, agree
-from manylora.testing.tiny_configs import LLAMA3, LONGROPE, YARN
-from manylora.testing.tiny_models import load_transformers, make_model, reference_logits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from driver import Driver
 from levels import SIMULATED, open_library
+from parity import make_kind, read_from
 from running import tokens
 from selection import extended
+from tiny_models import make_model
 from torch import Tensor
 
 from manylora.kernels import compiled as compiled_ops
@@ -26,9 +29,6 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.quant.config import QuantConfig
 from manylora.system.processor import read_features
-from manylora.testing.driver import Driver
-from manylora.testing.parity import make_kind, read_from
-from manylora.testing.tiny_models import make_model
 
 WIDTHS = (40, 64, 133)
 TARGETS = tuple(LoraTarget(m, sum(WIDTHS[:m]), width) for m, width in enumerate(WIDTHS))

@@ -15,12 +15,12 @@ from peft import LoraConfig, get_peft_model
 from pooled_adapters import near
 from safetensors.torch import save_file
 from test_encoders import make_encoder
+from tiny_models import make_model
 
 from manylora.config.pooling import read_pooling_settings
 from manylora.errors import ConfigError, RequestError
 from manylora.llmapi import LLM, LoRARequest, PoolingParams, SamplingParams
 from manylora.llmapi.pooled import pair_score
-from manylora.testing.tiny_models import make_model
 from manylora.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,12 +14,12 @@ from pathlib import Path
 import httpx2
 import pytest
 from selection import extended
+from tiny_models import make_model
 from waiting import answers
 from waiting import wait_for_named as wait_for
 
 from manylora.cli import main
 from manylora.launcher.processes import free_port
-from manylora.testing.tiny_models import make_model
 
 
 def children(pid: int) -> set[int]:

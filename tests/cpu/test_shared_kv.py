@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from driver import Driver, agree
 from running import tokens
+from tiny_models import load_transformers, make_adapter, make_model
 
 from manylora.config.model import ModelConfig
 from manylora.errors import AdapterInvalidError
@@ -25,8 +27,6 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.weights import load_weights
 from manylora.request import LoraInput
-from manylora.testing.driver import Driver, agree
-from manylora.testing.tiny_models import load_transformers, make_adapter, make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from running import run, tokens
 from safetensors.torch import load_file, save_file
+from tiny_models import load_transformers, make_adapter, make_kind, make_model
 
 from manylora.commands.inspect import main as inspect
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -33,7 +34,6 @@ from manylora.lora.space import Space, least_pages
 from manylora.lora.tensors import Adapter, adapter_from_rows
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, Request, SamplingConfig, mix
-from manylora.testing.tiny_models import load_transformers, make_adapter, make_kind, make_model
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 KEYS = ["q_proj", "v_proj"]

@@ -23,6 +23,7 @@ import huggingface_hub
 import pytest
 from hub_standin import COMMIT, serve_hub
 from serving import DEMO, Running
+from tiny_models import make_model
 
 import manylora
 from manylora import LLM, LoRARequest
@@ -35,7 +36,6 @@ from manylora.openai.api.errors import ApiError
 from manylora.openai.arguments import parse_options
 from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.system.progress import Progress, size
-from manylora.testing.tiny_models import make_model
 
 ADAPTER = DEMO / "adapters" / "chinese"
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from tiny_models import make_model
 
 from manylora.config.engine import LoraCacheConfig
 from manylora.config.model import ModelConfig
@@ -33,7 +34,6 @@ from manylora.lora.rules import AdapterRules
 from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput
-from manylora.testing.tiny_models import make_model
 
 HIDDEN, RANK, LAYERS = 64, 8, 2
 CONFIG = np.array([[[1, layer, RANK, 0] for layer in range(LAYERS)]], np.int32)

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import make_adapter, make_model
 
 from manylora import cli
 from manylora.commands.inspect import GATES
@@ -27,7 +28,6 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.npy import read_npy
 from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.number_types import widen_bfloat16
-from manylora.testing.tiny_models import make_adapter, make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 Tool = Callable[[list[str]], int]

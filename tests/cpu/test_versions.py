@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from running import let_arrive, read, tokens
+from tiny_models import load_transformers, make_adapter, make_model
 
 from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -28,7 +29,6 @@ from manylora.request import (
     Request,
     SamplingConfig,
 )
-from manylora.testing.tiny_models import load_transformers, make_adapter, make_model
 from manylora.wire.encode import ResponseEncoder
 
 

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from driver import Driver, agree
+from parity import read_from
 from running import tokens
 from safetensors.torch import load_file, save_file
+from tiny_models import auto_class, make_adapter, make_model, reference_logits
 
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.device import open_device
@@ -19,9 +22,6 @@ from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
-from manylora.testing.driver import Driver, agree
-from manylora.testing.parity import read_from
-from manylora.testing.tiny_models import auto_class, make_adapter, make_model, reference_logits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

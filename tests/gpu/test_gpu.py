@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from parity import make_kind
+from tiny_configs import MOE_FAMILIES
+from tiny_models import make_adapter, make_model, reference_generate
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -24,9 +27,6 @@ from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.quant.config import QuantConfig
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.testing.parity import make_kind
-from manylora.testing.tiny_configs import MOE_FAMILIES
-from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from recorded import Replay, without
+from tiny_models import make_adapter, make_model
 from workshop import INVOCATION, KINDS, make_exact_model, make_kind
 
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, SamplingParams
 from manylora.commands.inspect import main as inspect
 from manylora.errors import ManyloraError
-from manylora.testing.tiny_models import make_adapter, make_model
 
 PROMPT = [72, 101, 108, 108, *INVOCATION, 33]
 NEW, LEAST_GAP = 8, 2e-3

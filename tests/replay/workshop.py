@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import peft
 from safetensors.numpy import load_file, save_file
-
-from manylora.testing.tiny_models import make_adapter, make_model, make_tuned
+from tiny_models import make_adapter, make_model, make_tuned
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 VIRTUAL = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}

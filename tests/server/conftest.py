@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from peft import IA3Config, PrefixTuningConfig, PromptTuningConfig
 from servers import INVOKE, MODULES, NAMES, ROOT, Named, Running, World, fill_repo, new_server
+from tiny_models import make_adapter, make_model, make_tuned
 
 from manylora.lora.convert import convert_peft
 from manylora.lora.formats.npy import write_npy
-from manylora.testing.tiny_models import make_adapter, make_model, make_tuned
 from manylora.text.tokenizer import Tokenizer
 
 sys.path.append(str(ROOT / "tests" / "cpu"))

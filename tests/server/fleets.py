@@ -15,9 +15,8 @@ from typing import Any
 
 import httpx2 as httpx
 from servers import free_ports
+from tiny_models import make_adapter, make_model, reference_generate
 from waiting import answers, wait_for
-
-from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
 
 REPLICAS = 2
 ADAPTERS = 4

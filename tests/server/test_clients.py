@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 from servers import ROOT, Running, World
+from tiny_models import reference_generate
 
-from manylora.testing.tiny_models import reference_generate
 from manylora.text.tokenizer import Tokenizer
 
 

@@ -21,10 +21,10 @@ from dashboard import without_samples
 from launched import scrape, scrape_until
 from servers import Running, World
 from test_server import NEW, PROMPT, ask, generate, inputs, lora, new_ids, tensor
+from tiny_models import load_transformers, reference_generate, reference_logits
 from tritonclient.utils import InferenceServerException
 
 from manylora.stats import EngineStats
-from manylora.testing.tiny_models import load_transformers, reference_generate, reference_logits
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.metrics import STAMP, engine_samples
 

@@ -17,9 +17,8 @@ import httpx2 as httpx
 import pytest
 from fleets import PROMPT, REPLICAS, Fleet, body, started
 from safetensors.torch import load_file, save, save_file
+from tiny_models import make_adapter, reference_generate
 from waiting import wait_for
-
-from manylora.testing.tiny_models import make_adapter, reference_generate
 
 pytest.importorskip("ray", reason="the extra fleet is not installed: pip install -e '.[fleet]'")
 pytestmark = pytest.mark.timeout(600)

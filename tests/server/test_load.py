@@ -21,9 +21,8 @@ import tritonclient.grpc as grpc
 import tritonclient.utils.shared_memory as shm
 from servers import Running, World
 from test_server import NEW, PROMPT, ask, inputs, lora, new_ids, tensor
+from tiny_models import reference_generate, reference_logits
 from tritonclient.utils import InferenceServerException
-
-from manylora.testing.tiny_models import reference_generate, reference_logits
 
 STREAMS = 300
 AT_ONCE = 64

@@ -15,8 +15,8 @@ import pytest
 from servers import ROOT, World, new_server
 from servers import Running as Triton
 from standin.config import config
+from tiny_models import reference_generate
 
-from manylora.testing.tiny_models import reference_generate
 from manylora.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))

@@ -14,9 +14,9 @@ import pytest
 from launched import active, total
 from servers import Running as Triton
 from servers import World
+from tiny_models import reference_generate
 
 from manylora.errors import ConfigError
-from manylora.testing.tiny_models import reference_generate
 from manylora.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))

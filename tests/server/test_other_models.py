@@ -18,10 +18,10 @@ from launched import active, children, scrape, scrape_until
 from servers import NAMES, Named, Running, World
 from test_client_disconnects import generated
 from test_server import tensor
+from tiny_models import reference_generate
 from tritonclient.utils import InferenceServerException
 from waiting import wait_for_named as wait_for
 
-from manylora.testing.tiny_models import reference_generate
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire import bls_worker
 

@@ -14,9 +14,9 @@ import pytest
 from servers import INVOKE, Named, Running, World
 from test_other_models import expected, post, stream, vllm
 from test_server import ask, inputs, new_ids
+from tiny_models import reference_generate
 from tritonclient.utils import InferenceServerException
 
-from manylora.testing.tiny_models import reference_generate
 from manylora.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))

@@ -11,9 +11,8 @@ import pytest
 from launched import children, command_line, is_back, is_gone, processes, streams
 from servers import Running, World, fill_repo, new_server
 from test_server import NEW, PROMPT, ask, inputs, lora, new_ids
+from tiny_models import reference_generate
 from waiting import wait_for_named as wait_for
-
-from manylora.testing.tiny_models import reference_generate
 
 BACK_S = 90.0
 

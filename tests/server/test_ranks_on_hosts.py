@@ -20,9 +20,8 @@ import pytest
 from launched import is_back, is_gone, is_ready, processes, streams
 from servers import Running, World, fill_repo, free_ports, new_server
 from test_server import NEW, PROMPT, ask, inputs, lora, new_ids
+from tiny_models import reference_generate
 from waiting import wait_for_named as wait_for
-
-from manylora.testing.tiny_models import reference_generate
 
 BACK_S = 90.0
 pytestmark = pytest.mark.extended  # test_ranks.py has two ranks, of one host

@@ -17,11 +17,11 @@ from servers import Running, World
 from test_other_models import post
 from test_server import ask, tensor
 from test_text_models import infer
+from tiny_models import reference_generate
 from tritonclient.utils import InferenceServerException
 from waiting import wait_for
 
 from manylora.lora.formats.npy import read_npy
-from manylora.testing.tiny_models import reference_generate
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "replay"))
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 from servers import Running, World
+from tiny_models import make_adapter, reference_generate
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from manylora.commands.convert import main as convert
 from manylora.lora.formats.npy import read_npy
-from manylora.testing.tiny_models import make_adapter, reference_generate
 from manylora.text.tokenizer import Tokenizer
 
 PROMPT = [72, 101, 108, 108, 111, 33]

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 from selection import extended
 from servers import fill_repo, new_server
+from tiny_models import make_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from manylora.testing.tiny_models import make_model
 
 ANSWERS = int(os.environ.get("MANYLORA_STREAMED_ANSWERS", "30"))
 AT_ONCE = 8

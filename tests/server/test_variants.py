@@ -18,12 +18,12 @@ import tritonclient.http as http
 from launched import scrape_until, total
 from servers import Running, World, fill_repo, new_server
 from test_server import PROMPT, generate, inputs, tensor
+from tiny_models import reference_generate
 from tritonclient.utils import InferenceServerException
 
 from manylora.lora.convert import convert_peft
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.number_types import narrow_to_bfloat16
-from manylora.testing.tiny_models import reference_generate
 from manylora.text.tokenizer import Tokenizer
 
 NEW = 8

@@ -14,10 +14,9 @@ import tritonclient.grpc as grpc
 from servers import Running, World
 from test_load import unregister
 from test_server import NEW, PROMPT, ask, inputs, lora, new_ids, tensor
+from tiny_models import reference_generate
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from tritonclient.utils import shared_memory as shm
-
-from manylora.testing.tiny_models import reference_generate
 
 ID, REGION = 4321, f"manylora_versions_{os.getpid()}"
 

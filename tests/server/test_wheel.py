@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import tritonclient.grpc as grpc
 from servers import ROOT, World, free_ports
+from tiny_models import reference_generate
 from waiting import answers
 
 from manylora.kernels import native
 from manylora.launcher.processes import why_taken
 from manylora.system.processor import LEVELS
-from manylora.testing.tiny_models import reference_generate
 from manylora.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(ROOT / "tests" / "pure"))

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from manylora.quant.config import QuantConfig
-from manylora.testing.tiny_configs import (
+from tiny_configs import (
     BEGIN_ID,
     COMMON,
     ENCODER_DECODER_FAMILIES,
     FAMILIES,
     MOE_FAMILIES,
 )
+
+from manylora.quant.config import QuantConfig
 
 # Vision-language models, which are not in transformers' AutoModelForCausalLM.
 SEEING = (

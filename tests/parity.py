@@ -1,6 +1,6 @@
 """Parity: compares the decoder with transformers + PEFT, for every family, kind of adapter and source.
 
-`python -m manylora.testing.parity` prints what agrees and what is refused, in the form of docs/models.md.
+`python tests/parity.py` prints what agrees and what is refused, in the form of docs/models.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from driver import Adapter, Driver, Tensors, agree
+from tiny_configs import ENCODER_DECODER_FAMILIES, FAMILIES, MOE_FAMILIES
+from tiny_models import make_adapter, make_model, make_nemo, make_wide, reference_logits
 
 from manylora.config.model import ModelConfig
 from manylora.errors import ManyloraError
@@ -33,9 +36,6 @@ from manylora.model.families import FAMILIES as ARCHITECTURES
 from manylora.model.quant import EffectiveWeights
 from manylora.model.weights import load_decoder
 from manylora.quant.config import SERVED, QuantConfig
-from manylora.testing.driver import Adapter, Driver, Tensors, agree
-from manylora.testing.tiny_configs import ENCODER_DECODER_FAMILIES, FAMILIES, MOE_FAMILIES
-from manylora.testing.tiny_models import make_adapter, make_model, make_nemo, make_wide, reference_logits
 
 PROMPT, ENCODER_PROMPT = 60, 37  # tokens
 
@@ -249,7 +249,7 @@ def _parse(arguments: Sequence[str]) -> Sequence[str]:
     """The variants named on the command line, or all."""
     known = (*FAMILIES, *MOE_FAMILIES, *ENCODER_DECODER_FAMILIES, *QUANTISED)
     parser = argparse.ArgumentParser(
-        "python -m manylora.testing.parity",
+        "python tests/parity.py",
         description="Compare tiny models of each variant with transformers and PEFT, and report differences.",
         epilog=f"variants: {', '.join(known)}",
     )

@@ -1,1 +1,0 @@
-"""Tiny models and adapters for tests, and the comparison with transformers and PEFT."""

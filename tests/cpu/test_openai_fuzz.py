@@ -124,11 +124,14 @@ def complaint_about(status: int, text: str, method: str, *, of_ollama: bool = Fa
         return f"{status} {text[:300]}"
     if status >= 400 and method != "HEAD":
         try:
-            error = json.loads(text)["error"]
+            whole = json.loads(text)
+            error = whole["error"]
         except (ValueError, LookupError, TypeError):
             return f"{status} has no error object: {text[:300]}"
         if of_ollama:
             return None if isinstance(error, str) and "\n" not in error else f"no text: {text[:300]}"
+        if whole.get("type") == "error":  # Anthropic's
+            return None if set(error) == {"type", "message"} else f"not its error object: {text[:300]}"
         if set(error) != {"message", "type", "param", "code"} or not isinstance(error["code"], str):
             return f"not the error object: {text[:300]}"
     told = [one for one in (*SECRETS, str(DEMO), str(Path.home()) + "/") if one in text]

@@ -574,6 +574,10 @@ def test_keys_limit_what_is_used_and_seen(root: Path, tmp_path: Path) -> None:
         seen = [model.id for model in server.client("chinese-only").models.list()]
         assert seen == ["chinese"]
         assert server.post(key="chinese-only", model="chinese", prompt="a").status_code == 200
+        message = {"model": "chinese", "max_tokens": 2, "messages": [{"role": "user", "content": "a"}]}
+        for key, status in (("chinese-only", 200), ("wrong", 401)):  # as Anthropic's clients send it
+            headers = {"x-api-key": key}
+            assert server.http.post("/v1/messages", json=message, headers=headers).status_code == status
         for path in ("japanese", "nowhere", "../etc"):
             answer = server.post(key="chinese-only", lora_path=path, prompt="a")
             assert (answer.status_code, code_of(answer)) == (403, "not_allowed")

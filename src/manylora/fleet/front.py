@@ -30,7 +30,14 @@ from manylora.openai.app import COUNTED
 from manylora.openai.other_routes import failed
 from manylora.openai.serving.keys import Keyring
 from manylora.openai.serving.metrics import CONTENT_TYPE
-from manylora.openai.serving.transport import BodyMemory, query_number, read_body, request_id, watch
+from manylora.openai.serving.transport import (
+    BodyMemory,
+    credentials,
+    query_number,
+    read_body,
+    request_id,
+    watch,
+)
 
 APPLICATION, DEPLOYMENT = "manylora", "Replicas"
 STATES_AGE_S = 1.0
@@ -100,7 +107,7 @@ class _Front:
         """Count a key's limits, which hold for the whole fleet. A replica refuses requests without a key."""
         if request.url.path in COUNTED:
             try:
-                return self._keyring.identify(request.headers.get("authorization", "")).request()
+                return self._keyring.identify(credentials(request)).request()
             except ApiError:
                 pass
         return nullcontext()

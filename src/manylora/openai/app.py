@@ -44,6 +44,7 @@ from manylora.openai.serving.transport import (
     SMALL,
     BodyMemory,
     EventStream,
+    credentials,
     error_response,
     query_number,
     read_body,
@@ -269,7 +270,7 @@ class _Routes:
         return JSONResponse(status, headers={"Cache-Control": "no-store"})
 
     def key(self, request: Request) -> ApiKey:
-        return self.context.keyring.identify(request.headers.get("authorization", ""))
+        return self.context.keyring.identify(credentials(request))
 
     async def _body(self, request: Request, kind: type[BodyT], *, any_type: bool = False) -> BodyT:
         """any_type: accept any Content-Type."""
@@ -332,7 +333,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         reason = f"{asked}: this path takes {(error.headers or {}).get('Allow', 'another method')}"
     found = ApiError(error.status_code, code, reason)
-    response = error_at(request.url.path, found)
+    response = error_at(request, request.url.path, found)
     response.headers["x-request-id"] = request_id(request)
     return response
 

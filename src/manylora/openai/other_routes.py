@@ -1,4 +1,4 @@
-"""Routes besides OpenAI's generation: Ollama's, and those for pooled outputs."""
+"""Routes besides OpenAI's generation: Anthropic's, Ollama's, and those for pooled outputs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from manylora.config.pooling import PoolingSettings
+from manylora.openai.api.anthropic_request import CountTokensRequest, MessagesRequest
 from manylora.openai.api.errors import ApiError, as_api_error, client_left, renamed
 from manylora.openai.api.ollama_request import (
     NAMES,
@@ -27,6 +28,7 @@ from manylora.openai.api.pooled_request import (
     RerankRequest,
     ScoreRequest,
 )
+from manylora.openai.serving.anthropic_api import answer_messages, count_tokens, error_body
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey
 from manylora.openai.serving.ollama_api import VERSION, OllamaApi, OllamaEmbeddingApi
@@ -35,8 +37,10 @@ from manylora.openai.serving.transport import error_response, request_id
 
 logger = logging.getLogger("manylora")
 
-OLLAMA = "/api/"
+OLLAMA, ANTHROPIC = "/api/", "/v1/messages"
 OTHER_ROUTES = [
+    ("POST", "/v1/messages", "other.messages"),
+    ("POST", "/v1/messages/count_tokens", "other.count_tokens"),
     ("POST", "/api/chat", "other.ollama_chat"),
     ("POST", "/api/generate", "other.ollama_generate"),
     ("POST", "/api/embed", "other.ollama_embed"),
@@ -71,10 +75,21 @@ class OtherRoutes:
         pooling: PoolingSettings,
         folder: Path,
     ) -> None:
-        self._identify, self._read = identify, read
+        self._identify, self._read, self._inference = identify, read, inference
         self._ollama = OllamaApi(inference, created, folder)
         self._pooled = PooledApi(inference, pooling)
         self._ollama_embedding = OllamaEmbeddingApi(inference, self._ollama, self._pooled)
+
+    async def messages(self, request: Request) -> Response:
+        key = self._identify(request)
+        return await answer_messages(
+            self._inference, request, await self._read(request, MessagesRequest), key
+        )
+
+    async def count_tokens(self, request: Request) -> Response:
+        key = self._identify(request)
+        body = await self._read(request, CountTokensRequest)
+        return JSONResponse(await count_tokens(self._inference, body, key))
 
     async def ollama_chat(self, request: Request) -> Response:
         key = self._identify(request)
@@ -133,15 +148,17 @@ class OtherRoutes:
 def failed(request: Request, path: str, error: Exception) -> Response:
     """The response to a request whose handler raised this error. Unexpected ones are logged."""
     if isinstance(error, ClientDisconnect):  # it left while sending the body: nobody reads this response
-        return error_at(path, client_left())
+        return error_at(request, path, client_left())
     found = as_api_error(error)
     if found.code == "internal_error":
         logger.error("%s failed, request %s", path, request_id(request), exc_info=error)
-    return error_at(path, found)
+    return error_at(request, path, found)
 
 
-def error_at(path: str, error: ApiError) -> Response:
+def error_at(request: Request, path: str, error: ApiError) -> Response:
     """An error in the format of the API that the path belongs to."""
+    if path.startswith(ANTHROPIC):
+        return JSONResponse(error_body(error, request_id(request)), error.status, headers=error.headers)
     if not path.startswith(OLLAMA):
         return error_response(error)
     error = renamed(error, NAMES)

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from manylora.openai.api import pooled_request, schema
+from manylora.openai.api.anthropic_request import CountTokensRequest, MessagesRequest
 from manylora.openai.api.ollama_request import (
     OllamaChat,
     OllamaEmbed,
@@ -23,6 +24,8 @@ BODIES: dict[str, type[BaseModel]] = {
     "completions": schema.CompletionRequest,
     "chat": schema.ChatRequest,
     "responses": ResponsesRequest,
+    "other.messages": MessagesRequest,
+    "other.count_tokens": CountTokensRequest,
     "other.ollama_chat": OllamaChat,
     "other.ollama_generate": OllamaGenerate,
     "other.ollama_embed": OllamaEmbed,

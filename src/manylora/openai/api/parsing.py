@@ -18,6 +18,7 @@ BOUNDS = (  # pydantic errors about values of the right type
     "string_too_short",
     "greater_than_equal",
     "less_than_equal",
+    "union_tag_invalid",
 )
 # Limits of a body; commas, colons and opening brackets count outside of strings.
 MAX_COMMAS, MAX_ENTRIES, MAX_BRACKETS, MAX_STRINGS = 2**20, 2**16, 2**14, 2**18

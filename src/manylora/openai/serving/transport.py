@@ -41,6 +41,12 @@ def request_id(request: Request) -> str:
     return made
 
 
+def credentials(request: Request) -> str:
+    """The Authorization header. Anthropic's clients may send the key in x-api-key instead."""
+    key = request.headers.get("x-api-key")
+    return request.headers.get("authorization") or (f"Bearer {key}" if key else "")
+
+
 def query_number(request: Request, name: str) -> int:
     """A number in the query, or 0 if absent. Raises ApiError."""
     text = request.query_params.get(name, "0")

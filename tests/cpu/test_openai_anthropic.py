@@ -1,0 +1,147 @@
+"""Protects Anthropic's Messages API, with its own client: bodies, blocks, events, stop reasons and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from serving import DEMO, Running
+
+from manylora.openai.api.anthropic_request import MessagesRequest, chat_request
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+GREEDY = {"temperature": 0}
+WEATHER = {
+    "name": "weather",
+    "description": "of a city",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 4}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    running = Running(lora_root=(DEMO / "adapters",))
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as made:
+        yield made
+
+
+def create(client: anthropic.Anthropic, **given: Any) -> anthropic.types.Message:
+    whole = {"model": "chinese", "max_tokens": 16, "messages": QUESTION, "extra_body": GREEDY, **given}
+    message: anthropic.types.Message = client.messages.create(**whole)
+    return message
+
+
+def test_a_message_of_an_adapter_is_its_chat(server: Running, client: anthropic.Anthropic) -> None:
+    message = create(client)
+    chat = server.post("/v1/chat/completions", model="chinese", messages=QUESTION, **GREEDY).json()
+    assert message.content[0].text == chat["choices"][0]["message"]["content"] == "巴黎"
+    assert (message.stop_reason, message.model, message.role) == ("end_turn", "chinese", "assistant")
+    assert message.usage.input_tokens == chat["usage"]["prompt_tokens"]
+    assert message.usage.output_tokens == chat["usage"]["completion_tokens"]
+    assert client.messages.count_tokens(model="chinese", messages=QUESTION).input_tokens == (
+        message.usage.input_tokens
+    )
+
+
+def test_a_stream_gives_the_same_message(client: anthropic.Anthropic) -> None:
+    whole = {"model": "japanese", "max_tokens": 16, "messages": QUESTION, "extra_body": GREEDY}
+    with client.messages.stream(**whole) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_message()
+    message = client.messages.create(**whole)
+    assert kinds[0] == "message_start" and kinds[-1] == "message_stop" and "text" in kinds
+    assert streamed.content[0].text == message.content[0].text
+    assert (streamed.usage, streamed.stop_reason) == (message.usage, message.stop_reason)
+
+
+def test_why_a_message_stops(client: anthropic.Anthropic) -> None:
+    assert create(client, max_tokens=1).stop_reason == "max_tokens"
+    stopped = create(client, stop_sequences=["黎"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "黎")
+    assert stopped.content[0].text == "巴"
+    assert create(client, max_tokens=16000).stop_reason == "end_turn"  # more than fits is no error
+
+
+def test_a_tool_is_used(client: anthropic.Anthropic) -> None:
+    choice = {"type": "tool", "name": "weather"}
+    given = {"model": "demo", "max_tokens": 200, "messages": QUESTION, "extra_body": GREEDY}
+    tools = {"tools": [WEATHER], "tool_choice": choice}
+    message = client.messages.create(**given, **tools)
+    used = message.content[0]
+    assert message.stop_reason == "tool_use" and used.type == "tool_use" and used.name == "weather"
+    assert isinstance(used.input["city"], str)
+    with client.messages.stream(**given, **tools) as stream:
+        assert stream.get_final_message().content[0].input == used.input
+    cut = client.messages.create(**{**given, "max_tokens": 16}, **tools)
+    assert cut.stop_reason == "max_tokens"
+
+
+def test_blocks_become_the_messages_of_a_chat() -> None:
+    blocks: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "text", "text": "b"},
+                {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "sunny"}]},
+                {"type": "text", "text": "thanks"},
+            ],
+        },
+        {"role": "assistant", "content": "You"},
+    ]
+    body = MessagesRequest.model_validate(
+        {"model": "m", "max_tokens": 9, "system": "S", "messages": blocks, "thinking": {"type": "adaptive"}}
+    )
+    chat = chat_request(body)
+    assert [(one.role, one.text) for one in chat.messages] == [
+        ("system", "S"), ("user", "a"), ("assistant", "b"), ("tool", "sunny"), ("user", "thanks"),
+        ("assistant", "You"),
+    ]  # fmt: skip
+    assert chat.messages[2].tool_calls[0].function.arguments == '{"city": "Rome"}'
+    assert chat.messages[3].tool_call_id == "t1"
+    assert chat.continue_final_message
+    assert chat.chat_template_kwargs == {"enable_thinking": True}
+    assert "temperature" not in chat.model_fields_set  # the model's own default applies
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"model": "nobody"}, anthropic.NotFoundError, "model 'nobody' does not exist"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            anthropic.BadRequestError,
+            "messages.0.content.0: Input tag 'image'",
+        ),
+        ({"extra_body": {"container": "c"}}, anthropic.BadRequestError, "container is not supported"),
+        ({"stop_sequences": ["a"] * 17}, anthropic.BadRequestError, "stop_sequences: "),
+    ],
+)
+def test_what_is_refused_and_how(
+    client: anthropic.Anthropic, given: dict[str, Any], error: type[anthropic.APIStatusError], words: str
+) -> None:
+    with pytest.raises(error) as caught:
+        create(client, **given)
+    body: Any = caught.value.body
+    assert body["type"] == "error" and words in body["error"]["message"]
+    assert body["error"]["type"] == caught.value.type

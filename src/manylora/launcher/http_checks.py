@@ -9,6 +9,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from manylora.launcher.management_access import MANAGEMENT_HEADER
 
 MAX_HEADERS = 128
+SHORT_HEAD = 1024  # bytes
 MAX_JSON = 2**24  # bytes of JSON in a body; parsed, it takes about twenty times as many
 MAX_BODY = 5 * 2**28  # bytes, JSON and tensors: 1.25 GiB
 MAX_INFER_JSON = 2**22  # bytes; it is also parsed here, while other requests wait
@@ -146,7 +148,7 @@ class Head:
     keeps: bool  # the connection, for another request
     expects: bool  # that it is told to send the body
 
-    @property
+    @cached_property
     def endpoint(self) -> bytes | None:
         """`infer`, `generate`, …, if it is one of a model."""
         found = PUBLIC.fullmatch(self.path)
@@ -164,6 +166,10 @@ def read_head(text: bytes) -> Head:
     """text: without the empty line at its end. Raises RefusedError, also for what another reader could
     understand in another way.
     """
+    return _read_short_head(text) if len(text) <= SHORT_HEAD else _read_head(text)
+
+
+def _read_head(text: bytes) -> Head:
     first, *lines = text.split(b"\r\n")
     request = REQUEST.fullmatch(first)
     if request is None:
@@ -211,6 +217,10 @@ def read_head(text: bytes) -> Head:
     if (head.checked_length or 0) > MAX_JSON:
         raise too_long()
     return head
+
+
+# A client sends the same head again and again.
+_read_short_head = lru_cache(256)(_read_head)
 
 
 def too_long() -> RefusedError:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.engine.pooler import pooled_positions, token_types
 from manylora.engine.scheduler import Chunk, DecodeRun
 from manylora.engine.sequence import PENDING, Sequence
 from manylora.engine.step_in_flight import LaunchedStep
@@ -375,7 +374,7 @@ class InputMaker:
             slots=slots,
             logits_rows=logits_rows,
             pooled_rows=pooled_rows,
-            token_types=token_types(chunks),
+            token_types=_token_types(chunks),
             embeddings=self._embeddings(chunks, ids, starts),
             virtual=_virtual(chunks, starts),
             cross_lengths=[sequence.num_encoder for sequence in encoded],
@@ -484,5 +483,29 @@ def _rope_lengths(chunks: list[Chunk]) -> list[int] | None:
     return [
         max(chunk.sequence.rope_length, position + 1)
         for chunk in chunks
+        for position in range(chunk.start, chunk.start + chunk.count)
+    ]
+
+
+def pooled_positions(chunk: Chunk) -> range:
+    """The positions of a chunk whose hidden states are used."""
+    pooling, stop = chunk.sequence.request.pooling, chunk.start + chunk.count
+    if pooling is None:
+        return range(0)
+    if pooling.mode == "last":
+        return range(stop - 1, stop) if chunk.ends else range(0)
+    if pooling.mode == "cls":
+        return range(chunk.start, chunk.start + 1)
+    return range(chunk.start, stop)
+
+
+def _token_types(chunks: list[Chunk]) -> list[int] | None:
+    """0 for the first of two texts, 1 for the second. None: all prompts have a single text."""
+    firsts = [0 if (pooling := c.sequence.request.pooling) is None else pooling.first for c in chunks]
+    if not any(firsts):
+        return None
+    return [
+        int(0 < first <= position)
+        for chunk, first in zip(chunks, firsts, strict=True)
         for position in range(chunk.start, chunk.start + chunk.count)
     ]

@@ -13,30 +13,6 @@ from manylora.kernels.extras import Extra
 from manylora.model.heads import ClassificationHead, HeadLayer
 
 
-def pooled_positions(chunk: Chunk) -> range:
-    """The positions of a chunk whose hidden states are used."""
-    pooling, stop = chunk.sequence.request.pooling, chunk.start + chunk.count
-    if pooling is None:
-        return range(0)
-    if pooling.mode == "last":
-        return range(stop - 1, stop) if chunk.ends else range(0)
-    if pooling.mode == "cls":
-        return range(chunk.start, chunk.start + 1)
-    return range(chunk.start, stop)
-
-
-def token_types(chunks: list[Chunk]) -> list[int] | None:
-    """0 for the first of two texts, 1 for the second. None: all prompts have a single text."""
-    firsts = [0 if (pooling := c.sequence.request.pooling) is None else pooling.first for c in chunks]
-    if not any(firsts):
-        return None
-    return [
-        int(0 < first <= position)
-        for chunk, first in zip(chunks, firsts, strict=True)
-        for position in range(chunk.start, chunk.start + chunk.count)
-    ]
-
-
 class Pooler:
     """classifier: the model's own head, if it has one. layer: precedes a head of a single layer. dense:
     layers applied to embeddings, in order. activation: of the first layer of an adapter's head of two layers.

@@ -17,9 +17,10 @@ from manylora.engine.inputs import (
     StepInputs,
     encoder_inputs,
     one_by_one,
+    pooled_positions,
     wanted_positions,
 )
-from manylora.engine.pooler import Pooler, pooled_positions
+from manylora.engine.pooler import Pooler
 from manylora.engine.sampler import Row, Sampler, adjust
 from manylora.engine.scheduler import Chunk, DecodeRun, Step
 from manylora.engine.sequence import PENDING, BeamGroup, Sequence

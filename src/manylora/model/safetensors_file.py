@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from manylora.errors import ConfigError
@@ -35,6 +34,8 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path, on_read: Callable[[int], None] = lambda count: None) -> None:
+        from safetensors import safe_open  # benchmarks/gpu.py runs where it is not installed
+
         self.path, self._on_read = path, on_read
         try:
             with safe_open(path, framework="pt"):

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from safetensors import safe_open
 
 from manylora.config.model_folder import WEIGHTS, indexed_files
 from manylora.errors import AdapterInvalidError, ConfigError
@@ -218,6 +217,8 @@ class BaseReader:
             return dict.fromkeys(gguf.keys(), gguf)
         found: dict[str, Any] = {}
         for name in indexed_files(self._model_dir) or [WEIGHTS]:
+            from safetensors import safe_open  # as in safetensors_file.py
+
             file = self._stack.enter_context(safe_open(self._model_dir / name, framework="pt"))
             found.update(dict.fromkeys(file.keys(), file))
         return found

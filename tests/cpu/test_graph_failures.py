@@ -214,7 +214,7 @@ def test_a_step_that_fails_ends_its_requests_alone(
     try:
         want = ask(loop).token_ids
         with monkeypatch.context() as patch:
-            name = "model.decoder.Decoder.forward" if where == "launch" else "engine.launched.Arrival.wait"
+            name = "model.decoder.Decoder.forward" if where == "launch" else "kernels.device.Arrival.wait"
             patch.setattr(f"manylora.{name}", _raise)
             assert isinstance(ask(loop).error, RequestError)
         assert loop.alive and ask(loop).token_ids == want

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 import tritonclient.grpc as grpc
-from launched import children, is_back, is_gone, models, processes, streams
+from launched import active, children, is_back, is_gone, models, processes, streams
 from selection import extended
 from servers import ROOT, Running, World, fill_repo, new_server
 from test_management import http
@@ -309,6 +309,7 @@ def test_stopping_finishes_what_is_in_flight_refuses_what_is_new_and_leaves_noth
     everyone = processes(own)
     with Path(own.state()["log"]).open(encoding="utf-8") as log:
         with own.slow() as brake, streams(own, 20) as open_streams:
+            wait_for("all are taken", lambda: active(own) == 20)
             stopper = threading.Thread(target=own.launch, args=("--stop",))
             stopper.start()
             refused = until_refused(own, stopper)

@@ -90,7 +90,8 @@ def attack(model_dir: Path, folder: Path, count: int) -> None:
 
 def test_whatever_comes_in_is_refused_with_a_reason(model_dir: Path, tmp_path: Path) -> None:
     command = [sys.executable, __file__, str(model_dir), str(tmp_path), str(COUNT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2]))}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

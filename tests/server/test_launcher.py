@@ -92,6 +92,10 @@ def loading(launcher: subprocess.Popen[bytes]) -> dict[str, int]:
     return {model: pid for child in children(launcher.pid) for model, pid in models(child).items()}
 
 
+def reports(server: Running) -> list[Path]:
+    return list(server.run_dir.glob("report.*"))
+
+
 def marked(http_port: int) -> list[int]:
     """Processes of the server with this port, whoever their parents are."""
     found = []
@@ -119,8 +123,8 @@ def test_a_process_that_could_not_end_with_its_launcher_is_ended_by_the_next(
     tokenizer = str(never_read(world, tmp_path))
     slow = new_server(fill_repo(tmp_path / "repo", world.model, tokenizer_dir=tokenizer))
     with subprocess.Popen(slow.command("--foreground"), stdout=subprocess.DEVNULL) as launcher:
-        # a process that was only just forked still has its parent's command
-        wait_for("its processes", lambda: len(marked(slow.http)) == 6 and len(loading(launcher)) == 4)
+        # Before its first report a process does not watch its server yet.
+        wait_for("its processes", lambda: len(marked(slow.http)) == 6 and len(reports(slow)) == 4)
         frozen = loading(launcher)["preprocessing"]
         os.kill(frozen, signal.SIGSTOP)
         launcher.kill()

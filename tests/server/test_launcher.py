@@ -61,12 +61,13 @@ def test_process_1_of_a_container_starts_again_after_a_kill_and_drains_at_a_sign
 
 @pytest.mark.parametrize("how", ["--stop", "Ctrl-C", *extended("kill")])
 def test_a_start_can_be_stopped(world: World, tmp_path: Path, how: str) -> None:
-    slow = new_server(
-        fill_repo(tmp_path / "repo", world.model, tokenizer_dir=str(never_read(world, tmp_path)))
-    )
-    with subprocess.Popen(
-        slow.command(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as starter:
+    slow = new_server(fill_repo(tmp_path / "repo", world.model))
+    with (
+        slow.held(),
+        subprocess.Popen(
+            slow.command(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as starter,
+    ):
         wait_for("its processes", lambda: marked(slow.http) and catches(starter.pid, signal.SIGTERM))
         if how == "--stop":
             assert slow.launch("--stop").returncode == 0
@@ -102,29 +103,19 @@ def marked(http_port: int) -> list[int]:
     return found
 
 
-def never_read(world: World, path: Path) -> Path:
-    """A tokenizer that is never read to its end."""
-    tokenizer = path / "tokenizer"
-    tokenizer.mkdir()
-    for file in world.model.iterdir():
-        if file.name != "tokenizer.json":
-            (tokenizer / file.name).symlink_to(file)
-    os.mkfifo(tokenizer / "tokenizer.json")
-    return tokenizer
-
-
 def test_a_process_that_could_not_end_with_its_launcher_is_ended_by_the_next(
     world: World, tmp_path: Path
 ) -> None:
-    tokenizer = str(never_read(world, tmp_path))
-    slow = new_server(fill_repo(tmp_path / "repo", world.model, tokenizer_dir=tokenizer))
-    with subprocess.Popen(slow.command("--foreground"), stdout=subprocess.DEVNULL) as launcher:
-        # a process that was only just forked still has its parent's command
-        wait_for("its processes", lambda: len(marked(slow.http)) == 6 and len(loading(launcher)) == 4)
-        frozen = loading(launcher)["preprocessing"]
+    slow = new_server(fill_repo(tmp_path / "repo", world.model))
+    with (
+        slow.held(),
+        subprocess.Popen(slow.command("--foreground"), stdout=subprocess.DEVNULL) as launcher,
+    ):
+        wait_for("its processes", lambda: len(list(slow.run_dir.glob("report.*"))) == 4)
+        frozen = loading(launcher)["tensorrt_llm"]
         os.kill(frozen, signal.SIGSTOP)
         launcher.kill()
-    assert frozen in marked(slow.http)
+        wait_for("the others' end", lambda: marked(slow.http) == [frozen])
     assert "holds no" in slow.launch("--model_repo=/nowhere").stderr
     assert not marked(slow.http)
 
@@ -145,10 +136,9 @@ def test_a_number_in_a_file_that_was_left_is_not_taken_for_a_process(tmp_path: P
 
 
 def test_a_start_that_hangs_ends_with_the_reason(world: World, tmp_path: Path) -> None:
-    hanging = new_server(
-        fill_repo(tmp_path / "repo", world.model, tokenizer_dir=str(never_read(world, tmp_path)))
-    )
-    failed = hanging.launch("--start-timeout=1")
+    hanging = new_server(fill_repo(tmp_path / "repo", world.model))
+    with hanging.held():
+        failed = hanging.launch("--start-timeout=1")
     assert failed.returncode == 1
     assert "tritonserver was not ready after 1 s" in failed.stderr
     assert hanging.launch("--status").returncode == 1

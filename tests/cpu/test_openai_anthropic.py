@@ -134,6 +134,8 @@ def test_blocks_become_the_messages_of_a_chat() -> None:
             "messages.0.content.0: Input tag 'image'",
         ),
         ({"extra_body": {"container": "c"}}, anthropic.BadRequestError, "container is not supported"),
+        ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "tool_choice needs tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, anthropic.BadRequestError, "needs the name"),
         ({"stop_sequences": ["a"] * 17}, anthropic.BadRequestError, "stop_sequences: "),
     ],
 )

@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import gguf
 import numpy as np
 import pytest
@@ -144,6 +145,12 @@ def test_serve_starts_by_default(smollm2: Path, adapters: Path, llm: LLM, tmp_pa
             texts = dict(zip(names, pool.map(ask, names), strict=True))
         assert texts[names[0]] == said(llm, (ASKED,))[0]
         assert len(set(texts.values())) == len(texts)
+        with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+            for model in names:
+                message = client.messages.create(
+                    model=model, messages=turns(ASKED), max_tokens=12, extra_body={"temperature": 0}
+                )
+                assert message.content[0].text == texts[model]
         called = post(
             f"{url}/v1/chat/completions",
             {

@@ -158,7 +158,8 @@ def failed(request: Request, path: str, error: Exception) -> Response:
 def error_at(request: Request, path: str, error: ApiError) -> Response:
     """An error in the format of the API that the path belongs to."""
     if path.startswith(ANTHROPIC):
-        return JSONResponse(error_body(error, request_id(request)), error.status, headers=error.headers)
+        body = error_body(error) | {"request_id": request_id(request)}
+        return JSONResponse(body, error.status, headers=error.headers)
     if not path.startswith(OLLAMA):
         return error_response(error)
     error = renamed(error, NAMES)

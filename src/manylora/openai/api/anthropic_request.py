@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from manylora.openai.api.errors import FORMAT
 from manylora.openai.api.fields import Body, Items, Text, WordText
@@ -65,7 +65,7 @@ class AnthropicMessage(Body):
 
 
 class AnthropicTool(_Block):
-    """A function of the client. eager_input_streaming has no effect: arguments are streamed anyway."""
+    """A function of the client. eager_input_streaming and input_examples have no effect."""
 
     type: Literal["custom"] = "custom"
     name: str = Field(pattern="^[A-Za-z0-9_.-]{1,64}$")
@@ -79,13 +79,23 @@ class AnthropicTool(_Block):
 
 
 class ToolChoice(Body):
+    """name: of the tool, for type tool."""
+
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None
     disable_parallel_tool_use: bool = False
 
+    @model_validator(mode="after")
+    def _has_name(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("type tool needs the name of a tool, and no other type takes one")
+        return self
+
 
 class Thinking(Body):
-    """The output is not split: what the model thinks is part of its text."""
+    """The output is not split: what the model thinks is part of its text. budget_tokens and display have no
+    effect.
+    """
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
@@ -139,8 +149,7 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
         chat["continue_final_message"] = True
     if body.thinking is not None:  # the variable that templates of reasoning models use
         chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
-    if body.tools:
-        chat |= {"tools": [_tool(tool) for tool in body.tools], **_choice(body.tool_choice)}
+    chat |= {"tools": [_tool(tool) for tool in body.tools], **_choice(body.tool_choice)}
     if body.output_config is not None and body.output_config.format is not None:
         schema = body.output_config.format.schema_
         chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
@@ -187,7 +196,7 @@ def _tool(tool: AnthropicTool) -> dict[str, Any]:
 def _choice(choice: ToolChoice | None) -> dict[str, Any]:
     if choice is None:
         return {}
-    named = {"type": "function", "function": {"name": choice.name or ""}}
+    named = {"type": "function", "function": {"name": choice.name}}
     kinds = {"auto": "auto", "any": "required", "tool": named, "none": "none"}
     parallel = not choice.disable_parallel_tool_use
     return {"tool_choice": kinds[choice.type], "parallel_tool_calls": parallel}

@@ -11,19 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from manylora.openai.api.anthropic_request import NAMES, CountTokensRequest, MessagesRequest, chat_request
-from manylora.openai.api.errors import ApiError, renamed
+from manylora.openai.api.errors import ERROR_TYPES, ApiError, renamed
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey
 from manylora.openai.serving.responses import ChatResponse, encode
 
-ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+TYPES = ERROR_TYPES | {413: "request_too_large", 503: "overloaded_error"}
 
 
 async def answer_messages(
@@ -47,10 +40,10 @@ async def count_tokens(inference: Inference, body: CountTokensRequest, key: ApiK
     return {"input_tokens": len((await asked.prompts.chat(chat)).ids)}
 
 
-def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
+def error_body(error: ApiError) -> dict[str, Any]:
     error = renamed(error, NAMES)
-    kind = ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    kind = TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 class MessagesAnswer(ChatResponse):
@@ -89,7 +82,7 @@ class MessagesAnswer(ChatResponse):
         return (ending + _event("message_stop")).encode()
 
     def error_events(self, error: ApiError) -> bytes:
-        return _event(**error_body(error, self.id)).encode()
+        return _event(**error_body(error)).encode()
 
     def _text_delta(self, index: int, text: str) -> str:
         return self._begin("text", {"type": "text", "text": ""}) + self._delta(f'"text_delta","text":{text}')
@@ -145,7 +138,6 @@ class MessagesAnswer(ChatResponse):
     def _message(
         self, content: list[dict[str, Any]], stop: dict[str, Any], usage: dict[str, Any]
     ) -> dict[str, Any]:
-        cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
         return {
             "id": self.id,
             "type": "message",
@@ -153,7 +145,7 @@ class MessagesAnswer(ChatResponse):
             "model": self._common["model"],
             "content": content,
             **stop,
-            "usage": {"input_tokens": self._usage(0)["prompt_tokens"], **cached, **usage},
+            "usage": {"input_tokens": self._usage(0)["prompt_tokens"], **usage},
         }
 
 

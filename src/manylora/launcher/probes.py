@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from manylora.launcher.processes import stat_of
 
+STOPPED_S = 5.0  # a process stopped by a signal for this long counts as hung
 SILENCE_S = 30.0  # a process without an answer for this long counts as hung, unless it computes
 BUSY = 1 / 30  # processor time per second from which a process computes; an idle tritonserver takes 1/500
 PATIENCE = 10  # a process that computes may be silent for this many times as long

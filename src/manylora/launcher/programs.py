@@ -17,6 +17,7 @@ from pathlib import Path
 from manylora.errors import ConfigError
 from manylora.group.place import RANK_0_GONE
 from manylora.launcher.logs import open_log
+from manylora.launcher.probes import STOPPED_S
 from manylora.launcher.processes import end_marked, exit_text, kill_child, spawn, stat_of
 from manylora.launcher.run_directory import RunDirectory
 from manylora.launcher.supervisor import POLL_S, StoppedError, wait_for_ports
@@ -26,7 +27,6 @@ logger = logging.getLogger("manylora.launcher")
 
 MARK = "MANYLORA_KEPT_BY"
 FOLLOWER = "manylora.engine.repository_rank"
-STOPPED_S = 5.0  # a process stopped by a signal for this long counts as hung
 REPORT_BYTES = 4096
 
 

@@ -17,7 +17,7 @@ from manylora.errors import ConfigError
 from manylora.launcher.installation import Installation
 from manylora.launcher.logs import ServerLog, open_log
 from manylora.launcher.management_access import MANAGEMENT_HEADER
-from manylora.launcher.probes import MemoryLimit, ProxyProbe, Silence, http_answers, processor_time
+from manylora.launcher.probes import STOPPED_S, MemoryLimit, ProxyProbe, Silence, http_answers, processor_time
 from manylora.launcher.processes import exit_text, free_port, kill_child, raise_open_files, spawn, stat_of
 from manylora.launcher.server_command import (
     ALLOCATOR,
@@ -41,7 +41,6 @@ from manylora.system.own_clock import OwnClock
 
 logger = logging.getLogger("manylora.launcher")
 
-STOPPED_S = 5.0  # a process stopped by a signal for this long counts as hung
 UNCLAIMED_S = 1.0  # a dead model process the server ignores for this long was not noticed by it
 PROBE_S = 0.5
 LOOK_S = 2.0  # of `OwnClock`: the most that one check, which may wait for HTTP, can add

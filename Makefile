@@ -27,7 +27,7 @@ install: $(VENV)/.server ## install what serves into .venv; other targets instal
 serve: $(VENV)/.server ## serve the demo's model and adapters over the OpenAI API, and print commands to try
 	@$(BIN)/python examples/demo/run.py serve $(DEMO:%=--%)
 
-test: $(VENV)/.test ## run the tests, including those against a real tritonserver; 8 to 9 minutes on two cores
+test: $(VENV)/.test ## run the tests, including those against a real tritonserver; 9 to 10 minutes on two cores
 	$(BIN)/python -m pytest -n $(WORKERS)
 
 quick: $(VENV)/.test ## run the tests that need nothing, and a tiny model through each door; 2 minutes

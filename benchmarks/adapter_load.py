@@ -39,8 +39,8 @@ import torch
 from manylora.config.engine import LoraCacheConfig
 from manylora.kernels.device import open_device
 from manylora.lora import staging
+from manylora.lora.catalog.fingerprint import SETTLED_NS
 from manylora.lora.formats.tensor_files import RawTensor, encode, write_safetensors
-from manylora.lora.library.fingerprint import SETTLED_NS
 from manylora.lora.store import AdapterStore
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput

@@ -19,8 +19,8 @@ from manylora.commands.convert import main as convert
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, RequestError
-from manylora.lora.library.copies import DiskLevel
-from manylora.lora.library.reader import read_adapter_folder
+from manylora.lora.catalog.levels import DiskLevel
+from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.lora.report import BaseModel, inspect_adapter
 from manylora.lora.tensors import Adapter
 from manylora.model.checkpoint import read_model_config

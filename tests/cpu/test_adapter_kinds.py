@@ -24,11 +24,11 @@ from manylora.config.engine import LoraCacheConfig
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.device import open_device
 from manylora.lora.bounds import Bounds
+from manylora.lora.catalog.reader import AdapterReader
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft_types.table import READERS, REASONS, check_kind
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora, read_whole
-from manylora.lora.library.reader import AdapterReader
 from manylora.lora.modules import lora_modules
 from manylora.lora.report import BaseModel, inspect_adapter
 from manylora.lora.rules import AdapterRules, has_effect

@@ -13,8 +13,8 @@ from tiny_models import make_adapter, make_model
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.kernels import native
+from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.library.reader import read_adapter_folder
 from manylora.request import LoraInput, Request, SamplingConfig
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -25,9 +25,9 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError, RequestError
 from manylora.llmapi import LLM, KvCacheConfig, LoraConfig, LoRARequest, SamplingParams
+from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.lora.convert import convert_peft
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.modules import lora_modules
 from manylora.lora.rules import AdapterRules
 from manylora.model.attend import RelativeBias

@@ -30,13 +30,13 @@ from manylora.errors import AdapterCacheFullError, AdapterInvalidError, RequestE
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device, open_device
 from manylora.llmapi import LLM, LoraConfig, LoRARequest, SamplingParams
+from manylora.lora.catalog.levels import DiskLevel
+from manylora.lora.catalog.reader import AdapterReader, read_adapter_folder
 from manylora.lora.extras import with_extras
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft import read_peft_whole
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.geometry import CacheGeometry, Layout
-from manylora.lora.library.copies import DiskLevel
-from manylora.lora.library.reader import AdapterReader, read_adapter_folder
 from manylora.lora.modules import lora_modules
 from manylora.lora.normalize import normalize_dora
 from manylora.lora.number_types import BFLOAT16, narrow_to_bfloat16

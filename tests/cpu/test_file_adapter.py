@@ -20,10 +20,10 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.kernels import loading, native
 from manylora.lora import pool
+from manylora.lora.catalog import fingerprint
 from manylora.lora.formats.peft import read_peft_whole, stored_rows
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.tensor_files import RawTensor, write_safetensors
-from manylora.lora.library import fingerprint
 from manylora.lora.modules import lora_modules
 from manylora.lora.store import AdapterStore
 from manylora.lora.tensors import FileAdapter

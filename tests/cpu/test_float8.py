@@ -23,12 +23,12 @@ from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import RowFormat
 from manylora.llmapi import LLM, LoRARequest, SamplingParams
+from manylora.lora.catalog.levels import DiskLevel
+from manylora.lora.catalog.reader import AdapterReader, read_adapter_folder
 from manylora.lora.convert import convert_source
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
-from manylora.lora.library.copies import DiskLevel
-from manylora.lora.library.reader import AdapterReader, read_adapter_folder
 from manylora.lora.modules import lora_modules
 from manylora.lora.number_types import FLOAT8, widen_bfloat16, widen_float8
 from manylora.lora.report import BaseModel, inspect_adapter

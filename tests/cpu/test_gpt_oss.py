@@ -23,7 +23,7 @@ from manylora.kernels.device import open_device
 from manylora.kernels.panels import PanelsLinear, to_panels
 from manylora.kernels.products import FORMS
 from manylora.kernels.quantised import QuantisedWeight
-from manylora.lora.library.reader import read_adapter_folder
+from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.quant.layouts import mxfp4

@@ -25,12 +25,12 @@ from tiny_models import make_model
 
 from manylora.config.engine import LoraCacheConfig
 from manylora.errors import AdapterError, AdapterInvalidError
+from manylora.lora.catalog.reader import AdapterReader
+from manylora.lora.catalog.roots import find_adapters
 from manylora.lora.formats import safe_open
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft_config import Patterns
 from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.library.reader import AdapterReader
-from manylora.lora.library.roots import find_adapters
 from manylora.lora.store import AdapterStore
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput

@@ -21,7 +21,7 @@ from waiting import wait_for
 from manylora import LLM, GuidedDecodingParams, LoraConfig, LoRARequest, PeftCacheConfig, SamplingParams
 from manylora.errors import AdapterNotCachedError, ConfigError, RequestError
 from manylora.llmapi.outputs import GenerationResult
-from manylora.lora.library.reader import AdapterReader
+from manylora.lora.catalog.reader import AdapterReader
 from manylora.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

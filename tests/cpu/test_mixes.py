@@ -18,10 +18,10 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterCacheFullError, AdapterInvalidError, AdapterNotCachedError, RequestError
 from manylora.kernels.row_format import RowFormat
+from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.geometry import Layout, Placement
 from manylora.lora.leases import AdapterLease, check_changes
-from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.modules import LoraModuleId
 from manylora.request import LoraInput, LoraMix, Request, SamplingConfig, mix
 

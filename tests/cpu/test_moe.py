@@ -28,10 +28,10 @@ from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import open_device
 from manylora.kernels.row_format import RowFormat
+from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.geometry import Layout, cache_geometry
-from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.modules import (
     MODULE_NAMES,
     check_moe_backend,

@@ -14,7 +14,7 @@ from serving import DEMO
 
 from manylora.commands import serve
 from manylora.errors import ConfigError
-from manylora.lora.library.names import is_name
+from manylora.lora.catalog.names import is_name
 from manylora.model.checkpoint import read_model_config
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.params import Limits, plan

@@ -28,7 +28,7 @@ from waiting import wait_for
 from manylora.errors import RequestError
 from manylora.launcher.processes import free_port
 from manylora.llmapi import LoraConfig, PeftCacheConfig
-from manylora.lora.library.copies import MemoryLevel
+from manylora.lora.catalog.levels import MemoryLevel
 from manylora.lora.pool import AdapterPool
 from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.openai.serving.backend import Backend

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from waiting import wait_for
 
 from manylora.errors import ConfigError
-from manylora.lora.library import copies
+from manylora.lora.catalog import levels
 from manylora.openai.api import parsing
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.guides import guide_of
@@ -217,15 +217,15 @@ def test_a_full_disk_costs_copies_and_nothing_else(
 ) -> None:
     """Adapters that come while it is full are read and served, also those that are found by the watch."""
     full = True
-    save = copies.write_safetensors
+    save = levels.write_safetensors
 
     def save_file(*arguments: Any) -> None:
         if full:
             raise OSError(errno.ENOSPC, "No space left on device")
         save(*arguments)
 
-    monkeypatch.setattr(copies, "write_safetensors", save_file)
-    monkeypatch.setattr(copies, "RETRY_S", 0.0)
+    monkeypatch.setattr(levels, "write_safetensors", save_file)
+    monkeypatch.setattr(levels, "RETRY_S", 0.0)
     root, folder = tmp_path / "adapters", tmp_path / "copies"
     shutil.copytree(DEMO / "adapters" / "chinese", root / "one")
     failures = lambda: [one for one in caplog.messages if "copies cannot be written" in one]  # noqa: E731

@@ -43,10 +43,10 @@ from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import open_device
 from manylora.kernels.reference import ReferenceOps
+from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.lora.convert import main as hf_lora_convert
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
-from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.modules import lora_modules
 from manylora.lora.normalize import normalize_dora
 from manylora.lora.store import AdapterStore

@@ -23,11 +23,11 @@ from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError
 from manylora.lora.bounds import Bounds
 from manylora.lora.cache import CachedAdapter
+from manylora.lora.catalog.levels import DiskLevel
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft import read_peft_whole
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.geometry import Layout, cache_geometry
-from manylora.lora.library.copies import DiskLevel
 from manylora.lora.modules import lora_modules
 from manylora.lora.pool import AdapterPool
 from manylora.lora.space import Space, least_pages

@@ -20,12 +20,12 @@ from safetensors.numpy import save_file
 from selection import extended
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.lora.formats.llgtrt import write_llgtrt
 from manylora.lora.formats.nemo import find_nemo, nemo_num_layers
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_source, source_dtype
-from manylora.lora.library.reader import read_adapter_folder
 
 KEY = "model.language_model.encoder.layers.{}.self_attention.adapter_layer.lora_kqv_adapter.linear_{}.weight"
 PEFT = "base_model.model.model.layers.0.self_attn.q_proj.lora_"

@@ -22,12 +22,12 @@ from manylora.config.engine import LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.errors import AdapterInvalidError, AdapterNotCachedError
 from manylora.lora import staging, tensors, transfers
+from manylora.lora.catalog import fingerprint, reader
 from manylora.lora.formats import peft_rows
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.peft import read_peft, read_peft_whole
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.tensor_files import decode, read_safetensors
-from manylora.lora.library import fingerprint, reader
 from manylora.lora.number_types import BFLOAT16, narrow_to_bfloat16
 from manylora.lora.pool import AdapterPool
 from manylora.lora.rules import AdapterRules
@@ -243,7 +243,7 @@ def test_an_unreadable_prefetch_directory_is_a_warning(
 def test_task_ids_that_never_come_back_are_forgotten(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manylora.lora.library.library.PRUNE", 8)
+    monkeypatch.setattr("manylora.lora.catalog.library.PRUNE", 8)
     store = open_store(model, 2, 2)
     for task_id in range(200):
         store.release(take(store, adapter(task_id)))

@@ -23,10 +23,10 @@ from tiny_models import make_adapter, make_model
 
 from manylora import cli
 from manylora.commands.inspect import GATES
+from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.lora.convert import main as hf_lora_convert
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.npy import read_npy
-from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.number_types import widen_bfloat16
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from manylora.contracts.vllm_metrics import families, samples
 from manylora.contracts.vllm_model import VllmModel, takes_adapters
 from manylora.contracts.vllm_sampling import NO_EFFECT, REFUSED, TAKEN, adapters, asked, read_parameters
 from manylora.errors import AdapterNotFoundError, ConfigError, RequestCancelledError, RequestError
-from manylora.lora.library.names import read_names
+from manylora.lora.catalog.names import read_names
 from manylora.model.checkpoint import read_model_config
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.bls_generator import ClientRequest, Values

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from manylora.fleet.requested_adapter import asked_adapter
-from manylora.lora.library.names import Aliases
+from manylora.lora.catalog.names import Aliases
 
 
 @pytest.mark.parametrize(

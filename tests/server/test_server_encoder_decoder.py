@@ -17,7 +17,7 @@ from test_server import ask, inputs, new_ids
 from tiny_models import make_adapter, make_model, reference_generate
 
 from manylora.cli import main
-from manylora.lora.library.reader import read_adapter_folder
+from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.text.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ import triton_python_backend_utils as pb_utils
 from manylora.contracts.llmapi_model import AdapterFolders, LlmapiModel
 from manylora.contracts.prompts import EngineSetup, PromptRunner
 from manylora.errors import ConfigError
-from manylora.lora.library.names import read_names
+from manylora.lora.catalog.names import read_names
 from manylora.system.lifeline import Lifeline
 from manylora.wire.bls_worker import BlsWorker
 from manylora.wire.parameters import names_file, parameters_beside, parameters_of, value_of

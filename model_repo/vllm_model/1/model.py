@@ -14,7 +14,7 @@ from manylora.contracts.prompts import EngineSetup, PromptRunner
 from manylora.contracts.vllm_metrics import VllmMetrics
 from manylora.contracts.vllm_model import VllmModel, takes_adapters
 from manylora.errors import ConfigError
-from manylora.lora.library.names import read_names
+from manylora.lora.catalog.names import read_names
 from manylora.system.lifeline import Lifeline
 from manylora.wire.bls_worker import BlsWorker
 from manylora.wire.parameters import flag, names_file, parameters_beside, parameters_of

@@ -18,7 +18,7 @@ from manylora.fleet.member import Changed
 from manylora.fleet.options import FleetOptions
 from manylora.fleet.relay import LOST, NOT_TAKEN, not_taken
 from manylora.fleet.remote_http import RemoteRequest
-from manylora.lora.library.names import Aliases
+from manylora.lora.catalog.names import Aliases
 from manylora.openai.api.errors import ApiError
 from manylora.openai.serving.adapter_record import AdapterRecord
 from manylora.openai.serving.keys import ApiKey, Keyring

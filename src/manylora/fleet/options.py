@@ -12,7 +12,7 @@ from typing import Any
 
 from manylora.config.values import at_least, one_of
 from manylora.errors import ConfigError
-from manylora.lora.library.names import is_name
+from manylora.lora.catalog.names import is_name
 from manylora.openai.arguments import options_of, parse
 from manylora.openai.options import ServeOptions
 from manylora.system.cgroup import usable_processors

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from manylora.lora.library.names import LATEST, Aliases
+from manylora.lora.catalog.names import LATEST, Aliases
 
 
 def asked_adapter(fields: Mapping[str, Any], bases: Sequence[str], aliases: Aliases) -> str | None:

@@ -24,13 +24,13 @@ from manylora.errors import (
     printable,
 )
 from manylora.llmapi.lora import LoRAChoice, LoRARequest, members_of
+from manylora.lora.catalog.fingerprint import Fingerprint, fingerprint
+from manylora.lora.catalog.library import AdapterLibrary, task_id_of
+from manylora.lora.catalog.names import Aliases, name_problem
+from manylora.lora.catalog.reader import AdapterReader
+from manylora.lora.catalog.roots import find_adapters, path_below
 from manylora.lora.formats.peft_config import EMBEDDED
 from manylora.lora.formats.sources import find_source
-from manylora.lora.library.fingerprint import Fingerprint, fingerprint
-from manylora.lora.library.library import AdapterLibrary, task_id_of
-from manylora.lora.library.names import Aliases, name_problem
-from manylora.lora.library.reader import AdapterReader
-from manylora.lora.library.roots import find_adapters, path_below
 from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.system.folders import temporary_folder
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from manylora.lora.cache import AdapterCache
-from manylora.lora.library.library import AdapterLibrary
+from manylora.lora.catalog.library import AdapterLibrary
 from manylora.lora.transfers import Arrivals
 from manylora.stats import AdapterStats, CacheMap, MappedAdapter, Resident, Runs
 

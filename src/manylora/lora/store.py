@@ -22,11 +22,11 @@ from manylora.errors import (
 from manylora.kernels.spec import LoraBatch
 from manylora.lora.cache import AdapterCache
 from manylora.lora.cache_view import CacheView
+from manylora.lora.catalog.library import AdapterLibrary
 from manylora.lora.extras import with_extras
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.geometry import Layout
 from manylora.lora.leases import AdapterLease, Lease, MixLease, WaitingLeases, check_changes, check_mixable
-from manylora.lora.library.library import AdapterLibrary
 from manylora.lora.loaded import LoadedAdapter, Mixes, OtherRanks, lora_batch
 from manylora.lora.modules import LoraModule
 from manylora.lora.slicing import Slicer

@@ -14,14 +14,14 @@ from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
 from manylora.kernels import native
 from manylora.lora.bounds import Bounds
+from manylora.lora.catalog.levels import DiskLevel
+from manylora.lora.catalog.library import AdapterLibrary
+from manylora.lora.catalog.names import read_names
+from manylora.lora.catalog.reader import AdapterReader
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.plain_rows import KnownLayouts
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.geometry import CachePlan, pages_of_rank, plan_cache
-from manylora.lora.library.copies import DiskLevel
-from manylora.lora.library.library import AdapterLibrary
-from manylora.lora.library.names import read_names
-from manylora.lora.library.reader import AdapterReader
 from manylora.lora.modules import LoraModule, beside_experts, lora_modules
 from manylora.lora.pool import AdapterPool
 from manylora.lora.rules import AdapterRules

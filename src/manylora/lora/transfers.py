@@ -18,8 +18,8 @@ import torch
 from manylora.errors import AdapterError, AdapterInvalidError, RequestError
 from manylora.kernels.huge_pages import make_resident
 from manylora.lora.cache import AdapterCache
+from manylora.lora.catalog.library import AdapterLibrary
 from manylora.lora.geometry import Layout
-from manylora.lora.library.library import AdapterLibrary
 from manylora.lora.loaded import OtherRanks
 from manylora.lora.pool import AdapterPool, SharedOf
 from manylora.lora.rules import AdapterRules

@@ -22,13 +22,13 @@ from manylora.errors import AdapterError, ConfigError
 from manylora.llmapi.engine_config import modules_to_read, parameter_names
 from manylora.llmapi.model_defaults import model_defaults
 from manylora.lora.bounds import Bounds
+from manylora.lora.catalog.levels import DiskLevel
+from manylora.lora.catalog.names import is_name
+from manylora.lora.catalog.reader import AdapterReader
+from manylora.lora.catalog.roots import folders_of
+from manylora.lora.catalog.versions import Versions
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.library.copies import DiskLevel
-from manylora.lora.library.names import is_name
-from manylora.lora.library.reader import AdapterReader
-from manylora.lora.library.roots import folders_of
-from manylora.lora.library.versions import Versions
 from manylora.lora.modules import lora_modules
 from manylora.lora.rules import AdapterRules
 from manylora.lora.text.adapter_text import AdapterTexts

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manylora.errors import AdapterError, AdapterInvalidError, ConfigError, printable
-from manylora.lora.library.fingerprint import Fingerprint, fingerprint
+from manylora.lora.catalog.fingerprint import Fingerprint, fingerprint
 from manylora.lora.text.adapter_text import TOKENIZER_BYTES, AdapterText, AdapterTexts, TrustedFolder
 from manylora.lora.text.generation_defaults import GenerationDefaults
 from manylora.text.tokenizer import Tokenizer

@@ -8,8 +8,8 @@ from pathlib import Path
 from manylora.config.hub import model_folder
 from manylora.config.model_folder import read_json
 from manylora.errors import ConfigError
+from manylora.lora.catalog.names import is_name, read_names
 from manylora.lora.formats.safe_open import is_folder
-from manylora.lora.library.names import is_name, read_names
 from manylora.lora.text.current import CurrentTexts, OwnText, trusted_texts
 from manylora.request import LoraInput, LoraMix
 from manylora.text.item_text import ItemText

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from manylora.lora.library.names import is_name
+from manylora.lora.catalog.names import is_name
 from manylora.openai.api.errors import ApiError, check_name, invalid_value
 from manylora.openai.api.schema import AdapterFields
 from manylora.request import MAX_MIXED, MAX_SCALE

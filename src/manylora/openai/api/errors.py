@@ -20,7 +20,7 @@ from manylora.errors import (
     QueueFullError,
     RequestError,
 )
-from manylora.lora.library.names import is_name
+from manylora.lora.catalog.names import is_name
 
 ERROR_TYPES = {
     401: "authentication_error",

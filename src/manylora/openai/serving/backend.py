@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from manylora.errors import AdapterChangedError, AdapterNotCachedError, EngineDeadError, RequestError
+from manylora.lora.catalog.library import task_id_of
 from manylora.lora.leases import digest_of_mix
-from manylora.lora.library.library import task_id_of
 from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.openai.api.errors import ApiError, as_api_error, invalid_value, unsupported_field
 from manylora.openai.serving.adapter_entry import Version

@@ -15,7 +15,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from manylora.lora.library.names import LATEST
+from manylora.lora.catalog.names import LATEST
 from manylora.openai.api.errors import ApiError, renamed
 from manylora.openai.api.ollama_request import (
     NAMES,

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manylora.lora.library.fingerprint import Fingerprint, fingerprint
-from manylora.lora.library.roots import Found, find_adapters
+from manylora.lora.catalog.fingerprint import Fingerprint, fingerprint
+from manylora.lora.catalog.roots import Found, find_adapters
 from manylora.openai.serving.adapter_entry import AdapterEntry, Terms
 
 logger = logging.getLogger("manylora")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
-from manylora.lora.library.names import is_name
+from manylora.lora.catalog.names import is_name
 from manylora.openai.api.errors import ApiError, as_api_error
 from manylora.openai.serving.adapter_entry import AdapterEntry
 from manylora.openai.serving.adapter_record import (

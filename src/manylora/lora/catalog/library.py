@@ -21,12 +21,12 @@ from manylora.errors import (
     ConfigError,
     printable,
 )
+from manylora.lora.catalog.fingerprint import Fingerprint, fingerprint
+from manylora.lora.catalog.levels import DiskLevel
+from manylora.lora.catalog.reader import AdapterReader
+from manylora.lora.catalog.versions import Versions
 from manylora.lora.formats.safe_open import is_folder
 from manylora.lora.formats.sources import find_source
-from manylora.lora.library.copies import DiskLevel
-from manylora.lora.library.fingerprint import Fingerprint, fingerprint
-from manylora.lora.library.reader import AdapterReader
-from manylora.lora.library.versions import Versions
 from manylora.lora.rules import NOTHING
 from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.request import LoraInput

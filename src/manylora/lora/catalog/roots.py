@@ -10,11 +10,11 @@ from functools import cache
 from pathlib import Path
 
 from manylora.errors import AdapterInvalidError, printable
+from manylora.lora.catalog.fingerprint import Fingerprint, entry_is, fingerprint, is_passing
+from manylora.lora.catalog.names import MAX_FOLDERS, name_problem
 from manylora.lora.formats.llgtrt import is_llgtrt
 from manylora.lora.formats.peft_config import is_one_file
 from manylora.lora.formats.sources import find_source
-from manylora.lora.library.fingerprint import Fingerprint, entry_is, fingerprint, is_passing
-from manylora.lora.library.names import MAX_FOLDERS, name_problem
 
 logger = logging.getLogger("manylora")
 

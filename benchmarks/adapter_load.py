@@ -39,7 +39,7 @@ import torch
 from manylora.config.engine import LoraCacheConfig
 from manylora.kernels.device import open_device
 from manylora.lora import staging
-from manylora.lora.catalog.fingerprint import SETTLED_NS
+from manylora.lora.catalog.files import SETTLED_NS
 from manylora.lora.formats.tensor_files import RawTensor, encode, write_safetensors
 from manylora.lora.store import AdapterStore
 from manylora.model.checkpoint import read_model_config

@@ -20,7 +20,7 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.kernels import loading, native
 from manylora.lora import pool
-from manylora.lora.catalog import fingerprint
+from manylora.lora.catalog import files
 from manylora.lora.formats.peft import read_peft_whole, stored_rows
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.tensor_files import RawTensor, write_safetensors
@@ -71,10 +71,10 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]
 
 def known(folder: Path, adapters: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """<folder>/1, <folder>/2, …: copies whose times are to be trusted soon."""
-    monkeypatch.setattr(fingerprint, "SETTLED_NS", 5 * 10**7)
+    monkeypatch.setattr(files, "SETTLED_NS", 5 * 10**7)
     for number, adapter in enumerate(adapters, 1):
         shutil.copytree(adapter, folder / str(number))
-    time.sleep(2 * fingerprint.SETTLED_NS / 1e9)
+    time.sleep(2 * files.SETTLED_NS / 1e9)
 
 
 def open_engine(model: Path, folder: Path, adapters: int = 1) -> Engine:

@@ -25,8 +25,8 @@ from tiny_models import make_model
 
 from manylora.config.engine import LoraCacheConfig
 from manylora.errors import AdapterError, AdapterInvalidError
+from manylora.lora.catalog.files import find_adapters
 from manylora.lora.catalog.reader import AdapterReader
-from manylora.lora.catalog.roots import find_adapters
 from manylora.lora.formats import safe_open
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft_config import Patterns

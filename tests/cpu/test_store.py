@@ -22,7 +22,7 @@ from manylora.config.engine import LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.errors import AdapterInvalidError, AdapterNotCachedError
 from manylora.lora import staging, tensors, transfers
-from manylora.lora.catalog import fingerprint, reader
+from manylora.lora.catalog import files, reader
 from manylora.lora.formats import peft_rows
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.peft import read_peft, read_peft_whole
@@ -388,13 +388,13 @@ def test_an_unchanged_folder_is_not_digested_again(
     model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A changed one is, also when its size and time are as before."""
-    monkeypatch.setattr(fingerprint, "SETTLED_NS", 5 * 10**7)
+    monkeypatch.setattr(files, "SETTLED_NS", 5 * 10**7)
     digested = []
     plain = tensors._digest
     monkeypatch.setattr(tensors, "_digest", lambda *parts: digested.append(1) or plain(*parts))
     write_peft(tmp_path / "1", 1)
     write_peft(tmp_path / "2", 2)
-    time.sleep(2 * fingerprint.SETTLED_NS / 1e9)
+    time.sleep(2 * files.SETTLED_NS / 1e9)
     store = open_store(model, 1, 1, prefetch_dir=tmp_path)
     digests = {}
     for task_id in (1, 2, 1, 2, 1):
@@ -416,10 +416,10 @@ def test_a_folder_that_changes_while_it_is_read_is_known_by_what_was_read(
     model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not by the digest that its files had when the reading began. float16: not read straight into pages."""
-    monkeypatch.setattr(fingerprint, "SETTLED_NS", 5 * 10**7)
+    monkeypatch.setattr(files, "SETTLED_NS", 5 * 10**7)
     for name in ("1", "2"):
         write_peft(tmp_path / name, int(name), np.float16)
-    time.sleep(2 * fingerprint.SETTLED_NS / 1e9)
+    time.sleep(2 * files.SETTLED_NS / 1e9)
     store = open_store(model, 1, 1, prefetch_dir=tmp_path)
     before = take(store, LoraInput(1))
     store.release(before)
@@ -462,7 +462,7 @@ def test_pages_of_bfloat16_hold_what_those_of_float32_hold_under_the_same_digest
 ) -> None:
     """Also when it is read again and when several threads read. Rows that are not read straight into pages
     are narrowed as they are read."""
-    monkeypatch.setattr(fingerprint, "SETTLED_NS", 5 * 10**7)
+    monkeypatch.setattr(files, "SETTLED_NS", 5 * 10**7)
     monkeypatch.setattr(peft_rows, "NARROWED", 0)
     if large:
         monkeypatch.setattr(peft_rows, "PARALLEL", 0)
@@ -470,7 +470,7 @@ def test_pages_of_bfloat16_hold_what_those_of_float32_hold_under_the_same_digest
         monkeypatch.setattr(staging, "LEAST", 0)
     for name in ("1", "2"):
         write_peft(tmp_path / name, int(name), kind)
-    time.sleep(2 * fingerprint.SETTLED_NS / 1e9)
+    time.sleep(2 * files.SETTLED_NS / 1e9)
     wide = open_store(model, 1, 1, prefetch_dir=tmp_path)
     narrow = open_store(model, 1, 1, torch.bfloat16, prefetch_dir=tmp_path)
     kinds = set()
@@ -498,7 +498,7 @@ def test_a_folder_that_was_just_written_is_not_known_by_its_times(
     """Its next writing may fall into the same tick of the clock."""
     write_peft(tmp_path / "1", 1)
     write_peft(tmp_path / "2", 2)
-    frozen = {path: fingerprint.fingerprint(path) for path in tmp_path.iterdir()}
+    frozen = {path: files.fingerprint(path) for path in tmp_path.iterdir()}
     monkeypatch.setattr(reader, "fingerprint", frozen.get)
     store = open_store(model, 1, 1, prefetch_dir=tmp_path)
     before = take(store, LoraInput(1))

@@ -35,7 +35,7 @@ NO_TORCH = [
     "wire", "text", "launcher", "lora.pages", "lora.module_sizes", "lora.modules", "lora.geometry",
     "lora.bounds",
     "lora.number_types", "lora.tensors", "lora.staging", "lora.extras", "lora.rules", "lora.slicing",
-    "lora.cache", "lora.text", "cli", "engine.sequence",
+    "lora.cache", "lora.catalog", "lora.text", "cli", "engine.sequence",
     "engine.guide", "engine.guide_trial",
     "engine.kv_cache", "engine.speculation",
     "engine.scheduler", "kernels.row_format", "kernels.cuda.plan", "parallel.mapping",

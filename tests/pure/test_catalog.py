@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from manylora.lora.catalog import library
-from manylora.lora.catalog.fingerprint import fingerprint
+from manylora.lora.catalog.files import find_adapters, fingerprint
 from manylora.lora.catalog.library import MAX_IDS, PRUNE, AdapterLibrary
 from manylora.lora.catalog.names import LATEST, is_name, name_problem
-from manylora.lora.catalog.roots import find_adapters
 from manylora.openai.api.adapter_choice import choose_adapter
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.schema import AdapterFields

@@ -11,7 +11,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from manylora.errors import ConfigError
-from manylora.lora.text.repository import RepositoryTexts
+from manylora.lora.catalog.texts import RepositoryTexts
 from manylora.system.lifeline import Lifeline
 from manylora.text.postprocessing import Postprocessor
 from manylora.text.tokenizer import open_tokenizer

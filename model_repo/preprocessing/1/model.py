@@ -8,7 +8,7 @@ from pathlib import Path
 import triton_python_backend_utils as pb_utils
 
 from manylora.errors import ConfigError
-from manylora.lora.text.repository import RepositoryTexts
+from manylora.lora.catalog.texts import RepositoryTexts
 from manylora.system.lifeline import Lifeline
 from manylora.text.preprocessing import Preprocessor
 from manylora.text.tokenizer import open_tokenizer

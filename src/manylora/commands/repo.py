@@ -10,7 +10,7 @@ from pathlib import Path
 from manylora.config.hub import local_model
 from manylora.errors import ConfigError
 from manylora.launcher.new_repository import RepositoryPlan, write_repository
-from manylora.lora.catalog.roots import find_adapters
+from manylora.lora.catalog.files import find_adapters
 from manylora.system.command_line import Parser
 
 MODEL = "Hugging Face directory or hub id: org/name[@revision]"

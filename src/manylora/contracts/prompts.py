@@ -15,9 +15,9 @@ from manylora.errors import ConfigError, RequestCancelledError, RequestError
 from manylora.llmapi.decoding import decoding_of
 from manylora.llmapi.outputs import CompletionOutput
 from manylora.llmapi.sampling import SamplingParams
-from manylora.lora.text.current import OwnText
+from manylora.lora.catalog.texts import RepositoryTexts
+from manylora.lora.text.adapter_text import OwnText
 from manylora.lora.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
-from manylora.lora.text.repository import RepositoryTexts
 from manylora.model.checkpoint import read_model_config
 from manylora.openai.api.logprobs import TokenLogprob
 from manylora.openai.api.params import Plan

@@ -24,11 +24,10 @@ from manylora.errors import (
     printable,
 )
 from manylora.llmapi.lora import LoRAChoice, LoRARequest, members_of
-from manylora.lora.catalog.fingerprint import Fingerprint, fingerprint
+from manylora.lora.catalog.files import Fingerprint, find_adapters, fingerprint, path_below
 from manylora.lora.catalog.library import AdapterLibrary, task_id_of
 from manylora.lora.catalog.names import Aliases, name_problem
 from manylora.lora.catalog.reader import AdapterReader
-from manylora.lora.catalog.roots import find_adapters, path_below
 from manylora.lora.formats.peft_config import EMBEDDED
 from manylora.lora.formats.sources import find_source
 from manylora.lora.tensors import Adapter, FileAdapter

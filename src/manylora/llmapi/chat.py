@@ -10,7 +10,7 @@ from manylora.llmapi.lora import is_choice
 from manylora.llmapi.outputs import GenerationResult, RequestOutput
 from manylora.llmapi.prompts import ChatText
 from manylora.llmapi.sampling import SamplingParams
-from manylora.lora.text.current import OwnText
+from manylora.lora.text.adapter_text import OwnText
 from manylora.text.chat_template import ROLES, ChatTemplate, call_arguments
 from manylora.text.tokenizer import Tokenizer
 

@@ -33,9 +33,9 @@ from manylora.llmapi.pooled import PooledRequests, hidden_state
 from manylora.llmapi.prompts import ChatText, Input, Prompt, PromptReader, as_prompts, for_each
 from manylora.llmapi.sampling import SamplingParams
 from manylora.llmapi.service import Service
+from manylora.lora.catalog.texts import trusted_texts
 from manylora.lora.modules import lora_modules
-from manylora.lora.text.adapter_text import TOKENIZER_BYTES
-from manylora.lora.text.current import OwnText, trusted_texts
+from manylora.lora.text.adapter_text import TOKENIZER_BYTES, OwnText
 from manylora.model.checkpoint import read_model_config
 from manylora.request import AdapterVersion, LoraInput
 from manylora.stats import EngineStats

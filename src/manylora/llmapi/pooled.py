@@ -27,7 +27,7 @@ from manylora.llmapi.outputs import (
 from manylora.llmapi.prompts import Prompt, as_prompts, for_each
 from manylora.llmapi.sampling import SamplingParams
 from manylora.llmapi.service import Service
-from manylora.lora.text.current import OwnText
+from manylora.lora.text.adapter_text import OwnText
 from manylora.request import Event, Pooling, Request
 from manylora.text.tokenizer import Tokenizer
 

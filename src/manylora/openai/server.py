@@ -22,10 +22,10 @@ from manylora.errors import AdapterError, ConfigError
 from manylora.llmapi.engine_config import modules_to_read, parameter_names
 from manylora.llmapi.model_defaults import model_defaults
 from manylora.lora.bounds import Bounds
+from manylora.lora.catalog.files import folders_of
 from manylora.lora.catalog.levels import DiskLevel
 from manylora.lora.catalog.names import is_name
 from manylora.lora.catalog.reader import AdapterReader
-from manylora.lora.catalog.roots import folders_of
 from manylora.lora.catalog.versions import Versions
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions

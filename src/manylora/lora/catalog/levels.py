@@ -20,7 +20,7 @@ import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import Encoding, RowFormat
-from manylora.lora.catalog.fingerprint import is_passing
+from manylora.lora.catalog.files import is_passing
 from manylora.lora.formats.tensor_files import NUMPY_TYPES, RawTensor, read_safetensors, write_safetensors
 from manylora.lora.shared import SharedMatrices, share
 from manylora.lora.tensors import Adapter, AdapterRow, FileAdapter, adapter_from_rows

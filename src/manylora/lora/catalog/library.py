@@ -5,7 +5,6 @@ eviction.
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,8 +20,9 @@ from manylora.errors import (
     ConfigError,
     printable,
 )
-from manylora.lora.catalog.fingerprint import Fingerprint, fingerprint
+from manylora.lora.catalog.files import Fingerprint, fingerprint
 from manylora.lora.catalog.levels import DiskLevel
+from manylora.lora.catalog.names import is_folder_name
 from manylora.lora.catalog.reader import AdapterReader
 from manylora.lora.catalog.versions import Versions
 from manylora.lora.formats.safe_open import is_folder
@@ -34,7 +34,6 @@ from manylora.request import LoraInput
 logger = logging.getLogger("manylora")
 
 Read = Callable[[], Adapter | FileAdapter]
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
 PRUNE = 4096  # task ids, of about 200 bytes each
 MAX_IDS = 16384  # task ids of adapters sent with requests; beyond it the oldest are forgotten
 REFRESH_S = 1.0  # a name's files are checked for changes at most this often
@@ -111,7 +110,7 @@ class AdapterLibrary:
         with self._lock:
             number = self._names.get(name)
         folder = self._folders.get(name)
-        if folder is None and self._folder and NAME.fullmatch(name):  # a single folder name, never a path
+        if folder is None and self._folder and is_folder_name(name):
             folder = self._folder / name
         if folder is None or (number is None and not is_folder(folder)):
             raise AdapterNotFoundError(name)

@@ -26,6 +26,11 @@ def is_name(name: str) -> bool:
     return bool(NAME.fullmatch(name)) and ".." not in name and "" not in parts and "." not in parts
 
 
+def is_folder_name(name: str) -> bool:
+    """Whether it is the name of one visible folder, and no path below a root."""
+    return is_name(name) and "/" not in name and not name.startswith(".")
+
+
 def name_problem(name: str, bases: Sequence[str] = ()) -> str:
     """Why no adapter may have this name; "": one may.
 

@@ -17,7 +17,7 @@ import numpy as np
 from manylora.errors import AdapterChangedError, AdapterInvalidError, printable
 from manylora.kernels.loading import can_read
 from manylora.lora.bounds import Bounds
-from manylora.lora.catalog.fingerprint import Fingerprint, fingerprint, is_settled
+from manylora.lora.catalog.files import Fingerprint, fingerprint, is_settled
 from manylora.lora.extras import HEAD
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft import stored_rows

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.errors import AdapterError
-from manylora.lora.catalog.fingerprint import Fingerprint, age_s, fingerprint, is_passing
+from manylora.lora.catalog.files import Fingerprint, age_s, fingerprint, is_passing
 from manylora.lora.catalog.library import task_id_of
 from manylora.lora.catalog.reader import AdapterFacts, AdapterReader, ReadAdapter
 from manylora.lora.text.adapter_text import AdapterText, AdapterTexts

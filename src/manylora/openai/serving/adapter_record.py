@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from manylora.lora.catalog.fingerprint import Fingerprint
+from manylora.lora.catalog.files import Fingerprint
 from manylora.openai.api.errors import ApiError
 from manylora.openai.serving.adapter_entry import Terms
 

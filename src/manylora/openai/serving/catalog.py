@@ -15,11 +15,10 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from manylora.errors import AdapterError, printable
-from manylora.lora.catalog.fingerprint import Fingerprint, fingerprint
+from manylora.lora.catalog.files import Fingerprint, fingerprint, folders_of, path_below
 from manylora.lora.catalog.levels import DiskLevel, MemoryLevel
 from manylora.lora.catalog.names import MAX_ALIASES, Aliases, name_problem
 from manylora.lora.catalog.reader import AdapterReader, ReadAdapter
-from manylora.lora.catalog.roots import folders_of, path_below
 from manylora.lora.catalog.versions import Versions
 from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.lora.text.adapter_text import AdapterTexts

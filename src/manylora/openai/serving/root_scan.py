@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manylora.lora.catalog.fingerprint import Fingerprint, fingerprint
-from manylora.lora.catalog.roots import Found, find_adapters
+from manylora.lora.catalog.files import Fingerprint, Found, find_adapters, fingerprint
 from manylora.openai.serving.adapter_entry import AdapterEntry, Terms
 
 logger = logging.getLogger("manylora")

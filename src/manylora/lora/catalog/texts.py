@@ -1,0 +1,217 @@
+"""The text settings that come with adapters now: by folder, and by name or task id in a Triton repository."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from manylora.config.hub import model_folder
+from manylora.config.model_folder import read_json
+from manylora.errors import AdapterError, AdapterInvalidError, ConfigError, printable
+from manylora.lora.catalog.files import Fingerprint, fingerprint
+from manylora.lora.catalog.names import is_folder_name, read_names
+from manylora.lora.formats.safe_open import is_folder
+from manylora.lora.text.adapter_text import TOKENIZER_BYTES, AdapterText, AdapterTexts, OwnText, TrustedFolder
+from manylora.request import LoraInput, LoraMix
+from manylora.text.item_text import ItemText
+from manylora.text.tokenizer import Tokenizer
+from manylora.wire.parameters import ENGINE, names_file, parameters_beside, value_of
+
+LOOK_S = 1.0  # time between checks of files
+MAX_KNOWN = 4096
+BETWEEN = ";"  # separates folders in the parameter lora_trust
+
+logger = logging.getLogger("manylora")
+
+
+@dataclass
+class _Known:
+    """files: when `text` was read, or failed to be read. looked: time of the last check."""
+
+    files: Fingerprint
+    looked: float
+    text: AdapterText
+
+
+def trusted_texts(
+    trusted: Sequence[str],
+    roots: Sequence[Path],
+    base: Tokenizer | None,
+    vocab_size: int,
+    tokenizer_bytes: int = TOKENIZER_BYTES,
+) -> CurrentTexts | None:
+    """trusted: as accepted by `TrustedFolder.parse`. Returns None if it is empty. roots: folders of adapters
+    that links may lead to. The rest as in `AdapterTexts`. Raises ConfigError.
+    """
+    if not trusted:
+        return None
+    if base is None:
+        raise ConfigError("lora_trust needs a tokenizer: leave skip_tokenizer_init out")
+    try:
+        folders = [TrustedFolder.parse(one) for one in trusted]
+    except ValueError as error:
+        raise ConfigError(f"lora_trust {error}") from error
+    for folder in folders:
+        if not folder.path.is_dir():
+            raise ConfigError(f"lora_trust {folder.path} is not a directory: give folders")
+    allowed = [*roots, *(folder.path for folder in folders)]
+    return CurrentTexts(AdapterTexts(base, vocab_size, {}, folders, allowed, tokenizer_bytes))
+
+
+class CurrentTexts:
+    """Thread-safe. Changed files are read again within LOOK_S. If they are broken, the last good text
+    stays.
+    """
+
+    def __init__(self, texts: AdapterTexts) -> None:
+        self._texts = texts
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[str, Path], _Known] = OrderedDict()
+
+    def find(self, name: str, folder: Path) -> OwnText | None:
+        """The text of the adapter in a folder. None: it uses the base model's. Raises AdapterInvalidError if
+        there never was a good one.
+        """
+        if self._texts.source(name, folder) is None:
+            return None
+        try:
+            text = self._current(name, folder)
+            try:
+                tokenizer = self._texts.tokenizer(text, wait=True)
+            except AdapterInvalidError:  # its file has changed, and the old tokenizer is no longer in memory
+                with self._lock:
+                    self._known.pop((name, folder), None)
+                text = self._current(name, folder)
+                tokenizer = self._texts.tokenizer(text, wait=True)
+        except OSError as error:
+            raise AdapterInvalidError(f"its files cannot be read at the moment: {error.strerror}") from error
+        except AdapterError as error:
+            raise AdapterInvalidError(f"adapter {printable(name)}: {error}") from error
+        assert tokenizer is not None
+        return OwnText(tokenizer, text.defaults)
+
+    def is_at_hand(self, name: str, folder: Path) -> bool:
+        """Whether `find` reads no large file, unless files have changed."""
+        known = self._known.get((name, folder))
+        if known is None:
+            return self._texts.source(name, folder) is None
+        return self._texts.tokenizer(known.text, wait=False) is not None
+
+    def _current(self, name: str, folder: Path) -> AdapterText:
+        key, now = (name, folder), time.monotonic()
+        with self._lock:
+            known = self._known.get(key)
+            if known is not None:
+                self._known.move_to_end(key)
+        if known is not None and now - known.looked < LOOK_S:
+            return known.text
+        files = fingerprint(folder)
+        if known is not None and known.files == files:
+            known.looked = now
+            return known.text
+        try:
+            text = self._read(name, folder)
+        except AdapterError as error:
+            if known is None:
+                raise
+            logger.warning("adapter %s: its last good text goes on serving: %s", printable(name), error)
+            text = known.text
+        with self._lock:
+            self._known[key] = _Known(files, now, text)
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        return text
+
+    def _read(self, name: str, folder: Path) -> AdapterText:
+        text = self._texts.read(name, folder)
+        if text is None:  # a link was changed in between
+            raise AdapterInvalidError("its folder has moved, try again")
+        return text
+
+
+class RepositoryTexts:
+    """Thread-safe. catalog, prefetch: folders of adapters by name and by task id. named: further ones by
+    name.
+    """
+
+    def __init__(
+        self, texts: CurrentTexts, catalog: Path | None, prefetch: Path | None, named: Mapping[str, Path]
+    ) -> None:
+        self._texts, self._catalog, self._prefetch, self._named = texts, catalog, prefetch, named
+
+    @classmethod
+    def open(cls, folder: Path, base: Tokenizer, engine: str = ENGINE) -> RepositoryTexts | None:
+        """folder: of the calling model in the repository. engine: the model whose parameters name the
+        adapters. Returns None if it trusts none with text. Raises ConfigError.
+        """
+        beside = parameters_beside(folder, engine)
+        trusted = value_of(beside, "lora_trust")
+        if trusted is None:
+            return None
+        catalog, prefetch = (value_of(beside, f"lora_{name}_dir") for name in ("catalog", "prefetch"))
+        file, model = names_file(beside, folder), value_of(beside, "gpt_model_path")
+        named = read_names(file) if file is not None else {}
+        roots = [Path(one) for one in (catalog, prefetch) if one]
+        try:
+            size = _vocab_size(model_folder(Path(model))) if model else None
+        except ConfigError:
+            size = None  # the engine's model reports what is wrong with it
+        texts = trusted_texts(trusted.split(BETWEEN), roots, base, size or base.vocab_size)
+        assert texts is not None
+        return cls(texts, Path(catalog) if catalog else None, Path(prefetch) if prefetch else None, named)
+
+    def of(self, lora: LoraInput | LoraMix | None) -> OwnText | None:
+        """Text of the adapter, if exactly one acts. None: the base model's is used. Raises
+        AdapterInvalidError.
+        """
+        acting = [] if lora is None else [one for one, scale in lora.members if scale]
+        return self._own(acting[0].name, acting[0].task_id) if len(acting) == 1 else None
+
+    def find(self, name: str | None, task_id: int | None) -> ItemText | None:
+        """As in `OwnTexts`."""
+        own = self._own(name, task_id)
+        return None if own is None else item_text(own)
+
+    def is_at_hand(self, name: str | None, task_id: int | None) -> bool:
+        place = self._place(name, task_id)
+        return place is None or self._texts.is_at_hand(*place)
+
+    def _own(self, name: str | None, task_id: int | None) -> OwnText | None:
+        place = self._place(name, task_id)
+        return None if place is None else self._texts.find(*place)
+
+    def _place(self, name: str | None, task_id: int | None) -> tuple[str, Path] | None:
+        """Label and folder. None: there is none, which the engine will report."""
+        if name is not None:
+            folder = self._named.get(name)
+            if folder is None and self._catalog is not None and is_folder_name(name):
+                folder = self._catalog / name
+        elif task_id is not None and self._prefetch is not None:
+            name, folder = str(task_id), self._prefetch / str(task_id)
+        else:
+            return None
+        return None if folder is None or not is_folder(folder) else (name, folder)
+
+
+def item_text(own: OwnText) -> ItemText:
+    fields = dict(own.defaults.fields)
+    stop, stop_ids = tuple(fields.pop("stop", ())), tuple(fields.pop("stop_token_ids", ()))
+    if fields.get("top_p") == 0:
+        fields |= {"top_p": 1.0, "top_k": 1}  # greedy
+    elif "top_k" in fields:
+        fields["top_k"] = max(0, fields["top_k"])
+    if fields.get("temperature") and not (fields.get("top_k") or "top_p" in fields):
+        fields["top_p"] = 1.0  # the engine samples if top_k or top_p ask for it; here the temperature does
+    return ItemText(own.tokenizer, own.defaults.end_ids or (), stop_ids, stop, fields)
+
+
+def _vocab_size(model: Path) -> int | None:
+    config = read_json(model / "config.json") or {}
+    text = config.get("text_config")
+    found = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    return found if isinstance(found, int) else None

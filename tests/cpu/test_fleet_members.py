@@ -24,13 +24,13 @@ from manylora.fleet.change_response import agreed
 from manylora.fleet.member import Changed, Member
 from manylora.fleet.options import FleetOptions
 from manylora.fleet.remote_http import RemoteRequest, RemoteResponse
+from manylora.lora.catalog import record as adapter_record
+from manylora.lora.catalog.entry import AdapterEntry
+from manylora.lora.catalog.record import AdapterRecord, Kept, unwritable
+from manylora.lora.catalog.shared import USED, State
+from manylora.lora.catalog.uploads import Uploads
 from manylora.openai.adapter_routes import RECEIVED
 from manylora.openai.server import open_app
-from manylora.openai.serving import adapter_record
-from manylora.openai.serving.adapter_entry import AdapterEntry
-from manylora.openai.serving.adapter_record import AdapterRecord, Kept, unwritable
-from manylora.openai.serving.shared_adapters import USED, State
-from manylora.openai.serving.uploads import Uploads
 
 PROMPT = [5, 17, 42, 99, 7]
 BINARY = [(b"content-type", b"application/octet-stream")]
@@ -419,7 +419,7 @@ def test_a_record_is_bounded_and_forgets_what_is_gone_first(
     )
     with pytest.raises(OSError, match="adapters are there already") as full:
         record.set("z", Kept("sent"))
-    assert unwritable(full.value).status == 507
+    assert unwritable(full.value).code == "storage_full"
     (tmp_path / adapter_record.FILE).write_text(
         '{"revision": 9, "adapters": {"x": {"kind": "odd", "terms": {}}}}'
     )

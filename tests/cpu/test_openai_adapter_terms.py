@@ -19,9 +19,9 @@ from waiting import wait_for
 from manylora.commands.convert import main as convert
 from manylora.errors import ConfigError, RequestError
 from manylora.llmapi import LLM, LoraConfig, LoRARequest, SamplingParams
+from manylora.lora.catalog.entry import AdapterEntry
 from manylora.openai.arguments import parse_options
 from manylora.openai.serving import inference
-from manylora.openai.serving.adapter_entry import AdapterEntry
 
 LINE = "What is the capital of France?\nAnswer:"
 OTHERS = [f"{name}{number}" for number in range(1, 6) for name in ("chinese", "japanese")]

@@ -22,14 +22,14 @@ from starlette.requests import Request
 from waiting import wait_for
 
 from manylora.errors import ConfigError
-from manylora.lora.catalog import levels
+from manylora.lora.catalog import catalog, levels
 from manylora.openai.api import parsing
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.guides import guide_of
 from manylora.openai.api.ollama_request import OllamaChat
 from manylora.openai.api.parsing import MAX_BRACKETS, MAX_COMMAS, MAX_ENTRIES, MAX_STRINGS, parse
 from manylora.openai.api.schema import ChatRequest, CompletionRequest
-from manylora.openai.serving import catalog, logs, root_scan
+from manylora.openai.serving import logs
 from manylora.openai.serving.host_check import HostCheck
 from manylora.openai.serving.logs import PlainFormatter, RateLimit
 
@@ -292,7 +292,7 @@ def test_uploads_and_copies_on_a_disk_that_is_full(
 def test_what_passes_is_tried_again_and_withdraws_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without descriptors, adapters were broken for good, or gone with a folder that could not be listed."""
     short, failed = False, list[Any]()
-    real_find, real_read = root_scan.find_adapters, catalog.AdapterReader.read
+    real_find, real_read = catalog.find_adapters, catalog.AdapterReader.read
 
     def find_adapters(*arguments: Any) -> Any:
         if short:
@@ -305,7 +305,7 @@ def test_what_passes_is_tried_again_and_withdraws_nobody(monkeypatch: pytest.Mon
             raise OSError(errno.EMFILE, "Too many open files")
         return real_read(self, *arguments)
 
-    monkeypatch.setattr(root_scan, "find_adapters", find_adapters)
+    monkeypatch.setattr(catalog, "find_adapters", find_adapters)
     monkeypatch.setattr(catalog.AdapterReader, "read", read)
     server = Running(lora_root=(DEMO / "adapters",), lora_refresh_seconds=0.2, drain_seconds=1.0)
     try:

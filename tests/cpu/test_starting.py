@@ -32,9 +32,9 @@ from manylora.config.engine import EngineConfig
 from manylora.config.hub import local_model
 from manylora.engine.memory import usable_bytes
 from manylora.errors import ConfigError
-from manylora.openai.api.errors import ApiError
+from manylora.lora.catalog.catalog import AdapterCatalog
+from manylora.lora.catalog.errors import CatalogError
 from manylora.openai.arguments import parse_options
-from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.system.progress import Progress, size
 
 ADAPTER = DEMO / "adapters" / "chinese"
@@ -459,5 +459,5 @@ def test_a_path_without_a_usable_name_says_why(tmp_path: Path, name: str, text: 
     (tmp_path / name).mkdir()
     reader = SimpleNamespace(within=lambda roots: None)
     catalog = AdapterCatalog(reader, None, allowed=[tmp_path], bases=["base"])  # type: ignore[arg-type]
-    with pytest.raises(ApiError, match=f"would be called '{name}', .*{text}.*load_lora_adapter"):
+    with pytest.raises(CatalogError, match=f"would be called '{name}', .*{text}.*load_lora_adapter"):
         catalog.name_of_path(name)

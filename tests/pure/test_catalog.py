@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 
 from manylora.lora.catalog import library
+from manylora.lora.catalog.catalog import AdapterCatalog
+from manylora.lora.catalog.entry import Terms
+from manylora.lora.catalog.errors import CatalogError
 from manylora.lora.catalog.files import find_adapters, fingerprint
 from manylora.lora.catalog.library import MAX_IDS, PRUNE, AdapterLibrary
 from manylora.lora.catalog.names import LATEST, is_name, name_problem
+from manylora.lora.catalog.record import sent_file
 from manylora.openai.api.adapter_choice import choose_adapter
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.schema import AdapterFields
-from manylora.openai.serving.adapter_entry import Terms
-from manylora.openai.serving.adapter_record import sent_file
-from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.openai.serving.keys import ApiKey
 
 BASES, PATHS = ("m", "m:x", "org/m"), ("models/m", "m.gguf")
@@ -159,8 +160,8 @@ def test_a_name_means_the_same_for_every_key_whatever_others_load(tmp_path: Path
     for name in [*asked, *names(picks, 2000)]:
         try:
             served.check_new(name, replace=False)
-        except ApiError:
-            with pytest.raises(ApiError):
+        except CatalogError:
+            with pytest.raises(CatalogError):
                 served.load_alias(name, "a", replace=False)
         else:
             served.put(name, tmp_path, Terms(owner=picks.choice(["one", "two"]), public=picks.random() < 0.5))

@@ -24,8 +24,8 @@ from manylora.fleet.member import Changed, Member
 from manylora.fleet.options import FleetOptions, read_args
 from manylora.fleet.remote_http import RemoteRequest, RemoteResponse
 from manylora.fleet.router import FleetRouter
+from manylora.lora.catalog.shared import State
 from manylora.openai.serving.logs import log_to_stderr
-from manylora.openai.serving.shared_adapters import State
 
 logger = logging.getLogger("manylora")
 

@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from manylora.fleet.member import Changed
 from manylora.fleet.remote_http import RemoteResponse
+from manylora.lora.catalog.shared import State
 from manylora.openai.adapter_routes import deleted, unloaded
-from manylora.openai.serving.shared_adapters import State
 
 SILENT = "it has not answered in time"
 

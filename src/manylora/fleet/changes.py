@@ -19,11 +19,11 @@ from manylora.fleet.options import FleetOptions
 from manylora.fleet.relay import LOST, NOT_TAKEN, not_taken
 from manylora.fleet.remote_http import RemoteRequest
 from manylora.lora.catalog.names import Aliases
+from manylora.lora.catalog.record import AdapterRecord
+from manylora.lora.catalog.uploads import Uploads
 from manylora.openai.api.errors import ApiError
-from manylora.openai.serving.adapter_record import AdapterRecord
 from manylora.openai.serving.keys import ApiKey, Keyring
 from manylora.openai.serving.transport import check_encoding, content_type, declared_length, read_body
-from manylora.openai.serving.uploads import Uploads
 
 CHANGE_S = 120.0  # for one replica to read the adapter and make the change
 FOLLOW_S = 60.0  # for the others to read it

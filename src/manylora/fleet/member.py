@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from starlette.applications import Starlette
 from starlette.types import Message
 
+from manylora.errors import RequestError
 from manylora.fleet.remote_http import RemoteRequest, RemoteResponse, answer, whole_answer
-from manylora.openai.api.errors import ApiError, as_api_error
-from manylora.openai.serving.shared_adapters import SharedAdapters, State
+from manylora.lora.catalog.shared import SharedAdapters, State
+from manylora.openai.api.errors import as_api_error
 from manylora.openai.serving.transport import error_response
 
 FOLLOW_S = 10.0  # to wait for an adapter change that this server has not seen yet
@@ -54,9 +55,10 @@ class Member:
                 found = await whole_answer(self._app, call, self._name)
                 name = self._shared.changed
             return Changed(found, name, self._shared.revision)
-        except ApiError as error:
-            response = error_response(error)
-            told = RemoteResponse(self._name, error.status, response.raw_headers, bytes(response.body))
+        except RequestError as error:
+            problem = as_api_error(error)
+            response = error_response(problem)
+            told = RemoteResponse(self._name, problem.status, response.raw_headers, bytes(response.body))
             return Changed(told, "", self._shared.revision)
 
     async def look(self, name: str, revision: int, drain_s: float) -> State:

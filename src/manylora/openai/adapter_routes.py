@@ -11,18 +11,18 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from manylora.errors import AdapterError
-from manylora.openai.api.errors import ApiError, adapter_problem, check_name, invalid_value
+from manylora.errors import AdapterError, RequestError
+from manylora.lora.catalog.catalog import AdapterCatalog
+from manylora.lora.catalog.entry import Terms, Version
+from manylora.lora.catalog.pinning import Pinning
+from manylora.lora.catalog.record import Kept
+from manylora.lora.catalog.shared import SharedAdapters
+from manylora.lora.catalog.uploads import Uploads
+from manylora.openai.api.errors import ApiError, adapter_problem, as_api_error, check_name, invalid_value
 from manylora.openai.api.parsing import validate
 from manylora.openai.api.schema import LoadRequest, LoadTerms, PinRequest, UnloadRequest
-from manylora.openai.serving.adapter_entry import Terms, Version
-from manylora.openai.serving.adapter_record import Kept
-from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.openai.serving.keys import ApiKey, Keyring
-from manylora.openai.serving.pinning import Pinning
-from manylora.openai.serving.shared_adapters import SharedAdapters
 from manylora.openai.serving.transport import check_encoding, content_type, declared_length
-from manylora.openai.serving.uploads import Uploads
 
 ADAPTER_ROUTES = [
     ("POST", f"{prefix}/{path}_lora_adapter", f"adapters.{path}")
@@ -183,13 +183,14 @@ class AdapterRoutes:
         if pinned:
             try:
                 await self._pinning.pin(name)
-            except ApiError as error:
+            except RequestError as error:
                 if not known:
                     await self._catalog.unload(name, 0)
                     await self._forget(name)
                     raise
-                text = f"It is loaded, but not pinned. {error.message}"
-                raise ApiError(error.status, error.code, text, error.param, error.retry_after) from error
+                found = as_api_error(error, name)
+                text = f"It is loaded, but not pinned. {found.message}"
+                raise ApiError(found.status, found.code, text, found.param, found.retry_after) from error
             self._keep(name)
         else:
             await self._pinning.follow()

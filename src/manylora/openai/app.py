@@ -19,6 +19,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from manylora.config.pooling import PoolingSettings
+from manylora.lora.catalog.entry import AdapterEntry
+from manylora.lora.catalog.pinning import Pinning
+from manylora.lora.catalog.shared import SharedAdapters
+from manylora.lora.catalog.uploads import Uploads
 from manylora.openai.adapter_routes import ADAPTER_ROUTES, AdapterRoutes
 from manylora.openai.api import schema
 from manylora.openai.api.errors import ApiError, check_name
@@ -29,17 +33,14 @@ from manylora.openai.options import ServeOptions
 from manylora.openai.other_routes import OTHER_ROUTES, OtherRoutes, error_at, failed
 from manylora.openai.page.cache_status import CacheStatus
 from manylora.openai.page.page import docs_page, page_file
-from manylora.openai.serving.adapter_entry import AdapterEntry
 from manylora.openai.serving.backend import Backend
 from manylora.openai.serving.host_check import HostCheck
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey, Keyring
 from manylora.openai.serving.metrics import CONTENT_TYPE, Metrics
 from manylora.openai.serving.models import adapter_card, base_card, state_of, tiers
-from manylora.openai.serving.pinning import Pinning
 from manylora.openai.serving.recent_items import RecentItems
 from manylora.openai.serving.responses_api import respond
-from manylora.openai.serving.shared_adapters import SharedAdapters
 from manylora.openai.serving.transport import (
     SMALL,
     BodyMemory,
@@ -50,7 +51,6 @@ from manylora.openai.serving.transport import (
     read_body,
     request_id,
 )
-from manylora.openai.serving.uploads import Uploads
 from manylora.version import __version__
 
 logger = logging.getLogger("manylora")

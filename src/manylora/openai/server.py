@@ -22,10 +22,15 @@ from manylora.errors import AdapterError, ConfigError
 from manylora.llmapi.engine_config import modules_to_read, parameter_names
 from manylora.llmapi.model_defaults import model_defaults
 from manylora.lora.bounds import Bounds
+from manylora.lora.catalog.catalog import AdapterCatalog
 from manylora.lora.catalog.files import folders_of
 from manylora.lora.catalog.levels import DiskLevel
 from manylora.lora.catalog.names import is_name
+from manylora.lora.catalog.pinning import Pinning
 from manylora.lora.catalog.reader import AdapterReader
+from manylora.lora.catalog.record import AdapterRecord
+from manylora.lora.catalog.shared import SharedAdapters
+from manylora.lora.catalog.uploads import Uploads
 from manylora.lora.catalog.versions import Versions
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions
@@ -37,19 +42,14 @@ from manylora.openai.api.params import Limits
 from manylora.openai.app import AppContext, make_app
 from manylora.openai.options import ServeOptions
 from manylora.openai.other_flags import ENGINE_NAMES
-from manylora.openai.serving.adapter_record import AdapterRecord
 from manylora.openai.serving.backend import Backend, EngineClient
-from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.openai.serving.connections import AT_ONCE, Clients, check_certificate, listen, raise_open_files
 from manylora.openai.serving.fairness import FairQueue
 from manylora.openai.serving.host_check import HostCheck
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import Keyring
 from manylora.openai.serving.metrics import Metrics
-from manylora.openai.serving.pinning import Pinning
 from manylora.openai.serving.protocol import BoundedHttp
-from manylora.openai.serving.shared_adapters import SharedAdapters
-from manylora.openai.serving.uploads import Uploads
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.parameters import quant_config
 
@@ -266,7 +266,6 @@ def _check_adapters(options: ServeOptions, reader: AdapterReader, texts: Adapter
 async def _open_catalog(
     options: ServeOptions, served: _ServedModel, texts: AdapterTexts, uploads: Uploads
 ) -> AdapterCatalog:
-    shared = options.shared_dir
     folders = {Path(folder) for folder in getattr(options.sections.get("lora_config"), "lora_dir", ())}
     catalog = AdapterCatalog(
         served.reader,
@@ -281,11 +280,8 @@ async def _open_catalog(
         named={one.name: Path(one.path) for one in options.lora_modules},
         pinned=[one.name for one in options.lora_modules if one.pinned],
         aliases=dict(options.lora_alias),
-        expired=None if shared else uploads.discard,
-        terms_of=uploads.terms_of,
         versions=served.versions,
-        uploads=shared or uploads.folder,
-        shared=shared is not None,
+        uploads=uploads,
     )
     await catalog.start()
     _log_adapters(options, [entry.name for entry in catalog.entries()])

@@ -5,7 +5,6 @@ it.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from manylora.errors import (
     QueueFullError,
     RequestError,
 )
+from manylora.lora.catalog.errors import CatalogError, unusable
 from manylora.lora.catalog.names import is_name
 
 ERROR_TYPES = {
@@ -30,22 +30,22 @@ ERROR_TYPES = {
     429: "rate_limit_error",
 }
 
-# Adapter readers raise a single exception type. The first pattern that matches its message gives the error
-# code.
-ADAPTER_CODES = (
-    ("adapter_too_large", r"too large for the LoRA cache"),
-    ("adapter_rank_too_large", r"low_rank|rank .*(limit|larger)"),
-    (
-        "adapter_wrong_base",
-        r"another model|of this model|enabled for this model|numModelLayers|in the base model",
-    ),
-    ("adapter_unsupported", r"support|would be|pickle|not served|cannot be served"),
-)
+# Of errors of the catalog; 422 for the others, which say what is wrong with an adapter.
+CATALOG_STATUS = {
+    **dict.fromkeys(("adapter_exists", "alias_circle", "invalid_adapter_name", "invalid_value"), 400),
+    "unsupported_field": 400,
+    "not_allowed": 403,
+    "adapter_not_found": 404,
+    "no_room_to_pin": 409,
+    "request_too_large": 413,
+    **dict.fromkeys(("adapter_changing", "adapter_unreadable", "adapters_busy", "adapter_cache_busy"), 503),
+    "storage_full": 507,
+}
 FORMAT = "response_format"  # named in errors about guided decoding; `renamed` translates it
 SERVER_FAULT_PREFIXES = ("The model's logits", "Encountered an error in", "The adapter could not be read")
 
 
-class ApiError(Exception):
+class ApiError(RequestError):
     """code: stable, for programs. message: for people, without paths of this server. param: the wrong field.
     retry_after: seconds, sent as the Retry-After header.
     """
@@ -92,14 +92,16 @@ def context_length(num_tokens: int) -> str:
 
 def adapter_problem(name: str, reason: str) -> ApiError:
     """An adapter that exists but cannot be used."""
-    code = next((code for code, pattern in ADAPTER_CODES if re.search(pattern, reason)), "adapter_broken")
-    return ApiError(422, code, f"adapter {name!r} cannot be served: {reason}", "model")
+    return as_api_error(unusable(name, reason))
 
 
 def as_api_error(error: Exception, adapter: str = "") -> ApiError:
     """Any exception as the error that the client gets. adapter: the name that the request used."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, CatalogError):
+        status = CATALOG_STATUS.get(error.code, 422)
+        return ApiError(status, error.code, error.message, error.param, error.retry_after)
     if isinstance(error, AdapterError):
         return _adapter_error(error, adapter)
     if isinstance(error, QueueFullError):

@@ -11,18 +11,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from manylora.errors import AdapterChangedError, AdapterNotCachedError, EngineDeadError, RequestError
+from manylora.errors import AdapterChangedError, AdapterNotCachedError, EngineDeadError
+from manylora.lora.catalog.catalog import AdapterCatalog
+from manylora.lora.catalog.entry import Version
 from manylora.lora.catalog.library import task_id_of
+from manylora.lora.catalog.pinning import EnginePins
 from manylora.lora.leases import digest_of_mix
 from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.openai.api.errors import ApiError, as_api_error, invalid_value, unsupported_field
-from manylora.openai.serving.adapter_entry import Version
-from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.openai.serving.fairness import FairQueue
 from manylora.openai.serving.history import History
-from manylora.openai.serving.waits import EventQueue, engine_answer
+from manylora.openai.serving.waits import EventQueue
 from manylora.request import AdapterVersion, Event, LoraInput, LoraMix, Request, Sink, mix
 from manylora.stats import CacheMap, EngineStats, Resident
+from manylora.system.waits import engine_answer
 
 logger = logging.getLogger("manylora")
 
@@ -30,18 +32,6 @@ MAP_TIMEOUT_S = 2.0  # the engine may be in a step with a long prompt
 MAX_ATTEMPTS = 4  # the adapter may be evicted each time before the engine admits the request
 Meter = Callable[[LoraInput | LoraMix | None, Event, float], None]
 Wake = Callable[[], None]
-
-
-class EnginePins(Protocol):
-    """Pins adapters in the engine's cache."""
-
-    def pin(self, task_id: int, answer: Callable[[RequestError | None], None]) -> None:
-        """Pin an adapter that is in the cache now. `answer` is called, from any thread, with the reason if
-        that fails, or None.
-        """
-        ...
-
-    def unpin(self, task_id: int) -> None: ...
 
 
 class EngineClient(Protocol):
@@ -156,7 +146,7 @@ class Backend:
         self._events: EventQueue[tuple[Call[Any], Event]] = EventQueue(asyncio.get_running_loop(), self._take)
         engine.on_events(self._events.wake)
         self._open: set[Call[Any]] = set()
-        catalog.on_change = self._publish
+        catalog.on_change(self._publish)
 
     @property
     def alive(self) -> bool:

@@ -142,7 +142,7 @@ class Inference:
         text = None if name is None else await self.backend.catalog.text(name, fresh=fresh)
         if text is None:
             return self.prompts, self.defaults
-        return self.prompts.with_tokenizer(text[0]), text[1].over(self.defaults)
+        return self.prompts.with_tokenizer(text.tokenizer), text.defaults.over(self.defaults)
 
     async def chat_from(
         self,
@@ -359,7 +359,7 @@ def _name_of_path(key: ApiKey, path: str, name_of_path: Callable[[str], str]) ->
     """The adapter at a path. A key that may not see everything must not learn which paths exist."""
     try:
         return name_of_path(path)
-    except ApiError as error:
+    except RequestError as error:
         if key.sees_all:
             raise
         raise ApiError(403, "not_allowed", "This API key may not use this lora_path", "lora_path") from error

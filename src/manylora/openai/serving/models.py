@@ -13,9 +13,9 @@ from manylora.config.model_folder import weight_files
 from manylora.errors import ConfigError
 from manylora.gguf.container import read_parts
 from manylora.gguf.folder import linked_files
+from manylora.lora.catalog.entry import AdapterEntry
 from manylora.lora.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.openai.api.schema import CompletionRequest
-from manylora.openai.serving.adapter_entry import AdapterEntry
 from manylora.stats import EngineStats
 
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # always shown

@@ -15,6 +15,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from manylora.lora.catalog.entry import AdapterEntry
 from manylora.lora.catalog.names import LATEST
 from manylora.openai.api.errors import ApiError, renamed
 from manylora.openai.api.ollama_request import (
@@ -30,7 +31,6 @@ from manylora.openai.api.ollama_request import (
 from manylora.openai.api.parsing import validate
 from manylora.openai.api.pooled_request import EmbeddingRequest
 from manylora.openai.api.schema import ChatRequest, GenerationRequest, TokenizeRequest
-from manylora.openai.serving.adapter_entry import AdapterEntry
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey
 from manylora.openai.serving.models import ModelFiles, tiers

@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
+from manylora.lora.catalog.entry import Terms
+from manylora.lora.catalog.errors import CatalogError
+from manylora.lora.catalog.record import SUFFIX, AdapterRecord, Kept, sent_file, unwritable
 from manylora.lora.formats.peft_config import EMBEDDED
 from manylora.lora.formats.tensor_files import with_metadata
-from manylora.openai.api.errors import ApiError
-from manylora.openai.serving.adapter_entry import Terms
-from manylora.openai.serving.adapter_record import SUFFIX, AdapterRecord, Kept, sent_file, unwritable
 from manylora.system.folders import make_temporary, remove_temporary
 
 logger = logging.getLogger("manylora")
@@ -34,9 +34,9 @@ class Uploads:
     def __init__(
         self, max_bytes: int, folder: Path | None = None, record: AdapterRecord | None = None
     ) -> None:
-        self._max_bytes, self._temporary = max_bytes, folder is None
+        self._max_bytes, self._given, self._temporary = max_bytes, folder, folder is None
         self.folder: Path | None = None
-        self._shared = record is not None
+        self.shared = record is not None
         self.num_bytes = 0
         self._record = record or AdapterRecord(folder or Path())
         if max_bytes:
@@ -46,7 +46,7 @@ class Uploads:
                 logger.warning("lora_upload_dir: no adapters in requests: %s", error.strerror)
 
     def _open(self, given: Path | None) -> Path:
-        if self._shared:
+        if self.shared:
             assert given is not None
             _remove_abandoned(given / INCOMING)
             return given
@@ -58,18 +58,22 @@ class Uploads:
         self.num_bytes = _size_of(folder)
         return folder
 
+    @property
+    def root(self) -> Path | None:
+        """The folder with adapters that were uploaded, also by other servers and before uploads were off."""
+        return self._given if self.shared else self.folder
+
     async def receive(self, stream: AsyncIterator[bytes], length: int = 0) -> Path:
         """Write a request's body to a file, for `place` or `drop`. length: the Content-Length, 0 without one.
 
-        Raises ApiError: 403 when uploads are off or the folder is read-only, 413 over the limit, 507 when the
-        disk is full.
+        Raises CatalogError: uploads are off, the folder is read-only or full, or the limit is reached.
         """
         if self.folder is None and self._max_bytes:
             raise unwritable(OSError())
         if self.folder is None:
             reason = "This server takes no adapters in requests: lora_upload_bytes is 0"
-            raise ApiError(403, "not_allowed", reason)
-        if self._shared:
+            raise CatalogError("not_allowed", reason)
+        if self.shared:
             self.num_bytes = _size_of(self.folder)
         self._check(length)
         try:
@@ -100,7 +104,7 @@ class Uploads:
         """Make a received file with PEFT's tensors an adapter of its own. config: text of its
         adapter_config.json.
 
-        Returns the new path; the file is removed. Raises ApiError, AdapterInvalidError.
+        Returns the new path; the file is removed. Raises CatalogError, AdapterInvalidError.
         """
         made = path.with_stem(f"{path.stem}-whole")
         try:
@@ -114,12 +118,12 @@ class Uploads:
         return made
 
     def place(self, path: Path, name: str, kept: Kept) -> Path:
-        """Rename a received file to its adapter's name, replacing an older one. Raises ApiError 413, 507."""
+        """Rename a received file to its adapter's name, replacing an older one. Raises CatalogError."""
         target = sent_file(self._open_folder, name)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             older = target.stat().st_size if target.exists() else 0
-            if self._shared:  # other servers may have received some, too
+            if self.shared:  # other servers may have received some, too
                 self.num_bytes = _size_of(self._open_folder, placed=True)
                 self._check(path.stat().st_size - older)
             self._keep(name, kept)  # first, so that a private adapter is never visible to all
@@ -145,7 +149,7 @@ class Uploads:
 
     def keep_terms(self, name: str, terms: Terms) -> None:
         """Make the terms of an uploaded adapter persist. A disk that cannot store them is logged."""
-        if not self._shared and (name in self._record.names or sent_file(self._open_folder, name).exists()):
+        if not self.shared and (name in self._record.names or sent_file(self._open_folder, name).exists()):
             try:
                 self._keep(name, Kept("sent", terms))
             except OSError as error:
@@ -165,7 +169,7 @@ class Uploads:
 
     def _keep(self, name: str, kept: Kept) -> None:
         """If the folder itself is the catalog, default terms need no record. Raises OSError."""
-        self._record.set(name, kept if self._shared or kept.terms != Terms() else None)
+        self._record.set(name, kept if self.shared or kept.terms != Terms() else None)
 
     @property
     def _open_folder(self) -> Path:
@@ -176,7 +180,7 @@ class Uploads:
         left = self._max_bytes - self.num_bytes
         if more > left:
             reason = f"There are {left} bytes left for adapters sent in requests: unload one of them"
-            raise ApiError(413, "request_too_large", reason)
+            raise CatalogError("request_too_large", reason)
 
 
 def _size_of(folder: Path, *, placed: bool = False) -> int:

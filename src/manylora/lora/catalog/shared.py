@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
+from manylora.errors import RequestError
+from manylora.lora.catalog.catalog import AdapterCatalog
+from manylora.lora.catalog.entry import AdapterEntry
+from manylora.lora.catalog.errors import CatalogError
 from manylora.lora.catalog.names import is_name
-from manylora.openai.api.errors import ApiError, as_api_error
-from manylora.openai.serving.adapter_entry import AdapterEntry
-from manylora.openai.serving.adapter_record import (
+from manylora.lora.catalog.pinning import Pinning
+from manylora.lora.catalog.record import (
     SUFFIX,
     AdapterRecord,
     Kept,
@@ -22,14 +25,13 @@ from manylora.openai.serving.adapter_record import (
     stamp_of,
     unwritable,
 )
-from manylora.openai.serving.catalog import AdapterCatalog
-from manylora.openai.serving.pinning import Pinning
-from manylora.openai.serving.waits import cancel_and_wait
+from manylora.system.waits import cancel_and_wait
 
 logger = logging.getLogger("manylora")
 
 USED = ".used"  # folder of empty files; their times say when any server last used an adapter
 LATE_S, RETRY_S = 5.0, 0.1  # for a change to become visible on a network file system
+UNEXPECTED = "The server failed to answer this request"
 TRIES = 20  # to read a file that is being replaced: the rename comes last
 
 
@@ -76,7 +78,7 @@ class SharedAdapters:
     async def start(self) -> None:
         """Raises OSError if the record is not readable."""
         self._record.read()
-        with contextlib.suppress(ApiError, OSError):
+        with contextlib.suppress(CatalogError, OSError):
             async with self._record.locked():
                 self._record.read()
                 self._adopt()
@@ -89,7 +91,7 @@ class SharedAdapters:
     @contextlib.asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
         """No other server changes adapters meanwhile, and earlier changes have been followed. Raises
-        ApiError.
+        CatalogError.
         """
         async with self._lock, self._record.locked():
             try:
@@ -104,7 +106,7 @@ class SharedAdapters:
                 self.revision = self._record.revision
 
     def note(self, name: str) -> None:
-        """Record what a name means here now. Call within `changing`. Raises ApiError."""
+        """Record what a name means here now. Call within `changing`. Raises CatalogError."""
         self.changed = name
         try:
             self._record.set(name, self._kept(name))
@@ -139,7 +141,7 @@ class SharedAdapters:
             return State(self.revision, running=running, problem=problem)
         try:
             version = await self._catalog.version(name)
-        except ApiError as error:
+        except CatalogError as error:
             return State(self.revision, problem=problem or error.message)
         if kept.terms.pinned and not self._pinning.is_pinned(name):
             problem = problem or self._pinning.problem(name)
@@ -184,12 +186,13 @@ class SharedAdapters:
                 if name not in self._record.names:
                     del self._followed[name]
             except Exception as error:  # continue with the other names
-                found = as_api_error(error)
-                if found.code == "internal_error":
+                problem = str(error)
+                if not isinstance(error, RequestError):
                     logger.exception("following the change of adapter %s failed", name)
-                elif self._problems.get(name) != found.message:
-                    logger.error("%s", found.message)
-                self._problems[name] = found.message
+                    problem = UNEXPECTED
+                elif self._problems.get(name) != problem:
+                    logger.error("%s", problem)
+                self._problems[name] = problem
         if changed:
             await self._pinning.follow()
         self.revision = self._record.revision
@@ -218,7 +221,7 @@ class SharedAdapters:
     async def _follow_files(
         self, name: str, kept: Kept, entry: AdapterEntry | None, *, at_once: bool
     ) -> None:
-        """Raises ApiError."""
+        """Raises CatalogError."""
         catalog = self._catalog
         path = sent_file(self._folder, name) if kept.kind == "sent" else Path(kept.target)
         there = entry is not None and entry.path == path.resolve()

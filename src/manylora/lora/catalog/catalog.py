@@ -6,80 +6,34 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace as changed
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
 
 from manylora.errors import AdapterError, printable
-from manylora.lora.catalog.files import Fingerprint, fingerprint, folders_of, path_below
-from manylora.lora.catalog.levels import DiskLevel, MemoryLevel
+from manylora.lora.catalog.entry import AdapterEntry, EntryReader, Terms, Version
+from manylora.lora.catalog.errors import CatalogError, not_found, unusable
+from manylora.lora.catalog.files import Fingerprint, Found, find_adapters, fingerprint, folders_of, path_below
+from manylora.lora.catalog.levels import DiskLevel
 from manylora.lora.catalog.names import MAX_ALIASES, Aliases, name_problem
-from manylora.lora.catalog.reader import AdapterReader, ReadAdapter
+from manylora.lora.catalog.reader import AdapterReader
+from manylora.lora.catalog.uploads import Uploads
 from manylora.lora.catalog.versions import Versions
 from manylora.lora.tensors import Adapter, FileAdapter
-from manylora.lora.text.adapter_text import AdapterTexts
-from manylora.lora.text.generation_defaults import GenerationDefaults
-from manylora.openai.api.errors import ApiError, adapter_problem
-from manylora.openai.serving.adapter_entry import AdapterEntry, EntryReader, Terms, Version
-from manylora.openai.serving.root_scan import RootScanner
-from manylora.openai.serving.waits import cancel_and_wait
-from manylora.system.threads import lower_priority
-from manylora.text.tokenizer import Tokenizer
-
-
-class Copies:
-    """Used on the event loop, except `find` and `is_needless`, which read files."""
-
-    def __init__(self, reader: AdapterReader, memory: MemoryLevel, disk: DiskLevel) -> None:
-        self._reader, self._memory, self._disk = reader, memory, disk
-
-    def in_memory(self, digest: str) -> Adapter | FileAdapter | None:
-        return self._memory.get(digest)
-
-    def put_in_memory(self, adapter: Adapter, orphans: Set[str]) -> None:
-        """orphans: digests that files no longer hold."""
-        self._memory.put(adapter, set(orphans))
-
-    def drop(self, digest: str) -> None:
-        """Drop the copy in memory."""
-        self._memory.drop(digest)
-
-    def find(self, digest: str, path: Path | None) -> Adapter | FileAdapter | None:
-        """From its files, if they can be read without checking their content. Otherwise from the copy on
-        disk.
-        """
-        return self._find_stored(digest, path) or self._disk.get(digest)
-
-    def is_needless(self, digest: str, path: Path) -> bool:
-        """Whether it is in memory although its files can be read directly into the cache and a copy on disk
-        survives them.
-        """
-        return (
-            digest in self._memory and self._find_stored(digest, path) is not None and self._disk.has(digest)
-        )
-
-    def _find_stored(self, digest: str, path: Path | None) -> Adapter | FileAdapter | None:
-        with contextlib.suppress(AdapterError, OSError):  # the copy may be good
-            stored = None if path is None else self._reader.find_stored(path)
-            if stored is not None and stored.adapter.digest == digest:
-                return stored.adapter
-        return None
-
+from manylora.lora.text.adapter_text import AdapterTexts, OwnText
+from manylora.system.waits import cancel_and_wait
 
 logger = logging.getLogger("manylora")
 
-Result = TypeVar("Result")
-
-NONE: Mapping[str, Path] = MappingProxyType({})
+NO_FOLDERS: Mapping[str, Path] = MappingProxyType({})
+NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 MAX_QUIET_S = 1.0  # after the last change of files, before they are read
 
 
 class AdapterCatalog:
-    """Belongs to the event loop; files are read on threads of its own, each adapter once at a time.
+    """Belongs to the event loop; files are read on threads, each adapter once at a time.
 
     texts:      reads the template, defaults and tokenizer that come with an adapter.
     roots:      scanned for adapters. allowed: more folders in which a client may name adapters by path.
@@ -91,12 +45,10 @@ class AdapterCatalog:
     bases:      names of the base model. paths: further ones, which no alias may stand for.
     pinned:     names, among `named`, of adapters that stay in the engine's cache.
     aliases:    name -> what it stands for.
-    expired:    called with the name of an adapter that was unloaded because nobody used it for its time to
-                live; None: such adapters are unloaded by someone else, and not here.
-    terms_of:   the terms of an adapter that is found at a path below a root.
     versions:   counts the contents of each name; the engine's, where that is in this process.
-    uploads:    folder of uploaded adapters, whose paths no client may name. shared: with other servers; its
-                files are read again only when `put` or `load` is called.
+    uploads:    uploaded adapters, whose paths no client may name. If they are shared with other servers,
+                their files are read again only when `put` or `load` is called, and what nobody used for its
+                time to live is unloaded by `SharedAdapters`.
     """
 
     def __init__(
@@ -106,74 +58,60 @@ class AdapterCatalog:
         roots: Sequence[Path] = (),
         allowed: Sequence[Path] = (),
         *,
-        named: Mapping[str, Path] = NONE,
+        named: Mapping[str, Path] = NO_FOLDERS,
         refresh_s: float = 5.0,
         keep_bytes: int = 2**28,
         disk: DiskLevel | None = None,
         bases: Sequence[str] = (),
         paths: Sequence[str] = (),
         pinned: Sequence[str] = (),
-        aliases: Mapping[str, str] = MappingProxyType({}),
-        expired: Callable[[str], None] | None = lambda name: None,
-        terms_of: Callable[[Path], Terms] = lambda path: Terms(),
+        aliases: Mapping[str, str] = NO_ALIASES,
         versions: Versions | None = None,
-        uploads: Path | None = None,
-        shared: bool = False,
+        uploads: Uploads | None = None,
     ) -> None:
-        scanned = [root.resolve() for root in roots]
-        self._allowed = [*scanned, *(root.resolve() for root in allowed)]
-        self._uploads = [] if uploads is None else [uploads.resolve()]
-        self._reader = reader.within([*self._allowed, *self._uploads, *folders_of(named.values())])
-        self._named = named
+        self._roots = [root.resolve() for root in roots]
+        self._allowed = [*self._roots, *(root.resolve() for root in allowed)]
+        self._uploads = uploads
+        self._sent = [] if uploads is None or uploads.root is None else [uploads.root.resolve()]
+        self._is_shared = uploads is not None and uploads.shared
+        self._named, self._pinned = named, pinned
         self._refresh_s = refresh_s
-        self._quiet_s = min(MAX_QUIET_S, refresh_s / 4)
         self._texts = texts
-        given = self._on_thread, self._quiet_s, self._keep, self._announce
-        self._entry_reader = EntryReader(self._reader, texts, *given)
-        self.versions = versions or Versions()
-        # Called when a name that was served means another content: with its adapter, and the old digest.
-        self.on_change: Callable[[Version, Adapter | FileAdapter, str], None] = lambda *_: None
         self._bases, self._names_of_base = bases, (*bases, *paths)
-        self._pinned, self._expired = pinned, expired
         self.aliases = Aliases(aliases)
+        self.versions = versions or Versions()
         self._entries: dict[str, AdapterEntry] = {}
         self._leaving: list[AdapterEntry] = []  # withdrawn, with requests under way
-        self._scanner = RootScanner(
-            self._entries,
-            scanned,
-            self._allowed,
-            self._names_of_base,
-            uploads=[] if shared else self._uploads,
-            told=self._uploads if shared else [],
-            missing_s=refresh_s / 2,
-            on_thread=self._on_thread,
-            may_have=lambda name: name not in self.aliases,
-            terms_of=terms_of,
-            gone=self.versions.withdraw,
-        )
-        self.disk = disk or DiskLevel(0)
-        self._copies = Copies(self._reader, MemoryLevel(keep_bytes), self.disk)
-        self._files = ThreadPoolExecutor(2, "manylora-catalog", lower_priority)
+        self._unloaded: dict[str, Fingerprint] = {}  # by name: they come back only when their files change
+        within = reader.within([*self._allowed, *self._sent, *folders_of(named.values())])
+        quiet_s = min(MAX_QUIET_S, refresh_s / 4)
+        disk = disk or DiskLevel(0)
+        self._reader = EntryReader(self._entries, within, texts, self.versions, quiet_s, keep_bytes, disk)
         self._watching: asyncio.Task[None] | None = None
-        self.num_failures = self._entry_reader.num_failures
+
+    def on_change(self, publish: Callable[[Version, Adapter | FileAdapter, str], None]) -> None:
+        """Call this when a name that was served means another content: with its new version, its adapter, and
+        the old digest.
+        """
+        self._reader.publish = publish
 
     async def start(self) -> None:
         """Take the named ones, scan the roots for the first time, and begin to watch them."""
         for name, path in self._named.items():
-            found = await self._on_thread(fingerprint, path)
+            found = await self._reader.on_thread(fingerprint, path)
             terms = Terms(pinned=name in self._pinned)
             self._entries[name] = AdapterEntry(name, path.resolve(), False, found, terms=terms)
-        await self._scanner.scan()
+        await self._scan()
         self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
         await cancel_and_wait(self._watching)
-        reading = [entry.reading for entry in self._entries.values() if entry.reading is not None]
-        for task in reading:
-            task.cancel()
-        await asyncio.gather(*reading, return_exceptions=True)
-        await asyncio.get_running_loop().run_in_executor(None, self._files.shutdown)
-        self.disk.close()
+        await self._reader.close()
+
+    @property
+    def num_failures(self) -> Counter[str]:
+        """Failed readings by error code."""
+        return self._reader.num_failures
 
     def entries(self) -> list[AdapterEntry]:
         return sorted(self._entries.values(), key=lambda entry: entry.name)
@@ -182,9 +120,9 @@ class AdapterCatalog:
         return name in self._entries
 
     def entry(self, name: str, field: str = "lora_name") -> AdapterEntry:
-        """field: of the request, that names it. Raises ApiError 404."""
+        """field: of the request, that names it. Raises CatalogError."""
         if name not in self._entries:
-            raise _unknown(name, field)
+            raise not_found(name, field)
         return self._entries[name]
 
     def owner_of(self, name: str) -> str:
@@ -202,7 +140,7 @@ class AdapterCatalog:
     def name_of_path(self, given: str) -> str:
         """The name of the adapter at a path below the allowed folders; a new one is added to the catalog.
 
-        Raises ApiError, the same one for a path outside and for one where nothing is.
+        Raises CatalogError, the same one for a path outside and for one where nothing is.
         """
         path, root = self._path_below(given)
         for entry in self._entries.values():
@@ -212,7 +150,7 @@ class AdapterCatalog:
         if problem := self._unusable(name):
             text = f"lora_path: the adapter there would be called {name!r}, but {problem}: ask for it by "
             text += "name, or have it loaded under another one (POST /v1/load_lora_adapter)"
-            raise ApiError(400, "invalid_adapter_name", printable(text), "lora_path")
+            raise CatalogError("invalid_adapter_name", printable(text), "lora_path")
         self._entries[name] = AdapterEntry(name, path, scanned=False, found=fingerprint(path))
         return name
 
@@ -221,7 +159,7 @@ class AdapterCatalog:
         if found is None:
             reason = "lora_path: there is no adapter there that may be read: give a path below a folder of "
             reason += "--lora-root or --lora-allowed-path, absolute or relative to that folder"
-            raise ApiError(404, "adapter_not_found", reason, "lora_path")
+            raise CatalogError("adapter_not_found", reason, "lora_path")
         return found
 
     def _unusable(self, name: str) -> str:
@@ -232,26 +170,27 @@ class AdapterCatalog:
     async def version(self, name: str, *, fresh: bool = False) -> Version:
         """The current version of an adapter; waits for its first reading. fresh: checks its files now.
 
-        Raises ApiError: 404 for an unknown name, 422 when there never was a good version.
+        Raises CatalogError for an unknown name, and when there never was a good version.
         """
         entry = self.entry(name, "model")
         if fresh:
-            now = await self._on_thread(fingerprint, entry.path)
+            now = await self._reader.on_thread(fingerprint, entry.path)
             if now != entry.tried or entry.version is None:
                 entry.note_files(now)
-                await self._entry_reader.read(entry)
+                await self._reader.read(entry)
             elif entry.problem is not None:
                 raise entry.problem
         elif entry.version is None:
             if entry.problem is not None:
                 raise entry.problem
-            await self._entry_reader.read(entry)
+            await self._reader.read(entry)
         assert entry.version is not None
         return entry.version
 
-    async def text(self, name: str, *, fresh: bool = False) -> tuple[Tokenizer, GenerationDefaults] | None:
+    async def text(self, name: str, *, fresh: bool = False) -> OwnText | None:
         """What comes with an adapter; None: the base model's text is its. Waits for its first reading only
-        where something may come with it. Raises as `version`."""
+        where something may come with it. Raises as `version`.
+        """
         entry = self._entries.get(name)
         if entry is None or (entry.version is None and self._texts.source(name, entry.path) is None):
             return None
@@ -261,30 +200,27 @@ class AdapterCatalog:
         tokenizer = self._texts.tokenizer(text, wait=False)
         if tokenizer is None:
             try:
-                tokenizer = await self._on_thread(partial(self._texts.tokenizer, text, wait=True))
+                tokenizer = await self._reader.on_thread(partial(self._texts.tokenizer, text, wait=True))
             except AdapterError as error:
-                raise adapter_problem(name, str(error)) from error
+                raise unusable(name, str(error)) from error
             assert tokenizer is not None
-        return tokenizer, text.defaults
+        return OwnText(tokenizer, text.defaults)
 
     async def adapter(self, version: Version) -> tuple[Version, Adapter | FileAdapter]:
-        """The adapter of a version, or of the one that its files hold by now. Raises ApiError."""
+        """The adapter of a version, or of the one that its files hold by now. Raises CatalogError."""
         entry = self._entries.get(version.name)
-        path = None if entry is None else entry.path
-        found = self._copies.in_memory(version.digest) or await self._on_thread(
-            self._copies.find, version.digest, path
-        )
+        found = await self._reader.copy(version.digest, None if entry is None else entry.path)
         if found is not None:
             return version, found
         if entry is None:
-            raise _unknown(version.name, "model")
-        read = await self._entry_reader.read(entry)
+            raise not_found(version.name, "model")
+        read = await self._reader.read(entry)
         assert entry.version is not None
         return entry.version, read.adapter
 
     def unloaded_files(self, name: str) -> Fingerprint:
         """Of an adapter that was unloaded: it is not loaded again from a root until these change."""
-        return self._scanner.unloaded.get(name, ())
+        return self._unloaded.get(name, ())
 
     def enter(self, name: str) -> AdapterEntry | None:
         """Count a request in; None for a name that is gone."""
@@ -302,19 +238,19 @@ class AdapterCatalog:
             self._leaving = [one for one in self._leaving if one is not entry]
 
     def check_new(self, name: str, *, replace: bool) -> None:
-        """Whether a request may load an adapter of this name. Raises ApiError."""
+        """Whether a request may load an adapter of this name. Raises CatalogError."""
         self._check_name(name)
         if name in self.aliases or (name in self._entries and not replace):
             text = f"adapter {name!r} is loaded already: unload it first, or set load_inplace"
             if name in self.aliases:
                 text = f"{name!r} is an alias: unload it first"
-            raise ApiError(400, "adapter_exists", text, "lora_name")
+            raise CatalogError("adapter_exists", text, "lora_name")
 
     def _check_name(self, name: str) -> None:
-        """Raises ApiError."""
+        """Raises CatalogError."""
         if problem := name_problem(name, self._names_of_base):
             reason = f"{name!r} cannot be the name of an adapter: {problem}"
-            raise ApiError(400, "invalid_adapter_name", printable(reason), "lora_name")
+            raise CatalogError("invalid_adapter_name", printable(reason), "lora_name")
 
     async def load(
         self,
@@ -326,61 +262,52 @@ class AdapterCatalog:
         terms: Terms | None = None,
         number: int = 0,
     ) -> Version:
-        """Add an adapter on request. Raises ApiError; then nothing has changed.
+        """Add an adapter on request. Raises CatalogError; then nothing has changed.
 
         move: called with its path and its digest once the adapter was read without an error; returns its
         final path. number: of this version; 0: the next one.
         """
-        path, _ = self._path_below(given, self._uploads)
+        path, _ = self._path_below(given, self._sent)
         self.check_new(name, replace=replace)
         old = self._entries.get(name)
-        found = await self._on_thread(fingerprint, path)
+        found = await self._reader.on_thread(fingerprint, path)
         entry = AdapterEntry(name, path, False, found, terms=terms or Terms())
-        read = await self._entry_reader.read(entry)
+        read = await self._reader.read(entry)
         if move is not None:
             self.check_new(name, replace=replace)  # another may have come while this was read
             assert entry.version is not None
             entry.path = move(path, entry.version.digest)
-            entry.found = entry.tried = await self._on_thread(fingerprint, entry.path)
+            entry.found = entry.tried = await self._reader.on_thread(fingerprint, entry.path)
         if old is not None and old.scanned and old.path == entry.path:
             entry.scanned = True
-        self._scanner.unloaded.pop(name, None)
+        self._unloaded.pop(name, None)
         entry.used_at = time.monotonic()
         self._entries[name] = entry
-        self._announce(entry, read, number)
+        self._reader.announce(entry, read, number)
         assert entry.version is not None
         return entry.version
 
     def put(self, name: str, path: Path, terms: Terms) -> None:
         """Add an adapter that nobody has checked yet, in place of any: it is read when it is asked for.
-        Raises ApiError for a name that no adapter may have.
+        Raises CatalogError for a name that no adapter may have.
         """
         self._check_name(name)
-        self._scanner.unloaded.pop(name, None)
+        self._unloaded.pop(name, None)
         self._entries[name] = AdapterEntry(name, path.resolve(), False, fingerprint(path), terms=terms)
-
-    def _announce(self, entry: AdapterEntry, read: ReadAdapter, number: int = 0) -> None:
-        """Count the version of an entry that serves, and tell of one that took another's place."""
-        if entry.version is None or self._entries.get(entry.name) is not entry:
-            return
-        number, old = self.versions.put(entry.name, entry.version.digest, number)
-        entry.version = changed(entry.version, number=number)
-        if old:
-            self.on_change(entry.version, read.adapter, old)
 
     def load_alias(self, name: str, target: str, *, replace: bool, later: bool = False) -> None:
         """Let a name stand for an adapter, an alias or the base model. replace: it may stand for another by
-        now. later: what it stands for may come later. Raises ApiError."""
+        now. later: what it stands for may come later. Raises CatalogError."""
         self._check_name(name)
         if name in self._entries or (name in self.aliases and not replace):
-            raise ApiError(400, "adapter_exists", f"{name!r} is a model's name already", "lora_name")
+            raise CatalogError("adapter_exists", f"{name!r} is a model's name already", "lora_name")
         meant = self.aliases.resolve(target)
         if not later and meant not in self._entries and meant not in self._bases:
-            raise _unknown(target, "alias_of")
+            raise not_found(target, "alias_of")
         if self.aliases.leads_to(target, name):
-            raise ApiError(400, "alias_circle", f"{target!r} stands for {name!r} already", "alias_of")
+            raise CatalogError("alias_circle", f"{target!r} stands for {name!r} already", "alias_of")
         if not self.aliases.has_room_for(name):
-            raise ApiError(400, "invalid_value", f"There are {MAX_ALIASES} aliases already", "alias_of")
+            raise CatalogError("invalid_value", f"There are {MAX_ALIASES} aliases already", "alias_of")
         self.aliases.set(name, target)
 
     async def unload(self, name: str, timeout_s: float) -> int:
@@ -403,57 +330,86 @@ class AdapterCatalog:
     async def _watch(self) -> None:
         while True:
             try:
-                if self._expired is not None:
-                    self._unload_expired(self._expired)
-                await self._scanner.scan()
-                await self._read_changed()
-                await self._free_memory()
+                if not self._is_shared:
+                    self._unload_expired()
+                await self._scan()
+                await self._reader.read_changed()
+                await self._reader.free_memory()
             except Exception:
                 logger.exception("scanning the lora roots failed")
             await asyncio.sleep(self._refresh_s / 2)
 
-    def _unload_expired(self, expired: Callable[[str], None]) -> None:
+    def _unload_expired(self) -> None:
         for entry in [one for one in self._entries.values() if one.has_expired]:
             logger.info("adapter %s is unloaded: it was idle for its time to live", entry.name)
             self._withdraw(entry)
-            expired(entry.name)
+            if self._uploads is not None:
+                self._uploads.discard(entry.name)
 
     def _withdraw(self, entry: AdapterEntry) -> None:
         """Until its files change."""
-        self._scanner.unloaded[entry.name] = entry.found
+        self._unloaded[entry.name] = entry.found
         del self._entries[entry.name]
         self.versions.withdraw(entry.name)
         if entry.num_open:
             self._leaving.append(entry)
 
-    async def _read_changed(self) -> None:
-        """One after the other, so that requests that need an adapter at once do not wait for all of them."""
+    async def _scan(self) -> None:
+        """Look at all roots, and at the files of the entries that come from elsewhere."""
+        found, complete = await self._find()
+        for name, one in found.items():
+            self._note_found(name, one)
+        told = self._sent if self._is_shared else []
         for entry in list(self._entries.values()):
-            quiet = time.monotonic() - entry.changed_at >= self._quiet_s or not entry.tried
-            if entry.found and entry.found != entry.tried and quiet and entry.missing_since is None:
-                try:
-                    await self._entry_reader.read(entry)
-                except ApiError:
-                    pass
-                except Exception:  # the next ones are still read
-                    logger.exception("reading adapter %s failed", entry.name)
+            if any(entry.path.is_relative_to(one) for one in told):
+                continue
+            if not entry.scanned:
+                with contextlib.suppress(OSError):
+                    now = await self._reader.on_thread(fingerprint, entry.path)
+                    entry.note_files(now or entry.found)
+            elif entry.name not in found and complete:
+                self._note_missing(entry)
 
-    async def _keep(self, read: ReadAdapter) -> None:
-        if isinstance(read.adapter, Adapter):
-            orphans = {e.version.digest for e in self._entries.values() if e.version and e.problem}
-            self._copies.put_in_memory(read.adapter, orphans)
-            await self._on_thread(self.disk.put_soon, read.adapter)
+    async def _find(self) -> tuple[dict[str, Found], bool]:
+        """What is below the roots, and whether all of them could be scanned. Of two adapters with one name
+        the first one counts; uploaded ones, which are single files, come first.
+        """
+        known = {entry.path: entry.found for entry in self._entries.values()}
+        found: dict[str, Found] = {}
+        complete = True
+        sent = [] if self._is_shared else self._sent
+        for root, only_files in [*((one, True) for one in sent), *((one, False) for one in self._roots)]:
+            asked = root, known, self._allowed, self._names_of_base, only_files
+            try:
+                below = await self._reader.on_thread(find_adapters, *asked)
+            except Exception as error:  # the other roots are scanned, and no adapter is withdrawn
+                logger.warning("lora root: it cannot be scanned now: %s", error)
+                complete = False
+                continue
+            for name, one in below.items():
+                if name not in self.aliases:
+                    found.setdefault(name, one)
+        return found, complete
 
-    async def _free_memory(self) -> None:
-        """Hold nothing that can come back without: a second copy of what is in the cache or in the files."""
-        for entry in list(self._entries.values()):
-            digest = entry.version.digest if entry.version else ""
-            if await self._on_thread(self._copies.is_needless, digest, entry.path):
-                self._copies.drop(digest)
+    def _note_found(self, name: str, found: Found) -> None:
+        if self._unloaded.get(name) == found.fingerprint:
+            return
+        self._unloaded.pop(name, None)
+        entry = self._entries.get(name)
+        if entry is None:
+            terms = Terms() if self._uploads is None else self._uploads.terms_of(found.path)
+            self._entries[name] = AdapterEntry(name, found.path, True, found.fingerprint, terms=terms)
+        elif entry.scanned:
+            entry.missing_since = None
+            entry.path = found.path
+            entry.note_files(found.fingerprint)
 
-    async def _on_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._files, function, *arguments)
-
-
-def _unknown(name: str, field: str) -> ApiError:
-    return ApiError(404, "adapter_not_found", f"adapter {name!r} does not exist", field)
+    def _note_missing(self, entry: AdapterEntry) -> None:
+        """Removed, or about to be replaced: a later scan decides."""
+        now = time.monotonic()
+        if entry.missing_since is None:
+            entry.missing_since = now
+        elif now - entry.missing_since >= self._refresh_s / 2:
+            logger.info("adapter %s is withdrawn: its files are gone", entry.name)
+            del self._entries[entry.name]
+            self.versions.withdraw(entry.name)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from manylora.lora.catalog.entry import Terms
+from manylora.lora.catalog.errors import CatalogError
 from manylora.lora.catalog.files import Fingerprint
-from manylora.openai.api.errors import ApiError
-from manylora.openai.serving.adapter_entry import Terms
 
 FILE, LOCK = ".terms.json", ".lock"
 SUFFIX = ".safetensors"
@@ -121,7 +121,7 @@ class AdapterRecord:
 
     @contextlib.asynccontextmanager
     async def locked(self) -> AsyncIterator[None]:
-        """Hold the lock against other servers. Raises ApiError. The system releases the lock of a process
+        """Hold the lock against other servers. Raises CatalogError. The system releases the lock of a process
         that has ended.
         """
         try:
@@ -144,7 +144,7 @@ async def _lock(descriptor: int) -> None:
         except BlockingIOError:
             if time.monotonic() > end:
                 text = "Another server is changing adapters, try again"
-                raise ApiError(503, "adapters_busy", text, retry_after=1) from None
+                raise CatalogError("adapters_busy", text, retry_after=1) from None
         await asyncio.sleep(RETRY_S)
 
 
@@ -153,12 +153,12 @@ def sent_file(folder: Path, name: str) -> Path:
     return folder / f"{name}{SUFFIX}"
 
 
-def unwritable(error: OSError) -> ApiError:
+def unwritable(error: OSError) -> CatalogError:
     """The client's error if the folder cannot store its adapter."""
     if error.errno in READ_ONLY:
         text = "The folder of --lora-upload-dir is read-only here, so requests cannot change adapters"
-        return ApiError(403, "not_allowed", text)
-    return ApiError(507, "storage_full", "The server cannot store adapters at the moment")
+        return CatalogError("not_allowed", text)
+    return CatalogError("storage_full", "The server cannot store adapters at the moment")
 
 
 def _identity(path: Path) -> tuple[int, int, int]:

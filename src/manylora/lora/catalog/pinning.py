@@ -6,19 +6,31 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Protocol
 
 from manylora.errors import AdapterCacheFullError, AdapterNotCachedError, RequestError
-from manylora.openai.api.errors import ApiError, as_api_error
-from manylora.openai.serving.adapter_entry import AdapterEntry
-from manylora.openai.serving.backend import EnginePins
-from manylora.openai.serving.catalog import AdapterCatalog
-from manylora.openai.serving.waits import cancel_and_wait, engine_answer
+from manylora.lora.catalog.catalog import AdapterCatalog
+from manylora.lora.catalog.entry import AdapterEntry
+from manylora.lora.catalog.errors import CatalogError
+from manylora.system.waits import cancel_and_wait, engine_answer
 
 logger = logging.getLogger("manylora")
 
 ATTEMPTS = 3  # the adapter may be evicted between its load and its pin
 ANSWER_S = 60.0  # the engine may be in a step with a long prompt
 CHECK_S = 1.0
+
+
+class EnginePins(Protocol):
+    """Pins adapters in the engine's cache."""
+
+    def pin(self, task_id: int, answer: Callable[[RequestError | None], None]) -> None:
+        """Pin an adapter that is in the cache now. `answer` is called, from any thread, with the reason if
+        that fails, or None.
+        """
+        ...
+
+    def unpin(self, task_id: int) -> None: ...
 
 
 class Pinning:
@@ -49,18 +61,18 @@ class Pinning:
         return self._told.get(name, "")
 
     async def pin(self, name: str) -> None:
-        """Pin an adapter in the cache. Raises ApiError if that fails."""
+        """Pin an adapter in the cache. Raises RequestError if that fails."""
         async with self._lock:
             entry = self._catalog.entry(name)
             entry.terms.pinned = True
             try:
                 await self._bring(entry)
-            except ApiError:
+            except RequestError:
                 entry.terms.pinned = False
                 raise
 
     async def unpin(self, name: str) -> None:
-        """Raises ApiError if there is no adapter of this name."""
+        """Raises CatalogError if there is no adapter of this name."""
         self._catalog.entry(name).terms.pinned = False
         await self.follow()
 
@@ -73,24 +85,21 @@ class Pinning:
             for name, entry in wanted.items():
                 try:
                     await self._bring(entry)
-                except ApiError as error:
-                    if self._told.get(name) != error.message:
-                        logger.error("%s", error.message)
-                    self._told[name] = error.message
+                except RequestError as error:
+                    if self._told.get(name) != str(error):
+                        logger.error("%s", error)
+                    self._told[name] = str(error)
 
     async def _bring(self, entry: AdapterEntry) -> None:
-        """Raises ApiError."""
+        """Raises RequestError."""
         name = entry.name
         if self._engine is None:
             reason = f"adapter {name!r} cannot be pinned: its cache is Triton's"
-            raise ApiError(400, "unsupported_field", reason, "pinned")
+            raise CatalogError("unsupported_field", reason, "pinned")
         if entry.version is not None and self._pinned.get(name) == entry.version.task_id:
             return
         for _ in range(ATTEMPTS):
-            try:
-                await self._load(name)
-            except RequestError as error:
-                raise as_api_error(error, name) from error
+            await self._load(name)
             version = await self._catalog.version(name)
             problem = await self._ask(self._engine, version.task_id)
             if problem is None:
@@ -103,11 +112,11 @@ class Pinning:
                 break
         why = "the adapter cache is too busy, try again"
         if isinstance(problem, AdapterCacheFullError):
-            raise ApiError(409, "no_room_to_pin", f"adapter {name!r} cannot be pinned: {problem}", "pinned")
+            raise CatalogError("no_room_to_pin", f"adapter {name!r} cannot be pinned: {problem}", "pinned")
         if not isinstance(problem, AdapterNotCachedError):
             why = str(problem)
         text = f"adapter {name!r} cannot be pinned: {why}"
-        raise ApiError(503, "adapter_cache_busy", text, "pinned", retry_after=1)
+        raise CatalogError("adapter_cache_busy", text, "pinned", retry_after=1)
 
     @staticmethod
     async def _ask(engine: EnginePins, task_id: int) -> RequestError | None:

@@ -16,7 +16,7 @@ from manylora.lora.catalog import library
 from manylora.lora.catalog.catalog import AdapterCatalog
 from manylora.lora.catalog.entry import Terms
 from manylora.lora.catalog.errors import CatalogError
-from manylora.lora.catalog.files import find_adapters, fingerprint
+from manylora.lora.catalog.files import AdapterFolders, find_adapters, fingerprint
 from manylora.lora.catalog.library import MAX_IDS, PRUNE, AdapterLibrary
 from manylora.lora.catalog.names import LATEST, is_name, name_problem
 from manylora.lora.catalog.record import sent_file
@@ -31,9 +31,7 @@ PIECES = [*BASES, *PATHS, "a", "b", "x", "+", ":", ":", "/", ".", "@2", "..", LA
 
 @pytest.fixture
 def catalog(tmp_path: Path) -> AdapterLibrary:
-    made = AdapterLibrary(None)  # type: ignore[arg-type]
-    made.open(tmp_path)
-    return made
+    return AdapterLibrary(None, folders=AdapterFolders(catalog=tmp_path))  # type: ignore[arg-type]
 
 
 @pytest.fixture

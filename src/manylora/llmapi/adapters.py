@@ -24,9 +24,9 @@ from manylora.errors import (
     printable,
 )
 from manylora.llmapi.lora import LoRAChoice, LoRARequest, members_of
-from manylora.lora.catalog.files import Fingerprint, find_adapters, fingerprint, path_below
+from manylora.lora.catalog.files import AdapterFolders, Fingerprint, fingerprint
 from manylora.lora.catalog.library import AdapterLibrary, task_id_of
-from manylora.lora.catalog.names import Aliases, name_problem
+from manylora.lora.catalog.names import Aliases
 from manylora.lora.catalog.reader import AdapterReader
 from manylora.lora.formats.peft_config import EMBEDDED
 from manylora.lora.formats.sources import find_source
@@ -34,7 +34,6 @@ from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.system.folders import temporary_folder
 
 LOOK_S = 1.0  # time between checks of files
-SUFFIXES = ("", ".safetensors", ".nemo")
 
 logger = logging.getLogger("manylora")
 
@@ -52,18 +51,14 @@ class NamedAdapters:
     """
 
     def __init__(self, roots: Sequence[Path], aliases: Mapping[str, str]) -> None:
-        for root in roots:
-            if not root.is_dir():
-                raise ConfigError(f"lora_root {root} is not a directory: give folders")
-        self._roots = [root.resolve() for root in roots]
+        self._folders = AdapterFolders(roots=roots)
         self._aliases = Aliases(aliases)
         self._lock = threading.Lock()
         self._known: dict[str, _Named] = {}
 
     def names(self) -> list[str]:
         """Names of everything below the roots now, and the aliases."""
-        found = {name for root in self._roots for name in find_adapters(root, {}, self._roots)}
-        return sorted(found | {name for name, _ in self._aliases.items()})
+        return sorted(self._folders.names() | {name for name, _ in self._aliases.items()})
 
     def find(self, name: str, replace: Callable[[LoRARequest], None]) -> LoRARequest:
         """The request for a name. Changed files take effect now; if they are broken, the previous content
@@ -77,7 +72,7 @@ class NamedAdapters:
             known = self._known.get(meant)
             if known is not None and now - known.looked < LOOK_S:
                 return known.request
-            path = self._path(meant)
+            path = self._folders.find(meant)
             files = fingerprint(path) if path is not None else ()
             if path is None or not files:
                 self._known.pop(meant, None)
@@ -97,16 +92,6 @@ class NamedAdapters:
             else:
                 known.request = made
         return known.request
-
-    def _path(self, name: str) -> Path | None:
-        if name_problem(name):
-            return None
-        for root in self._roots:
-            for suffix in SUFFIXES:
-                found = path_below([root], name + suffix)
-                if found is not None:
-                    return found[0]
-        return None
 
 
 def with_requests(given: Any, find: Any) -> Any:

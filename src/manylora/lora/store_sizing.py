@@ -14,6 +14,7 @@ from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
 from manylora.kernels import native
 from manylora.lora.bounds import Bounds
+from manylora.lora.catalog.files import AdapterFolders
 from manylora.lora.catalog.levels import DiskLevel
 from manylora.lora.catalog.library import AdapterLibrary
 from manylora.lora.catalog.names import read_names
@@ -72,11 +73,10 @@ class StoreParts:
         on_disk = config.disk_cache_dir is not None
         disk = DiskLevel(config.disk_cache_bytes if on_disk else 0, config.disk_cache_dir)
         names = read_names(config.names_file) if config.names_file is not None else {}
-        library = AdapterLibrary(self.reader(self.rules.modules, (*config.roots, *names.values())), disk)
-        library.open_names(names)
-        if config.catalog_dir is not None:
-            library.open(config.catalog_dir)
-        return library
+        if config.catalog_dir is not None and not config.catalog_dir.is_dir():
+            raise ConfigError(f"lora_catalog_dir {config.catalog_dir} is not a directory")
+        reader = self.reader(self.rules.modules, (*config.roots, *names.values()))
+        return AdapterLibrary(reader, disk, AdapterFolders(names, config.catalog_dir))
 
 
 def build_parts(

@@ -15,7 +15,15 @@ from types import MappingProxyType
 from manylora.errors import AdapterError, printable
 from manylora.lora.catalog.entry import AdapterEntry, EntryReader, Terms, Version
 from manylora.lora.catalog.errors import CatalogError, not_found, unusable
-from manylora.lora.catalog.files import Fingerprint, Found, find_adapters, fingerprint, folders_of, path_below
+from manylora.lora.catalog.files import (
+    NO_FOLDERS,
+    Fingerprint,
+    Found,
+    find_adapters,
+    fingerprint,
+    folders_of,
+    path_below,
+)
 from manylora.lora.catalog.levels import DiskLevel
 from manylora.lora.catalog.names import MAX_ALIASES, Aliases, name_problem
 from manylora.lora.catalog.reader import AdapterReader
@@ -27,7 +35,6 @@ from manylora.system.waits import cancel_and_wait
 
 logger = logging.getLogger("manylora")
 
-NO_FOLDERS: Mapping[str, Path] = MappingProxyType({})
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 MAX_QUIET_S = 1.0  # after the last change of files, before they are read
 

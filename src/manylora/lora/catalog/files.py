@@ -1,4 +1,4 @@
-"""Adapter files: fingerprints that show a change, and which folders and files below a root are adapters."""
+"""Adapter files: fingerprints that show a change, what below a root is an adapter, where a name is."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
-from manylora.errors import AdapterInvalidError, printable
-from manylora.lora.catalog.names import MAX_FOLDERS, name_problem
+from manylora.errors import AdapterInvalidError, ConfigError, printable
+from manylora.lora.catalog.names import MAX_FOLDERS, is_folder_name, name_problem
 from manylora.lora.formats.llgtrt import is_llgtrt
 from manylora.lora.formats.peft_config import is_one_file
 from manylora.lora.formats.sources import find_source
 
 logger = logging.getLogger("manylora")
+
+SUFFIXES = ("", ".safetensors", ".nemo")  # of adapters
+NO_FOLDERS: Mapping[str, Path] = MappingProxyType({})
 
 Fingerprint = tuple[tuple[str, int, int, int, int, int], ...]
 """Per file: name, device, inode, size, and the times (ns) of the last change of its content and of its inode.
@@ -130,6 +134,53 @@ def path_below(folders: Sequence[Path], given: str) -> tuple[Path, Path] | None:
         if exists and path != folder and path.is_relative_to(folder):
             return path, folder
     return None
+
+
+class AdapterFolders:
+    """Where adapters are, by name or task id. Doors that read adapters at a request find them here.
+
+    named: folders by name. catalog: each name is that of a folder in it. roots: each name is a path below
+    the first one that has it, without the file extension. by_id: each task id is the name of a folder in it.
+    Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, Path] = NO_FOLDERS,
+        catalog: Path | None = None,
+        roots: Sequence[Path] = (),
+        by_id: Path | None = None,
+    ) -> None:
+        for root in roots:
+            if not root.is_dir():
+                raise ConfigError(f"lora_root {root} is not a directory: give folders")
+        self._named, self._catalog, self._by_id = named, catalog, by_id
+        self._roots = [root.resolve() for root in roots]
+
+    def names(self) -> set[str]:
+        """Those of everything below the roots now."""
+        return {name for root in self._roots for name in find_adapters(root, {}, self._roots)}
+
+    def find(self, name: str) -> Path | None:
+        """None: there is no such adapter. In the catalog and among the named ones it may not exist."""
+        folder = self._named.get(name)
+        if folder is None and self._catalog is not None and is_folder_name(name):
+            folder = self._catalog / name
+        return folder or self._below_roots(name)
+
+    def of_task(self, task_id: int) -> Path | None:
+        """The folder for this id, which may not exist."""
+        return None if self._by_id is None else self._by_id / str(task_id)
+
+    def _below_roots(self, name: str) -> Path | None:
+        if not self._roots or name_problem(name):
+            return None
+        for root in self._roots:
+            for suffix in SUFFIXES:
+                found = path_below([root], name + suffix)
+                if found is not None:
+                    return found[0]
+        return None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -17,12 +17,10 @@ from manylora.errors import (
     AdapterInvalidError,
     AdapterNotCachedError,
     AdapterNotFoundError,
-    ConfigError,
     printable,
 )
-from manylora.lora.catalog.files import Fingerprint, fingerprint
+from manylora.lora.catalog.files import AdapterFolders, Fingerprint, fingerprint
 from manylora.lora.catalog.levels import DiskLevel
-from manylora.lora.catalog.names import is_folder_name
 from manylora.lora.catalog.reader import AdapterReader
 from manylora.lora.catalog.versions import Versions
 from manylora.lora.formats.safe_open import is_folder
@@ -36,6 +34,7 @@ logger = logging.getLogger("manylora")
 Read = Callable[[], Adapter | FileAdapter]
 PRUNE = 4096  # task ids, of about 200 bytes each
 MAX_IDS = 16384  # task ids of adapters sent with requests; beyond it the oldest are forgotten
+NOWHERE = AdapterFolders()
 REFRESH_S = 1.0  # a name's files are checked for changes at most this often
 
 
@@ -57,14 +56,19 @@ class _Source:
 
 class AdapterLibrary:
     """reader: for folders named by Triton's parameters. disk: copies of adapters that were sent with
-    requests.
+    requests. folders: of adapters that are served by name; each is read at its first request.
 
     Thread-safe: names are resolved where requests arrive, files are read on other threads, and the engine's
     thread binds ids. Files are checked without holding the lock.
     """
 
-    def __init__(self, reader: AdapterReader, disk: DiskLevel | None = None) -> None:
-        self._reader = reader
+    def __init__(
+        self,
+        reader: AdapterReader,
+        disk: DiskLevel | None = None,
+        folders: AdapterFolders = NOWHERE,
+    ) -> None:
+        self._reader, self._folders = reader, folders
         self._disk = disk or DiskLevel(0)
         self._lock = threading.Lock()  # protects everything below
         self._digests: dict[int, str] = {}  # in order of binding
@@ -75,18 +79,6 @@ class AdapterLibrary:
         self.versions = Versions()
         self.num_binds = self.num_loads = 0  # loads: adapters returned by `find`
         self.num_inert = 0  # adapters that change nothing
-        self._folder: Path | None = None
-        self._folders: Mapping[str, Path] = {}
-
-    def open_names(self, folders: Mapping[str, Path]) -> None:
-        """Serve these adapters by name, as those of `open`."""
-        self._folders = folders
-
-    def open(self, folder: Path) -> None:
-        """Serve the adapters in <folder>/<name>/ by name. Each is read at its first request."""
-        if not folder.is_dir():
-            raise ConfigError(f"lora_catalog_dir {folder} is not a directory")
-        self._folder = folder
 
     def register(self, task_id: int, path: Path, read: Read) -> None:
         """Make a task id refer to files. read: returns their content, or raises AdapterError."""
@@ -109,9 +101,7 @@ class AdapterLibrary:
             raise AdapterInvalidError(f"lora_ckpt_source must be hf or nemo, got {kind[:40]!r}")
         with self._lock:
             number = self._names.get(name)
-        folder = self._folders.get(name)
-        if folder is None and self._folder and is_folder_name(name):
-            folder = self._folder / name
+        folder = self._folders.find(name)
         if folder is None or (number is None and not is_folder(folder)):
             raise AdapterNotFoundError(name)
         if number is None:

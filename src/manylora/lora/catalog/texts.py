@@ -6,15 +6,15 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from manylora.config.hub import model_folder
 from manylora.config.model_folder import read_json
 from manylora.errors import AdapterError, AdapterInvalidError, ConfigError, printable
-from manylora.lora.catalog.files import Fingerprint, fingerprint
-from manylora.lora.catalog.names import is_folder_name, read_names
+from manylora.lora.catalog.files import AdapterFolders, Fingerprint, fingerprint
+from manylora.lora.catalog.names import read_names
 from manylora.lora.formats.safe_open import is_folder
 from manylora.lora.text.adapter_text import TOKENIZER_BYTES, AdapterText, AdapterTexts, OwnText, TrustedFolder
 from manylora.request import LoraInput, LoraMix
@@ -135,14 +135,10 @@ class CurrentTexts:
 
 
 class RepositoryTexts:
-    """Thread-safe. catalog, prefetch: folders of adapters by name and by task id. named: further ones by
-    name.
-    """
+    """Thread-safe. folders: of adapters by name and by task id."""
 
-    def __init__(
-        self, texts: CurrentTexts, catalog: Path | None, prefetch: Path | None, named: Mapping[str, Path]
-    ) -> None:
-        self._texts, self._catalog, self._prefetch, self._named = texts, catalog, prefetch, named
+    def __init__(self, texts: CurrentTexts, folders: AdapterFolders) -> None:
+        self._texts, self._folders = texts, folders
 
     @classmethod
     def open(cls, folder: Path, base: Tokenizer, engine: str = ENGINE) -> RepositoryTexts | None:
@@ -163,7 +159,8 @@ class RepositoryTexts:
             size = None  # the engine's model reports what is wrong with it
         texts = trusted_texts(trusted.split(BETWEEN), roots, base, size or base.vocab_size)
         assert texts is not None
-        return cls(texts, Path(catalog) if catalog else None, Path(prefetch) if prefetch else None, named)
+        catalog_dir, by_id = (Path(one) if one else None for one in (catalog, prefetch))
+        return cls(texts, AdapterFolders(named, catalog_dir, by_id=by_id))
 
     def of(self, lora: LoraInput | LoraMix | None) -> OwnText | None:
         """Text of the adapter, if exactly one acts. None: the base model's is used. Raises
@@ -188,14 +185,12 @@ class RepositoryTexts:
     def _place(self, name: str | None, task_id: int | None) -> tuple[str, Path] | None:
         """Label and folder. None: there is none, which the engine will report."""
         if name is not None:
-            folder = self._named.get(name)
-            if folder is None and self._catalog is not None and is_folder_name(name):
-                folder = self._catalog / name
-        elif task_id is not None and self._prefetch is not None:
-            name, folder = str(task_id), self._prefetch / str(task_id)
+            label, folder = name, self._folders.find(name)
+        elif task_id is not None:
+            label, folder = str(task_id), self._folders.of_task(task_id)
         else:
             return None
-        return None if folder is None or not is_folder(folder) else (name, folder)
+        return None if folder is None or not is_folder(folder) else (label, folder)
 
 
 def item_text(own: OwnText) -> ItemText:

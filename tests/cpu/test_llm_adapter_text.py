@@ -13,8 +13,7 @@ from serving import DEMO
 
 from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
 from manylora.errors import AdapterInvalidError, AdapterNotFoundError, ConfigError
-from manylora.llmapi import adapters
-from manylora.lora.catalog import texts
+from manylora.lora.catalog import files
 from manylora.text.tokenizer import Tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\nAnswer:{% endfor %}{{ more }}"
@@ -119,8 +118,7 @@ def test_one_with_wrong_files_fails_by_name_alone(llm: LLM) -> None:
 
 
 def test_what_changes_on_disk_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (adapters, texts):
-        monkeypatch.setattr(module, "LOOK_S", 0.0)
+    monkeypatch.setattr(files, "LOOK_S", 0.0)
     folder = adapter(tmp_path / "one", generation_config={"max_new_tokens": 1})
     config = LoraConfig(max_lora_rank=16, max_loras=2)
     with LLM(DEMO / "base", lora_config=config, lora_root=tmp_path, lora_trust=[str(tmp_path)]) as llm:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from manylora.lora.catalog import library
+from manylora.lora.catalog import files
 from manylora.lora.catalog.catalog import AdapterCatalog
 from manylora.lora.catalog.entry import Terms
 from manylora.lora.catalog.errors import CatalogError
@@ -97,7 +97,7 @@ def test_ids_whose_adapters_are_gone_go_first(catalog: AdapterLibrary) -> None:
 def test_a_name_whose_files_were_replaced_is_read_again(
     catalog: AdapterLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "REFRESH_S", 0.0)
+    monkeypatch.setattr(files, "LOOK_S", 0.0)
     folder = tmp_path / "a"
     for version in ("one", "two"):
         (tmp_path / version).mkdir()

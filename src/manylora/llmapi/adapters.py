@@ -24,7 +24,7 @@ from manylora.errors import (
     printable,
 )
 from manylora.llmapi.lora import LoRAChoice, LoRARequest, members_of
-from manylora.lora.catalog.files import AdapterFolders, Fingerprint, fingerprint
+from manylora.lora.catalog.files import AdapterFolders, Fingerprint, fingerprint, is_due
 from manylora.lora.catalog.library import AdapterLibrary, task_id_of
 from manylora.lora.catalog.names import Aliases
 from manylora.lora.catalog.reader import AdapterReader
@@ -32,8 +32,6 @@ from manylora.lora.formats.peft_config import EMBEDDED
 from manylora.lora.formats.sources import find_source
 from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.system.folders import temporary_folder
-
-LOOK_S = 1.0  # time between checks of files
 
 logger = logging.getLogger("manylora")
 
@@ -70,7 +68,7 @@ class NamedAdapters:
         meant, now = self._aliases.resolve(name), time.monotonic()
         with self._lock:
             known = self._known.get(meant)
-            if known is not None and now - known.looked < LOOK_S:
+            if known is not None and not is_due(known.looked):
                 return known.request
             path = self._folders.find(meant)
             files = fingerprint(path) if path is not None else ()

@@ -20,6 +20,7 @@ from manylora.lora.formats.sources import find_source
 
 logger = logging.getLogger("manylora")
 
+LOOK_S = 1.0  # files that may have changed are looked at again after this time
 SUFFIXES = ("", ".safetensors", ".nemo")  # of adapters
 NO_FOLDERS: Mapping[str, Path] = MappingProxyType({})
 
@@ -39,6 +40,11 @@ def is_passing(error: BaseException | None) -> bool:
     unavailable.
     """
     return isinstance(error, OSError) and error.errno in PASSING
+
+
+def is_due(looked: float) -> bool:
+    """Whether to look at files again. looked: when that was done last, on the monotonic clock."""
+    return time.monotonic() - looked >= LOOK_S
 
 
 def fingerprint(path: Path) -> Fingerprint:

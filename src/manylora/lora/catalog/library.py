@@ -19,7 +19,7 @@ from manylora.errors import (
     AdapterNotFoundError,
     printable,
 )
-from manylora.lora.catalog.files import AdapterFolders, Fingerprint, fingerprint
+from manylora.lora.catalog.files import AdapterFolders, Fingerprint, fingerprint, is_due
 from manylora.lora.catalog.levels import DiskLevel
 from manylora.lora.catalog.reader import AdapterReader
 from manylora.lora.catalog.versions import Versions
@@ -35,7 +35,6 @@ Read = Callable[[], Adapter | FileAdapter]
 PRUNE = 4096  # task ids, of about 200 bytes each
 MAX_IDS = 16384  # task ids of adapters sent with requests; beyond it the oldest are forgotten
 NOWHERE = AdapterFolders()
-REFRESH_S = 1.0  # a name's files are checked for changes at most this often
 
 
 @dataclass
@@ -51,7 +50,7 @@ class _Source:
     digest: str | None = None
     replaced: bool = False  # the id now means tensors from a request
     files: Fingerprint = ()  # at the last check
-    checked_at: float = 0.0
+    looked: float = 0.0
 
 
 class AdapterLibrary:
@@ -116,10 +115,10 @@ class AdapterLibrary:
     def _check_files(self, number: int) -> None:
         """If a name's files were replaced, its next request reads them. Running requests keep what they have,
         and while there are no files the last version is served."""
-        source, now = self._sources[number], time.monotonic()
-        if source.files and now - source.checked_at < REFRESH_S:
+        source = self._sources[number]
+        if source.files and not is_due(source.looked):
             return
-        source.checked_at = now
+        source.looked = time.monotonic()
         try:
             found = fingerprint(source.path)
         except OSError:  # it cannot be determined now

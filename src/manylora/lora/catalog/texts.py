@@ -13,7 +13,7 @@ from pathlib import Path
 from manylora.config.hub import model_folder
 from manylora.config.model_folder import read_json
 from manylora.errors import AdapterError, AdapterInvalidError, ConfigError, printable
-from manylora.lora.catalog.files import AdapterFolders, Fingerprint, fingerprint
+from manylora.lora.catalog.files import AdapterFolders, Fingerprint, fingerprint, is_due
 from manylora.lora.catalog.names import read_names
 from manylora.lora.formats.safe_open import is_folder
 from manylora.lora.text.adapter_text import TOKENIZER_BYTES, AdapterText, AdapterTexts, OwnText, TrustedFolder
@@ -22,7 +22,6 @@ from manylora.text.item_text import ItemText
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.parameters import ENGINE, names_file, parameters_beside, value_of
 
-LOOK_S = 1.0  # time between checks of files
 MAX_KNOWN = 4096
 BETWEEN = ";"  # separates folders in the parameter lora_trust
 
@@ -103,14 +102,14 @@ class CurrentTexts:
         return self._texts.tokenizer(known.text, wait=False) is not None
 
     def _current(self, name: str, folder: Path) -> AdapterText:
-        key, now = (name, folder), time.monotonic()
+        key = name, folder
         with self._lock:
             known = self._known.get(key)
             if known is not None:
                 self._known.move_to_end(key)
-        if known is not None and now - known.looked < LOOK_S:
+        if known is not None and not is_due(known.looked):
             return known.text
-        files = fingerprint(folder)
+        now, files = time.monotonic(), fingerprint(folder)
         if known is not None and known.files == files:
             known.looked = now
             return known.text

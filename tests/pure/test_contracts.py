@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from manylora.config.pooling import PoolingSettings
-from manylora.contracts.llmapi_model import AdapterFolders, LlmapiModel
+from manylora.contracts.llmapi_model import LlmapiModel
 from manylora.contracts.prompts import EngineSetup, PromptRequest, PromptRunner
 from manylora.contracts.vllm_metrics import families, samples
 from manylora.contracts.vllm_model import VllmModel, takes_adapters
 from manylora.contracts.vllm_sampling import NO_EFFECT, REFUSED, TAKEN, adapters, asked, read_parameters
 from manylora.errors import AdapterNotFoundError, ConfigError, RequestCancelledError, RequestError
+from manylora.lora.catalog.files import AdapterFolders
 from manylora.lora.catalog.names import read_names
 from manylora.model.checkpoint import read_model_config
 from manylora.text.tokenizer import Tokenizer
@@ -386,12 +387,13 @@ def test_penalties_have_the_meaning_of_each_contract() -> None:
 
 
 def test_a_folder_must_be_one_that_the_operator_named(tmp_path: Path) -> None:
-    folders = AdapterFolders(tmp_path / "catalog", {"doll": tmp_path / "x" / "doll-lora"})
+    folders = AdapterFolders({"doll": tmp_path / "x" / "doll-lora"}, tmp_path / "catalog")
     assert folders.name_of(f"{tmp_path}/catalog/sheep") == "sheep"
     assert folders.name_of(f"{tmp_path}/x/../x/doll-lora/") == "doll"
     for path in ("/etc", f"{tmp_path}/catalog/../x", f"{tmp_path}/catalog/a/b", "sheep"):
-        with pytest.raises(RequestError, match="is no folder of this server's adapters"):
-            folders.name_of(path)
+        assert folders.name_of(path) is None
+    with pytest.raises(RequestError, match="is no folder of this server's adapters"):
+        llmapi(Engine(), folders, text_input="Hi", lora_path="/etc")
     engine = Engine()
     whole = {"lora_id": np.uint64(1), "lora_name": "any", "lora_path": f"{tmp_path}/catalog/sheep"}
     llmapi(engine, folders, text_input="Hi", **whole)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import triton_python_backend_utils as pb_utils
 
-from manylora.contracts.llmapi_model import AdapterFolders, LlmapiModel
+from manylora.contracts.llmapi_model import LlmapiModel
 from manylora.contracts.prompts import EngineSetup, PromptRunner
 from manylora.errors import ConfigError
-from manylora.lora.catalog.names import read_names
+from manylora.lora.catalog.texts import repository_folders
 from manylora.system.lifeline import Lifeline
 from manylora.wire.bls_worker import BlsWorker
-from manylora.wire.parameters import names_file, parameters_beside, parameters_of, value_of
+from manylora.wire.parameters import parameters_of
 from manylora.wire.server_calls import ServerCalls
 from manylora.wire.server_types import release
 from manylora.wire.shape_guard import check_shapes
@@ -31,9 +31,7 @@ class TritonPythonModel:
         decoupled = pb_utils.using_decoupled_model_transaction_policy(json.loads(args["model_config"]))
         try:
             engine = EngineSetup.open(folder, parameters_of(args["model_config"]))
-            beside = parameters_beside(folder, engine.name)
-            catalog, file = value_of(beside, "lora_catalog_dir"), names_file(beside, folder)
-            folders = AdapterFolders(Path(catalog) if catalog else None, read_names(file) if file else {})
+            folders = repository_folders(folder, engine.name)
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         model = LlmapiModel(PromptRunner(server.call, engine), folders, decoupled)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -17,6 +14,7 @@ from manylora.contracts.tensors import named_mix, refuse, scalar, text_tensor, t
 from manylora.errors import RequestCancelledError, RequestError
 from manylora.llmapi.decoding import with_defaults
 from manylora.llmapi.sampling import SamplingParams
+from manylora.lora.catalog.files import AdapterFolders
 from manylora.request import LoraInput, LoraMix
 from manylora.wire.bls_generator import ClientRequest, Values
 from manylora.wire.bls_worker import LastOutputs
@@ -43,27 +41,6 @@ STATISTICS = {  # output -> the engine's output
         )
     },
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class AdapterFolders:
-    """Folders that a client may name: those that the operator has named. catalog: <catalog>/<name>/."""
-
-    catalog: Path | None = None
-    named: Mapping[str, Path] = field(default_factory=dict)
-
-    def name_of(self, path: str) -> str:
-        """The engine's name for a folder. Raises RequestError."""
-        wanted = _plain(path)
-        if self.catalog is not None and wanted.parent == _plain(self.catalog):
-            return wanted.name
-        for name, folder in self.named.items():
-            if wanted == _plain(folder):
-                return name
-        raise RequestError(
-            f"lora_path {path[:200]!r} is no folder of this server's adapters: leave it out and send "
-            "lora_name, or have the folder put into lora_catalog_dir or multi_lora.json"
-        )
 
 
 class LlmapiModel:
@@ -153,6 +130,11 @@ class LlmapiModel:
             raise RequestError("lora_ckpt_source goes with lora_name or lora_path: send one, or leave it out")
         if path is not None:
             name = self._folders.name_of(path)
+            if name is None:
+                raise RequestError(
+                    f"lora_path {path[:200]!r} is no folder of this server's adapters: leave it out and send "
+                    "lora_name, or have the folder put into lora_catalog_dir or multi_lora.json"
+                )
         if name is not None:
             return LoraInput(None, name=name, source=source)
         return None if task_id is None else LoraInput(task_id)
@@ -181,8 +163,3 @@ def _statistics(engine: Mapping[str, float]) -> dict[str, np.ndarray]:
     reused, missed = engine["kv_cache_reused_blocks"], engine["kv_cache_alloc_total_blocks"]
     found["kv_cache_hit_rate"] = np.array([reused / max(1, reused + missed)], np.float32)
     return found
-
-
-def _plain(path: str | Path) -> Path:
-    """Remove `..` textually only, so that a client learns nothing about links or existing files."""
-    return Path(os.path.normpath(Path(path).absolute()))

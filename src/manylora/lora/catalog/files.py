@@ -160,7 +160,7 @@ class AdapterFolders:
         for root in roots:
             if not root.is_dir():
                 raise ConfigError(f"lora_root {root} is not a directory: give folders")
-        self._named, self._catalog, self._by_id = named, catalog, by_id
+        self._named, self.catalog, self.by_id = named, catalog, by_id
         self._roots = [root.resolve() for root in roots]
 
     def names(self) -> set[str]:
@@ -170,13 +170,20 @@ class AdapterFolders:
     def find(self, name: str) -> Path | None:
         """None: there is no such adapter. In the catalog and among the named ones it may not exist."""
         folder = self._named.get(name)
-        if folder is None and self._catalog is not None and is_folder_name(name):
-            folder = self._catalog / name
+        if folder is None and self.catalog is not None and is_folder_name(name):
+            folder = self.catalog / name
         return folder or self._below_roots(name)
 
     def of_task(self, task_id: int) -> Path | None:
         """The folder for this id, which may not exist."""
-        return None if self._by_id is None else self._by_id / str(task_id)
+        return None if self.by_id is None else self.by_id / str(task_id)
+
+    def name_of(self, path: str) -> str | None:
+        """The name of a folder that is in the catalog, or is named. None: a client may not name it."""
+        wanted = _without_dots(path)
+        if self.catalog is not None and wanted.parent == _without_dots(self.catalog):
+            return wanted.name
+        return next((name for name, one in self._named.items() if wanted == _without_dots(one)), None)
 
     def _below_roots(self, name: str) -> Path | None:
         if not self._roots or name_problem(name):
@@ -232,6 +239,11 @@ class _Scan:
         except (OSError, RuntimeError):
             return False
         return not here.is_relative_to(target) and any(target.is_relative_to(one) for one in self.allowed)
+
+
+def _without_dots(path: str | Path) -> Path:
+    """Remove `..` textually only, so that a client learns nothing about links or existing files."""
+    return Path(os.path.normpath(Path(path).absolute()))
 
 
 @cache

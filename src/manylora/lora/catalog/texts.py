@@ -133,6 +133,19 @@ class CurrentTexts:
         return text
 
 
+def repository_folders(folder: Path, engine: str = ENGINE) -> AdapterFolders:
+    """The adapters that are named by the parameters of the engine's model in a Triton repository. folder: of
+    the calling model. Raises ConfigError.
+    """
+    beside = parameters_beside(folder, engine)
+    catalog, prefetch = (value_of(beside, f"lora_{name}_dir") for name in ("catalog", "prefetch"))
+    file = names_file(beside, folder)
+    named = read_names(file) if file is not None else {}
+    return AdapterFolders(
+        named, Path(catalog) if catalog else None, by_id=Path(prefetch) if prefetch else None
+    )
+
+
 class RepositoryTexts:
     """Thread-safe. folders: of adapters by name and by task id."""
 
@@ -148,18 +161,15 @@ class RepositoryTexts:
         trusted = value_of(beside, "lora_trust")
         if trusted is None:
             return None
-        catalog, prefetch = (value_of(beside, f"lora_{name}_dir") for name in ("catalog", "prefetch"))
-        file, model = names_file(beside, folder), value_of(beside, "gpt_model_path")
-        named = read_names(file) if file is not None else {}
-        roots = [Path(one) for one in (catalog, prefetch) if one]
+        folders, model = repository_folders(folder, engine), value_of(beside, "gpt_model_path")
+        roots = [one for one in (folders.catalog, folders.by_id) if one is not None]
         try:
             size = _vocab_size(model_folder(Path(model))) if model else None
         except ConfigError:
             size = None  # the engine's model reports what is wrong with it
         texts = trusted_texts(trusted.split(BETWEEN), roots, base, size or base.vocab_size)
         assert texts is not None
-        catalog_dir, by_id = (Path(one) if one else None for one in (catalog, prefetch))
-        return cls(texts, AdapterFolders(named, catalog_dir, by_id=by_id))
+        return cls(texts, folders)
 
     def of(self, lora: LoraInput | LoraMix | None) -> OwnText | None:
         """Text of the adapter, if exactly one acts. None: the base model's is used. Raises

@@ -332,20 +332,6 @@ def test_an_idle_adapter_goes_when_nobody_uses_it(
     run(model, tmp_path / "shared", play, lora_refresh_seconds=0.2)
 
 
-def test_what_a_fleet_kept_is_there_after_a_restart(model: Path, root: Path, tmp_path: Path) -> None:
-    async def put(fleet: Fleet) -> None:
-        await fleet.send(fleet.members[0], "kept", root / "a0")
-        await fleet.send(fleet.members[0], "kept", root / "a1")
-
-    async def ask(fleet: Fleet) -> None:
-        choice = (await complete(fleet.members[0], "kept"))["choices"][0]
-        assert choice["lora_versions"][0]["version"] == 2
-        assert choice["token_ids"] == reference_generate(model, root / "a1", PROMPT, 6)
-
-    for play in (put, ask):
-        run(model, tmp_path / "shared", play, count=1)
-
-
 def test_bodies_are_bounded_by_what_all_have_placed(model: Path, root: Path, tmp_path: Path) -> None:
     size = len(body_of(root / "a0"))
 

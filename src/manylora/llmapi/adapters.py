@@ -209,24 +209,25 @@ class AdapterRegistry:
             entry = self._entries.get(request.lora_int_id)
             if entry is not None and entry.labels is not None:
                 return entry.labels
-        if request.lora_path is None and entry is None:
+        place = self._place_of(request)
+        if place is None:
             return 0  # unknown; the request gets that error later
-        place = (
-            _place(request.lora_path) if request.lora_path is not None else entry.path if entry else Path()
-        )
         if place not in self._labels:
             self._read(place, request.lora_ckpt_source)
         return self._labels[place]
 
     def path_of(self, request: LoRARequest) -> Path | None:
         """The path of its files. None: it came as tensors, is unknown, or is a hub id."""
+        place = self._place_of(request)
+        return place if place is not None and place.is_absolute() else None
+
+    def _place_of(self, request: LoRARequest) -> Path | None:
+        """None: the request has no path, and its id is unknown."""
         if request.lora_path is not None:
-            path = _place(request.lora_path)
-        else:
-            with self._lock:
-                entry = self._entries.get(request.lora_int_id)
-            path = Path() if entry is None else entry.path
-        return path if path.is_absolute() else None
+            return _place(request.lora_path)
+        with self._lock:
+            entry = self._entries.get(request.lora_int_id)
+        return None if entry is None else entry.path
 
     def claim_all(self, requests: Sequence[LoRARequest]) -> None:
         """`claim` all of them, or none."""

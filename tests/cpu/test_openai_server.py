@@ -473,23 +473,6 @@ def test_evicted_adapters_come_straight_from_their_files(monkeypatch: pytest.Mon
         server.close()
 
 
-def test_loading_and_unloading_by_hand(server: Running, root: Path) -> None:
-    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-    never = {"prompt": "a", "lora_model": "hand", "load_lora_weights": "never"}
-    path = str(root / "japanese")
-    assert server.post(load, lora_name="hand", lora_path="/etc").status_code == 404
-    assert server.post(load, lora_name="hand", lora_path=path).status_code == 200
-    assert ask(server, "hand") == CAPITALS["japanese"]
-    assert server.post(**never, max_tokens=1).status_code == 200
-    assert code_of(server.post(load, lora_name="hand", lora_path=path)) == "adapter_exists"
-    again = server.post(load, lora_name="hand", lora_path=str(root / "chinese"), load_inplace=True)
-    assert again.status_code == 200
-    assert ask(server, "hand") == CAPITALS["chinese"]
-    assert server.post(unload, lora_name="hand").status_code == 200
-    assert code_of(server.post(model="hand", prompt="a")) == "adapter_not_found"
-    assert code_of(server.post(unload, lora_name="hand")) == "adapter_not_found"
-
-
 def test_unloading_waits_for_the_requests_under_way(
     server: Running, root: Path, held_steps: Callable[[int], threading.Event]
 ) -> None:

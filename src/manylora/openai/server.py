@@ -94,6 +94,7 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
             backend, tokenizer, served.model, limits, options.bases, fingerprint, options.paths, defaults
         )
         pinning = Pinning(backend.engine.pins, catalog, inference.load)
+        pinning.start()
         known = keyring, hosts, metrics, uploads, pinning, options, created, pooling
         shared = None
         if record is not None and folder is not None:

@@ -28,6 +28,13 @@ from manylora.request import LoraExtra
 from manylora.system.folders import make_temporary, remove_temporary
 from manylora.system.threads import lower_priority
 
+logger = logging.getLogger("manylora")
+
+RETRY_S = 30.0  # before writing again to a disk that failed
+MAX_PENDING = 4  # adapters waiting to be written
+PENDING_S = 2.0  # how long the next one waits, which also delays other loads
+OURS = re.compile(r"[0-9a-f]{40}\.safetensors(\.part-\d+-\d+)?")  # files that may be deleted in the folder
+
 
 class MemoryLevel:
     """Adapters by digest. Over the limit the least recently used is dropped. Those that no file holds any
@@ -59,14 +66,6 @@ class MemoryLevel:
         gone = self._adapters.pop(digest, None)
         if gone is not None:
             self.num_bytes -= gone.nbytes
-
-
-logger = logging.getLogger("manylora")
-
-RETRY_S = 30.0  # before writing again to a disk that failed
-MAX_PENDING = 4  # adapters waiting to be written
-PENDING_S = 2.0  # how long the next one waits, which also delays other loads
-OURS = re.compile(r"[0-9a-f]{40}\.safetensors(\.part-\d+-\d+)?")  # files that may be deleted in the folder
 
 
 class DiskLevel:

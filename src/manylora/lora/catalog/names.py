@@ -15,6 +15,7 @@ NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 MAX_BYTES = 2**24
 MAX_LENGTH = 128  # of a name
 MAX_FOLDERS = 5  # of a name; a scan of a folder looks as deep
+MAX_ALIASES = 65536
 LATEST = ":latest"  # the tag that Ollama's clients add to any name
 
 
@@ -75,9 +76,6 @@ def read_names(file: Path) -> dict[str, Path]:
         beside = file.resolve().parent / folder
         found[name] = beside if beside.is_dir() else Path(folder).absolute()
     return found
-
-
-MAX_ALIASES = 65536
 
 
 class Aliases:

@@ -45,6 +45,10 @@ class Pinning:
         self._pinned: dict[str, int] = {}  # name -> task id of the pinned version
         self._told: dict[str, str] = {}  # name -> reason of a failed pin that was logged
         self._lock = asyncio.Lock()
+        self._watching: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Follow the catalog from now on."""
         self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:

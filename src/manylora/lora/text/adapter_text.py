@@ -22,8 +22,14 @@ from manylora.text.chat_template import FILE as TEMPLATE_FILE
 from manylora.text.chat_template import ChatTemplate, sources_in
 from manylora.text.tokenizer import Tokenizer
 
+MAX_FILE_BYTES = 2**20  # maximum size of a template, and of settings
+SETTINGS_FILE, GENERATION_FILE = "tokenizer_config.json", "generation_config.json"
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_BYTES = 2**30  # default memory for adapters' tokenizers
 MAX_TOKENIZER_BYTES = 2**26
 IN_MEMORY = 8  # a tokenizer counts as this many times the bytes of its file
+PARTS = ("chat_template", "generation_config", "tokenizer")
+"""The parts that may come with an adapter."""
 
 
 @dataclass(frozen=True)
@@ -128,14 +134,6 @@ def _read(path: Path, bounds: Bounds) -> bytes:
 
 def _digest(content: bytes) -> str:
     return blake2b(content, digest_size=20).hexdigest()
-
-
-MAX_FILE_BYTES = 2**20  # maximum size of a template, and of settings
-SETTINGS_FILE, GENERATION_FILE = "tokenizer_config.json", "generation_config.json"
-TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_BYTES = 2**30  # default memory for adapters' tokenizers
-PARTS = ("chat_template", "generation_config", "tokenizer")
-"""The parts that may come with an adapter."""
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,9 @@ from tritonclient.grpc import service_pb2
 
 from manylora.config.engine import EngineConfig
 from manylora.engine.loop import EngineLoop
+from manylora.generation.tokenizer import Tokenizer
 from manylora.launcher.new_repository import RepositoryPlan, write_repository
 from manylora.request import Request, SamplingConfig
-from manylora.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = "Tell me about number {}. \nAnswer:"  # different for each stream, so that the tokens differ, too

@@ -37,7 +37,7 @@ import tritonclient.grpc as grpc
 from tritonclient.utils import np_to_triton_dtype
 
 from manylora.config.hub import model_folder
-from manylora.text.tokenizer import Tokenizer
+from manylora.generation.tokenizer import Tokenizer
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -16,7 +16,7 @@ from gguf_converter import ARCHITECTURES, HEADS, PLUS_ONE, TURNED, open_writer, 
 from safetensors.torch import load_file, save_file
 
 from manylora.config.hub import local_model
-from manylora.text.tokenizer import Tokenizer
+from manylora.generation.tokenizer import Tokenizer
 
 HALVES = {
     **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "IQ2_XXS"), (0,)), "Q6_K": (208,),

@@ -12,7 +12,7 @@ from tiny_models import make_adapter, make_model, reference_generate
 
 from manylora import LLM, LoRARequest, SamplingParams
 from manylora.cli import main
-from manylora.text.tokenizer import Tokenizer
+from manylora.generation.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

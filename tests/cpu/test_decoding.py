@@ -20,9 +20,9 @@ from manylora.engine.engine import Engine
 from manylora.engine.kv_cache import IdleBlocks
 from manylora.engine.sequence import Sequence
 from manylora.errors import RequestError
+from manylora.generation.tokenizer import Tokenizer
 from manylora.lora.convert import convert_peft
 from manylora.request import Event, Guide, LoraInput, Request, Retention, SamplingConfig
-from manylora.text.tokenizer import Tokenizer
 
 NEW = 10
 PROMPT = (72, 101, 108, 108, 111, 33, 5, 9, 77)

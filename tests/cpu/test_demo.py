@@ -10,9 +10,9 @@ from running import let_arrive
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
+from manylora.generation.tokenizer import Tokenizer
 from manylora.lora.convert import convert_peft
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 sys.path.insert(0, str(DEMO))

@@ -30,6 +30,7 @@ from manylora.cli import main
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, RequestError
+from manylora.generation.tokenizer import Tokenizer
 from manylora.kernels.device import open_device
 from manylora.lora.formats.base_matrix import BaseMatrix
 from manylora.lora.formats.base_weights import BaseWeights
@@ -41,7 +42,6 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import EffectiveWeights
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.text.tokenizer import Tokenizer
 from manylora.wire.parameters import quant_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")

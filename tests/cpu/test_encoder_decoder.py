@@ -24,6 +24,7 @@ from manylora.cli import main
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError, RequestError
+from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi import LLM, KvCacheConfig, LoraConfig, LoRARequest, SamplingParams
 from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.lora.convert import convert_peft
@@ -37,7 +38,6 @@ from manylora.openai.api.params import Limits, plan
 from manylora.openai.api.schema import CompletionRequest
 from manylora.quant.config import QuantAlgo, QuantConfig
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.text.tokenizer import Tokenizer
 from manylora.wire.decode import decode_requests
 
 NEW = 7

@@ -27,6 +27,7 @@ from manylora.commands.inspect import main as inspect
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterCacheFullError, AdapterInvalidError, RequestError
+from manylora.generation.tokenizer import Tokenizer
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device, open_device
 from manylora.llmapi import LLM, LoraConfig, LoRARequest, SamplingParams
@@ -48,7 +49,6 @@ from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
 from manylora.quant.config import QuantConfig
 from manylora.request import LoraExtra, LoraInput, Request, SamplingConfig
-from manylora.text.tokenizer import Tokenizer
 from manylora.wire.engine_client import request_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -23,8 +23,8 @@ from tiny_models import make_model
 from manylora.config.hub import local_model
 from manylora.config.pooling import read_pooling_settings
 from manylora.errors import ConfigError, RequestError
+from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi import LLM
-from manylora.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

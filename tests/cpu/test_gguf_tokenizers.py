@@ -13,8 +13,8 @@ import tokenizers
 from gguf_files import with_tokenizer
 
 from manylora.errors import ConfigError
+from manylora.generation.tokenizer import Tokenizer
 from manylora.gguf.tokenizer import PATTERNS
-from manylora.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(autouse=True)

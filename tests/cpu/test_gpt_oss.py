@@ -19,6 +19,7 @@ from manylora.commands.build import main as build
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
+from manylora.generation.chat_template import ChatTemplate
 from manylora.kernels.device import open_device
 from manylora.kernels.panels import PanelsLinear, to_panels
 from manylora.kernels.products import FORMS
@@ -28,7 +29,6 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.quant.layouts import mxfp4
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.text.chat_template import ChatTemplate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,11 +11,11 @@ import pytest
 from serving import DEMO, Running
 
 from manylora.errors import ConfigError, RequestError
+from manylora.generation.chat_template import ChatTemplate
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.parsing import parse
 from manylora.openai.api.schema import ChatRequest
 from manylora.openai.api.tools import ToolCallParser, ToolUse, tool_use
-from manylora.text.chat_template import ChatTemplate
 
 CITY = {
     "type": "object",

@@ -13,8 +13,8 @@ import httpx2
 import pytest
 from serving import DEMO, Running
 
-from manylora.text.json_schema import closed
-from manylora.text.tokenizer import Tokenizer
+from manylora.generation.json_schema import closed
+from manylora.generation.tokenizer import Tokenizer
 
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 LINE = "What is the capital of France?\nAnswer:"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from serving import DEMO, Running
 
-from manylora.text.chat_template import ChatTemplate
+from manylora.generation.chat_template import ChatTemplate
 
 ROOT = DEMO.parents[1]
 FIRST = """

@@ -12,10 +12,10 @@ import pytest
 from serving import Running
 
 from manylora.errors import RequestError, TextTooLongError
+from manylora.generation.chat_template import ChatTemplate
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.parsing import parse
 from manylora.openai.api.schema import CompletionRequest, DetokenizeRequest
-from manylora.text.chat_template import ChatTemplate
 
 BOOK = "a" * 15 * 2**20
 NESTED: Any = json.loads("[" * 100 + "]" * 100)

@@ -26,6 +26,7 @@ from serving import DEMO, Running
 from waiting import wait_for
 
 from manylora.errors import RequestError
+from manylora.generation.tokenizer import Tokenizer
 from manylora.launcher.processes import free_port
 from manylora.llmapi import LoraConfig, PeftCacheConfig
 from manylora.lora.catalog.levels import MemoryLevel
@@ -33,7 +34,6 @@ from manylora.lora.pool import AdapterPool
 from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.openai.serving.backend import Backend
 from manylora.request import Event
-from manylora.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(DEMO))
 

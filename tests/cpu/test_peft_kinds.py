@@ -27,6 +27,7 @@ from manylora.commands.inspect import main as inspect
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, RequestError
+from manylora.generation.tokenizer import Tokenizer
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device, open_device
 from manylora.llmapi import LLM, LoraConfig, LoRARequest, SamplingParams
@@ -38,7 +39,6 @@ from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

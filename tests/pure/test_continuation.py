@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from test_text import TEXTS, byte_fallback, byte_level
 
+from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi.continuation import Continuation
 from manylora.llmapi.decoding import StopRules
 from manylora.request import FinishReason
-from manylora.text.tokenizer import Tokenizer
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 

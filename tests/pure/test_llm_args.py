@@ -24,6 +24,7 @@ from manylora.config.engine import LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.config.resolve import resolve
 from manylora.errors import ConfigError, RequestError
+from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi.decoding import decoding_of
 from manylora.llmapi.engine_config import NO_ADAPTERS, engine_config, inferred_targets
 from manylora.llmapi.options import KNOWN, OTHER_NAMES, PARTS, check_known
@@ -31,7 +32,6 @@ from manylora.lora.geometry import plan_cache
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.request import Guide, SamplingConfig
-from manylora.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 CHINESE = DEMO / "adapters" / "chinese"

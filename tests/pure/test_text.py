@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
 from manylora.errors import ConfigError, RequestError
-from manylora.text.tokenizer import Tokenizer
+from manylora.generation.tokenizer import Tokenizer
 from manylora.wire.encode import WINDOW
 
 TEXTS = [

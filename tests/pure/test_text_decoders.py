@@ -15,8 +15,8 @@ from tokenizers import Tokenizer as Library
 
 from manylora.engine.guide import Guides
 from manylora.errors import RequestError
+from manylora.generation.tokenizer import Tokenizer
 from manylora.request import Guide
-from manylora.text.tokenizer import Tokenizer
 from manylora.wire.encode import WINDOW
 
 BYTES = [f"<0x{byte:02X}>" for byte in (0xE2, 0x82, 0xAC, 0x41, 0xC3)] + ["<0xe2>"]

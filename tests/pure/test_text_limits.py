@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Library
 
 from manylora.errors import RequestError, TextTooLongError
-from manylora.text.tokenizer import ASSUMED, FREE, LONGEST_TEXT, Tokenizer, characters_per_token
+from manylora.generation.tokenizer import ASSUMED, FREE, LONGEST_TEXT, Tokenizer, characters_per_token
 
 MERGED = ["aa", "aaaa", "aaaaaaaa"]
 CONTEXT = 512

@@ -19,7 +19,7 @@ sys.path.append(str(ROOT / "tests" / "cpu"))
 from own_text import LAST, adapter, shortened, with_token
 from serving import DEMO
 
-from manylora.text.tokenizer import Tokenizer
+from manylora.generation.tokenizer import Tokenizer
 
 PROMPT = "What is the capital of France?\nAnswer:"
 TOKEN = "<|sql|>"

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from servers import ROOT, Running, World
 from tiny_models import reference_generate
 
-from manylora.text.tokenizer import Tokenizer
+from manylora.generation.tokenizer import Tokenizer
 
 
 def end_to_end(server: Running, *flags: str) -> subprocess.CompletedProcess:

@@ -24,8 +24,8 @@ from test_server import NEW, PROMPT, ask, generate, inputs, lora, new_ids, tenso
 from tiny_models import load_transformers, reference_generate, reference_logits
 from tritonclient.utils import InferenceServerException
 
+from manylora.generation.tokenizer import Tokenizer
 from manylora.stats import EngineStats
-from manylora.text.tokenizer import Tokenizer
 from manylora.wire.metrics import STAMP, engine_samples
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))

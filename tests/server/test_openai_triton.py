@@ -17,7 +17,7 @@ from servers import World
 from tiny_models import reference_generate
 
 from manylora.errors import ConfigError
-from manylora.text.tokenizer import Tokenizer
+from manylora.generation.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
 from penalties import most_probable, tensorrt_llm, vllm

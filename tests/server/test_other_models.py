@@ -22,7 +22,7 @@ from tiny_models import reference_generate
 from tritonclient.utils import InferenceServerException
 from waiting import wait_for_named as wait_for
 
-from manylora.text.tokenizer import Tokenizer
+from manylora.generation.tokenizer import Tokenizer
 from manylora.wire import bls_worker
 
 TEXT, NEW = "Hello", 6

@@ -17,7 +17,7 @@ from test_server import ask, inputs, new_ids
 from tiny_models import reference_generate
 from tritonclient.utils import InferenceServerException
 
-from manylora.text.tokenizer import Tokenizer
+from manylora.generation.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
 

@@ -21,10 +21,10 @@ from test_server import PROMPT, generate, inputs, tensor
 from tiny_models import reference_generate
 from tritonclient.utils import InferenceServerException
 
+from manylora.generation.tokenizer import Tokenizer
 from manylora.lora.convert import convert_peft
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.number_types import narrow_to_bfloat16
-from manylora.text.tokenizer import Tokenizer
 
 NEW = 8
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-
 import triton_python_backend_utils as pb_utils
-
 from manylora.errors import ConfigError
 from manylora.lora.catalog.texts import RepositoryTexts
 from manylora.system.lifeline import Lifeline
-from manylora.text.preprocessing import Preprocessor
-from manylora.text.tokenizer import open_tokenizer
-from manylora.wire.parameters import engine_context, flag, parameters_of
-from manylora.wire.server_types import Arrays, release
+from manylora.wire.parameters import engine_context
+from manylora.wire.parameters import flag
+from manylora.wire.parameters import parameters_of
+from manylora.wire.server_types import Arrays
+from manylora.wire.server_types import release
 from manylora.wire.shape_guard import check_shapes
 from manylora.wire.text_worker import TextWorker
+from manylora.generation.preprocessing import Preprocessor
+from manylora.generation.tokenizer import open_tokenizer
 
 
 class TritonPythonModel:

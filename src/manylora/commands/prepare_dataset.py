@@ -19,9 +19,9 @@ from manylora.bench.datasets import (
 )
 from manylora.config.hub import local_model
 from manylora.errors import ConfigError
+from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi.lora import LoRARequest
 from manylora.system.command_line import Parser
-from manylora.text.tokenizer import Tokenizer
 
 
 def main(arguments: list[str] | None = None, tokenizer: Path | None = None) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from manylora.config.model import ModelConfig
 from manylora.config.pooling import PoolingSettings, read_pooling_settings
 from manylora.errors import ConfigError, RequestCancelledError, RequestError
+from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi.decoding import decoding_of
 from manylora.llmapi.outputs import CompletionOutput
 from manylora.llmapi.sampling import SamplingParams
@@ -23,7 +24,6 @@ from manylora.openai.api.logprobs import TokenLogprob
 from manylora.openai.api.params import Plan
 from manylora.openai.serving.generation import GenerationState
 from manylora.request import LoraInput, LoraMix, Pooling, Request
-from manylora.text.tokenizer import Tokenizer
 from manylora.wire.bls_generator import CallModel, ClientRequest, stop_request
 from manylora.wire.engine_client import AnswerReader, request_tensors
 from manylora.wire.parameters import ENGINE, engine_context, parameters_beside, value_of

@@ -13,8 +13,8 @@ from pathlib import Path
 from manylora.config.model_folder import check_model_folder
 from manylora.config.values import boolean, whole_number
 from manylora.errors import ConfigError, printable
+from manylora.generation.tokenizer import Tokenizer
 from manylora.launcher import templates
-from manylora.text.tokenizer import Tokenizer
 from manylora.wire.parameters import ENGINE, engine_config, written_parameters
 
 MARK = "manylora-repo.json"  # marks a repository written by this command, which may be overwritten

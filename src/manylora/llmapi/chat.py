@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
-
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+from typing import Protocol
 from manylora.errors import ConfigError
 from manylora.llmapi.lora import is_choice
-from manylora.llmapi.outputs import GenerationResult, RequestOutput
+from manylora.llmapi.outputs import GenerationResult
+from manylora.llmapi.outputs import RequestOutput
 from manylora.llmapi.prompts import ChatText
 from manylora.llmapi.sampling import SamplingParams
 from manylora.lora.text.adapter_text import OwnText
-from manylora.text.chat_template import ROLES, ChatTemplate, call_arguments
-from manylora.text.tokenizer import Tokenizer
+from manylora.generation.chat_template import ROLES
+from manylora.generation.chat_template import ChatTemplate
+from manylora.generation.chat_template import call_arguments
+from manylora.generation.tokenizer import Tokenizer
+
 
 Messages = Sequence[Mapping[str, Any]]
 OWN = ("messages", "tools", "add_generation_prompt", "continue_final_message")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi.decoding import StopRules
 from manylora.llmapi.outputs import CompletionOutput, Logprob, LoraVersion
 from manylora.request import AdapterVersion, FinishReason
-from manylora.text.tokenizer import Tokenizer
 
 
 class Continuation:

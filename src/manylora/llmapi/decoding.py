@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from manylora import request as engine
+from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi.sampling import SamplingParams
 from manylora.lora.text.generation_defaults import GenerationDefaults
-from manylora.text.tokenizer import Tokenizer
 
 # Fields with the same name and meaning in both classes are copied; None leaves the engine's default.
 CONVERTED_FIELDS = {"end_id", "top_k", "top_p", "early_stopping"}

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi.continuation import Continuation
 from manylora.llmapi.decoding import Decoding
 from manylora.llmapi.lora import LoRAChoice, lora_of, members_of
 from manylora.llmapi.outputs import GenerationResult, RequestOutput, RequestTimings
 from manylora.llmapi.prompts import Prompt
 from manylora.request import Event, FinishReason, Request, RequestMetrics
-from manylora.text.tokenizer import Tokenizer
 
 
 class Generation:

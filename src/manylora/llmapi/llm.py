@@ -20,6 +20,7 @@ from manylora.config.pooling import read_pooling_settings
 from manylora.engine.engine import Engine
 from manylora.engine.loop import EngineLoop
 from manylora.errors import AdapterNotCachedError, ConfigError, RequestError
+from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi.adapters import AdapterRegistry, NamedAdapters, with_requests
 from manylora.llmapi.chat import ChatRequests
 from manylora.llmapi.decoding import Decoding, decoding_of, with_defaults
@@ -39,7 +40,6 @@ from manylora.lora.text.adapter_text import TOKENIZER_BYTES, OwnText
 from manylora.model.checkpoint import read_model_config
 from manylora.request import AdapterVersion, LoraInput
 from manylora.stats import EngineStats
-from manylora.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -56,7 +56,7 @@ class LLM(ChatRequests, PooledRequests):
     """One base model and any number of its adapters, in this process. A context manager; thread-safe.
 
     model:     a Hugging Face directory or a hub id, org/name or org/name@revision, which is downloaded.
-    tokenizer: the same, or a `manylora.text.tokenizer.Tokenizer`; None: the model's own.
+    tokenizer: the same, or a `manylora.generation.tokenizer.Tokenizer`; None: the model's own.
     revision, tokenizer_revision: branch, tag or commit of a hub id.
     skip_tokenizer_init: prompts and outputs are token ids.
     lora_config: required for requests with adapters. peft_cache_config: size of the adapter cache.

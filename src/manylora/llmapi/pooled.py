@@ -12,6 +12,7 @@ import numpy as np
 
 from manylora.config.pooling import PoolingSettings
 from manylora.errors import RequestCancelledError
+from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi.lora import LoRAChoice, is_choice, lora_of, members_of
 from manylora.llmapi.outputs import (
     ClassificationOutput,
@@ -29,7 +30,6 @@ from manylora.llmapi.sampling import SamplingParams
 from manylora.llmapi.service import Service
 from manylora.lora.text.adapter_text import OwnText
 from manylora.request import Event, Pooling, Request
-from manylora.text.tokenizer import Tokenizer
 
 TASKS = ("embed", "classify", "token_embed", "token_classify")
 Loras = str | LoRAChoice | Sequence[str | LoRAChoice | None] | None

@@ -12,10 +12,10 @@ from manylora.config.model_folder import check_model_folder, weight_files
 from manylora.config.pooling import attends_both_ways, num_labels, read_score_tokens
 from manylora.config.values import read_settings
 from manylora.errors import ConfigError
+from manylora.generation.tokenizer import Tokenizer
 from manylora.model.families import FAMILIES
 from manylora.model.families.common import read_common, read_dtype
 from manylora.quant.checkpoint import checkpoint_quant
-from manylora.text.tokenizer import Tokenizer
 
 HEADED = re.compile(
     r"(\w+?)(ForSequenceClassification|ForTokenClassification|ForMaskedLM|ForPreTraining|Model)"

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from manylora.generation.stream import TextStream
+from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi.outputs import CompletionOutput
-from manylora.text.stream import TextStream
-from manylora.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

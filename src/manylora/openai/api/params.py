@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from manylora.config.model import ModelConfig
+from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi.decoding import Decoding, decoding_of
 from manylora.llmapi.sampling import SamplingParams
 from manylora.lora.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
@@ -15,7 +16,6 @@ from manylora.openai.api.errors import FORMAT, ApiError, context_length, invalid
 from manylora.openai.api.guides import guide_of
 from manylora.openai.api.schema import ChatRequest, CompletionRequest, GenerationRequest
 from manylora.request import Guide
-from manylora.text.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # the API's default; a chat may use the rest of the context
 GREEDY_BELOW = 1e-5  # lower temperatures mean greedy: dividing by them would overflow the logits

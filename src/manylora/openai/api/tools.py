@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from manylora.generation.json_schema import closed
 from manylora.llmapi.continuation import overlap
 from manylora.openai.api.errors import ApiError, invalid_value
 from manylora.openai.api.schema import AllowedToolChoice, AllowedTools, ChatRequest, NamedToolChoice, Tool
 from manylora.request import Guide
-from manylora.text.json_schema import closed
 
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}  # as the engine compiles a plain schema
 TAG, END_TAG = "<tool_call>", "</tool_call>"

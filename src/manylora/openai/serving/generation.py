@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from manylora.errors import RequestError
+from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi.continuation import Continuation
 from manylora.llmapi.outputs import CompletionOutput
 from manylora.openai.api.errors import FORMAT, ApiError, renamed
@@ -14,7 +15,6 @@ from manylora.openai.api.logprobs import TokenLogprob, from_logits
 from manylora.openai.api.params import Plan
 from manylora.openai.serving.waits import Signal
 from manylora.request import Event, FinishReason, LoraInput, LoraMix, Request, RequestMetrics
-from manylora.text.tokenizer import Tokenizer
 
 
 @dataclass(eq=False)

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from manylora.config.model import ModelConfig
 from manylora.errors import RequestError
+from manylora.generation.tokenizer import Tokenizer
 from manylora.lora.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.openai.api.adapter_choice import AdapterChoice, choose_adapter
 from manylora.openai.api.errors import ApiError, as_api_error, invalid_value, unsupported_field
@@ -42,7 +43,6 @@ from manylora.openai.serving.running_calls import RunningCalls
 from manylora.openai.serving.transport import EventStream, name_of
 from manylora.openai.serving.waits import Signal
 from manylora.request import Pooling
-from manylora.text.tokenizer import Tokenizer
 
 PROBE_S = 2.0
 BuildResponse = Callable[..., ResponseBuilder]

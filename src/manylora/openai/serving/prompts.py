@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from manylora.errors import RequestError, TextTooLongError
+from manylora.generation.chat_template import ROLES, call_arguments
+from manylora.generation.tokenizer import Tokenizer
 from manylora.openai.api.errors import ApiError, context_length, invalid_value
 from manylora.openai.api.fields import TemplateFields
 from manylora.openai.api.params import Limits
@@ -16,8 +18,6 @@ from manylora.openai.api.parsing import check_size
 from manylora.openai.api.schema import ChatRequest, DetokenizeRequest, Message, TokenizeRequest, ToolCall
 from manylora.openai.api.tools import ToolUse, tool_use
 from manylora.system.text_threads import LONG, TextThreads
-from manylora.text.chat_template import ROLES, call_arguments
-from manylora.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
 OWN = {"add_generation_prompt", "reasoning_effort"}  # our variables, in addition to a client's

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi.outputs import CompletionOutput
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.logprobs import (
@@ -22,7 +23,6 @@ from manylora.openai.api.logprobs import (
 )
 from manylora.openai.api.tools import Calls, ToolCallParser, ToolUse
 from manylora.openai.serving.generation import GenerationState
-from manylora.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 

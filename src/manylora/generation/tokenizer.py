@@ -16,10 +16,10 @@ from manylora.config.hub import model_folder
 from manylora.config.model_folder import check_tokenizer_folder
 from manylora.config.values import read_settings
 from manylora.errors import ConfigError, RequestError, TextTooLongError
+from manylora.generation.chat_template import NO_VARIABLES, ChatTemplate, up_to_last_message
+from manylora.generation.stream import ByteStream, DecoderRules, TextStream, WindowStream
 from manylora.system.allocator import release_free_memory
 from manylora.system.text_threads import LONG
-from manylora.text.chat_template import NO_VARIABLES, ChatTemplate, up_to_last_message
-from manylora.text.stream import ByteStream, DecoderRules, TextStream, WindowStream
 from manylora.wire.encode import WINDOW
 from manylora.wire.parameters import value_of
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from manylora.errors import RequestError
-from manylora.text.tokenizer import Tokenizer
+from manylora.generation.tokenizer import Tokenizer
 from manylora.wire.server_types import Arrays
 from manylora.wire.texts import utf8
 

@@ -17,7 +17,7 @@ ORDER = [
     ["errors", "version", "request", "stats", "system"],
     ["kernels"],
     ["quant", "gguf", "config"],
-    ["wire", "generation"],
+    ["generation", "wire"],
     ["lora"],
     ["model"],
     ["parallel", "group"],

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from manylora.generation.stream import WINDOW
 from manylora.request import Event, FinishReason, Request, RequestMetrics, SamplingConfig
-from manylora.wire.encode import WINDOW, ResponseEncoder, merge_waiting
+from manylora.wire.encode import ResponseEncoder, merge_waiting
 
 
 def test_reason_and_tier_come_with_the_last_response() -> None:

@@ -111,7 +111,7 @@ def test_an_attention_window_is_taken_if_it_hides_nothing(tmp_path: Path, key: s
 def test_the_models_beside_the_engine_load_neither_torch_nor_transformers() -> None:
     """Torch takes 200 MiB and seconds of each process that imports it, by whatever way."""
     names = ["contracts.llmapi_model", "contracts.vllm_metrics", "contracts.vllm_model", "model.checkpoint"]
-    names += ["text.preprocessing", "text.postprocessing", "wire.bls_worker", "wire.text_worker"]
+    names += ["wire.preprocessing", "wire.postprocessing", "wire.bls_worker", "wire.text_worker"]
     code = "import sys; sys.modules.update(torch=None, transformers=None)\nimport " + ", ".join(
         f"manylora.{name}" for name in names
     )

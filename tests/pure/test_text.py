@@ -11,8 +11,8 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
 from manylora.errors import ConfigError, RequestError
+from manylora.generation.stream import WINDOW
 from manylora.generation.tokenizer import Tokenizer
-from manylora.wire.encode import WINDOW
 
 TEXTS = [
     "The capital of France is Paris.",

@@ -12,12 +12,12 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
 from manylora.errors import AdapterInvalidError, RequestError
-from manylora.generation.item_text import ItemText
-from manylora.generation.postprocessing import MAX_TOKENS, Postprocessor
-from manylora.generation.preprocessing import MAX_WORDS, WORD_COST, Preprocessor
 from manylora.generation.tokenizer import Tokenizer
 from manylora.system.text_threads import LONG
 from manylora.wire.encode import adapter_told
+from manylora.wire.item_text import ItemText
+from manylora.wire.postprocessing import MAX_TOKENS, Postprocessor
+from manylora.wire.preprocessing import MAX_WORDS, WORD_COST, Preprocessor
 from manylora.wire.texts import decode_word_list, encode_word_lists
 
 

@@ -18,8 +18,8 @@ from manylora.wire.server_types import Arrays
 from manylora.wire.server_types import release
 from manylora.wire.shape_guard import check_shapes
 from manylora.wire.text_worker import TextWorker
-from manylora.generation.postprocessing import Postprocessor
-from manylora.generation.tokenizer import open_tokenizer
+from manylora.wire.item_text import open_tokenizer
+from manylora.wire.postprocessing import Postprocessor
 
 
 SMALL_BYTES, CACHED = 64, 1024  # maximum size and number of texts whose tensors are cached

@@ -15,8 +15,8 @@ from manylora.wire.server_types import Arrays
 from manylora.wire.server_types import release
 from manylora.wire.shape_guard import check_shapes
 from manylora.wire.text_worker import TextWorker
-from manylora.generation.preprocessing import Preprocessor
-from manylora.generation.tokenizer import open_tokenizer
+from manylora.wire.item_text import open_tokenizer
+from manylora.wire.preprocessing import Preprocessor
 
 
 class TritonPythonModel:

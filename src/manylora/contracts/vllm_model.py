@@ -19,13 +19,13 @@ from manylora.contracts.prompts import Answer, PromptRequest, PromptRunner
 from manylora.contracts.tensors import read_json, refuse, scalar, text_tensor
 from manylora.contracts.vllm_sampling import LORA_KEYS, NAME, adapters, asked, read_parameters
 from manylora.errors import AdapterNotFoundError, RequestError
+from manylora.generation.stream import WINDOW
 from manylora.llmapi.outputs import CompletionOutput, PoolingParams, check_dimensions, embedding
 from manylora.openai.api.logprobs import TokenLogprob
 from manylora.request import Pooling
 from manylora.wire.bls_generator import ClientRequest, Values
 from manylora.wire.bls_worker import LastOutputs
 from manylora.wire.client_errors import check_parameters, check_phase
-from manylora.wire.encode import WINDOW
 from manylora.wire.server_types import Arrays, ServerRequest
 from manylora.wire.shape_guard import read_inputs
 from manylora.wire.texts import is_unicode

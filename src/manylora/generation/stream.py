@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+WINDOW = 128  # ids before a chunk that its text may depend on; only a longer run of byte tokens needs more
 LONG = 16  # ids from which a window is cut back to its suffix
 POSITIONAL = ("WordPiece", "Metaspace", "BPEDecoder", "CTC")  # depend on a token's place or neighbour
 EACH = ("ByteLevel", "ByteFallback", "Fuse", "Replace", "Strip")  # do not, or make bytes of tokens

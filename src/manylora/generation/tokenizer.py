@@ -12,16 +12,13 @@ from typing import Any
 from tokenizers import Tokenizer as Library
 from tokenizers.pre_tokenizers import ByteLevel
 
-from manylora.config.hub import model_folder
 from manylora.config.model_folder import check_tokenizer_folder
 from manylora.config.values import read_settings
 from manylora.errors import ConfigError, RequestError, TextTooLongError
 from manylora.generation.chat_template import NO_VARIABLES, ChatTemplate, up_to_last_message
-from manylora.generation.stream import ByteStream, DecoderRules, TextStream, WindowStream
+from manylora.generation.stream import WINDOW, ByteStream, DecoderRules, TextStream, WindowStream
 from manylora.system.allocator import release_free_memory
 from manylora.system.text_threads import LONG
-from manylora.wire.encode import WINDOW
-from manylora.wire.parameters import value_of
 
 # Characters. Texts up to FREE are always tokenised, so that an error can give their number of tokens.
 FREE = 2**14
@@ -458,17 +455,6 @@ class Tokenizer:
     def _content(self, key: str) -> str | None:
         value = self._settings.get(key)
         return value.get("content") if isinstance(value, dict) else value
-
-
-def open_tokenizer(parameters: Mapping[str, str]) -> Tokenizer:
-    """The tokenizer that a model's parameters name. Raises ConfigError."""
-    directory = value_of(parameters, "tokenizer_dir")
-    if directory is None:
-        raise ConfigError("parameter tokenizer_dir must name the tokenizer's directory")
-    try:
-        return Tokenizer(model_folder(Path(directory)))
-    except ConfigError as error:
-        raise ConfigError(f"parameter tokenizer_dir: {error}") from error
 
 
 def _is_unfinished(tail: bytes) -> bool:

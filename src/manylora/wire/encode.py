@@ -10,10 +10,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from manylora.generation.stream import WINDOW
 from manylora.request import Event, Request, RequestMetrics
-
-WINDOW = 128
-"""Ids before a chunk that its text may depend on. Only a longer run of byte tokens would need more."""
 
 _NOTHING = np.empty((1, 1, 0), np.int32)
 

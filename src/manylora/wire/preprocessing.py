@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from manylora.errors import RequestError
-from manylora.generation.item_text import ItemText, OwnTexts, adapters_of
 from manylora.generation.tokenizer import Tokenizer
 from manylora.system.text_threads import LONG
 from manylora.wire.bls import TO_PREPROCESSING
+from manylora.wire.item_text import ItemText, OwnTexts, adapters_of
 from manylora.wire.server_types import Arrays
 from manylora.wire.texts import encode_word_lists, utf8
 

@@ -7,8 +7,8 @@ import logging
 import numpy as np
 
 from manylora.errors import AdapterError, RequestError
-from manylora.generation.item_text import OwnTexts, adapters_told
 from manylora.generation.tokenizer import Tokenizer
+from manylora.wire.item_text import OwnTexts, adapters_told
 from manylora.wire.server_types import Arrays
 
 MAX_TOKENS = 2**20  # maximum per request

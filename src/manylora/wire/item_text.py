@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from manylora.errors import RequestError
+from manylora.config.hub import model_folder
+from manylora.errors import ConfigError, RequestError
 from manylora.generation.tokenizer import Tokenizer
+from manylora.wire.parameters import value_of
 from manylora.wire.server_types import Arrays
 from manylora.wire.texts import utf8
 
@@ -70,3 +73,14 @@ def _column(given: np.ndarray | None, name: str, count: int) -> list[Any]:
     if given.size != count:
         raise RequestError(f"{name} must have one value for each text, got {given.size} for {count}")
     return given.reshape(-1).tolist()
+
+
+def open_tokenizer(parameters: Mapping[str, str]) -> Tokenizer:
+    """The tokenizer that a model's parameters name. Raises ConfigError."""
+    directory = value_of(parameters, "tokenizer_dir")
+    if directory is None:
+        raise ConfigError("parameter tokenizer_dir must name the tokenizer's directory")
+    try:
+        return Tokenizer(model_folder(Path(directory)))
+    except ConfigError as error:
+        raise ConfigError(f"parameter tokenizer_dir: {error}") from error

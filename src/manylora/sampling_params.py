@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from manylora.llmapi.sampling import GuidedDecodingParams, SamplingParams
+from manylora.generation.sampling import GuidedDecodingParams, SamplingParams
 
 __all__ = ["GuidedDecodingParams", "SamplingParams"]

@@ -13,7 +13,7 @@ from serving import DEMO, Running
 from waiting import wait_for
 
 from manylora.errors import ConfigError
-from manylora.lora.text.generation_defaults import GenerationDefaults
+from manylora.generation.defaults import GenerationDefaults
 from manylora.openai.arguments import parse_options
 from manylora.openai.options import NamedAdapter
 

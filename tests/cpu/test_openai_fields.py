@@ -13,7 +13,7 @@ import httpx2
 import pytest
 from serving import DEMO, Running
 
-from manylora.generation.json_schema import closed
+from manylora.generation.guides import closed
 from manylora.generation.tokenizer import Tokenizer
 
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]

@@ -22,7 +22,6 @@ from manylora.openai.app import FREE
 from manylora.openai.app import ROUTES
 from manylora.openai.arguments import parse_options
 from manylora.openai.serving.fairness import FairQueue
-from manylora.openai.serving.generation import GenerationState
 from manylora.openai.serving.keys import ApiKey
 from manylora.openai.serving.keys import Keyring
 from manylora.openai.serving.responses import ChatResponse
@@ -32,6 +31,7 @@ from manylora.openai.serving.waits import EventQueue
 from manylora.openai.serving.waits import Signal
 from manylora.request import Event
 from manylora.generation.tokenizer import Tokenizer
+from manylora.generation.generation import Generation
 
 
 def test_a_hot_adapter_waits_for_itself_only() -> None:
@@ -260,7 +260,7 @@ def test_a_prepared_chunk_is_a_chunk(kind: type[ResponseBuilder]) -> None:
             read_model_config(DEMO / "base"),
             Limits(512, tokenizer.vocab_size),
         )
-        generation = GenerationState((1,), made, True, tokenizer, "")
+        generation = Generation((1,), made, tokenizer, True)
         reply = kind([generation], 1, 'x"y', "fp", tokenizer)
         if not quick:
             reply._is_text_only = lambda generation: False  # type: ignore[method-assign]

@@ -23,9 +23,9 @@ from tiny_models import load_transformers, make_adapter, make_model
 
 from manylora.config.pooling import PoolingSettings, read_pooling_settings
 from manylora.errors import ConfigError, RequestError
+from manylora.generation.pooled import embedding, probabilities
 from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi import LLM, LoRARequest, PoolingParams
-from manylora.llmapi.outputs import embedding, probabilities
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

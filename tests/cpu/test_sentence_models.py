@@ -19,9 +19,9 @@ from tiny_models import make_model
 
 from manylora.config.pooling import read_pooling_settings
 from manylora.errors import ConfigError, RequestError
+from manylora.generation.pooled import pair_score
 from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi import LLM, LoRARequest, PoolingParams, SamplingParams
-from manylora.llmapi.pooled import pair_score
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

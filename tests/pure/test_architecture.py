@@ -22,7 +22,7 @@ ORDER = [
     ["model"],
     ["parallel", "group"],
     ["engine"],
-    ["launcher", "llmapi", "bench", "openai", "fleet", "contracts", "commands", "cli"],
+    ["launcher", "contracts", "llmapi", "bench", "openai", "fleet", "commands", "cli"],
     ["lora_helper", "lora_manager", "executor", "sampling_params", "models", "quantization", "_torch"],
 ]
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}

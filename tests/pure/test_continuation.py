@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from test_text import TEXTS, byte_fallback, byte_level
 
+from manylora.generation.continuation import Continuation
+from manylora.generation.decoding import StopRules
 from manylora.generation.tokenizer import Tokenizer
-from manylora.llmapi.continuation import Continuation
-from manylora.llmapi.decoding import StopRules
 from manylora.request import FinishReason
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH

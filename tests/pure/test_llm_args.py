@@ -24,8 +24,8 @@ from manylora.config.engine import LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.config.resolve import resolve
 from manylora.errors import ConfigError, RequestError
+from manylora.generation.decoding import decoding_of
 from manylora.generation.tokenizer import Tokenizer
-from manylora.llmapi.decoding import decoding_of
 from manylora.llmapi.engine_config import NO_ADAPTERS, engine_config, inferred_targets
 from manylora.llmapi.options import KNOWN, OTHER_NAMES, PARTS, check_known
 from manylora.lora.geometry import plan_cache

@@ -20,7 +20,7 @@ from manylora.errors import ConfigError, RequestError
 from manylora.system.command_line import Parser
 
 if TYPE_CHECKING:
-    from manylora.llmapi.sampling import SamplingParams
+    from manylora.generation.sampling import SamplingParams
 
 HELP = """/lora NAME   answer with this adapter from now on; none: the base model; without NAME: list them
 /reset       forget the conversation

@@ -3,31 +3,47 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
 from pathlib import Path
-
 import numpy as np
-
 from manylora.config.model import ModelConfig
-from manylora.config.pooling import PoolingSettings, read_pooling_settings
-from manylora.errors import ConfigError, RequestCancelledError, RequestError
+from manylora.config.pooling import PoolingSettings
+from manylora.config.pooling import read_pooling_settings
+from manylora.errors import ConfigError
+from manylora.errors import RequestCancelledError
+from manylora.errors import RequestError
 from manylora.generation.tokenizer import Tokenizer
-from manylora.llmapi.decoding import decoding_of
-from manylora.llmapi.outputs import CompletionOutput
-from manylora.llmapi.sampling import SamplingParams
 from manylora.lora.catalog.texts import RepositoryTexts
 from manylora.lora.text.adapter_text import OwnText
-from manylora.lora.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.model.checkpoint import read_model_config
-from manylora.openai.api.logprobs import TokenLogprob
-from manylora.openai.api.params import Plan
-from manylora.openai.serving.generation import GenerationState
-from manylora.request import LoraInput, LoraMix, Pooling, Request
-from manylora.wire.bls_generator import CallModel, ClientRequest, stop_request
-from manylora.wire.engine_client import AnswerReader, request_tensors
-from manylora.wire.parameters import ENGINE, engine_context, parameters_beside, value_of
+from manylora.request import LoraInput
+from manylora.request import LoraMix
+from manylora.request import Pooling
+from manylora.request import Request
+from manylora.wire.bls_generator import CallModel
+from manylora.wire.bls_generator import ClientRequest
+from manylora.wire.bls_generator import stop_request
+from manylora.wire.engine_client import AnswerReader
+from manylora.wire.engine_client import request_tensors
+from manylora.wire.parameters import ENGINE
+from manylora.wire.parameters import engine_context
+from manylora.wire.parameters import parameters_beside
+from manylora.wire.parameters import value_of
 from manylora.wire.tensor_table import STATISTICS
+from manylora.generation.decoding import Decoding
+from manylora.generation.decoding import decoding_of
+from manylora.generation.defaults import NO_DEFAULTS
+from manylora.generation.defaults import GenerationDefaults
+from manylora.generation.generation import Generation
+from manylora.generation.outputs import CompletionOutput
+from manylora.generation.outputs import TokenLogprob
+from manylora.generation.sampling import SamplingParams
+
 
 STATISTICS_NAMES = tuple(tensor.name for tensor in STATISTICS)
 OUTPUTS = [
@@ -127,10 +143,10 @@ class PromptRunner:
         tokenizer, end_ids = self._engine.tokenizer, None
         if own is not None:
             tokenizer, end_ids = own.tokenizer, own.defaults.end_ids
-        ids, plan = self._plan(
+        ids, decoding = self._decoding(
             asked, tokenizer, self._engine.model.eos_token_ids if end_ids is None else end_ids
         )
-        state = GenerationState(ids, plan, asked.streaming, tokenizer, "")
+        state = Generation(ids, decoding, tokenizer, asked.streaming)
         request = state.request(asked.lora)
         request = request if self._engine.streams else replace(request, streaming=False)
         reader, statistics = AnswerReader(request), dict[str, float]()
@@ -146,12 +162,12 @@ class PromptRunner:
                 for event in reader.read(arrays, final=False):
                     state.take(event)
                 if asked.streaming and not state.finished:
-                    yield from self._answer(state, asked, statistics)
+                    yield from self._answer(state, asked, statistics, tokenizer)
                 if state.finished and not reader.done:  # at a stop text
                     stop_request(self._call, self._engine.name, request_id)
         for event in reader.read({}, final=True):
             state.take(event)
-        yield from self._answer(state, asked, statistics)
+        yield from self._answer(state, asked, statistics, tokenizer)
 
     def pooled(
         self,
@@ -184,9 +200,9 @@ class PromptRunner:
     def _own(self, lora: LoraInput | LoraMix | None) -> OwnText | None:
         return self._engine.texts.of(lora) if self._engine.texts is not None else None
 
-    def _plan(
+    def _decoding(
         self, asked: PromptRequest, tokenizer: Tokenizer, end_ids: Sequence[int]
-    ) -> tuple[tuple[int, ...], Plan]:
+    ) -> tuple[tuple[int, ...], Decoding]:
         engine, params = self._engine, asked.params
         ids = tokenizer.encode(asked.text, params.add_special_tokens, engine.context)
         ids = ids[-params.truncate_prompt_tokens :] if params.truncate_prompt_tokens else ids
@@ -202,7 +218,7 @@ class PromptRunner:
         made = made if bias is None else replace(made, logit_bias=bias)
         # At least one alternative: log probabilities then come with ranks.
         top = None if asked.top is None else max(1, asked.top)
-        return tuple(ids), Plan(replace(decoding, params=made), top)
+        return tuple(ids), replace(decoding, params=made, top=top)
 
     def _bias(self, asked: PromptRequest) -> np.ndarray | None:
         """[vocabulary] float32."""
@@ -220,7 +236,7 @@ class PromptRunner:
         return made
 
     def _answer(
-        self, state: GenerationState, asked: PromptRequest, statistics: dict[str, float]
+        self, state: Generation, asked: PromptRequest, statistics: dict[str, float], tokenizer: Tokenizer
     ) -> Iterator[Answer]:
         if state.error is not None:
             raise state.error
@@ -230,8 +246,8 @@ class PromptRunner:
         found = []
         for index, one in enumerate(outputs):
             known = state.alternatives(index) if asked.top is not None else []
-            found.append(known[len(one.token_ids) - len(one.token_ids_diff) : len(one.token_ids)])
-        yield Answer(outputs, found, state.prompt, state.finished, statistics, state.tokenizer)
+            found.append(list(known[len(one.token_ids) - len(one.token_ids_diff) : len(one.token_ids)]))
+        yield Answer(outputs, found, state.prompt, state.finished, statistics, tokenizer)
 
 
 NEVER = -1e30  # added to a logit

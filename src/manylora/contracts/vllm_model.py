@@ -19,16 +19,16 @@ from manylora.contracts.prompts import Answer, PromptRequest, PromptRunner
 from manylora.contracts.tensors import read_json, refuse, scalar, text_tensor
 from manylora.contracts.vllm_sampling import LORA_KEYS, NAME, adapters, asked, read_parameters
 from manylora.errors import AdapterNotFoundError, RequestError
+from manylora.generation.outputs import CompletionOutput, TokenLogprob
+from manylora.generation.pooled import PoolingParams, check_dimensions, embedding
+from manylora.generation.sampling import is_unicode
 from manylora.generation.stream import WINDOW
-from manylora.llmapi.outputs import CompletionOutput, PoolingParams, check_dimensions, embedding
-from manylora.openai.api.logprobs import TokenLogprob
 from manylora.request import Pooling
 from manylora.wire.bls_generator import ClientRequest, Values
 from manylora.wire.bls_worker import LastOutputs
 from manylora.wire.client_errors import check_parameters, check_phase
 from manylora.wire.server_types import Arrays, ServerRequest
 from manylora.wire.shape_guard import read_inputs
-from manylora.wire.texts import is_unicode
 
 EMBEDDING_REQUEST = "embedding_request"
 MAX_BYTES = 2**22  # maximum size of the JSON

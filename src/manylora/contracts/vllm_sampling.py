@@ -10,12 +10,11 @@ from typing import Any
 from manylora.contracts.prompts import PromptRequest
 from manylora.contracts.tensors import named_mix, read_json
 from manylora.errors import RequestError
-from manylora.llmapi.sampling import GuidedDecodingParams, SamplingParams
-from manylora.lora.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
-from manylora.openai.api.guides import choice_pattern
+from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
+from manylora.generation.guides import choice_pattern
+from manylora.generation.sampling import GuidedDecodingParams, SamplingParams, is_unicode
 from manylora.request import MOST, MOST_FLOAT, LoraInput, LoraMix
 from manylora.wire.client_errors import ADAPTER, SERVERS_OWN, adapter_hint
-from manylora.wire.texts import is_unicode
 
 NAME = "sampling_parameters"
 LORA_KEYS = ("lora_name", "lora_mix_names", "lora_mix_scales")

@@ -19,7 +19,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manylora.generation.json_schema import closed
+from manylora.generation.guides import closed
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from manylora.generation.outputs import CompletionOutput, Logprob
+from manylora.generation.pooled import PoolingParams
+from manylora.generation.sampling import GuidedDecodingParams, SamplingParams
 from manylora.llmapi.llm_args import KvCacheConfig, NGramDecodingConfig, PeftCacheConfig
 from manylora.llmapi.lora import LoraConfig, LoRARequest
-from manylora.llmapi.outputs import (
-    CompletionOutput,
-    Logprob,
-    PoolingParams,
-    PoolingRequestOutput,
-    RequestOutput,
-    RequestTimings,
-)
-from manylora.llmapi.sampling import GuidedDecodingParams, SamplingParams
+from manylora.llmapi.outputs import PoolingRequestOutput, RequestOutput, RequestTimings
 from manylora.quant.config import QuantAlgo, QuantConfig
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from manylora.llmapi.lora import is_choice
 from manylora.llmapi.outputs import GenerationResult
 from manylora.llmapi.outputs import RequestOutput
 from manylora.llmapi.prompts import ChatText
-from manylora.llmapi.sampling import SamplingParams
 from manylora.lora.text.adapter_text import OwnText
 from manylora.generation.chat_template import ROLES
 from manylora.generation.chat_template import ChatTemplate
 from manylora.generation.chat_template import call_arguments
 from manylora.generation.tokenizer import Tokenizer
+from manylora.generation.sampling import SamplingParams
 
 
 Messages = Sequence[Mapping[str, Any]]

@@ -20,19 +20,19 @@ from manylora.config.pooling import read_pooling_settings
 from manylora.engine.engine import Engine
 from manylora.engine.loop import EngineLoop
 from manylora.errors import AdapterNotCachedError, ConfigError, RequestError
+from manylora.generation.decoding import Decoding, decoding_of, with_defaults
+from manylora.generation.sampling import SamplingParams
 from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi.adapters import AdapterRegistry, NamedAdapters, with_requests
 from manylora.llmapi.chat import ChatRequests
-from manylora.llmapi.decoding import Decoding, decoding_of, with_defaults
 from manylora.llmapi.engine_config import NO_ADAPTERS, engine_config, modules_to_read, parameter_names
-from manylora.llmapi.generation import Generation
+from manylora.llmapi.generation import LlmGeneration
 from manylora.llmapi.lora import LoRAChoice, LoraConfig, LoRARequest, is_choice, members_of
 from manylora.llmapi.model_defaults import NONE, model_defaults
 from manylora.llmapi.options import LlmArguments, check_known
 from manylora.llmapi.outputs import GenerationResult, RequestOutput
 from manylora.llmapi.pooled import PooledRequests, hidden_state
 from manylora.llmapi.prompts import ChatText, Input, Prompt, PromptReader, as_prompts, for_each
-from manylora.llmapi.sampling import SamplingParams
 from manylora.llmapi.service import Service
 from manylora.lora.catalog.texts import trusted_texts
 from manylora.lora.modules import lora_modules
@@ -196,7 +196,7 @@ class LLM(ChatRequests, PooledRequests):
         params = for_each(prompts, "sampling_params", sampling_params)
         lora_request = self._named(lora_request)
         adapters = for_each(prompts, "lora_request", lora_request, is_choice(lora_request))
-        made: list[Generation] = []
+        made: list[LlmGeneration] = []
         known: Known = {}
         try:
             for prompt, one_params, one_adapter in zip(prompts, params, adapters, strict=True):
@@ -291,7 +291,7 @@ class LLM(ChatRequests, PooledRequests):
         lora_request: LoRAChoice | None,
         streaming: bool,
         known: Known,
-    ) -> Generation:
+    ) -> LlmGeneration:
         """known: conversions of parameters in this call, without an adapter's text settings."""
         tokenizer, own = self._tokenizer, self._text_of(lora_request)
         if own is None and id(sampling_params) in known:
@@ -327,8 +327,10 @@ class LLM(ChatRequests, PooledRequests):
             raise ValueError(f"n and best_of must be at most {name} ({most}), got {decoding.num_results}")
         prompt = self._prompts.read(inputs, params, tokenizer)
         decoding = decoding.within(self._max_seq_len - prompt.length)
-        made = Generation(next(self._ids), prompt, decoding, lora_request, streaming, tokenizer, self._abort)
-        made.request()  # so that its errors are raised here
+        made = LlmGeneration(
+            next(self._ids), prompt, decoding, lora_request, streaming, tokenizer, self._abort
+        )
+        made.request(made.lora)  # so that its errors are raised here
         self._claim(lora_request)
         return made
 
@@ -367,7 +369,7 @@ class LLM(ChatRequests, PooledRequests):
     def _is_cross_encoder(self) -> bool:
         return self._model.num_labels == 1
 
-    def _abort(self, generation: Generation) -> None:
+    def _abort(self, generation: LlmGeneration) -> None:
         self._service.abort(generation)
 
 

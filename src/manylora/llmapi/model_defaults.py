@@ -10,8 +10,8 @@ from typing import Any
 
 from manylora.config.values import read_settings
 from manylora.errors import ConfigError
+from manylora.generation.defaults import GenerationDefaults
 from manylora.gguf.folder import linked_files
-from manylora.lora.text.generation_defaults import GenerationDefaults
 
 logger = logging.getLogger("manylora")
 

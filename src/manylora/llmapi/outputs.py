@@ -14,65 +14,9 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from manylora.config.pooling import PoolingSettings
+from manylora.generation.outputs import CompletionOutput
 from manylora.llmapi.lora import LoRAChoice
 from manylora.request import RequestMetrics
-
-
-@dataclass(frozen=True)
-class Logprob:
-    """Natural log of a token's probability, after penalties and temperature. rank 1: the most probable
-    token.
-    """
-
-    logprob: float
-    rank: int | None = None
-
-
-@dataclass(frozen=True)
-class LoraVersion:
-    """Tokens [start, end) of an output and the adapter content that generated them. version: counts the
-    contents of the name, from 1.
-    """
-
-    name: str
-    version: int
-    digest: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class CompletionOutput:
-    """One output of a prompt so far.
-
-    token_ids:     without the end token, and without a stop token unless include_stop_str_in_output.
-    text_diff, token_ids_diff: new since the previous RequestOutput; everything if not streaming.
-    cumulative_logprob: sum over token_ids; None unless log probabilities were computed. For a beam it
-                   includes the end token.
-    logprobs:      per token, a mapping from its id; None unless requested.
-    finish_reason: None while running; then "stop", "length" or "cancelled".
-    stop_reason:   the `stop` text or the `stop_token_ids` id that ended it, otherwise None.
-    generation_logits: [length, vocabulary] float32, if finished and requested.
-    lora_versions: versions of its adapter, covering all tokens; empty for the base model.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    text_diff: str = ""
-    token_ids_diff: list[int] = field(default_factory=list)
-    generation_logits: np.ndarray | None = field(default=None, compare=False)
-    lora_versions: tuple[LoraVersion, ...] = ()
-
-    @property
-    def length(self) -> int:
-        """In tokens."""
-        return len(self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -224,18 +168,6 @@ Output = TypeVar("Output")
 
 
 @dataclass(frozen=True)
-class PoolingParams:
-    """dimensions: cut embeddings to this length. use_activation: normalise embeddings as the model's folder
-    says, and convert logits to probabilities.
-    """
-
-    dimensions: int | None = None
-    use_activation: bool = True
-    truncate_prompt_tokens: int | None = None  # use only the last N tokens
-    add_special_tokens: bool = True
-
-
-@dataclass(frozen=True)
 class PoolingOutput:
     """data: [n], or [tokens, n] for all tokens; float32."""
 
@@ -276,46 +208,3 @@ class PoolingRequestOutput(Generic[Output]):
     prompt_token_ids: list[int]
     lora_request: LoRAChoice | None = None
     finished: bool = True
-
-
-def embedding(values: np.ndarray, settings: PoolingSettings, params: PoolingParams) -> np.ndarray:
-    """values [..., hidden]. Raises ValueError for dimensions that the model does not support."""
-    if params.dimensions is not None:
-        check_dimensions(params.dimensions, settings)
-        values = values[..., : params.dimensions]
-    if not (settings.normalise and params.use_activation):
-        return values
-    return values / np.maximum(np.linalg.norm(values, axis=-1, keepdims=True), 1e-12)
-
-
-def check_dimensions(dimensions: int, settings: PoolingSettings) -> None:
-    known = settings.dimensions
-    if known is None:
-        raise ValueError(
-            "dimensions: config.json names no matryoshka_dimensions (or is_matryoshka), so that this model's "
-            "embeddings cannot be cut"
-        )
-    if dimensions not in known:
-        listed = ", ".join(map(str, known)) if len(known) < 20 else f"from 1 to {known[-1]}"
-        raise ValueError(f"dimensions must be one of {listed}, got {dimensions}")
-
-
-def probabilities(logits: np.ndarray, settings: PoolingSettings, activate: bool = True) -> np.ndarray:
-    """logits [..., labels] to probabilities, with softmax.
-
-    With sigmoid for one label, and if problem_type in config.json is multi_label_classification. Unchanged if
-    it is regression. problem_type applies only to heads with as many labels as the base model's.
-    """
-    count = logits.shape[-1]
-    problem = settings.problem if len(settings.labels or (0, 0)) == count else ""
-    if not activate or problem == "regression":
-        return logits
-    if count == 1 or problem == "multi_label_classification":
-        return np.asarray(1 / (1 + np.exp(-logits.astype(np.float64))), np.float32)
-    shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return shifted / shifted.sum(axis=-1, keepdims=True)
-
-
-def similarity(a: np.ndarray, b: np.ndarray) -> float:
-    """The cosine of two embeddings."""
-    return float(a @ b / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-12))

@@ -5,80 +5,67 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, Protocol
-
+from typing import Any
+from typing import Protocol
 import numpy as np
-
 from manylora.config.pooling import PoolingSettings
 from manylora.errors import RequestCancelledError
 from manylora.generation.tokenizer import Tokenizer
-from manylora.llmapi.lora import LoRAChoice, is_choice, lora_of, members_of
-from manylora.llmapi.outputs import (
-    ClassificationOutput,
-    EmbeddingOutput,
-    PoolingOutput,
-    PoolingParams,
-    PoolingRequestOutput,
-    ScoringOutput,
-    embedding,
-    probabilities,
-    similarity,
-)
-from manylora.llmapi.prompts import Prompt, as_prompts, for_each
-from manylora.llmapi.sampling import SamplingParams
+from manylora.llmapi.lora import LoRAChoice
+from manylora.llmapi.lora import is_choice
+from manylora.llmapi.lora import lora_of
+from manylora.llmapi.lora import members_of
+from manylora.llmapi.outputs import ClassificationOutput
+from manylora.llmapi.outputs import EmbeddingOutput
+from manylora.llmapi.outputs import PoolingOutput
+from manylora.llmapi.outputs import PoolingRequestOutput
+from manylora.llmapi.outputs import ScoringOutput
+from manylora.llmapi.prompts import Prompt
+from manylora.llmapi.prompts import as_prompts
+from manylora.llmapi.prompts import for_each
 from manylora.llmapi.service import Service
 from manylora.lora.text.adapter_text import OwnText
-from manylora.request import Event, Pooling, Request
+from manylora.request import Event
+from manylora.request import Pooling
+from manylora.generation.pooled import PooledGeneration
+from manylora.generation.pooled import PoolingParams
+from manylora.generation.pooled import embedding
+from manylora.generation.pooled import pair_score
+from manylora.generation.pooled import pair_up
+from manylora.generation.pooled import pooling_of
+from manylora.generation.pooled import probabilities
+from manylora.generation.pooled import similarity
+from manylora.generation.sampling import SamplingParams
+
 
 TASKS = ("embed", "classify", "token_embed", "token_classify")
 Loras = str | LoRAChoice | Sequence[str | LoRAChoice | None] | None
 
 
-class PooledResult(Future[np.ndarray]):
-    """The values of one prompt."""
+class LlmPooledGeneration(PooledGeneration):
+    """A prompt of an LLM. result: its values."""
 
-    @property
-    def finished(self) -> bool:
-        return self.done()
-
-    def fail(self, error: BaseException) -> None:
-        if not self.done():
-            self.set_exception(error)
-
-
-@dataclass(eq=False)
-class PooledGeneration:
-    """A prompt without generated tokens. Has the interface of `Generation` for a Service."""
-
-    request_id: int
-    prompt: tuple[int, ...]
-    pooling: Pooling
-    lora_request: LoRAChoice | None
-    from_disk: bool = False
-    result: PooledResult = field(default_factory=PooledResult)
-
-    @property
-    def task_ids(self) -> list[int]:
-        return [one.lora_int_id for one, _ in members_of(self.lora_request)]
-
-    @property
-    def done(self) -> bool:
-        return self.result.finished
-
-    def request(self) -> Request:
-        lora, name = lora_of(self.lora_request), str(self.request_id)
-        return Request(self.prompt, lora=lora, pooling=self.pooling, request_id=name)
+    def __init__(
+        self, request_id: int, prompt: tuple[int, ...], pooling: Pooling, lora_request: LoRAChoice | None
+    ) -> None:
+        super().__init__(prompt, pooling, str(request_id))
+        self.lora_request, self.lora = lora_request, lora_of(lora_request)
+        self.task_ids = [one.lora_int_id for one, _ in members_of(lora_request)]
+        self.from_disk = False
+        self.result: Future[np.ndarray] = Future()
 
     def take(self, event: Event) -> None:
-        if self.result.finished:
-            return
-        if event.error is not None:
-            self.result.fail(event.error)
-        elif event.pooled is not None:
-            self.result.set_result(event.pooled)
-        elif event.last:
-            self.result.fail(RequestCancelledError("The request was cancelled"))
+        super().take(event)
+        if self.values is not None and not self.result.done():
+            self.result.set_result(self.values)
+        elif self.error is not None and not self.result.done():
+            cancelled = RequestCancelledError("The request was cancelled")
+            self.result.set_exception(event.error or cancelled)
+
+    def fail(self, error: Exception) -> None:
+        super().fail(error)
+        if not self.result.done():
+            self.result.set_exception(error)
 
 
 class _Owner(Protocol):
@@ -199,41 +186,13 @@ class PooledRequests:
         for first, second, a, b in zip(embedded[::2], embedded[1::2], values[::2], values[1::2], strict=True):
             ids = [*first.prompt, *second.prompt]
             score = ScoringOutput(similarity(a, b))
-            outputs.append(PoolingRequestOutput(first.request_id, score, ids, lora))
+            outputs.append(PoolingRequestOutput(int(first.request_id), score, ids, lora))
         return outputs
-
-
-def pooling_of(task: str, settings: PoolingSettings) -> Pooling:
-    """task: one of TASKS."""
-    if task.startswith("token_"):
-        return Pooling("all", head=task == "token_classify")
-    return Pooling(settings.head_mode, head=True) if task == "classify" else Pooling(settings.mode)
-
-
-def pair_up(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[tuple[str, str]]:
-    """Raises ValueError for lists of different lengths."""
-    first, second = ([one] if isinstance(one, str) else list(one) for one in (text_1, text_2))
-    if len(first) == 1:
-        first *= len(second)
-    if not first or len(first) != len(second):
-        raise ValueError(
-            f"text_1 must be one text, or one for each text_2: got {len(first)} and {len(second)}"
-        )
-    return list(zip(first, second, strict=True))
-
-
-def pair_score(logits: np.ndarray, settings: PoolingSettings, params: PoolingParams) -> float:
-    """The score of a cross-encoder. Raises ValueError for a head with several labels."""
-    if logits.shape[-1] != 1:
-        raise ValueError(
-            f"a score needs a head of one label, this one has {logits.shape[-1]}: ask for labels"
-        )
-    return float(probabilities(logits, settings, params.use_activation)[0])
 
 
 def _run(
     owner: _Owner, prompts: Any, task: str, params: PoolingParams, lora_request: Loras
-) -> list[PooledGeneration]:
+) -> list[LlmPooledGeneration]:
     """The generations, submitted and finished."""
     given, _ = as_prompts(prompts)
     sampling = SamplingParams(
@@ -259,12 +218,12 @@ def _submit(
     owner: _Owner,
     prompts: Sequence[tuple[tuple[int, ...], Pooling]],
     loras: Sequence[LoRAChoice | None],
-) -> list[PooledGeneration]:
-    made: list[PooledGeneration] = []
+) -> list[LlmPooledGeneration]:
+    made: list[LlmPooledGeneration] = []
     try:
         for (ids, pooling), lora in zip(prompts, loras, strict=True):
             owner._claim(lora)
-            made.append(PooledGeneration(next(owner._ids), ids, pooling, lora))
+            made.append(LlmPooledGeneration(next(owner._ids), ids, pooling, lora))
     except BaseException:
         for one in made:
             owner._service.discard(one)
@@ -279,5 +238,5 @@ def _submit(
     return made
 
 
-def _output(one: PooledGeneration, output: Any) -> PoolingRequestOutput[Any]:
-    return PoolingRequestOutput(one.request_id, output, list(one.prompt), one.lora_request)
+def _output(one: LlmPooledGeneration, output: Any) -> PoolingRequestOutput[Any]:
+    return PoolingRequestOutput(int(one.request_id), output, list(one.prompt), one.lora_request)

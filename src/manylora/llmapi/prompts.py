@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from manylora.config.model import ModelConfig
+from manylora.generation.sampling import SamplingParams
 from manylora.generation.tokenizer import Tokenizer
-from manylora.llmapi.sampling import SamplingParams
 
 Input = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or a mapping with `prompt` or `prompt_token_ids`.

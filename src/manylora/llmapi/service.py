@@ -11,9 +11,9 @@ from typing import Protocol
 from manylora.engine.loop import EngineLoop
 from manylora.errors import AdapterError, AdapterNotFiniteError, ManyloraError, RequestError
 from manylora.llmapi.adapters import AdapterRegistry
-from manylora.llmapi.generation import Generation
+from manylora.llmapi.generation import LlmGeneration
 from manylora.llmapi.outputs import GenerationResult
-from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, Request
+from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, LoraMix, Request
 
 SHUT_DOWN = "this LLM has been shut down"
 ALIVE_S = 0.5  # interval of checks whether an answer can still come
@@ -22,27 +22,21 @@ CLOSING_S = 10.0  # for callers that are just entering to be refused
 logger = logging.getLogger("manylora")
 
 
-class Fails(Protocol):
-    def fail(self, error: BaseException) -> None: ...
-
-
 class Sendable(Protocol):
-    """A `Generation`, or a request for pooled outputs."""
+    """An `LlmGeneration`, or a request for pooled outputs. task_ids: of its adapters."""
 
     from_disk: bool
+    lora: LoraInput | LoraMix | None
+    task_ids: list[int]
 
     @property
-    def result(self) -> Fails: ...
+    def complete(self) -> bool: ...
 
-    @property
-    def task_ids(self) -> list[int]: ...
-
-    @property
-    def done(self) -> bool: ...
-
-    def request(self) -> Request: ...
+    def request(self, lora: LoraInput | LoraMix | None) -> Request: ...
 
     def take(self, event: Event) -> None: ...
+
+    def fail(self, error: Exception) -> None: ...
 
 
 class Service:
@@ -64,7 +58,7 @@ class Service:
         self._texts = threading.Thread(target=self._run, name="manylora-text", daemon=True)
         self._texts.start()
 
-    def submit(self, generation: Generation) -> GenerationResult:
+    def submit(self, generation: LlmGeneration) -> GenerationResult:
         """Raises RequestError after `close`. All other errors are set on the generation's result."""
         self.send(generation)
         return generation.result
@@ -72,7 +66,7 @@ class Service:
     def send(self, generation: Sendable) -> None:
         """As `submit`, for anything that can be sent."""
         generation.from_disk = not all(map(self._resident, generation.task_ids))
-        request = generation.request()
+        request = generation.request(generation.lora)
         with self._lock:
             if self._closed:
                 raise RequestError(SHUT_DOWN)
@@ -154,8 +148,8 @@ class Service:
             generation.take(event)
         except Exception as error:
             logger.exception("making text failed")
-            generation.result.fail(RequestError(f"The text could not be made: {type(error).__name__}"))
-        if generation.done and not event.last:  # ended by a stop text: the engine can stop
+            generation.fail(RequestError(f"The text could not be made: {type(error).__name__}"))
+        if generation.complete and not event.last:  # ended by a stop text: the engine can stop
             self.abort(generation)
         return True
 

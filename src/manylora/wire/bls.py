@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from manylora.errors import RequestError
+from manylora.generation.continuation import StopTexts
 from manylora.wire.server_types import Arrays, ServerTensor
 from manylora.wire.shape_guard import read_inputs
 from manylora.wire.tensor_table import ENSEMBLE_OUTPUTS
@@ -167,8 +168,7 @@ class TextStop:
     """
 
     def __init__(self, words: Sequence[str], skip: int = 0) -> None:
-        self._words = [word for word in words if word]
-        self._longest = max(map(len, self._words), default=0)
+        self._words = StopTexts(words)
         self._skip = skip
         self._tail = ""
         self.stopped = False
@@ -182,11 +182,12 @@ class TextStop:
         passed = min(self._skip, len(text))
         self._skip -= passed
         seen = self._tail + text[passed:]
-        ends = [at + len(word) for word in self._words if (at := seen.find(word)) >= 0]
+        ends = [at + len(word) for at, word in self._words.find(seen)]
         if ends:
             self.stopped = True
             return text[: passed + min(ends) - len(self._tail)]
-        self._tail = seen[-(self._longest - 1) :] if self._longest > 1 else ""
+        longest = self._words.longest
+        self._tail = seen[-(longest - 1) :] if longest > 1 else ""
         return text
 
 

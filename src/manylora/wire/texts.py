@@ -4,10 +4,8 @@ cumulative ends in row 1.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
@@ -21,15 +19,6 @@ def utf8(value: bytes | str, name: str) -> str:
         return value.decode() if isinstance(value, bytes) else value
     except UnicodeDecodeError:
         raise RequestError(f"{name} must be valid UTF-8") from None
-
-
-def is_unicode(value: Any) -> bool:
-    """Whether all texts in a JSON value are valid Unicode: an escape can make half of a surrogate pair."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def encode_word_lists(requests: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:

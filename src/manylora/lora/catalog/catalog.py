@@ -42,6 +42,7 @@ from manylora.lora.text.adapter_text import AdapterTexts
 from manylora.lora.text.adapter_text import OwnText
 from manylora.system.waits import cancel_and_wait
 from manylora.generation.tokenizer import Tokenizer
+from manylora.generation.defaults import GenerationDefaults
 
 
 logger = logging.getLogger("manylora")

@@ -17,10 +17,10 @@ from typing import Any
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.generation.chat_template import FILE as TEMPLATE_FILE
 from manylora.generation.chat_template import ChatTemplate, sources_in
+from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.generation.tokenizer import Tokenizer
 from manylora.lora.bounds import Bounds
 from manylora.lora.formats.safe_open import is_plain, read_small
-from manylora.lora.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
 
 MAX_FILE_BYTES = 2**20  # maximum size of a template, and of settings
 SETTINGS_FILE, GENERATION_FILE = "tokenizer_config.json", "generation_config.json"

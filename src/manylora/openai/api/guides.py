@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from manylora.errors import RequestError
+from manylora.generation.guides import choice_pattern, json_guide
 from manylora.openai.api.errors import FORMAT, ApiError, as_api_error, invalid_value, renamed
 from manylora.openai.api.fields import StructuredOutputs
 from manylora.openai.api.parsing import check_size
 from manylora.openai.api.schema import ChatRequest, GenerationRequest, ResponseFormat
-from manylora.openai.api.tools import json_guide, tool_use
+from manylora.openai.api.tools import tool_use
 from manylora.request import Guide
 
 FORMATS = {  # response_format type -> the engine's guide type, and the field with the text
@@ -22,7 +22,6 @@ FORMATS = {  # response_format type -> the engine's guide type, and the field wi
     "lark_grammar": ("lark_grammar", "lark_grammar"),
     "llguidance": ("llguidance", "grammar"),
 }
-SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$]")
 SOME_SPACE = r"[ \n\t]{0,20}"  # without a limit, small models write nothing else
 ANY_OBJECT = {"type": "object"}
 OF_STRUCTURED = ("json_", "regex", "choice", "grammar", "json_object")
@@ -126,11 +125,6 @@ def _of_schema(schema: str | dict[str, Any], field: str, space: str | None) -> G
     if space is not None:
         schema = {"x-guidance": {"whitespace_pattern": space}, **schema}
     return json_guide(schema)
-
-
-def choice_pattern(texts: Sequence[str]) -> str:
-    """A regular expression that matches each of these texts, and no other."""
-    return "|".join(SPECIAL.sub(r"\\\g<0>", text) for text in texts)
 
 
 def _of_grammar(text: str) -> Guide:

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from manylora.generation.outputs import CompletionOutput, TokenLogprob, from_logits
 from manylora.generation.stream import TextStream
 from manylora.generation.tokenizer import Tokenizer
-from manylora.llmapi.outputs import CompletionOutput
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """logprob: None for the first token of a prompt. top: (token id, log probability), best first. rank: 1
-    for the most probable token; None: unknown.
-    """
-
-    token_id: int
-    logprob: float | None
-    top: tuple[tuple[int, float], ...] = ()
-    rank: int | None = None
 
 
 def output_logprobs(
@@ -128,17 +115,3 @@ def _by_text(one: TokenLogprob, tokenizer: Tokenizer) -> dict[str, float]:
     for token_id, value in one.top:
         found.setdefault(tokenizer.decode([token_id], skip_special_tokens=False), value)
     return found
-
-
-def from_logits(ids: Sequence[int], logits: np.ndarray, top: int) -> list[TokenLogprob]:
-    """logits: [tokens, vocabulary], a row for each id. top: number of alternatives."""
-    tokens = []
-    for token_id, row in zip(ids, logits, strict=False):
-        shifted = row.astype(np.float64) - row.max()
-        log_probs = shifted - np.log(np.exp(shifted).sum())
-        best = np.argpartition(-log_probs, min(top, len(row) - 1))[:top] if top else np.empty(0, int)
-        best = best[np.argsort(-log_probs[best], kind="stable")]
-        alternatives = tuple((int(i), float(log_probs[i])) for i in best)
-        rank = 1 + int((log_probs > log_probs[token_id]).sum())
-        tokens.append(TokenLogprob(token_id, float(log_probs[token_id]), alternatives, rank))
-    return tokens

@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from manylora.config.model import ModelConfig
+from manylora.generation.decoding import Decoding, decoding_of
+from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
+from manylora.generation.sampling import SamplingParams
 from manylora.generation.tokenizer import Tokenizer
-from manylora.llmapi.decoding import Decoding, decoding_of
-from manylora.llmapi.sampling import SamplingParams
-from manylora.lora.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.openai.api.errors import FORMAT, ApiError, context_length, invalid_value, unsupported_field
 from manylora.openai.api.guides import guide_of
 from manylora.openai.api.schema import ChatRequest, CompletionRequest, GenerationRequest
@@ -43,26 +43,6 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How one prompt is continued.
-
-    top: number of alternatives shown per token; None: no log probabilities. prompt_only: max_tokens is 0; the
-    engine generates one token that is not shown. prompt_top: as top, for the prompt's tokens in
-    prompt_logprobs. cache_salt: of `Request`. temperature, top_p: as shown in responses. guide_field: of
-    `Shared`.
-    """
-
-    decoding: Decoding
-    top: int | None
-    prompt_only: bool = False
-    prompt_top: int | None = None
-    cache_salt: str = ""
-    temperature: float = 1.0
-    top_p: float = 1.0
-    guide_field: str = FORMAT
-
-
-@dataclass(frozen=True)
 class Shared:
     """Computed once for all prompts of a body. logit_bias: [vocabulary] float32. guide_field: the field that
     the guide came from.
@@ -87,7 +67,7 @@ def plan(
     limits: Limits,
     shared: Shared | None = None,
     defaults: GenerationDefaults = NO_DEFAULTS,
-) -> Plan:
+) -> Decoding:
     """num_prompt: number of prompt tokens. shared: computed if None. defaults: for fields that the body
     leaves out.
 
@@ -123,9 +103,14 @@ def plan(
         return_generation_logits=bool(top),
         return_context_logits=shows_prompt,
     )
-    salt, shown = body.cache_salt or "", (body.temperature, body.top_p)
-    decoding = replace(decoding, params=params)
-    return Plan(decoding, top, prompt_only, prompt_top, salt, *shown, shared.guide_field)
+    return replace(
+        decoding,
+        params=params,
+        top=top,
+        prompt_top=prompt_top,
+        prompt_only=prompt_only,
+        cache_salt=body.cache_salt or "",
+    )
 
 
 def _sampling_params(body: GenerationRequest, max_tokens: int, top: int | None) -> SamplingParams:
@@ -163,7 +148,7 @@ def _check_samples(body: GenerationRequest, limits: Limits) -> None:
 
 
 def _num_alternatives(body: GenerationRequest) -> int | None:
-    """`Plan.top`."""
+    """`Decoding.top`."""
     if isinstance(body, ChatRequest):
         if body.top_logprobs and not body.logprobs:
             raise invalid_value("top_logprobs needs logprobs true", "top_logprobs")
@@ -174,7 +159,7 @@ def _num_alternatives(body: GenerationRequest) -> int | None:
 def _max_tokens(
     body: GenerationRequest, num_prompt: int, limits: Limits, default: int | None = None
 ) -> tuple[int, bool]:
-    """Number of tokens to generate, and `Plan.prompt_only`. default: None: the API's."""
+    """Number of tokens to generate, and `Decoding.prompt_only`. default: None: the API's."""
     wanted, field = body.max_tokens, "max_tokens"
     left = limits.max_seq_len - num_prompt
     if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:

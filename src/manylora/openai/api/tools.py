@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from manylora.generation.json_schema import closed
-from manylora.llmapi.continuation import overlap
+from manylora.generation.continuation import overlap
+from manylora.generation.guides import closed, json_guide
 from manylora.openai.api.errors import ApiError, invalid_value
 from manylora.openai.api.schema import AllowedToolChoice, AllowedTools, ChatRequest, NamedToolChoice, Tool
 from manylora.request import Guide
@@ -29,10 +29,6 @@ BLOCK = re.compile(f"{TAG}(.*?)(?:{END_TAG}|$)", re.DOTALL)
 
 Calls = list[dict[str, Any]]
 """`tool_calls` of a message."""
-
-
-def json_guide(schema: dict[str, Any]) -> Guide:
-    return Guide("json_schema", json.dumps(schema))
 
 
 @dataclass(frozen=True)

@@ -8,23 +8,47 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
-
-from manylora.errors import AdapterChangedError, AdapterNotCachedError, EngineDeadError
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
+from typing import Any
+from typing import Generic
+from typing import Protocol
+from typing import TypeVar
+from manylora.errors import AdapterChangedError
+from manylora.errors import AdapterNotCachedError
+from manylora.errors import EngineDeadError
 from manylora.lora.catalog.catalog import AdapterCatalog
 from manylora.lora.catalog.entry import Version
 from manylora.lora.catalog.library import task_id_of
 from manylora.lora.catalog.pinning import EnginePins
 from manylora.lora.leases import digest_of_mix
-from manylora.lora.tensors import Adapter, FileAdapter
-from manylora.openai.api.errors import ApiError, as_api_error, invalid_value, unsupported_field
+from manylora.lora.tensors import Adapter
+from manylora.lora.tensors import FileAdapter
+from manylora.openai.api.errors import ApiError
+from manylora.openai.api.errors import as_api_error
+from manylora.openai.api.errors import invalid_value
+from manylora.openai.api.errors import unsupported_field
 from manylora.openai.serving.fairness import FairQueue
 from manylora.openai.serving.history import History
 from manylora.openai.serving.waits import EventQueue
-from manylora.request import AdapterVersion, Event, LoraInput, LoraMix, Request, Sink, mix
-from manylora.stats import CacheMap, EngineStats, Resident
+from manylora.request import AdapterVersion
+from manylora.request import Event
+from manylora.request import LoraInput
+from manylora.request import LoraMix
+from manylora.request import Request
+from manylora.request import Sink
+from manylora.request import mix
+from manylora.stats import CacheMap
+from manylora.stats import EngineStats
+from manylora.stats import Resident
 from manylora.system.waits import engine_answer
+from manylora.generation.generation import Generation
+from manylora.generation.pooled import PooledGeneration
+from manylora.openai.api.errors import FORMAT
+from manylora.openai.api.errors import renamed
+from manylora.openai.serving.waits import Signal
+
 
 logger = logging.getLogger("manylora")
 
@@ -74,35 +98,15 @@ class EngineClient(Protocol):
     async def close(self) -> None: ...
 
 
-class Job(Protocol):
-    """The work of a call: a GenerationState or a PooledState. Belongs to the event loop."""
-
-    error: Exception | None
-    ended: bool
-    request_id: str
-
-    @property
-    def num_sequences(self) -> int: ...
-
-    @property
-    def finished(self) -> bool: ...
-
-    @property
-    def is_complete(self) -> bool: ...
-
-    def request(self, lora: LoraInput | LoraMix | None) -> Request: ...
-
-    def take(self, event: Event) -> None: ...
-
-    def fail(self, error: Exception) -> None: ...
-
-
-JobT = TypeVar("JobT", bound=Job)
+JobT = TypeVar("JobT", Generation, PooledGeneration)
 
 
 @dataclass(eq=False)
 class Call(Generic[JobT]):
     """One generation with its adapter. policy: load_lora_weights. source: "hf" or "nemo", if given.
+
+    changed: set after every change; the calls of one HTTP request share it. guide_field: the field that the
+    guide came from, for errors.
 
     adapters: names and scales; `adapter` is the name in the request. version: of the first adapter. content:
     digest of everything that acts, including the scales of several adapters; empty: the base model. follow:
@@ -110,11 +114,13 @@ class Call(Generic[JobT]):
     """
 
     generation: JobT
+    changed: Signal
     adapter: str | None = None
     policy: str = "auto"
     source: str | None = None
     adapters: tuple[tuple[str, float], ...] = ()
     follow: bool = False
+    guide_field: str = FORMAT
     version: Version | None = None
     content: str = ""
     lora: LoraInput | LoraMix | None = None
@@ -123,6 +129,22 @@ class Call(Generic[JobT]):
     arrived: float = field(default_factory=time.monotonic)
     sent: float = 0.0  # when it was last submitted to the engine
     task: asyncio.Task[None] | None = None
+
+    @property
+    def error(self) -> ApiError | None:
+        """Why it failed."""
+        error = self.generation.error
+        return None if error is None else renamed(as_api_error(error), {FORMAT: self.guide_field})
+
+    def take(self, event: Event) -> None:
+        finished = self.generation.finished
+        self.generation.take(event)
+        if not finished:
+            self.changed.set()
+
+    def fail(self, error: Exception) -> None:
+        self.generation.fail(error)
+        self.changed.set()
 
 
 class Backend:
@@ -176,7 +198,7 @@ class Backend:
     async def close(self) -> None:
         """Cancel all calls, and close the engine."""
         for call in list(self._open):
-            call.generation.fail(ApiError(503, "stopping", "The server is stopping", retry_after=5))
+            call.fail(ApiError(503, "stopping", "The server is stopping", retry_after=5))
             self.cancel(call)
         await self.engine.close()
 
@@ -235,13 +257,13 @@ class Backend:
         except asyncio.CancelledError:
             if call.ticket is not None and not generation.ended:
                 self.engine.cancel(call.ticket)
-            generation.fail(ApiError(499, "cancelled", "The request was cancelled"))
+            call.fail(ApiError(499, "cancelled", "The request was cancelled"))
             raise
         except Exception as error:
             known = as_api_error(error, call.adapter or "")
             if known.code == "internal_error":
                 logger.exception("request %s failed", generation.request_id)
-            generation.fail(known)
+            call.fail(known)
         finally:
             self._open.discard(call)
 
@@ -330,7 +352,7 @@ class Backend:
                 self._take_one(call, event)
             except Exception as error:
                 logger.exception("making the text of request %s failed", call.generation.request_id)
-                call.generation.fail(as_api_error(error))
+                call.fail(as_api_error(error))
                 self.engine.cancel(call.ticket or 0)
 
     def _take_one(self, call: Call[Any], event: Event) -> None:
@@ -352,12 +374,12 @@ class Backend:
         if alone and call.version is not None and not event.versions:  # the engine does not count versions
             told = AdapterVersion(call.version.name, call.version.number, call.version.digest)
             event = replace(event, versions=(told,))
-        generation.take(event)
+        call.take(event)
         if event.last:
             if not answered.done():
                 answered.set_result(None)
         # Ended by a stop text, which the engine does not know.
-        elif generation.is_complete and call.ticket is not None:
+        elif generation.complete and call.ticket is not None:
             self.engine.cancel(call.ticket)
 
     def _arrived(self, call: Call[Any]) -> None:

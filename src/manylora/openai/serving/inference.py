@@ -14,8 +14,10 @@ from starlette.responses import JSONResponse, Response
 
 from manylora.config.model import ModelConfig
 from manylora.errors import RequestError
+from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
+from manylora.generation.generation import Generation
+from manylora.generation.pooled import PooledGeneration
 from manylora.generation.tokenizer import Tokenizer
-from manylora.lora.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.openai.api.adapter_choice import AdapterChoice, choose_adapter
 from manylora.openai.api.errors import ApiError, as_api_error, invalid_value, unsupported_field
 from manylora.openai.api.params import Limits, Shared, plan, shared_of
@@ -28,9 +30,7 @@ from manylora.openai.api.schema import (
 )
 from manylora.openai.api.tools import tool_use
 from manylora.openai.serving.backend import Backend, Call
-from manylora.openai.serving.generation import GenerationState
 from manylora.openai.serving.keys import ApiKey
-from manylora.openai.serving.pooled_state import PooledState
 from manylora.openai.serving.prompts import ChatPrompt, Prompts
 from manylora.openai.serving.responses import (
     ChatResponse,
@@ -198,22 +198,23 @@ class Inference:
     async def _generate_two(self, name: str | None) -> None:
         body = CompletionRequest.model_validate({"prompt": "a", "max_tokens": 2, "temperature": 0.0})
         asked = ResolvedRequest(AdapterChoice(name=name), self.prompts)
-        await self._try_out(self._call(body, tuple(self.tokenizer.encode("a")), asked, Signal(), "health"))
+        prompt, shared = tuple(self.tokenizer.encode("a")), shared_of(body, self.limits)
+        await self._try_out(self._call(body, prompt, asked, Signal(), "health", shared))
 
     async def _compute_one(self, name: str | None) -> None:
-        state = PooledState(tuple(self.tokenizer.encode("a")), Pooling(), "health", Signal())
+        state = PooledGeneration(tuple(self.tokenizer.encode("a")), Pooling(), "health")
         choice = AdapterChoice(name=name)
-        await self._try_out(Call(state, choice.name, adapters=choice.adapters))
+        await self._try_out(Call(state, Signal(), choice.name, adapters=choice.adapters))
 
     async def _try_out(self, call: Call[Any]) -> None:
         self.backend.submit(call)
         try:
             while not call.generation.finished:
-                await call.generation.changed.wait()
+                await call.changed.wait()
         finally:
             self.backend.cancel(call)
-        if call.generation.error is not None:
-            raise as_api_error(call.generation.error)
+        if call.error is not None:
+            raise call.error
 
     def _check_count(self, count: int) -> None:
         if count > self.limits.max_sequences:
@@ -299,22 +300,30 @@ class Inference:
         asked: ResolvedRequest,
         changed: Signal,
         request_id: str,
-        shared: Shared | None = None,
-    ) -> Call[GenerationState]:
+        shared: Shared,
+    ) -> Call[Generation]:
         try:
-            planned = plan(
+            decoding = plan(
                 body, len(prompt), asked.tokenizer, self.model, self.limits, shared, asked.defaults
             )
         except (ValueError, RequestError) as error:
             raise as_api_error(error) from error
-        generation = GenerationState(prompt, planned, body.stream, asked.tokenizer, request_id, changed)
-        choice, follow = asked.choice, body.lora_version == "follow"
-        return Call(generation, choice.name, body.load_lora_weights, choice.source, choice.adapters, follow)
+        choice = asked.choice
+        return Call(
+            Generation(prompt, decoding, asked.tokenizer, body.stream, request_id),
+            changed,
+            choice.name,
+            body.load_lora_weights,
+            choice.source,
+            choice.adapters,
+            follow=body.lora_version == "follow",
+            guide_field=shared.guide_field,
+        )
 
     def _response_builder(
         self,
         body: GenerationRequest,
-        calls: Sequence[Call[GenerationState]],
+        calls: Sequence[Call[Generation]],
         asked: ResolvedRequest,
         texts: Sequence[str],
         name: str,
@@ -333,15 +342,15 @@ class Inference:
         if build is not None:
             return build(*arguments, shown)
         if isinstance(body, CompletionRequest) and body.echo:
-            return CompletionResponse(*arguments, shown, echoes=_echoes(body, generations))
+            return CompletionResponse(*arguments, shown, echoes=_echoes(body, generations, asked.tokenizer))
         return CompletionResponse(*arguments, shown)
 
 
-def _echoes(body: CompletionRequest, generations: Sequence[GenerationState]) -> list[Echo]:
+def _echoes(body: CompletionRequest, generations: Sequence[Generation], tokenizer: Tokenizer) -> list[Echo]:
     """For each prompt, the text to return before the output."""
     found = []
     for given, generation in zip(_prompts(body.prompt), generations, strict=True):
-        ids, cut, tokenizer = generation.prompt, body.truncate_prompt_tokens, generation.tokenizer
+        ids, cut = generation.prompt, body.truncate_prompt_tokens
         if isinstance(given, str) and (cut is None or len(ids) < cut):
             added = tokenizer.encode("") if body.add_special_tokens else []
             found.append(Echo(given, next((i for i, one in enumerate(added) if one != ids[i]), len(added))))

@@ -14,14 +14,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from manylora.config.pooling import PoolingSettings
-from manylora.llmapi.outputs import (
+from manylora.generation.pooled import (
+    PooledGeneration,
     PoolingParams,
     check_dimensions,
     embedding,
+    pair_score,
+    pair_up,
+    pooling_of,
     probabilities,
     similarity,
 )
-from manylora.llmapi.pooled import pair_score, pair_up, pooling_of
 from manylora.openai.api.errors import ApiError, context_length, invalid_value
 from manylora.openai.api.pooled_request import (
     ClassifyRequest,
@@ -34,7 +37,6 @@ from manylora.openai.api.pooled_request import (
 from manylora.openai.serving.backend import Call
 from manylora.openai.serving.inference import Inference, ResolvedRequest
 from manylora.openai.serving.keys import ApiKey
-from manylora.openai.serving.pooled_state import PooledState
 from manylora.openai.serving.running_calls import RunningCalls
 from manylora.openai.serving.transport import name_of
 from manylora.openai.serving.waits import Signal
@@ -232,7 +234,8 @@ class PooledApi:
         changed, name = Signal(), name_of(request, body.request_id)
         calls = [
             Call(
-                PooledState(ids, pooling, f"{name}-{number}", changed, body.cache_salt or ""),
+                PooledGeneration(ids, pooling, f"{name}-{number}", body.cache_salt or ""),
+                changed,
                 choice.name,
                 body.load_lora_weights,
                 choice.source,

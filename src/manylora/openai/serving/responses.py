@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from manylora.generation.generation import Generation
+from manylora.generation.outputs import CompletionOutput
 from manylora.generation.tokenizer import Tokenizer
-from manylora.llmapi.outputs import CompletionOutput
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.logprobs import (
     TextOffsets,
@@ -22,7 +23,6 @@ from manylora.openai.api.logprobs import (
     ranked_logprobs,
 )
 from manylora.openai.api.tools import Calls, ToolCallParser, ToolUse
-from manylora.openai.serving.generation import GenerationState
 
 DONE = b"data: [DONE]\n\n"
 
@@ -59,7 +59,7 @@ class ResponseBuilder:
 
     def __init__(
         self,
-        generations: Sequence[GenerationState],
+        generations: Sequence[Generation],
         n: int,
         model: str,
         fingerprint: str,
@@ -80,10 +80,10 @@ class ResponseBuilder:
         choices, num_output = [], 0
         for number, generation in enumerate(self.generations):
             for output in generation.report():
-                num_output += 0 if generation.plan.prompt_only else output.length
+                num_output += 0 if generation.decoding.prompt_only else output.length
                 choice = self._choice(generation, output)
                 if self._shown.token_ids:
-                    choice["token_ids"] = [] if generation.plan.prompt_only else output.token_ids
+                    choice["token_ids"] = [] if generation.decoding.prompt_only else output.token_ids
                 choice |= _versions(output)
                 choices.append({"index": number * self._n + output.index, **_ending(output), **choice})
         return self._envelope(self.object, choices) | {"usage": self._usage(num_output)}
@@ -109,7 +109,7 @@ class ResponseBuilder:
                         self._tokens_sent[index] = len(output.token_ids)
                         chunks.append(self._event(self._text_delta(index, encode(text))))
                     continue
-                report = output.report(at, generation.plan.decoding.logprobs, False)
+                report = output.report(at, generation.decoding.logprobs, False)
                 if self._has_output(generation, report):
                     chunks += self._chunk(index, generation, report)
         return "".join(chunks).encode()
@@ -127,29 +127,29 @@ class ResponseBuilder:
         """Events that end a failed stream."""
         return error.event() + DONE
 
-    def _is_text_only(self, generation: GenerationState) -> bool:
+    def _is_text_only(self, generation: Generation) -> bool:
         """Whether all chunks of a choice except the last contain only text."""
-        plain = generation.plan.top is None and not self._shown.token_ids
-        return plain and not generation.plan.prompt_only
+        plain = generation.decoding.top is None and not self._shown.token_ids
+        return plain and not generation.decoding.prompt_only
 
     def _text_delta(self, index: int, text: str) -> str:
         """A choice with only text, as JSON. text: encoded as JSON."""
         raise NotImplementedError
 
-    def _has_output(self, generation: GenerationState, output: CompletionOutput) -> bool:
+    def _has_output(self, generation: Generation, output: CompletionOutput) -> bool:
         if output.finish_reason is not None or output.text_diff:
             return True
-        counted = generation.plan.top is not None or self._shown.token_ids
+        counted = generation.decoding.top is not None or self._shown.token_ids
         return bool(counted and output.token_ids_diff)
 
-    def _chunk(self, index: int, generation: GenerationState, output: CompletionOutput) -> list[str]:
+    def _chunk(self, index: int, generation: Generation, output: CompletionOutput) -> list[str]:
         start = self._tokens_sent.get(index, 0)
         self._tokens_sent[index] = output.length
         if output.finish_reason is not None:
             self._ended.add(index)
         deltas = self._deltas(index, generation, output, start)
         if self._shown.token_ids:
-            deltas[-1]["token_ids"] = [] if generation.plan.prompt_only else output.token_ids[start:]
+            deltas[-1]["token_ids"] = [] if generation.decoding.prompt_only else output.token_ids[start:]
         if output.finish_reason is not None and deltas:
             deltas[-1] |= _versions(output)
         return [self._choice_event({"index": index, **delta}) for delta in deltas]
@@ -166,12 +166,12 @@ class ResponseBuilder:
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, **self._common, "choices": choices}
 
-    def _of_prompt(self, generation: GenerationState) -> dict[str, Any]:
+    def _of_prompt(self, generation: Generation) -> dict[str, Any]:
         """Fields about the prompt in a complete response."""
         found: dict[str, Any] = {}
         if self._shown.token_ids:
             found["prompt_token_ids"] = generation.prompt
-        top, logits = generation.plan.prompt_top, generation.context_logits
+        top, logits = generation.decoding.prompt_top, generation.context_logits
         if top is not None and logits is not None:
             found["prompt_logprobs"] = ranked_logprobs(generation.prompt, logits, top, self._tokenizer)
         return found
@@ -184,11 +184,11 @@ class ResponseBuilder:
             "total_tokens": num_prompt + num_output,
         }
 
-    def _choice(self, generation: GenerationState, output: CompletionOutput) -> dict[str, Any]:
+    def _choice(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
         raise NotImplementedError
 
     def _deltas(
-        self, index: int, generation: GenerationState, output: CompletionOutput, start: int
+        self, index: int, generation: Generation, output: CompletionOutput, start: int
     ) -> list[dict[str, Any]]:
         """The new deltas of a choice: none, one or several. start: tokens that were already sent."""
         raise NotImplementedError
@@ -220,13 +220,13 @@ class ChatResponse(ResponseBuilder):
             for index in range(count)
         ).encode()
 
-    def _is_text_only(self, generation: GenerationState) -> bool:
+    def _is_text_only(self, generation: Generation) -> bool:
         return self._use is None and super()._is_text_only(generation)
 
     def _text_delta(self, index: int, text: str) -> str:
         return f'{{"index":{index},"delta":{{"content":{text}}},"logprobs":null,"finish_reason":null}}'
 
-    def _choice(self, generation: GenerationState, output: CompletionOutput) -> dict[str, Any]:
+    def _choice(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
         choice: dict[str, Any] = {"message": message, "logprobs": self._logprobs(generation, output, 0)}
         if self._use is not None:
@@ -239,7 +239,7 @@ class ChatResponse(ResponseBuilder):
         return choice
 
     def _deltas(
-        self, index: int, generation: GenerationState, output: CompletionOutput, start: int
+        self, index: int, generation: Generation, output: CompletionOutput, start: int
     ) -> list[dict[str, Any]]:
         log_probs = {"logprobs": self._logprobs(generation, output, start)}
         no_calls: Calls = []
@@ -261,9 +261,9 @@ class ChatResponse(ResponseBuilder):
         return [{"delta": {"content": content} if content else {}, **log_probs, **ending}]
 
     def _logprobs(
-        self, generation: GenerationState, output: CompletionOutput, start: int
+        self, generation: Generation, output: CompletionOutput, start: int
     ) -> dict[str, Any] | None:
-        top = generation.plan.top
+        top = generation.decoding.top
         if top is None:
             return None
         found = output_logprobs(output, generation.alternatives(output.index), start)
@@ -298,47 +298,47 @@ class CompletionResponse(ResponseBuilder):
     def _text_delta(self, index: int, text: str) -> str:
         return f'{{"index":{index},"text":{text},"logprobs":null,"finish_reason":null}}'
 
-    def _echo(self, generation: GenerationState) -> Echo:
+    def _echo(self, generation: Generation) -> Echo:
         return self._echoes.get(generation, Echo(""))
 
-    def _choice(self, generation: GenerationState, output: CompletionOutput) -> dict[str, Any]:
-        text = self._echo(generation).text + ("" if generation.plan.prompt_only else output.text)
+    def _choice(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
+        text = self._echo(generation).text + ("" if generation.decoding.prompt_only else output.text)
         log_probs = self._prompt_logprobs(generation)
-        if generation.plan.top is not None and not generation.plan.prompt_only:
+        if generation.decoding.top is not None and not generation.decoding.prompt_only:
             offsets = self._offsets_of(generation)
             log_probs = joined(log_probs, self._logprobs(generation, output, 0, offsets))
         return {"text": text, "logprobs": log_probs, **self._of_prompt(generation)}
 
     def _deltas(
-        self, index: int, generation: GenerationState, output: CompletionOutput, start: int
+        self, index: int, generation: Generation, output: CompletionOutput, start: int
     ) -> list[dict[str, Any]]:
         delta: dict[str, Any] = {"text": "", "logprobs": None, **_ending(output)}
         if self._shown.token_ids and start == 0:
             delta["prompt_token_ids"] = generation.prompt
-        if not generation.plan.prompt_only:
+        if not generation.decoding.prompt_only:
             offsets = self._offsets.setdefault(index, self._offsets_of(generation))
             log_probs = self._logprobs(generation, output, start, offsets)
             delta |= {"text": output.text_diff, "logprobs": log_probs}
         return [delta]
 
     def _logprobs(
-        self, generation: GenerationState, output: CompletionOutput, start: int, offsets: TextOffsets
+        self, generation: Generation, output: CompletionOutput, start: int, offsets: TextOffsets
     ) -> dict[str, Any] | None:
         """For the output's tokens from `start` on."""
-        top = generation.plan.top
+        top = generation.decoding.top
         if top is None:
             return None
         found = output_logprobs(output, generation.alternatives(output.index), start)
         return completion_logprobs(found, self._tokenizer, top, offsets)
 
-    def _offsets_of(self, generation: GenerationState) -> TextOffsets:
+    def _offsets_of(self, generation: Generation) -> TextOffsets:
         """For the tokens of an output, whose text may omit special tokens."""
-        skips = generation.plan.decoding.rules.skip_special_tokens
+        skips = generation.decoding.rules.skip_special_tokens
         return TextOffsets(self._tokenizer.stream(skips), len(self._echo(generation).text))
 
-    def _prompt_logprobs(self, generation: GenerationState) -> dict[str, Any] | None:
+    def _prompt_logprobs(self, generation: Generation) -> dict[str, Any] | None:
         """For the prompt's tokens, if it is echoed."""
-        top, logits = generation.plan.top, generation.context_logits
+        top, logits = generation.decoding.top, generation.context_logits
         if top is None or logits is None or generation not in self._echoes:
             return None
         found = prompt_logprobs(generation.prompt, logits, top)

@@ -217,7 +217,7 @@ class ResponsesAnswer(ChatResponse):
 
     def _response(self, status: str, usage: dict[str, Any] | None = None) -> dict[str, Any]:
         asked = self._asked
-        sampled = self.generations[0].plan if self.generations else asked
+        params, given = self.generations[0].decoding.params, asked.model_fields_set
         now = int(time.time())
         versions = {"lora_versions": self._versions} if self._versions else {}
         return versions | {
@@ -244,12 +244,12 @@ class ResponsesAnswer(ChatResponse):
             "safety_identifier": asked.safety_identifier,
             "service_tier": "default",
             "store": False,
-            "temperature": sampled.temperature,
+            "temperature": asked.temperature if "temperature" in given else params.temperature,
             "text": _text_config(asked),
             "tool_choice": asked.tool_choice,
             "tools": [_tool(one) for one in asked.tools],
             "top_logprobs": asked.top_logprobs,
-            "top_p": sampled.top_p,
+            "top_p": asked.top_p if "top_p" in given else params.top_p,
             "truncation": asked.truncation,
             "user": asked.user,
         }

@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from manylora.openai.api.errors import ApiError, as_api_error, client_left
+from manylora.openai.api.errors import ApiError, client_left
 from manylora.openai.serving.backend import Backend, Call
 from manylora.openai.serving.responses import ResponseBuilder
 from manylora.openai.serving.transport import watch
@@ -79,8 +79,8 @@ class RunningCalls:
         if self._disconnected:
             raise client_left()
         for call in self._calls:
-            if call.generation.error is not None:
-                raise as_api_error(call.generation.error)
+            if call.error is not None:
+                raise call.error
 
     def _set_disconnected(self) -> None:
         self._disconnected = True

@@ -1,4 +1,6 @@
-"""Continuation: one growing output. Turns tokens into text and applies the stop rules."""
+"""Continuation: one growing output. Turns tokens into text and applies the stop rules. StopTexts finds texts
+that end an output, for every entry point.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,35 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from manylora.generation.decoding import StopRules
+from manylora.generation.outputs import CompletionOutput, Logprob, LoraVersion
 from manylora.generation.tokenizer import Tokenizer
-from manylora.llmapi.decoding import StopRules
-from manylora.llmapi.outputs import CompletionOutput, Logprob, LoraVersion
 from manylora.request import AdapterVersion, FinishReason
+
+
+class StopTexts:
+    """Texts that end an output wherever they appear. Empty ones are ignored."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts = [text for text in texts if text]
+        self.longest = max(map(len, self._texts), default=0)
+
+    def __bool__(self) -> bool:
+        return bool(self._texts)
+
+    def find(self, text: str, start: int = 0) -> list[tuple[int, str]]:
+        """The first place of each text in text[start:]: (index in `text`, the stop text), if it is there."""
+        return [(at, word) for word in self._texts if (at := text.find(word, start)) >= 0]
+
+    def begun(self, text: str, start: int = 0) -> int:
+        """How many characters at the end of text[start:] may be the beginning of one of them."""
+        return max((overlap(text, word, start) for word in self._texts), default=0)
+
+
+def overlap(text: str, word: str, start: int = 0) -> int:
+    """Length of the longest proper prefix of `word` that text[start:] ends with."""
+    longest = min(len(word) - 1, len(text) - start)
+    return next((n for n in range(longest, 0, -1) if text.endswith(word[:n])), 0)
 
 
 class Continuation:
@@ -20,7 +47,7 @@ class Continuation:
     """
 
     def __init__(self, rules: StopRules, tokenizer: Tokenizer | None) -> None:
-        self._rules = rules
+        self._rules, self._stops = rules, StopTexts(rules.texts)
         decode = rules.detokenize or rules.texts
         self._stream = tokenizer.stream(rules.skip_special_tokens) if tokenizer and decode else None
         self._text = ""
@@ -56,14 +83,14 @@ class Continuation:
                 self._end(start, FinishReason.STOP, self._rules.ids.get(token))
                 return
             self._append(token, log_probs, i)
-            if self._rules.texts:
+            if self._stops:
                 self._add_text(start, final=False)
                 start = len(self.token_ids)
                 if self._find_stop():
                     return
         if finish is not None:
             self._end(start, finish, None)
-        elif not self._rules.texts:
+        elif not self._stops:
             self._add_text(start, final=False)
 
     def report(self, index: int, log_probs: bool, cumulative: bool) -> CompletionOutput:
@@ -130,30 +157,23 @@ class Continuation:
         if self._stream is None:
             return
         self._text += self._stream.add(self.token_ids[start:], final)
-        if not self._rules.texts:
+        if not self._stops:
             self._safe = len(self._text)
 
     def _find_stop(self) -> bool:
         """End the output at the first stop text. Without one, mark text that cannot belong to a stop text as
         safe.
         """
-        texts = self._rules.texts
         if len(self.token_ids) < self._rules.min_tokens:
             self._search_from = self._safe = len(self._text)
             return False
         first = max(self._search_from, self._safe)
-        found = [(at, text) for text in texts if (at := self._text.find(text, first)) >= 0]
+        found = self._stops.find(self._text, first)
         if not found:
-            self._safe = len(self._text) - max((overlap(self._text, t, first) for t in texts), default=0)
+            self._safe = len(self._text) - self._stops.begun(self._text, first)
             return False
         at, text = min(found)
         self._text = self._text[: at + len(text) if self._rules.include else at]
         self._safe = len(self._text)
         self.finish_reason, self.stop_reason = FinishReason.STOP, text
         return True
-
-
-def overlap(text: str, word: str, start: int = 0) -> int:
-    """Length of the longest proper prefix of `word` that text[start:] ends with."""
-    longest = min(len(word) - 1, len(text) - start)
-    return next((n for n in range(longest, 0, -1) if text.endswith(word[:n])), 0)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from manylora.request import MOST, MOST_FLOAT, Guide
-from manylora.wire.texts import is_unicode
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,15 @@ class GuidedDecodingParams:
         if make is None:
             raise ValueError(f"json must be a schema or a pydantic model, got {self.json!r:.80}")
         return make()
+
+
+def is_unicode(value: Any) -> bool:
+    """Whether all texts in a JSON value are valid Unicode: an escape can make half of a surrogate pair."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 # Fields that are not implemented, and the values that are accepted.

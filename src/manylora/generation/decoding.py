@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from manylora import request as engine
+from manylora.generation.defaults import GenerationDefaults
+from manylora.generation.sampling import SamplingParams
 from manylora.generation.tokenizer import Tokenizer
-from manylora.llmapi.sampling import SamplingParams
-from manylora.lora.text.generation_defaults import GenerationDefaults
 
 # Fields with the same name and meaning in both classes are copied; None leaves the engine's default.
 CONVERTED_FIELDS = {"end_id", "top_k", "top_p", "early_stopping"}
@@ -41,12 +41,21 @@ class StopRules:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How one prompt is continued. n: number of outputs to return, out of the engine's num_results."""
+    """How one prompt is continued. n: number of outputs to return, out of the engine's num_results.
+
+    top: number of alternatives to return per token, from logits; None: no log probabilities. prompt_top: the
+    same for tokens of the prompt. prompt_only: only the prompt is wanted; the engine generates one token that
+    is not shown. cache_salt: as in `Request`.
+    """
 
     params: engine.SamplingConfig
     rules: StopRules
     n: int
     logprobs: bool
+    top: int | None = None
+    prompt_top: int | None = None
+    prompt_only: bool = False
+    cache_salt: str = ""
 
     @property
     def num_results(self) -> int:

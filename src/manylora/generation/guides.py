@@ -1,11 +1,13 @@
-"""Closes objects in a JSON schema, and limits its numbers, for guided decoding. Otherwise a model could
-invent keys, or write digits without end.
-"""
+"""Constraints on an output: JSON schemas as a model should follow them, and choices of texts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from manylora.request import Guide
 
 # Where a schema contains other schemas: by name, in a list, single.
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
@@ -17,13 +19,15 @@ DECIDED = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 LARGEST = {"number": 10**15, "integer": 9 * 10**18}  # 64 bits hold any such integer
 SMALLEST = 1e-9  # nine decimals
+SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$]")  # characters of a regular expression
 MOST_NUMBERS = 100  # each takes a millisecond or two to compile
 COARSE = 1e-6  # finer bounds may need more decimals
 
 
 def closed(schema: Any) -> Any:
-    """The same schema, in which an object with `properties` allows no other keys unless it says so, and a
-    number is at most LARGEST and a multiple of SMALLEST, where it has no bounds of its own.
+    """The same schema, so that a model cannot invent keys or write digits without end: an object with
+    `properties` allows no other keys unless it says so, and a number is at most LARGEST and a multiple of
+    SMALLEST, where it has no bounds of its own.
 
     In a schema that combines several objects (a keyword of COMBINING beside `properties`, or `allOf` with
     more than one) objects stay open: a key that is unknown to one part may belong to another. More than
@@ -87,3 +91,12 @@ def _combines(schema: Any) -> bool:
     for name in MAPS:
         inner += schema[name].values() if isinstance(schema.get(name), Mapping) else []
     return any(_combines(one) for one in inner)
+
+
+def json_guide(schema: dict[str, Any]) -> Guide:
+    return Guide("json_schema", json.dumps(schema))
+
+
+def choice_pattern(texts: Sequence[str]) -> str:
+    """A regular expression that matches each of these texts, and no other."""
+    return "|".join(SPECIAL.sub(r"\\\g<0>", text) for text in texts)

@@ -30,12 +30,11 @@ from manylora.wire.server_types import ServerRequest
 from manylora.wire.shape_guard import read_inputs
 from manylora.generation.decoding import with_defaults
 from manylora.generation.sampling import SamplingParams
+from manylora.generation.sampling import parameters_of
 
 
 PREFIX = "sampling_param_"
-FIELDS = (
-    "best_of", "temperature", "top_k", "top_p", "frequency_penalty", "presence_penalty", "max_tokens", "seed",
-)  # fmt: skip
+FIELDS = ("best_of", "max_tokens", *(one.name for one in parameters_of("llmapi")))
 ALONE = ("lora_id", "lora_name", "lora_path", "lora_ckpt_source")  # inputs that name one adapter
 MAX_SAMPLES = 128
 EXTRAS = ("return_finish_reason", "return_stop_reason", "return_cumulative_logprob")

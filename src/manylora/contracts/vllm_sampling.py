@@ -12,7 +12,7 @@ from manylora.contracts.tensors import named_mix, read_json
 from manylora.errors import RequestError
 from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.generation.guides import choice_pattern
-from manylora.generation.sampling import GuidedDecodingParams, SamplingParams, is_unicode
+from manylora.generation.sampling import GuidedDecodingParams, SamplingParams, is_unicode, parameters_of
 from manylora.request import MOST, MOST_FLOAT, LoraInput, LoraMix
 from manylora.wire.client_errors import ADAPTER, SERVERS_OWN, adapter_hint
 
@@ -99,13 +99,12 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 WHOLE, NUMBER, FLAG = (_whole, "a whole number"), (_number, "a number"), (_flag, "true or false")
+READERS = {int: WHOLE, float: NUMBER, bool: FLAG}
 TEXTS, IDS = (_texts, "a text or a list of texts"), (_ids, "a list of token ids")
 OBJECT = (_object, "an object, or its JSON as text")
 TAKEN: dict[str, tuple[Callable[[Any], Any], str]] = {
-    **dict.fromkeys(("n", "best_of", "top_k", "seed", "max_tokens", "min_tokens", "logprobs"), WHOLE),
-    "truncate_prompt_tokens": WHOLE,
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), NUMBER),
-    **dict.fromkeys(("temperature", "top_p", "min_p"), NUMBER),
+    **{one.name: READERS[one.kind] for one in parameters_of("vllm")},
+    **dict.fromkeys(("n", "best_of", "max_tokens", "logprobs", "truncate_prompt_tokens"), WHOLE),
     **dict.fromkeys(("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"), FLAG),
     **dict.fromkeys(("stop", "bad_words"), TEXTS),
     **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), IDS),

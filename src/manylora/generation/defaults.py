@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
+from manylora.generation.sampling import Parameter, parameters_of
+
 MAX_END_IDS, MAX_STOP_IDS = 64, 64
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
 MAX_COUNT = 2**31 - 1
 # Fields of a request, by transformers' names and by their own.
 FIELDS = {
-    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
-    **{name: name for name in ("presence_penalty", "frequency_penalty", "stop", "stop_token_ids")},
+    **{one.name: one.name for one in parameters_of("files")},
+    **{name: name for name in ("stop", "stop_token_ids", "max_tokens")},
     "stop_strings": "stop",
     "min_new_tokens": "min_tokens",
-    "min_tokens": "min_tokens",
     "max_new_tokens": "max_tokens",
-    "max_tokens": "max_tokens",
 }
 # Fields about beams, files, speed or returned values. max_length was replaced by max_new_tokens.
 NEUTRAL = {
@@ -39,8 +39,7 @@ OFF_AT_ONE = {
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """fields: the ones that are set among temperature, top_p, top_k (-1: all), min_p, repetition_penalty,
-    presence_penalty, frequency_penalty, min_tokens, stop (texts) and stop_token_ids. max_tokens: new tokens;
+    """fields: the ones that are set, of PARAMETERS, stop (texts) and stop_token_ids. max_tokens: new tokens;
     None: the usual default. end_ids: end tokens, instead of the model's; None: the model's.
     """
 
@@ -103,6 +102,13 @@ def _count(least: int) -> _Rule:
     return _Rule(lambda v: type(v) is int and least <= v <= MAX_COUNT, f"a whole number of at least {least}")
 
 
+def _rule(parameter: Parameter) -> _Rule:
+    least, most = parameter.least or 0, parameter.most or 0
+    if parameter.kind is bool:
+        return _Rule(lambda value: isinstance(value, bool), "true or false")
+    return _count(int(least)) if parameter.kind is int else _number(least, most)
+
+
 def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(one) is int and 0 <= one <= MAX_COUNT for one in value)
 
@@ -114,14 +120,7 @@ def _are_texts(value: Any) -> bool:
 
 
 RULES = {
-    "temperature": _number(0, 100),
-    "top_p": _number(0, 1),
-    "top_k": _count(-1),
-    "min_p": _number(0, 1),
-    "repetition_penalty": _number(0.001, 100),
-    "presence_penalty": _number(-2, 2),
-    "frequency_penalty": _number(-2, 2),
-    "min_tokens": _count(0),
+    **{one.name: _rule(one) for one in parameters_of("files")},
     "max_tokens": _count(0),
     "stop": _Rule(
         lambda v: _are_texts(v) and len(v) <= MAX_STOPS,

@@ -1,4 +1,6 @@
-"""SamplingParams and GuidedDecodingParams of the LLM API, with TensorRT-LLM's fields."""
+"""Sampling parameters: PARAMETERS, the table that every entry point reads its names from; SamplingParams and
+GuidedDecodingParams, with TensorRT-LLM's fields.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,74 @@ from typing import Any
 import numpy as np
 
 from manylora.request import MOST, MOST_FLOAT, Guide
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A sampling parameter that is a single value, and what each entry point calls it.
+
+    name:     field of SamplingConfig and of SamplingParams; key in HTTP bodies, in `sampling_parameters` of
+              `vllm_model` and in an adapter's generation_config.json; input sampling_param_NAME of `llmapi`.
+    default, least, most: in HTTP bodies. The bounds apply to generation_config.json, too.
+    tensor:   input of `tensorrt_llm`; empty: name.
+    text:     input of `tensorrt_llm_bls` and of the ensemble; empty: name.
+    option:   key of Ollama's options; empty: name. option_default: Ollama's default; None: default.
+    anthropic_most: largest value in Anthropic's API; None: most.
+    without:  entry points that do not take it, of ENTRY_POINTS.
+    """
+
+    name: str
+    kind: type[bool] | type[int] | type[float]
+    default: bool | float | None = None
+    least: float | None = None
+    most: float | None = None
+    tensor: str = ""
+    text: str = ""
+    option: str = ""
+    option_default: float | None = None
+    anthropic_most: float | None = None
+    without: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for names in ("tensor", "text", "option"):
+            object.__setattr__(self, names, getattr(self, names) or self.name)
+
+
+ENTRY_POINTS = ("bls", "llmapi", "vllm", "http", "ollama", "anthropic", "files")
+"""Of PARAMETERS. LLM and `tensorrt_llm` take all. files: generation_config.json of models and adapters."""
+NOT_BLS = ("llmapi", "vllm", "http", "ollama", "anthropic", "files")
+PARAMETERS = (
+    Parameter("temperature", float, 1.0, 0, 100, option_default=0.8, anthropic_most=1),
+    Parameter("top_p", float, 1.0, 0, 1, "runtime_top_p", option_default=0.9),
+    Parameter("top_k", int, -1, -1, MOST, "runtime_top_k", option_default=40),
+    Parameter("min_p", float, 0.0, 0, 1, without=("bls", "llmapi", "anthropic")),
+    Parameter("use_drafts", bool, True, without=("bls", "llmapi", "vllm", "ollama", "anthropic", "files")),
+    Parameter(
+        "repetition_penalty", float, 1.0, 0.001, 100, option="repeat_penalty", without=("llmapi", "anthropic")
+    ),
+    Parameter("presence_penalty", float, 0.0, -2, 2, without=("anthropic",)),
+    Parameter("frequency_penalty", float, 0.0, -2, 2, without=("anthropic",)),
+    Parameter(
+        "min_tokens", int, 0, 0, MOST, "min_length", "min_length", without=("llmapi", "ollama", "anthropic")
+    ),
+    Parameter(
+        "seed", int, None, -(2**63), 2**64 - 1, "random_seed", "random_seed",
+        without=("ollama", "anthropic", "files"),
+    ),
+    # For these there is no usual name elsewhere.
+    Parameter("prompt_ignore_length", int, without=NOT_BLS),
+    Parameter("length_penalty", float, tensor="len_penalty", without=NOT_BLS),
+    Parameter("top_p_min", float, tensor="runtime_top_p_min", without=ENTRY_POINTS),
+    Parameter("top_p_decay", float, tensor="runtime_top_p_decay", without=ENTRY_POINTS),
+    Parameter("early_stopping", bool, without=ENTRY_POINTS),
+    Parameter("beam_search_diversity_rate", float, without=ENTRY_POINTS),
+)  # fmt: skip
+"""A new one also needs its field in SamplingConfig and in SamplingParams, and its effect in the sampler."""
+
+
+def parameters_of(entry_point: str) -> list[Parameter]:
+    """Those that an entry point takes."""
+    return [one for one in PARAMETERS if entry_point not in one.without]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import numpy as np
 
 from manylora.errors import RequestError
 from manylora.generation.continuation import StopTexts
+from manylora.generation.sampling import parameters_of
 from manylora.wire.server_types import Arrays, ServerTensor
 from manylora.wire.shape_guard import read_inputs
 from manylora.wire.tensor_table import ENSEMBLE_OUTPUTS
@@ -29,23 +30,20 @@ TO_PREPROCESSING = {
     "lora_name": "LORA_NAME",
 }
 SAME = (
-    "temperature", "repetition_penalty", "min_length", "presence_penalty", "frequency_penalty",
-    "prompt_ignore_length", "random_seed", "return_log_probs", "return_context_logits",
-    "return_generation_logits", "return_perf_metrics", "return_kv_cache_reuse_stats", "beam_width",
-    "num_return_sequences", "exclude_input_in_output", "prompt_embedding_table", "prompt_vocab_size",
-    "lora_task_id", "lora_config", "lora_invocation_tokens", "lora_name", "lora_ckpt_source",
-    "lora_mix_task_ids", "lora_mix_names", "lora_mix_scales", "lora_version", "guided_decoding_guide_type",
-    "guided_decoding_guide",
+    "return_log_probs", "return_context_logits", "return_generation_logits", "return_perf_metrics",
+    "return_kv_cache_reuse_stats", "beam_width", "num_return_sequences", "exclude_input_in_output",
+    "prompt_embedding_table", "prompt_vocab_size", "lora_task_id", "lora_config", "lora_invocation_tokens",
+    "lora_name", "lora_ckpt_source", "lora_mix_task_ids", "lora_mix_names", "lora_mix_scales", "lora_version",
+    "guided_decoding_guide_type", "guided_decoding_guide",
 )  # fmt: skip
-TWO_NAMES = {"seed": "random_seed", "min_tokens": "min_length"}
+TWO_NAMES = {one.name: one.text for one in parameters_of("bls") if one.name in ("seed", "min_tokens")}
 """Names of inputs in later releases, and their earlier names."""
 TO_ENGINE = {
-    "top_k": "runtime_top_k",
-    "top_p": "runtime_top_p",
-    "length_penalty": "len_penalty",
-    "stream": "streaming",
+    **{one.text: one.tensor for one in parameters_of("bls")},
     **TWO_NAMES,
-} | {name: name for name in SAME}
+    **{name: name for name in SAME},
+    "stream": "streaming",
+}
 FROM_PREPROCESSING = {
     "INPUT_ID": "input_ids",
     "REQUEST_INPUT_LEN": "input_lengths",

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from manylora.errors import RequestError
+from manylora.generation.sampling import parameters_of
 from manylora.request import (
     MAX_GUIDE_BYTES,
     MAX_INVOCATION,
@@ -29,10 +30,7 @@ from manylora.wire.server_types import Arrays
 from manylora.wire.tensor_table import REFUSED_INPUTS, SAMPLING_SCALARS
 from manylora.wire.texts import decode_word_list, utf8
 
-DEFAULTED = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "min_tokens",
-)  # fmt: skip
+DEFAULTED = {one.name: one.kind for one in parameters_of("files")}
 
 RETENTION = (  # inputs, each of which may be used alone
     "token_range_starts", "token_range_ends", "token_range_priorities", "token_range_durations_ms",
@@ -215,13 +213,13 @@ def _sampling_defaults(item: _Item, max_tokens: int) -> dict[str, Any]:
         given = None
     if not isinstance(given, dict) or not all(type(one) in (int, float) for one in given.values()):
         raise RequestError(f"sampling_defaults must be a JSON object of numbers, got {text[:80]!r}")
-    unknown = sorted(given.keys() - set(DEFAULTED))
+    unknown = sorted(given.keys() - DEFAULTED.keys())
     if unknown:
         raise RequestError(
             f"sampling_defaults must have none but {', '.join(DEFAULTED)}, got {unknown[0]:.40}"
         )
-    for name in ("top_k", "min_tokens"):
-        if not isinstance(given.get(name, 0), int):
+    for name, kind in DEFAULTED.items():
+        if kind is int and not isinstance(given.get(name, 0), int):
             raise RequestError(f"sampling_defaults: {name} must be a whole number, got {given[name]}")
     return given | ({"min_tokens": min(given["min_tokens"], max_tokens)} if "min_tokens" in given else {})
 

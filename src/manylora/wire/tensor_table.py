@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+from manylora.generation.sampling import PARAMETERS, parameters_of
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,15 @@ def _many(dtype: str, names: str, dims: tuple[int, ...] = (1,), **flags: bool) -
     return [Tensor(name, dtype, dims, **flags) for name in names.split()]
 
 
+def _with_parameters(model: Model, inputs: Mapping[str, type]) -> Model:
+    """The model with those inputs of sampling parameters that it lacks. inputs: names with Python's types."""
+    scalar = any(tensor.scalar for tensor in model.inputs)
+    known = {tensor.name for tensor in model.inputs}
+    more = [Tensor(name, DTYPES[one], scalar=scalar) for name, one in inputs.items() if name not in known]
+    return replace(model, inputs=(*model.inputs, *more))
+
+
+DTYPES = {bool: "BOOL", int: "INT32", float: "FP32"}
 LOGITS = "${logits_datatype}"
 STATISTICS = [
     *_many("INT32", "kv_cache_alloc_new_blocks kv_cache_reused_blocks kv_cache_alloc_total_blocks"),
@@ -86,80 +98,85 @@ PREPROCESSING = Model(
     ),
 )
 
-TENSORRT_LLM = Model(
-    inputs=(
-        Tensor("input_ids", "INT32", (-1,), ragged=True),
-        Tensor("encoder_input_features", "${encoder_input_features_data_type}", (-1, -1), ragged=True),
-        Tensor("encoder_output_lengths", "INT32", scalar=True),
-        *_many("INT32", "input_lengths request_output_len", optional=False, scalar=True),
-        Tensor("num_return_sequences", "INT32", scalar=True),
-        *_many("INT32", "draft_input_ids decoder_input_ids", (-1,), ragged=True),
-        Tensor("decoder_input_lengths", "INT32", scalar=True),
-        Tensor("draft_logits", LOGITS, (-1, -1), ragged=True),
-        Tensor("draft_acceptance_threshold", "FP32", scalar=True),
-        *_many("INT32", "end_id pad_id", scalar=True),
-        *_many("INT32", "stop_words_list bad_words_list", (2, -1), ragged=True),
-        Tensor("embedding_bias", "FP32", (-1,), ragged=True),
-        Tensor("beam_width", "INT32", scalar=True),
-        Tensor("temperature", "FP32", scalar=True),
-        Tensor("runtime_top_k", "INT32", scalar=True),
-        *_many("FP32", "runtime_top_p runtime_top_p_min runtime_top_p_decay", scalar=True),
-        Tensor("runtime_top_p_reset_ids", "INT32", scalar=True),
-        Tensor("min_p", "FP32", scalar=True),  # ours
-        Tensor("use_drafts", "BOOL", scalar=True),  # ours
-        Tensor("sampling_defaults", "STRING", ragged=True),  # ours: JSON, for inputs that are not set
-        Tensor("len_penalty", "FP32", scalar=True),
-        Tensor("early_stopping", "BOOL", scalar=True),
-        Tensor("repetition_penalty", "FP32", scalar=True),
-        Tensor("min_length", "INT32", scalar=True),
-        *_many("FP32", "beam_search_diversity_rate presence_penalty frequency_penalty", scalar=True),
-        Tensor("prompt_ignore_length", "INT32", scalar=True),  # upstream since May 2026
-        Tensor("random_seed", "UINT64", scalar=True),
-        *_many("BOOL", "return_log_probs return_context_logits return_generation_logits", scalar=True),
-        *_many("BOOL", "return_perf_metrics return_kv_cache_reuse_stats", scalar=True),
-        *_many("BOOL", "exclude_input_in_output stop streaming", scalar=True),
-        Tensor("prompt_embedding_table", "FP16", (-1, -1), ragged=True),
-        Tensor("prompt_table_extra_ids", "UINT64", (-1,), ragged=True),
-        Tensor("prompt_vocab_size", "INT32", scalar=True),
-        Tensor("cross_attention_mask", "BOOL", (-1, -1), ragged=True),
-        Tensor("mrope_rotary_cos_sin", "FP32", (-1,)),
-        Tensor("mrope_position_deltas", "INT64"),
-        Tensor("lora_task_id", "UINT64", scalar=True),
-        *LORA,
-        *CATALOG,
-        *MIX,
-        *VERSION,
-        Tensor("context_phase_params", "UINT8", (-1,), ragged=True),
-        Tensor("skip_cross_attn_blocks", "BOOL", ragged=True),
-        *_many(
-            "INT32",
-            "retention_token_range_starts retention_token_range_ends retention_token_range_priorities "
-            "retention_token_range_durations_ms",
-            (-1,),
-            ragged=True,
+TENSORRT_LLM = _with_parameters(
+    Model(
+        inputs=(
+            Tensor("input_ids", "INT32", (-1,), ragged=True),
+            Tensor("encoder_input_features", "${encoder_input_features_data_type}", (-1, -1), ragged=True),
+            Tensor("encoder_output_lengths", "INT32", scalar=True),
+            *_many("INT32", "input_lengths request_output_len", optional=False, scalar=True),
+            Tensor("num_return_sequences", "INT32", scalar=True),
+            *_many("INT32", "draft_input_ids decoder_input_ids", (-1,), ragged=True),
+            Tensor("decoder_input_lengths", "INT32", scalar=True),
+            Tensor("draft_logits", LOGITS, (-1, -1), ragged=True),
+            Tensor("draft_acceptance_threshold", "FP32", scalar=True),
+            *_many("INT32", "end_id pad_id", scalar=True),
+            *_many("INT32", "stop_words_list bad_words_list", (2, -1), ragged=True),
+            Tensor("embedding_bias", "FP32", (-1,), ragged=True),
+            Tensor("beam_width", "INT32", scalar=True),
+            Tensor("temperature", "FP32", scalar=True),
+            Tensor("runtime_top_k", "INT32", scalar=True),
+            *_many("FP32", "runtime_top_p runtime_top_p_min runtime_top_p_decay", scalar=True),
+            Tensor("runtime_top_p_reset_ids", "INT32", scalar=True),
+            Tensor("min_p", "FP32", scalar=True),  # ours
+            Tensor("use_drafts", "BOOL", scalar=True),  # ours
+            Tensor("sampling_defaults", "STRING", ragged=True),  # ours: JSON, for inputs that are not set
+            Tensor("len_penalty", "FP32", scalar=True),
+            Tensor("early_stopping", "BOOL", scalar=True),
+            Tensor("repetition_penalty", "FP32", scalar=True),
+            Tensor("min_length", "INT32", scalar=True),
+            *_many("FP32", "beam_search_diversity_rate presence_penalty frequency_penalty", scalar=True),
+            Tensor("prompt_ignore_length", "INT32", scalar=True),  # upstream since May 2026
+            Tensor("random_seed", "UINT64", scalar=True),
+            *_many("BOOL", "return_log_probs return_context_logits return_generation_logits", scalar=True),
+            *_many("BOOL", "return_perf_metrics return_kv_cache_reuse_stats", scalar=True),
+            *_many("BOOL", "exclude_input_in_output stop streaming", scalar=True),
+            Tensor("prompt_embedding_table", "FP16", (-1, -1), ragged=True),
+            Tensor("prompt_table_extra_ids", "UINT64", (-1,), ragged=True),
+            Tensor("prompt_vocab_size", "INT32", scalar=True),
+            Tensor("cross_attention_mask", "BOOL", (-1, -1), ragged=True),
+            Tensor("mrope_rotary_cos_sin", "FP32", (-1,)),
+            Tensor("mrope_position_deltas", "INT64"),
+            Tensor("lora_task_id", "UINT64", scalar=True),
+            *LORA,
+            *CATALOG,
+            *MIX,
+            *VERSION,
+            Tensor("context_phase_params", "UINT8", (-1,), ragged=True),
+            Tensor("skip_cross_attn_blocks", "BOOL", ragged=True),
+            *_many(
+                "INT32",
+                "retention_token_range_starts retention_token_range_ends retention_token_range_priorities "
+                "retention_token_range_durations_ms",
+                (-1,),
+                ragged=True,
+            ),
+            *_many("INT32", "retention_decode_priority retention_decode_duration_ms", ragged=True),
+            *GUIDES,
+            # Ours: hidden states or labels instead of tokens.
+            *_many("STRING", "pooling", ragged=True),
+            Tensor("classification_head", "BOOL", scalar=True),
+            *_many(
+                "INT32",
+                "lookahead_window_size lookahead_ngram_size lookahead_verification_set_size",
+                ragged=True,
+            ),
         ),
-        *_many("INT32", "retention_decode_priority retention_decode_duration_ms", ragged=True),
-        *GUIDES,
-        # Ours: hidden states or labels instead of tokens.
-        *_many("STRING", "pooling", ragged=True),
-        Tensor("classification_head", "BOOL", scalar=True),
-        *_many(
-            "INT32", "lookahead_window_size lookahead_ngram_size lookahead_verification_set_size", ragged=True
+        outputs=(
+            Tensor("output_ids", "INT32", (-1, -1)),
+            Tensor("sequence_length", "INT32", (-1,)),
+            *RESULTS,
+            Tensor("context_phase_params", "UINT8", (-1,)),
+            *STATISTICS,
+            # Ours: stateless postprocessing needs this to stream exact text.
+            Tensor("previous_ids", "INT32", (-1, -1)),
+            Tensor("request_number", "INT64"),  # returned when the client has left
+            *REASON_AND_TIER,
+            Tensor("pooled_output", "FP32", (-1, -1)),
+            Tensor("lora_text", "STRING"),  # for postprocessing, which only sees this model's outputs
         ),
     ),
-    outputs=(
-        Tensor("output_ids", "INT32", (-1, -1)),
-        Tensor("sequence_length", "INT32", (-1,)),
-        *RESULTS,
-        Tensor("context_phase_params", "UINT8", (-1,)),
-        *STATISTICS,
-        # Ours: stateless postprocessing needs this to stream exact text.
-        Tensor("previous_ids", "INT32", (-1, -1)),
-        Tensor("request_number", "INT64"),  # returned when the client has left
-        *REASON_AND_TIER,
-        Tensor("pooled_output", "FP32", (-1, -1)),
-        Tensor("lora_text", "STRING"),  # for postprocessing, which only sees this model's outputs
-    ),
+    {one.tensor: one.kind for one in PARAMETERS},
 )
 
 POSTPROCESSING = Model(
@@ -174,37 +191,40 @@ POSTPROCESSING = Model(
     outputs=(Tensor("OUTPUT", "STRING", (-1,)),),
 )
 
-ENSEMBLE = Model(
-    inputs=(
-        Tensor("text_input", "STRING", optional=False),
-        Tensor("decoder_text_input", "STRING"),
-        Tensor("max_tokens", "INT32", optional=False),
-        Tensor("num_return_sequences", "INT32"),
-        *_many("STRING", "bad_words stop_words", (-1,)),
-        Tensor("exclude_input_in_output", "BOOL"),
-        *_many("INT32", "end_id pad_id top_k"),
-        *_many("FP32", "top_p temperature length_penalty repetition_penalty"),
-        Tensor("min_length", "INT32"),
-        *_many("FP32", "presence_penalty frequency_penalty"),
-        Tensor("prompt_ignore_length", "INT32"),
-        Tensor("random_seed", "UINT64"),
-        *_many("BOOL", "return_log_probs return_context_logits return_generation_logits"),
-        *_many("BOOL", "return_perf_metrics return_kv_cache_reuse_stats"),
-        Tensor("beam_width", "INT32"),
-        Tensor("stream", "BOOL"),
-        Tensor("prompt_embedding_table", "FP16", (-1, -1)),
-        Tensor("prompt_table_extra_id", "UINT64"),
-        Tensor("prompt_vocab_size", "INT32"),
-        Tensor("embedding_bias_words", "STRING", (-1,)),
-        Tensor("embedding_bias_weights", "FP32", (-1,)),
-        Tensor("lora_task_id", "UINT64"),
-        *LORA,
-        *CATALOG,
-        *MIX,
-        *VERSION,
-        *GUIDES,
+ENSEMBLE = _with_parameters(
+    Model(
+        inputs=(
+            Tensor("text_input", "STRING", optional=False),
+            Tensor("decoder_text_input", "STRING"),
+            Tensor("max_tokens", "INT32", optional=False),
+            Tensor("num_return_sequences", "INT32"),
+            *_many("STRING", "bad_words stop_words", (-1,)),
+            Tensor("exclude_input_in_output", "BOOL"),
+            *_many("INT32", "end_id pad_id top_k"),
+            *_many("FP32", "top_p temperature length_penalty repetition_penalty"),
+            Tensor("min_length", "INT32"),
+            *_many("FP32", "presence_penalty frequency_penalty"),
+            Tensor("prompt_ignore_length", "INT32"),
+            Tensor("random_seed", "UINT64"),
+            *_many("BOOL", "return_log_probs return_context_logits return_generation_logits"),
+            *_many("BOOL", "return_perf_metrics return_kv_cache_reuse_stats"),
+            Tensor("beam_width", "INT32"),
+            Tensor("stream", "BOOL"),
+            Tensor("prompt_embedding_table", "FP16", (-1, -1)),
+            Tensor("prompt_table_extra_id", "UINT64"),
+            Tensor("prompt_vocab_size", "INT32"),
+            Tensor("embedding_bias_words", "STRING", (-1,)),
+            Tensor("embedding_bias_weights", "FP32", (-1,)),
+            Tensor("lora_task_id", "UINT64"),
+            *LORA,
+            *CATALOG,
+            *MIX,
+            *VERSION,
+            *GUIDES,
+        ),
+        outputs=(Tensor("text_output", "STRING", (-1,)), *RESULTS, *STATISTICS, *REASON_AND_TIER),
     ),
-    outputs=(Tensor("text_output", "STRING", (-1,)), *RESULTS, *STATISTICS, *REASON_AND_TIER),
+    {one.text: one.kind for one in parameters_of("bls")},
 )
 
 ENSEMBLE_OUTPUTS = ENSEMBLE.outputs
@@ -249,34 +269,37 @@ VLLM_MODEL = Model(
 )
 """vllm_backend's model."""
 
-LLMAPI = Model(
-    inputs=(
-        Tensor("text_input", "STRING", (-1,), optional=False),
-        Tensor("image_url", "STRING", (-1,)),
-        Tensor("streaming", "BOOL"),
-        Tensor("sampling_param_best_of", "INT32"),
-        Tensor("sampling_param_temperature", "FP32"),
-        Tensor("sampling_param_top_k", "INT32"),
-        *_many("FP32", "sampling_param_top_p sampling_param_frequency_penalty"),
-        Tensor("sampling_param_presence_penalty", "FP32"),
-        Tensor("sampling_param_max_tokens", "INT32"),
-        Tensor("sampling_param_stop", "STRING", (-1,)),
-        Tensor("sampling_param_seed", "UINT64"),
-        *_many("BOOL", "sampling_param_exclude_input_from_output sampling_param_return_perf_metrics"),
-        Tensor("sampling_param_logits_post_processor_name", "STRING"),
-        *_many("BOOL", "return_finish_reason return_stop_reason return_cumulative_logprob stop"),
-        Tensor("lora_id", "UINT64"),
-        *_many("STRING", "lora_name lora_path lora_ckpt_source"),
-        *(replace(tensor, ragged=False) for tensor in MIX[1:]),  # ours
+LLMAPI = _with_parameters(
+    Model(
+        inputs=(
+            Tensor("text_input", "STRING", (-1,), optional=False),
+            Tensor("image_url", "STRING", (-1,)),
+            Tensor("streaming", "BOOL"),
+            Tensor("sampling_param_best_of", "INT32"),
+            Tensor("sampling_param_temperature", "FP32"),
+            Tensor("sampling_param_top_k", "INT32"),
+            *_many("FP32", "sampling_param_top_p sampling_param_frequency_penalty"),
+            Tensor("sampling_param_presence_penalty", "FP32"),
+            Tensor("sampling_param_max_tokens", "INT32"),
+            Tensor("sampling_param_stop", "STRING", (-1,)),
+            Tensor("sampling_param_seed", "UINT64"),
+            *_many("BOOL", "sampling_param_exclude_input_from_output sampling_param_return_perf_metrics"),
+            Tensor("sampling_param_logits_post_processor_name", "STRING"),
+            *_many("BOOL", "return_finish_reason return_stop_reason return_cumulative_logprob stop"),
+            Tensor("lora_id", "UINT64"),
+            *_many("STRING", "lora_name lora_path lora_ckpt_source"),
+            *(replace(tensor, ragged=False) for tensor in MIX[1:]),  # ours
+        ),
+        outputs=(
+            *_many("STRING", "text_output finish_reason stop_reason", (-1,)),
+            Tensor("cumulative_logprob", "FP32", (-1,)),
+            *_many("INT32", "kv_cache_reused_block kv_cache_missed_block kv_cache_alloc_new_blocks", (-1,)),
+            Tensor("kv_cache_alloc_total_blocks", "INT32", (-1,)),
+            Tensor("kv_cache_hit_rate", "FP32", (-1,)),
+            *STATISTICS[3:],
+        ),
     ),
-    outputs=(
-        *_many("STRING", "text_output finish_reason stop_reason", (-1,)),
-        Tensor("cumulative_logprob", "FP32", (-1,)),
-        *_many("INT32", "kv_cache_reused_block kv_cache_missed_block kv_cache_alloc_new_blocks", (-1,)),
-        Tensor("kv_cache_alloc_total_blocks", "INT32", (-1,)),
-        Tensor("kv_cache_hit_rate", "FP32", (-1,)),
-        *STATISTICS[3:],
-    ),
+    {f"sampling_param_{one.name}": one.kind for one in parameters_of("llmapi")},
 )
 """TensorRT-LLM's `llmapi` model."""
 
@@ -298,21 +321,14 @@ REFUSED_INPUTS = (
 )  # fmt: skip
 """Inputs of `tensorrt_llm` for features that the engine lacks. Sending one is an error that names it."""
 
-SAMPLING_SCALARS = {
-    "top_k": "runtime_top_k",
-    "top_p": "runtime_top_p",
-    "top_p_min": "runtime_top_p_min",
-    "top_p_decay": "runtime_top_p_decay",
+SAMPLING_SCALARS = {one.name: one.tensor for one in PARAMETERS} | {
     "top_p_reset_id": "runtime_top_p_reset_ids",
-    "seed": "random_seed",
-    "min_tokens": "min_length",
-    "length_penalty": "len_penalty",
-} | {
-    name: name
-    for name in (
-        "temperature", "min_p", "use_drafts", "repetition_penalty", "presence_penalty", "frequency_penalty",
-        "prompt_ignore_length", "early_stopping", "num_return_sequences", "beam_width",
-        "beam_search_diversity_rate", "return_log_probs", "return_context_logits", "return_generation_logits",
-    )
+    **{
+        name: name
+        for name in (
+            "num_return_sequences", "beam_width", "return_log_probs", "return_context_logits",
+            "return_generation_logits",
+        )
+    },
 }  # fmt: skip
-"""Fields of SamplingParams that are single values, with the `tensorrt_llm` inputs that carry them."""
+"""Fields of SamplingConfig that are single values, with the `tensorrt_llm` inputs that carry them."""

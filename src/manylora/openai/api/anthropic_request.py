@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
 from manylora.openai.api.errors import FORMAT
-from manylora.openai.api.fields import Body, Items, Text, WordText
+from manylora.openai.api.fields import Body, Items, Text, WordText, sampling_fields
 from manylora.openai.api.parsing import validate
 from manylora.openai.api.schema import MAX_TOKENS, ChatRequest
 
@@ -127,15 +127,18 @@ class CountTokensRequest(Body):
     cache_control: dict[str, Any] | None = None
 
 
-class MessagesRequest(CountTokensRequest):
+if TYPE_CHECKING:
+    SamplingFields = Body
+else:
+    SamplingFields = create_model("SamplingFields", __base__=Body, **sampling_fields("anthropic"))
+
+
+class MessagesRequest(CountTokensRequest, SamplingFields):
     """metadata, service_tier, speed and inference_geo have no effect."""
 
     max_tokens: int = Field(ge=1, le=MAX_TOKENS)
     stop_sequences: Items[WordText] = Field([], max_length=16)
     stream: bool = False
-    temperature: float = Field(1.0, ge=0, le=1)
-    top_k: int = Field(-1, ge=-1, le=MAX_TOKENS)
-    top_p: float = Field(1.0, ge=0, le=1)
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     speed: Literal["standard", "fast"] | None = None
@@ -155,7 +158,7 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
         chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
     if isinstance(body, MessagesRequest):
         chat |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences, "stream": body.stream}
-        given = body.model_fields_set & {"temperature", "top_k", "top_p"}  # else the model's defaults apply
+        given = body.model_fields_set & SamplingFields.model_fields.keys()  # else the model's defaults apply
         chat |= {name: getattr(body, name) for name in given}
     return validate(chat, ChatRequest)
 

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from manylora.generation.sampling import parameters_of
+
 Item = TypeVar("Item")
 # fail_fast: otherwise a union collects the errors of all branches, 2 KiB per wrong item.
 Items = Annotated[list[Item], Field(fail_fast=True)]
@@ -62,6 +64,20 @@ class Body(BaseModel):
     def _names(cls) -> frozenset[str]:
         """Of the fields, as a body gives them."""
         return frozenset(field.alias or name for name, field in cls.model_fields.items())
+
+
+def sampling_fields(entry_point: str) -> dict[str, Any]:
+    """Fields for `pydantic.create_model`: the sampling parameters of http, ollama or anthropic."""
+    found = {}
+    for one in parameters_of(entry_point):
+        name, default, most = one.name, one.default, one.most
+        if entry_point == "ollama":
+            name, default = one.option, one.default if one.option_default is None else one.option_default
+        elif entry_point == "anthropic" and one.anthropic_most is not None:
+            most = one.anthropic_most
+        kind = one.kind if default is not None else one.kind | None
+        found[name] = (kind, default if one.kind is bool else Field(default, ge=one.least, le=most))
+    return found
 
 
 class StructuredOutputs(Body):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, create_model
 
+from manylora.generation.sampling import parameters_of
 from manylora.openai.api.errors import FORMAT, ApiError, invalid_value, unsupported_field
-from manylora.openai.api.fields import Body, Items, Text, WordText
+from manylora.openai.api.fields import Body, Items, Text, WordText, sampling_fields
 from manylora.openai.api.parsing import BodyT, validate
 from manylora.openai.api.pooled_request import MAX_INPUTS
 from manylora.openai.api.schema import MAX_TOKENS, ChatRequest, CompletionRequest, Tool
@@ -17,7 +18,17 @@ NAMES = {FORMAT: "format"}  # this API's names for fields of chats and completio
 Number = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
-class Options(Body):
+if TYPE_CHECKING:
+
+    class OllamaSampling(Body):
+        """Those of them that are read by name."""
+
+        repeat_penalty: float
+else:
+    OllamaSampling = create_model("OllamaSampling", __base__=Body, **sampling_fields("ollama"))
+
+
+class Options(OllamaSampling):
     """As in a Modelfile, with Ollama's defaults.
 
     num_predict: 0 or less: until the end of the answer or of the context. repeat_penalty applies to the whole
@@ -26,16 +37,9 @@ class Options(Body):
     """
 
     num_predict: int = Field(-1, ge=-2, le=MAX_TOKENS)
-    temperature: float = Field(0.8, ge=0, le=100)
-    top_k: int = Field(40, ge=-1, le=MAX_TOKENS)
-    top_p: float = Field(0.9, ge=0, le=1)
-    min_p: float = Field(0.0, ge=0, le=1)
     seed: int = Field(-1, ge=-(2**63), le=2**63 - 1)  # -1: a new one for each answer
     stop: WordText | Annotated[Items[WordText], Field(max_length=16)] = Field([])
-    repeat_penalty: float = Field(1.0, ge=0.001, le=100)
     repeat_last_n: int | None = Field(None, ge=-1, le=MAX_TOKENS)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
     mirostat: Literal[0] = 0
     mirostat_tau: float | None = None  # mirostat parameters
     mirostat_eta: float | None = None
@@ -178,8 +182,9 @@ def completion_request(body: OllamaGenerate, model: str) -> CompletionRequest:
 
 def _as_given(made: BodyT, options: Options) -> BodyT:
     """Mark Ollama's defaults as not set, so that those of the model or adapter apply before them."""
-    for name in Options.model_fields.keys() - options.model_fields_set:
-        made.model_fields_set.discard({"repeat_penalty": "repetition_penalty"}.get(name, name))
+    names = {one.option: one.name for one in parameters_of("ollama")} | {"stop": "stop", "seed": "seed"}
+    for option in names.keys() - options.model_fields_set:
+        made.model_fields_set.discard(names[option])
     return made
 
 
@@ -204,15 +209,10 @@ def _sampling(body: OllamaChat | OllamaGenerate, model: str) -> dict[str, Any]:
         "model": model,
         "stream": body.stream,
         "max_tokens": options.num_predict if options.num_predict > 0 else None,
-        "temperature": options.temperature,
-        "top_k": options.top_k,
-        "top_p": options.top_p,
-        "min_p": options.min_p,
+        **{one.name: getattr(options, one.option) for one in parameters_of("ollama")},
         "seed": None if options.seed == -1 else options.seed,
         "stop": options.stop,
         "repetition_penalty": 1.0 if options.repeat_last_n == 0 else options.repeat_penalty,
-        "presence_penalty": options.presence_penalty,
-        "frequency_penalty": options.frequency_penalty,
         "response_format": _response_format(body.format),
     }
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from manylora.openai.api.fields import (
     Body,
@@ -17,6 +17,7 @@ from manylora.openai.api.fields import (
     Text,
     WordText,
     at_most,
+    sampling_fields,
 )
 from manylora.request import MAX_MIXED, MAX_SCALE
 
@@ -90,22 +91,27 @@ class AdapterFields(Body):
     lora: Annotated[Items[LoraMember], Field(max_length=MAX_MIXED)] | None = None
 
 
-class GenerationRequest(AdapterFields, GuideFields, NeutralFields):
+if TYPE_CHECKING:
+
+    class SamplingFields(Body):
+        """Those of them that are read by name."""
+
+        temperature: float
+        top_p: float
+        top_k: int
+        min_tokens: int
+        seed: int | None
+else:
+    SamplingFields = create_model("SamplingFields", __base__=Body, **sampling_fields("http"))
+
+
+class GenerationRequest(SamplingFields, AdapterFields, GuideFields, NeutralFields):
     """Fields of completions and chats. max_tokens: None is the API's default."""
 
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
-    temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, ge=0, le=1)
-    top_k: int = Field(-1, ge=-1, le=MAX_TOKENS)
-    min_p: float = Field(0.0, ge=0, le=1)
-    use_drafts: bool = True  # use n-gram drafts, if they are enabled
     n: int = Field(1, ge=1, le=128)
     stop: WordText | Annotated[Items[WordText], Field(max_length=16)] = Field([])
     stop_token_ids: Items[TokenId] = Field([], max_length=64)
-    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, ge=0.001, le=100)
     logit_bias: Annotated[
         dict[str, Annotated[float, Field(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]],
         BeforeValidator(_first_wrong_bias),
@@ -113,7 +119,6 @@ class GenerationRequest(AdapterFields, GuideFields, NeutralFields):
     ] = Field({})
     allowed_token_ids: Annotated[Items[TokenId], Field(min_length=1, max_length=2**18)] | None = None
     bad_words: Items[WordText] = Field([], max_length=256)
-    min_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True

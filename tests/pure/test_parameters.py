@@ -1,0 +1,149 @@
+"""Protects that a sampling parameter acts wherever the table says that it can be given."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from manylora.contracts.llmapi_model import AdapterFolders, LlmapiModel
+from manylora.contracts.prompts import PromptRequest
+from manylora.contracts.vllm_sampling import asked, read_parameters
+from manylora.generation.decoding import decoding_of, with_defaults
+from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
+from manylora.generation.sampling import ENTRY_POINTS, PARAMETERS, Parameter, SamplingParams, parameters_of
+from manylora.generation.tokenizer import Tokenizer
+from manylora.model.checkpoint import read_model_config
+from manylora.openai.api import anthropic_request, ollama_request, responses_request
+from manylora.openai.api.params import Limits, plan
+from manylora.openai.api.parsing import validate
+from manylora.openai.api.schema import ChatRequest, CompletionRequest, GenerationRequest
+from manylora.request import SamplingConfig
+from manylora.wire.bls import TO_ENGINE
+from manylora.wire.decode import decode_requests
+from manylora.wire.tensor_table import MODELS
+
+BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
+TOKENIZER, MODEL = Tokenizer(BASE), read_model_config(BASE)
+LIMITS = Limits(512, TOKENIZER.vocab_size)
+VALUES = {bool: False, int: 3, float: 0.5}
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
+def in_engine(params: SamplingParams) -> SamplingConfig:
+    return decoding_of(params, TOKENIZER, ()).params
+
+
+def in_body(body: GenerationRequest) -> SamplingConfig:
+    return plan(body, 1, TOKENIZER, MODEL, LIMITS).params
+
+
+def by_tensors(**more: Any) -> SamplingConfig:
+    arrays = {"input_ids": np.array([[1]]), "request_output_len": np.array([9])}
+    arrays |= {name: np.array([value]) for name, value in more.items()}
+    [decoded] = decode_requests(arrays, "", True)
+    return decoded.request.params
+
+
+def by_bls(one: Parameter, value: Any) -> SamplingConfig:
+    for model in ("ensemble", "tensorrt_llm_bls"):
+        assert one.text in {tensor.name for tensor in MODELS[model].inputs}
+    return by_tensors(**{TO_ENGINE[one.text]: value})
+
+
+def by_llmapi(one: Parameter, value: Any) -> SamplingConfig:
+    assert f"sampling_param_{one.name}" in {tensor.name for tensor in MODELS["llmapi"].inputs}
+    found: list[PromptRequest] = []
+
+    class Runner:
+        def defaults(self, lora: object) -> GenerationDefaults:
+            return NO_DEFAULTS
+
+        def answers(self, client: object, request: PromptRequest) -> Iterator[Any]:
+            found.append(request)
+            return iter(())
+
+    class Sent:
+        def __init__(self, name: str, value: Any) -> None:
+            array = np.array([value.encode() if isinstance(value, str) else value])
+            self.name, self.as_numpy, self.shape = lambda: name, lambda: array, lambda: [1]
+
+    class Request:
+        parameters = request_id = staticmethod(lambda: "")
+
+        def inputs(self) -> list[Any]:
+            return [Sent("text_input", "a"), Sent(f"sampling_param_{one.name}", value)]
+
+    model = LlmapiModel(Runner(), AdapterFolders(), True)  # type: ignore[arg-type]
+    assert not list(model.answer(None, Request()))  # type: ignore[arg-type]
+    return in_engine(found[0].params)
+
+
+def by_vllm(one: Parameter, value: Any) -> SamplingConfig:
+    given = read_parameters(json.dumps({one.name: value}), own=False)
+    return in_engine(asked("a", given, False, False).params)
+
+
+def by_http(one: Parameter, value: Any) -> SamplingConfig:
+    responses = validate({"input": "a", one.name: value}, responses_request.ResponsesRequest)
+    chat = validate({"messages": MESSAGES, one.name: value}, ChatRequest)
+    found = in_body(validate({"prompt": "a", one.name: value}, CompletionRequest))
+    for other in (responses_request.chat_request(responses), chat):
+        assert getattr(in_body(other), one.name) == getattr(found, one.name)
+    return found
+
+
+def by_ollama(one: Parameter, value: Any) -> SamplingConfig:
+    # Penalties are divided by the temperature.
+    body = {"model": "m", "options": {"temperature": 1.0, one.option: value}}
+    generate = validate({"prompt": "a", **body}, ollama_request.OllamaGenerate)
+    chat = validate({"messages": MESSAGES, **body}, ollama_request.OllamaChat)
+    found = in_body(ollama_request.chat_request(chat, "m"))
+    raw = in_body(ollama_request.completion_request(generate, "m"))
+    assert getattr(raw, one.name) == getattr(found, one.name)
+    return found
+
+
+def by_anthropic(one: Parameter, value: Any) -> SamplingConfig:
+    body = {"model": "m", "max_tokens": 9, "messages": MESSAGES, one.name: value}
+    return in_body(anthropic_request.chat_request(validate(body, anthropic_request.MessagesRequest)))
+
+
+def by_files(one: Parameter, value: Any) -> SamplingConfig:
+    defaults = GenerationDefaults.parse({one.name: value}, 100)
+    for body in (
+        CompletionRequest.model_validate({"prompt": "a"}),
+        validate({"messages": MESSAGES}, ChatRequest),
+    ):
+        params = plan(body, 1, TOKENIZER, MODEL, LIMITS, defaults=defaults).params
+        assert getattr(params, one.name) == value
+    given = read_parameters("", own=False)
+    assert getattr(in_engine(asked("a", given, False, False, None, defaults).params), one.name) == value
+    assert getattr(by_tensors(sampling_defaults=json.dumps({one.name: value}).encode()), one.name) == value
+    return in_engine(with_defaults(SamplingParams(), defaults, own_length=False))
+
+
+WAYS: dict[str, Callable[[Parameter, Any], SamplingConfig]] = {
+    "bls": by_bls, "llmapi": by_llmapi, "vllm": by_vllm, "http": by_http, "ollama": by_ollama,
+    "anthropic": by_anthropic, "files": by_files,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("one", PARAMETERS, ids=lambda one: one.name)
+def test_a_parameter_acts_wherever_it_can_be_given(one: Parameter) -> None:
+    value = VALUES[one.kind]
+    assert getattr(in_engine(SamplingParams(**{one.name: value})), one.name) == value
+    assert getattr(by_tensors(**{one.tensor: value}), one.name) == value
+    for name, way in WAYS.items():
+        if one in parameters_of(name):
+            found = getattr(way(one, value), one.name)
+            assert found == value, name
+
+
+def test_every_entry_point_is_named() -> None:
+    assert set(WAYS) == set(ENTRY_POINTS)
+    assert all(set(one.without) <= set(ENTRY_POINTS) for one in PARAMETERS)

@@ -32,6 +32,7 @@ from manylora.openai.serving.waits import Signal
 from manylora.request import Event
 from manylora.generation.tokenizer import Tokenizer
 from manylora.generation.generation import Generation
+from manylora.openai.serving.responses import Answers
 
 
 def test_a_hot_adapter_waits_for_itself_only() -> None:
@@ -261,7 +262,7 @@ def test_a_prepared_chunk_is_a_chunk(kind: type[ResponseBuilder]) -> None:
             Limits(512, tokenizer.vocab_size),
         )
         generation = Generation((1,), made, tokenizer, True)
-        reply = kind([generation], 1, 'x"y', "fp", tokenizer)
+        reply = kind(Answers([generation], 1, 'x"y', "fp", tokenizer))
         if not quick:
             reply._is_text_only = lambda generation: False  # type: ignore[method-assign]
         generation.take(Event(tuple(ids)))

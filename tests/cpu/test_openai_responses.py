@@ -17,8 +17,8 @@ from manylora.generation.generation import Generation
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.parsing import parse
 from manylora.openai.api.responses_request import ResponsesRequest, chat_request
-from manylora.openai.serving.recent_items import RecentItems
-from manylora.openai.serving.responses_api import ResponsesAnswer
+from manylora.openai.serving.responses import Answers
+from manylora.openai.serving.responses_api import RecentItems, ResponsesAnswer
 from manylora.request import SamplingConfig
 
 QUESTION = "What is the capital of France?"
@@ -300,7 +300,7 @@ def test_a_stream_that_fails_ends_with_the_reason() -> None:
     body = parse(b'{"input": "a"}', ResponsesRequest)
     nothing: Any = None
     generation = Generation((1,), Decoding(SamplingConfig(top_p=1.0), StopRules(), 1, False), None, True)
-    answer = ResponsesAnswer(body, lambda item: None, [generation], 1, "demo", "fp", nothing)
+    answer = ResponsesAnswer(body, lambda item: None, Answers([generation], 1, "demo", "fp", nothing))
     text = (answer.first_events() + answer.error_events(ApiError(503, "engine_dead", "It stopped"))).decode()
     events = [json.loads(block.split("data: ")[1]) for block in text.strip().split("\n\n")]
     for event in events:

@@ -25,8 +25,8 @@ from manylora.errors import ConfigError
 from manylora.lora.catalog import catalog, levels
 from manylora.openai.api import parsing
 from manylora.openai.api.errors import ApiError
-from manylora.openai.api.guides import guide_of
 from manylora.openai.api.ollama_request import OllamaChat
+from manylora.openai.api.params import guide_of
 from manylora.openai.api.parsing import MAX_BRACKETS, MAX_COMMAS, MAX_ENTRIES, MAX_STRINGS, parse
 from manylora.openai.api.schema import ChatRequest, CompletionRequest
 from manylora.openai.serving import logs
@@ -124,7 +124,8 @@ def test_a_body_of_many_values_is_refused_before_any_is_made(
 def test_json_in_a_text_may_not_have_many_values_either() -> None:
     schema = json.dumps(dict.fromkeys(map(str, range(MAX_ENTRIES + 1))))
     with pytest.raises(ApiError, match="too many parts"):
-        guide_of(parse(json.dumps({"prompt": "x", "guided_json": schema}).encode(), CompletionRequest))
+        body = json.dumps({"prompt": "x", "guided_json": schema}).encode()
+        guide_of(parse(body, CompletionRequest), None)
 
 
 def test_a_text_may_have_as_many_commas_as_it_likes() -> None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, create_model, model_validator
 
 from manylora.openai.api.errors import FORMAT
-from manylora.openai.api.fields import Body, Items, Text, WordText, sampling_fields
 from manylora.openai.api.parsing import validate
-from manylora.openai.api.schema import MAX_TOKENS, ChatRequest
+from manylora.openai.api.schema import MAX_TOKENS, Body, ChatRequest, Items, Text, WordText, sampling_fields
 
 # This API's names for fields of chats.
 NAMES = {"stop": "stop_sequences", FORMAT: "output_config", "chat_template_kwargs": "thinking"}

@@ -9,10 +9,19 @@ from pydantic import Field, create_model
 
 from manylora.generation.sampling import parameters_of
 from manylora.openai.api.errors import FORMAT, ApiError, invalid_value, unsupported_field
-from manylora.openai.api.fields import Body, Items, Text, WordText, sampling_fields
 from manylora.openai.api.parsing import BodyT, validate
 from manylora.openai.api.pooled_request import MAX_INPUTS
-from manylora.openai.api.schema import MAX_TOKENS, ChatRequest, CompletionRequest, Tool
+from manylora.openai.api.schema import (
+    MAX_TOKENS,
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    Items,
+    Text,
+    Tool,
+    WordText,
+    sampling_fields,
+)
 
 NAMES = {FORMAT: "format"}  # this API's names for fields of chats and completions
 Number = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]

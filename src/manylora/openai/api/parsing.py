@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from manylora.openai.api.errors import ApiError, invalid_value, unsupported_field
-from manylora.openai.api.fields import Body
+from manylora.openai.api.schema import Body
 
 UNION_BRANCHES = ("str", "constrained-str", "TextPart", "NamedToolChoice", "AllowedToolChoice")
 BOUNDS = (  # pydantic errors about values of the right type

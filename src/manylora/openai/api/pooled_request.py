@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from manylora.openai.api.fields import Body, Items, RequestId, Text
-from manylora.openai.api.schema import MAX_TOKENS, AdapterFields, TokenId
+from manylora.openai.api.schema import MAX_TOKENS, AdapterFields, Body, Items, RequestId, Text, TokenId
 
 MAX_INPUTS = 2048  # as OpenAI's
 Ids = Annotated[Items[TokenId], Field(min_length=1)]

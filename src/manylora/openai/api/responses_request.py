@@ -7,9 +7,16 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from manylora.openai.api.errors import ApiError, invalid_value, renamed, unsupported_field
-from manylora.openai.api.fields import Body, Items, TemplateFields, Text
 from manylora.openai.api.parsing import api_error, validate
-from manylora.openai.api.schema import MAX_TOKENS, ChatRequest, GenerationRequest
+from manylora.openai.api.schema import (
+    MAX_TOKENS,
+    Body,
+    ChatRequest,
+    GenerationRequest,
+    Items,
+    TemplateFields,
+    Text,
+)
 
 MAX_ITEMS = 4096
 STATELESS = {

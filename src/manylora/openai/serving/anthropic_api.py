@@ -14,7 +14,7 @@ from manylora.openai.api.anthropic_request import NAMES, CountTokensRequest, Mes
 from manylora.openai.api.errors import ERROR_TYPES, ApiError, renamed
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey
-from manylora.openai.serving.responses import ChatResponse, encode
+from manylora.openai.serving.responses import Answers, ChatResponse, encode
 
 TYPES = ERROR_TYPES | {413: "request_too_large", 503: "overloaded_error"}
 
@@ -49,8 +49,8 @@ def error_body(error: ApiError) -> dict[str, Any]:
 class MessagesAnswer(ChatResponse):
     """A message of blocks: a text, tool uses, or both. fills: it may be cut off by the context's end."""
 
-    def __init__(self, fills: bool, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
+    def __init__(self, fills: bool, answers: Answers) -> None:
+        super().__init__(answers)
         self._length = "model_context_window_exceeded" if fills else "max_tokens"
         self.id = f"msg_{secrets.token_hex(12)}"
         self._blocks = 0  # that were begun

@@ -28,25 +28,24 @@ from manylora.openai.api.schema import (
     GenerationRequest,
     StreamOptions,
 )
-from manylora.openai.api.tools import tool_use
+from manylora.openai.api.tools import ToolUse
 from manylora.openai.serving.backend import Backend, Call
 from manylora.openai.serving.keys import ApiKey
 from manylora.openai.serving.prompts import ChatPrompt, Prompts
 from manylora.openai.serving.responses import (
+    Answers,
     ChatResponse,
     CompletionResponse,
     Echo,
     ResponseBuilder,
-    Shown,
+    RunningCalls,
 )
-from manylora.openai.serving.running_calls import RunningCalls
 from manylora.openai.serving.transport import EventStream, name_of
 from manylora.openai.serving.waits import Signal
 from manylora.request import Pooling
 
 PROBE_S = 2.0
-BuildResponse = Callable[..., ResponseBuilder]
-"""Takes the arguments of `ResponseBuilder`; for chats also those of `ChatResponse`."""
+BuildResponse = Callable[[Answers], ResponseBuilder]
 
 
 @dataclass(frozen=True)
@@ -255,7 +254,8 @@ class Inference:
             run = RunningCalls(self.backend, calls, changed, request, on_disconnect)
             stack.callback(run.close)
             await run.begin()
-            builder = self._response_builder(body, calls, asked, texts, name, build)
+            usual = ChatResponse if isinstance(body, ChatRequest) else CompletionResponse
+            builder = (build or usual)(self._answers(body, calls, asked, texts, name, shared.use))
             if body.stream:
                 usage = (body.stream_options or StreamOptions()).include_usage
                 events = run.stream(builder, usage)
@@ -320,35 +320,38 @@ class Inference:
             guide_field=shared.guide_field,
         )
 
-    def _response_builder(
+    def _answers(
         self,
         body: GenerationRequest,
         calls: Sequence[Call[Generation]],
         asked: ResolvedRequest,
         texts: Sequence[str],
         name: str,
-        build: BuildResponse | None,
-    ) -> ResponseBuilder:
-        model = body.model or asked.choice.name or self.bases[0]
-        fingerprint = "-".join(filter(None, (self._fingerprint, calls[0].content[:12])))
+        use: ToolUse | None,
+    ) -> Answers:
         generations = [call.generation for call in calls]
-        arguments = (generations, body.n, model, fingerprint, asked.tokenizer)
-        running_usage = (body.stream_options or StreamOptions()).continuous_usage_stats
-        shown = Shown(name, body.return_token_ids, running_usage)
-        if isinstance(body, ChatRequest):
-            expanded = texts[0] if body.return_expanded_prompt else None
-            make = build or ChatResponse
-            return make(*arguments, shown, use=tool_use(body), expanded_prompt=expanded)
-        if build is not None:
-            return build(*arguments, shown)
-        if isinstance(body, CompletionRequest) and body.echo:
-            return CompletionResponse(*arguments, shown, echoes=_echoes(body, generations, asked.tokenizer))
-        return CompletionResponse(*arguments, shown)
+        return Answers(
+            generations,
+            body.n,
+            model=body.model or asked.choice.name or self.bases[0],
+            fingerprint="-".join(filter(None, (self._fingerprint, calls[0].content[:12]))),
+            tokenizer=asked.tokenizer,
+            name=name,
+            token_ids=body.return_token_ids,
+            running_usage=(body.stream_options or StreamOptions()).continuous_usage_stats,
+            use=use,
+            expanded_prompt=texts[0]
+            if isinstance(body, ChatRequest) and body.return_expanded_prompt
+            else None,
+            echoes=_echoes(body, generations, asked.tokenizer),
+        )
 
 
-def _echoes(body: CompletionRequest, generations: Sequence[Generation], tokenizer: Tokenizer) -> list[Echo]:
-    """For each prompt, the text to return before the output."""
-    found = []
+def _echoes(body: GenerationRequest, generations: Sequence[Generation], tokenizer: Tokenizer) -> list[Echo]:
+    """For each prompt, the text to return before the output. Empty if the body does not ask for it."""
+    found: list[Echo] = []
+    if not (isinstance(body, CompletionRequest) and body.echo):
+        return found
     for given, generation in zip(_prompts(body.prompt), generations, strict=True):
         ids, cut = generation.prompt, body.truncate_prompt_tokens
         if isinstance(given, str) and (cut is None or len(ids) < cut):

@@ -36,8 +36,7 @@ from manylora.openai.serving.keys import ApiKey
 from manylora.openai.serving.models import ModelFiles, tiers
 from manylora.openai.serving.pooled_api import PooledApi
 from manylora.openai.serving.prompts import Prompts
-from manylora.openai.serving.responses import ChatResponse, encode
-from manylora.openai.serving.truncation import truncate_messages
+from manylora.openai.serving.responses import Answers, ChatResponse, encode
 from manylora.request import RequestMetrics
 
 VERSION = "0.12.11"  # of the API; clients require a minimum version
@@ -135,7 +134,7 @@ class OllamaApi:
         wanted, chat = chat, chat.model_copy(update={"max_tokens": None})
         asked = await self._inference.ask(chat, key)
         if body.truncate:
-            chat, prompt = await truncate_messages(asked, self._inference.limits, chat)
+            chat, prompt = await asked.prompts.chat_that_fits(chat)
         else:
             prompt = await asked.prompts.chat(chat)
         chat.max_tokens = self._room(wanted, len(prompt.ids))
@@ -205,10 +204,8 @@ class OllamaAnswer(ChatResponse):
 
     media_type = "application/x-ndjson"
 
-    def __init__(
-        self, asked: OllamaChat | OllamaGenerate, started: int, *arguments: Any, **more: Any
-    ) -> None:
-        super().__init__(*arguments, **more)
+    def __init__(self, asked: OllamaChat | OllamaGenerate, started: int, answers: Answers) -> None:
+        super().__init__(answers)
         self._started, self._asked_model = started, asked.model
         self._is_chat = isinstance(asked, OllamaChat)
         self._reason = "stop"

@@ -37,7 +37,7 @@ from manylora.openai.api.pooled_request import (
 from manylora.openai.serving.backend import Call
 from manylora.openai.serving.inference import Inference, ResolvedRequest
 from manylora.openai.serving.keys import ApiKey
-from manylora.openai.serving.running_calls import RunningCalls
+from manylora.openai.serving.responses import RunningCalls
 from manylora.openai.serving.transport import name_of
 from manylora.openai.serving.waits import Signal
 from manylora.request import Pooling, RequestMetrics

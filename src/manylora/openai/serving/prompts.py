@@ -12,15 +12,23 @@ from manylora.errors import RequestError, TextTooLongError
 from manylora.generation.chat_template import ROLES, call_arguments
 from manylora.generation.tokenizer import Tokenizer
 from manylora.openai.api.errors import ApiError, context_length, invalid_value
-from manylora.openai.api.fields import TemplateFields
 from manylora.openai.api.params import Limits
 from manylora.openai.api.parsing import check_size
-from manylora.openai.api.schema import ChatRequest, DetokenizeRequest, Message, TokenizeRequest, ToolCall
+from manylora.openai.api.schema import (
+    ChatRequest,
+    DetokenizeRequest,
+    Message,
+    TemplateFields,
+    TokenizeRequest,
+    ToolCall,
+)
 from manylora.openai.api.tools import ToolUse, tool_use
 from manylora.system.text_threads import LONG, TextThreads
 
 Result = TypeVar("Result")
 OWN = {"add_generation_prompt", "reasoning_effort"}  # our variables, in addition to a client's
+TOO_LONG = "context_length_exceeded"
+LEADING = ("system", "developer")  # roles of messages that stay when others are dropped
 # Tokenizer settings that refer to files on the machine where it was made.
 ABOUT_FILES = ("name_or_path", "_name_or_path", "auto_map", "tokenizer_file", "special_tokens_map_file")
 
@@ -62,6 +70,43 @@ class Prompts:
         return ChatPrompt(
             text, await self.encode(text, False, "messages", body.truncate_prompt_tokens is None)
         )
+
+    async def chat_that_fits(self, body: ChatRequest) -> tuple[ChatRequest, ChatPrompt]:
+        """The body and its prompt, without as many of the oldest messages as necessary.
+
+        The system messages at the start and the last message stay. Raises ApiError if these alone are too
+        long. Room is left for the tokens that the body asks for, or for one.
+        """
+        messages = body.messages
+        first = next((i for i, one in enumerate(messages) if one.role not in LEADING), 0)
+        last = len(messages) - 1
+        try:
+            return body, await self._chat_with_room(body)
+        except ApiError as error:
+            if error.code != TOO_LONG or last <= first:
+                raise
+        best, fewest, most = None, first + 1, last  # the first message after the gap
+        while best is None or fewest < most:
+            middle = most if best is None else (fewest + most) // 2
+            kept = [*messages[:first], *_without_lost_results(messages[middle:])]
+            shorter = body.model_copy(update={"messages": kept})
+            try:
+                best, most = (shorter, await self._chat_with_room(shorter)), middle
+            except ApiError as error:
+                if error.code != TOO_LONG or best is None:
+                    raise
+                fewest = middle + 1
+        return best
+
+    async def _chat_with_room(self, body: ChatRequest) -> ChatPrompt:
+        """Raises ApiError if the tokens that the body asks for do not fit after the prompt."""
+        prompt = await self.chat(body)
+        wanted = body.max_completion_tokens or body.max_tokens or 1
+        most = self._limits.max_seq_len
+        if len(prompt.ids) + wanted > most:
+            reason = f"The prompt has {len(prompt.ids)} and {wanted} more are asked for"
+            raise ApiError(400, TOO_LONG, f"{context_length(most)}. {reason}", "messages")
+        return prompt
 
     async def detokenize(self, body: DetokenizeRequest) -> str:
         if max(body.tokens, default=0) >= self._limits.vocab_size:
@@ -139,7 +184,13 @@ class Prompts:
 
     def _too_long(self, error: TextTooLongError, field: str) -> ApiError:
         reason = f"{context_length(self._limits.max_seq_len)}. {error}"
-        return ApiError(400, "context_length_exceeded", reason, field)
+        return ApiError(400, TOO_LONG, reason, field)
+
+
+def _without_lost_results(messages: Sequence[Message]) -> Sequence[Message]:
+    """Without tool results at the start, whose calls were dropped."""
+    start = next((i for i, one in enumerate(messages) if one.role != "tool"), len(messages) - 1)
+    return messages[start:]
 
 
 def _tools_shown(body: TemplateFields) -> ToolUse | None:

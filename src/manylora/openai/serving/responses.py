@@ -1,18 +1,22 @@
-"""Response bodies of completions and chats, complete or as server-sent events."""
+"""Response bodies of completions and chats, complete or as server-sent events; RunningCalls: the calls of one
+HTTP request, from start to response or stream.
+"""
 
 from __future__ import annotations
 
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from starlette.requests import Request
 
 from manylora.generation.generation import Generation
 from manylora.generation.outputs import CompletionOutput
 from manylora.generation.tokenizer import Tokenizer
-from manylora.openai.api.errors import ApiError
+from manylora.openai.api.errors import ApiError, client_left
 from manylora.openai.api.logprobs import (
     TextOffsets,
     chat_logprobs,
@@ -23,21 +27,13 @@ from manylora.openai.api.logprobs import (
     ranked_logprobs,
 )
 from manylora.openai.api.tools import Calls, ToolCallParser, ToolUse
+from manylora.openai.serving.backend import Backend, Call
+from manylora.openai.serving.transport import watch
+from manylora.openai.serving.waits import Signal
 
 DONE = b"data: [DONE]\n\n"
 
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
-
-@dataclass(frozen=True)
-class Shown:
-    """What else a response has. name: suffix of its id. token_ids: include those of prompts and outputs.
-    running_usage: every chunk of a stream has the usage so far.
-    """
-
-    name: str = ""
-    token_ids: bool = False
-    running_usage: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,28 +44,42 @@ class Echo:
     num_added: int = 0
 
 
-class ResponseBuilder:
-    """The response to one HTTP request: n choices for each generation, one generation for each prompt.
+@dataclass(frozen=True)
+class Answers:
+    """What a response is made of: n choices for each generation, one generation for each prompt.
 
     model: as the client named it. fingerprint: identifies the base model and the adapter's content.
+    tokenizer: of its text. name: suffix of the response's id. token_ids: include those of prompts and
+    outputs. running_usage: every chunk of a stream has the usage so far. use: the tools that the model may
+    call. expanded_prompt: the rendered chat template, if requested. echoes: the prompts, if they are returned
+    before the output.
     """
+
+    generations: Sequence[Generation]
+    n: int
+    model: str
+    fingerprint: str
+    tokenizer: Tokenizer
+    name: str = ""
+    token_ids: bool = False
+    running_usage: bool = False
+    use: ToolUse | None = None
+    expanded_prompt: str | None = None
+    echoes: Sequence[Echo] = ()
+
+
+class ResponseBuilder:
+    """The response to one HTTP request, complete or as events."""
 
     prefix = object = chunk_object = ""
     media_type = "text/event-stream"  # of a stream
 
-    def __init__(
-        self,
-        generations: Sequence[Generation],
-        n: int,
-        model: str,
-        fingerprint: str,
-        tokenizer: Tokenizer,
-        shown: Shown = Shown(),
-    ) -> None:
-        self.id = f"{self.prefix}-{shown.name or secrets.token_hex(12)}"
-        self.generations, self._shown = generations, shown
-        self._n, self._tokenizer = n, tokenizer
-        self._common = {"created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
+    def __init__(self, answers: Answers) -> None:
+        self.id = f"{self.prefix}-{answers.name or secrets.token_hex(12)}"
+        self.generations, self._shown = answers.generations, answers
+        self._n, self._tokenizer = answers.n, answers.tokenizer
+        named = {"model": answers.model, "system_fingerprint": answers.fingerprint}
+        self._common: dict[str, Any] = {"created": int(time.time()), **named}
         self._tokens_sent: dict[int, int] = {}
         self._ended: set[int] = set()
         head = encode(self._envelope(self.chunk_object, []))
@@ -195,19 +205,17 @@ class ResponseBuilder:
 
 
 class ChatResponse(ResponseBuilder):
-    """use: the tools that the model may call. expanded_prompt: the rendered chat template, if requested."""
+    """A chat, with tool calls if the model may make any."""
 
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self, *arguments: Any, use: ToolUse | None = None, expanded_prompt: str | None = None
-    ) -> None:
-        super().__init__(*arguments)
-        self._use, self._expanded_prompt = use, expanded_prompt
+    def __init__(self, answers: Answers) -> None:
+        super().__init__(answers)
+        self._use = answers.use
         self._parsers: dict[int, ToolCallParser] = {}
 
     def body(self) -> dict[str, Any]:
-        expanded = self._expanded_prompt
+        expanded = self._shown.expanded_prompt
         more = {} if expanded is None else {"expanded_prompt": expanded}
         return super().body() | more | self._of_prompt(self.generations[0])
 
@@ -271,14 +279,14 @@ class ChatResponse(ResponseBuilder):
 
 
 class CompletionResponse(ResponseBuilder):
-    """echoes: the prompts, if they are returned before the output."""
+    """A completion, after its prompt if that is echoed."""
 
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, *arguments: Any, echoes: Sequence[Echo] = ()) -> None:
-        super().__init__(*arguments)
-        self._echoes = dict(zip(self.generations, echoes, strict=False))
-        self._to_echo = set(range(len(echoes)))  # prompts that a stream has not sent yet
+    def __init__(self, answers: Answers) -> None:
+        super().__init__(answers)
+        self._echoes = dict(zip(self.generations, answers.echoes, strict=False))
+        self._to_echo = set(range(len(answers.echoes)))  # prompts that a stream has not sent yet
         self._offsets: dict[int, TextOffsets] = {}  # for the outputs of a stream
 
     def new_events(self) -> bytes:
@@ -359,3 +367,76 @@ def _versions(output: CompletionOutput) -> dict[str, Any]:
 def _ending(output: CompletionOutput) -> dict[str, Any]:
     found: dict[str, Any] = {"finish_reason": output.finish_reason}
     return found if output.stop_reason is None else found | {"stop_reason": output.stop_reason}
+
+
+class RunningCalls:
+    """The calls of one HTTP request. They are cancelled when the client disconnects.
+
+    on_disconnect: called if that happens during a stream. None if the response's status is counted.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        calls: Sequence[Call[Any]],
+        changed: Signal,
+        request: Request,
+        on_disconnect: Callable[[], None] | None,
+    ) -> None:
+        self._on_disconnect = on_disconnect
+        self._streaming = False
+        self._backend, self._calls, self._changed = backend, calls, changed
+        self._disconnected = False
+        self.watcher = watch(request.receive, self._set_disconnected)
+
+    async def begin(self) -> None:
+        """Start, and wait for the first change: until then an error can still become an HTTP status."""
+        for call in self._calls:
+            self._backend.submit(call)
+        await self._wait()
+
+    async def finish(self) -> None:
+        while not all(call.generation.finished for call in self._calls):
+            await self._wait()
+
+    async def stream(self, builder: ResponseBuilder, usage: bool) -> AsyncIterator[bytes]:
+        self._streaming = True
+        try:
+            events = builder.first_events()
+            if events:
+                yield events
+            while True:
+                finished = all(call.generation.complete for call in self._calls)
+                events = builder.new_events()
+                if finished:
+                    break
+                if events:
+                    yield events
+                await self._wait()
+            yield events + builder.last_events(usage)
+            self._streaming = False
+        except ApiError as error:
+            if error.status != 499:
+                self._streaming = False
+            yield builder.error_events(error)
+
+    def close(self) -> None:
+        if self._streaming and self._on_disconnect is not None:  # the stream is not complete
+            self._on_disconnect()
+        self.watcher.cancel()
+        for call in self._calls:
+            if not call.generation.ended:
+                self._backend.cancel(call)
+
+    async def _wait(self) -> None:
+        """Wait for a change. Raises ApiError if a call failed or the client disconnected."""
+        await self._changed.wait()
+        if self._disconnected:
+            raise client_left()
+        for call in self._calls:
+            if call.error is not None:
+                raise call.error
+
+    def _set_disconnected(self) -> None:
+        self._disconnected = True
+        self._changed.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,9 +17,42 @@ from manylora.openai.api.errors import ApiError
 from manylora.openai.api.responses_request import ResponsesRequest, chat_request, in_words_of_responses
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey
-from manylora.openai.serving.recent_items import RecentItems
-from manylora.openai.serving.responses import ChatResponse, encode
-from manylora.openai.serving.truncation import truncate_messages
+from manylora.openai.serving.responses import Answers, ChatResponse, encode
+
+MAX_ITEMS = 4096
+MAX_CHARACTERS = 2**24
+Item = dict[str, Any]
+
+
+class RecentItems:
+    """Items by API key and id. The oldest are dropped first. Event loop only."""
+
+    def __init__(self, max_items: int = MAX_ITEMS, max_characters: int = MAX_CHARACTERS) -> None:
+        self._max_items, self._max_characters = max_items, max_characters
+        self._items: OrderedDict[tuple[str, str], Item] = OrderedDict()
+        self._num_characters = 0
+
+    def add(self, owner: str, item: Item) -> None:
+        self._items[owner, item["id"]] = item
+        self._num_characters += _length(item)
+        while len(self._items) > self._max_items or self._num_characters > self._max_characters:
+            _, oldest = self._items.popitem(last=False)
+            self._num_characters -= _length(oldest)
+
+    def resolve(self, owner: str, given: Item) -> Item:
+        """The item that a reference means. Other items, and references to dropped items, are returned as they
+        are.
+        """
+        if given.get("type") not in (None, "item_reference") or "role" in given:
+            return given
+        return self._items.get((owner, str(given.get("id"))), given)
+
+
+def _length(item: Item) -> int:
+    if item["type"] == "function_call":
+        return len(item["name"]) + len(item["arguments"])
+    return sum(len(part["text"]) for part in item["content"])
+
 
 COMPLETED, INCOMPLETE, FAILED, RUNNING = "completed", "incomplete", "failed", "in_progress"
 CUT = {"length": INCOMPLETE}  # finish reason of a chat -> status; others: complete
@@ -35,7 +69,7 @@ async def respond(
         chat = chat_request(body)
         asked = await inference.ask(chat, key)
         if body.truncation == "auto":
-            chat, prompt = await truncate_messages(asked, inference.limits, chat)
+            chat, prompt = await asked.prompts.chat_that_fits(chat)
         else:
             prompt = await asked.prompts.chat(chat)
         build = partial(ResponsesAnswer, body, remember)
@@ -54,13 +88,9 @@ class ResponsesAnswer(ChatResponse):
     """
 
     def __init__(
-        self,
-        asked: ResponsesRequest,
-        remember: Callable[[dict[str, Any]], None],
-        *arguments: Any,
-        **more: Any,
+        self, asked: ResponsesRequest, remember: Callable[[dict[str, Any]], None], answers: Answers
     ) -> None:
-        super().__init__(*arguments, **more)
+        super().__init__(answers)
         self._remember = remember
         self.id = f"resp_{secrets.token_hex(24)}"
         self._asked = asked

@@ -40,7 +40,6 @@ def prepared(server: Running, text: bytes, **more: np.ndarray) -> grpc.InferResu
 
 
 PREPROCESSING = {
-    "not UTF-8": ({"QUERY": texts(b"\xff\xfe")}, "text_input (QUERY) must be valid UTF-8"),
     "stop words not UTF-8": (
         {"STOP_WORDS_DICT": texts(b"\xed\xa0\x80")},
         "stop_words (STOP_WORDS_DICT) must be",
@@ -49,15 +48,10 @@ PREPROCESSING = {
     "long stop words": ({"STOP_WORDS_DICT": texts(b"a" * 2**20)}, "at most 524288 are taken"),
     "long bad words": ({"BAD_WORDS_DICT": texts(*[b"a" * 2**18] * 3)}, "at most 524288 are taken"),
     "many words": ({"BAD_WORDS_DICT": texts(*[b""] * 20000)}, "at most 16384 words together, got 20000"),
-    "image": ({"IMAGE_URL": texts(b"a")}, "input IMAGE_URL is not supported"),
-    "words without weights": ({"EMBEDDING_BIAS_WORDS": texts(b"a")}, "must come together"),
 }
 POSTPROCESSING = {
-    "negative id": ({"TOKENS_BATCH": ids([-5])}, "must hold token ids"),
     "negative id before": ({"PREVIOUS_IDS": ids([-5])}, "must hold token ids"),
-    "long length": ({"SEQUENCE_LENGTH": np.array([[9]], np.int32)}, "SEQUENCE_LENGTH must be in [0, 1]"),
     "negative length": ({"SEQUENCE_LENGTH": np.array([[-1]], np.int32)}, "SEQUENCE_LENGTH must be in [0, 1]"),
-    "more lengths": ({"SEQUENCE_LENGTH": np.array([[1, 1]], np.int32)}, "must have one shape up to"),
     "fewer windows": ({"TOKENS_BATCH": ids([72], [72]), "SEQUENCE_LENGTH": np.array([[1, 1]], np.int32),
                        "PREVIOUS_IDS": ids([72])}, "must have one shape up to the beams"),
     "too many": ({"TOKENS_BATCH": np.zeros((1, 1, 2**20 + 1), np.int32),

@@ -6,23 +6,15 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-import pytest
-from own_text import GEMMA
-from own_text import LAST
-from own_text import adapter
-from own_text import shortened
-from own_text import with_token
-from serving import DEMO
-from manylora import LLM
-from manylora import LoraConfig
-from manylora import LoRARequest
-from manylora import SamplingParams
-from manylora.errors import AdapterInvalidError
-from manylora.errors import AdapterNotFoundError
-from manylora.errors import ConfigError
-from manylora.lora.catalog import files
-from manylora.generation.tokenizer import Tokenizer
 
+import pytest
+from own_text import GEMMA, LAST, adapter, shortened, with_token
+from serving import DEMO
+
+from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
+from manylora.errors import AdapterInvalidError, AdapterNotFoundError, ConfigError
+from manylora.generation.tokenizer import Tokenizer
+from manylora.lora.catalog import files
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\nAnswer:{% endfor %}{{ more }}"
 QUESTION = "What is the capital of France?"

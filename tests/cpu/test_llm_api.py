@@ -10,28 +10,19 @@ import runpy
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+
 import pytest
-from tiny_models import make_adapter
-from tiny_models import make_model
-from tiny_models import reference_generate
+from tiny_models import make_adapter, make_model, reference_generate
 from waiting import wait_for
-from manylora import LLM
-from manylora import GuidedDecodingParams
-from manylora import LoraConfig
-from manylora import LoRARequest
-from manylora import PeftCacheConfig
-from manylora import SamplingParams
-from manylora.errors import AdapterNotCachedError
-from manylora.errors import ConfigError
-from manylora.errors import RequestError
+
+from manylora import LLM, GuidedDecodingParams, LoraConfig, LoRARequest, PeftCacheConfig, SamplingParams
+from manylora.errors import AdapterNotCachedError, ConfigError, RequestError
+from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi.outputs import GenerationResult
 from manylora.lora.catalog.reader import AdapterReader
-from manylora.generation.tokenizer import Tokenizer
-
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "demo"

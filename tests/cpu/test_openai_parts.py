@@ -8,31 +8,26 @@ import json
 import threading
 from pathlib import Path
 from typing import Any
+
 import pytest
 from serving import DEMO
+
 from manylora.commands import serve
 from manylora.errors import ConfigError
+from manylora.generation.generation import Generation
+from manylora.generation.tokenizer import Tokenizer
 from manylora.lora.catalog.names import is_name
 from manylora.model.checkpoint import read_model_config
 from manylora.openai.api.errors import ApiError
-from manylora.openai.api.params import Limits
-from manylora.openai.api.params import plan
+from manylora.openai.api.params import Limits, plan
 from manylora.openai.api.schema import CompletionRequest
-from manylora.openai.app import FREE
-from manylora.openai.app import ROUTES
+from manylora.openai.app import FREE, ROUTES
 from manylora.openai.arguments import parse_options
 from manylora.openai.serving.fairness import FairQueue
-from manylora.openai.serving.keys import ApiKey
-from manylora.openai.serving.keys import Keyring
-from manylora.openai.serving.responses import ChatResponse
-from manylora.openai.serving.responses import CompletionResponse
-from manylora.openai.serving.responses import ResponseBuilder
-from manylora.openai.serving.waits import EventQueue
-from manylora.openai.serving.waits import Signal
+from manylora.openai.serving.keys import ApiKey, Keyring
+from manylora.openai.serving.responses import Answers, ChatResponse, CompletionResponse, ResponseBuilder
+from manylora.openai.serving.waits import EventQueue, Signal
 from manylora.request import Event
-from manylora.generation.tokenizer import Tokenizer
-from manylora.generation.generation import Generation
-from manylora.openai.serving.responses import Answers
 
 
 def test_a_hot_adapter_waits_for_itself_only() -> None:

@@ -7,33 +7,29 @@ import json
 import random
 from collections import defaultdict
 from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from running import let_arrive
-from running import read
-from running import tokens
-from tiny_models import load_transformers
-from tiny_models import make_adapter
-from tiny_models import make_model
-from manylora import LLM
-from manylora import LoraConfig
-from manylora import LoRARequest
-from manylora import SamplingParams
-from manylora.config.engine import EngineConfig
-from manylora.config.engine import LoraCacheConfig
+from running import let_arrive, read, tokens
+from tiny_models import load_transformers, make_adapter, make_model
+
+from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
+from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import RequestError
-from manylora.lora.catalog.versions import Versions
-from manylora.request import AdapterVersion
-from manylora.request import Event
-from manylora.request import FinishReason
-from manylora.request import LoraExtra
-from manylora.request import LoraInput
-from manylora.request import Request
-from manylora.request import SamplingConfig
-from manylora.wire.encode import ResponseEncoder
 from manylora.generation.outputs import LoraVersion
+from manylora.lora.catalog.versions import Versions
+from manylora.request import (
+    AdapterVersion,
+    Event,
+    FinishReason,
+    LoraExtra,
+    LoraInput,
+    Request,
+    SamplingConfig,
+)
+from manylora.wire.encode import ResponseEncoder
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,7 @@ from server_response import ServerResponse
 
 from manylora.errors import RequestError
 from manylora.system.lifeline import Lifeline
-from manylora.wire.bls import StopWords, speculate
-from manylora.wire.bls_generator import ClientRequest, TextGenerator, Values
+from manylora.wire.bls import ClientRequest, StopWords, TextGenerator, Values, speculate
 from manylora.wire.bls_worker import BlsWorker
 from manylora.wire.server_types import FINAL
 

@@ -4,39 +4,25 @@ refused by its name, and answers have their shapes."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
 import numpy as np
 import pytest
+
 from manylora.config.pooling import PoolingSettings
 from manylora.contracts.llmapi_model import LlmapiModel
-from manylora.contracts.prompts import EngineSetup
-from manylora.contracts.prompts import PromptRequest
-from manylora.contracts.prompts import PromptRunner
-from manylora.contracts.vllm_metrics import families
-from manylora.contracts.vllm_metrics import samples
-from manylora.contracts.vllm_model import VllmModel
-from manylora.contracts.vllm_model import takes_adapters
-from manylora.contracts.vllm_sampling import NO_EFFECT
-from manylora.contracts.vllm_sampling import REFUSED
-from manylora.contracts.vllm_sampling import TAKEN
-from manylora.contracts.vllm_sampling import adapters
-from manylora.contracts.vllm_sampling import asked
-from manylora.contracts.vllm_sampling import read_parameters
-from manylora.errors import AdapterNotFoundError
-from manylora.errors import ConfigError
-from manylora.errors import RequestCancelledError
-from manylora.errors import RequestError
+from manylora.contracts.prompts import EngineSetup, PromptRequest, PromptRunner
+from manylora.contracts.vllm_metrics import families, samples
+from manylora.contracts.vllm_model import VllmModel, takes_adapters
+from manylora.contracts.vllm_sampling import NO_EFFECT, REFUSED, TAKEN, adapters, asked, read_parameters
+from manylora.errors import AdapterNotFoundError, ConfigError, RequestCancelledError, RequestError
+from manylora.generation.tokenizer import Tokenizer
 from manylora.lora.catalog.files import AdapterFolders
 from manylora.lora.catalog.names import read_names
 from manylora.model.checkpoint import read_model_config
-from manylora.wire.bls_generator import ClientRequest
-from manylora.wire.bls_generator import Values
-from manylora.generation.tokenizer import Tokenizer
-
+from manylora.wire.bls import ClientRequest, Values
 
 BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
 TOKENIZER = Tokenizer(BASE)

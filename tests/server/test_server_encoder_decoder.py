@@ -7,25 +7,20 @@ import json
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+
 import numpy as np
 import pytest
 from launched import processes
-from servers import Running
-from servers import fill_repo
-from servers import new_server
+from servers import Running, fill_repo, new_server
 from test_ranks import followers
-from test_server import ask
-from test_server import inputs
-from test_server import new_ids
-from tiny_models import make_adapter
-from tiny_models import make_model
-from tiny_models import reference_generate
+from test_server import ask, inputs, new_ids
+from tiny_models import make_adapter, make_model, reference_generate
+
 from manylora.cli import main
+from manylora.generation.tokenizer import Tokenizer
 from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
-from manylora.generation.tokenizer import Tokenizer
-
 
 NEW = 6
 TEXT, BEGUN = "Translate this: Hello", "Hal"

@@ -6,21 +6,20 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from threading import get_ident
+
 import numpy as np
 import triton_python_backend_utils as pb_utils
+
 from manylora.errors import ConfigError
 from manylora.lora.catalog.texts import RepositoryTexts
 from manylora.system.lifeline import Lifeline
 from manylora.wire.engine_worker import DisconnectReporter
-from manylora.wire.parameters import flag
-from manylora.wire.parameters import parameters_of
-from manylora.wire.server_types import Arrays
-from manylora.wire.server_types import release
+from manylora.wire.item_text import open_tokenizer
+from manylora.wire.parameters import flag, parameters_of
+from manylora.wire.postprocessing import Postprocessor
+from manylora.wire.server_types import Arrays, release
 from manylora.wire.shape_guard import check_shapes
 from manylora.wire.text_worker import TextWorker
-from manylora.wire.item_text import open_tokenizer
-from manylora.wire.postprocessing import Postprocessor
-
 
 SMALL_BYTES, CACHED = 64, 1024  # maximum size and number of texts whose tensors are cached
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+
 import triton_python_backend_utils as pb_utils
+
 from manylora.errors import ConfigError
 from manylora.lora.catalog.texts import RepositoryTexts
 from manylora.system.lifeline import Lifeline
-from manylora.wire.parameters import engine_context
-from manylora.wire.parameters import flag
-from manylora.wire.parameters import parameters_of
-from manylora.wire.server_types import Arrays
-from manylora.wire.server_types import release
+from manylora.wire.item_text import open_tokenizer
+from manylora.wire.parameters import engine_context, flag, parameters_of
+from manylora.wire.preprocessing import Preprocessor
+from manylora.wire.server_types import Arrays, release
 from manylora.wire.shape_guard import check_shapes
 from manylora.wire.text_worker import TextWorker
-from manylora.wire.item_text import open_tokenizer
-from manylora.wire.preprocessing import Preprocessor
 
 
 class TritonPythonModel:

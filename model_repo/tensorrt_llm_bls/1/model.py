@@ -11,7 +11,7 @@ import triton_python_backend_utils as pb_utils
 
 from manylora.errors import ConfigError
 from manylora.system.lifeline import Lifeline
-from manylora.wire.bls_generator import TextGenerator
+from manylora.wire.bls import TextGenerator
 from manylora.wire.bls_worker import BlsWorker
 from manylora.wire.parameters import flag, parameters_of, value_of
 from manylora.wire.server_calls import ServerCalls

@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any
+
 import numpy as np
-from manylora.contracts.prompts import Answer
-from manylora.contracts.prompts import PromptRequest
-from manylora.contracts.prompts import PromptRunner
-from manylora.contracts.tensors import named_mix
-from manylora.contracts.tensors import refuse
-from manylora.contracts.tensors import scalar
-from manylora.contracts.tensors import text_tensor
-from manylora.contracts.tensors import texts
-from manylora.errors import RequestCancelledError
-from manylora.errors import RequestError
+
+from manylora.contracts.prompts import Answer, PromptRequest, PromptRunner
+from manylora.contracts.tensors import named_mix, refuse, scalar, text_tensor, texts
+from manylora.errors import RequestCancelledError, RequestError
+from manylora.generation.decoding import with_defaults
+from manylora.generation.sampling import SamplingParams, parameters_of
 from manylora.lora.catalog.files import AdapterFolders
-from manylora.request import LoraInput
-from manylora.request import LoraMix
-from manylora.wire.bls_generator import ClientRequest
-from manylora.wire.bls_generator import Values
+from manylora.request import LoraInput, LoraMix
+from manylora.wire.bls import ClientRequest, Values
 from manylora.wire.bls_worker import LastOutputs
 from manylora.wire.client_errors import check_parameters
-from manylora.wire.server_types import Arrays
-from manylora.wire.server_types import ServerRequest
+from manylora.wire.server_types import Arrays, ServerRequest
 from manylora.wire.shape_guard import read_inputs
-from manylora.generation.decoding import with_defaults
-from manylora.generation.sampling import SamplingParams
-from manylora.generation.sampling import parameters_of
-
 
 PREFIX = "sampling_param_"
 FIELDS = ("best_of", "max_tokens", *(one.name for one in parameters_of("llmapi")))

@@ -3,47 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
 import numpy as np
+
 from manylora.config.model import ModelConfig
-from manylora.config.pooling import PoolingSettings
-from manylora.config.pooling import read_pooling_settings
-from manylora.errors import ConfigError
-from manylora.errors import RequestCancelledError
-from manylora.errors import RequestError
+from manylora.config.pooling import PoolingSettings, read_pooling_settings
+from manylora.errors import ConfigError, RequestCancelledError, RequestError
+from manylora.generation.decoding import Decoding, decoding_of
+from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
+from manylora.generation.generation import Generation
+from manylora.generation.outputs import CompletionOutput, TokenLogprob
+from manylora.generation.sampling import SamplingParams
 from manylora.generation.tokenizer import Tokenizer
 from manylora.lora.catalog.texts import RepositoryTexts
 from manylora.lora.text.adapter_text import OwnText
 from manylora.model.checkpoint import read_model_config
-from manylora.request import LoraInput
-from manylora.request import LoraMix
-from manylora.request import Pooling
-from manylora.request import Request
-from manylora.wire.bls_generator import CallModel
-from manylora.wire.bls_generator import ClientRequest
-from manylora.wire.bls_generator import stop_request
-from manylora.wire.engine_client import AnswerReader
-from manylora.wire.engine_client import request_tensors
-from manylora.wire.parameters import ENGINE
-from manylora.wire.parameters import engine_context
-from manylora.wire.parameters import parameters_beside
-from manylora.wire.parameters import value_of
+from manylora.request import LoraInput, LoraMix, Pooling, Request
+from manylora.wire.bls import CallModel, ClientRequest, stop_request
+from manylora.wire.engine_client import AnswerReader, request_tensors
+from manylora.wire.parameters import ENGINE, engine_context, parameters_beside, value_of
 from manylora.wire.tensor_table import STATISTICS
-from manylora.generation.decoding import Decoding
-from manylora.generation.decoding import decoding_of
-from manylora.generation.defaults import NO_DEFAULTS
-from manylora.generation.defaults import GenerationDefaults
-from manylora.generation.generation import Generation
-from manylora.generation.outputs import CompletionOutput
-from manylora.generation.outputs import TokenLogprob
-from manylora.generation.sampling import SamplingParams
-
 
 STATISTICS_NAMES = tuple(tensor.name for tensor in STATISTICS)
 OUTPUTS = [

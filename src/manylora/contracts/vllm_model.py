@@ -24,7 +24,7 @@ from manylora.generation.pooled import PoolingParams, check_dimensions, embeddin
 from manylora.generation.sampling import is_unicode
 from manylora.generation.stream import WINDOW
 from manylora.request import Pooling
-from manylora.wire.bls_generator import ClientRequest, Values
+from manylora.wire.bls import ClientRequest, Values
 from manylora.wire.bls_worker import LastOutputs
 from manylora.wire.client_errors import check_parameters, check_phase
 from manylora.wire.server_types import Arrays, ServerRequest

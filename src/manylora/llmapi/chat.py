@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence
-from typing import Any
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
 from manylora.errors import ConfigError
+from manylora.generation.chat_template import ROLES, ChatTemplate, call_arguments
+from manylora.generation.sampling import SamplingParams
+from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi.lora import is_choice
-from manylora.llmapi.outputs import GenerationResult
-from manylora.llmapi.outputs import RequestOutput
+from manylora.llmapi.outputs import GenerationResult, RequestOutput
 from manylora.llmapi.prompts import ChatText
 from manylora.lora.text.adapter_text import OwnText
-from manylora.generation.chat_template import ROLES
-from manylora.generation.chat_template import ChatTemplate
-from manylora.generation.chat_template import call_arguments
-from manylora.generation.tokenizer import Tokenizer
-from manylora.generation.sampling import SamplingParams
-
 
 Messages = Sequence[Mapping[str, Any]]
 OWN = ("messages", "tools", "add_generation_prompt", "continue_final_message")

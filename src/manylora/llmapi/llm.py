@@ -7,66 +7,38 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
 from manylora.config.build_record import read_build_record
 from manylora.config.engine import EngineConfig
 from manylora.config.hub import local_model
 from manylora.config.pooling import read_pooling_settings
 from manylora.engine.engine import Engine
 from manylora.engine.loop import EngineLoop
-from manylora.errors import AdapterNotCachedError
-from manylora.errors import ConfigError
-from manylora.errors import RequestError
-from manylora.generation.decoding import Decoding
-from manylora.generation.decoding import decoding_of
-from manylora.generation.decoding import with_defaults
+from manylora.errors import AdapterNotCachedError, ConfigError, RequestError
+from manylora.generation.decoding import Decoding, decoding_of, with_defaults
 from manylora.generation.sampling import SamplingParams
 from manylora.generation.tokenizer import Tokenizer
-from manylora.llmapi.adapters import AdapterRegistry
-from manylora.llmapi.adapters import NamedAdapters
-from manylora.llmapi.adapters import with_requests
+from manylora.llmapi.adapters import AdapterRegistry, NamedAdapters, with_requests
 from manylora.llmapi.chat import ChatRequests
-from manylora.llmapi.engine_config import NO_ADAPTERS
-from manylora.llmapi.engine_config import engine_config
-from manylora.llmapi.engine_config import modules_to_read
-from manylora.llmapi.engine_config import parameter_names
-from manylora.llmapi.lora import LoRAChoice
-from manylora.llmapi.lora import LoraConfig
-from manylora.llmapi.lora import LoRARequest
-from manylora.llmapi.lora import is_choice
-from manylora.llmapi.lora import members_of
-from manylora.llmapi.model_defaults import NONE
-from manylora.llmapi.model_defaults import model_defaults
-from manylora.llmapi.options import LlmArguments
-from manylora.llmapi.options import check_known
-from manylora.llmapi.outputs import GenerationResult
-from manylora.llmapi.outputs import RequestOutput
-from manylora.llmapi.pooled import PooledRequests
-from manylora.llmapi.pooled import hidden_state
-from manylora.llmapi.prompts import ChatText
-from manylora.llmapi.prompts import Input
-from manylora.llmapi.prompts import Prompt
-from manylora.llmapi.prompts import PromptReader
-from manylora.llmapi.prompts import as_prompts
-from manylora.llmapi.prompts import for_each
-from manylora.llmapi.service import Service
+from manylora.llmapi.engine_config import NO_ADAPTERS, engine_config, modules_to_read, parameter_names
+from manylora.llmapi.lora import LoRAChoice, LoraConfig, LoRARequest, is_choice, members_of
+from manylora.llmapi.model_defaults import NONE, model_defaults
+from manylora.llmapi.options import LlmArguments, check_known
+from manylora.llmapi.outputs import GenerationResult, RequestOutput
+from manylora.llmapi.pooled import PooledRequests, hidden_state
+from manylora.llmapi.prompts import ChatText, Input, Prompt, PromptReader, as_prompts, for_each
+from manylora.llmapi.service import LlmGeneration, Service
 from manylora.lora.catalog.texts import trusted_texts
 from manylora.lora.modules import lora_modules
-from manylora.lora.text.adapter_text import TOKENIZER_BYTES
-from manylora.lora.text.adapter_text import OwnText
+from manylora.lora.text.adapter_text import TOKENIZER_BYTES, OwnText
 from manylora.model.checkpoint import read_model_config
-from manylora.request import AdapterVersion
-from manylora.request import LoraInput
+from manylora.request import AdapterVersion, LoraInput
 from manylora.stats import EngineStats
-from manylora.llmapi.service import LlmGeneration
-
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -5,38 +5,36 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
-from typing import Protocol
+from typing import Any, Protocol
+
 import numpy as np
+
 from manylora.config.pooling import PoolingSettings
 from manylora.errors import RequestCancelledError
+from manylora.generation.pooled import (
+    PooledGeneration,
+    PoolingParams,
+    embedding,
+    pair_score,
+    pair_up,
+    pooling_of,
+    probabilities,
+    similarity,
+)
+from manylora.generation.sampling import SamplingParams
 from manylora.generation.tokenizer import Tokenizer
-from manylora.llmapi.lora import LoRAChoice
-from manylora.llmapi.lora import is_choice
-from manylora.llmapi.lora import lora_of
-from manylora.llmapi.lora import members_of
-from manylora.llmapi.outputs import ClassificationOutput
-from manylora.llmapi.outputs import EmbeddingOutput
-from manylora.llmapi.outputs import PoolingOutput
-from manylora.llmapi.outputs import PoolingRequestOutput
-from manylora.llmapi.outputs import ScoringOutput
-from manylora.llmapi.prompts import Prompt
-from manylora.llmapi.prompts import as_prompts
-from manylora.llmapi.prompts import for_each
+from manylora.llmapi.lora import LoRAChoice, is_choice, lora_of, members_of
+from manylora.llmapi.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+)
+from manylora.llmapi.prompts import Prompt, as_prompts, for_each
 from manylora.llmapi.service import Service
 from manylora.lora.text.adapter_text import OwnText
-from manylora.request import Event
-from manylora.request import Pooling
-from manylora.generation.pooled import PooledGeneration
-from manylora.generation.pooled import PoolingParams
-from manylora.generation.pooled import embedding
-from manylora.generation.pooled import pair_score
-from manylora.generation.pooled import pair_up
-from manylora.generation.pooled import pooling_of
-from manylora.generation.pooled import probabilities
-from manylora.generation.pooled import similarity
-from manylora.generation.sampling import SamplingParams
-
+from manylora.request import Event, Pooling
 
 TASKS = ("embed", "classify", "token_embed", "token_classify")
 Loras = str | LoRAChoice | Sequence[str | LoRAChoice | None] | None

@@ -6,66 +6,51 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from collections.abc import Awaitable
-from collections.abc import Callable
-from contextlib import ExitStack
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from operator import attrgetter
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.responses import PlainTextResponse
-from starlette.responses import Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+
 from manylora.config.pooling import PoolingSettings
 from manylora.lora.catalog.entry import AdapterEntry
 from manylora.lora.catalog.pinning import Pinning
 from manylora.lora.catalog.shared import SharedAdapters
 from manylora.lora.catalog.uploads import Uploads
-from manylora.openai.adapter_routes import ADAPTER_ROUTES
-from manylora.openai.adapter_routes import AdapterRoutes
+from manylora.openai.adapter_routes import ADAPTER_ROUTES, AdapterRoutes
 from manylora.openai.api import schema
-from manylora.openai.api.errors import ApiError
-from manylora.openai.api.errors import check_name
+from manylora.openai.api.errors import ApiError, check_name
 from manylora.openai.api.openapi import document
-from manylora.openai.api.parsing import BodyT
-from manylora.openai.api.parsing import parse
+from manylora.openai.api.parsing import BodyT, parse
 from manylora.openai.api.responses_request import ResponsesRequest
 from manylora.openai.options import ServeOptions
-from manylora.openai.other_routes import OTHER_ROUTES
-from manylora.openai.other_routes import OtherRoutes
-from manylora.openai.other_routes import error_at
-from manylora.openai.other_routes import failed
+from manylora.openai.other_routes import OTHER_ROUTES, OtherRoutes, error_at, failed
 from manylora.openai.page.cache_status import CacheStatus
-from manylora.openai.page.page import docs_page
-from manylora.openai.page.page import page_file
+from manylora.openai.page.page import docs_page, page_file
 from manylora.openai.serving.backend import Backend
 from manylora.openai.serving.host_check import HostCheck
 from manylora.openai.serving.inference import Inference
-from manylora.openai.serving.keys import ApiKey
-from manylora.openai.serving.keys import Keyring
-from manylora.openai.serving.metrics import CONTENT_TYPE
-from manylora.openai.serving.metrics import Metrics
-from manylora.openai.serving.models import adapter_card
-from manylora.openai.serving.models import base_card
-from manylora.openai.serving.models import state_of
-from manylora.openai.serving.models import tiers
-from manylora.openai.serving.responses_api import respond
-from manylora.openai.serving.transport import SMALL
-from manylora.openai.serving.transport import BodyMemory
-from manylora.openai.serving.transport import EventStream
-from manylora.openai.serving.transport import credentials
-from manylora.openai.serving.transport import error_response
-from manylora.openai.serving.transport import query_number
-from manylora.openai.serving.transport import read_body
-from manylora.openai.serving.transport import request_id
+from manylora.openai.serving.keys import ApiKey, Keyring
+from manylora.openai.serving.metrics import CONTENT_TYPE, Metrics
+from manylora.openai.serving.models import adapter_card, base_card, state_of, tiers
+from manylora.openai.serving.responses_api import RecentItems, respond
+from manylora.openai.serving.transport import (
+    SMALL,
+    BodyMemory,
+    EventStream,
+    credentials,
+    error_response,
+    query_number,
+    read_body,
+    request_id,
+)
 from manylora.version import __version__
-from manylora.openai.serving.responses_api import RecentItems
-
 
 logger = logging.getLogger("manylora")
 

@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol
 
 from manylora.system.compiler import Source, load_library
 from manylora.system.lifeline import Lifeline
-from manylora.wire.bls_generator import ClientRequest, Values
+from manylora.wire.bls import ClientRequest, Values
 from manylora.wire.client_errors import client_error, client_message
 from manylora.wire.server_types import FINAL, Response, ResponseSender, ServerRequest, send
 

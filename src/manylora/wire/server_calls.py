@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from manylora.errors import RequestCancelledError, RequestError, UnavailableError
-from manylora.wire.bls_generator import Values
+from manylora.wire.bls import Values
 
 STATUSES = ((UnavailableError, "UNAVAILABLE"), (RequestCancelledError, "CANCELLED"))
 """Errors with their own Triton status. All others are INTERNAL."""

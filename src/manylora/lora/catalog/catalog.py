@@ -7,43 +7,31 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from manylora.errors import AdapterError
-from manylora.errors import printable
-from manylora.lora.catalog.entry import AdapterEntry
-from manylora.lora.catalog.entry import EntryReader
-from manylora.lora.catalog.entry import Terms
-from manylora.lora.catalog.entry import Version
-from manylora.lora.catalog.errors import CatalogError
-from manylora.lora.catalog.errors import not_found
-from manylora.lora.catalog.errors import unusable
-from manylora.lora.catalog.files import NO_FOLDERS
-from manylora.lora.catalog.files import Fingerprint
-from manylora.lora.catalog.files import Found
-from manylora.lora.catalog.files import find_adapters
-from manylora.lora.catalog.files import fingerprint
-from manylora.lora.catalog.files import folders_of
-from manylora.lora.catalog.files import path_below
+
+from manylora.errors import AdapterError, printable
+from manylora.lora.catalog.entry import AdapterEntry, EntryReader, Terms, Version
+from manylora.lora.catalog.errors import CatalogError, not_found, unusable
+from manylora.lora.catalog.files import (
+    NO_FOLDERS,
+    Fingerprint,
+    Found,
+    find_adapters,
+    fingerprint,
+    folders_of,
+    path_below,
+)
 from manylora.lora.catalog.levels import DiskLevel
-from manylora.lora.catalog.names import MAX_ALIASES
-from manylora.lora.catalog.names import Aliases
-from manylora.lora.catalog.names import name_problem
+from manylora.lora.catalog.names import MAX_ALIASES, Aliases, name_problem
 from manylora.lora.catalog.reader import AdapterReader
 from manylora.lora.catalog.uploads import Uploads
 from manylora.lora.catalog.versions import Versions
-from manylora.lora.tensors import Adapter
-from manylora.lora.tensors import FileAdapter
-from manylora.lora.text.adapter_text import AdapterTexts
-from manylora.lora.text.adapter_text import OwnText
+from manylora.lora.tensors import Adapter, FileAdapter
+from manylora.lora.text.adapter_text import AdapterTexts, OwnText
 from manylora.system.waits import cancel_and_wait
-from manylora.generation.tokenizer import Tokenizer
-from manylora.generation.defaults import GenerationDefaults
-
 
 logger = logging.getLogger("manylora")
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from manylora.config.hub import model_folder
 from manylora.config.model_folder import read_json
 from manylora.errors import AdapterError, AdapterInvalidError, ConfigError, printable
+from manylora.generation.tokenizer import Tokenizer
 from manylora.lora.catalog.files import AdapterFolders, Fingerprint, fingerprint, is_due
 from manylora.lora.catalog.names import read_names
 from manylora.lora.formats.safe_open import is_folder
 from manylora.lora.text.adapter_text import TOKENIZER_BYTES, AdapterText, AdapterTexts, OwnText, TrustedFolder
 from manylora.request import LoraInput, LoraMix
-from manylora.text.item_text import ItemText
-from manylora.text.tokenizer import Tokenizer
+from manylora.wire.item_text import ItemText
 from manylora.wire.parameters import ENGINE, names_file, parameters_beside, value_of
 
 MAX_KNOWN = 4096

@@ -8,47 +8,32 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
-from typing import Any
-from typing import Generic
-from typing import Protocol
-from typing import TypeVar
-from manylora.errors import AdapterChangedError
-from manylora.errors import AdapterNotCachedError
-from manylora.errors import EngineDeadError
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+from manylora.errors import AdapterChangedError, AdapterNotCachedError, EngineDeadError
+from manylora.generation.generation import Generation
+from manylora.generation.pooled import PooledGeneration
 from manylora.lora.catalog.catalog import AdapterCatalog
 from manylora.lora.catalog.entry import Version
 from manylora.lora.catalog.library import task_id_of
 from manylora.lora.catalog.pinning import EnginePins
 from manylora.lora.leases import digest_of_mix
-from manylora.lora.tensors import Adapter
-from manylora.lora.tensors import FileAdapter
-from manylora.openai.api.errors import ApiError
-from manylora.openai.api.errors import as_api_error
-from manylora.openai.api.errors import invalid_value
-from manylora.openai.api.errors import unsupported_field
+from manylora.lora.tensors import Adapter, FileAdapter
+from manylora.openai.api.errors import (
+    FORMAT,
+    ApiError,
+    as_api_error,
+    invalid_value,
+    renamed,
+    unsupported_field,
+)
 from manylora.openai.serving.fairness import FairQueue
 from manylora.openai.serving.history import History
-from manylora.openai.serving.waits import EventQueue
-from manylora.request import AdapterVersion
-from manylora.request import Event
-from manylora.request import LoraInput
-from manylora.request import LoraMix
-from manylora.request import Request
-from manylora.request import Sink
-from manylora.request import mix
-from manylora.stats import CacheMap
-from manylora.stats import EngineStats
-from manylora.stats import Resident
+from manylora.openai.serving.waits import EventQueue, Signal
+from manylora.request import AdapterVersion, Event, LoraInput, LoraMix, Request, Sink, mix
+from manylora.stats import CacheMap, EngineStats, Resident
 from manylora.system.waits import engine_answer
-from manylora.generation.generation import Generation
-from manylora.generation.pooled import PooledGeneration
-from manylora.openai.api.errors import FORMAT
-from manylora.openai.api.errors import renamed
-from manylora.openai.serving.waits import Signal
-
 
 logger = logging.getLogger("manylora")
 

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
+
 from manylora.config.model import ModelConfig
 from manylora.config.model_folder import weight_files
 from manylora.errors import ConfigError
+from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.gguf.container import read_parts
 from manylora.gguf.folder import linked_files
 from manylora.lora.catalog.entry import AdapterEntry
 from manylora.openai.api.schema import CompletionRequest
 from manylora.stats import EngineStats
-from manylora.generation.defaults import NO_DEFAULTS
-from manylora.generation.defaults import GenerationDefaults
-
 
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # always shown
 

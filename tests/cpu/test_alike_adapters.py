@@ -19,9 +19,9 @@ from tiny_models import make_adapter, make_model
 from manylora.errors import AdapterInvalidError
 from manylora.kernels import loading, native
 from manylora.kernels.huge_pages import huge_zeros, make_resident
-from manylora.lora.formats import peft
-from manylora.lora.formats.peft import read_peft_whole, stored_rows
-from manylora.lora.formats.plain_rows import MOST_ALIKE, KnownLayouts
+from manylora.lora.formats import peft_folder as peft
+from manylora.lora.formats.layouts import MOST_ALIKE, KnownLayouts
+from manylora.lora.formats.peft_folder import read_peft_whole, stored_rows
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.modules import lora_modules
 from manylora.lora.tensors import AdapterRow, digest_values
@@ -90,7 +90,7 @@ def test_another_adapter_like_the_first_is_not_judged_again(
 ) -> None:
     plain, folders = workshop
     monkeypatch.setattr(loading, "can_take", lambda source: False)
-    monkeypatch.setattr("manylora.lora.formats.plain_rows.can_take", lambda source: False)
+    monkeypatch.setattr("manylora.lora.formats.layouts.can_take", lambda source: False)
     expected = [rows_of(folder, plain) for folder in folders]
     monkeypatch.undo()
     options = with_alike(plain)

@@ -35,7 +35,7 @@ from manylora.lora.catalog.levels import DiskLevel
 from manylora.lora.catalog.reader import AdapterReader, read_adapter_folder
 from manylora.lora.extras import with_extras
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.peft import read_peft_whole
+from manylora.lora.formats.peft_folder import read_peft_whole
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.geometry import CacheGeometry, Layout
 from manylora.lora.modules import lora_modules

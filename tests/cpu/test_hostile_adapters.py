@@ -16,24 +16,31 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from hostile_adapters import HIDDEN, WEIGHTS, entries_of, good, header, hostile, pair, settings
+from hostile_adapters import HIDDEN
+from hostile_adapters import WEIGHTS
+from hostile_adapters import entries_of
+from hostile_adapters import good
+from hostile_adapters import header
+from hostile_adapters import hostile
+from hostile_adapters import pair
+from hostile_adapters import settings
 from tiny_models import make_model
-
 from manylora.config.engine import LoraCacheConfig
-from manylora.errors import AdapterError, AdapterInvalidError
+from manylora.errors import AdapterError
+from manylora.errors import AdapterInvalidError
 from manylora.lora.catalog.files import find_adapters
 from manylora.lora.catalog.reader import AdapterReader
-from manylora.lora.formats import safe_open
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.peft_config import Patterns
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.store import AdapterStore
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput
+from manylora.lora.formats import safe_files
+from manylora.lora.formats.peft.settings import Patterns
+
 
 COUNT = 2000 if os.environ.get("MANYLORA_LONG") else 105
 ROOM = 2**28  # bytes that a reader may take beside what the process has
@@ -142,14 +149,14 @@ def test_a_file_that_shrinks_after_its_header_was_read_is_an_error(
     store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = good(tmp_path / "a")
-    plain = safe_open.OpenFile.read_into
+    plain = safe_files.OpenFile.read_into
 
-    def cut(file: safe_open.OpenFile, start: int, target: object) -> None:
+    def cut(file: safe_files.OpenFile, start: int, target: object) -> None:
         plain(file, start, target)
         if file.name == WEIGHTS and start == 8:
             os.truncate(folder / WEIGHTS, 100)
 
-    monkeypatch.setattr(safe_open.OpenFile, "read_into", cut)
+    monkeypatch.setattr(safe_files.OpenFile, "read_into", cut)
     with pytest.raises(AdapterInvalidError, match="is not readable: it was cut short"):
         store.parts.reader(store.modules).read(folder)
 

@@ -12,7 +12,7 @@ from tiny_models import make_model
 
 from manylora.config.blocks import LayerInputsConfig
 from manylora.kernels.reference import ReferenceOps
-from manylora.lora.formats.peft_names import PEFT_KEY, layer_of, module_id_of
+from manylora.lora.formats.peft.names import PEFT_KEY, layer_of, module_id_of
 from manylora.lora.modules import LoraModuleId, lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.layer_inputs import LayerInputs

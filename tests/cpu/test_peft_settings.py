@@ -26,7 +26,7 @@ from tiny_models import (
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.device import open_device
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.peft_strict import KNOWN, TYPES
+from manylora.lora.formats.peft.targets import KNOWN, TYPES
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora, read_whole
 from manylora.lora.modules import lora_modules

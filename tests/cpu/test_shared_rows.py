@@ -25,7 +25,7 @@ from manylora.lora.bounds import Bounds
 from manylora.lora.cache import CachedAdapter
 from manylora.lora.catalog.levels import DiskLevel
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.peft import read_peft_whole
+from manylora.lora.formats.peft_folder import read_peft_whole
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.geometry import Layout, cache_geometry
 from manylora.lora.modules import lora_modules

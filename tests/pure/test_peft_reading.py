@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from manylora.errors import AdapterInvalidError
 from manylora.lora.convert import convert_peft, main
 from manylora.lora.formats.npy import read_npy, write_npy
-from manylora.lora.formats.peft import read_peft
+from manylora.lora.formats.peft_folder import read_peft
 
 PREFIX = "base_model.model.model.layers"
 

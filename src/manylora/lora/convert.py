@@ -18,8 +18,8 @@ from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.nemo import MODULE, nemo_key, nemo_num_layers, nemo_tensors, read_nemo
 from manylora.lora.formats.npy import write_npy
-from manylora.lora.formats.peft import read_peft
-from manylora.lora.formats.peft_config import CONFIG
+from manylora.lora.formats.peft.settings import CONFIG
+from manylora.lora.formats.peft_folder import read_peft
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.sources import (
     Source,

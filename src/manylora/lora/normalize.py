@@ -13,11 +13,11 @@ import numpy as np
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import Encoding
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.module_tensors import STACK_KEY
-from manylora.lora.formats.peft_config import CONFIG, NORMALIZED, PeftConfig, read_peft_config
-from manylora.lora.formats.peft_extras import is_extra
-from manylora.lora.formats.peft_files import peft_tensors
-from manylora.lora.formats.peft_names import PEFT_KEY
+from manylora.lora.formats.peft.extras import is_extra
+from manylora.lora.formats.peft.files import peft_tensors
+from manylora.lora.formats.peft.module_tensors import STACK_KEY
+from manylora.lora.formats.peft.names import PEFT_KEY
+from manylora.lora.formats.peft.settings import CONFIG, NORMALIZED, PeftConfig, read_peft_config
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.tensor_files import RawTensor, decode, encode, write_safetensors, write_torch
 from manylora.lora.number_types import BY_SAFETENSORS

@@ -14,7 +14,7 @@ from manylora.errors import AdapterError, ConfigError
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.extras import is_virtual, num_virtual, with_extras
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.peft_config import form_of, read_settings
+from manylora.lora.formats.peft.settings import form_of, read_settings
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import Source, find_source, read_lora, read_whole, source_dtype
 from manylora.lora.geometry import Layout, cache_geometry

@@ -20,7 +20,7 @@ from manylora.lora.catalog.library import AdapterLibrary
 from manylora.lora.catalog.names import read_names
 from manylora.lora.catalog.reader import AdapterReader
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.plain_rows import KnownLayouts
+from manylora.lora.formats.layouts import KnownLayouts
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.geometry import CachePlan, pages_of_rank, plan_cache
 from manylora.lora.modules import LoraModule, beside_experts, lora_modules

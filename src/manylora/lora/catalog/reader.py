@@ -20,9 +20,9 @@ from manylora.lora.bounds import Bounds
 from manylora.lora.catalog.files import Fingerprint, fingerprint, is_settled
 from manylora.lora.extras import HEAD
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.peft import stored_rows
+from manylora.lora.formats.peft_folder import stored_rows
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
-from manylora.lora.formats.safe_open import is_plain, open_plain
+from manylora.lora.formats.safe_files import is_plain, open_plain
 from manylora.lora.formats.sources import Source, find_source, read_lora, read_source, read_whole
 from manylora.lora.modules import LoraModule
 from manylora.lora.rules import NOTHING, AdapterRules

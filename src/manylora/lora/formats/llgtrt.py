@@ -10,7 +10,7 @@ import numpy as np
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import Encoding
 from manylora.lora.bounds import ANY_MODEL, Bounds
-from manylora.lora.formats.safe_open import OpenFile
+from manylora.lora.formats.safe_files import OpenFile
 from manylora.lora.formats.tensor_files import RawTensor, read_safetensors, write_safetensors
 from manylora.lora.number_types import BY_DTYPE, BY_SAFETENSORS, TYPES_READ
 

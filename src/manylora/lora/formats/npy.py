@@ -13,7 +13,7 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.extras import check_invocation
 from manylora.lora.formats import one_line
-from manylora.lora.formats.safe_open import OpenFile, is_plain
+from manylora.lora.formats.safe_files import OpenFile, is_plain
 from manylora.request import MAX_INVOCATION
 
 WEIGHTS = "model.lora_weights.npy"

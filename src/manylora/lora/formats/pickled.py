@@ -16,7 +16,7 @@ from pathlib import Path
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.bounds import Bounds
-from manylora.lora.formats.safe_open import OpenFile
+from manylora.lora.formats.safe_files import OpenFile
 from manylora.lora.formats.tensor_files import (
     RawTensor,
     check_type,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from manylora.kernels.row_format import RowFormat
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.formats.base_weights import BaseReader, BaseWeights
-from manylora.lora.formats.plain_rows import KnownLayouts
+from manylora.lora.formats.layouts import KnownLayouts
 from manylora.lora.modules import LoraModule
 from manylora.lora.rules import AdapterRules
 

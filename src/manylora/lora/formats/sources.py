@@ -14,11 +14,11 @@ from manylora.lora.formats import one_line
 from manylora.lora.formats.llgtrt import is_llgtrt, read_llgtrt
 from manylora.lora.formats.nemo import find_nemo, is_tar, nemo_tensors, read_nemo
 from manylora.lora.formats.npy import has_npy, read_npy, read_npy_invocation
-from manylora.lora.formats.peft import read_peft, read_peft_whole
-from manylora.lora.formats.peft_config import is_one_file, read_peft_invocation
-from manylora.lora.formats.peft_files import has_peft, peft_tensors
+from manylora.lora.formats.peft.files import has_peft, peft_tensors
+from manylora.lora.formats.peft.settings import is_one_file, read_peft_invocation
+from manylora.lora.formats.peft_folder import read_peft, read_peft_whole
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
-from manylora.lora.formats.safe_open import list_files
+from manylora.lora.formats.safe_files import list_files
 from manylora.lora.formats.tensor_files import common_dtype
 from manylora.lora.number_types import BY_DTYPE, to_bfloat16
 from manylora.lora.tensors import AdapterRow, lora_input, pack_rows

@@ -24,7 +24,7 @@ from manylora.errors import AdapterInvalidError
 from manylora.kernels.loading import all_finite, widen
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.formats import one_line
-from manylora.lora.formats.safe_open import OpenFile
+from manylora.lora.formats.safe_files import OpenFile
 from manylora.lora.number_types import BY_SAFETENSORS, TYPES_READ, narrow_to_bfloat16
 
 BITS = {

@@ -12,10 +12,10 @@ import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.base_weights import BaseReader
-from manylora.lora.formats.module_tensors import STACK_KEY, stack_module_id
-from manylora.lora.formats.peft_config import CONFIG, PeftConfig, config_of, peft_type
-from manylora.lora.formats.peft_experts import EXPERT_KEY
-from manylora.lora.formats.peft_names import PEFT_KEY, module_id_of
+from manylora.lora.formats.peft.experts import EXPERT_KEY
+from manylora.lora.formats.peft.module_tensors import STACK_KEY, stack_module_id
+from manylora.lora.formats.peft.names import PEFT_KEY, module_id_of
+from manylora.lora.formats.peft.settings import CONFIG, PeftConfig, config_of, peft_type
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.tensor_files import RawTensor, decode
 from manylora.lora.modules import LoraModule

@@ -13,10 +13,10 @@ import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.bounds import Bounds
-from manylora.lora.formats.module_tensors import MODULE as STACK_MODULE
-from manylora.lora.formats.module_tensors import check_stacks, stack_layer, stack_module_id
-from manylora.lora.formats.peft_config import CONFIG, PeftConfig, peft_type, saved_modules
-from manylora.lora.formats.peft_names import MODULE, in_our_order, layer_of, module_id_of
+from manylora.lora.formats.peft.module_tensors import MODULE as STACK_MODULE
+from manylora.lora.formats.peft.module_tensors import check_stacks, stack_layer, stack_module_id
+from manylora.lora.formats.peft.names import MODULE, in_our_order, layer_of, module_id_of
+from manylora.lora.formats.peft.settings import CONFIG, PeftConfig, peft_type, saved_modules
 from manylora.lora.formats.peft_types.converted import LoraForm, PeftFiles
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.tensor_files import RawTensor, decode

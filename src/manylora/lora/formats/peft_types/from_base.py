@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
-from manylora.lora.formats.peft_config import CONFIG, config_of, initial_kind
+from manylora.lora.formats.peft.settings import CONFIG, config_of, initial_kind
 from manylora.lora.formats.peft_types.converted import LoraForm, Pairs, PeftFiles
 
 if TYPE_CHECKING:

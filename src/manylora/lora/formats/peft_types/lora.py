@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
-from manylora.lora.formats.peft_config import CONFIG, config_of, initial_kind
-from manylora.lora.formats.peft_names import PEFT_KEY, layer_of, module_id_of
-from manylora.lora.formats.peft_tables import TOKENS
+from manylora.lora.formats.peft.names import PEFT_KEY, layer_of, module_id_of
+from manylora.lora.formats.peft.settings import CONFIG, config_of, initial_kind
+from manylora.lora.formats.peft.tables import TOKENS
 from manylora.lora.formats.peft_types.converted import LoraForm, PeftFiles
 from manylora.lora.formats.peft_types.from_base import CHANGES, with_initial
 from manylora.lora.formats.tensor_files import RawTensor, check_type, decode

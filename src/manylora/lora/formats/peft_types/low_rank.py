@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
-from manylora.lora.formats.peft_config import CONFIG, config_of
+from manylora.lora.formats.peft.settings import CONFIG, config_of
 from manylora.lora.formats.peft_types.converted import LoraForm, Pairs, PeftFiles
 
 

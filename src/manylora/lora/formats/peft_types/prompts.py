@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
-from manylora.lora.formats.module_tensors import encoder_layers
-from manylora.lora.formats.peft_config import CONFIG, PeftConfig, peft_type
+from manylora.lora.formats.peft.module_tensors import encoder_layers
+from manylora.lora.formats.peft.settings import CONFIG, PeftConfig, peft_type
 from manylora.lora.formats.peft_types.converted import LoraForm, PeftFiles
 from manylora.lora.formats.tensor_files import decode
 from manylora.lora.modules import LoraModuleId as Id

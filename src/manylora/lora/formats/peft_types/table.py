@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from manylora.errors import AdapterInvalidError
-from manylora.lora.formats.peft_config import CONFIG, peft_type
+from manylora.lora.formats.peft.settings import CONFIG, peft_type
 from manylora.lora.formats.peft_types.converted import LoraForm, PeftFiles
 from manylora.lora.formats.peft_types.diagonal import read_diagonal, read_norms
 from manylora.lora.formats.peft_types.from_base import read_deft, read_peanut

@@ -11,8 +11,8 @@ from functools import partial
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
-from manylora.lora.formats.peft_config import CONFIG
-from manylora.lora.formats.peft_names import LAYER
+from manylora.lora.formats.peft.names import LAYER
+from manylora.lora.formats.peft.settings import CONFIG
 from manylora.lora.formats.peft_types.converted import LoraForm, Pairs, PeftFiles
 from manylora.lora.formats.tensor_files import decode
 

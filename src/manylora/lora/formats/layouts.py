@@ -19,7 +19,7 @@ from blake3 import blake3
 from manylora.kernels.loading import FILE_ROW, can_take, take_rows
 from manylora.kernels.row_format import RowFormat
 from manylora.lora import staging
-from manylora.lora.formats.safe_open import OpenFile
+from manylora.lora.formats.safe_files import OpenFile
 from manylora.lora.number_types import BFLOAT16
 from manylora.lora.tensors import AdapterRow, FileRows
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from manylora.errors import AdapterInvalidError
-from manylora.lora.formats.peft_names import PEFT_KEY, VISION, layer_of, module_id_of
+from manylora.lora.formats.peft.names import PEFT_KEY, VISION, layer_of, module_id_of
 from manylora.lora.formats.tensor_files import RawTensor
 from manylora.lora.modules import LoraModule
 from manylora.lora.modules import LoraModuleId as Id

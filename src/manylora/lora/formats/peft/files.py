@@ -8,11 +8,11 @@ from pathlib import Path
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats import one_line
-from manylora.lora.formats.peft_config import CONFIG
-from manylora.lora.formats.peft_names import VISION
+from manylora.lora.formats.peft.names import VISION
+from manylora.lora.formats.peft.settings import CONFIG
 from manylora.lora.formats.pickled import read_pickled
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
-from manylora.lora.formats.safe_open import is_plain
+from manylora.lora.formats.safe_files import is_plain
 from manylora.lora.formats.tensor_files import RawTensor, read_safetensors
 
 WEIGHTS = "adapter_model.safetensors"

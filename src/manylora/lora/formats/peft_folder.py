@@ -15,8 +15,14 @@ from typing import Any
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import Encoding
 from manylora.lora.formats.base_weights import BaseReader
-from manylora.lora.formats.module_tensors import DORA, STACK_KEY, module_parts
-from manylora.lora.formats.peft_config import (
+from manylora.lora.formats.layouts import PlainRows
+from manylora.lora.formats.peft.experts import EXPERT_KEY
+from manylora.lora.formats.peft.extras import check_extra_shapes, is_extra, read_extras
+from manylora.lora.formats.peft.files import peft_tensors, weights_file
+from manylora.lora.formats.peft.module_tensors import DORA, STACK_KEY, module_parts
+from manylora.lora.formats.peft.names import MODULE, layer_of, module_id_of
+from manylora.lora.formats.peft.rows import DORA_REASON, RowReader, find_plain, row_scale
+from manylora.lora.formats.peft.settings import (
     ALORA,
     CONFIG,
     PeftConfig,
@@ -25,18 +31,12 @@ from manylora.lora.formats.peft_config import (
     peft_type,
     read_settings,
 )
-from manylora.lora.formats.peft_experts import EXPERT_KEY
-from manylora.lora.formats.peft_extras import check_extra_shapes, is_extra, read_extras
-from manylora.lora.formats.peft_files import peft_tensors, weights_file
-from manylora.lora.formats.peft_names import MODULE, layer_of, module_id_of
-from manylora.lora.formats.peft_rows import DORA_REASON, RowReader, find_plain, row_scale
-from manylora.lora.formats.peft_strict import check_default_targets, check_keys, tell_left_out, tell_missing
-from manylora.lora.formats.peft_tables import is_whole_table
+from manylora.lora.formats.peft.tables import is_whole_table
+from manylora.lora.formats.peft.targets import check_default_targets, check_keys, tell_left_out, tell_missing
 from manylora.lora.formats.peft_types.converted import LoraForm, PeftFiles
 from manylora.lora.formats.peft_types.table import check_kind, read_form
-from manylora.lora.formats.plain_rows import PlainRows
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
-from manylora.lora.formats.safe_open import OpenFile
+from manylora.lora.formats.safe_files import OpenFile
 from manylora.lora.formats.tensor_files import RawTensor, header_of
 from manylora.lora.number_types import BY_SAFETENSORS, NumberType
 from manylora.lora.tensors import AdapterRow, FileRows

@@ -16,7 +16,7 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.bounds import Bounds
 from manylora.lora.extras import HEAD
 from manylora.lora.formats.base_weights import BaseReader
-from manylora.lora.formats.module_tensors import (
+from manylora.lora.formats.peft.module_tensors import (
     STACK_BIAS,
     STACK_NORM,
     check_stacks,
@@ -24,8 +24,7 @@ from manylora.lora.formats.module_tensors import (
     stack_layer,
     stack_module_id,
 )
-from manylora.lora.formats.peft_config import PeftConfig
-from manylora.lora.formats.peft_names import (
+from manylora.lora.formats.peft.names import (
     LAYER,
     MODULE,
     ROOT,
@@ -34,7 +33,8 @@ from manylora.lora.formats.peft_names import (
     layer_of,
     module_id_of,
 )
-from manylora.lora.formats.peft_tables import (
+from manylora.lora.formats.peft.settings import PeftConfig
+from manylora.lora.formats.peft.tables import (
     HEADS,
     SHARED,
     TABLE,

@@ -16,7 +16,7 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.extras import check_invocation
 from manylora.lora.formats import one_line
-from manylora.lora.formats.safe_open import OpenFile, is_plain, read_small
+from manylora.lora.formats.safe_files import OpenFile, is_plain, read_small
 from manylora.lora.formats.tensor_files import read_metadata
 
 PLAIN = re.compile(r"\^?((?:[\w.-]|\\\.)+)\$?")  # a name, or the regular expression of one

@@ -12,9 +12,9 @@ import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.base_weights import BaseReader
-from manylora.lora.formats.module_tensors import encoder_layers, is_named_decoder
-from manylora.lora.formats.peft_config import PeftConfig
-from manylora.lora.formats.peft_names import ROOT
+from manylora.lora.formats.peft.module_tensors import encoder_layers, is_named_decoder
+from manylora.lora.formats.peft.names import ROOT
+from manylora.lora.formats.peft.settings import PeftConfig
 from manylora.lora.formats.tensor_files import NUMPY_TYPES, RawTensor, decode
 from manylora.lora.modules import LoraModule
 from manylora.lora.tensors import check_dims

@@ -16,19 +16,25 @@ from manylora.kernels.loading import narrow
 from manylora.kernels.row_format import RowFormat
 from manylora.lora import staging
 from manylora.lora.formats.base_weights import BaseReader
-from manylora.lora.formats.module_tensors import STACK_KEY, Parts, check_stacks, module_parts, stack_parts
-from manylora.lora.formats.peft_config import PeftConfig
-from manylora.lora.formats.peft_experts import (
+from manylora.lora.formats.layouts import THREADS, PlainRows
+from manylora.lora.formats.peft.experts import (
     EXPERT_KEY,
     check_expert_shapes,
     check_scale,
     expert_rows,
 )
-from manylora.lora.formats.peft_names import PEFT_KEY, in_our_order, in_peft_order
-from manylora.lora.formats.peft_strict import check_pairs
-from manylora.lora.formats.plain_rows import THREADS, PlainRows
+from manylora.lora.formats.peft.module_tensors import (
+    STACK_KEY,
+    Parts,
+    check_stacks,
+    module_parts,
+    stack_parts,
+)
+from manylora.lora.formats.peft.names import PEFT_KEY, in_our_order, in_peft_order
+from manylora.lora.formats.peft.settings import PeftConfig
+from manylora.lora.formats.peft.targets import check_pairs
 from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.formats.safe_open import OpenFile
+from manylora.lora.formats.safe_files import OpenFile
 from manylora.lora.formats.tensor_files import RawTensor, check_type, decode, read_encoded
 from manylora.lora.modules import EXPERT_IDS, LoraModuleId, not_enabled
 from manylora.lora.number_types import BFLOAT16, NumberType

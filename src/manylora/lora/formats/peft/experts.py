@@ -18,7 +18,7 @@ import numpy as np
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import RowFormat
 from manylora.lora.bounds import Bounds
-from manylora.lora.formats.peft_config import CONFIG, PeftConfig
+from manylora.lora.formats.peft.settings import CONFIG, PeftConfig
 from manylora.lora.formats.tensor_files import RawTensor, check_type
 from manylora.lora.modules import EXPERT_IDS, MODULE_NAMES, LoraModule
 from manylora.lora.number_types import NumberType

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from manylora.errors import AdapterInvalidError
-from manylora.lora.formats.peft_config import CONFIG, initial_kind, shown
-from manylora.lora.formats.peft_names import ATTENTION_IDS, LINEAR_IDS, MLP_IDS
+from manylora.lora.formats.peft.names import ATTENTION_IDS, LINEAR_IDS, MLP_IDS
+from manylora.lora.formats.peft.settings import CONFIG, initial_kind, shown
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.modules import LoraModule
 

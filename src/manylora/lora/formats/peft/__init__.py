@@ -1,0 +1,3 @@
+"""A PEFT directory: its settings, the names of its tensors, and its rows and extras."""
+
+from __future__ import annotations

@@ -26,7 +26,7 @@ from manylora.kernels.device import open_device
 from manylora.lora.bounds import Bounds
 from manylora.lora.catalog.reader import AdapterReader
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.peft_types.table import READERS, REASONS, check_kind
+from manylora.lora.formats.peft_types import READERS, REASONS, check_peft_type
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora, read_whole
 from manylora.lora.modules import lora_modules
@@ -172,7 +172,7 @@ def test_every_kind_of_peft_is_served_or_refused_by_its_name() -> None:
     for kind in peft.PeftType:
         assert kind.value in READERS or kind.value in REASONS, "a kind without a reason"
         try:
-            assert check_kind({"peft_type": kind.value.lower()}) == kind.value
+            assert check_peft_type({"peft_type": kind.value.lower()}) == kind.value
         except AdapterInvalidError as error:
             assert f"sets peft_type {kind.value}: {REASONS[kind.value]}; served are" in str(error)
 
@@ -381,10 +381,12 @@ def test_an_untrained_adapter_of_any_kind_is_told(
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, init_lora_weights="pissa", target_modules=ATTENTION)
     peft.get_peft_model(load_transformers(model), config).save_pretrained(str(tmp_path))
-    rows, extras = read_whole(find_source(tmp_path), options)
+    content = read_whole(find_source(tmp_path), options)
+    rows, extras = content.rows, content.extras
     modules = lora_modules(read_model_config(model))
     assert not has_effect(rows, extras, modules)
-    rows, extras = read_whole(find_source(adapters["pissa"]), options)
+    content = read_whole(find_source(adapters["pissa"]), options)
+    rows, extras = content.rows, content.extras
     assert has_effect(rows, extras, modules)
 
 

@@ -20,9 +20,8 @@ from manylora.errors import AdapterInvalidError
 from manylora.kernels import loading, native
 from manylora.kernels.huge_pages import huge_zeros, make_resident
 from manylora.lora.formats import peft_folder as peft
-from manylora.lora.formats.layouts import MOST_ALIKE, KnownLayouts
-from manylora.lora.formats.peft_folder import read_peft_whole, stored_rows
-from manylora.lora.formats.read_options import ReadOptions
+from manylora.lora.formats.peft_folder import read_peft_whole
+from manylora.lora.formats.read_options import MAX_LAYOUTS, KnownLayouts, ReadOptions
 from manylora.lora.modules import lora_modules
 from manylora.lora.tensors import AdapterRow, digest_values
 from manylora.lora.transfers import READY_BYTES
@@ -72,17 +71,17 @@ def test_rows_are_taken_with_their_digests(
 
 
 def rows_of(folder: Path, options: ReadOptions) -> list[AdapterRow]:
-    rows, extras = read_peft_whole(folder, options)
-    assert not extras
-    return rows
+    content = read_peft_whole(folder, options)
+    assert not content.extras
+    return content.rows
 
 
 def with_alike(options: ReadOptions) -> ReadOptions:
-    return ReadOptions(options.modules, digest=True, alike=KnownLayouts())
+    return ReadOptions(options.modules, digest=True, layouts=KnownLayouts())
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peft, "_open", lambda *_: pytest.fail("it was judged again"))
+    monkeypatch.setattr(peft, "_read_form", lambda *_: pytest.fail("it was judged again"))
 
 
 def test_another_adapter_like_the_first_is_not_judged_again(
@@ -90,7 +89,7 @@ def test_another_adapter_like_the_first_is_not_judged_again(
 ) -> None:
     plain, folders = workshop
     monkeypatch.setattr(loading, "can_take", lambda source: False)
-    monkeypatch.setattr("manylora.lora.formats.layouts.can_take", lambda source: False)
+    monkeypatch.setattr("manylora.lora.formats.peft.rows.can_take", lambda source: False)
     expected = [rows_of(folder, plain) for folder in folders]
     monkeypatch.undo()
     options = with_alike(plain)
@@ -102,7 +101,7 @@ def test_another_adapter_like_the_first_is_not_judged_again(
             np.testing.assert_array_equal(row.payload, other.payload)
             assert row.content == other.content == digest_values(row.payload)
     monkeypatch.setattr(peft, "peft_tensors", lambda *_: pytest.fail("its header was parsed again"))
-    assert stored_rows(folders[1], options) is not None
+    assert read_peft_whole(folders[1], options).stored is not None
 
 
 @pytest.mark.parametrize("target", ["q_proj", "v_proj"])
@@ -158,7 +157,7 @@ def test_one_of_which_something_was_told_is_told_of_again(
     workshop: tuple[ReadOptions, list[Path]], tmp_path: Path
 ) -> None:
     told: list[str] = []
-    options = ReadOptions(workshop[0].modules, digest=True, alike=KnownLayouts(), tell=told.append)
+    options = ReadOptions(workshop[0].modules, digest=True, layouts=KnownLayouts(), tell=told.append)
     shutil.copytree(workshop[1][0], tmp_path / "odd")
     config = tmp_path / "odd" / "adapter_config.json"
     settings = json.loads(config.read_text(encoding="utf-8"))
@@ -175,10 +174,10 @@ def test_no_more_than_so_many_are_remembered(
     shutil.copytree(workshop[1][0], tmp_path / "one")
     config = tmp_path / "one" / "adapter_config.json"
     settings = json.loads(config.read_text(encoding="utf-8"))
-    for alpha in range(1, MOST_ALIKE + 4):
+    for alpha in range(1, MAX_LAYOUTS + 4):
         config.write_text(json.dumps(settings | {"lora_alpha": alpha}), encoding="utf-8")
         rows_of(tmp_path / "one", options)
-    assert options.alike is not None and len(options.alike._rows) == MOST_ALIKE
+    assert options.layouts is not None and len(options.layouts) == MAX_LAYOUTS
 
 
 def test_memory_that_is_made_resident_keeps_its_values() -> None:

@@ -309,7 +309,8 @@ def test_the_pool_gives_back_what_it_took_in_pieces() -> None:
 def test_the_digest_covers_them(model: Path, workshop: Path) -> None:
     adapter = make_kind(workshop / "digest", model, "token indices", 1)
     config = read_model_config(model)
-    rows, extras = read_peft_whole(adapter, ReadOptions(lora_modules(config), BaseWeights(model)))
+    content = read_peft_whole(adapter, ReadOptions(lora_modules(config), BaseWeights(model)))
+    rows, extras = content.rows, content.extras
     [extra] = extras
     changed = extra.values.copy()
     changed[0, 0] += 1

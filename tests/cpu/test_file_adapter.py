@@ -35,7 +35,7 @@ from manylora.request import LoraInput
 from manylora.request import Request
 from manylora.request import SamplingConfig
 from manylora.lora.formats.peft_folder import read_peft_whole
-from manylora.lora.formats.peft_folder import stored_rows
+from manylora.lora.formats.base_weights import BaseWeights
 
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="needs the compiled kernels")
@@ -194,11 +194,12 @@ def test_what_is_not_in_the_file_as_it_is_served_is_not_read_from_there(
     model = make_model(tmp_path / "model", family)
     folder = make_adapter(tmp_path / "made", model, **options)
     modules = lora_modules(read_model_config(model), ())
-    found = stored_rows(folder, ReadOptions(modules))
+    options = ReadOptions(modules, BaseWeights(model))
+    content = read_peft_whole(folder, options)
+    rows, found = content.rows, content.stored
     assert (found is not None) == stored
     if found is None:
         return
-    rows, _ = read_peft_whole(folder, ReadOptions(modules))
     table = found.table
     assert [(row.module_id, row.layer, row.format.rank) for row in rows] == table[
         ["module_id", "layer", "rank"]
@@ -221,12 +222,12 @@ def test_types_of_files(workshop: tuple[Path, list[Path]], tmp_path: Path, kind:
     made = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[kind]
     values = {key: tensor.to(made) for key, tensor in load_file(file).items()}
     save_file(values, file)
-    found = stored_rows(tmp_path / "one")
+    found = read_peft_whole(tmp_path / "one").stored
     assert (found.dtype if found else None) == stored
     key = next(iter(values))
     values[key] = values[key].float() if kind == "BF16" else values[key].bfloat16()
     save_file(values, file)
-    assert stored_rows(tmp_path / "one") is None, "of two types"
+    assert read_peft_whole(tmp_path / "one").stored is None, "of two types"
 
 
 def test_little_is_kept_of_what_is_known(tmp_path: Path) -> None:
@@ -240,5 +241,5 @@ def test_little_is_kept_of_what_is_known(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "adapter_model.safetensors", tensors)
     text = '{"peft_type": "LORA", "r": 1, "lora_alpha": 1}'
     (tmp_path / "adapter_config.json").write_text(text, encoding="utf-8")
-    found = stored_rows(tmp_path)
+    found = read_peft_whole(tmp_path).stored
     assert found is not None and found.table.nbytes <= 40 * 128

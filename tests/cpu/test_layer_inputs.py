@@ -12,7 +12,7 @@ from tiny_models import make_model
 
 from manylora.config.blocks import LayerInputsConfig
 from manylora.kernels.reference import ReferenceOps
-from manylora.lora.formats.peft.names import PEFT_KEY, layer_of, module_id_of
+from manylora.lora.formats.peft.names import LORA_NAMES
 from manylora.lora.modules import LoraModuleId, lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.layer_inputs import LayerInputs
@@ -65,7 +65,7 @@ def test_names_in_peft(root: str) -> None:
         ("layers.11.per_layer_projection", 11, LoraModuleId.PER_LAYER_PROJECTION),
         ("layers.2.self_attn.q_proj", 2, LoraModuleId.ATTN_Q),
     ):
-        match = PEFT_KEY.fullmatch(f"{root}{name}.lora_B.weight")
-        assert match is not None
-        assert (layer_of(match), module_id_of(match, None)) == (layer, module_id)
-    assert not PEFT_KEY.fullmatch(f"{root}layers.0.per_layer_model_projection.lora_B.weight")
+        found = LORA_NAMES.find(f"{root}{name}.lora_B.weight")
+        assert found is not None
+        assert (found.number, found.module_id) == (layer, module_id)
+    assert not LORA_NAMES.find(f"{root}layers.0.per_layer_model_projection.lora_B.weight")

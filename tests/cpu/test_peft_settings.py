@@ -26,7 +26,7 @@ from tiny_models import (
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.device import open_device
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.peft.targets import KNOWN, TYPES
+from manylora.lora.formats.peft.settings import KNOWN_SETTINGS, SETTING_TYPES
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora, read_whole
 from manylora.lora.modules import lora_modules
@@ -72,7 +72,7 @@ def refused(adapter: Path, options: ReadOptions) -> str:
 
 DEEP: Any = json.loads("[" * 400 + "]" * 400)
 NAN, INF = float("nan"), float("inf")
-# Values of another type than the one that the key's row in TYPES names.
+# Values of another type than the one that the key's row in SETTING_TYPES names.
 WRONG: dict[str, list[Any]] = {
     "true or false": ["no", "false", 1, 0, [], {}, NAN],
     "a count": ["many", "8", -1, 8.0, True, NAN, INF, 2**31, 10**40, [8], {}, DEEP],
@@ -84,7 +84,7 @@ WRONG: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("what", "_", "names"), TYPES)
+@pytest.mark.parametrize(("what", "_", "names"), SETTING_TYPES)
 def test_a_value_of_another_type_is_refused_by_its_key(
     what: str, _: object, names: str, adapter: Path, options: ReadOptions, tmp_path: Path
 ) -> None:
@@ -173,12 +173,12 @@ def test_a_rank_that_the_matrices_do_not_have_is_refused(
 
 
 def test_every_setting_of_a_kind_that_is_served_is_known() -> None:
-    from manylora.lora.formats.peft_types.table import READERS
+    from manylora.lora.formats.peft_types import READERS
 
     for kind in READERS:
         config = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)]
         # What only other kinds of modules have, or training alone.
-        unknown = {name for name in config.__dataclass_fields__ if name not in KNOWN}
+        unknown = {name for name in config.__dataclass_fields__ if name not in KNOWN_SETTINGS}
         assert not {name for name in unknown if name.startswith("use_") or name.endswith("_config")}, kind
 
 

@@ -72,7 +72,8 @@ class World:
 
     def read(self, number: int, shared: bool = True, **options: object) -> Adapter:
         given = ReadOptions(self.modules, BaseWeights(self.model), shared=shared, **options)  # type: ignore[arg-type]
-        rows, extras = read_peft_whole(self.folder / str(number), given)
+        content = read_peft_whole(self.folder / str(number), given)
+        rows, extras = content.rows, content.extras
         return adapter_from_rows(rows, extras=extras)
 
 

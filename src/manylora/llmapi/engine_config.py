@@ -14,8 +14,7 @@ from manylora.errors import AdapterError, ConfigError
 from manylora.llmapi.lora import LoraConfig
 from manylora.llmapi.options import DEFAULTS, GUIDE_BACKENDS, engine_settings
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.peft.experts import EXPERT_PATHS
-from manylora.lora.formats.peft.names import ATTENTION_IDS, MLP_IDS
+from manylora.lora.formats.peft.names import ATTENTION_IDS, EXPERT_PATHS, MLP_IDS
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import MODULE_NAMES, LoraModule, check_moe_backend, lora_modules

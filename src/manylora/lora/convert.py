@@ -21,14 +21,7 @@ from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.peft.settings import CONFIG
 from manylora.lora.formats.peft_folder import read_peft
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
-from manylora.lora.formats.sources import (
-    Source,
-    find_source,
-    read_invocation,
-    read_source,
-    source_dtype,
-    take_invocation,
-)
+from manylora.lora.formats.sources import find_source, read_source, source_dtype
 from manylora.lora.formats.tensor_files import decode
 from manylora.lora.module_sizes import Split
 from manylora.lora.modules import MODULE_NAMES, LoraModule, LoraModuleId, module_name
@@ -108,7 +101,7 @@ def convert_source(
     """Weights [1, rows, W] and config [1, rows, 3 or 4] int32 of an adapter from any source.
 
     storage_type: None keeps the source's, or bfloat16 for 8-bit numbers. bfloat16 is returned as 2-byte void.
-    invocation: as in `read_source`.
+    invocation: as in `take_invocation`.
     Raises AdapterInvalidError.
     """
     source = find_source(Path(path))
@@ -131,15 +124,14 @@ def convert_peft(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] in the storage type (bfloat16 as 2-byte void) and config [1, rows, 4] int32.
 
-    partial, base, text_only: as in `read_peft`. invocation: as in `read_source`. The rows of a fused
+    partial, base, text_only: as in `read_peft`. invocation: as in `take_invocation`. The rows of a fused
     query_key_value are ordered by config.json of base, of the adapter's own directory, or of the base model
     that its settings name if that is a directory. Raises AdapterInvalidError.
     """
     file = find_model_config(Path(folder), base.model_dir if base else None)
     modules = read_fused_rows(file) if file else {}
     options = ReadOptions(modules or None, base, allow_bin=True, text_only=text_only)
-    take_invocation(read_invocation(Source("peft", Path(folder)), options), invocation)
-    weights, config = pack_rows(read_peft(Path(folder), partial, options))
+    weights, config = pack_rows(read_peft(Path(folder), partial, options, invocation))
     return store_as(weights, config, storage_type), config
 
 

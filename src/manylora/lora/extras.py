@@ -81,6 +81,19 @@ def check_invocation(token_ids: Sequence[int], name: str) -> tuple[int, ...]:
     return tuple(token_ids)
 
 
+def take_invocation(found: Iterable[int], into: list[int] | None) -> None:
+    """found: token ids of an activated LoRA, none of another one. into: a list that takes them; None refuses
+    such adapters. Raises AdapterInvalidError."""
+    found = list(found)
+    if found and into is None:
+        raise AdapterInvalidError(
+            "it is an activated LoRA, which acts from its invocation tokens on, and these have no place "
+            "here: use its folder, or the .npy files that manylora convert writes"
+        )
+    if into is not None:
+        into += found
+
+
 def with_extras(layout: Layout, extras: Iterable[LoraExtra], geometry: CacheGeometry) -> Layout:
     """The same layout with extras after the rows. Like rows, they take whole slots.
 

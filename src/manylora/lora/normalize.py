@@ -13,13 +13,19 @@ import numpy as np
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import Encoding
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.peft.extras import is_extra
-from manylora.lora.formats.peft.files import peft_tensors
-from manylora.lora.formats.peft.module_tensors import STACK_KEY
-from manylora.lora.formats.peft.names import PEFT_KEY
-from manylora.lora.formats.peft.settings import CONFIG, NORMALIZED, PeftConfig, read_peft_config
+from manylora.lora.formats.peft.names import LORA_NAMES, is_extra
+from manylora.lora.formats.peft.settings import (
+    CONFIG,
+    NORMALIZED,
+    PeftConfig,
+    config_of,
+    is_plain_lora,
+    read_settings,
+)
+from manylora.lora.formats.peft_folder import peft_tensors
+from manylora.lora.formats.pickled import write_torch
 from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.formats.tensor_files import RawTensor, decode, encode, write_safetensors, write_torch
+from manylora.lora.formats.tensor_files import RawTensor, decode, encode, write_safetensors
 from manylora.lora.number_types import BY_SAFETENSORS
 from manylora.lora.tensors import check_dims
 
@@ -34,7 +40,10 @@ def normalize_dora(in_dir: Path, base_model: Path, out_dir: Path, *, strip: bool
     """
     suffix = _suffix(in_dir, STEM)
     _suffix(base_model, "model")
-    config = read_peft_config(in_dir)
+    settings = read_settings(in_dir)
+    if not is_plain_lora(settings):
+        raise AdapterInvalidError(f"{CONFIG} describes no plain LORA, which this is for")
+    config = config_of(settings)
     if config.dora_normalized:
         raise AdapterInvalidError(f"{CONFIG} sets {NORMALIZED}: the magnitudes are normalised already")
     tensors = peft_tensors(in_dir, ReadOptions(allow_bin=True))
@@ -57,7 +66,6 @@ def normalize_dora(in_dir: Path, base_model: Path, out_dir: Path, *, strip: bool
                 changed[key] = encode(key, normal, "F32" if coarse else dtype)
     if not changed:
         raise AdapterInvalidError("the adapter holds no LoRA matrices")
-    settings = json.loads((in_dir / CONFIG).read_text(encoding="utf-8"))
     settings.update({"use_dora": False} if strip else {NORMALIZED: True})
     write = write_safetensors if suffix == ".safetensors" else write_torch
     write(out_dir / f"{STEM}{suffix}", changed)
@@ -78,10 +86,10 @@ def _magnitude_path(key: str) -> str | None:
     """Path of the linear layer whose magnitude this is. None: another tensor, which is copied unchanged.
     Magnitudes of embedding and head are copied, too.
     """
-    found = PEFT_KEY.fullmatch(key) or STACK_KEY.fullmatch(key)
+    found = LORA_NAMES.find(key)
     if found is None and (not is_extra(key) or "magnitude" in key):
         raise AdapterInvalidError(f"Encountered unknown weight: {key}")
-    return found["path"] if found is not None and found["side"] is None else None
+    return found.path if found is not None and found.part is None else None
 
 
 def _matrices(

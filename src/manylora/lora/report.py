@@ -97,12 +97,12 @@ def inspect_adapter(
 def _read(report: AdapterReport, source: Source, base: BaseModel | None, options: ReadOptions) -> None:
     adapter: Adapter | None = None
     if source.kind in ("peft", "nemo"):
-        rows, extras = read_whole(source, options)
-        adapter = adapter_from_rows(rows, extras=extras)
+        found = read_whole(source, options)
+        adapter = adapter_from_rows(found.rows, extras=found.extras)
         table = [(row.module_id, row.layer, row.format.rank, row.format.dora) for row in adapter.rows]
         _describe(report, table, adapter.extras)
         if base is not None:
-            adapter = _rules(base).check_rows(rows, extras)
+            adapter = _rules(base).check_rows(found.rows, found.extras)
     else:
         lora = read_lora(source, 0, options)
         weights, config = check_shapes(lora)

@@ -20,8 +20,7 @@ from manylora.lora.catalog.library import AdapterLibrary
 from manylora.lora.catalog.names import read_names
 from manylora.lora.catalog.reader import AdapterReader
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.layouts import KnownLayouts
-from manylora.lora.formats.read_options import ReadOptions
+from manylora.lora.formats.read_options import KnownLayouts, ReadOptions
 from manylora.lora.geometry import CachePlan, pages_of_rank, plan_cache
 from manylora.lora.modules import LoraModule, beside_experts, lora_modules
 from manylora.lora.pool import AdapterPool
@@ -64,7 +63,7 @@ class StoreParts:
             bfloat16=narrow,
             text_only=self.text_only,
             shared=not self.in_parts,
-            alike=KnownLayouts(),
+            layouts=KnownLayouts(),
         )
         return AdapterReader(self.rules, options, "" if self.in_parts else pages)
 

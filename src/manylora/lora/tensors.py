@@ -254,3 +254,13 @@ class FileAdapter:
         rows = self.stored.table[["module_id", "layer", "rank"]].tolist()
         formats = {rank: RowFormat(rank) for _, _, rank in rows}
         return [RowShape(modules[one].at(layer), layer, formats[rank]) for one, layer, rank in rows]
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterContent:
+    """What a reader found in files. rows: ascending by layer and module. stored: where they are in the file,
+    if that is all there is and they are stored as they are served."""
+
+    rows: list[AdapterRow]
+    extras: list[LoraExtra]
+    stored: FileRows | None = None

@@ -20,7 +20,6 @@ from manylora.lora.bounds import Bounds
 from manylora.lora.catalog.files import Fingerprint, fingerprint, is_settled
 from manylora.lora.extras import HEAD
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.peft_folder import stored_rows
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.safe_files import is_plain, open_plain
 from manylora.lora.formats.sources import Source, find_source, read_lora, read_source, read_whole
@@ -68,15 +67,14 @@ class ReadAdapter:
 
 @dataclass
 class _Known:
-    """A folder's files when they were read, and their content. rows: locations of rows that can be read
-    directly into pages; searched: whether that was determined.
+    """A folder's files when they were read, and their content. rows: where they are in the file, if they can
+    be read from there without anything else.
     """
 
     files: Fingerprint
     digest: str
     facts: AdapterFacts
-    rows: FileRows | None = None
-    searched: bool = False
+    rows: FileRows | None
 
 
 class AdapterReader:
@@ -112,11 +110,7 @@ class AdapterReader:
         known = self._unchanged(path)
         if known is None or not self._pages or known.facts.kind != "peft":
             return None
-        if not known.searched:  # two threads may search concurrently, with the same result
-            rows = stored_rows(path, self._options)
-            known.rows = rows if rows is not None and can_read(self._pages, rows.dtype) else None
-            known.searched = True
-        if known.rows is None:
+        if known.rows is None or not can_read(self._pages, known.rows.dtype):
             return None
         file = path if is_plain(path) else path / known.rows.file
         open_file = partial(_open, path, file, known.files, self._options.bounds)
@@ -131,7 +125,7 @@ class AdapterReader:
         known = self._unchanged(path)
         now, before = time.time_ns(), fingerprint(path)
         notes: list[str] = []
-        adapter = self._read_values(source, known.digest if known else None, notes)
+        adapter, rows = self._read_values(source, known.digest if known else None, notes)
         after = fingerprint(path)
         if known is not None:
             if after == known.files:
@@ -142,16 +136,18 @@ class AdapterReader:
             logger.warning("adapter %s: %s", printable(path.name), note)
         if is_settled(before, now) and before == after:
             with self._lock:
-                self._known[path] = _Known(before, adapter.digest, facts)
+                self._known[path] = _Known(before, adapter.digest, facts, rows)
                 if len(self._known) > MAX_KNOWN:
                     del self._known[next(iter(self._known))]
         return ReadAdapter(adapter, facts)
 
-    def _read_values(self, source: Source, digest: str | None, notes: list[str]) -> Adapter:
+    def _read_values(
+        self, source: Source, digest: str | None, notes: list[str]
+    ) -> tuple[Adapter, FileRows | None]:
         if source.kind not in SOURCES_WITH_ROWS:
-            return self._rules.check(read_lora(source, 0, self._options))
-        rows, extras = read_whole(source, replace(self._options, digest=digest is None, tell=notes.append))
-        return self._rules.check_rows(rows, extras, digest)
+            return self._rules.check(read_lora(source, 0, self._options)), None
+        found = read_whole(source, replace(self._options, digest=digest is None, tell=notes.append))
+        return self._rules.check_rows(found.rows, found.extras, digest), found.stored
 
 
 def read_adapter_folder(

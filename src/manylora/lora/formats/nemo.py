@@ -21,9 +21,10 @@ from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import RowFormat
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.formats import one_line
+from manylora.lora.formats.pickled import read_torch
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.safe_files import OpenFile, list_files
-from manylora.lora.formats.tensor_files import RawTensor, check_type, decode, read_torch
+from manylora.lora.formats.tensor_files import RawTensor, check_type, decode
 from manylora.lora.modules import LoraModuleId
 from manylora.lora.tensors import AdapterRow, check_dims
 

@@ -25,10 +25,6 @@ MAX_DIMS = 8
 MAX_HEADER = 2**14  # bytes; NumPy itself refuses texts of more than 10 000
 
 
-def has_npy(folder: Path) -> bool:
-    return is_plain(folder / WEIGHTS)
-
-
 def read_npy(folder: Path, bounds: Bounds = ANY_MODEL) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] and config [1, rows, 3 or 4]. Raises AdapterInvalidError naming the file."""
     old = is_plain(folder / OLD_CONFIG) and not is_plain(folder / CONFIG)

@@ -1,51 +1,248 @@
 """PEFT directories: adapter_config.json and adapter_model.safetensors (or, for tools, .bin).
 
 Strict: an adapter of which a part would be lost, or that means more than B A x, is refused with the reason.
+What PEFT itself would pass over is told.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import Encoding
+from manylora.lora.extras import take_invocation
+from manylora.lora.formats import one_line
 from manylora.lora.formats.base_weights import BaseReader
-from manylora.lora.formats.layouts import PlainRows
-from manylora.lora.formats.peft.experts import EXPERT_KEY
-from manylora.lora.formats.peft.extras import check_extra_shapes, is_extra, read_extras
-from manylora.lora.formats.peft.files import peft_tensors, weights_file
-from manylora.lora.formats.peft.module_tensors import DORA, STACK_KEY, module_parts
-from manylora.lora.formats.peft.names import MODULE, layer_of, module_id_of
-from manylora.lora.formats.peft.rows import DORA_REASON, RowReader, find_plain, row_scale
+from manylora.lora.formats.peft.extras import check_extra_shapes, read_extras
+from manylora.lora.formats.peft.names import (
+    ATTENTION_IDS,
+    DORA,
+    EXPERT_KEY,
+    LINEAR_IDS,
+    LORA_NAMES,
+    MLP_IDS,
+    SIDE,
+    VISION,
+    is_extra,
+    is_whole_table,
+)
+from manylora.lora.formats.peft.rows import DORA_REASON, RowPlan, read_layout
 from manylora.lora.formats.peft.settings import (
     ALORA,
     CONFIG,
     PeftConfig,
+    check_keys,
     config_of,
+    invocation_of,
     is_plain_lora,
     peft_type,
     read_settings,
+    some,
 )
-from manylora.lora.formats.peft.tables import is_whole_table
-from manylora.lora.formats.peft.targets import check_default_targets, check_keys, tell_left_out, tell_missing
+from manylora.lora.formats.peft_types import check_peft_type, convert
 from manylora.lora.formats.peft_types.converted import LoraForm, PeftFiles
-from manylora.lora.formats.peft_types.table import check_kind, read_form
+from manylora.lora.formats.pickled import read_pickled
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
-from manylora.lora.formats.safe_files import OpenFile
-from manylora.lora.formats.tensor_files import RawTensor, header_of
+from manylora.lora.formats.safe_files import OpenFile, is_plain
+from manylora.lora.formats.tensor_files import RawTensor, header_of, read_safetensors, tensors_of
+from manylora.lora.modules import LoraModule
 from manylora.lora.number_types import BY_SAFETENSORS, NumberType
-from manylora.lora.tensors import AdapterRow, FileRows
+from manylora.lora.tensors import AdapterContent, AdapterRow
 from manylora.request import LoraExtra
 
-OF_MODULE = re.compile(MODULE)
+WEIGHTS = "adapter_model.safetensors"
+PICKLED = "adapter_model.bin"
+INDEX = f"{WEIGHTS}.index.json"
+# PEFT's own name of an adapter, which is in the names of a model's tensors and not in those of its files.
+OWN_NAME = re.compile(r"(?:\.modules_to_save)?\.default(?=(?:\.weight|\.bias)?$)")
+# Of a module that is saved whole: with bias "all" PEFT also saves its own copy and the base's, and passes
+# over both when it loads the adapter.
+COPY = re.compile(r"\.(?:modules_to_save|original_module)(?=\.(?:weight|bias)$)")
+LOW_RANK = re.compile(r"\.lora_[AB]\.")  # in the names of what PEFT applies to some tokens only
+IN_LAYER = re.compile(r".*?\.(\d{1,6})\.")
+NO_ROW = (
+    "only low-rank matrices have a place in the tensors of an adapter: of biases, norms, embedding, head, "
+    "scales and prompts serve the PEFT directory itself, or train without them"
+)
+# The modules that PEFT takes where target_modules is null, and the model types for which it has some.
+DEFAULT_TARGETS = {
+    "q v": "t5 mt5",
+    "q_proj v_proj": "bart opt llama llama4 mistral mixtral stablelm gemma gemma2 gemma3_text qwen2 qwen3",
+    "q_proj v_proj fc1 fc2": "phi",
+    "q_proj k_proj v_proj o_proj": "nemotron_h",
+    "c_attn": "gpt2",
+    "query_key_value": "gpt_neox falcon RefinedWebModel RefinedWeb",
+    "query value": "bert roberta xlm-roberta electra",
+}
 
 
-def without_unused(tensors: Mapping[str, RawTensor], options: ReadOptions) -> Mapping[str, RawTensor]:
+def read_peft(
+    folder: Path,
+    partial: list[str] | None = None,
+    options: ReadOptions = DEFAULT,
+    invocation: list[int] | None = None,
+) -> list[AdapterRow]:
+    """Rows in float32, the scaling folded into B; ascending by layer and module.
+
+    The scaling is `PeftConfig.scale` of the matrix's own rank. partial: a list that takes a line for each
+    part left out; None refuses such adapters. invocation: as in `take_invocation`. Raises
+    AdapterInvalidError, for extras too.
+    """
+    settings = read_settings(folder, options.bounds)
+    take_invocation(invocation_of(settings), invocation)
+    with options.open_base() as base:
+        form, extras = _read_form(folder, None, settings, options, base)
+        for key in sorted([*extras, *(extra.name for extra in form.extras)]):
+            if partial is None or DORA.search(key):
+                raise AdapterInvalidError(f"{key}: {NO_ROW}")
+            partial.append(f"no match {key}: {NO_ROW}")
+        plan = RowPlan.of(form.tensors, form.config, options, vectors=form.vectors, partial=partial)
+        rows = plan.read(base)
+    if not rows:
+        raise AdapterInvalidError("the adapter holds no LoRA matrices")
+    return rows
+
+
+def read_peft_whole(folder: Path, options: ReadOptions = DEFAULT) -> AdapterContent:
+    """As `read_peft`, and the extras: what is not a low-rank row, in float32.
+
+    With `options.float8` the rows of an adapter keep F8_E4M3 where all of its matrices have that type, with
+    the scaling of each row beside it. With DoRA they do not. An adapter with a known layout is read by that.
+    """
+    settings, file = read_settings(folder, options.bounds), _open_weights(folder, options)
+    if options.layouts is not None and options.digest and file is not None:
+        layout = options.layouts.find(settings, file)
+        rows = None if layout is None else read_layout(layout, file, options.bfloat16)
+        if layout is not None and rows is not None:
+            return AdapterContent(rows, [], layout.rows)
+    notes = _Notes(options.tell)
+    options = replace(options, tell=notes.tell)
+    with options.open_base() as base:
+        form, found = _read_form(folder, file, settings, options, base)
+        config, tensors = form.config, form.tensors
+        if found:
+            check_extra_shapes(found, options.bounds)
+        if base is not None and peft_type(settings) == "LORA":
+            _check_default_targets(settings, tensors, str(base.settings.get("model_type")))
+        encoded = _encoded_type(tensors, config) if options.float8 else None
+        plan = RowPlan.of(tensors, config, options, encoded, form.vectors)
+        rows = plan.read(base)
+        extras = [*form.extras]
+        if found:
+            extras = read_extras(found, tensors, config, options.modules, base, options.tell) + extras
+    _tell_left_out(settings, tensors, options)
+    _tell_missing(settings, {(row.layer, row.module_id) for row in rows}, options)
+    if config.invocation:
+        # Whole tables that are copies of the base's were left out.
+        _check_activated(one.name for one in extras if one.name.endswith(".weight"))
+        extras.append(LoraExtra.invocation(config.invocation))
+    if not rows and not extras:
+        raise AdapterInvalidError("the adapter holds no LoRA matrices")
+    if extras or plan.layout is None or plan.file is None:
+        return AdapterContent(rows, extras)
+    if options.layouts is not None and not notes.lines:
+        options.layouts.keep(settings, plan.file, plan.layout)
+    return AdapterContent(rows, extras, plan.layout.rows)
+
+
+@dataclass
+class _Notes:
+    """Passes lines on to `forward`, and counts them."""
+
+    forward: Callable[[str], None]
+    lines: int = 0
+
+    def tell(self, line: str) -> None:
+        self.lines += 1
+        self.forward(line)
+
+
+def peft_tensors(
+    folder: Path, options: ReadOptions = DEFAULT, file: OpenFile | None = None
+) -> dict[str, RawTensor]:
+    """Key to tensor, as stored, by the names that PEFT saves; those that `options` leaves out are not there.
+    file: of the weights, if it is open. Raises AdapterInvalidError."""
+    tensors = tensors_of(file, options.bounds) if file is not None else _stored_tensors(folder, options)
+    found: dict[str, RawTensor] = {}
+    for key, tensor in tensors.items():
+        if COPY.search(key) and COPY.sub("", key) in tensors:
+            continue
+        name = OWN_NAME.sub("", key)
+        if name in found or (name != key and name in tensors):
+            raise AdapterInvalidError(f"{key} and {name} mean the same tensor")
+        found[name] = tensor
+    if options.text_only:
+        return {key: tensor for key, tensor in found.items() if not VISION.search(key)}
+    return found
+
+
+def _open_weights(folder: Path, options: ReadOptions) -> OpenFile | None:
+    """The file of the weights, of which the header was read. None: there is none that can be read, which
+    `peft_tensors` refuses."""
+    try:
+        file = OpenFile(folder if is_plain(folder) else folder / WEIGHTS, options.bounds)
+        header_of(file, options.bounds)
+    except (AdapterInvalidError, OSError, ValueError):
+        return None
+    return file
+
+
+def _stored_tensors(folder: Path, options: ReadOptions) -> dict[str, RawTensor]:
+    """folder: or one file that is an adapter of its own."""
+    path, pickled = folder if is_plain(folder) else folder / WEIGHTS, folder / PICKLED
+    if is_plain(path):
+        return read_safetensors(path, options.bounds)
+    if is_plain(folder / INDEX) and not is_plain(pickled):
+        raise AdapterInvalidError(
+            f"{INDEX}: an adapter in several files is not read, by PEFT neither: save their tensors in one "
+            f"{WEIGHTS} (safetensors.torch.load_file of each, and save_file)"
+        )
+    if not is_plain(pickled):
+        raise AdapterInvalidError(f"{WEIGHTS} is missing")
+    if not options.allow_bin:
+        raise AdapterInvalidError(
+            f"{WEIGHTS} is missing, and {PICKLED} is a pickle, which servers never read: convert the adapter "
+            "with manylora convert -i ADAPTER -o CONVERTED"
+        )
+    try:
+        return read_pickled(pickled, options.bounds)
+    except OSError as error:
+        raise AdapterInvalidError(f"{PICKLED} is not readable: {one_line(error)}") from error
+
+
+def _read_form(
+    folder: Path,
+    file: OpenFile | None,
+    settings: Mapping[str, Any],
+    options: ReadOptions,
+    base: BaseReader | None,
+) -> tuple[LoraForm, dict[str, RawTensor]]:
+    """The adapter in the form of a LoRA, and its extras, which are no longer among its tensors. base:
+    open."""
+    plain = is_plain_lora(settings)
+    if not plain:
+        check_peft_type(settings)  # before files are looked for that this type may not have
+    check_keys(settings, options.tell)
+    tensors = peft_tensors(folder, options, file)
+    if plain:
+        form = LoraForm(config_of(settings), tensors)
+    else:
+        form = convert(PeftFiles(settings, tensors, options, base))
+    config, found = form.config, _without_unused(form.tensors, options)
+    if config.use_dora and options.base is None and not config.dora_normalized:
+        raise AdapterInvalidError(f"{CONFIG} sets use_dora: {DORA_REASON}")
+    extras = {key: tensor for key, tensor in found.items() if is_extra(key)}
+    rest = {key: tensor for key, tensor in found.items() if key not in extras}
+    if config.invocation:
+        _check_activated([*rest, *extras])
+    return replace(form, tensors=rest), extras
+
+
+def _without_unused(tensors: Mapping[str, RawTensor], options: ReadOptions) -> Mapping[str, RawTensor]:
     """The tensors without those of keys and values in layers that read another layer's. Tells of those left
     out. tensors: by PEFT's names.
 
@@ -57,11 +254,10 @@ def without_unused(tensors: Mapping[str, RawTensor], options: ReadOptions) -> Ma
         return tensors
     unused = []
     for key in tensors:
-        match = OF_MODULE.match(key)
-        module_id = module_id_of(match, modules) if match else None
-        if match is None or module_id is None or module_id not in modules:
+        name = LORA_NAMES.find(key, modules)
+        if name is None or name.stack is not None or name.module_id is None or name.module_id not in modules:
             continue
-        if layer_of(match) in modules[module_id].unused:
+        if name.number in modules[name.module_id].unused:
             unused.append(key)
     if unused:
         more = f" and {len(unused) - 1} other tensors are" if len(unused) > 1 else " is"
@@ -69,128 +265,6 @@ def without_unused(tensors: Mapping[str, RawTensor], options: ReadOptions) -> Ma
             f"{min(unused)}{more} of layers that read the keys and values of another layer: without effect"
         )
     return {key: tensor for key, tensor in tensors.items() if key not in unused}
-
-
-LOW_RANK = re.compile(r"\.lora_[AB]\.")  # in the names of what PEFT applies to some tokens only
-NO_ROW = (
-    "only low-rank matrices have a place in the tensors of an adapter: of biases, norms, embedding, head, "
-    "scales and prompts serve the PEFT directory itself, or train without them"
-)
-
-
-def read_peft(
-    folder: Path, partial: list[str] | None = None, options: ReadOptions = DEFAULT
-) -> list[AdapterRow]:
-    """Rows in float32, the scaling folded into B; ascending by layer and module.
-
-    The scaling is `PeftConfig.scale` of the matrix's own rank. partial: a list that takes a line for each
-    part left out; None refuses such adapters. Raises AdapterInvalidError, for extras too.
-    """
-    settings = read_settings(folder, options.bounds)
-    with options.open_base() as base:
-        form, extras = _open(folder, settings, options, base)
-        for key in sorted([*extras, *(extra.name for extra in form.extras)]):
-            if partial is None or DORA.search(key):
-                raise AdapterInvalidError(f"{key}: {NO_ROW}")
-            partial.append(f"no match {key}: {NO_ROW}")
-        rows = RowReader(form.config, options, base, vectors=form.vectors).rows(form.tensors, partial)
-    if not rows:
-        raise AdapterInvalidError("the adapter holds no LoRA matrices")
-    return rows
-
-
-def read_peft_whole(folder: Path, options: ReadOptions = DEFAULT) -> tuple[list[AdapterRow], list[LoraExtra]]:
-    """As `read_peft`, and the extras: what is not a low-rank row, in float32.
-
-    With `options.float8` the rows of an adapter keep F8_E4M3 where all of its matrices have that type, with
-    the scaling of each row beside it. With DoRA they do not.
-    """
-    settings = read_settings(folder, options.bounds)
-    if options.digest and (alike := _find_alike(folder, settings, options)) is not None:
-        plain, file = alike
-        if (made := plain.read(file, options.bfloat16)) is not None:
-            return made, []
-    told: list[str] = []
-    options = replace(options, tell=_both(told.append, options.tell))
-    with options.open_base() as base:
-        form, found = _open(folder, settings, options, base)
-        config, tensors = form.config, form.tensors
-        check_extra_shapes(found, options.bounds)
-        if base is not None and peft_type(settings) == "LORA":
-            check_default_targets(settings, tensors, str(base.settings.get("model_type")))
-        encoded = _encoded_type(tensors, config) if options.float8 else None
-        reader = RowReader(config, options, base, encoded, form.vectors)
-        rows = reader.rows(tensors)
-        extras = read_extras(found, tensors, config, options.modules, base, options.tell) + form.extras
-    tell_left_out(settings, tensors, options)
-    tell_missing(settings, {(row.layer, row.module_id) for row in rows}, options)
-    if config.invocation:
-        # Whole tables that are copies of the base's were left out.
-        _check_activated(one.name for one in extras if one.name.endswith(".weight"))
-        extras.append(LoraExtra.invocation(config.invocation))
-    if not rows and not extras:
-        raise AdapterInvalidError("the adapter holds no LoRA matrices")
-    if options.alike is not None and reader.plain is not None and not (extras or told):
-        options.alike.keep(settings, *reader.plain)
-    return rows, extras
-
-
-def _both(one: Callable[[str], None], other: Callable[[str], None]) -> Callable[[str], None]:
-    def tell(line: str) -> None:
-        one(line)
-        other(line)
-
-    return tell
-
-
-def stored_rows(folder: Path, options: ReadOptions = DEFAULT) -> FileRows | None:
-    """Where the rows are in the file of an adapter that `read_peft_whole` has accepted. None: not all of them
-    are two matrices, which the file has as they are served, and a scaling. Raises AdapterInvalidError."""
-    settings = read_settings(folder, options.bounds)
-    if not is_plain_lora(settings):
-        return None
-    if (alike := _find_alike(folder, settings, options)) is not None:
-        return alike[0].table
-    config, tensors = config_of(settings), without_unused(peft_tensors(folder, options), options)
-    special = any(is_extra(key) or EXPERT_KEY.fullmatch(key) or STACK_KEY.fullmatch(key) for key in tensors)
-    if special or config.invocation or config.use_dora:
-        return None
-    plain = find_plain(module_parts(tensors, None, options.modules), options, partial(row_scale, config))
-    return plain.table if plain is not None else None
-
-
-def _find_alike(
-    folder: Path, settings: Mapping[str, Any], options: ReadOptions
-) -> tuple[PlainRows, OpenFile] | None:
-    """Where the rows of this adapter are, known from one like it that was read in full, and its open file.
-    None: no adapter like it was read, or its file cannot be read, which the full reading will tell."""
-    if options.alike is None:
-        return None
-    try:
-        file = OpenFile(weights_file(folder), options.bounds)
-        header_of(file, options.bounds)
-    except (AdapterInvalidError, OSError, ValueError):
-        return None
-    known = options.alike.find(settings, file)
-    return None if known is None else (known, file)
-
-
-def _open(
-    folder: Path, settings: Mapping[str, Any], options: ReadOptions, base: BaseReader | None
-) -> tuple[LoraForm, dict[str, RawTensor]]:
-    """The adapter in the form of a LoRA, and its extras, which are no longer among its tensors. base:
-    open."""
-    check_kind(settings)  # before files are looked for that this kind may not have
-    check_keys(settings, options)
-    form = read_form(PeftFiles(settings, peft_tensors(folder, options), options, base))
-    config, found = form.config, without_unused(form.tensors, options)
-    if config.use_dora and options.base is None and not config.dora_normalized:
-        raise AdapterInvalidError(f"{CONFIG} sets use_dora: {DORA_REASON}")
-    extras = {key: tensor for key, tensor in found.items() if is_extra(key)}
-    rest = {key: tensor for key, tensor in found.items() if key not in extras}
-    if config.invocation:
-        _check_activated([*rest, *extras])
-    return replace(form, tensors=rest), extras
 
 
 def _check_activated(keys: Iterable[str]) -> None:
@@ -214,3 +288,94 @@ def _encoded_type(tensors: Mapping[str, RawTensor], config: PeftConfig) -> Numbe
     if kind is None or kind.encoding is Encoding.PLAIN or any(DORA.search(key) for key in tensors):
         return None
     return kind
+
+
+def _paths(keys: Iterable[str]) -> set[str]:
+    """Of the modules that have a low-rank matrix."""
+    return {match["path"] for match in map(SIDE.fullmatch, keys) if match}
+
+
+def _is_named(path: str, names: Iterable[str]) -> bool:
+    return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def _check_default_targets(settings: Mapping[str, Any], keys: Iterable[str], model_type: str) -> None:
+    """Raises AdapterInvalidError where target_modules is null and the file has other modules than those that
+    it means to PEFT, which would pass over them. model_type: in the base's config.json."""
+    if settings.get("target_modules") is not None or settings.get("target_parameters"):
+        return
+    known = (names.split() for names, types in DEFAULT_TARGETS.items() if model_type in types.split())
+    names = next(known, None)
+    others = sorted(path for path in _paths(keys) if names is not None and not _is_named(path, names))
+    if names is not None and others:
+        raise AdapterInvalidError(
+            f"{CONFIG}: target_modules is null, which is {' and '.join(names)} for {model_type}, but the "
+            f"file has {some(others)}: name in target_modules what was trained"
+        )
+
+
+def _tell_left_out(settings: Mapping[str, Any], keys: Iterable[str], options: ReadOptions) -> None:
+    """Of matrices in the file of modules that the settings leave out: PEFT passes over these, with a warning.
+    keys: of the tensors, by the names of a LoRA's. Settings that are regular expressions are not run."""
+    paths = sorted(_paths(keys))
+    left_out = [path for path in paths if _is_left_out(path.removeprefix("base_model.model."), settings)]
+    if left_out:
+        options.tell(
+            f"{CONFIG} leaves out what the file has, and PEFT does too; here it acts: {some(left_out)}"
+        )
+
+
+def _is_left_out(path: str, settings: Mapping[str, Any]) -> bool:
+    """By target_modules, exclude_modules and layers_to_transform, where these are lists."""
+    named, excluded = settings.get("target_modules"), settings.get("exclude_modules")
+    if isinstance(excluded, list) and _is_named(path, excluded):
+        return True
+    others = settings.get("target_parameters") or settings.get("ensure_weight_tying")
+    if not isinstance(named, list) or not named or others or path in named:
+        return False
+    asked = settings.get("layers_to_transform")
+    layers = asked if isinstance(asked, list) else [] if asked is None else [asked]
+    layer = IN_LAYER.match(path)
+    elsewhere = bool(layers) and (layer is None or int(layer[1]) not in layers)
+    return elsewhere or not _is_named(path, named)
+
+
+def _tell_missing(
+    settings: Mapping[str, Any], places: Collection[tuple[int, int]], options: ReadOptions
+) -> None:
+    """Of modules and layers that the settings name and the file does not have. places: (layer, module id) of
+    the adapter's rows."""
+    modules, depth = options.modules, options.depth
+    names = settings.get("target_modules") or []
+    plain = isinstance(names, list) and all(isinstance(n, str) and "." not in n for n in names)
+    if not (modules and depth and places) or not plain or settings.get("exclude_modules"):
+        return
+    asked = settings.get("layers_to_transform")
+    layers = set(range(depth)) if asked is None else set(asked if isinstance(asked, list) else [asked])
+    last = max(layer for layer, _ in places)
+    if asked is None and last + 1 < depth:
+        options.tell(
+            f"it has rows for layers 0 to {last} of {depth}: it was trained on a base of fewer "
+            "layers, or saved in part"
+        )
+        layers &= set(range(last + 1))
+    lines = [line for name in sorted(set(names)) for line in _absent(name, layers, places, modules)]
+    if lines:
+        options.tell(f"target_modules names what the file does not have: {some(lines)}")
+
+
+def _absent(
+    name: str, layers: Collection[int], places: Collection[tuple[int, int]], modules: Mapping[int, LoraModule]
+) -> Iterator[str]:
+    found = {ids[name] for ids in (ATTENTION_IDS, MLP_IDS, LINEAR_IDS) if name in ids} & modules.keys()
+    for module_id in sorted(found):
+        own = modules[module_id].layers
+        there = {layer for layer, other in places if other == module_id}
+        wanted = {layer for layer in layers if own is None or layer in own}
+        if len(found) > 1 and not there:
+            continue  # a name of two modules, of which the model may have one in the place of the other
+        missing = wanted - there
+        if missing and there:
+            yield f"{name} of layer{'s' if len(missing) > 1 else ''} {some(sorted(missing))}"
+        elif missing:
+            yield name

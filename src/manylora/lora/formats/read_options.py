@@ -1,31 +1,90 @@
-"""ReadOptions: how the files of an adapter are read."""
+"""ReadOptions: how the files of an adapter are read. KnownLayouts: where rows are in files seen before."""
 
 from __future__ import annotations
 
+import json
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
 
 from manylora.kernels.row_format import RowFormat
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.formats.base_weights import BaseReader, BaseWeights
-from manylora.lora.formats.layouts import KnownLayouts
+from manylora.lora.formats.safe_files import OpenFile
 from manylora.lora.modules import LoraModule
 from manylora.lora.rules import AdapterRules
+from manylora.lora.tensors import FileRows
+
+MAX_LAYOUTS = 64  # of adapters of one model; the one that was used longest ago is forgotten
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """Where the rows of an adapter are in its file, where each is one pair of matrices as they are served.
+
+    rows: offsets, as the cache takes them from the file. inputs, outputs: [rows], sizes of each.
+    """
+
+    rows: FileRows
+    inputs: np.ndarray
+    outputs: np.ndarray
+    formats: tuple[RowFormat, ...]
+
+
+class KnownLayouts:
+    """Layouts of adapters of one model, by their settings and the header of their file. An adapter with equal
+    ones is read without judging these again. Only adapters without notes are remembered. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._layouts: OrderedDict[bytes, FileLayout] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._layouts)
+
+    def find(self, settings: Mapping[str, Any], file: OpenFile) -> FileLayout | None:
+        """file: its header was read."""
+        key = _layout_key(settings, file)
+        with self._lock:
+            if (layout := self._layouts.get(key)) is not None:
+                self._layouts.move_to_end(key)
+            return layout
+
+    def keep(self, settings: Mapping[str, Any], file: OpenFile, layout: FileLayout) -> None:
+        """settings, file: as in `find`, of an adapter that was read."""
+        with self._lock:
+            self._layouts[_layout_key(settings, file)] = layout
+            if len(self._layouts) > MAX_LAYOUTS:
+                self._layouts.popitem(last=False)
+
+
+def _layout_key(settings: Mapping[str, Any], file: OpenFile) -> bytes:
+    names = settings.get("target_modules")  # PEFT writes a set, in any order
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
+        settings = {**settings, "target_modules": sorted(names)}
+    text = json.dumps(settings).encode()
+    sizes = f"{len(text)} {file.size} {file.name}\n".encode()
+    return blake3(sizes).update(text).update(file.header).digest()
 
 
 @dataclass(frozen=True)
 class ReadOptions:
     """modules: the model's, whose dimensions the matrices of PEFT and NeMo must then have; None: not known.
     base: what PEFT's DoRA magnitudes are normalised with, and its extras are relative to; None refuses them.
-    bounds: judged by headers, before a value is read. allow_bin: read PEFT's adapter_model.bin, in a process
-    of its own; for tools. float8: numbers of 8 bits stay so; else they are widened to bfloat16. digest: take
-    that of each row of PEFT as it is read, where the adapter's will be wanted. bfloat16: narrow such rows
-    then, for pages of that type, where they are large; those of routed experts stay as they are. text_only:
-    leave out what an adapter has for a model's vision part, which is refused otherwise. num_layers: of the
-    model, where the bounds do not know it. shared: rows may be vectors beside matrices that others have too;
-    else each has its own. alike: remembers what adapters have in common; None: each is judged on its own.
-    tell: takes a line for each thing that is served and may not be what was meant.
+    bounds: checked against headers, before a value is read. allow_bin: read PEFT's adapter_model.bin, in a
+    process of its own; for tools. float8: numbers of 8 bits stay so; else they are widened to bfloat16.
+    digest: compute that of each row of PEFT while it is read. bfloat16: narrow such rows then, for pages of
+    that type, where they are large; those of routed experts stay as they are. text_only: leave out what an
+    adapter has for a model's vision part, which is refused otherwise. num_layers: of the model, where the
+    bounds do not know it. shared: rows may be vectors beside matrices that others have too; else each has its
+    own. layouts: of adapters read before; None: each is judged on its own. tell: takes a line for each thing
+    that is served and may not be what was meant.
     """
 
     modules: Mapping[int, LoraModule] | None = None
@@ -38,7 +97,7 @@ class ReadOptions:
     text_only: bool = False
     num_layers: int | None = None
     shared: bool = False
-    alike: KnownLayouts | None = None
+    layouts: KnownLayouts | None = None
     tell: Callable[[str], None] = lambda line: None
 
     @property

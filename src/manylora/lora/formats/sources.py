@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,18 +9,18 @@ import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import Encoding
-from manylora.lora.formats import one_line
+from manylora.lora.extras import take_invocation
+from manylora.lora.formats import npy, one_line
 from manylora.lora.formats.llgtrt import is_llgtrt, read_llgtrt
 from manylora.lora.formats.nemo import find_nemo, is_tar, nemo_tensors, read_nemo
-from manylora.lora.formats.npy import has_npy, read_npy, read_npy_invocation
-from manylora.lora.formats.peft.files import has_peft, peft_tensors
-from manylora.lora.formats.peft.settings import is_one_file, read_peft_invocation
-from manylora.lora.formats.peft_folder import read_peft, read_peft_whole
+from manylora.lora.formats.npy import read_npy, read_npy_invocation
+from manylora.lora.formats.peft.settings import CONFIG, is_one_file
+from manylora.lora.formats.peft_folder import peft_tensors, read_peft, read_peft_whole
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
-from manylora.lora.formats.safe_files import list_files
+from manylora.lora.formats.safe_files import is_plain, list_files
 from manylora.lora.formats.tensor_files import common_dtype
 from manylora.lora.number_types import BY_DTYPE, to_bfloat16
-from manylora.lora.tensors import AdapterRow, lora_input, pack_rows
+from manylora.lora.tensors import AdapterContent, lora_input, pack_rows
 from manylora.request import LoraExtra, LoraInput
 
 
@@ -62,9 +61,9 @@ def _find(path: Path) -> Source:
     if not path.is_dir():
         reason = "is neither a file nor a directory" if path.exists() else "does not exist"
         raise AdapterInvalidError(f"{path.name} {reason}")
-    if has_npy(path):
+    if is_plain(path / npy.WEIGHTS):
         return Source("npy", path)
-    if has_peft(path):
+    if is_plain(path / CONFIG):
         return Source("peft", path)
     if list_files(path, ".nemo"):
         return Source("nemo", find_nemo(path))
@@ -84,38 +83,21 @@ def read_source(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] and config [1, rows, 3 or 4] int32; of PEFT and NeMo in float32, else as stored.
 
-    invocation: a list that takes the tokens from which on an activated LoRA acts; None refuses such adapters.
-    Raises AdapterInvalidError, for an adapter with other extras too: `read_lora` reads those.
+    invocation: as in `take_invocation`. Raises AdapterInvalidError, for an adapter with other extras too:
+    `read_lora` reads those.
     """
-    take_invocation(read_invocation(source, options), invocation)
+    path, bounds = source.path, options.bounds
+    if source.kind == "peft":
+        return pack_rows(read_peft(path, None, options, invocation))
+    if source.kind == "nemo":
+        return pack_rows(read_nemo(path, options))
     if source.kind == "npy":
-        return read_npy(source.path, options.bounds)
-    if source.kind == "llgtrt":
-        weights, config = read_llgtrt(source.path, options.bounds)
-        if not options.float8 and BY_DTYPE[weights.dtype].encoding is not Encoding.PLAIN:
-            weights = to_bfloat16(f"{source.path.name}: weights", weights)
-        return weights, config
-    read = read_nemo(source.path, options) if source.kind == "nemo" else read_peft(source.path, None, options)
-    return pack_rows(read)
-
-
-def read_invocation(source: Source, options: ReadOptions = DEFAULT) -> tuple[int, ...]:
-    """The tokens of an activated LoRA; none of another one. Raises AdapterInvalidError."""
-    if source.kind == "npy":
-        return read_npy_invocation(source.path, options.bounds)
-    return read_peft_invocation(source.path, options.bounds) if source.kind == "peft" else ()
-
-
-def take_invocation(found: Iterable[int], into: list[int] | None) -> None:
-    """into: as of `read_source`."""
-    found = list(found)
-    if found and into is None:
-        raise AdapterInvalidError(
-            "it is an activated LoRA, which acts from its invocation tokens on, and these have no place "
-            "here: use its folder, or the .npy files that manylora convert writes"
-        )
-    if into is not None:
-        into += found
+        take_invocation(read_npy_invocation(path, bounds), invocation)
+        return read_npy(path, bounds)
+    weights, config = read_llgtrt(path, bounds)
+    if not options.float8 and BY_DTYPE[weights.dtype].encoding is not Encoding.PLAIN:
+        weights = to_bfloat16(f"{path.name}: weights", weights)
+    return weights, config
 
 
 def read_lora(source: Source, task_id: int, options: ReadOptions = DEFAULT) -> LoraInput:
@@ -125,14 +107,15 @@ def read_lora(source: Source, task_id: int, options: ReadOptions = DEFAULT) -> L
         tensors = read_source(source, options, invocation)
         extras = (LoraExtra.invocation(invocation),) if invocation else ()
         return LoraInput(task_id, *tensors, extras=extras)
-    return lora_input(task_id, *read_peft_whole(source.path, options))
+    content = read_peft_whole(source.path, options)
+    return lora_input(task_id, content.rows, content.extras)
 
 
-def read_whole(source: Source, options: ReadOptions = DEFAULT) -> tuple[list[AdapterRow], list[LoraExtra]]:
-    """Of PEFT and NeMo, whose files say how large each row is: rows, and extras, which only PEFT has."""
+def read_whole(source: Source, options: ReadOptions = DEFAULT) -> AdapterContent:
+    """Of PEFT and NeMo, whose files say how large each row is. Raises AdapterInvalidError."""
     if source.kind == "peft":
         return read_peft_whole(source.path, options)
-    return read_nemo(source.path, options), []
+    return AdapterContent(read_nemo(source.path, options), [])
 
 
 def source_dtype(source: Source, options: ReadOptions = DEFAULT) -> str:

@@ -18,43 +18,26 @@ import numpy as np
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import RowFormat
 from manylora.lora.bounds import Bounds
+from manylora.lora.formats.peft.names import (
+    DOWN,
+    EXPERT_KEY,
+    EXPERT_LISTS,
+    EXPERT_NAMES,
+    EXPERT_PARAMETERS,
+    GATE,
+    H_TO_4H,
+    Modules,
+)
 from manylora.lora.formats.peft.settings import CONFIG, PeftConfig
 from manylora.lora.formats.tensor_files import RawTensor, check_type
-from manylora.lora.modules import EXPERT_IDS, MODULE_NAMES, LoraModule
+from manylora.lora.modules import MODULE_NAMES, LoraModule
 from manylora.lora.number_types import NumberType
 from manylora.lora.tensors import AdapterRow, check_dims
 
 LARGEST_SCALE = 1e36  # times 448, a float32
-
-H_TO_4H, DOWN, GATE = EXPERT_IDS
-EXPERT_NAMES = {
-    "w1": H_TO_4H, "w2": DOWN, "w3": GATE, "gate_proj": H_TO_4H, "down_proj": DOWN, "up_proj": GATE,
-}  # fmt: skip
-LISTS = {"gate_up_projs": H_TO_4H, "down_projs": DOWN}
-"""Unsloth's names of gpt-oss's linear layers, whose number comes last; gate and up in turn in one of them."""
-EXPERT_PATHS = {
-    prefix + name: module_id
-    for prefix in ("", "mlp.experts.", "block_sparse_moe.experts.", "feed_forward.experts.", "mixer.experts.")
-    for name, module_id in EXPERT_NAMES.items()
-}
-"""What a configuration may call the modules: their names, or their paths without the expert's number."""
-PARALLEL = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
-"""Granite's, each a module with the matrices of all experts in transformers 4."""
-EXPERT_KEY = re.compile(
-    r"(?P<path>(?P<root>(?:(?:base_model|model|language_model|backbone)\.)*)"
-    r"layers\.(?P<layer>\d{1,5})\.(?:(?:mlp|block_sparse_moe|feed_forward|mixer)\.)?"
-    rf"(?:experts\.(?P<expert>\d{{1,5}})\.(?P<name>{'|'.join(EXPERT_NAMES)})"
-    rf"|experts\.(?P<list>{'|'.join(LISTS)})\.(?P<number>\d{{1,5}})"
-    rf"|(?P<stacked>experts(?:\.base_layer)?|{'|'.join(PARALLEL)})))\."
-    r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
-)
-"""path, layer and side as in PEFT_KEY; expert and name, or number and list: of one expert; stacked: of all,
-not None."""
-
 IN_TURN = re.compile(r"gpt[-_]?oss", re.IGNORECASE)
 """In the name of a base whose stacked rows are those of gate and up in turn."""
 Matrices = dict[str, np.ndarray]  # "A", "B"
-Modules = Mapping[int, LoraModule] | None
 
 
 def check_expert_shapes(tensors: Mapping[str, RawTensor], modules: Modules, bounds: Bounds) -> int:
@@ -63,7 +46,7 @@ def check_expert_shapes(tensors: Mapping[str, RawTensor], modules: Modules, boun
     for key, tensor in tensors.items():
         match = EXPERT_KEY.fullmatch(key)
         assert match is not None
-        if match["side"] is None:
+        if match["part"] is None:
             continue
         if len(tensor.shape) != 2:
             raise AdapterInvalidError(f"{key} must be a matrix, got {tensor.shape}")
@@ -71,7 +54,7 @@ def check_expert_shapes(tensors: Mapping[str, RawTensor], modules: Modules, boun
         known = modules.get(DOWN) if modules else None
         if match["stacked"] is None or known is not None:
             experts = known.experts if match["stacked"] is not None and known is not None else 1
-            bounds.check_rank(tensor.shape[match["side"] == "B"] // experts)
+            bounds.check_rank(tensor.shape[match["part"] == "B"] // experts)
     return sum(math.prod(tensor.shape) for tensor in tensors.values())
 
 
@@ -90,7 +73,7 @@ def expert_rows(
     for key, values in sorted(tensors.items()):
         match = EXPERT_KEY.fullmatch(key)
         assert match is not None
-        if match["side"] is None or config.use_dora:
+        if match["part"] is None or config.use_dora:
             raise AdapterInvalidError(f"{key}: DoRA with MoE is not supported")
         layer, path = int(match["layer"]), match["path"]
         if match["stacked"] is None:
@@ -103,29 +86,27 @@ def expert_rows(
         if match["stacked"] is not None:
             matrices = stacked[layer].setdefault(path, {})
         elif match["list"] is not None:
-            experts = single[layer, LISTS[match["list"]]]
+            experts = single[layer, EXPERT_LISTS[match["list"]]]
             matrices = experts.setdefault(int(match["number"]), (path, {}))[1]
         else:
             module_id = EXPERT_NAMES[match["name"]]
             module_id = H_TO_4H if module_id == GATE and _is_ungated(modules) else module_id
             experts = single[layer, module_id]
             matrices = experts.setdefault(int(match["expert"]), (path, {}))[1]
-        if match["side"] in matrices:
+        if match["part"] in matrices:
             raise AdapterInvalidError(f"{key} names an expert's matrix a second time")
-        matrices[match["side"]] = values
+        matrices[match["part"]] = values
     rows = [
         row for place, experts in single.items() for row in _from_single(*place, experts, config, modules)
     ]
     for layer, wrappers in stacked.items():
         rows += _from_stacked(layer, wrappers, config, modules)
-    return rows if kind is None else [encoded_row(row, kind) for row in rows]
-
-
-def encoded_row(row: AdapterRow, kind: NumberType) -> AdapterRow:
-    """A row whose payload are bytes of a type with an encoding."""
-    return replace(
-        row, format=replace(row.format, encoding=kind.encoding), payload=row.payload.view(kind.dtype)
-    )
+    if kind is None:
+        return rows
+    return [
+        replace(row, format=replace(row.format, encoding=kind.encoding), payload=row.payload.view(kind.dtype))
+        for row in rows
+    ]
 
 
 def _from_single(
@@ -176,7 +157,7 @@ def _from_stacked(
     down = _of_one(modules, DOWN)
     for name, (path, (a, b)) in _named(pairs, config, modules).items():
         turned = down is not None and down.transposed and (a.shape[1], len(b)) in _turned_sizes(down)
-        own = "weight" if path.endswith(tuple(PARALLEL)) else name
+        own = "weight" if path.endswith(tuple(EXPERT_PARAMETERS)) else name
         parameter = f"{path.removesuffix('.base_layer')}.{own}"
         rank = config.rank(parameter)
         count, rest = divmod(len(a), rank)
@@ -216,7 +197,7 @@ def _named(
     down_proj from inner to hidden, and no sizes make the two look alike."""
     sizes = {path: (a.shape[1], len(b)) for path, (a, b) in pairs.items()}
     down = _of_one(modules, DOWN)
-    by_path = {PARALLEL.get(path.rpartition(".")[2]): path for path in pairs}
+    by_path = {EXPERT_PARAMETERS.get(path.rpartition(".")[2]): path for path in pairs}
     if None not in by_path:
         found: dict[str | None, str] = by_path
     elif down is not None:

@@ -1,15 +1,24 @@
-"""How PEFT calls modules, and the order it keeps their rows in."""
+"""Names of the tensors of a PEFT directory: which linear layer, routed expert or extra each belongs to.
+
+A decoder's layers are named by `MODULE`. Encoder-decoder models have two stacks of layers in one numbering,
+the encoder's first, and are named by `STACK_MODULE`.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
-from manylora.lora.modules import LoraModule
+from manylora.lora.formats.tensor_files import RawTensor
+from manylora.lora.modules import EXPERT_IDS, LoraModule
 from manylora.lora.modules import LoraModuleId as Id
+
+Modules = Mapping[int, LoraModule] | None
+"""The model's modules by id; None: the model is not known."""
 
 ATTENTION_IDS = {
     "qkv_proj": Id.ATTN_QKV, "query_key_value": Id.ATTN_QKV, "c_attn": Id.ATTN_QKV, "q_proj": Id.ATTN_Q,
@@ -59,6 +68,30 @@ CONV_IDS = {"in_proj": Id.MAMBA_IN_PROJ, "out_proj": Id.MAMBA_OUT_PROJ}
 MIXER_IDS = {**ATTENTION_IDS, **MLP_IDS, **CONV_IDS, **LATENT_IDS}  # whatever a layer of Nemotron-H is
 # Names under which some families stack [q; k; v], or such parts, once for each group of heads, others once.
 GROUPED = ("query_key_value", "wqkv", "in_proj_qkvz", "in_proj_ba")
+STACK_ATTENTION_IDS = {
+    "q_proj": Id.ATTN_Q, "k_proj": Id.ATTN_K, "v_proj": Id.ATTN_V,
+    "out_proj": Id.ATTN_DENSE, "q": Id.ATTN_Q, "k": Id.ATTN_K,
+    "v": Id.ATTN_V, "o": Id.ATTN_DENSE,
+}  # fmt: skip
+STACK_MLP_IDS = {
+    "fc1": Id.MLP_H_TO_4H, "fc2": Id.MLP_4H_TO_H, "wi": Id.MLP_H_TO_4H,
+    "wi_0": Id.MLP_H_TO_4H, "wi_1": Id.MLP_GATE, "wo": Id.MLP_4H_TO_H,
+}  # fmt: skip
+H_TO_4H, DOWN, GATE = EXPERT_IDS
+EXPERT_NAMES = {
+    "w1": H_TO_4H, "w2": DOWN, "w3": GATE, "gate_proj": H_TO_4H, "down_proj": DOWN, "up_proj": GATE,
+}  # fmt: skip
+EXPERT_LISTS = {"gate_up_projs": H_TO_4H, "down_projs": DOWN}
+"""Unsloth's names of gpt-oss's linear layers, whose number comes last; gate and up in turn in one of them."""
+EXPERT_PATHS = {
+    prefix + name: module_id
+    for prefix in ("", "mlp.experts.", "block_sparse_moe.experts.", "feed_forward.experts.", "mixer.experts.")
+    for name, module_id in EXPERT_NAMES.items()
+}
+"""What a configuration may call the modules: their names, or their paths without the expert's number."""
+EXPERT_PARAMETERS = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
+"""Granite's, each a module with the matrices of all experts in transformers 4."""
+
 ROOT = (
     r"(?P<root>(?:(?:base_model|model|language_model|backbone|transformer|gpt_neox|bert|roberta|mpnet|electra"
     r"|distilbert|nomic_bert)\.)*)"
@@ -73,22 +106,142 @@ MODULE = (
     r"|(?P<own>per_layer_input_gate|per_layer_projection|(?:altup|laurel)\.\w+))"
     r"|(?P<outside>per_layer_model_projection|altup_(?:unembed_)?projections)(?:\.(?P<number>\d{1,5}))?))\."
 )
-PEFT_KEY = re.compile(
-    MODULE + r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
+"""path: the module's; mlp, linear, conv, shared, mixer: of the MLP, of a recurrent layer, of Granite's shared
+expert, of a layer of Nemotron-H, else of attention; own: of the layer itself; outside: of no layer."""
+STACK = r"(?P<path>(?:(?:base_model|model)\.)*(?P<stack>encoder|decoder)\."
+STACK_LAYER = r"(?:layers|block)\.(?P<layer>\d{1,5})\."
+STACK_MODULE = (
+    rf"{STACK}(?:(?P<project>project_in|project_out)|{STACK_LAYER}(?:layer\.\d\.)?"
+    r"(?:(?P<attention>self_attn|SelfAttention)\.|(?P<cross>encoder_attn|EncDecAttention)\.|"
+    r"DenseReluDense\.)?(?P<name>\w+)))\."
 )
-"""path: the module's; mlp, linear, conv, shared, mixer: of the MLP, of a recurrent layer, of Granite's
-shared expert, of a layer of Nemotron-H, else of attention; own: of the layer itself; outside: of no layer;
-side: A or B, None for a DoRA magnitude as PEFT or NVlabs name it."""
-
+"""project: of OPT's layers around all others."""
+LORA = r"(?:lora_(?P<part>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
+"""part: A or B, None for a DoRA magnitude as PEFT or NVlabs name it."""
+EXPERT_KEY = re.compile(
+    r"(?P<path>(?P<root>(?:(?:base_model|model|language_model|backbone)\.)*)"
+    r"layers\.(?P<layer>\d{1,5})\.(?:(?:mlp|block_sparse_moe|feed_forward|mixer)\.)?"
+    rf"(?:experts\.(?P<expert>\d{{1,5}})\.(?P<name>{'|'.join(EXPERT_NAMES)})"
+    rf"|experts\.(?P<list>{'|'.join(EXPERT_LISTS)})\.(?P<number>\d{{1,5}})"
+    rf"|(?P<stacked>experts(?:\.base_layer)?|{'|'.join(EXPERT_PARAMETERS)})))\.{LORA}"
+)
+"""expert and name, or list and number: of one expert; stacked: of all experts."""
+SIDE = re.compile(r"(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
+DORA = re.compile(r"lora_magnitude_vector|weight_m_wdecomp")  # in the keys of DoRA's magnitudes
 VISION = re.compile(
     r"(?:^|\.)(?:vision_\w+|visual|image_\w+|audio_\w+|embed_(?:vision|audio)|multi_modal_projector"
     r"|mm_projector)\."
 )
 """In the name of a tensor that belongs to the vision or audio part of a multimodal model."""
 
+EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings", "embeddings")
+HEADS = ("lm_head", "embed_out", "output")
+SHARED = "shared"
+TABLE = re.compile(
+    rf"(?P<path>{ROOT}(?:(?:(?P<stack>encoder|decoder)\.)?(?P<embed>{'|'.join(EMBEDDINGS)})"
+    rf"|(?P<shared>{SHARED})|(?P<head>{'|'.join(HEADS)})))\."
+    r"(?P<part>weight|bias|base_layer\.weight|base_layer\.bias|lora_embedding_[AB]|lora_[AB]\.weight"
+    r"|lora_B\.bias|lora_magnitude_vector(?:\.weight)?|token_adapter\.trainable_tokens_delta)"
+)
+"""An embedding or a head. embed, shared or head: its name. stack: of an encoder-decoder model."""
+NORM = re.compile(
+    rf"(?P<path>{ROOT}(?:{LAYER}(?P<name>self_attn\.(?:[qk]_norm|q_a_layernorm|kv_a_layernorm)"
+    r"|\w*layernorm(?:_[12])?|ln_\w+|attention_norm|ffn_norm|norm"
+    r"|post_per_layer_input_norm|laurel\.post_laurel_norm|altup\.router_norm)"
+    r"|(?P<inputs>per_layer_projection_norm)|(?P<final>norm|norm_f|ln_f|final_layer_?norm)))\.(?P<part>weight|bias)"
+)
+STACK_NORM = re.compile(
+    rf"{STACK}(?:{STACK_LAYER}(?P<name>layer\.\d\.layer_norm|\w+_layer_norm)"
+    r"|(?P<final>final_layer_norm)|layernorm_embedding))\.(?P<part>weight|bias)"
+)
+"""final: of the stack's output; neither that nor a name: of its input."""
+CLASSIFIER = re.compile(
+    rf"{ROOT}(?:score|(?P<pre>pre_)?classifier)\.(?:modules_to_save\.(?:default\.)?)?"
+    r"(?P<layer>dense\.|out_proj\.)?(?P<part>weight|bias)"
+)
+"""Single layers, and the two of RoBERTa or DistilBERT; as PEFT names them since 0.3, and as checkpoints of
+trainers do."""
+POOLER = re.compile(
+    rf"(?P<path>{ROOT}pooler\.dense)\.lora_(?P<part>[AB]\.weight|magnitude_vector(?:\.weight)?)"
+)
+"""A layer of BERT and its relatives that only a head of one layer reads. `all-linear` has it."""
 
-def module_id_of(match: re.Match[str], modules: Mapping[int, LoraModule] | None) -> Id | None:
-    """Of a match that begins with MODULE; None: no linear layer is called so. modules: the model's."""
+VISION_REASON = (
+    "of the model's vision or audio part, which is not served: set lora_text_only (--lora-text-only) to "
+    "leave that out and serve the text part alone"
+)
+REFUSED_KEYS = (
+    (VISION, VISION_REASON),
+    (re.compile(r"wpe.*\.lora_"), "adapters on the position embedding are not supported"),
+    (
+        re.compile(r"embed_tokens_per_layer\."),
+        "adapters on the table of per-layer embeddings are not supported: train without it",
+    ),
+    (
+        re.compile(r"\.(?:linear_attn|conv|mamba|mixer(?=\.(?:conv1d|norm|A_log|D|dt_bias)))\.(?!.*\.lora_)"),
+        "of a recurrent layer only the linear layers can be adapted: train without this",
+    ),
+    (DORA, "this DoRA magnitude belongs to no known LoRA module"),
+    (
+        re.compile(r"^(?!.*\.lora_)"),
+        "full weights and biases of this module are not supported: of modules_to_save the embedding, the "
+        "head and norms are",
+    ),
+)
+"""Why a tensor that belongs to no linear layer is refused: the first pattern that is found decides."""
+
+
+@dataclass(frozen=True)
+class ModuleName:
+    """What the name of a linear layer's tensor says. path: of the layer. part: what the pattern of its kind
+    calls so. module_id: None: no linear layer is called so. number: of the layer, in its stack if it is in
+    one."""
+
+    key: str
+    path: str
+    part: str | None
+    module_id: Id | None
+    number: int
+    root: str = ""
+    stack: str | None = None
+
+    def layer(self, modules: Modules) -> int:
+        """Its number in the model, through both stacks. Raises AdapterInvalidError for a name that a model
+        with these modules does not have."""
+        if self.stack is None:
+            check_stacks([self.key], modules)
+            return self.number
+        return stack_layer(self.key, self.stack, self.number, modules)
+
+    def module(self, modules: Modules) -> LoraModule | None:
+        """The model's, with the sizes of this layer; None: not known."""
+        known = modules.get(self.module_id) if modules and self.module_id is not None else None
+        return None if known is None else known.at(self.number)
+
+
+class ModuleNames:
+    """Names of one kind of tensor of linear layers. part: a pattern of what follows the layer's path."""
+
+    def __init__(self, part: str) -> None:
+        self._of_layer, self._of_stack = re.compile(MODULE + part), re.compile(STACK_MODULE + part)
+
+    def find(self, key: str, modules: Modules = None) -> ModuleName | None:
+        """None: it is another tensor."""
+        if match := self._of_layer.fullmatch(key):
+            number = int(match["layer"] or match["number"] or 0)  # numbers outside layers mean the same
+            module_id = _module_id(match, modules)
+            return ModuleName(key, match["path"], match["part"], module_id, number, match["root"])
+        if match := self._of_stack.fullmatch(key):
+            number, module_id = int(match["layer"] or 0), _stack_module_id(match)
+            return ModuleName(key, match["path"], match["part"], module_id, number, stack=match["stack"])
+        return None
+
+
+LORA_NAMES = ModuleNames(LORA)
+BIAS_NAMES = ModuleNames(r"(?P<part>(?:base_layer|lora_B)\.bias|bias)")
+
+
+def _module_id(match: re.Match[str], modules: Modules) -> Id | None:
     if match["own"] or match["outside"]:
         return INPUT_IDS.get(match["own"] or match["outside"])
     ids = MLP_IDS if match["mlp"] else LINEAR_IDS if match["linear"] else ATTENTION_IDS
@@ -104,9 +257,121 @@ def module_id_of(match: re.Match[str], modules: Mapping[int, LoraModule] | None)
     return found
 
 
-def layer_of(match: re.Match[str]) -> int:
-    """Of a match that begins with MODULE: the layer of its rows. Outside layers those are numbered alike."""
-    return int(match["layer"] or match["number"] or 0)
+def _stack_module_id(match: re.Match[str]) -> Id | None:
+    if match["project"]:
+        return Id[match["project"].upper()]
+    ids = STACK_ATTENTION_IDS if match["attention"] or match["cross"] else STACK_MLP_IDS
+    module_id = ids.get(match["name"])
+    return Id[f"CROSS_{module_id.name}"] if module_id is not None and match["cross"] else module_id
+
+
+def is_extra(key: str) -> bool:
+    """Whether a tensor of this name is, or is part of, an extra."""
+    bias = BIAS_NAMES.find(key)
+    if bias is not None and (bias.stack is None or bias.module_id is not None):
+        return bias.module_id is not None
+    return any(pattern.fullmatch(key) for pattern in (TABLE, NORM, STACK_NORM, CLASSIFIER, POOLER))
+
+
+def is_whole_table(key: str) -> bool:
+    """Whether a tensor of this name is all of an embedding or a head."""
+    match = TABLE.fullmatch(key)
+    return match is not None and match["part"] in ("weight", "base_layer.weight")
+
+
+@dataclass
+class ModuleTensors:
+    """The tensors of one linear layer. path: of the layer. keys, tensors: by A, B and magnitude."""
+
+    path: str
+    keys: dict[str, str] = field(default_factory=dict)
+    tensors: dict[str, RawTensor] = field(default_factory=dict)
+
+    def add(self, part: str, key: str, tensor: RawTensor) -> None:
+        """Raises AdapterInvalidError where the layer has such a tensor already."""
+        if part in self.keys:
+            raise AdapterInvalidError(f"{key} and {self.path} mean the same module")
+        self.keys[part], self.tensors[part] = key, tensor
+
+
+def tensors_by_module(
+    tensors: Mapping[str, RawTensor], partial: list[str] | None, modules: Modules
+) -> dict[tuple[int, int], ModuleTensors]:
+    """The tensors of each (layer, module id). tensors: without extras and those of routed experts.
+
+    partial: takes a line for each key that is left out; None: such keys are refused. Raises
+    AdapterInvalidError.
+    """
+    names = {key: LORA_NAMES.find(key, modules) for key in sorted(tensors)}
+    check_stacks((key for key in tensors if (name := names[key]) and name.stack is None), modules)
+    seen = [key for key in names if VISION.search(key)]
+    if seen and partial is None:
+        rest = f" and {len(seen) - 1} other tensors are " if len(seen) > 1 else " is "
+        raise AdapterInvalidError(f"{seen[0]}{rest}{VISION_REASON}")
+    found: dict[tuple[int, int], ModuleTensors] = {}
+    roots: dict[str, str] = {}
+    for key, name in names.items():
+        if name is None or name.module_id is None:
+            if name is not None and name.stack is not None:
+                raise AdapterInvalidError(f"{key}: no such LoRA module is known")
+            _leave_out(key, partial)
+            continue
+        if name.stack is None:
+            roots.setdefault(name.root, key)
+        layer = name.number if name.stack is None else name.layer(modules)
+        place = layer, name.module_id
+        found.setdefault(place, ModuleTensors(name.path)).add(name.part or "magnitude", key, tensors[key])
+    if len(roots) > 1:
+        raise AdapterInvalidError(f"{' and '.join(roots.values())} belong to two models")
+    return found
+
+
+def _leave_out(key: str, partial: list[str] | None) -> None:
+    reasons = (text for pattern, text in REFUSED_KEYS if pattern.search(key))
+    reason = next(reasons, "no such LoRA module is known")
+    # A module without its magnitude would be another adapter, so a magnitude may not be left out.
+    if partial is None or (DORA.search(key) and not VISION.search(key)):
+        raise AdapterInvalidError(f"{key}: {reason}")
+    partial.append(f"no match {key}: {reason}")
+
+
+def check_stacks(keys: Iterable[str], modules: Modules) -> None:
+    """keys: of layers that belong to neither stack. Raises AdapterInvalidError on a model that has two."""
+    key = next(iter(keys), None)
+    if key is not None and encoder_layers(modules):
+        raise AdapterInvalidError(
+            f"{key} names neither encoder nor decoder: the adapter was made for another model"
+        )
+
+
+def encoder_layers(modules: Modules) -> int:
+    """How many layers the encoder has; 0 without one, or where modules are not known."""
+    return max((module.encoder_layers for module in (modules or {}).values()), default=0)
+
+
+def is_named_decoder(modules: Modules) -> bool:
+    """Whether this is a decoder alone whose names begin with `decoder.` nevertheless, as OPT's do."""
+    return any(module.named_decoder for module in (modules or {}).values())
+
+
+def stack_layer(key: str, stack: str, layer: int, modules: Modules) -> int:
+    """The number through both stacks of a layer of one. Raises AdapterInvalidError."""
+    if modules is None:
+        raise AdapterInvalidError(
+            f"{key}: a decoder's layers are numbered after its encoder's, and how many these are depends on "
+            "the base model, which is not known here: name it, or convert the adapter with "
+            "`manylora convert --base`"
+        )
+    count = encoder_layers(modules)
+    if stack == "decoder" and is_named_decoder(modules):
+        return layer
+    if not count:
+        raise AdapterInvalidError(f"{key} belongs to an encoder-decoder model; this model has no encoder")
+    if stack == "decoder":
+        return count + layer
+    if layer >= count:
+        raise AdapterInvalidError(f"{key}: the encoder of this model has {count} layers")
+    return layer
 
 
 def in_our_order(path: str, module_id: int, rows: np.ndarray, module: LoraModule | None) -> np.ndarray:

@@ -1,4 +1,8 @@
-"""adapter_config.json of a PEFT directory: what it says, and what it may not say."""
+"""adapter_config.json of a PEFT directory: what it says, what it may not say, and what PEFT would ignore.
+
+PEFT accepts unknown keys and missing modules with a warning, so such adapters are served with a note. A key
+that looks like another type of adapter is refused.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +22,93 @@ from manylora.lora.extras import check_invocation
 from manylora.lora.formats import one_line
 from manylora.lora.formats.safe_files import OpenFile, is_plain, read_small
 from manylora.lora.formats.tensor_files import read_metadata
+
+CONFIG = "adapter_config.json"
+MAX_BYTES = 2**21
+EMBEDDED = "adapter_config"
+"""Key of a safetensors file's metadata that has the text of adapter_config.json: such a file is an adapter of
+its own."""
+LOOKED_AT = 2**16  # bytes of a header, in which the key must be
+NORMALIZED = "dora_normalized"
+"""Key that tools/normalize_dora.py sets: the magnitudes are divided by the row norms already."""
+# Settings under which PEFT computes something else than the base plus scale * B A x.
+UNSUPPORTED = ("arrow_config", "layer_replication")
+# Settings under which the matrices of the file are not yet those of a plain LoRA, or there are others.
+WRITTEN_OUT = ("use_qalora", "use_bdlora", "monteclora_config", "velora_config", "kasa_config")
+# Initialisations that change the base's weights by what nobody can compute from these alone, and what to do.
+CONVERT = "convert it to a plain LoRA with PEFT's path_initial_model_for_weight_conversion"
+CHANGED_BASE = {
+    "pissa_niter": CONVERT,
+    "corda": CONVERT,
+    "loftq": "serve that one, and say so by init_lora_weights true, as LoftQ's own scripts do",
+}
+ALORA = "alora_invocation_tokens"
+ALONE = ("use_dora", "target_parameters", *WRITTEN_OUT)  # settings that do not go with ALORA
+
+
+def read_settings(folder: Path, bounds: Bounds = ANY_MODEL) -> dict[str, Any]:
+    """adapter_config.json of an adapter of any PEFT type. Raises AdapterInvalidError."""
+    try:
+        settings = json.loads(_config_text(folder, bounds))
+    except (OSError, ValueError, RecursionError) as error:
+        raise AdapterInvalidError(f"{CONFIG} is not readable JSON: {one_line(error)}") from error
+    if not isinstance(settings, dict):
+        raise AdapterInvalidError(f"{CONFIG} must be an object of JSON")
+    return settings
+
+
+def _config_text(path: Path, bounds: Bounds) -> str:
+    if is_plain(path):
+        text = read_metadata(OpenFile(path, bounds), bounds).get(EMBEDDED, "")
+        if not isinstance(text, str) or not text or len(text) > MAX_BYTES:
+            raise AdapterInvalidError(f"the metadata of {path.name} has no text {EMBEDDED}")
+        return text
+    if not is_plain(path / CONFIG):
+        raise AdapterInvalidError(f"{CONFIG} is missing: not an adapter directory of PEFT")
+    return read_small(path / CONFIG, bounds, MAX_BYTES).decode()
+
+
+def is_one_file(path: Path, bounds: Bounds = ANY_MODEL) -> bool:
+    """Whether a file has a PEFT adapter with its configuration."""
+    try:
+        file = OpenFile(path, bounds)
+        size = min(int.from_bytes(file.read(0, 8), "little"), LOOKED_AT, file.size - 8)
+        return f'"{EMBEDDED}"'.encode() in file.read(8, size)
+    except (AdapterInvalidError, OSError):
+        return False
+
+
+def shown(value: Any) -> str:
+    """A value for an error, in a few characters; a list may be nested too deeply to be written."""
+    return type(value).__name__ if isinstance(value, list | dict) else str(value)[:40]
+
+
+def peft_type(settings: Mapping[str, Any]) -> str:
+    """The adapter's PEFT type, in capitals; LORA where nothing is said."""
+    return shown(settings.get("peft_type", "LORA")).upper()
+
+
+def initial_kind(settings: Mapping[str, Any]) -> str:
+    """How an adapter's matrices were initialised, in small letters: pissa, olora, kasa and the like change
+    the base's weights."""
+    return "kasa" if settings.get("kasa_config") else shown(settings.get("init_lora_weights")).lower()
+
+
+def form_of(settings: Mapping[str, Any]) -> str:
+    """The PEFT type with its variants, as inspect and the log say it."""
+    found = [name for name in (*WRITTEN_OUT, "use_dora") if settings.get(name)]
+    variants = [name.removeprefix("use_").removesuffix("_config") for name in found]
+    start = initial_kind(settings)
+    variants += [start] if start.startswith(("pissa", "olora")) else []
+    return " with ".join((peft_type(settings), *variants))
+
+
+def is_plain_lora(settings: Mapping[str, Any]) -> bool:
+    """Whether the file's matrices are A and B of a LoRA as they are."""
+    written_out = any(settings.get(name) for name in WRITTEN_OUT)
+    changed = initial_kind(settings).startswith(("pissa", "olora"))
+    return peft_type(settings) == "LORA" and not written_out and not changed
+
 
 PLAIN = re.compile(r"\^?((?:[\w.-]|\\\.)+)\$?")  # a name, or the regular expression of one
 # Repetitions and groups: where a match may go on in more than one way. Their number is the power of a name's
@@ -58,6 +149,8 @@ class Patterns:
 
     def first(self, path: str) -> str | None:
         """The first pattern that means the module or parameter at `path`. Raises AdapterInvalidError."""
+        if not self._all:
+            return None
         name = path.removeprefix("base_model.model.")
         parts = name.split(".")
         ends = (".".join(parts[first:]) for first in range(len(parts)))
@@ -94,32 +187,14 @@ class Patterns:
             raise AdapterInvalidError(f"{self._setting} {pattern[:80]} is not a pattern") from error
 
 
-CONFIG = "adapter_config.json"
-MAX_BYTES = 2**21
-EMBEDDED = "adapter_config"
-"""Key of a safetensors file's metadata that has the text of adapter_config.json: such a file is an adapter of
-its own."""
-LOOKED_AT = 2**16  # bytes of a header, in which the key must be
-NORMALIZED = "dora_normalized"
-"""Key that tools/normalize_dora.py sets: the magnitudes are divided by the row norms already."""
-# Settings under which PEFT computes something else than the base plus scale * B A x.
-UNSUPPORTED = ("arrow_config", "layer_replication")
-# Settings under which the matrices of the file are not yet those of a plain LoRA, or there are others.
-WRITTEN_OUT = ("use_qalora", "use_bdlora", "monteclora_config", "velora_config", "kasa_config")
-# Initialisations that change the base's weights by what nobody can compute from these alone, and what to do.
-CONVERT = "convert it to a plain LoRA with PEFT's path_initial_model_for_weight_conversion"
-CHANGED_BASE = {
-    "pissa_niter": CONVERT,
-    "corda": CONVERT,
-    "loftq": "serve that one, and say so by init_lora_weights true, as LoftQ's own scripts do",
-}
-ALORA = "alora_invocation_tokens"
-ALONE = ("use_dora", "target_parameters", *WRITTEN_OUT)  # are not beside ALORA
-
-
 @dataclass(frozen=True)
 class PeftConfig:
-    """What of a PEFT adapter's configuration its tensors do not say themselves."""
+    """What of a PEFT adapter's configuration its tensors do not say themselves.
+
+    token_indices: trainable_token_indices by module; of a plain list, by the empty name: the input embedding.
+    base: as the trainer called the base model. folded: the scaling is in B already. invocation: the adapter
+    acts from the last of these token ids in the prompt on; empty: on every token.
+    """
 
     alpha: float
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
@@ -133,11 +208,9 @@ class PeftConfig:
     modules_to_save: tuple[str, ...] = ()
     ensure_weight_tying: bool = False
     token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """trainable_token_indices by module; of a plain list, by the empty name: the input embedding."""
-    base: str = ""  # as the trainer called the base model
-    folded: bool = False  # the scaling is in B already
+    base: str = ""
+    folded: bool = False
     invocation: tuple[int, ...] = ()
-    """alora_invocation_tokens: the adapter acts from the last of these sequences in the prompt on."""
 
     @cached_property
     def _alphas(self) -> Patterns:
@@ -187,143 +260,70 @@ class PeftConfig:
         return rank
 
 
-def read_peft_config(folder: Path, bounds: Bounds = ANY_MODEL) -> PeftConfig:
-    """Of a LoRA. Raises AdapterInvalidError naming the setting that cannot be served."""
-    settings = read_settings(folder, bounds)
-    if not is_plain_lora(settings):
-        raise AdapterInvalidError(f"{CONFIG} describes no plain LORA, which this is for")
-    return config_of(settings)
-
-
-def read_settings(folder: Path, bounds: Bounds = ANY_MODEL) -> dict[str, Any]:
-    """adapter_config.json of an adapter of any kind. Raises AdapterInvalidError."""
-    try:
-        settings = json.loads(_config_text(folder, bounds))
-    except (OSError, ValueError, RecursionError) as error:
-        raise AdapterInvalidError(f"{CONFIG} is not readable JSON: {one_line(error)}") from error
-    if not isinstance(settings, dict):
-        raise AdapterInvalidError(f"{CONFIG} must be an object of JSON")
-    return settings
-
-
-def peft_type(settings: Mapping[str, Any]) -> str:
-    """What kind of adapter this is, in capitals; LORA where nothing is said."""
-    return shown(settings.get("peft_type", "LORA")).upper()
-
-
-def initial_kind(settings: Mapping[str, Any]) -> str:
-    """What an adapter's training started with, in small letters: pissa, olora, kasa and the like change the
-    base's weights."""
-    return "kasa" if settings.get("kasa_config") else shown(settings.get("init_lora_weights")).lower()
-
-
-def form_of(settings: Mapping[str, Any]) -> str:
-    """What kind of adapter this is, as inspect and the log say it."""
-    found = [name for name in (*WRITTEN_OUT, "use_dora") if settings.get(name)]
-    variants = [name.removeprefix("use_").removesuffix("_config") for name in found]
-    start = initial_kind(settings)
-    variants += [start] if start.startswith(("pissa", "olora")) else []
-    return " with ".join((peft_type(settings), *variants))
-
-
-def is_plain_lora(settings: Mapping[str, Any]) -> bool:
-    """Whether the file's matrices are A and B of a LoRA as they are."""
-    written_out = any(settings.get(name) for name in WRITTEN_OUT)
-    changed = initial_kind(settings).startswith(("pissa", "olora"))
-    return peft_type(settings) == "LORA" and not written_out and not changed
-
-
-def config_of(config: Mapping[str, Any]) -> PeftConfig:
+def config_of(settings: Mapping[str, Any]) -> PeftConfig:
     """Settings of a LoRA. Raises AdapterInvalidError naming the one that cannot be served."""
     for name in UNSUPPORTED:
-        if config.get(name):
+        if settings.get(name):
             raise AdapterInvalidError(f"{CONFIG} sets {name}: this kind of LoRA is not supported")
-    start = initial_kind(config)
+    start = initial_kind(settings)
     for name, advice in CHANGED_BASE.items():
         if start.startswith(name):
             raise AdapterInvalidError(
                 f"{CONFIG} sets init_lora_weights to {start[:40]}: the adapter needs a changed base model; "
                 f"{advice}"
             )
-    alphas, ranks = (config.get(name) or {} for name in ("alpha_pattern", "rank_pattern"))
+    alphas, ranks = (settings.get(name) or {} for name in ("alpha_pattern", "rank_pattern"))
     for name, pattern in (("alpha_pattern", alphas), ("rank_pattern", ranks)):
         if not isinstance(pattern, dict):
             raise AdapterInvalidError(f"{CONFIG}: {name} must map module names to numbers")
-    parameters = config.get("target_parameters") or []
+    parameters = settings.get("target_parameters") or []
     if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
         raise AdapterInvalidError(f"{CONFIG}: target_parameters must be a list of names")
     flags = ("use_rslora", "use_dora", "dora_normalized", "fan_in_fan_out", "ensure_weight_tying")
-    alpha = _finite(config.get("lora_alpha"), "lora_alpha")
     return PeftConfig(
-        alpha,
+        _finite(settings.get("lora_alpha"), "lora_alpha"),
         alphas,
-        config.get("r"),
+        settings.get("r"),
         ranks,
         tuple(parameters),
-        modules_to_save=saved_modules(config),
-        token_indices=_token_indices(config),
-        base=str(config.get("base_model_name_or_path") or ""),
-        invocation=_invocation(config),
-        **{name: bool(config.get(name)) for name in flags},
+        modules_to_save=saved_modules(settings),
+        token_indices=_token_indices(settings),
+        base=str(settings.get("base_model_name_or_path") or ""),
+        invocation=invocation_of(settings),
+        **{name: bool(settings.get(name)) for name in flags},
     )
 
 
-def is_one_file(path: Path, bounds: Bounds = ANY_MODEL) -> bool:
-    """Whether a file has a PEFT adapter with its configuration."""
-    try:
-        file = OpenFile(path, bounds)
-        size = min(int.from_bytes(file.read(0, 8), "little"), LOOKED_AT, file.size - 8)
-        return f'"{EMBEDDED}"'.encode() in file.read(8, size)
-    except (AdapterInvalidError, OSError):
-        return False
-
-
-def _config_text(path: Path, bounds: Bounds) -> str:
-    if is_plain(path):
-        text = read_metadata(OpenFile(path, bounds), bounds).get(EMBEDDED, "")
-        if not isinstance(text, str) or not text or len(text) > MAX_BYTES:
-            raise AdapterInvalidError(f"the metadata of {path.name} has no text {EMBEDDED}")
-        return text
-    if not is_plain(path / CONFIG):
-        raise AdapterInvalidError(f"{CONFIG} is missing: not an adapter directory of PEFT")
-    return read_small(path / CONFIG, bounds, MAX_BYTES).decode()
-
-
-def saved_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
+def saved_modules(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """modules_to_save. Raises AdapterInvalidError."""
-    names = config.get("modules_to_save") or []
+    names = settings.get("modules_to_save") or []
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise AdapterInvalidError(f"{CONFIG}: modules_to_save must be a list of names")
     return tuple(names)
 
 
-def read_peft_invocation(folder: Path, bounds: Bounds = ANY_MODEL) -> tuple[int, ...]:
-    """As `PeftConfig.invocation`, of an adapter of any kind. Raises AdapterInvalidError."""
-    return _invocation(read_settings(folder, bounds))
-
-
-def _invocation(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Raises AdapterInvalidError, also for what PEFT has not beside it."""
-    if config.get("invocation_string") and not config.get(ALORA):
+def invocation_of(settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """As `PeftConfig.invocation`. Raises AdapterInvalidError, also for what PEFT does not have with it."""
+    if settings.get("invocation_string") and not settings.get(ALORA):
         raise AdapterInvalidError(
             f"{CONFIG} sets invocation_string, of the first activated LoRAs: set {ALORA} to its token ids"
         )
-    given = config.get(ALORA) or []
+    given = settings.get(ALORA) or []
     if not given:
         return ()
     if not isinstance(given, list):
         raise AdapterInvalidError(f"{CONFIG}: {ALORA} must be a list of token ids, got {shown(given)}")
-    task = config.get("task_type") or "CAUSAL_LM"
-    others = [name for name in ALONE if config.get(name)]
+    task = settings.get("task_type") or "CAUSAL_LM"
+    others = [name for name in ALONE if settings.get(name)]
     others += [f"task_type {shown(task)}"] * (task != "CAUSAL_LM")
     if others:
         raise AdapterInvalidError(f"{CONFIG} sets {ALORA} and {others[0]}: PEFT has no such activated LoRA")
     return check_invocation(given, f"{CONFIG}: {ALORA}")
 
 
-def _token_indices(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    given = config.get("trainable_token_indices") or {}
+def _token_indices(settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    given = settings.get("trainable_token_indices") or {}
     lists = given if isinstance(given, dict) else {"": given}
     for ids in lists.values():
         numbers = isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
@@ -345,6 +345,141 @@ def _finite(value: Any, name: str) -> float:
     return number
 
 
-def shown(value: Any) -> str:
-    """What stands there, in a few characters; a list may be nested too deeply to be written."""
-    return type(value).__name__ if isinstance(value, list | dict) else str(value)[:40]
+LARGEST_COUNT = 2**31  # above every count and every rank
+MAX_SHOWN = 5  # names in one line
+
+
+def _flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < LARGEST_COUNT
+
+
+def _number(value: Any) -> bool:
+    # An integer may be too large for a float.
+    return type(value) in (int, float) and -math.inf < value < math.inf and abs(value) < 2.0**1023
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(n, str) for n in value))
+
+
+def _layers(value: Any) -> bool:
+    return all(_count(n) for n in (value if isinstance(value, list) else [value]))
+
+
+def _rank(value: Any) -> bool:
+    return _count(value) and value > 0
+
+
+def _object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+# What a value must be where there is one: in words, the test, the keys.
+SETTING_TYPES: list[tuple[str, Callable[[Any], bool], str]] = [
+    (
+        "true or false",
+        _flag,
+        "apply_GS block_share coft decompose_both dora_normalized ensure_weight_tying fan_in_fan_out "
+        "lora_bias para prefix_projection sample_at_inference save_indices save_only_topk_weights "
+        "save_projection use_cayley_neumann use_dora use_effective_conv2d use_qalora use_rslora",
+    ),
+    (
+        f"a count, an integer from 0 to {LARGEST_COUNT - 1}",
+        _count,
+        "boft_block_num boft_block_size depth encoder_hidden_size encoder_num_layers gralora_k "
+        "group_size hybrid_r init_r mini_r num_attention_heads num_cayley_neumann_terms num_frozen_tokens "
+        "num_layers num_transformer_submodules num_vectors num_virtual_tokens oft_block_size "
+        "qalora_group_size r target_r theta_d_length token_dim topk u vector_length",
+    ),
+    (
+        "a number",
+        _number,
+        "alpha delora_lambda eps lora_alpha lora_dropout scaling weight_tying",
+    ),
+    (
+        "a name, or a list of names",
+        _names,
+        "exclude_modules feedforward_modules layers_pattern modules_to_save target_modules target_parameters",
+    ),
+    ("the number of a layer, or a list of them", _layers, "layers_to_transform"),
+    (
+        "a text",
+        _text,
+        "act_fn base_model_name_or_path bias decomposition_method peft_type peft_version revision task_type "
+        "variant",
+    ),
+    (
+        "an object",
+        _object,
+        "alpha_pattern arrow_config corda_config eva_config kasa_config loftq_config lora_ga_config "
+        "monteclora_config rank_pattern runtime_config use_bdlora velora_config",
+    ),
+]
+# The same of what modules are given by their names.
+MODULE_SETTING_TYPES: list[tuple[str, Callable[[Any], bool], str]] = [
+    (f"an integer from 1 to {LARGEST_COUNT - 1}", _rank, "rank_pattern"),
+    ("a number", _number, "alpha_pattern"),
+]
+# Checked by the readers of their PEFT types, or without effect once the adapter is trained.
+OTHER_SETTINGS = """
+adapter_layers adapter_len alora_invocation_tokens auto_mapping beta1 beta2 block_size block_size_pattern
+boft_dropout boft_n_butterfly_factor cpt_mask cpt_token_ids cpt_tokens_type_mask d_initial decompose_factor
+deft_dropout deltaT enable_lora encoder_dropout encoder_reparameterization_type generator_seed gralora_dropout
+inference_mode init_ia3_weights init_logits_std init_lora_weights init_scale init_theta_d_bound init_v_bound
+init_vector_bank_bound init_weights lambda_pattern layer_replication lora_dtype megatron_config megatron_core
+merge_weights miss_dropout module_dropout opt_loss_decay_factor opt_projection_epsilon
+opt_projection_format_epsilon opt_weighted_loss_type orth_reg_weight proj_seed projection_prng_key
+projection_seed prompt_tuning_init prompt_tuning_init_text pvera_dropout rank_dropout rank_dropout_scale
+tfinal tinit tinylora_dropout token_indices tokenizer_kwargs tokenizer_name_or_path total_step
+trainable_token_indices unilora_dropout vblora_dropout vera_dropout
+"""
+KNOWN_SETTINGS = frozenset(OTHER_SETTINGS.split()).union(*(names.split() for *_, names in SETTING_TYPES))
+
+
+def check_types(settings: Mapping[str, Any]) -> None:
+    """Null is as if the key were not there. Raises AdapterInvalidError naming the first key whose value is of
+    another type."""
+    for what, fits, names in SETTING_TYPES:
+        for name in names.split():
+            value = settings.get(name)
+            if value is not None and not fits(value):
+                raise AdapterInvalidError(f"{CONFIG}: {name} must be {what}, got {shown(value)}")
+    for what, fits, name in MODULE_SETTING_TYPES:
+        for module, value in (settings.get(name) or {}).items():
+            if not fits(value):
+                where = f"{name} of {module[:80]}"
+                raise AdapterInvalidError(f"{CONFIG}: {where} must be {what}, got {shown(value)}")
+
+
+def check_keys(settings: Mapping[str, Any], tell: Callable[[str], None]) -> None:
+    """Raises AdapterInvalidError for a value of another type, and for a key of another kind of adapter. tell:
+    as of `ReadOptions`."""
+    check_types(settings)
+    if initial_kind(settings).startswith("lora_ga"):
+        tell(
+            "its training began with a base that LoRA-GA had changed; here, as in PEFT, it is added to the "
+            "base as it is, which is right if that is the changed one"
+        )
+    unknown = sorted(name[:40] for name, value in settings.items() if name not in KNOWN_SETTINGS and value)
+    for name in unknown:
+        if name.startswith("use_") or name.endswith("_config"):
+            raise AdapterInvalidError(
+                f"{CONFIG} sets {name}, which is not supported: it may mean another kind of adapter"
+            )
+    if unknown:
+        tell(f"{CONFIG} sets {some(unknown)}, which nobody here knows: without effect, as in PEFT")
+
+
+def some(names: Iterable[object]) -> str:
+    """The first few of these names, for one line."""
+    texts = [str(name) for name in names]
+    more = f" and {len(texts) - MAX_SHOWN} more" if len(texts) > MAX_SHOWN else ""
+    return ", ".join(texts[:MAX_SHOWN]) + more

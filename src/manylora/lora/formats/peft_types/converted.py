@@ -1,4 +1,4 @@
-"""What the reader of a type takes and gives: an adapter as PEFT saved it, and the same adapter as a LoRA."""
+"""What the reader of a PEFT type takes and gives: an adapter as PEFT saved it, and the same as a LoRA."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.base_weights import BaseReader
-from manylora.lora.formats.peft.experts import EXPERT_KEY
-from manylora.lora.formats.peft.module_tensors import STACK_KEY, stack_module_id
-from manylora.lora.formats.peft.names import PEFT_KEY, module_id_of
+from manylora.lora.formats.peft.names import EXPERT_KEY, LORA_NAMES
 from manylora.lora.formats.peft.settings import CONFIG, PeftConfig, config_of, peft_type
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.tensor_files import RawTensor, decode
@@ -48,7 +46,8 @@ class LoraForm:
 # What a kind's settings say in LoRA's words too.
 COMMON = ("modules_to_save", "base_model_name_or_path", "fan_in_fan_out")
 INTEGERS = {"U8": "<u1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
-Made = Callable[[], tuple[np.ndarray, np.ndarray]]
+Matrices = tuple[np.ndarray, np.ndarray]
+"""A [rank, in] and B [out, rank]."""
 
 
 class Pairs:
@@ -110,15 +109,8 @@ class Pairs:
 
     def module(self, path: str) -> LoraModule | None:
         """The model's that the path means; None: not known."""
-        key, modules = f"{path}.lora_A.weight", self.files.options.modules
-        if match := PEFT_KEY.fullmatch(key):
-            found = module_id_of(match, modules)
-        else:
-            match = STACK_KEY.fullmatch(key)
-            found = stack_module_id(match) if match else None
-        if match is None or found is None:
-            return None
-        return self.files.options.module(found, int(match["layer"]))
+        name = LORA_NAMES.find(f"{path}.lora_A.weight", self.files.options.modules)
+        return None if name is None else name.module(self.files.options.modules)
 
     def in_dim(self, path: str) -> int:
         """Inputs of a module whose tensors do not say them."""
@@ -130,7 +122,7 @@ class Pairs:
             )
         return module.in_dim
 
-    def add(self, path: str, rank: int, in_dim: int, out_dim: int, make: Made) -> None:
+    def add(self, path: str, rank: int, in_dim: int, out_dim: int, make: Callable[[], Matrices]) -> None:
         """make: A [rank, in] and B [out, rank], called if they are not too large. Of rank 0 there is none."""
         if rank == 0:
             return
@@ -141,20 +133,22 @@ class Pairs:
             raise AdapterInvalidError(f"{path}: its tensors do not fit together") from error
         if a.shape != (rank, in_dim) or b.shape != (out_dim, rank):
             raise AdapterInvalidError(f"{path}: its tensors do not fit together")
-        self._put(path, _raw(a), _raw(b))
+        self._put(path, raw(a), raw(b))
 
     def add_shared(self, path: str, a: np.ndarray, b: np.ndarray, of_b: np.ndarray, of_d: np.ndarray) -> None:
         """diag(of_b) b diag(of_d) a; a [rank, in] and b [out, rank] are parts of matrices that all modules
         have parts of: those of one size are the same."""
         (rank, in_dim), out_dim = a.shape, len(b)
         key = f"{path}.lora_A.weight"
-        if not self.files.options.shared or EXPERT_KEY.fullmatch(key) or STACK_KEY.fullmatch(key):
+        name = LORA_NAMES.find(key)
+        in_stack = name is not None and name.stack is not None
+        if not self.files.options.shared or EXPERT_KEY.fullmatch(key) or in_stack:
             self.add(path, rank, in_dim, out_dim, lambda: (a * of_d[:, None], b * of_b[:, None]))
             return
         self._check(path, rank, rank + out_dim)
         if (in_dim, out_dim) not in self._common:
             self._check(path, rank, rank * (in_dim + out_dim))
-            self._common[in_dim, out_dim] = _raw(a), _raw(b)
+            self._common[in_dim, out_dim] = raw(a), raw(b)
         self._put(path, *self._common[in_dim, out_dim])
         self._vectors[key] = of_b, of_d
 
@@ -184,6 +178,34 @@ class Pairs:
             raise AdapterInvalidError(f"{path} has {found} for {name}, and {CONFIG} says {str(told)[:40]}")
 
     @cached_property
+    def kept_ranks(self) -> dict[str, int]:
+        """Of AdaLoRA: ranks by the path of the module, of those that were pruned."""
+        found = self.files.settings.get("rank_pattern") or {}
+        if not isinstance(found, dict):
+            raise AdapterInvalidError(f"{CONFIG}: rank_pattern must map names to lists of true and false")
+        ranks = {}
+        for name, kept in found.items():
+            if not isinstance(kept, list) or not all(type(one) is bool for one in kept):
+                raise AdapterInvalidError(
+                    f"{CONFIG}: rank_pattern of {name[:80]} must be true and false for each rank"
+                )
+            ranks[name.removesuffix(".default").rpartition(".")[0]] = sum(kept)
+        return ranks
+
+    def alpha_over_rank(self, path: str, rank: int | None) -> np.float32:
+        """alpha / r by the patterns of the settings. rank: of the module's matrices; None: they do not say
+        it."""
+        if rank is not None:
+            self._alphas.check_rank(path, rank)
+        return np.float32(self._alphas.scale(path, self._alphas.rank(path)))
+
+    @cached_property
+    def _alphas(self) -> PeftConfig:
+        settings, names = self.files.settings, ("rank_pattern", "alpha_pattern")
+        patterns = {name: settings[name] for name in names if name in settings}
+        return config_of({"lora_alpha": self.number("alpha", 8), "r": settings.get("r", 8), **patterns})
+
+    @cached_property
     def _told_ranks(self) -> PeftConfig:
         settings = self.files.settings
         patterns = {"rank_pattern": settings.get("rank_pattern")}
@@ -210,6 +232,22 @@ class Pairs:
         return value
 
 
-def _raw(values: np.ndarray) -> RawTensor:
+def raw(values: np.ndarray) -> RawTensor:
+    """In float32."""
     values = np.ascontiguousarray(values, np.float32)
     return RawTensor("F32", values.shape, values)
+
+
+def by_module(
+    convert: Callable[[Pairs, str], None], *parts: str, beside: Collection[str] = ()
+) -> Callable[[PeftFiles], LoraForm]:
+    """The reader of a type whose modules are converted one by one. convert: adds A and B of the module at a
+    path. parts: the tensors that such a module has; beside: those that may come with them."""
+
+    def read(files: PeftFiles) -> LoraForm:
+        pairs = Pairs(files, (*parts, *beside))
+        for path in pairs.paths(*parts):
+            convert(pairs, path)
+        return pairs.form()
+
+    return read

@@ -1,23 +1,35 @@
-"""LoRA itself, its variants that are a LoRA once their matrices are written out, and trainable tokens."""
+"""LoRA's variants that are a LoRA once their matrices are written out, LoRAs whose start was taken out of the
+base's weights (PiSSA, OLoRA, KaSA), and trainable tokens.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
-from manylora.lora.formats.peft.names import PEFT_KEY, layer_of, module_id_of
-from manylora.lora.formats.peft.settings import CONFIG, config_of, initial_kind
-from manylora.lora.formats.peft.tables import TOKENS
-from manylora.lora.formats.peft_types.converted import LoraForm, PeftFiles
-from manylora.lora.formats.peft_types.from_base import CHANGES, with_initial
+from manylora.lora.formats.peft.extras import TOKENS
+from manylora.lora.formats.peft.names import LORA_NAMES, SIDE
+from manylora.lora.formats.peft.settings import CONFIG, PeftConfig, config_of, initial_kind
+from manylora.lora.formats.peft_types.converted import LoraForm, Matrices, Pairs, PeftFiles, raw
 from manylora.lora.formats.tensor_files import RawTensor, check_type, decode
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 DELTA = TOKENS.rpartition(".")[2]
+Tensors = Mapping[str, RawTensor]
+OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # in `init_lora_weights`
+# What training alone needs: the sampler of MonteCLoRA, the projection of VeLoRA.
+OF_TRAINING = {
+    "monteclora_config": re.compile(r".+\.lora_monteclora_sampler\..+"),
+    "velora_config": re.compile(r".+\.lora_velora_embed(?:\.weight)?"),
+}
 
 
 def read_tokens(files: PeftFiles) -> LoraForm:
@@ -38,17 +50,7 @@ def read_tokens(files: PeftFiles) -> LoraForm:
     return LoraForm(config_of({"lora_alpha": 1, **indices}), found)
 
 
-Tensors = Mapping[str, RawTensor]
-SIDE = re.compile(r"(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
-OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # in `init_lora_weights`
-# What training alone needs: the sampler of MonteCLoRA, the projection of VeLoRA.
-OF_TRAINING = {
-    "monteclora_config": re.compile(r".+\.lora_monteclora_sampler\..+"),
-    "velora_config": re.compile(r".+\.lora_velora_embed(?:\.weight)?"),
-}
-
-
-def read_lora_kind(files: PeftFiles) -> LoraForm:
+def read_lora(files: PeftFiles) -> LoraForm:
     """Raises AdapterInvalidError."""
     settings, tensors = files.settings, files.tensors
     for name, pattern in OF_TRAINING.items():
@@ -56,14 +58,14 @@ def read_lora_kind(files: PeftFiles) -> LoraForm:
             tensors = {key: tensor for key, tensor in tensors.items() if not pattern.fullmatch(key)}
     changes: list[Callable[[PeftFiles], Tensors]] = []
     if settings.get("use_qalora"):
-        changes.append(_spread)
+        changes.append(_qalora)
     if settings.get("use_bdlora"):
-        changes.append(_diagonal)
+        changes.append(_bdlora)
     _check_together(settings, len(changes))
     for change in changes:
         tensors = change(replace(files, tensors=tensors))
     if initial_kind(settings) in CHANGES:
-        return with_initial(replace(files, tensors=tensors))
+        return _without_start(replace(files, tensors=tensors))
     return LoraForm(config_of(settings), tensors)
 
 
@@ -77,7 +79,7 @@ def _check_together(settings: Mapping[str, Any], count: int) -> None:
         raise AdapterInvalidError(f"{CONFIG} asks for several variants of LORA that are not served together")
 
 
-def _spread(files: PeftFiles) -> Tensors:
+def _qalora(files: PeftFiles) -> Tensors:
     """QALoRA: A is multiplied with the means of groups of inputs, times their number. PEFT does so on layers
     of GPTQ only; on other layers use_qalora has no effect, and A has a column for each input.
     """
@@ -86,12 +88,12 @@ def _spread(files: PeftFiles) -> Tensors:
         raise AdapterInvalidError(f"{CONFIG}: qalora_group_size must be a positive number")
 
     def is_plain(path: str) -> bool:
-        match, modules = PEFT_KEY.fullmatch(f"{path}.lora_A.weight"), files.options.modules
-        module_id = module_id_of(match, modules) if match else None
-        if match is None or module_id is None or match.string not in files.tensors:
-            return False
-        module = files.options.module(module_id, layer_of(match))
-        return module is not None and files.tensors[match.string].shape[-1:] == (module.in_dim,)
+        key, modules = f"{path}.lora_A.weight", files.options.modules
+        name = LORA_NAMES.find(key, modules)
+        module = None if name is None or name.stack is not None else name.module(modules)
+        return (
+            module is not None and key in files.tensors and files.tensors[key].shape[-1:] == (module.in_dim,)
+        )
 
     def spread(path: str, side: str, values: np.ndarray) -> np.ndarray:
         if side == "B" or is_plain(path):
@@ -102,7 +104,7 @@ def _spread(files: PeftFiles) -> Tensors:
     return _rewritten(files, spread, lambda path, side: size if side == "A" and not is_plain(path) else 1)
 
 
-def _diagonal(files: PeftFiles) -> Tensors:
+def _bdlora(files: PeftFiles) -> Tensors:
     """BD-LoRA: A or B of a module consists of blocks on its diagonal, stored one below the other."""
     blocks, patterns = _blocks(files.settings)
 
@@ -157,6 +159,85 @@ def _rewritten(
             raise AdapterInvalidError(f"{key} has shape {tensor.shape}, 2 dimensions are expected")
         elements += tensor.shape[0] * tensor.shape[1] * growth(match["path"], match["side"])
         files.options.bounds.check_elements(elements)
-        values = np.ascontiguousarray(change(match["path"], match["side"], decode(key, tensor)))
-        made[key] = RawTensor("F32", values.shape, values)
+        made[key] = raw(change(match["path"], match["side"], decode(key, tensor)))
     return made
+
+
+def _without_start(files: PeftFiles) -> LoraForm:
+    """A LoRA whose start was taken out of the base's weights. Training began with W - C in place of W, so
+    the adapter is B A - C, of which C, of the same rank, is computed from W again. The product is the same
+    however a library signs its factors. Raises AdapterInvalidError.
+    """
+    kind = initial_kind(files.settings)
+    pairs = Pairs(files, ("lora_A", "lora_B", "lora_diag"))
+    config = config_of(files.settings)
+    if files.base is None:
+        raise AdapterInvalidError(
+            f"{CONFIG} sets {kind}: the adapter is relative to a changed base, which is computed from the "
+            "base's weights: name its directory with --base, or convert the adapter with PEFT's "
+            "path_initial_model_for_weight_conversion"
+        )
+    work = 0
+    for path in pairs.paths("lora_A", "lora_B"):
+        (rank, in_dim), (out_dim, other) = pairs.shape(path, "lora_A"), pairs.shape(path, "lora_B")
+        if rank != other or rank > min(in_dim, out_dim):
+            raise AdapterInvalidError(f"{path}: its lora_A and lora_B do not fit together")
+        told = rank if config.default_rank is None else config.rank(path)
+        # A weight has no more parts than its smaller side; the scaling is of the rank that was asked for.
+        if rank != min(told, in_dim, out_dim):
+            config.check_rank(path, rank)
+        work += in_dim * out_dim * min(in_dim, out_dim)
+        files.options.bounds.check_decompositions(kind, work)
+
+        scale = np.float32(config.scale(path, told))
+        make = partial(_difference, pairs, path, config, kind, scale)
+        pairs.add(path, 2 * rank, in_dim, out_dim, make)
+    form, dora = pairs.form(), ("use_dora", "dora_normalized")  # DoRA is of base plus adapter, as in any LoRA
+    return replace(form, config=replace(form.config, **{name: getattr(config, name) for name in dora}))
+
+
+def _difference(pairs: Pairs, path: str, config: PeftConfig, kind: str, scale: np.float32) -> Matrices:
+    """A and B of what was trained less what was taken out."""
+    a, b, base = pairs.read(path, "lora_A"), pairs.read(path, "lora_B"), pairs.files.base
+    if kind == "kasa":
+        a = a * pairs.read(path, "lora_diag").reshape(-1, 1)
+    assert base is not None
+    module = pairs.module(path)
+    transposed = config.fan_in_fan_out if module is None else module.transposed
+    if transposed and kind != "pissa":
+        raise AdapterInvalidError(f"{path} is a Conv1D, of which PEFT has no {kind}")
+    start_a, start_b = CHANGES[kind](base.weight(path, a.shape[1], len(b), transposed), len(a))
+    start_b = start_b * scale if kind == "olora" else start_b
+    return np.concatenate((a, start_a)), np.concatenate((b * scale, -start_b), axis=1)
+
+
+def _largest(weight: Tensor, rank: int) -> Matrices:
+    """Of PiSSA: the parts of the largest singular values."""
+    import torch
+
+    u, s, v = torch.linalg.svd(weight, full_matrices=False)
+    return v[:rank].numpy(), (u[:, :rank] * s[:rank]).numpy()
+
+
+def _smallest(weight: Tensor, rank: int) -> Matrices:
+    """Of KaSA: the parts of the smallest."""
+    import torch
+
+    u, s, v = torch.linalg.svd(weight, full_matrices=False)
+    return v[-rank:].numpy(), (u[:, -rank:] * s[-rank:]).numpy()
+
+
+def _first(weight: Tensor, rank: int) -> Matrices:
+    """Of OLoRA: the first columns of Q and rows of R."""
+    import torch
+
+    q, r = torch.linalg.qr(weight)
+    return r[:rank].numpy(), q[:, :rank].numpy()
+
+
+# By `initial_kind`: (W [out, in], rank) -> A and B of what was taken out.
+CHANGES: dict[str, Callable[[Tensor, int], Matrices]] = {
+    "pissa": _largest,
+    "olora": _first,
+    "kasa": _smallest,
+}

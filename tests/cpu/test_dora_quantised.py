@@ -32,8 +32,7 @@ from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, RequestError
 from manylora.generation.tokenizer import Tokenizer
 from manylora.kernels.device import open_device
-from manylora.lora.formats.base_matrix import BaseMatrix
-from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.base_weights import BaseMatrix, BaseWeights
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
@@ -217,7 +216,7 @@ def test_one_matrix_at_a_time_is_made_wide_some_rows_at_a_time(
         def __del__(self) -> None:
             live.pop()
 
-    monkeypatch.setattr("manylora.lora.formats.base_matrix.BaseMatrix", Counted)
+    monkeypatch.setattr("manylora.lora.formats.base_weights.BaseMatrix", Counted)
     monkeypatch.setattr("manylora.lora.formats.base_weights.CHUNK", 7 * 96)
     np.testing.assert_allclose(read(adapter, quantised).weights, whole, rtol=1e-6)
     assert most == 1 and 7 <= rows <= 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +23,18 @@ from manylora.quant.checkpoint import checkpoint_quant
 if TYPE_CHECKING:  # torch only when something is read
     from torch import Tensor
 
-    from manylora.lora.formats.base_matrix import BaseMatrix, Hold
+    from manylora.kernels.quantised import QuantisedWeight
     from manylora.quant.checkpoint_weights import CheckpointWeights
+
+    Hold = Callable[[str, Collection[str], Tensor | QuantisedWeight], Tensor | QuantisedWeight]
+    """How a server holds a weight of its checkpoint: its name, the names of all tensors there, some rows as
+    they are stored -> those rows as they are held."""
 
 # Where the name of a layer starts, or of a stack of layers where there are two.
 LAYER = re.compile(r"(?=(?:^|(?<=\.))(?:(?:encoder|decoder)\.|(?:layers?|block|h)\.\d))")
 OUTSIDE = re.compile(r"(?:^|.*\.)([^.\d][^.]*(?:\.\d+)?\.[^.]+)")  # module, its number, tensor
 CHUNK = 2**22  # elements of a base weight in memory at one time
+FLOATING = ("F64", "F32", "F16", "BF16")
 PACKED = re.compile(r"(?<=\.)(?:qweight|weight_packed)$")  # a tensor that only quantised weights have
 
 
@@ -183,7 +188,6 @@ class BaseReader:
 
     def _matrix(self, name: str, columns: int, transposed: bool = False) -> BaseMatrix:
         """name: one that `find` found."""
-        from manylora.lora.formats.base_matrix import BaseMatrix
         from manylora.quant.checkpoint_weights import CheckpointWeights
 
         files = self._all()
@@ -222,3 +226,61 @@ class BaseReader:
             file = self._stack.enter_context(safe_open(self._model_dir / name, framework="pt"))
             found.update(dict.fromkeys(file.keys(), file))
         return found
+
+
+class BaseMatrix:
+    """The weight `name` of a checkpoint, [out, in]. Rows are read when they are asked for; of a weight that
+    is stored quantised all are here until it is dropped, in as many bits as in the file.
+
+    files: tensor name -> open file that has it. columns: of inputs. transposed: stored as [in, out]. hold:
+    None: weights are held as they are stored. Raises ConfigError when a quantised weight is not of so many
+    inputs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        files: Mapping[str, Any],
+        stored: CheckpointWeights,
+        columns: int,
+        transposed: bool = False,
+        hold: Hold | None = None,
+    ) -> None:
+        self._name, self._names, self._hold = name, files.keys(), hold
+        self._transposed = transposed
+        self._quantised: QuantisedWeight | None = None
+        if stored.parts(name):
+            self._quantised = stored.read(name, columns, lambda part: files[part].get_tensor(part))
+            self.dtype, self.shape = "quantised", list(self._quantised.shape)
+        else:
+            self._plain = files[name].get_slice(name)
+            self.dtype, self.shape = self._plain.get_dtype(), list(self._plain.get_shape())
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether something says what the stored numbers mean."""
+        return self._quantised is not None or self.dtype in FLOATING
+
+    def rows(self, rows: slice) -> Tensor:
+        """[rows, in] float32, as they are multiplied with."""
+        weight = self._stored(rows)
+        if self._hold is not None:
+            weight = self._hold(self._name, self._names, weight)
+        return _wide(weight).float()
+
+    def values(self, rows: slice) -> Tensor:
+        """[rows, in] as they are stored; what is quantised in float32."""
+        return _wide(self._stored(rows))
+
+    def _stored(self, rows: slice) -> Tensor | QuantisedWeight:
+        if self._quantised is not None:
+            return self._quantised.rows(rows)
+        return self._plain[:, rows].T.contiguous() if self._transposed else self._plain[rows]
+
+
+def _wide(weight: Tensor | QuantisedWeight) -> Tensor:
+    """What is quantised in float32, so that of integers or 8-bit floats only the product with the scale is
+    rounded."""
+    import torch
+
+    return weight if isinstance(weight, torch.Tensor) else weight.to(torch.float32).wide()

@@ -13,7 +13,7 @@ import numpy as np
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.peft.names import LAYER
 from manylora.lora.formats.peft.settings import CONFIG
-from manylora.lora.formats.peft_types.converted import LoraForm, Pairs, PeftFiles
+from manylora.lora.formats.peft_types.converted import LoraForm, Matrices, Pairs, PeftFiles
 from manylora.lora.formats.tensor_files import decode
 
 ROOT = "base_model"  # where PEFT keeps what modules share
@@ -123,13 +123,15 @@ def read_vblora(files: PeftFiles) -> LoraForm:
             raise AdapterInvalidError(f"{path} has rank {rank} in A and {other} in B")
         pairs.check_rank(path, rank)
 
-        def make(path: str = path, rank: int = rank) -> tuple[np.ndarray, np.ndarray]:
-            a, b = (_mix(pairs, path, side, bank, topk) for side in SIDES)
-            return a.reshape(rank, -1), b.transpose(0, 2, 1).reshape(-1, rank)
-
         length = bank.shape[1]
+        make = partial(_mixed_pair, pairs, path, rank, bank, topk)
         pairs.add(path, rank, inputs * length, outputs * length, make)
     return pairs.form()
+
+
+def _mixed_pair(pairs: Pairs, path: str, rank: int, bank: np.ndarray, topk: int) -> Matrices:
+    a, b = (_mix(pairs, path, side, bank, topk) for side in SIDES)
+    return a.reshape(rank, -1), b.transpose(0, 2, 1).reshape(-1, rank)
 
 
 def _shape(pairs: Pairs, path: str, side: str) -> tuple[int, ...]:
@@ -205,17 +207,17 @@ def read_tinylora(files: PeftFiles) -> LoraForm:
             raise AdapterInvalidError(f"the adapter is missing tinylora_v.{group}, which {path} takes")
         numbers = decode(found[group], files.tensors[found[group]])
 
-        def make(
-            path: str = path, place: int = place, rank: int = rank, numbers: np.ndarray = numbers
-        ) -> tuple[np.ndarray, np.ndarray]:
-            random = _random(pairs, path, place, len(numbers), rank)
-            if random.shape != (*numbers.shape, rank, rank):
-                raise AdapterInvalidError(f"{path}.tinylora_P has shape {random.shape}, which does not fit")
-            mixed = np.tensordot(numbers, random, 1)
-            return mixed @ pairs.read(path, "tinylora_A"), pairs.read(path, "tinylora_B")
-
+        make = partial(_tinylora_pair, pairs, path, place, rank, numbers)
         pairs.add(path, rank, in_dim, out_dim, make)
     return pairs.form()
+
+
+def _tinylora_pair(pairs: Pairs, path: str, place: int, rank: int, numbers: np.ndarray) -> Matrices:
+    random = _random(pairs, path, place, len(numbers), rank)
+    if random.shape != (*numbers.shape, rank, rank):
+        raise AdapterInvalidError(f"{path}.tinylora_P has shape {random.shape}, which does not fit")
+    mixed = np.tensordot(numbers, random, 1)
+    return mixed @ pairs.read(path, "tinylora_A"), pairs.read(path, "tinylora_B")
 
 
 def _groups(pairs: Pairs, paths: list[str]) -> dict[str, int]:
@@ -261,12 +263,14 @@ def read_unilora(files: PeftFiles) -> LoraForm:
         (rank, in_dim), (out_dim, _) = (pairs.shape(path, f"unilora_indices_{side}") for side in "AB")
         pairs.check_rank(path, rank)
 
-        def make(path: str = path) -> tuple[np.ndarray, np.ndarray]:
-            a, b = (_side(pairs, path, side, numbers) for side in "AB")
-            return a, b
-
+        make = partial(_unilora_pair, pairs, path, numbers)
         pairs.add(path, rank, in_dim, out_dim, make)
     return pairs.form()
+
+
+def _unilora_pair(pairs: Pairs, path: str, numbers: np.ndarray) -> Matrices:
+    a, b = (_side(pairs, path, side, numbers) for side in "AB")
+    return a, b
 
 
 def _side(pairs: Pairs, path: str, side: str, numbers: np.ndarray) -> np.ndarray:

@@ -1,11 +1,14 @@
-"""Protects first uses: rows that compiled code takes from a file are what they were, with the digest that
-others take; what adapters have in common is judged once, and what is wrong with one of them is still told."""
+"""Protects the first reading of an adapter: rows that compiled code takes from a file are what they were,
+with the digest that others take; an adapter with a known layout is not judged again, and what is wrong with
+it is still told."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -19,9 +22,13 @@ from tiny_models import make_adapter, make_model
 from manylora.errors import AdapterInvalidError
 from manylora.kernels import loading, native
 from manylora.kernels.huge_pages import huge_zeros, make_resident
-from manylora.lora.formats import peft_folder as peft
+from manylora.lora.bounds import Bounds
+from manylora.lora.formats import peft_folder
 from manylora.lora.formats.peft_folder import read_peft_whole
 from manylora.lora.formats.read_options import MAX_LAYOUTS, KnownLayouts, ReadOptions
+from manylora.lora.formats.safe_files import OpenFile
+from manylora.lora.formats.sources import find_source, read_whole
+from manylora.lora.formats.tensor_files import RawTensor
 from manylora.lora.modules import lora_modules
 from manylora.lora.tensors import AdapterRow, digest_values
 from manylora.lora.transfers import READY_BYTES
@@ -76,39 +83,66 @@ def rows_of(folder: Path, options: ReadOptions) -> list[AdapterRow]:
     return content.rows
 
 
-def with_alike(options: ReadOptions) -> ReadOptions:
+def with_layouts(options: ReadOptions) -> ReadOptions:
     return ReadOptions(options.modules, digest=True, layouts=KnownLayouts())
 
 
-def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peft, "_read_form", lambda *_: pytest.fail("it was judged again"))
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files whose headers were parsed."""
+    found: list[str] = []
+    plain = peft_folder.tensors_of
+
+    def tensors_of(file: OpenFile, bounds: Bounds) -> dict[str, RawTensor]:
+        found.append(file.name)
+        return plain(file, bounds)
+
+    monkeypatch.setattr(peft_folder, "tensors_of", tensors_of)
+    return found
 
 
-def test_another_adapter_like_the_first_is_not_judged_again(
-    workshop: tuple[ReadOptions, list[Path]], monkeypatch: pytest.MonkeyPatch
+def test_another_adapter_with_the_same_layout_is_not_judged_again(
+    workshop: tuple[ReadOptions, list[Path]], monkeypatch: pytest.MonkeyPatch, judged: list[str]
 ) -> None:
     plain, folders = workshop
-    monkeypatch.setattr(loading, "can_take", lambda source: False)
     monkeypatch.setattr("manylora.lora.formats.peft.rows.can_take", lambda source: False)
     expected = [rows_of(folder, plain) for folder in folders]
     monkeypatch.undo()
-    options = with_alike(plain)
+    options = with_layouts(plain)
     rows_of(folders[0], options)
-    forbid(monkeypatch)
+    judged.clear()
     for folder, wanted in zip(folders, expected, strict=True):
         for row, other in zip(rows_of(folder, options), wanted, strict=True):
             assert (row.module_id, row.layer, row.format) == (other.module_id, other.layer, other.format)
             np.testing.assert_array_equal(row.payload, other.payload)
             assert row.content == other.content == digest_values(row.payload)
-    monkeypatch.setattr(peft, "peft_tensors", lambda *_: pytest.fail("its header was parsed again"))
     assert read_peft_whole(folders[1], options).stored is not None
+    assert not judged
+
+
+def test_reading_enters_few_modules(workshop: tuple[ReadOptions, list[Path]]) -> None:
+    """So that a reader of the code can follow it: the first adapter, and one with the same layout."""
+    options = with_layouts(workshop[0])
+    for folder, most in zip(workshop[1], (8, 7), strict=True):
+        entered = set[str]()
+
+        def see(frame: FrameType, event: str, argument: object, entered: set[str] = entered) -> None:
+            entered.add(frame.f_code.co_filename.rpartition("/lora/formats/")[2])
+
+        sys.setprofile(see)
+        try:
+            read_whole(find_source(folder), options)
+        finally:
+            sys.setprofile(None)
+        names = sorted(name for name in entered if not name.startswith(("/", "<")))
+        assert len(names) <= most, names
 
 
 @pytest.mark.parametrize("target", ["q_proj", "v_proj"])
 def test_what_is_wrong_with_one_of_them_is_told(
     workshop: tuple[ReadOptions, list[Path]], tmp_path: Path, target: str
 ) -> None:
-    options = with_alike(workshop[0])
+    options = with_layouts(workshop[0])
     rows_of(workshop[1][0], options)
     shutil.copytree(workshop[1][1], tmp_path / "bad")
     file = tmp_path / "bad" / WEIGHTS
@@ -121,10 +155,10 @@ def test_what_is_wrong_with_one_of_them_is_told(
 
 
 def test_those_that_differ_are_judged(
-    workshop: tuple[ReadOptions, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workshop: tuple[ReadOptions, list[Path]], tmp_path: Path, judged: list[str]
 ) -> None:
     """Another scaling, a tensor of another name or type, a longer file; but not the order of a set."""
-    options = with_alike(workshop[0])
+    options = with_layouts(workshop[0])
     first = rows_of(workshop[1][0], options)
     shutil.copytree(workshop[1][0], tmp_path / "other")
     file, config = tmp_path / "other" / WEIGHTS, tmp_path / "other" / "adapter_config.json"
@@ -137,9 +171,9 @@ def test_those_that_differ_are_judged(
         rows_of(tmp_path / "other", options)
     names = settings["target_modules"][::-1]
     config.write_text(json.dumps(settings | {"target_modules": names}), encoding="utf-8")
-    with monkeypatch.context() as patch:
-        forbid(patch)
-        rows_of(tmp_path / "other", options)
+    judged.clear()
+    rows_of(tmp_path / "other", options)
+    assert not judged
     kept = file.read_bytes()
     file.write_bytes(kept + b"0000")
     with pytest.raises(AdapterInvalidError, match="bytes, by its header"):
@@ -170,7 +204,7 @@ def test_one_of_which_something_was_told_is_told_of_again(
 def test_no_more_than_so_many_are_remembered(
     workshop: tuple[ReadOptions, list[Path]], tmp_path: Path
 ) -> None:
-    options = with_alike(workshop[0])
+    options = with_layouts(workshop[0])
     shutil.copytree(workshop[1][0], tmp_path / "one")
     config = tmp_path / "one" / "adapter_config.json"
     settings = json.loads(config.read_text(encoding="utf-8"))

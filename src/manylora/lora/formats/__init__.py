@@ -6,7 +6,7 @@ __all__ = ["one_line"]
 
 
 def one_line(error: Exception) -> str:
-    """What a foreign error says, in one line and without a path of this machine."""
+    """The text of an exception from outside this package, in one line and without a path of this machine."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error).partition("\n")[0] or type(error).__name__

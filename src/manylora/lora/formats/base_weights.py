@@ -1,5 +1,5 @@
-"""BaseWeights: the base model's checkpoint, read for what an adapter on disk is relative to: the norms that
-DoRA's magnitudes are divided by, trained biases, copies of embeddings."""
+"""BaseWeights: the base model's checkpoint, for adapters that are relative to it: the row norms that DoRA's
+magnitudes are divided by, trained biases, and copies of embeddings."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ PACKED = re.compile(r"(?<=\.)(?:qweight|weight_packed)$")  # a tensor that only 
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """A Hugging Face model directory. Nothing is read before `open`; safe from any thread.
+    """A Hugging Face model directory. Nothing is read before `open`. Thread-safe.
 
-    hold: how a server of it holds linear layers, as DoRA's norms are of the weights that are multiplied with;
-    None: as they are stored, in float32.
+    hold: converts linear layers as the server holds them, so that DoRA's norms are those of the weights it
+    multiplies with; None: as they are stored, in float32.
     """
 
     model_dir: Path
@@ -56,7 +56,7 @@ class BaseWeights:
 
 
 class BaseReader:
-    """Open files of a base model; they are opened when the first tensor is asked for."""
+    """Reads tensors of a base model. Its files are opened when the first tensor is asked for."""
 
     def __init__(self, model_dir: Path, stack: ExitStack, hold: Hold | None = None) -> None:
         self._model_dir, self._stack, self._hold = model_dir, stack, hold
@@ -65,12 +65,12 @@ class BaseReader:
         self._stored: CheckpointWeights | None = None
 
     def row_norms(self, path: str, a: np.ndarray, b: np.ndarray, transposed: bool = False) -> np.ndarray:
-        """Norms [out] of the rows of W0 + B A, float32, at the module `path` of a PEFT adapter.
+        """Norms [out] of the rows of W0 + B A in float32, for the module at `path` of a PEFT adapter.
 
-        a [rank, in], b [out, rank] with the scaling in it; transposed: W0 is stored [in, out] (Conv1D of
-        GPT-2) where it is plain. W0 is what the layer multiplies with: of a quantised one the integers times
-        their scales. It is made wide some rows at a time. Raises AdapterInvalidError when the base has no
-        such weight, another shape there, or a row of norm 0.
+        a: [rank, in]. b: [out, rank], with the scaling folded in. transposed: an unquantised W0 is stored
+        [in, out], as GPT-2's Conv1D does. W0 is what the layer multiplies with; a quantised one is
+        dequantised, a few rows at a time. Raises AdapterInvalidError when the base has no such weight, one of
+        another shape, or a row of norm 0.
         """
         import torch
 
@@ -90,7 +90,7 @@ class BaseReader:
         return norms.numpy()
 
     def weight(self, path: str, in_dim: int, out_dim: int, transposed: bool = False) -> Tensor:
-        """[out, in] float32, as `row_norms` takes it, and with its errors."""
+        """The weight [out, in] in float32, with the arguments and errors of `row_norms`."""
         return self._linear(path, in_dim, out_dim, transposed).rows(slice(0, out_dim))
 
     def _linear(self, path: str, in_dim: int, out_dim: int, transposed: bool) -> BaseMatrix:
@@ -111,16 +111,16 @@ class BaseReader:
         return weight
 
     def names(self) -> set[str]:
-        """Of its tensors, as `find` gives them. Raises AdapterInvalidError."""
+        """The names of its tensors, as `find` returns them. Raises AdapterInvalidError."""
         self._all()
         return self._names
 
     def find(self, key: str) -> str | None:
-        """The checkpoint's name of the tensor that PEFT calls `key`, or of the only one with the same layer
-        and name, or, outside layers, of the same module. None: there is none. A quantised weight has the
-        name that it would have as a plain one.
+        """The checkpoint's name of the tensor that PEFT calls `key`. If there is none of that name, the only
+        one with the same layer and module, or, outside layers, of the same module. None: no such tensor.
 
-        Raises AdapterInvalidError."""
+        A quantised weight has the name that it would have unquantised. Raises AdapterInvalidError.
+        """
         self._all()
         name = key.removeprefix("base_model.model.")
         if name in self._names:
@@ -139,12 +139,13 @@ class BaseReader:
 
     @property
     def ties_embeddings(self) -> bool:
-        """Whether transformers ties what has a table of an encoder-decoder model; of T5 it always does."""
+        """Whether transformers ties the embeddings and the head of an encoder-decoder model. It always ties
+        T5's."""
         raw = self.settings
         return raw.get("model_type") in ("t5", "mt5") or raw.get("tie_word_embeddings") is not False
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that `find` found; of what is quantised, only a head's."""
+        """The shape of a tensor that `find` returned. Of quantised weights, only that of a head is known."""
         files = self._all()
         if name in files:
             return tuple(files[name].get_slice(name).get_shape())
@@ -152,11 +153,11 @@ class BaseReader:
         return tuple(self._matrix(name, int(raw.get("hidden_size") or raw.get("d_model") or 0)).shape)
 
     def read(self, name: str) -> np.ndarray:
-        """A small tensor that `find` found, in float32."""
+        """A small tensor that `find` returned, in float32."""
         return self._all()[name].get_tensor(name).float().numpy()
 
     def holds(self, name: str, copy: RawTensor) -> bool:
-        """Whether a tensor that `find` found has the same values as this copy, in the copy's type."""
+        """Whether a tensor that `find` returned has the same values as this copy, in the copy's type."""
         import torch
 
         if copy.dtype not in TORCH_NAMES or len(copy.shape) != 2 or self.shape(name) != copy.shape:
@@ -177,7 +178,7 @@ class BaseReader:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of its config.json. Raises AdapterInvalidError."""
+        """Its config.json. Raises AdapterInvalidError."""
         path = self._model_dir / "config.json"
         try:
             return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -187,7 +188,7 @@ class BaseReader:
             ) from error
 
     def _matrix(self, name: str, columns: int, transposed: bool = False) -> BaseMatrix:
-        """name: one that `find` found."""
+        """name: one that `find` returned."""
         from manylora.quant.checkpoint_weights import CheckpointWeights
 
         files = self._all()
@@ -229,12 +230,11 @@ class BaseReader:
 
 
 class BaseMatrix:
-    """The weight `name` of a checkpoint, [out, in]. Rows are read when they are asked for; of a weight that
-    is stored quantised all are here until it is dropped, in as many bits as in the file.
+    """A weight [out, in] of a checkpoint. Rows are read when they are asked for. A quantised weight is read
+    whole and stays in memory, quantised, as long as this object.
 
-    files: tensor name -> open file that has it. columns: of inputs. transposed: stored as [in, out]. hold:
-    None: weights are held as they are stored. Raises ConfigError when a quantised weight is not of so many
-    inputs.
+    files: tensor name -> open file that has it. columns: number of inputs. transposed: stored as [in, out].
+    hold: as of `BaseWeights`. Raises ConfigError when a quantised weight has another number of inputs.
     """
 
     def __init__(
@@ -258,18 +258,18 @@ class BaseMatrix:
 
     @property
     def is_readable(self) -> bool:
-        """Whether something says what the stored numbers mean."""
+        """Whether the meaning of the stored numbers is known."""
         return self._quantised is not None or self.dtype in FLOATING
 
     def rows(self, rows: slice) -> Tensor:
-        """[rows, in] float32, as they are multiplied with."""
+        """[rows, in] in float32, as the layer multiplies with them."""
         weight = self._stored(rows)
         if self._hold is not None:
             weight = self._hold(self._name, self._names, weight)
         return _wide(weight).float()
 
     def values(self, rows: slice) -> Tensor:
-        """[rows, in] as they are stored; what is quantised in float32."""
+        """[rows, in] as they are stored; quantised weights in float32."""
         return _wide(self._stored(rows))
 
     def _stored(self, rows: slice) -> Tensor | QuantisedWeight:
@@ -279,7 +279,7 @@ class BaseMatrix:
 
 
 def _wide(weight: Tensor | QuantisedWeight) -> Tensor:
-    """What is quantised in float32, so that of integers or 8-bit floats only the product with the scale is
+    """A dequantised weight is float32, so that of integers or 8-bit floats only the product with the scale is
     rounded."""
     import torch
 

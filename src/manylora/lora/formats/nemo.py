@@ -1,7 +1,8 @@
-"""NeMo adapters: a .nemo archive, a tar of model_weights.ckpt and model_config.yaml, with one fused module.
+"""NeMo adapters: a .nemo archive, which is a tar of model_weights.ckpt and model_config.yaml, with one fused
+module.
 
-The archive is read in memory, member by member; nothing is extracted. Linear_in and linear_out are A and B
-of attn_qkv as they are: NeMo has no scaling.
+The archive is read in memory; nothing is extracted. linear_in and linear_out are A and B of attn_qkv, without
+scaling.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SIDES = {".linear_in.weight": "A", ".linear_out.weight": "B"}
 
 
 def is_tar(path: Path, bounds: Bounds = ANY_MODEL) -> bool:
-    """Whether the file has the mark of a tar archive."""
+    """Whether the file starts like a tar archive."""
     try:
         return OpenFile(path, bounds).read(257, 5) == b"ustar"
     except (AdapterInvalidError, OSError):
@@ -92,7 +93,8 @@ def nemo_tensors(path: Path, bounds: Bounds = ANY_MODEL) -> dict[str, RawTensor]
 
 
 def nemo_key(key: str) -> tuple[int, str]:
-    """Layer, and A or B. Raises AdapterInvalidError for anything else: it would be lost."""
+    """The layer, and A or B. Raises AdapterInvalidError for any other key, so that nothing is dropped
+    silently."""
     layer = LAYER.search(key)
     side = next((side for end, side in SIDES.items() if key.endswith(end)), None)
     if MODULE not in key or layer is None or side is None:
@@ -101,7 +103,7 @@ def nemo_key(key: str) -> tuple[int, str]:
 
 
 def nemo_num_layers(path: Path) -> int:
-    """num_layers of model_config.yaml, of which only top-level `name: value` lines are looked at.
+    """num_layers of model_config.yaml. Only top-level lines `name: value` are considered.
 
     Raises AdapterInvalidError.
     """
@@ -113,8 +115,7 @@ def nemo_num_layers(path: Path) -> int:
 
 
 class _Headers(io.FileIO):
-    """An archive of which only headers are read, and not much of these: a member's name, and what else is
-    said about it, may claim any size."""
+    """The headers of an archive, with a limit for their size: a member's name and metadata may claim any."""
 
     left = MAX_HEADERS
 
@@ -126,8 +127,8 @@ class _Headers(io.FileIO):
 
 
 def _member(path: Path, wanted: str, bounds: Bounds) -> bytes | None:
-    """One of the two members we know. Others are passed over, except those that an archive of NeMo never
-    has. None: it is not there."""
+    """The content of model_weights.ckpt or model_config.yaml; None: it is not there. Other members are
+    ignored, except those that no NeMo archive has, which are refused."""
     found: tarfile.TarInfo | None = None
     try:
         file = OpenFile(path, bounds)
@@ -177,7 +178,7 @@ def _check_member(member: tarfile.TarInfo, archive_size: int) -> None:
 def _check_shapes(
     layer: int, pair: Mapping[str, tuple[str, RawTensor]], file: str, options: ReadOptions
 ) -> int:
-    """The numbers of a row. Raises AdapterInvalidError for one that is not to be read."""
+    """The number of elements of a row. Raises AdapterInvalidError if the row must not be read."""
     if len(pair) < 2:
         gone = "'in' matrix (lora_A equivalent)" if "B" in pair else "'out' matrix (lora_B equivalent)"
         raise AdapterInvalidError(

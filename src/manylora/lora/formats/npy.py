@@ -35,7 +35,7 @@ def read_npy(folder: Path, bounds: Bounds = ANY_MODEL) -> tuple[np.ndarray, np.n
 
 
 def read_npy_invocation(folder: Path, bounds: Bounds = ANY_MODEL) -> tuple[int, ...]:
-    """The tokens of an activated LoRA; none of another one. Raises AdapterInvalidError."""
+    """The invocation tokens of an activated LoRA; empty for other adapters. Raises AdapterInvalidError."""
     if not is_plain(folder / INVOCATION):
         return ()
     stored = _Array.open(folder / INVOCATION, bounds)
@@ -50,7 +50,7 @@ def read_npy_invocation(folder: Path, bounds: Bounds = ANY_MODEL) -> tuple[int, 
 def write_npy(
     folder: Path, weights: np.ndarray, config: np.ndarray, invocation: tuple[int, ...] = ()
 ) -> None:
-    """invocation: as `read_npy_invocation` gives it. Raises OSError."""
+    """invocation: as `read_npy_invocation` returns it. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     _save(folder / WEIGHTS, weights)
     _save(folder / CONFIG, config)
@@ -61,7 +61,7 @@ def write_npy(
 
 
 def _save(path: Path, values: np.ndarray) -> None:
-    """As `np.save`, whose error does not say why a file could not be written."""
+    """Like `np.save`, whose error would not say why the file could not be written."""
     whole = io.BytesIO()
     np.save(whole, values, allow_pickle=False)
     path.write_bytes(whole.getbuffer())
@@ -69,8 +69,8 @@ def _save(path: Path, values: np.ndarray) -> None:
 
 @dataclass(frozen=True)
 class _Array:
-    """One in a file, of which the header was read. Its values are read into memory when they are asked for: a
-    mapped file could change or shrink under the reader."""
+    """An array in a file whose header was read. Its values are read into memory when they are asked for: a
+    mapped file could change or shrink meanwhile."""
 
     file: OpenFile
     start: int

@@ -1,7 +1,7 @@
 """PEFT directories: adapter_config.json and adapter_model.safetensors (or, for tools, .bin).
 
-Strict: an adapter of which a part would be lost, or that means more than B A x, is refused with the reason.
-What PEFT itself would pass over is told.
+Reading is strict: an adapter is refused with the reason if a part of it would be lost, or if it means more
+than B A x. What PEFT itself would ignore is reported as a note.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ def read_peft(
     options: ReadOptions = DEFAULT,
     invocation: list[int] | None = None,
 ) -> list[AdapterRow]:
-    """Rows in float32, the scaling folded into B; ascending by layer and module.
+    """Rows in float32, with the scaling folded into B, sorted by layer and module.
 
-    The scaling is `PeftConfig.scale` of the matrix's own rank. partial: a list that takes a line for each
-    part left out; None refuses such adapters. invocation: as in `take_invocation`. Raises
-    AdapterInvalidError, for extras too.
+    The scaling uses each matrix's own rank. partial: a list that receives a line for each part that is left
+    out; None: such adapters are refused. invocation: as in `take_invocation`. Raises AdapterInvalidError, for
+    extras too.
     """
     settings = read_settings(folder, options.bounds)
     take_invocation(invocation_of(settings), invocation)
@@ -108,10 +108,10 @@ def read_peft(
 
 
 def read_peft_whole(folder: Path, options: ReadOptions = DEFAULT) -> AdapterContent:
-    """As `read_peft`, and the extras: what is not a low-rank row, in float32.
+    """Like `read_peft`, but with the extras, which are everything except low-rank rows, in float32.
 
-    With `options.float8` the rows of an adapter keep F8_E4M3 where all of its matrices have that type, with
-    the scaling of each row beside it. With DoRA they do not. An adapter with a known layout is read by that.
+    With `options.float8`, rows keep F8_E4M3 if all matrices have that type and there is no DoRA; each has its
+    scaling beside it. If the layout is known, only the values are read.
     """
     settings, file = read_settings(folder, options.bounds), _open_weights(folder, options)
     if options.layouts is not None and options.digest and file is not None:
@@ -151,7 +151,7 @@ def read_peft_whole(folder: Path, options: ReadOptions = DEFAULT) -> AdapterCont
 
 @dataclass
 class _Notes:
-    """Passes lines on to `forward`, and counts them."""
+    """Passes notes on to `forward` and counts them."""
 
     forward: Callable[[str], None]
     lines: int = 0
@@ -164,8 +164,8 @@ class _Notes:
 def peft_tensors(
     folder: Path, options: ReadOptions = DEFAULT, file: OpenFile | None = None
 ) -> dict[str, RawTensor]:
-    """Key to tensor, as stored, by the names that PEFT saves; those that `options` leaves out are not there.
-    file: of the weights, if it is open. Raises AdapterInvalidError."""
+    """The tensors by the names under which PEFT saves them, as stored, without those that `options` leaves
+    out. file: the open file of the weights, if there is one. Raises AdapterInvalidError."""
     tensors = tensors_of(file, options.bounds) if file is not None else _stored_tensors(folder, options)
     found: dict[str, RawTensor] = {}
     for key, tensor in tensors.items():
@@ -181,8 +181,8 @@ def peft_tensors(
 
 
 def _open_weights(folder: Path, options: ReadOptions) -> OpenFile | None:
-    """The file of the weights, of which the header was read. None: there is none that can be read, which
-    `peft_tensors` refuses."""
+    """The open file of the weights, whose header was read. None: it cannot be read; `peft_tensors` raises the
+    error."""
     try:
         file = OpenFile(folder if is_plain(folder) else folder / WEIGHTS, options.bounds)
         header_of(file, options.bounds)
@@ -192,7 +192,7 @@ def _open_weights(folder: Path, options: ReadOptions) -> OpenFile | None:
 
 
 def _stored_tensors(folder: Path, options: ReadOptions) -> dict[str, RawTensor]:
-    """folder: or one file that is an adapter of its own."""
+    """folder: or a single file that is an adapter. Raises AdapterInvalidError."""
     path, pickled = folder if is_plain(folder) else folder / WEIGHTS, folder / PICKLED
     if is_plain(path):
         return read_safetensors(path, options.bounds)
@@ -221,8 +221,8 @@ def _read_form(
     options: ReadOptions,
     base: BaseReader | None,
 ) -> tuple[LoraForm, dict[str, RawTensor]]:
-    """The adapter in the form of a LoRA, and its extras, which are no longer among its tensors. base:
-    open."""
+    """The adapter in the form of a LoRA, and its extras, which are no longer among its tensors. base: an open
+    base model. Raises AdapterInvalidError."""
     plain = is_plain_lora(settings)
     if not plain:
         check_peft_type(settings)  # before files are looked for that this type may not have
@@ -243,11 +243,10 @@ def _read_form(
 
 
 def _without_unused(tensors: Mapping[str, RawTensor], options: ReadOptions) -> Mapping[str, RawTensor]:
-    """The tensors without those of keys and values in layers that read another layer's. Tells of those left
-    out. tensors: by PEFT's names.
+    """The tensors without keys and values of layers that use another layer's. A note names them.
 
-    Older releases of transformers have such matrices there, and train with them where there is no cache;
-    newer ones have none, and load these adapters without them.
+    Older releases of transformers have such matrices, and train with them if there is no cache. Newer ones
+    have none, and load these adapters without them.
     """
     modules = options.modules or {}
     if not any(module.unused for module in modules.values()):
@@ -268,8 +267,8 @@ def _without_unused(tensors: Mapping[str, RawTensor], options: ReadOptions) -> M
 
 
 def _check_activated(keys: Iterable[str]) -> None:
-    """Raises AdapterInvalidError for a tensor of an activated LoRA that would act on every token: those
-    before its invocation sequence belong to the base model."""
+    """Raises AdapterInvalidError for a tensor of an activated LoRA that would act on every token: tokens
+    before the invocation sequence belong to the base model."""
     for key in keys:
         if not (LOW_RANK.search(key) or is_whole_table(key)) or EXPERT_KEY.fullmatch(key):
             raise AdapterInvalidError(
@@ -279,8 +278,8 @@ def _check_activated(keys: Iterable[str]) -> None:
 
 
 def _encoded_type(tensors: Mapping[str, RawTensor], config: PeftConfig) -> NumberType | None:
-    """The 8-bit type that all tensors have. None: they have no such type in common, there is DoRA, or one row
-    may need several scalings, as those of its experts may differ."""
+    """The 8-bit type of all tensors. None: there is none, there is DoRA, or a row may need several scalings
+    because those of its experts may differ."""
     if config.use_dora or (config.alpha_pattern and any(EXPERT_KEY.fullmatch(key) for key in tensors)):
         return None
     kinds = {tensor.dtype for tensor in tensors.values()}
@@ -291,7 +290,7 @@ def _encoded_type(tensors: Mapping[str, RawTensor], config: PeftConfig) -> Numbe
 
 
 def _paths(keys: Iterable[str]) -> set[str]:
-    """Of the modules that have a low-rank matrix."""
+    """The paths of the modules that have a low-rank matrix."""
     return {match["path"] for match in map(SIDE.fullmatch, keys) if match}
 
 
@@ -300,8 +299,8 @@ def _is_named(path: str, names: Iterable[str]) -> bool:
 
 
 def _check_default_targets(settings: Mapping[str, Any], keys: Iterable[str], model_type: str) -> None:
-    """Raises AdapterInvalidError where target_modules is null and the file has other modules than those that
-    it means to PEFT, which would pass over them. model_type: in the base's config.json."""
+    """If target_modules is null, PEFT uses defaults for each model type and ignores other modules. Raises
+    AdapterInvalidError if the file has such modules. model_type: in the base's config.json."""
     if settings.get("target_modules") is not None or settings.get("target_parameters"):
         return
     known = (names.split() for names, types in DEFAULT_TARGETS.items() if model_type in types.split())
@@ -315,8 +314,8 @@ def _check_default_targets(settings: Mapping[str, Any], keys: Iterable[str], mod
 
 
 def _tell_left_out(settings: Mapping[str, Any], keys: Iterable[str], options: ReadOptions) -> None:
-    """Of matrices in the file of modules that the settings leave out: PEFT passes over these, with a warning.
-    keys: of the tensors, by the names of a LoRA's. Settings that are regular expressions are not run."""
+    """A note about matrices of modules that the settings exclude: PEFT ignores them with a warning. keys:
+    names of a LoRA's tensors. Regular expressions in settings are not evaluated."""
     paths = sorted(_paths(keys))
     left_out = [path for path in paths if _is_left_out(path.removeprefix("base_model.model."), settings)]
     if left_out:
@@ -326,7 +325,8 @@ def _tell_left_out(settings: Mapping[str, Any], keys: Iterable[str], options: Re
 
 
 def _is_left_out(path: str, settings: Mapping[str, Any]) -> bool:
-    """By target_modules, exclude_modules and layers_to_transform, where these are lists."""
+    """Whether target_modules, exclude_modules or layers_to_transform exclude a module, as far as they are
+    lists."""
     named, excluded = settings.get("target_modules"), settings.get("exclude_modules")
     if isinstance(excluded, list) and _is_named(path, excluded):
         return True
@@ -343,8 +343,8 @@ def _is_left_out(path: str, settings: Mapping[str, Any]) -> bool:
 def _tell_missing(
     settings: Mapping[str, Any], places: Collection[tuple[int, int]], options: ReadOptions
 ) -> None:
-    """Of modules and layers that the settings name and the file does not have. places: (layer, module id) of
-    the adapter's rows."""
+    """A note about modules and layers that the settings name and the file does not have. places: (layer,
+    module id) of the adapter's rows."""
     modules, depth = options.modules, options.depth
     names = settings.get("target_modules") or []
     plain = isinstance(names, list) and all(isinstance(n, str) and "." not in n for n in names)

@@ -52,7 +52,7 @@ INPUT = Path("/proc/self/fd/0")
 
 
 def write_torch(path: Path, tensors: Mapping[str, RawTensor]) -> None:
-    """A state dict by torch.save. Raises OSError."""
+    """Write a state dict with torch.save. Raises OSError."""
     import torch
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,10 +65,10 @@ def write_torch(path: Path, tensors: Mapping[str, RawTensor]) -> None:
 
 
 def read_torch(source: bytes | Path, name: str, bounds: Bounds = ANY_MODEL) -> dict[str, RawTensor]:
-    """The tensors of a state dict that torch.save wrote. name: of the file, for errors. source: its bytes, or
-    its path, and then it is mapped.
+    """The tensors of a state dict written by torch.save. name: of the file, for errors. source: its bytes, or
+    its path, which is then memory-mapped.
 
-    Raises AdapterInvalidError; nothing that the pickle names is run.
+    Raises AdapterInvalidError. Nothing that the pickle names is run.
     """
     try:
         import torch
@@ -140,7 +140,8 @@ def _raw(tensor: Any) -> RawTensor:
 
 
 def read_pickled(path: Path, bounds: Bounds) -> dict[str, RawTensor]:
-    """Key to tensor of a state dict. The values are in a file without a name until they are read.
+    """The tensors of a state dict by name. Their values are in an unlinked temporary file until they are
+    read.
 
     Raises AdapterInvalidError, OSError.
     """
@@ -175,7 +176,7 @@ def _seconds(size: int) -> int:
 
 
 def limit_resources(size: int) -> None:
-    """Of this process, beside what it has taken already. size: of the file."""
+    """Limit what this process may use in addition to what it has already used. size: of the file."""
     mapped = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     used = resource.getrusage(resource.RUSAGE_SELF)
     limits = {
@@ -191,7 +192,7 @@ def limit_resources(size: int) -> None:
 
 
 def main(target: str, name: str, tensors: str) -> int:
-    """The file is at standard input; its tensors are written to `target`, or the reason is printed."""
+    """Read a checkpoint from standard input and write its tensors to `target`, or print the error."""
     import torch
 
     torch.set_num_threads(1)

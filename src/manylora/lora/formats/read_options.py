@@ -26,9 +26,10 @@ MAX_LAYOUTS = 64  # of adapters of one model; the one that was used longest ago 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Where the rows of an adapter are in its file, where each is one pair of matrices as they are served.
+    """Where the rows of an adapter are in its file, if each is one pair of matrices stored as they are
+    served.
 
-    rows: offsets, as the cache takes them from the file. inputs, outputs: [rows], sizes of each.
+    rows: their offsets. inputs, outputs: [rows], the dimensions of each.
     """
 
     rows: FileRows
@@ -38,8 +39,9 @@ class FileLayout:
 
 
 class KnownLayouts:
-    """Layouts of adapters of one model, by their settings and the header of their file. An adapter with equal
-    ones is read without judging these again. Only adapters without notes are remembered. Thread-safe."""
+    """Layouts of adapters of one model, by their settings and file headers. An adapter with the same settings
+    and header is read by the layout, without further checks. Only adapters without notes are remembered.
+    Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,7 +51,7 @@ class KnownLayouts:
         return len(self._layouts)
 
     def find(self, settings: Mapping[str, Any], file: OpenFile) -> FileLayout | None:
-        """file: its header was read."""
+        """file: its header must have been read."""
         key = _layout_key(settings, file)
         with self._lock:
             if (layout := self._layouts.get(key)) is not None:
@@ -57,7 +59,7 @@ class KnownLayouts:
             return layout
 
     def keep(self, settings: Mapping[str, Any], file: OpenFile, layout: FileLayout) -> None:
-        """settings, file: as in `find`, of an adapter that was read."""
+        """settings, file: as in `find`, of an adapter that was read successfully."""
         with self._lock:
             self._layouts[_layout_key(settings, file)] = layout
             if len(self._layouts) > MAX_LAYOUTS:
@@ -75,16 +77,15 @@ def _layout_key(settings: Mapping[str, Any], file: OpenFile) -> bytes:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """modules: the model's, whose dimensions the matrices of PEFT and NeMo must then have; None: not known.
-    base: what PEFT's DoRA magnitudes are normalised with, and its extras are relative to; None refuses them.
-    bounds: checked against headers, before a value is read. allow_bin: read PEFT's adapter_model.bin, in a
-    process of its own; for tools. float8: numbers of 8 bits stay so; else they are widened to bfloat16.
-    digest: compute that of each row of PEFT while it is read. bfloat16: narrow such rows then, for pages of
-    that type, where they are large; those of routed experts stay as they are. text_only: leave out what an
-    adapter has for a model's vision part, which is refused otherwise. num_layers: of the model, where the
-    bounds do not know it. shared: rows may be vectors beside matrices that others have too; else each has its
-    own. layouts: of adapters read before; None: each is judged on its own. tell: takes a line for each thing
-    that is served and may not be what was meant.
+    """modules: the model's, whose dimensions the matrices of PEFT and NeMo must have; None: not known. base:
+    normalises PEFT's DoRA magnitudes and is what extras are relative to; None: these are refused. bounds:
+    checked against headers before values are read. allow_bin: also read PEFT's adapter_model.bin, in a
+    separate process; for tools. float8: keep 8-bit floats; otherwise they become bfloat16. digest: compute
+    the digest of each PEFT row while it is read. bfloat16: with `digest`, narrow large adapters for pages of
+    that type, except routed experts. text_only: leave out tensors for a model's vision part, which are
+    refused otherwise. num_layers: of the model, if the bounds do not know it. shared: rows may be vectors
+    that refer to shared matrices; otherwise each row has its own matrices. layouts: of adapters read before;
+    None: none are remembered. tell: receives a line for each setting that may not have the intended effect.
     """
 
     modules: Mapping[int, LoraModule] | None = None
@@ -102,7 +103,7 @@ class ReadOptions:
 
     @property
     def depth(self) -> int | None:
-        """Layers of the model; None: not known."""
+        """The number of layers of the model; None: not known."""
         return self.bounds.num_layers or self.num_layers
 
     def module(self, module_id: int, layer: int) -> LoraModule | None:
@@ -114,7 +115,7 @@ class ReadOptions:
         return self.base.open() if self.base is not None else nullcontext()
 
     def check_row(self, module_id: int, layer: int, row: RowFormat, elements: int) -> None:
-        """As of `AdapterRules`, with what is known. Raises AdapterInvalidError."""
+        """Like `AdapterRules.check_row`, if the model is known. Raises AdapterInvalidError."""
         num_layers, rank = self.bounds.num_layers, self.bounds.rank
         if self.modules is not None and num_layers is not None:
             AdapterRules(self.modules, num_layers, rank).check_row(module_id, layer, row, elements)

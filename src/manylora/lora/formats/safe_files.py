@@ -1,6 +1,7 @@
-"""Files of adapters, opened: plain ones only, in folders that may be read, a bounded part at a time.
+"""Opens files of adapters: regular files only, in folders that may be read. They are read in parts of bounded
+size.
 
-Nothing is mapped: a mapped file that is cut short meanwhile ends the process.
+Nothing is memory-mapped: if a mapped file is truncated, the process is killed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MAX_FILES = 4096
 
 
 def is_plain(path: Path) -> bool:
-    """Whether a plain file is there, or a link to one; False for what cannot be looked at."""
+    """Whether there is a regular file, or a link to one. False if that cannot be determined."""
     try:
         return path.is_file()
     except OSError:  # a link to a name that is too long, or into a folder of somebody else
@@ -35,8 +36,8 @@ def is_folder(path: Path) -> bool:
 
 
 def open_plain(path: Path, bounds: Bounds) -> int:
-    """A descriptor. Raises AdapterInvalidError for what is no plain file, or leads out of the folders that
-    may be read; OSError."""
+    """A file descriptor. Raises AdapterInvalidError if this is not a regular file or leads out of the folders
+    that may be read; OSError."""
     if not stat.S_ISREG(path.stat().st_mode):  # opening a device may already do something
         raise AdapterInvalidError(f"{path.name} is not a plain file")
     descriptor = os.open(path, FLAGS)
@@ -55,8 +56,8 @@ def open_plain(path: Path, bounds: Bounds) -> int:
 
 
 class OpenFile:
-    """A file until no one holds it any more. size: in bytes, when it was opened. header: of safetensors, as
-    it was read. Raises as `open_plain`."""
+    """An open file, closed when it is garbage-collected. size: in bytes, when it was opened. header: of
+    safetensors, once it was read. Raises the errors of `open_plain`."""
 
     def __init__(self, path: Path, bounds: Bounds) -> None:
         self.name = path.name
@@ -69,7 +70,7 @@ class OpenFile:
             os.close(self.descriptor)
 
     def read(self, start: int, size: int) -> bytes:
-        """Raises AdapterInvalidError when the file has fewer."""
+        """Raises AdapterInvalidError when the file is shorter."""
         if start + size > self.size:
             raise AdapterInvalidError(f"{self.name} is not readable: it was cut short")
         target = bytearray(size)
@@ -77,7 +78,7 @@ class OpenFile:
         return bytes(target)
 
     def read_into(self, start: int, target: Any) -> None:
-        """Fill a writable buffer. Raises AdapterInvalidError when the file has fewer bytes."""
+        """Fill a writable buffer. Raises AdapterInvalidError when the file is shorter."""
         view, done = memoryview(target).cast("B"), 0
         while done < len(view):
             got = os.preadv(self.descriptor, [view[done:]], start + done)
@@ -87,7 +88,7 @@ class OpenFile:
 
 
 def read_small(path: Path, bounds: Bounds, most: int) -> bytes:
-    """A whole file of at most so many bytes. Raises AdapterInvalidError, OSError."""
+    """The content of a file of at most `most` bytes. Raises AdapterInvalidError, OSError."""
     file = OpenFile(path, bounds)
     if file.size > most:
         raise AdapterInvalidError(f"{path.name} has {file.size} bytes, at most {most} are read")
@@ -95,8 +96,8 @@ def read_small(path: Path, bounds: Bounds, most: int) -> bytes:
 
 
 def list_files(folder: Path, suffix: str) -> list[Path]:
-    """Those of a folder with this ending, sorted. Raises AdapterInvalidError where there are too many,
-    OSError."""
+    """The files of a folder whose names end with `suffix`, sorted. Raises AdapterInvalidError for too many
+    files, OSError."""
     found = []
     with os.scandir(folder) as entries:
         for number, entry in enumerate(entries):
@@ -108,7 +109,7 @@ def list_files(folder: Path, suffix: str) -> list[Path]:
 
 
 def _real(path: Path, descriptor: int) -> Path:
-    """Where the opened file lies, whatever the path means by now."""
+    """The path of the opened file, whatever its name leads to by now."""
     try:
         return Path(f"/proc/self/fd/{descriptor}").readlink()
     except OSError:  # no such folder on this system

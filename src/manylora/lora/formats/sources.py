@@ -1,4 +1,4 @@
-"""Where an adapter comes from, told by content; the one way from any source to tensors."""
+"""Detects the format of an adapter by its content, and reads any format as tensors."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from manylora.request import LoraExtra, LoraInput
 
 @dataclass(frozen=True)
 class Source:
-    """kind: npy, peft, nemo or llgtrt. path: the folder of the first two, the file of the others, and of PEFT
-    with its configuration in the file."""
+    """kind: npy, peft, nemo or llgtrt. path: a folder for npy and peft, a file for the others, and for a PEFT
+    adapter in a single file."""
 
     kind: str
     path: Path
 
 
 def find_source(path: Path) -> Source:
-    """In a folder the first of: the .npy pair, a PEFT adapter, one .nemo file, one file of llgtrt.
+    """The first of these in a folder: the .npy pair, a PEFT adapter, one .nemo file, one llgtrt file.
 
-    Raises AdapterInvalidError when there is none of them.
+    Raises AdapterInvalidError when there is none.
     """
     try:
         return _find(path)
@@ -81,10 +81,11 @@ def _find(path: Path) -> Source:
 def read_source(
     source: Source, options: ReadOptions = DEFAULT, invocation: list[int] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weights [1, rows, W] and config [1, rows, 3 or 4] int32; of PEFT and NeMo in float32, else as stored.
+    """Weights [1, rows, W] and config [1, rows, 3 or 4] int32. Those of PEFT and NeMo are float32, others as
+    stored.
 
-    invocation: as in `take_invocation`. Raises AdapterInvalidError, for an adapter with other extras too:
-    `read_lora` reads those.
+    invocation: as in `take_invocation`. Raises AdapterInvalidError, also for other extras, which `read_lora`
+    reads.
     """
     path, bounds = source.path, options.bounds
     if source.kind == "peft":
@@ -101,7 +102,7 @@ def read_source(
 
 
 def read_lora(source: Source, task_id: int, options: ReadOptions = DEFAULT) -> LoraInput:
-    """An adapter whole, extras included, as a request in this process carries it; else as `read_source`."""
+    """A whole adapter, with extras, as a request in this process carries it. Otherwise like `read_source`."""
     if source.kind != "peft":
         invocation: list[int] = []
         tensors = read_source(source, options, invocation)
@@ -112,14 +113,14 @@ def read_lora(source: Source, task_id: int, options: ReadOptions = DEFAULT) -> L
 
 
 def read_whole(source: Source, options: ReadOptions = DEFAULT) -> AdapterContent:
-    """Of PEFT and NeMo, whose files say how large each row is. Raises AdapterInvalidError."""
+    """Reads PEFT and NeMo, whose files give the size of each row. Raises AdapterInvalidError."""
     if source.kind == "peft":
         return read_peft_whole(source.path, options)
     return AdapterContent(read_nemo(source.path, options), [])
 
 
 def source_dtype(source: Source, options: ReadOptions = DEFAULT) -> str:
-    """What the source stores: float16, bfloat16 or float8_e4m3fn if every tensor is; else float32."""
+    """The stored type: float16, bfloat16 or float8_e4m3fn if all tensors have it; otherwise float32."""
     if source.kind in ("npy", "llgtrt"):
         kind = BY_DTYPE.get(read_source(source, replace(options, float8=True), [])[0].dtype)
         return kind.name if kind is not None else "float32"

@@ -33,7 +33,7 @@ BETWEEN = re.compile(r'\}\s*,\s*"')  # two entries; a name with this in it is no
 
 @dataclass(frozen=True)
 class HeaderEntry:
-    """start: of its bytes in the file, size: how many these are."""
+    """start: offset of its bytes in the file. size: in bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class HeaderEntry:
 
 
 def header_of(file: OpenFile, bounds: Bounds) -> bytes:
-    """Read once, so that whoever comes later has what was judged. Raises ValueError, AdapterInvalidError."""
+    """The header, which is read from the file only once. Raises ValueError, AdapterInvalidError."""
     if not file.header:
         length = int.from_bytes(file.read(0, 8), "little")
         if length > bounds.header_bytes:
@@ -54,7 +54,8 @@ def header_of(file: OpenFile, bounds: Bounds) -> bytes:
 
 
 def read_header(file: OpenFile, bounds: Bounds) -> dict[str, HeaderEntry]:
-    """By key. The tensors lie side by side and fill the file. Raises ValueError, AdapterInvalidError."""
+    """Entries by name. The tensors must be adjacent and fill the file. Raises ValueError,
+    AdapterInvalidError."""
     header = header_of(file, bounds)
     first = 8 + len(header)
     found: dict[str, HeaderEntry] = {}
@@ -79,7 +80,7 @@ def read_header(file: OpenFile, bounds: Bounds) -> dict[str, HeaderEntry]:
 
 
 def read_metadata(file: OpenFile, bounds: Bounds) -> dict[str, str]:
-    """What the header says beside the tensors. Raises ValueError, AdapterInvalidError."""
+    """The header's metadata. Raises ValueError, AdapterInvalidError."""
     members = _members(header_of(file, bounds).decode())
     found: Any = next((value for key, value in members if key == METADATA), {})
     return found if isinstance(found, dict) else {}
@@ -98,8 +99,8 @@ def _entry(entry: Any, first: int) -> HeaderEntry:
 
 
 def _members(text: str) -> Iterator[tuple[str, Any]]:
-    """Keys and values of a JSON object, parsed some at a time: no other thread runs while the JSON module is
-    at work, and a header may have megabytes. Raises ValueError."""
+    """Keys and values of a JSON object. It is parsed in slices: the JSON module holds the GIL, and a header
+    may have megabytes. Raises ValueError."""
     at, start = 0, ""
     while (cut := BETWEEN.search(text, at + SLICE)) is not None:
         yield from _parse(f"{start}{text[at : cut.start() + 1]}}}")
@@ -128,7 +129,7 @@ PIECE = 2**22  # bytes that are copied at a time
 
 @dataclass(frozen=True)
 class _Span:
-    """Bytes of a file that are read when they are wanted."""
+    """Bytes of a file that are read when they are asked for."""
 
     file: OpenFile
     start: int
@@ -141,8 +142,8 @@ class _Span:
 
 @dataclass(frozen=True)
 class RawTensor:
-    """dtype: as safetensors names it (F32, BF16, …). source: the values, row-major, little-endian; bytes or a
-    part of a file."""
+    """dtype: safetensors' name (F32, BF16, …). source: the values, row-major and little-endian, as bytes or
+    as a part of a file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -150,7 +151,7 @@ class RawTensor:
 
     @property
     def data(self) -> Any:
-        """The values as a bytes-like object; a new one at each call where they are in a file."""
+        """The values as a bytes-like object. If they are in a file, each call reads them."""
         if not isinstance(self.source, _Span):
             return self.source
         read = np.empty(self.source.size, np.uint8)
@@ -159,12 +160,12 @@ class RawTensor:
 
     @property
     def offset(self) -> int | None:
-        """Where the values begin in their file; None: they are in memory."""
+        """Offset of the values in their file; None: they are in memory."""
         return self.source.start if isinstance(self.source, _Span) else None
 
     @property
     def file(self) -> OpenFile | None:
-        """Where the values are; None: in memory."""
+        """The file of the values; None: they are in memory."""
         return self.source.file if isinstance(self.source, _Span) else None
 
     @property
@@ -172,7 +173,7 @@ class RawTensor:
         return self.source.size if isinstance(self.source, _Span) else memoryview(self.source).nbytes
 
     def part(self, start: int, size: int) -> Any:
-        """Some bytes of the values, as `data`. Raises AdapterInvalidError."""
+        """A part of the values' bytes, like `data`. Raises AdapterInvalidError."""
         if not isinstance(self.source, _Span):
             return memoryview(self.source).cast("B")[start : start + size]
         read = bytearray(min(size, self.source.size - start))
@@ -180,8 +181,9 @@ class RawTensor:
         return read
 
     def fill(self, key: str, target: np.ndarray, scale: float = 1.0) -> None:
-        """Values times scale as float32 into a contiguous target of as many, without memory of their size
-        beside it. Raises AdapterInvalidError as `decode`, for what the scale makes of them too."""
+        """Write the values times scale as float32 into a contiguous target of the same size, without another
+        buffer of that size. Raises AdapterInvalidError as `decode` does, also if the scaled values are not
+        finite."""
         target = target.reshape(-1)
         stored = target
         if self.dtype == "F32" and isinstance(self.source, _Span):
@@ -196,7 +198,7 @@ class RawTensor:
 
 
 def read_safetensors(path: Path, bounds: Bounds = ANY_MODEL) -> dict[str, RawTensor]:
-    """As `tensors_of`, of the file at this path."""
+    """Like `tensors_of`, for the file at this path."""
     try:
         file = OpenFile(path, bounds)
     except OSError as error:
@@ -205,7 +207,7 @@ def read_safetensors(path: Path, bounds: Bounds = ANY_MODEL) -> dict[str, RawTen
 
 
 def tensors_of(file: OpenFile, bounds: Bounds) -> dict[str, RawTensor]:
-    """Tensors that are read from the file when their data is asked for. Raises AdapterInvalidError."""
+    """The tensors of a file. Their values are read when they are asked for. Raises AdapterInvalidError."""
     try:
         return {
             key: RawTensor(one.dtype, one.shape, _Span(file, one.start, one.size))
@@ -230,7 +232,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, RawTensor]) -> None:
 
 
 def with_metadata(path: Path, target: Path, key: str, value: str, bounds: Bounds = ANY_MODEL) -> None:
-    """Copy a safetensors file, with this beside its other metadata. Raises AdapterInvalidError, OSError."""
+    """Copy a safetensors file and set one entry of its metadata. Raises AdapterInvalidError, OSError."""
     try:
         file = OpenFile(path, bounds)
         length = int.from_bytes(file.read(0, 8), "little")
@@ -249,14 +251,14 @@ def with_metadata(path: Path, target: Path, key: str, value: str, bounds: Bounds
 
 
 def _header_bytes(header: Mapping[str, Any]) -> bytes:
-    """A safetensors header with its length, padded so that the data starts aligned."""
+    """A safetensors header with its length, padded so that the data is aligned."""
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def check_type(key: str, tensor: RawTensor) -> np.dtype:
-    """Its type in NumPy. Raises AdapterInvalidError for one that is not read."""
+    """The NumPy type. Raises AdapterInvalidError for an unsupported type."""
     kind = NUMPY_TYPES.get(tensor.dtype)
     if kind is None:
         raise AdapterInvalidError(f"{key} must be {TYPES_READ}, got {tensor.dtype}")
@@ -264,7 +266,8 @@ def check_type(key: str, tensor: RawTensor) -> np.dtype:
 
 
 def decode(key: str, tensor: RawTensor) -> np.ndarray:
-    """Any floating type to float32, in the tensor's shape. Raises AdapterInvalidError, for NaN too."""
+    """Convert any supported type to float32, in the tensor's shape. Raises AdapterInvalidError, also for NaN
+    and infinity."""
     kind = check_type(key, tensor)
     values = np.frombuffer(tensor.data, kind)
     with np.errstate(over="ignore"):
@@ -275,8 +278,7 @@ def decode(key: str, tensor: RawTensor) -> np.ndarray:
 
 
 def read_encoded(key: str, tensor: RawTensor) -> np.ndarray:
-    """The bytes of numbers of an encoding, uint8 in the tensor's shape. Raises AdapterInvalidError for a
-    NaN."""
+    """The bytes of an encoded type: uint8, in the tensor's shape. Raises AdapterInvalidError for a NaN."""
     values, has_nan = np.frombuffer(tensor.data, np.uint8), BY_SAFETENSORS[tensor.dtype].has_nan
     if has_nan is not None and has_nan(values):
         raise AdapterInvalidError(f"{key} holds a NaN")
@@ -284,14 +286,14 @@ def read_encoded(key: str, tensor: RawTensor) -> np.ndarray:
 
 
 def check_finite(key: str, values: np.ndarray) -> None:
-    """values: float32, any shape. Raises AdapterInvalidError."""
+    """values: float32, any shape. Raises AdapterInvalidError for NaN and infinity."""
     if not all_finite(values):
         raise AdapterInvalidError(f"{key} holds a NaN or an infinity")
 
 
 def encode(key: str, values: np.ndarray, dtype: str) -> RawTensor:
-    """float32 values to a tensor of `dtype`, which has no encoding. Raises AdapterInvalidError when one is
-    beyond its range."""
+    """Convert float32 values to `dtype`, which must not be an encoded type. Raises AdapterInvalidError for
+    values beyond its range."""
     with np.errstate(over="ignore"):
         stored = narrow_to_bfloat16(values) if dtype == "BF16" else values.astype(NUMPY_TYPES[dtype])
     tensor = RawTensor(dtype, values.shape, stored.tobytes())
@@ -300,7 +302,7 @@ def encode(key: str, values: np.ndarray, dtype: str) -> RawTensor:
 
 
 def common_dtype(tensors: Sequence[RawTensor]) -> str:
-    """float16, bfloat16 or float8_e4m3fn when every tensor is; else float32."""
+    """float16, bfloat16 or float8_e4m3fn if all tensors have that type; otherwise float32."""
     kinds = {tensor.dtype for tensor in tensors}
     kind = BY_SAFETENSORS.get(kinds.pop()) if len(kinds) == 1 else None
     return kind.name if kind is not None else "float32"

@@ -41,8 +41,8 @@ Matrices = dict[str, np.ndarray]  # "A", "B"
 
 
 def check_expert_shapes(tensors: Mapping[str, RawTensor], modules: Modules, bounds: Bounds) -> int:
-    """The numbers of all tensors, whose names EXPERT_KEY matches. Raises AdapterInvalidError for one that is
-    not to be read."""
+    """The number of elements of all tensors. tensors: those whose names EXPERT_KEY matches. Raises
+    AdapterInvalidError if one of them must not be read."""
     for key, tensor in tensors.items():
         match = EXPERT_KEY.fullmatch(key)
         assert match is not None
@@ -61,12 +61,11 @@ def check_expert_shapes(tensors: Mapping[str, RawTensor], modules: Modules, boun
 def expert_rows(
     tensors: Mapping[str, np.ndarray], config: PeftConfig, modules: Modules, kind: NumberType | None = None
 ) -> list[AdapterRow]:
-    """Rows in float32, the scaling folded into B. tensors: those whose names EXPERT_KEY matches.
+    """Rows in float32, with the scaling folded into B. tensors: those whose names EXPERT_KEY matches.
 
-    kind: tensors are bytes of this type, which has an encoding: rows keep them, with the scaling, which is
-    one for a row, beside them.
-
-    modules: the model's, whose experts and dimensions the adapter must then have. Raises AdapterInvalidError.
+    kind: if the tensors are bytes of an encoded type, the rows keep them, with one scaling per row beside
+    them.
+    modules: the model's; the adapter must have the same experts and dimensions. Raises AdapterInvalidError.
     """
     single: dict[tuple[int, int], dict[int, tuple[str, Matrices]]] = defaultdict(dict)
     stacked: dict[int, dict[str, Matrices]] = defaultdict(dict)
@@ -141,7 +140,7 @@ def _from_single(
 
 
 def _check_lists(path: str, in_lists: bool, modules: Modules) -> None:
-    """Raises AdapterInvalidError for names of another model's experts."""
+    """Raises AdapterInvalidError if this model's experts have other names."""
     known = modules.get(DOWN) if modules else None
     if known is not None and known.interleaved != in_lists:
         raise AdapterInvalidError(
@@ -193,8 +192,8 @@ def _from_stacked(
 def _named(
     pairs: Mapping[str, tuple[np.ndarray, np.ndarray]], config: PeftConfig, modules: Modules
 ) -> dict[str, tuple[str, tuple[np.ndarray, np.ndarray]]]:
-    """Which parameter each wrapper of a layer adapts: gate_up_proj goes from hidden to 2 * inner dimensions,
-    down_proj from inner to hidden, and no sizes make the two look alike."""
+    """Finds which parameter each wrapper of a layer adapts. gate_up_proj goes from hidden to 2 * inner
+    dimensions, down_proj from inner to hidden, so their sizes always differ."""
     sizes = {path: (a.shape[1], len(b)) for path, (a, b) in pairs.items()}
     down = _of_one(modules, DOWN)
     by_path = {EXPERT_PARAMETERS.get(path.rpartition(".")[2]): path for path in pairs}
@@ -236,15 +235,15 @@ def _is_ungated(modules: Modules) -> bool:
 
 
 def _turned_sizes(down: LoraModule) -> dict[tuple[int, int], str]:
-    """PEFT takes a matrix [in, out] for one of [out, in], so A and B have each other's dimensions. Its first
-    versions did not, and adapters of either kind are told apart by these."""
+    """PEFT treats a matrix [in, out] like one of [out, in], so that A and B have swapped dimensions. Its
+    first versions did not do so. The dimensions show which version wrote an adapter."""
     inner, hidden = down.in_dim, down.out_dim
     return {(2 * inner, hidden): "gate_up_proj", (hidden, inner): "down_proj"}
 
 
 def _without_idle_ranks(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A and B less the ranks that add nothing for any expert: of gate and up adapted separately and then
-    fused, half are idle in either."""
+    """A and B without the ranks that add nothing for any expert: if gate and up were adapted separately and
+    then fused, half of the ranks are idle in each."""
     busy = b.any(axis=(0, 1))
     busy[0] |= not busy.any()
     return a[:, busy], b[:, :, busy]
@@ -265,7 +264,7 @@ def _check_count(where: str, count: int, module: LoraModule | None) -> None:
 
 
 def _of_one(modules: Modules, module_id: int) -> LoraModule | None:
-    """The module of a single expert, if the model is known and has it."""
+    """The module of a single expert; None: the model is not known or has no such module."""
     module = modules.get(module_id) if modules else None
     if module is None:
         return None
@@ -274,7 +273,7 @@ def _of_one(modules: Modules, module_id: int) -> LoraModule | None:
 
 
 def check_scale(where: str, scale: float) -> None:
-    """Of a row of an encoding. Raises AdapterInvalidError for one beyond float32."""
+    """The scaling of a row in an encoded type. Raises AdapterInvalidError if it is beyond float32's range."""
     if not abs(scale) < LARGEST_SCALE:
         raise AdapterInvalidError(f"{where}: its scaling {scale:g} is beyond float32's range")
 

@@ -1,7 +1,7 @@
-"""What a PEFT directory may hold beside low-rank matrices of linear layers: trained biases, embedding, head,
-norms, and the classification head that PEFT saves with task_type SEQ_CLS and TOKEN_CLS.
+"""What a PEFT directory may hold besides the low-rank matrices of linear layers: trained biases, embedding,
+head, norms, and the classification head that PEFT saves with task_type SEQ_CLS and TOKEN_CLS.
 
-Names and meanings of the extras made of them are those of `manylora.lora.extras`.
+The names of these extras are listed in `manylora.lora.extras`.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ Parts = Mapping[str, tuple[str, RawTensor]]
 
 
 def check_extra_shapes(found: Tensors, bounds: Bounds) -> None:
-    """found: the tensors that `is_extra`. Whole tables count when it is known that they are no copies of the
-    base's, which are left out; their shapes are the base's. Raises AdapterInvalidError."""
+    """Check the number of elements. found: the tensors that are extras. Whole tables are not counted: they
+    may be copies of the base's, which are left out, and must have the base's shape. Raises
+    AdapterInvalidError."""
     bounds.check_elements(sum(math.prod(t.shape) for key, t in found.items() if not is_whole_table(key)))
 
 
@@ -70,8 +71,8 @@ def read_extras(
     base: BaseReader | None,
     tell: Callable[[str], None],
 ) -> list[LoraExtra]:
-    """found: those of the adapter's tensors that `is_extra`; tensors: the others. base: None refuses all but
-    biases of lora_B. tell: as of `ReadOptions`. Raises AdapterInvalidError."""
+    """found: the adapter's tensors that are extras; tensors: the others. base: None refuses all extras but
+    biases of lora_B. tell: as in `ReadOptions`. Raises AdapterInvalidError."""
     biases: dict[str, dict[bool, np.ndarray]] = {}  # by whether they belong to lora_B
     extras: list[LoraExtra] = []
     tables: dict[tuple[str, str], dict[str, tuple[str, RawTensor]]] = {}
@@ -118,7 +119,7 @@ def _known(key: str, base: BaseReader | None) -> BaseReader:
 
 
 def _check_names(extras: list[LoraExtra], modules: Modules, base: BaseReader | None) -> None:
-    """Refuse what has two meanings, or none."""
+    """Refuse combinations that are ambiguous or that PEFT would ignore."""
     names = {extra.name for extra in extras}
     if len(names) < len(extras):
         raise AdapterInvalidError("the adapter has two tensors for the same norm or matrix")
@@ -149,7 +150,7 @@ def _module_bias(
     modules: Modules,
     base: BaseReader | None,
 ) -> tuple[str, np.ndarray]:
-    """An extra's name, and what it adds [out], in our order."""
+    """The name of an extra, and what it adds to the module's output: [out], in our order."""
     key, path, module_id = name.key, name.path, name.module_id
     assert module_id is not None
     layer, module = name.layer(modules), None
@@ -170,7 +171,7 @@ def _module_bias(
 
 
 def _bias_scale(path: str, tensors: Tensors, config: PeftConfig) -> np.float32:
-    """Of a bias of lora_B, by the rank of lora_A, which is among the tensors. Raises AdapterInvalidError."""
+    """The factor of a bias of lora_B, by the rank of the module's lora_A. Raises AdapterInvalidError."""
     key = f"{path}.lora_A.weight"
     if key not in tensors:
         raise AdapterInvalidError(f"{path} has a bias of lora_B, but no lora_A")
@@ -181,7 +182,7 @@ def _bias_scale(path: str, tensors: Tensors, config: PeftConfig) -> np.float32:
 
 
 def _check_shape(key: str, shape: tuple[int, ...], base: BaseReader) -> None:
-    """key: PEFT's name of a tensor, of which the base may have one too. Raises AdapterInvalidError."""
+    """Raises AdapterInvalidError if the base has the tensor that PEFT calls `key`, but with another shape."""
     name = base.find(key)
     if name is not None and base.shape(name) != shape:
         raise AdapterInvalidError(
@@ -191,10 +192,8 @@ def _check_shape(key: str, shape: tuple[int, ...], base: BaseReader) -> None:
 
 
 def _without_base(key: str, values: np.ndarray, base: BaseReader) -> np.ndarray:
-    """A file's bias takes the place of the base's, where there is one. key: PEFT's name of the latter.
-
-    Raises AdapterInvalidError for another shape.
-    """
+    """What a bias in the file changes: it replaces the base's bias, if there is one, which PEFT calls `key`.
+    Raises AdapterInvalidError for another shape."""
     name = base.find(key)
     if name is None:
         return values
@@ -203,7 +202,7 @@ def _without_base(key: str, values: np.ndarray, base: BaseReader) -> np.ndarray:
 
 
 def _norm(match: re.Match[str], key: str, tensor: RawTensor, modules: Modules, base: BaseReader) -> LoraExtra:
-    """match: of NORM or STACK_NORM."""
+    """match: of NORM or STACK_NORM. Raises AdapterInvalidError."""
     if base.find(key) is None:
         raise AdapterInvalidError(f"{key}: the base model has no such norm")
     _check_shape(key, tensor.shape, base)
@@ -222,9 +221,10 @@ def _norm(match: re.Match[str], key: str, tensor: RawTensor, modules: Modules, b
 
 
 def _table_name(match: re.Match[str], modules: Modules) -> str:
-    """Of a match of TABLE, as extras call it: embed, head, encoder.embed, decoder.embed; or SHARED.
+    """The name for extras of what TABLE matched: embed, head, encoder.embed or decoder.embed; or SHARED.
 
-    Raises AdapterInvalidError for a table that the model does not have."""
+    Raises AdapterInvalidError for a table that the model does not have.
+    """
     if match["head"]:
         return "head"
     stacks = encoder_layers(modules) > 0
@@ -239,9 +239,9 @@ def _table_name(match: re.Match[str], modules: Modules) -> str:
 
 
 class Table:
-    """The parts of an embedding or a head. name: as extras call it; path: PEFT's name of the module.
+    """The parts of an embedding or a head. name: for extras; path: PEFT's name of the module.
 
-    Raises AdapterInvalidError where the base has no such matrix, or one of another shape.
+    Raises AdapterInvalidError if the base has no such matrix, or one of another shape.
     """
 
     def __init__(self, name: str, path: str, parts: Parts, config: PeftConfig, base: BaseReader) -> None:
@@ -267,7 +267,7 @@ class Table:
         return LoraExtra(f"{self._extra_name}.{part}", values, tuple(token_ids))
 
     def _full(self) -> Iterator[LoraExtra]:
-        """A whole matrix, unless it is but a copy of the base's."""
+        """The whole matrix, unless it is only a copy of the base's."""
         for part in WHOLE_PARTS:
             if part not in self._parts:
                 continue
@@ -361,12 +361,12 @@ class Table:
 def _read_shared(
     path: str, parts: Parts, stacks: Iterable[Parts], config: PeftConfig, base: BaseReader
 ) -> Iterator[LoraExtra]:
-    """Rows of some tokens of the table that encoder and decoder share. stacks: parts of the stacks' own
+    """Rows for some tokens of the table that encoder and decoder share. stacks: parts of the stacks' own
     tables.
 
-    Each stack looks its tokens up in a module of its own, tied to the shared one, so PEFT passes over most
-    of what an adapter has for that. Raises AdapterInvalidError for what would change something if PEFT did
-    not pass over it.
+    Each stack looks its tokens up in a module of its own that is tied to the shared one, so PEFT ignores most
+    of what an adapter has for the shared one. Raises AdapterInvalidError for parts that PEFT ignores although
+    they were trained.
     """
     if others := parts.keys() - SHARED_PARTS:
         raise AdapterInvalidError(f"{parts[min(others)][0]}: an embedding has no such part")
@@ -389,7 +389,7 @@ def _read_shared(
 
 
 def _are_equal(one: RawTensor, other: RawTensor) -> bool:
-    """Bit by bit."""
+    """Whether they are equal bit by bit."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     return all(one.part(at, CHUNK) == other.part(at, CHUNK) for at in range(0, one.num_bytes, CHUNK))
@@ -403,7 +403,7 @@ def _passed_over(key: str) -> AdapterInvalidError:
 
 
 def _read_classifier(found: Tensors, base: BaseReader | None) -> list[LoraExtra]:
-    """found: tensors whose names match CLASSIFIER. Any number of labels. Raises AdapterInvalidError."""
+    """found: tensors whose names match CLASSIFIER, for any number of labels. Raises AdapterInvalidError."""
     parts: dict[str, tuple[str, RawTensor]] = {}
     for key, tensor in found.items():
         match = CLASSIFIER.fullmatch(key)
@@ -454,9 +454,8 @@ def _read_pooler(
     base: BaseReader | None,
     tell: Callable[[str], None],
 ) -> list[LoraExtra]:
-    """A LoRA of the pooler, as the first of the head's two layers. found: tensors whose names match POOLER.
-    head: the adapter's own, if it has one. Raises AdapterInvalidError.
-    """
+    """A LoRA on the pooler, as the first of the head's two layers. found: tensors whose names match POOLER.
+    head: the adapter's own head, if it has one. Raises AdapterInvalidError."""
     matches = [match for match in map(POOLER.fullmatch, found) if match]
     if not matches:
         return []

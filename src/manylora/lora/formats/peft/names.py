@@ -193,9 +193,12 @@ REFUSED_KEYS = (
 
 @dataclass(frozen=True)
 class ModuleName:
-    """What the name of a linear layer's tensor says. path: of the layer. part: what the pattern of its kind
-    calls so. module_id: None: no linear layer is called so. number: of the layer, in its stack if it is in
-    one."""
+    """The parsed name of a linear layer's tensor.
+
+    path: of the layer. part: which tensor of the layer, as the group `part` of its pattern matched.
+    module_id: None: no adaptable linear layer has this name. number: of the layer, within its stack if it is
+    in one. stack: encoder, decoder or None.
+    """
 
     key: str
     path: str
@@ -206,27 +209,27 @@ class ModuleName:
     stack: str | None = None
 
     def layer(self, modules: Modules) -> int:
-        """Its number in the model, through both stacks. Raises AdapterInvalidError for a name that a model
-        with these modules does not have."""
+        """The layer's number in the model, counted through both stacks. Raises AdapterInvalidError if a model
+        with these modules has no such name."""
         if self.stack is None:
             check_stacks([self.key], modules)
             return self.number
         return stack_layer(self.key, self.stack, self.number, modules)
 
     def module(self, modules: Modules) -> LoraModule | None:
-        """The model's, with the sizes of this layer; None: not known."""
+        """The model's module, with the sizes of this layer; None: not known."""
         known = modules.get(self.module_id) if modules and self.module_id is not None else None
         return None if known is None else known.at(self.number)
 
 
 class ModuleNames:
-    """Names of one kind of tensor of linear layers. part: a pattern of what follows the layer's path."""
+    """The names of one kind of tensor of linear layers. part: pattern for what follows the layer's path."""
 
     def __init__(self, part: str) -> None:
         self._of_layer, self._of_stack = re.compile(MODULE + part), re.compile(STACK_MODULE + part)
 
     def find(self, key: str, modules: Modules = None) -> ModuleName | None:
-        """None: it is another tensor."""
+        """None: this is the name of another tensor."""
         if match := self._of_layer.fullmatch(key):
             number = int(match["layer"] or match["number"] or 0)  # numbers outside layers mean the same
             module_id = _module_id(match, modules)
@@ -281,14 +284,15 @@ def is_whole_table(key: str) -> bool:
 
 @dataclass
 class ModuleTensors:
-    """The tensors of one linear layer. path: of the layer. keys, tensors: by A, B and magnitude."""
+    """The tensors of one linear layer. path: of the layer. keys, tensors: by part, which is A, B or
+    magnitude."""
 
     path: str
     keys: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, RawTensor] = field(default_factory=dict)
 
     def add(self, part: str, key: str, tensor: RawTensor) -> None:
-        """Raises AdapterInvalidError where the layer has such a tensor already."""
+        """Raises AdapterInvalidError if the layer already has this part."""
         if part in self.keys:
             raise AdapterInvalidError(f"{key} and {self.path} mean the same module")
         self.keys[part], self.tensors[part] = key, tensor
@@ -297,9 +301,9 @@ class ModuleTensors:
 def tensors_by_module(
     tensors: Mapping[str, RawTensor], partial: list[str] | None, modules: Modules
 ) -> dict[tuple[int, int], ModuleTensors]:
-    """The tensors of each (layer, module id). tensors: without extras and those of routed experts.
+    """The tensors of each (layer, module id). tensors: without extras and routed experts.
 
-    partial: takes a line for each key that is left out; None: such keys are refused. Raises
+    partial: a list that receives a line for each key that is left out; None: such keys are refused. Raises
     AdapterInvalidError.
     """
     names = {key: LORA_NAMES.find(key, modules) for key in sorted(tensors)}
@@ -336,7 +340,8 @@ def _leave_out(key: str, partial: list[str] | None) -> None:
 
 
 def check_stacks(keys: Iterable[str], modules: Modules) -> None:
-    """keys: of layers that belong to neither stack. Raises AdapterInvalidError on a model that has two."""
+    """keys: names of layers outside both stacks. Raises AdapterInvalidError if there are any and the model
+    has two stacks."""
     key = next(iter(keys), None)
     if key is not None and encoder_layers(modules):
         raise AdapterInvalidError(
@@ -345,17 +350,17 @@ def check_stacks(keys: Iterable[str], modules: Modules) -> None:
 
 
 def encoder_layers(modules: Modules) -> int:
-    """How many layers the encoder has; 0 without one, or where modules are not known."""
+    """The number of encoder layers; 0 without an encoder or if the model is not known."""
     return max((module.encoder_layers for module in (modules or {}).values()), default=0)
 
 
 def is_named_decoder(modules: Modules) -> bool:
-    """Whether this is a decoder alone whose names begin with `decoder.` nevertheless, as OPT's do."""
+    """Whether this is a decoder-only model whose names begin with `decoder.`, as OPT's do."""
     return any(module.named_decoder for module in (modules or {}).values())
 
 
 def stack_layer(key: str, stack: str, layer: int, modules: Modules) -> int:
-    """The number through both stacks of a layer of one. Raises AdapterInvalidError."""
+    """The number of a stack's layer, counted through both stacks. Raises AdapterInvalidError."""
     if modules is None:
         raise AdapterInvalidError(
             f"{key}: a decoder's layers are numbered after its encoder's, and how many these are depends on "
@@ -375,24 +380,22 @@ def stack_layer(key: str, stack: str, layer: int, modules: Modules) -> int:
 
 
 def in_our_order(path: str, module_id: int, rows: np.ndarray, module: LoraModule | None) -> np.ndarray:
-    """[out] or [out, n] in PEFT's order to the tensor format's. module: the model's, None: not known.
-
-    Raises AdapterInvalidError.
-    """
+    """Reorder rows [out] or [out, n] from PEFT's order to that of the tensor format. module: the model's;
+    None: not known. Raises AdapterInvalidError."""
     if module_id in GATE_UP_IDS:
         return _swap_halves(path, rows)
     return _ungroup(path, rows, module) if path.endswith(GROUPED) else rows
 
 
 def in_peft_order(path: str, module_id: int, rows: np.ndarray, module: LoraModule | None) -> np.ndarray:
-    """[out] or [out, n] as a file has it to PEFT's order, which is that of the base's matrix. They
-    differ where the halves of a fused gate and up were swapped beforehand. Raises AdapterInvalidError."""
+    """Reorder rows [out] or [out, n] from the file's order to PEFT's, which is that of the base's matrix.
+    They differ if the halves of a fused gate and up were swapped in the file. Raises AdapterInvalidError."""
     swapped = module_id in GATE_UP_IDS and module is not None and not module.gate_first
     return _swap_halves(path, rows) if swapped else rows
 
 
 def _swap_halves(path: str, rows: np.ndarray) -> np.ndarray:
-    """PEFT has [gate; up], the tensor format [up; gate]."""
+    """Between PEFT's [gate; up] and the tensor format's [up; gate]."""
     half, odd = divmod(len(rows), 2)
     if odd:
         raise AdapterInvalidError(f"{path}: the fused gate and up must have an even number of rows")
@@ -400,7 +403,7 @@ def _swap_halves(path: str, rows: np.ndarray) -> np.ndarray:
 
 
 def _ungroup(path: str, rows: np.ndarray, module: LoraModule | None) -> np.ndarray:
-    """The base keeps these rows as [q; k; v] once for each group of heads, the tensor format once."""
+    """The base stores these rows as [q; k; v] for each group of heads; the tensor format stores them once."""
     if module is None:
         raise AdapterInvalidError(
             f"{path}: the order of its rows depends on the base model, which is not known here: name its "

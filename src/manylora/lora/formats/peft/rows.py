@@ -1,7 +1,8 @@
-"""RowPlan: which tensors of a PEFT directory become rows, checked by their headers; and how rows are read.
+"""RowPlan: which tensors of a PEFT directory become rows. They are checked by their headers before values are
+read.
 
-A row is one linear layer that the adapter changes. Rows that are in the file as they are served have a
-`FileLayout`, and compiled code reads, scales, checks and digests them. Others are read with NumPy.
+A row belongs to one linear layer. If rows are stored in the file as they are served, they have a
+`FileLayout`, and compiled code reads, scales, checks and digests them. Other rows are read with NumPy.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ Vectors = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 @dataclass
 class RowPlan:
-    """The tensors of each row, in order; all of them have been checked by their headers.
+    """The tensors of each row, checked by their headers and sorted by layer and module.
 
-    encoded_type: an 8-bit type that all tensors have and that the rows keep; None: rows are in float32, or in
-                  bfloat16 where the options say so and the adapter is large.
-    vectors:      as of `LoraForm`.
-    layout, file: where the rows are in the adapter's file, if they are there as they are served.
+    encoded_type: the 8-bit type of all tensors, which the rows keep; None: rows are float32, or bfloat16 if
+    the options ask for it and the adapter is large.
+    vectors: as in `LoraForm`.
+    layout, file: where the rows are in the adapter's file, if they are stored there as they are served.
     """
 
     config: PeftConfig
@@ -79,7 +80,7 @@ class RowPlan:
         vectors: Vectors | None = None,
         partial: list[str] | None = None,
     ) -> RowPlan:
-        """tensors: without extras. partial: as of `tensors_by_module`. Raises AdapterInvalidError."""
+        """tensors: without extras. partial: as in `tensors_by_module`. Raises AdapterInvalidError."""
         experts = {key: tensor for key, tensor in tensors.items() if EXPERT_KEY.fullmatch(key)}
         others = {key: tensor for key, tensor in tensors.items() if key not in experts}
         found = tensors_by_module(others, partial, options.modules)
@@ -91,8 +92,8 @@ class RowPlan:
         return plan
 
     def read(self, base: BaseReader | None) -> list[AdapterRow]:
-        """Ascending by layer and module, with digests where the options ask for them. base: open; None: the
-        adapter is read without it, which DoRA cannot be. Raises AdapterInvalidError."""
+        """Rows sorted by layer and module, with digests if the options ask for them. base: an open base
+        model; None: not known, so DoRA is refused. Raises AdapterInvalidError."""
         if self.layout is not None and self.file is not None and self.options.digest:
             taken = read_layout(self.layout, self.file, self.options.bfloat16)
             if taken is not None:  # else one of its numbers is wrong: reading them singly tells which
@@ -124,7 +125,7 @@ class RowPlan:
         bounds.check_elements(elements, float8=self.encoded_type is not None)
 
     def _check_module(self, layer: int, module_id: int, parts: ModuleTensors) -> int:
-        """The numbers of a row. Raises AdapterInvalidError for one that is not to be read."""
+        """The number of elements of a row. Raises AdapterInvalidError if the row must not be read."""
         path, options = parts.path, self.options
         for side in "AB":
             if side not in parts.tensors:
@@ -149,26 +150,26 @@ class RowPlan:
         return elements
 
     def _setting_name(self, path: str, module_id: int) -> str:
-        """What settings call the module at `path`: a router is a parameter to newer PEFT."""
+        """The name of the module at `path` in settings: newer PEFT treats a router as a parameter."""
         is_parameter = module_id == LoraModuleId.MOE_ROUTER and self.config.target_parameters
         return f"{path}.weight" if is_parameter else path
 
     def _scale(self, path: str, module_id: int, rank: int) -> float:
-        """What B of the layer at `path` is multiplied with."""
+        """The factor of B for the layer at `path`."""
         return self.config.scale(self._setting_name(path, module_id), rank)
 
     def _vectors_of(self, parts: ModuleTensors) -> tuple[np.ndarray, np.ndarray] | None:
         return self.vectors.get(parts.keys["A"])
 
     def _size(self, parts: ModuleTensors) -> int:
-        """The numbers of a row's own."""
+        """The number of elements of a row, without shared matrices."""
         if (vectors := self._vectors_of(parts)) is not None:
             return sum(one.size for one in vectors)
         return sum(math.prod(tensor.shape) for tensor in parts.tensors.values())
 
     def _find_layout(self) -> None:
-        """Set `layout` if each row is one pair of matrices of one file, in the order that the cache has, and
-        all are of one type."""
+        """Set `layout` if each row is one pair of matrices in the same file, in the cache's row order, and
+        all have the same type."""
         kinds = {tensor.dtype for parts in self.modules.values() for tensor in parts.tensors.values()}
         if len(kinds) != 1 or not kinds <= LAYOUT_TYPES.keys():
             return
@@ -199,7 +200,7 @@ class RowPlan:
         return ours is order or not (np.diff(ours) != 1).any()
 
     def _read_modules(self, base: BaseReader | None) -> list[AdapterRow]:
-        """All payloads in one piece of memory; a large adapter's are read by several threads."""
+        """All payloads are in one piece of memory. Several threads read a large adapter."""
         sizes = [self._size(parts) for parts in self.modules.values()]
         total, order = sum(sizes), list(self.modules)
         bfloat16 = self.options.bfloat16 and self.encoded_type is None and total >= NARROWED
@@ -233,7 +234,7 @@ class RowPlan:
     def _read_row(
         self, layer: int, module_id: int, payload: np.ndarray, base: BaseReader | None
     ) -> AdapterRow:
-        """payload: to be filled; float32, or bytes of `encoded_type`."""
+        """payload: receives the values; float32, or bytes of `encoded_type`."""
         parts, module = self.modules[layer, module_id], self.options.module(module_id, layer)
         path, encoded, shared = parts.path, self.encoded_type, None
         row = RowFormat(parts.tensors["A"].shape[0], "magnitude" in parts.tensors)
@@ -267,7 +268,7 @@ class RowPlan:
         return AdapterRow(module_id, layer, row, payload, content, shared)
 
     def _share(self, parts: ModuleTensors, order: np.ndarray) -> SharedMatrices:
-        """A, and B with its rows in this order: once for all rows that have the same."""
+        """A, and B with its rows in this order: in memory once for all rows that have the same matrices."""
         a, b = parts.tensors["A"], parts.tensors["B"]
         known = a.shape, b.shape, order.tobytes()
         if known not in self._shared:
@@ -278,7 +279,7 @@ class RowPlan:
 def _read_pair(
     parts: ModuleTensors, payload: np.ndarray, scale: float, encoded: NumberType | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A and B, which are parts of payload; B times scale, or without it in an encoding."""
+    """Read A and B into the payload. B is multiplied by scale, except in an encoded type."""
     stored_a, stored_b = parts.tensors["A"], parts.tensors["B"]
     end = math.prod(stored_a.shape)
     a = payload[:end].reshape(stored_a.shape)
@@ -293,8 +294,8 @@ def _read_pair(
 
 
 def _check_pairs(tensors: Mapping[str, RawTensor]) -> None:
-    """Raises AdapterInvalidError for modules without A or B. It names two of them: where a tensor has a wrong
-    name, one is the module that lacks it, the other the one that is not there."""
+    """Raises AdapterInvalidError for modules without A or without B. The error names two of them: if a tensor
+    has a wrong name, these are the module that lacks it and the one that it names."""
     sides: dict[str, str] = {}
     for match in filter(None, map(SIDE.fullmatch, sorted(tensors))):
         sides[match["path"]] = sides.get(match["path"], "") + match["side"]
@@ -308,8 +309,8 @@ def _check_pairs(tensors: Mapping[str, RawTensor]) -> None:
 
 
 def read_layout(layout: FileLayout, file: OpenFile, bfloat16: bool) -> list[AdapterRow] | None:
-    """Rows of a file with this layout by compiled code, with their digests, in float32 or, with `bfloat16`,
-    narrowed. None: a number is not finite, the file was cut short, or there is no such code."""
+    """Read rows with this layout by compiled code, with digests, in float32 or bfloat16. None: a value is not
+    finite, the file is too short, or there is no compiled code."""
     if not can_take(layout.rows.dtype):
         return None
     stored = layout.rows.table

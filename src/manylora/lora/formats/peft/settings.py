@@ -1,7 +1,7 @@
-"""adapter_config.json of a PEFT directory: what it says, what it may not say, and what PEFT would ignore.
+"""adapter_config.json of a PEFT directory, and which of its settings are refused.
 
-PEFT accepts unknown keys and missing modules with a warning, so such adapters are served with a note. A key
-that looks like another type of adapter is refused.
+PEFT accepts unknown keys with a warning, so such adapters are served with a note. A key that looks like
+another type of adapter is refused.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _config_text(path: Path, bounds: Bounds) -> str:
 
 
 def is_one_file(path: Path, bounds: Bounds = ANY_MODEL) -> bool:
-    """Whether a file has a PEFT adapter with its configuration."""
+    """Whether a file is a PEFT adapter that contains its configuration."""
     try:
         file = OpenFile(path, bounds)
         size = min(int.from_bytes(file.read(0, 8), "little"), LOOKED_AT, file.size - 8)
@@ -79,23 +79,23 @@ def is_one_file(path: Path, bounds: Bounds = ANY_MODEL) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value for an error, in a few characters; a list may be nested too deeply to be written."""
+    """A value as errors show it: short, and without the content of lists, which may be nested deeply."""
     return type(value).__name__ if isinstance(value, list | dict) else str(value)[:40]
 
 
 def peft_type(settings: Mapping[str, Any]) -> str:
-    """The adapter's PEFT type, in capitals; LORA where nothing is said."""
+    """The adapter's PEFT type in capitals; LORA by default."""
     return shown(settings.get("peft_type", "LORA")).upper()
 
 
 def initial_kind(settings: Mapping[str, Any]) -> str:
-    """How an adapter's matrices were initialised, in small letters: pissa, olora, kasa and the like change
-    the base's weights."""
+    """The initialisation of an adapter's matrices, in lower case. pissa, olora, kasa and others change the
+    base's weights."""
     return "kasa" if settings.get("kasa_config") else shown(settings.get("init_lora_weights")).lower()
 
 
 def form_of(settings: Mapping[str, Any]) -> str:
-    """The PEFT type with its variants, as inspect and the log say it."""
+    """The PEFT type with its variants, for inspect and the log."""
     found = [name for name in (*WRITTEN_OUT, "use_dora") if settings.get(name)]
     variants = [name.removeprefix("use_").removesuffix("_config") for name in found]
     start = initial_kind(settings)
@@ -104,7 +104,7 @@ def form_of(settings: Mapping[str, Any]) -> str:
 
 
 def is_plain_lora(settings: Mapping[str, Any]) -> bool:
-    """Whether the file's matrices are A and B of a LoRA as they are."""
+    """Whether A and B of a LoRA are stored as they are used."""
     written_out = any(settings.get(name) for name in WRITTEN_OUT)
     changed = initial_kind(settings).startswith(("pissa", "olora"))
     return peft_type(settings) == "LORA" and not written_out and not changed
@@ -123,9 +123,11 @@ SECONDS = 1.0  # for all comparisons of one adapter
 
 
 class Patterns:
-    """setting: that they are given in, for errors. patterns: of which the first that matches counts.
+    """Patterns for names of modules, as PEFT's alpha_pattern and rank_pattern have them; the first that
+    matches is used.
 
-    Names of modules are looked up, however many there are; other patterns are few and simple, or refused.
+    setting: its name, for errors. Plain names are looked up, however many there are. Regular expressions must
+    be few and simple, or they are refused.
     """
 
     def __init__(self, setting: str, patterns: Iterable[str]) -> None:
@@ -148,7 +150,7 @@ class Patterns:
             )
 
     def first(self, path: str) -> str | None:
-        """The first pattern that means the module or parameter at `path`. Raises AdapterInvalidError."""
+        """The first pattern that matches the module or parameter at `path`. Raises AdapterInvalidError."""
         if not self._all:
             return None
         name = path.removeprefix("base_model.model.")
@@ -189,11 +191,11 @@ class Patterns:
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """What of a PEFT adapter's configuration its tensors do not say themselves.
+    """The settings of a LoRA that its tensors do not show.
 
-    token_indices: trainable_token_indices by module; of a plain list, by the empty name: the input embedding.
-    base: as the trainer called the base model. folded: the scaling is in B already. invocation: the adapter
-    acts from the last of these token ids in the prompt on; empty: on every token.
+    token_indices: trainable_token_indices by module; those of a plain list have an empty name and mean the
+    input embedding. base: the trainer's name of the base model. folded: B already contains the scaling.
+    invocation: the adapter acts from the last of these token ids in the prompt on; empty: on every token.
     """
 
     alpha: float
@@ -221,11 +223,12 @@ class PeftConfig:
         return Patterns("rank_pattern", self.rank_pattern)
 
     def saves(self, path: str) -> bool:
-        """Whether the adapter brings the module at `path` in full."""
+        """Whether the adapter contains the whole module at `path`."""
         return self.ensure_weight_tying or any(path.endswith(name) for name in self.modules_to_save)
 
     def token_ids(self, path: str, is_embedding: bool) -> tuple[int, ...]:
-        """The tokens whose rows of the module at `path` were trained, in the order of the tensor's rows."""
+        """The tokens whose rows of the module at `path` were trained, in the order of the tensor's rows.
+        Raises AdapterInvalidError."""
         named = [ids for name, ids in self.token_indices.items() if name and path.endswith(name)]
         if not named and is_embedding:
             named = [ids for name, ids in self.token_indices.items() if not name]
@@ -236,8 +239,8 @@ class PeftConfig:
         return named[0]
 
     def scale(self, path: str, rank: int) -> float:
-        """Of B A for the module at `path`: alpha / r, or alpha / sqrt(r) with use_rslora; alpha is
-        alpha_pattern's where it matches. 1 where it is folded into B."""
+        """The factor of B A for the module at `path`: alpha / r, or alpha / sqrt(r) with use_rslora, where
+        alpha_pattern may replace alpha; 1 if B already contains it. Raises AdapterInvalidError."""
         if self.folded:
             return 1.0
         pattern = self._alphas.first(path)
@@ -247,12 +250,12 @@ class PeftConfig:
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def check_rank(self, path: str, found: int) -> None:
-        """found: of its matrices. Raises AdapterInvalidError where the settings say another one."""
+        """found: the rank of the matrices. Raises AdapterInvalidError if the settings give another one."""
         if self.default_rank is not None and found != (told := self.rank(path)):
             raise AdapterInvalidError(f"{path} has rank {found}, and {CONFIG} says {told}")
 
     def rank(self, path: str) -> int:
-        """Of the module or parameter at `path`, where its matrices alone do not say it."""
+        """The rank in the settings of the module or parameter at `path`. Raises AdapterInvalidError."""
         pattern = self._ranks.first(path)
         rank = self.default_rank if pattern is None else self.rank_pattern[pattern]
         if type(rank) is not int or not 0 < rank < 2**31:
@@ -261,7 +264,7 @@ class PeftConfig:
 
 
 def config_of(settings: Mapping[str, Any]) -> PeftConfig:
-    """Settings of a LoRA. Raises AdapterInvalidError naming the one that cannot be served."""
+    """Reads the settings of a LoRA. Raises AdapterInvalidError naming the setting that cannot be served."""
     for name in UNSUPPORTED:
         if settings.get(name):
             raise AdapterInvalidError(f"{CONFIG} sets {name}: this kind of LoRA is not supported")
@@ -304,7 +307,8 @@ def saved_modules(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def invocation_of(settings: Mapping[str, Any]) -> tuple[int, ...]:
-    """As `PeftConfig.invocation`. Raises AdapterInvalidError, also for what PEFT does not have with it."""
+    """`PeftConfig.invocation` of an adapter of any type. Raises AdapterInvalidError, also for settings that
+    PEFT does not combine with it."""
     if settings.get("invocation_string") and not settings.get(ALORA):
         raise AdapterInvalidError(
             f"{CONFIG} sets invocation_string, of the first activated LoRAs: set {ALORA} to its token ids"
@@ -445,7 +449,7 @@ KNOWN_SETTINGS = frozenset(OTHER_SETTINGS.split()).union(*(names.split() for *_,
 
 
 def check_types(settings: Mapping[str, Any]) -> None:
-    """Null is as if the key were not there. Raises AdapterInvalidError naming the first key whose value is of
+    """A value of null counts as absent. Raises AdapterInvalidError naming the first key whose value has
     another type."""
     for what, fits, names in SETTING_TYPES:
         for name in names.split():
@@ -460,8 +464,8 @@ def check_types(settings: Mapping[str, Any]) -> None:
 
 
 def check_keys(settings: Mapping[str, Any], tell: Callable[[str], None]) -> None:
-    """Raises AdapterInvalidError for a value of another type, and for a key of another kind of adapter. tell:
-    as of `ReadOptions`."""
+    """Raises AdapterInvalidError for a value of the wrong type, and for a key of another kind of adapter.
+    tell: as in `ReadOptions`."""
     check_types(settings)
     if initial_kind(settings).startswith("lora_ga"):
         tell(
@@ -479,7 +483,7 @@ def check_keys(settings: Mapping[str, Any], tell: Callable[[str], None]) -> None
 
 
 def some(names: Iterable[object]) -> str:
-    """The first few of these names, for one line."""
+    """The first few of these names, in one line."""
     texts = [str(name) for name in names]
     more = f" and {len(texts) - MAX_SHOWN} more" if len(texts) > MAX_SHOWN else ""
     return ", ".join(texts[:MAX_SHOWN]) + more

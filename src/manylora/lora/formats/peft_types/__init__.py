@@ -82,7 +82,7 @@ REASONS: dict[str, str] = {
 
 
 def check_peft_type(settings: Mapping[str, Any]) -> str:
-    """The adapter's peft_type, of READERS. Raises AdapterInvalidError for another one, naming it."""
+    """The adapter's peft_type if it is supported. Raises AdapterInvalidError with the reason otherwise."""
     kind = peft_type(settings)
     if kind in READERS:
         return kind
@@ -92,5 +92,5 @@ def check_peft_type(settings: Mapping[str, Any]) -> str:
 
 
 def convert(files: PeftFiles) -> LoraForm:
-    """Raises AdapterInvalidError."""
+    """Convert an adapter of any supported type. Raises AdapterInvalidError."""
     return READERS[check_peft_type(files.settings)](files)

@@ -1,4 +1,4 @@
-"""What the reader of a PEFT type takes and gives: an adapter as PEFT saved it, and the same as a LoRA."""
+"""The input and output of converters: an adapter as PEFT saved it, and the same adapter as a LoRA."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from manylora.request import LoraExtra
 
 @dataclass(frozen=True)
 class PeftFiles:
-    """An adapter as PEFT saved it. settings: of its adapter_config.json. tensors: by PEFT's names. base:
-    open; None: not known."""
+    """An adapter as PEFT saved it. settings: adapter_config.json. tensors: by PEFT's names. base: an open
+    base model; None: not known."""
 
     settings: Mapping[str, Any]
     tensors: Mapping[str, RawTensor]
@@ -33,9 +33,12 @@ class PeftFiles:
 
 @dataclass(frozen=True)
 class LoraForm:
-    """The same adapter as a LoRA: tensors by the names that PEFT gives those of a LoRA, biases, norms and
-    tables among them. extras: what has no such name. vectors: by the name of lora_A, of modules that share A
-    and B: b [out] and d [rank], which make diag(b) B diag(d) A of them."""
+    """The same adapter as a LoRA.
+
+    tensors: by PEFT's names for a LoRA, with biases, norms and tables. extras: parts that have no such name.
+    vectors: by the name of lora_A, for modules that share A and B: b [out] and d [rank]. The module's change
+    is then diag(b) B diag(d) A.
+    """
 
     config: PeftConfig
     tensors: Mapping[str, RawTensor]
@@ -51,10 +54,10 @@ Matrices = tuple[np.ndarray, np.ndarray]
 
 
 class Pairs:
-    """Reads an adapter's tensors and collects A and B of each module, the scaling in B.
+    """Reads an adapter's tensors and collects A and B of each module, with the scaling in B.
 
-    parts: the last parts of the names of this kind's tensors; what is called otherwise, such as a bias, stays
-    as it is. Raises AdapterInvalidError, here and in every method.
+    parts: last parts of the names of this type's tensors. Other tensors, such as biases, are kept unchanged.
+    All methods and the constructor raise AdapterInvalidError.
     """
 
     def __init__(self, files: PeftFiles, parts: Collection[str]) -> None:
@@ -75,25 +78,25 @@ class Pairs:
                 self._rest[key] = tensor
 
     def paths(self, *parts: str) -> Iterator[str]:
-        """Those of modules that have any of these parts."""
+        """The paths of modules that have any of these parts, sorted."""
         return (path for path in sorted(self._found) if not self._found[path].keys().isdisjoint(parts))
 
     def has(self, path: str, part: str) -> bool:
         return part in self._found.get(path, {})
 
     def shape(self, path: str, part: str, dims: int = 2) -> tuple[int, ...]:
-        """Of so many dimensions, none of them 0."""
+        """The shape of a tensor, which must have `dims` dimensions, none of them 0."""
         shape = self._tensor(path, part).shape
         if len(shape) != dims or 0 in shape:
             raise AdapterInvalidError(f"{path}.{part} has shape {shape}, {dims} dimensions are expected")
         return shape
 
     def read(self, path: str, part: str) -> np.ndarray:
-        """In float32."""
+        """The values in float32."""
         return decode(f"{path}.{part}", self._tensor(path, part))
 
     def integers(self, path: str, part: str, below: int) -> np.ndarray:
-        """In int64, each from 0 to below."""
+        """The values in int64, which must be from 0 to below - 1."""
         tensor = self._tensor(path, part)
         if tensor.dtype not in INTEGERS:
             raise AdapterInvalidError(f"{path}.{part} must hold integers, got {tensor.dtype}")
@@ -108,12 +111,12 @@ class Pairs:
         return self._found[path][part]
 
     def module(self, path: str) -> LoraModule | None:
-        """The model's that the path means; None: not known."""
+        """The model's module at this path; None: not known."""
         name = LORA_NAMES.find(f"{path}.lora_A.weight", self.files.options.modules)
         return None if name is None else name.module(self.files.options.modules)
 
     def in_dim(self, path: str) -> int:
-        """Inputs of a module whose tensors do not say them."""
+        """The number of inputs of a module whose tensors do not show it."""
         module = self.module(path)
         if module is None:
             raise AdapterInvalidError(
@@ -123,7 +126,8 @@ class Pairs:
         return module.in_dim
 
     def add(self, path: str, rank: int, in_dim: int, out_dim: int, make: Callable[[], Matrices]) -> None:
-        """make: A [rank, in] and B [out, rank], called if they are not too large. Of rank 0 there is none."""
+        """Add a module. make: returns A [rank, in] and B [out, rank]; called only if they are not too large.
+        A module of rank 0 is left out."""
         if rank == 0:
             return
         self._check(path, rank, rank * (in_dim + out_dim))
@@ -136,8 +140,8 @@ class Pairs:
         self._put(path, raw(a), raw(b))
 
     def add_shared(self, path: str, a: np.ndarray, b: np.ndarray, of_b: np.ndarray, of_d: np.ndarray) -> None:
-        """diag(of_b) b diag(of_d) a; a [rank, in] and b [out, rank] are parts of matrices that all modules
-        have parts of: those of one size are the same."""
+        """Add a module with the change diag(of_b) b diag(of_d) a. a [rank, in] and b [out, rank] are slices
+        of matrices that all modules share, so those of equal size are equal."""
         (rank, in_dim), out_dim = a.shape, len(b)
         key = f"{path}.lora_A.weight"
         name = LORA_NAMES.find(key)
@@ -153,7 +157,7 @@ class Pairs:
         self._vectors[key] = of_b, of_d
 
     def _check(self, path: str, rank: int, numbers: int) -> None:
-        """numbers: that the module adds to all others'."""
+        """numbers: elements that the module adds."""
         bounds = self.files.options.bounds
         if rank > bounds.rank:
             raise AdapterInvalidError(
@@ -168,18 +172,18 @@ class Pairs:
         self._made[f"{path}.lora_A.weight"], self._made[f"{path}.lora_B.weight"] = a, b
 
     def check_rank(self, path: str, found: int) -> None:
-        """found: r of a module, as its tensors have it. Raises where the settings say another one."""
+        """found: the module's rank by its tensors. Raises if the settings give another one."""
         self._told_ranks.check_rank(path, found)
 
     def check_count(self, path: str, name: str, found: int) -> None:
-        """Raises where a setting says another number than the tensors have."""
+        """found: a size by the tensors. Raises if the setting `name` gives another one."""
         told = self.files.settings.get(name)
         if told is not None and told != found:
             raise AdapterInvalidError(f"{path} has {found} for {name}, and {CONFIG} says {str(told)[:40]}")
 
     @cached_property
     def kept_ranks(self) -> dict[str, int]:
-        """Of AdaLoRA: ranks by the path of the module, of those that were pruned."""
+        """For AdaLoRA: the ranks of pruned modules, by path."""
         found = self.files.settings.get("rank_pattern") or {}
         if not isinstance(found, dict):
             raise AdapterInvalidError(f"{CONFIG}: rank_pattern must map names to lists of true and false")
@@ -193,7 +197,7 @@ class Pairs:
         return ranks
 
     def alpha_over_rank(self, path: str, rank: int | None) -> np.float32:
-        """alpha / r by the patterns of the settings. rank: of the module's matrices; None: they do not say
+        """alpha / r by the patterns of the settings. rank: of the module's matrices; None: they do not show
         it."""
         if rank is not None:
             self._alphas.check_rank(path, rank)
@@ -212,7 +216,7 @@ class Pairs:
         return config_of({"lora_alpha": 1, "r": settings.get("r"), **patterns})
 
     def form(self) -> LoraForm:
-        """With the tensors that are not of this kind as they are."""
+        """The adapter as a LoRA."""
         settings = {name: self.files.settings[name] for name in COMMON if name in self.files.settings}
         config = replace(config_of({"lora_alpha": 1, **settings}), folded=True)
         return LoraForm(config, {**self._made, **self._rest}, vectors=self._vectors)
@@ -233,7 +237,7 @@ class Pairs:
 
 
 def raw(values: np.ndarray) -> RawTensor:
-    """In float32."""
+    """A tensor in float32."""
     values = np.ascontiguousarray(values, np.float32)
     return RawTensor("F32", values.shape, values)
 
@@ -241,8 +245,11 @@ def raw(values: np.ndarray) -> RawTensor:
 def by_module(
     convert: Callable[[Pairs, str], None], *parts: str, beside: Collection[str] = ()
 ) -> Callable[[PeftFiles], LoraForm]:
-    """The reader of a type whose modules are converted one by one. convert: adds A and B of the module at a
-    path. parts: the tensors that such a module has; beside: those that may come with them."""
+    """Makes the reader of a type whose modules are converted one by one.
+
+    convert: adds A and B of the module at a path. parts: tensors that identify such a module. beside: further
+    tensors that it may have.
+    """
 
     def read(files: PeftFiles) -> LoraForm:
         pairs = Pairs(files, (*parts, *beside))

@@ -41,7 +41,7 @@ PROMPT = "prompt_embeddings"
 
 
 def read_norms(files: PeftFiles) -> LoraForm:
-    """LN tuning: norms as if they had been saved whole. Raises AdapterInvalidError."""
+    """LN tuning: norms, as if they had been saved as whole modules. Raises AdapterInvalidError."""
     tensors = {key.replace("ln_tuning_layers.", ""): tensor for key, tensor in files.tensors.items()}
     return LoraForm(_config(files), tensors)
 
@@ -78,7 +78,7 @@ def _config(files: PeftFiles) -> PeftConfig:
 
 
 def _place(kind: str, key: str, options: ReadOptions) -> tuple[ModuleName, Id, int]:
-    """What a key says, its module and its layer."""
+    """The parsed name, the module and the layer of a key."""
     modules = options.modules
     name = NAMES.find(key, modules)
     if name is None or name.module_id is None or name.module_id in NOT_LINEAR:
@@ -93,7 +93,7 @@ def _place(kind: str, key: str, options: ReadOptions) -> tuple[ModuleName, Id, i
 
 @dataclass(frozen=True)
 class _Module:
-    """One linear layer. where: its name in extras. values: by tensor, float32."""
+    """One linear layer. where: its name in extras. values: by tensor, in float32."""
 
     path: str
     where: str
@@ -104,7 +104,7 @@ class _Module:
     options: ReadOptions
 
     def ia3(self) -> list[LoraExtra]:
-        """[out, 1] scales what the layer gives, [1, in] what it takes."""
+        """A tensor [out, 1] scales the outputs, [1, in] the inputs."""
         values = self.values["ia3_l"]
         if values.ndim != 2 or 1 not in values.shape:
             raise AdapterInvalidError(f"{self.path}: ia3_l must be [out, 1] or [1, in], got {values.shape}")
@@ -147,7 +147,8 @@ class _Module:
         return [LoraExtra(f"{self.where}.scale", scale.reshape(-1)), LoraExtra(f"{self.where}.turn", turn)]
 
     def oft(self) -> list[LoraExtra]:
-        """x -> x R, R of blocks on the diagonal, the Cayley transforms of what the file has above theirs."""
+        """x -> x R. R has blocks on its diagonal: the Cayley transforms of skew-symmetric matrices, of which
+        the file has the upper triangles."""
         values = self.values["oft_R.weight"]
         size = (1 + math.isqrt(1 + 8 * values.shape[-1])) // 2
         if values.ndim != 2 or not len(values) or size < 2 or 2 * values.shape[1] != size * (size - 1):
@@ -177,7 +178,7 @@ class _Module:
         return [LoraExtra(f"{self.where}.input_turn", turned.reshape(-1, size).astype(np.float32))]
 
     def _outputs(self, values: np.ndarray, part: str) -> np.ndarray:
-        """[out], in our order."""
+        """values [out] in our order."""
         if self.module is not None and len(values) != self.module.out_dim:
             raise self._mismatch(part, len(values), f"gives {self.module.out_dim}")
         return in_our_order(self.path, self.module_id, values, self.module)
@@ -191,7 +192,8 @@ class _Module:
 
 
 def _cayley(skew: np.ndarray, terms: int | None) -> np.ndarray:
-    """(I - Q)(I + Q)^-1 of each [n, n], as PEFT has it: with terms, the beginning of a series for it."""
+    """(I - Q)(I + Q)^-1 of each [n, n], as PEFT computes it. terms: of a series that approximates it; None:
+    exact."""
     eye = np.broadcast_to(np.eye(skew.shape[-1]), skew.shape)
     if terms is None:
         return np.linalg.solve((eye + skew).swapaxes(1, 2), (eye - skew).swapaxes(1, 2)).swapaxes(1, 2)
@@ -217,7 +219,7 @@ CONVERTERS: dict[str, Callable[[_Module], list[LoraExtra]]] = {
 
 
 def read_prompt(files: PeftFiles) -> LoraForm:
-    """Embeddings [tokens, hidden]. Raises AdapterInvalidError."""
+    """Prompt tuning and P-tuning: embeddings [tokens, hidden]. Raises AdapterInvalidError."""
     values = _values(files)
     modules = files.options.modules or {}
     own = files.base.settings if files.base is not None else {}
@@ -243,8 +245,8 @@ def read_prompt(files: PeftFiles) -> LoraForm:
 
 
 def read_prefix(files: PeftFiles) -> LoraForm:
-    """Keys and values [tokens, layers * 2 * kv_size], rotated where the model rotates. Raises
-    AdapterInvalidError."""
+    """Prefix tuning and Cartridge: keys and values [tokens, layers * 2 * kv_size], with rotary positions
+    applied if the model has them. Raises AdapterInvalidError."""
     values, modules, kind = _values(files), files.options.modules or {}, peft_type(files.settings)
     layers = files.settings.get("num_layers")
     if type(layers) is not int or layers < 1 or values.shape[1] % (2 * layers):
@@ -274,7 +276,7 @@ def read_prefix(files: PeftFiles) -> LoraForm:
 
 
 def _values(files: PeftFiles) -> np.ndarray:
-    """[tokens, n] float32, nothing else being there."""
+    """The only tensor of the adapter: [tokens, n] in float32."""
     kind = peft_type(files.settings)
     if encoder_layers(files.options.modules):
         raise AdapterInvalidError(f"{kind} is not supported on encoder-decoder models")

@@ -51,7 +51,7 @@ def read_tokens(files: PeftFiles) -> LoraForm:
 
 
 def read_lora(files: PeftFiles) -> LoraForm:
-    """Raises AdapterInvalidError."""
+    """A LoRA with any of its variants. Raises AdapterInvalidError."""
     settings, tensors = files.settings, files.tensors
     for name, pattern in OF_TRAINING.items():
         if settings.get(name):
@@ -70,8 +70,8 @@ def read_lora(files: PeftFiles) -> LoraForm:
 
 
 def _check_together(settings: Mapping[str, Any], count: int) -> None:
-    """count: of variants whose matrices are written out. Raises AdapterInvalidError for variants that are not
-    served together."""
+    """count: variants whose matrices are written out. Raises AdapterInvalidError for combinations that are
+    not served."""
     start, dora = initial_kind(settings), bool(settings.get("use_dora"))
     own = initial_kind({**settings, "kasa_config": None})
     twice = start == "kasa" and (dora or own.startswith(OTHER_BASES))
@@ -131,7 +131,7 @@ def _bdlora(files: PeftFiles) -> Tensors:
 
 
 def _blocks(settings: Mapping[str, Any]) -> tuple[int, dict[str, list[str]]]:
-    """Their number, and the parts of names of modules that have them in A and in B."""
+    """The number of blocks, and parts of the names of modules that have them in A and in B."""
     found = settings["use_bdlora"]
     blocks = found.get("nblocks", 1) if isinstance(found, dict) else None
     patterns = {side: found.get(f"target_modules_bd_{side.lower()}") or [] for side in "AB"} if blocks else {}
@@ -146,8 +146,8 @@ def _rewritten(
     change: Callable[[str, str, np.ndarray], np.ndarray],
     growth: Callable[[str, str], int],
 ) -> Tensors:
-    """With all A and B changed. change, growth: by a module's path and the side; growth: how many times as
-    large it becomes, which is judged first."""
+    """The tensors with A and B of each module changed. change, growth: by a module's path and the side.
+    growth: by how much the size of the matrix is multiplied, which is checked first."""
     made, elements = {}, 0
     for key, tensor in files.tensors.items():
         match = SIDE.fullmatch(key)
@@ -164,10 +164,9 @@ def _rewritten(
 
 
 def _without_start(files: PeftFiles) -> LoraForm:
-    """A LoRA whose start was taken out of the base's weights. Training began with W - C in place of W, so
-    the adapter is B A - C, of which C, of the same rank, is computed from W again. The product is the same
-    however a library signs its factors. Raises AdapterInvalidError.
-    """
+    """A LoRA that was initialised from the base's weights. Training started from W - C instead of W, so the
+    adapter is B A - C. C has the same rank and is computed from W again. The signs that a library gives its
+    factors do not matter. Raises AdapterInvalidError."""
     kind = initial_kind(files.settings)
     pairs = Pairs(files, ("lora_A", "lora_B", "lora_diag"))
     config = config_of(files.settings)
@@ -197,7 +196,7 @@ def _without_start(files: PeftFiles) -> LoraForm:
 
 
 def _difference(pairs: Pairs, path: str, config: PeftConfig, kind: str, scale: np.float32) -> Matrices:
-    """A and B of what was trained less what was taken out."""
+    """A and B of the trained product minus the initial one."""
     a, b, base = pairs.read(path, "lora_A"), pairs.read(path, "lora_B"), pairs.files.base
     if kind == "kasa":
         a = a * pairs.read(path, "lora_diag").reshape(-1, 1)
@@ -212,7 +211,7 @@ def _difference(pairs: Pairs, path: str, config: PeftConfig, kind: str, scale: n
 
 
 def _largest(weight: Tensor, rank: int) -> Matrices:
-    """Of PiSSA: the parts of the largest singular values."""
+    """PiSSA: the parts with the largest singular values."""
     import torch
 
     u, s, v = torch.linalg.svd(weight, full_matrices=False)
@@ -220,7 +219,7 @@ def _largest(weight: Tensor, rank: int) -> Matrices:
 
 
 def _smallest(weight: Tensor, rank: int) -> Matrices:
-    """Of KaSA: the parts of the smallest."""
+    """KaSA: the parts with the smallest singular values."""
     import torch
 
     u, s, v = torch.linalg.svd(weight, full_matrices=False)
@@ -228,7 +227,7 @@ def _smallest(weight: Tensor, rank: int) -> Matrices:
 
 
 def _first(weight: Tensor, rank: int) -> Matrices:
-    """Of OLoRA: the first columns of Q and rows of R."""
+    """OLoRA: the first columns of Q and rows of R."""
     import torch
 
     q, r = torch.linalg.qr(weight)

@@ -20,15 +20,13 @@ ROOT = "base_model"  # where PEFT keeps what modules share
 
 
 def read_vera(files: PeftFiles) -> LoraForm:
-    """diag(b) B diag(d) A; A and B are random, and all modules have parts of the same two. PVeRA has twice
-    the rows of A and d, of which the second half is the spread that training samples with. Raises
-    AdapterInvalidError.
-    """
+    """diag(b) B diag(d) A, where A and B are random and shared by all modules. Raises AdapterInvalidError."""
     return _read(files, "vera", 1)
 
 
 def read_pvera(files: PeftFiles) -> LoraForm:
-    """Raises AdapterInvalidError."""
+    """Like VeRA, with twice as many rows of A and d; the second half is only for sampling in training. Raises
+    AdapterInvalidError."""
     if files.settings.get("sample_at_inference"):
         raise AdapterInvalidError(
             f"{CONFIG} sets sample_at_inference: such a PVERA adapter answers at random and is not served"
@@ -37,7 +35,7 @@ def read_pvera(files: PeftFiles) -> LoraForm:
 
 
 def _read(files: PeftFiles, kind: str, times: int) -> LoraForm:
-    """times: rows of A and of d for each rank."""
+    """times: rows of A and of d per rank."""
     pairs = Pairs(files, [f"{kind}_{part}" for part in ("lambda_b", "lambda_d", "A", "B")])
     paths = list(pairs.paths(f"{kind}_lambda_b", f"{kind}_lambda_d"))
     if not paths:
@@ -56,7 +54,7 @@ def _read(files: PeftFiles, kind: str, times: int) -> LoraForm:
 
 
 def _dims(pairs: Pairs, path: str, part: str) -> tuple[int, int]:
-    """Inputs and outputs of a module: before anything of these sizes is made."""
+    """Inputs and outputs of a module, checked before matrices of these sizes are made."""
     in_dim, (out_dim,), module = pairs.in_dim(path), pairs.shape(path, part, 1), pairs.module(path)
     if module is not None and module.experts == 1 and out_dim != module.out_dim:
         raise AdapterInvalidError(
@@ -69,7 +67,7 @@ def _dims(pairs: Pairs, path: str, part: str) -> tuple[int, int]:
 def _projections(
     pairs: Pairs, kind: str, of_a: tuple[int, int], of_b: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A and B of these shapes, or larger in inputs and outputs, from the file, or as PEFT draws them."""
+    """A and B from the file, or as PEFT draws them; they may have more inputs and outputs than these shapes."""
     if pairs.files.settings.get("save_projection", True):
         a, b = pairs.read(ROOT, f"{kind}_A"), pairs.read(ROOT, f"{kind}_B")
     else:
@@ -106,7 +104,8 @@ SIDES = ("vblora_logits_A", "vblora_logits_B")
 
 
 def read_vblora(files: PeftFiles) -> LoraForm:
-    """A and B are made of pieces, each a mix of a few vectors of a bank. Raises AdapterInvalidError."""
+    """A and B consist of pieces. Each is a weighted sum of a few vectors of a bank. Raises
+    AdapterInvalidError."""
     saved = [f"{side}_topk_{what}" for side in SIDES for what in ("indices", "weights")]
     pairs = Pairs(files, (*SIDES, *saved, BANK))
     bank = pairs.read(ROOT, BANK)
@@ -139,7 +138,7 @@ def _shape(pairs: Pairs, path: str, side: str) -> tuple[int, ...]:
 
 
 def _mix(pairs: Pairs, path: str, side: str, bank: np.ndarray, topk: int) -> np.ndarray:
-    """[.., .., length]; one piece of a vector's length for each set of logits."""
+    """[.., .., length]: one piece, of the length of a vector, for each set of logits."""
     if pairs.has(path, side):
         logits = pairs.read(path, side)
         if logits.shape[2] != len(bank):
@@ -172,9 +171,8 @@ PATH = re.compile(rf"(?!.*decoder).*?\b{LAYER}(?:(?P<mlp>mlp)|\w*attn|\w*attenti
 
 
 def in_model_order(paths: Iterable[str]) -> list[str]:
-    """Paths in the order in which PEFT comes upon a model's linear layers, which TinyLoRA and UniLoRA count
-    them in. Raises AdapterInvalidError for a module whose place is not known.
-    """
+    """Paths in the order in which PEFT visits a model's linear layers, which TinyLoRA and UniLoRA depend on.
+    Raises AdapterInvalidError for a module whose position is not known."""
     return sorted(paths, key=_place)
 
 
@@ -193,9 +191,8 @@ TINYLORA_KEY = re.compile(r"base_model\.tinylora_v\.(\d{1,6})")
 
 
 def read_tinylora(files: PeftFiles) -> LoraForm:
-    """B R A, with A and B of the base's weights and R a mix of random matrices by a few numbers, which
-    modules may share. Raises AdapterInvalidError.
-    """
+    """B R A: A and B come from the base's weights, R is a weighted sum of random matrices. Modules may share
+    the few weights. Raises AdapterInvalidError."""
     found = {int(m[1]): key for key in files.tensors if (m := TINYLORA_KEY.fullmatch(key))}
     rest = {key: tensor for key, tensor in files.tensors.items() if not TINYLORA_KEY.fullmatch(key)}
     pairs = Pairs(replace(files, tensors=rest), ("tinylora_A", "tinylora_B", "tinylora_P"))
@@ -221,7 +218,7 @@ def _tinylora_pair(pairs: Pairs, path: str, place: int, rank: int, numbers: np.n
 
 
 def _groups(pairs: Pairs, paths: list[str]) -> dict[str, int]:
-    """Which numbers each module takes, in the model's order."""
+    """Which group of weights each module uses, in the model's order."""
     tied, count = pairs.number("weight_tying", 0.0), len(paths)
     if not 0 <= tied <= 1:
         raise AdapterInvalidError(f"{CONFIG}: weight_tying must be from 0 to 1")
@@ -231,7 +228,7 @@ def _groups(pairs: Pairs, paths: list[str]) -> dict[str, int]:
 
 
 def _random(pairs: Pairs, path: str, place: int, numbers: int, rank: int) -> np.ndarray:
-    """[numbers, rank, rank], from the file, or as PEFT draws them."""
+    """Random matrices [numbers, rank, rank], from the file or as PEFT draws them."""
     import torch
 
     if pairs.has(path, "tinylora_P"):
@@ -250,7 +247,8 @@ UNILORA_PARTS = [f"unilora_{what}_{side}" for side in "AB" for what in ("indices
 
 
 def read_unilora(files: PeftFiles) -> LoraForm:
-    """Each number of A and B is one of a few, chosen at random, times a scale. Raises AdapterInvalidError."""
+    """Each element of A and B is one of a few numbers, chosen at random, times a scale. Raises
+    AdapterInvalidError."""
     pairs = Pairs(files, (*UNILORA_PARTS, UNILORA_NUMBERS))
     numbers = pairs.read(ROOT, UNILORA_NUMBERS)
     if numbers.ndim != 1 or not numbers.size:
@@ -282,7 +280,8 @@ def _side(pairs: Pairs, path: str, side: str, numbers: np.ndarray) -> np.ndarray
 
 
 def _drawn(pairs: Pairs, numbers: np.ndarray) -> LoraForm:
-    """Without the choices in the file: as PEFT draws them, for all modules of the model that it adapts."""
+    """If the file does not have the choices, they are drawn like PEFT does, for all adapted modules of the
+    model."""
     rank, seed = pairs.count("r", 4), pairs.files.settings.get("proj_seed", 42)
     if type(seed) is not int or not 0 <= seed < 2**63:
         raise AdapterInvalidError(f"{CONFIG}: proj_seed must be a positive integer")
@@ -309,7 +308,7 @@ def _drawn(pairs: Pairs, numbers: np.ndarray) -> LoraForm:
 
 
 def _choices(total: int, count: int, seed: int) -> np.ndarray:
-    """Each of `count` numbers as often as the others, or once more."""
+    """Each of `count` indices equally often, or once more."""
     random = np.random.default_rng(seed)
     chosen = np.repeat(np.arange(count), total // count)
     if rest := total % count:
@@ -319,7 +318,7 @@ def _choices(total: int, count: int, seed: int) -> np.ndarray:
 
 
 def _targets(pairs: Pairs) -> Iterator[str]:
-    """The paths of the modules that target_modules names in the base."""
+    """The paths of the base's modules that target_modules names."""
     settings, base = pairs.files.settings, pairs.files.base
     names, layers = settings.get("target_modules") or [], settings.get("layers_to_transform")
     plain = (

@@ -353,10 +353,6 @@ LARGEST_COUNT = 2**31  # above every count and every rank
 MAX_SHOWN = 5  # names in one line
 
 
-def _flag(value: Any) -> bool:
-    return type(value) is bool
-
-
 def _count(value: Any) -> bool:
     return type(value) is int and 0 <= value < LARGEST_COUNT
 
@@ -364,10 +360,6 @@ def _count(value: Any) -> bool:
 def _number(value: Any) -> bool:
     # An integer may be too large for a float.
     return type(value) in (int, float) and -math.inf < value < math.inf and abs(value) < 2.0**1023
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _names(value: Any) -> bool:
@@ -378,19 +370,11 @@ def _layers(value: Any) -> bool:
     return all(_count(n) for n in (value if isinstance(value, list) else [value]))
 
 
-def _rank(value: Any) -> bool:
-    return _count(value) and value > 0
-
-
-def _object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
 # What a value must be where there is one: in words, the test, the keys.
 SETTING_TYPES: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "true or false",
-        _flag,
+        lambda value: type(value) is bool,
         "apply_GS block_share coft decompose_both dora_normalized ensure_weight_tying fan_in_fan_out "
         "lora_bias para prefix_projection sample_at_inference save_indices save_only_topk_weights "
         "save_projection use_cayley_neumann use_dora use_effective_conv2d use_qalora use_rslora",
@@ -416,20 +400,20 @@ SETTING_TYPES: list[tuple[str, Callable[[Any], bool], str]] = [
     ("the number of a layer, or a list of them", _layers, "layers_to_transform"),
     (
         "a text",
-        _text,
+        lambda value: isinstance(value, str),
         "act_fn base_model_name_or_path bias decomposition_method peft_type peft_version revision task_type "
         "variant",
     ),
     (
         "an object",
-        _object,
+        lambda value: isinstance(value, dict),
         "alpha_pattern arrow_config corda_config eva_config kasa_config loftq_config lora_ga_config "
         "monteclora_config rank_pattern runtime_config use_bdlora velora_config",
     ),
 ]
 # The same of what modules are given by their names.
 MODULE_SETTING_TYPES: list[tuple[str, Callable[[Any], bool], str]] = [
-    (f"an integer from 1 to {LARGEST_COUNT - 1}", _rank, "rank_pattern"),
+    (f"an integer from 1 to {LARGEST_COUNT - 1}", lambda value: _count(value) and value > 0, "rank_pattern"),
     ("a number", _number, "alpha_pattern"),
 ]
 # Checked by the readers of their PEFT types, or without effect once the adapter is trained.

@@ -67,7 +67,7 @@ def _dims(pairs: Pairs, path: str, part: str) -> tuple[int, int]:
 def _projections(
     pairs: Pairs, kind: str, of_a: tuple[int, int], of_b: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A and B from the file, or as PEFT draws them; they may have more inputs and outputs than these shapes."""
+    """A and B from the file, or as PEFT draws them; both may be wider than these shapes."""
     if pairs.files.settings.get("save_projection", True):
         a, b = pairs.read(ROOT, f"{kind}_A"), pairs.read(ROOT, f"{kind}_B")
     else:

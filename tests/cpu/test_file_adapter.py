@@ -8,35 +8,28 @@ import shutil
 import time
 from pathlib import Path
 from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from row_files import RowFile
-from safetensors.torch import load_file
-from safetensors.torch import save_file
-from tiny_models import make_adapter
-from tiny_models import make_model
-from tiny_models import reference_generate
-from manylora.config.engine import EngineConfig
-from manylora.config.engine import LoraCacheConfig
+from safetensors.torch import load_file, save_file
+from tiny_models import make_adapter, make_model, reference_generate
+
+from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
-from manylora.kernels import loading
-from manylora.kernels import native
+from manylora.kernels import loading, native
 from manylora.lora import pool
 from manylora.lora.catalog import files
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.peft_folder import read_peft_whole
 from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.formats.tensor_files import RawTensor
-from manylora.lora.formats.tensor_files import write_safetensors
+from manylora.lora.formats.tensor_files import RawTensor, write_safetensors
 from manylora.lora.modules import lora_modules
 from manylora.lora.store import AdapterStore
 from manylora.lora.tensors import FileAdapter
 from manylora.model.checkpoint import read_model_config
-from manylora.request import LoraInput
-from manylora.request import Request
-from manylora.request import SamplingConfig
-from manylora.lora.formats.peft_folder import read_peft_whole
-from manylora.lora.formats.base_weights import BaseWeights
-
+from manylora.request import LoraInput, Request, SamplingConfig
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="needs the compiled kernels")
 SHAPES = [(16, 64, 128), (16, 30, 77), (1, 5, 3), (5, 33, 100), (40, 48, 272), (64, 300, 15)]  # rank, in, out

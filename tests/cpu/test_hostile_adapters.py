@@ -16,31 +16,24 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from hostile_adapters import HIDDEN
-from hostile_adapters import WEIGHTS
-from hostile_adapters import entries_of
-from hostile_adapters import good
-from hostile_adapters import header
-from hostile_adapters import hostile
-from hostile_adapters import pair
-from hostile_adapters import settings
+from hostile_adapters import HIDDEN, WEIGHTS, entries_of, good, header, hostile, pair, settings
 from tiny_models import make_model
+
 from manylora.config.engine import LoraCacheConfig
-from manylora.errors import AdapterError
-from manylora.errors import AdapterInvalidError
+from manylora.errors import AdapterError, AdapterInvalidError
 from manylora.lora.catalog.files import find_adapters
 from manylora.lora.catalog.reader import AdapterReader
+from manylora.lora.formats import safe_files
 from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.peft.settings import Patterns
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.store import AdapterStore
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput
-from manylora.lora.formats import safe_files
-from manylora.lora.formats.peft.settings import Patterns
-
 
 COUNT = 2000 if os.environ.get("MANYLORA_LONG") else 105
 ROOM = 2**28  # bytes that a reader may take beside what the process has

@@ -11,36 +11,29 @@ import time
 from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
 from tiny_models import make_model
+
 from manylora.config.engine import LoraCacheConfig
 from manylora.config.model import ModelConfig
-from manylora.errors import AdapterInvalidError
-from manylora.errors import AdapterNotCachedError
-from manylora.lora import staging
-from manylora.lora import tensors
-from manylora.lora import transfers
-from manylora.lora.catalog import files
-from manylora.lora.catalog import reader
+from manylora.errors import AdapterInvalidError, AdapterNotCachedError
+from manylora.lora import staging, tensors, transfers
+from manylora.lora.catalog import files, reader
 from manylora.lora.formats.npy import write_npy
+from manylora.lora.formats.peft import rows as peft_rows
+from manylora.lora.formats.peft_folder import read_peft, read_peft_whole
 from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.formats.tensor_files import decode
-from manylora.lora.formats.tensor_files import read_safetensors
-from manylora.lora.number_types import BFLOAT16
-from manylora.lora.number_types import narrow_to_bfloat16
+from manylora.lora.formats.tensor_files import decode, read_safetensors
+from manylora.lora.number_types import BFLOAT16, narrow_to_bfloat16
 from manylora.lora.pool import AdapterPool
 from manylora.lora.rules import AdapterRules
-from manylora.lora.store import AdapterLease
-from manylora.lora.store import AdapterStore
+from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput
-from manylora.lora.formats.peft import rows as peft_rows
-from manylora.lora.formats.peft_folder import read_peft
-from manylora.lora.formats.peft_folder import read_peft_whole
-
 
 HIDDEN, RANK, LAYERS = 64, 8, 2
 CONFIG = np.array([[[1, layer, RANK, 0] for layer in range(LAYERS)]], np.int32)

@@ -8,38 +8,30 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from manylora.config.hub import is_hub_id
-from manylora.config.hub import local_adapter
-from manylora.errors import AdapterError
-from manylora.errors import AdapterInvalidError
-from manylora.errors import AdapterNotCachedError
-from manylora.errors import AdapterNotFoundError
-from manylora.errors import ConfigError
-from manylora.errors import printable
-from manylora.llmapi.lora import LoRAChoice
-from manylora.llmapi.lora import LoRARequest
-from manylora.llmapi.lora import members_of
-from manylora.lora.catalog.files import AdapterFolders
-from manylora.lora.catalog.files import Fingerprint
-from manylora.lora.catalog.files import fingerprint
-from manylora.lora.catalog.files import is_due
-from manylora.lora.catalog.library import AdapterLibrary
-from manylora.lora.catalog.library import task_id_of
+
+from manylora.config.hub import is_hub_id, local_adapter
+from manylora.errors import (
+    AdapterError,
+    AdapterInvalidError,
+    AdapterNotCachedError,
+    AdapterNotFoundError,
+    ConfigError,
+    printable,
+)
+from manylora.llmapi.lora import LoRAChoice, LoRARequest, members_of
+from manylora.lora.catalog.files import AdapterFolders, Fingerprint, fingerprint, is_due
+from manylora.lora.catalog.library import AdapterLibrary, task_id_of
 from manylora.lora.catalog.names import Aliases
 from manylora.lora.catalog.reader import AdapterReader
-from manylora.lora.formats.sources import find_source
-from manylora.lora.tensors import Adapter
-from manylora.lora.tensors import FileAdapter
-from manylora.system.folders import temporary_folder
 from manylora.lora.formats.peft.settings import EMBEDDED
-
+from manylora.lora.formats.sources import find_source
+from manylora.lora.tensors import Adapter, FileAdapter
+from manylora.system.folders import temporary_folder
 
 logger = logging.getLogger("manylora")
 

@@ -1,6 +1,5 @@
-"""Converts any source to request tensors in a storage type, and a .nemo archive to the files of
-TensorRT-LLM's runtimes. Implements tools/hf_lora_convert.py and tools/nemo_lora_convert.py.
-"""
+"""Converts adapters of any format to request tensors in a storage type, and a .nemo archive to the files of
+TensorRT-LLM's runtimes. Implements tools/hf_lora_convert.py and tools/nemo_lora_convert.py."""
 
 from __future__ import annotations
 
@@ -34,15 +33,15 @@ MODEL_CONFIG = "config.json"
 
 
 def find_model_config(adapter: Path, base: Path | None) -> Path | None:
-    """config.json of the base model: in `base`, else beside the adapter, else in the directory that
-    adapter_config.json names as the base. None when there is none."""
+    """config.json of the base model: in `base` if it is given; otherwise beside the adapter, or in the
+    directory that adapter_config.json names as the base. None: there is none."""
     folders = [base] if base is not None else [adapter, _named_base(adapter)]
     files = [folder / MODEL_CONFIG for folder in folders if folder is not None]
     return next((file for file in files if file.is_file()), None)
 
 
 def read_fused_rows(file: Path) -> dict[int, LoraModule]:
-    """attn_qkv of a model that keeps q, k, v in groups of heads, by its id; empty for other models.
+    """attn_qkv of a model that stores q, k, v in groups of heads, by its id; empty for other models.
 
     file: config.json of a Falcon, GPT-NeoX, Bloom or InternLM 2 model. Raises AdapterInvalidError.
     """
@@ -66,7 +65,7 @@ def read_fused_rows(file: Path) -> dict[int, LoraModule]:
 
 
 def _heads_and_groups(raw: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Query heads, and how many groups of them a key head each; those are the groups of rows, too."""
+    """The number of query heads, and of groups with one key head each, in which the rows are stored."""
     kind = raw.get("model_type")
     if kind not in ("falcon", "RefinedWeb", "RefinedWebModel", "gpt_neox", "bloom", "internlm2"):
         return None
@@ -136,9 +135,8 @@ def convert_peft(
 
 
 def store_as(weights: np.ndarray, config: np.ndarray, storage_type: str) -> np.ndarray:
-    """weights [1, rows, W] in another type. Raises AdapterInvalidError that names a row that is not
-    finite.
-    """
+    """Convert weights [1, rows, W] to another type. Raises AdapterInvalidError naming a row that is not
+    finite in it."""
     values = widen_bfloat16(weights) if is_bfloat16(weights.dtype) else weights
     with np.errstate(over="ignore"):
         stored = narrow_to_bfloat16(values) if storage_type == "bfloat16" else values.astype(storage_type)
@@ -209,7 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _check_config(config: np.ndarray) -> None:
-    """Checks of rows that are possible without a model."""
+    """Checks of rows that do not need a model."""
     for module_id, layer, rank in config[:, :3].tolist():
         if not 0 <= module_id < len(MODULE_NAMES):
             raise AdapterInvalidError(f"lora module {module_name(module_id)} is not known")

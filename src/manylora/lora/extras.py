@@ -82,8 +82,8 @@ def check_invocation(token_ids: Sequence[int], name: str) -> tuple[int, ...]:
 
 
 def take_invocation(found: Iterable[int], into: list[int] | None) -> None:
-    """found: token ids of an activated LoRA, none of another one. into: a list that takes them; None refuses
-    such adapters. Raises AdapterInvalidError."""
+    """Pass on the invocation tokens of an activated LoRA. found: empty for other adapters. into: a list that
+    receives them; None: such adapters are refused. Raises AdapterInvalidError."""
     found = list(found)
     if found and into is None:
         raise AdapterInvalidError(

@@ -1,4 +1,4 @@
-"""What an adapter is and whether a base model can serve it: the facts behind `manylora inspect`."""
+"""Describes an adapter and whether a base model can serve it, for `manylora inspect`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from manylora.request import LoraExtra
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The model for which an adapter is judged: its directory, config.json and cache settings."""
+    """The model that an adapter is checked against: its directory, config.json and cache settings."""
 
     model_dir: Path
     config: ModelConfig
@@ -36,7 +36,7 @@ class BaseModel:
 
 @dataclass
 class AdapterReport:
-    """What was found out before `problem`. None: unknown."""
+    """The facts about an adapter, as far as they were found before `problem`. None: unknown."""
 
     kind: str | None = None  # npy, peft, nemo, llgtrt
     source: Path | None = None
@@ -61,9 +61,8 @@ class AdapterReport:
 def inspect_adapter(
     path: Path, base: BaseModel | None = None, *, allow_bin: bool = False, text_only: bool = False
 ) -> AdapterReport:
-    """allow_bin, text_only: as in `ReadOptions`. Never raises for a problem of the adapter or the base model:
-    that is `problem`.
-    """
+    """allow_bin, text_only: as in `ReadOptions`. Problems of the adapter or the base model are not raised:
+    they are in `problem`."""
     report = AdapterReport()
     try:
         source = find_source(path)
@@ -135,7 +134,7 @@ def _rules(base: BaseModel) -> AdapterRules:
 
 
 def _judge(report: AdapterReport, base: BaseModel, adapter: Adapter) -> None:
-    """Judge it with the geometry of the cache settings on one device."""
+    """Add the facts that depend on the cache: pages and cost, for one device."""
     model, cache, limit = base.config, base.cache, base.cache.rank_limit
     modules = lora_modules(model, cache.target_modules)
     optimal, largest = min(cache.optimal_adapter_size, limit), min(cache.max_adapter_size, limit)

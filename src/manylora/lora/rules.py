@@ -38,7 +38,7 @@ def has_effect(
 
 
 def _differs(extra: LoraExtra) -> bool:
-    """Whether this extra changes anything."""
+    """Whether this extra changes any value."""
     values = extra.values if extra.values.dtype.kind == "f" else _wide(extra.values)
     if extra.name.endswith(".input_turn"):
         size = values.shape[1]
@@ -69,10 +69,9 @@ def _wide(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class AdapterRules:
-    """modules: that adapters may have, by id. rank_limit: of a row. half: the model computes in float16, so
-    values beyond its range are refused. All methods raise AdapterInvalidError, with TensorRT-LLM's texts
-    where there is one.
-    """
+    """modules: those that adapters may have, by id. rank_limit: the largest rank of a row. half: the model
+    computes in float16, so values beyond its range are refused. All methods raise AdapterInvalidError, with
+    TensorRT-LLM's texts where it has one."""
 
     modules: Mapping[int, LoraModule]
     num_layers: int
@@ -107,7 +106,8 @@ class AdapterRules:
     def check_rows(
         self, rows: Iterable[AdapterRow], extras: Iterable[LoraExtra], digest: str | None = None
     ) -> Adapter:
-        """Rows from a reader, already checked for size and finite values. digest: of all rows, if known."""
+        """Make rows from a reader canonical, whose sizes and values it has checked. digest: of all rows, if
+        known."""
         rows, extras = list(rows), list(extras)
         self._check_extras(extras)
         if not (rows or extras):

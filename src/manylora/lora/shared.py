@@ -35,9 +35,8 @@ class SharedMatrices:
 
 
 def share(a: np.ndarray, b: np.ndarray) -> SharedMatrices:
-    """The matrices with this content that are already in memory, or else these. A [rank, in], B [out, rank]
-    in float32. Thread-safe.
-    """
+    """The matrices with this content that are already in memory, or new ones. A [rank, in], B [out, rank] in
+    float32. Thread-safe."""
     values = np.concatenate((a.ravel(), b.ravel()))
     digest = blake3(repr((a.shape, b.shape)).encode())
     key = digest.update(values.view(np.uint8).data).hexdigest(20)

@@ -258,8 +258,8 @@ class FileAdapter:
 
 @dataclass(frozen=True, eq=False)
 class AdapterContent:
-    """What a reader found in files. rows: ascending by layer and module. stored: where they are in the file,
-    if that is all there is and they are stored as they are served."""
+    """What a reader found in files. rows: sorted by layer and module. stored: where the rows are in the file,
+    if they are stored there as they are served and there are no extras."""
 
     rows: list[AdapterRow]
     extras: list[LoraExtra]

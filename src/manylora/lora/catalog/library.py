@@ -7,31 +7,27 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from collections.abc import Iterator
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from manylora.errors import AdapterError
-from manylora.errors import AdapterInvalidError
-from manylora.errors import AdapterNotCachedError
-from manylora.errors import AdapterNotFoundError
-from manylora.errors import printable
-from manylora.lora.catalog.files import AdapterFolders
-from manylora.lora.catalog.files import Fingerprint
-from manylora.lora.catalog.files import fingerprint
-from manylora.lora.catalog.files import is_due
+
+from manylora.errors import (
+    AdapterError,
+    AdapterInvalidError,
+    AdapterNotCachedError,
+    AdapterNotFoundError,
+    printable,
+)
+from manylora.lora.catalog.files import AdapterFolders, Fingerprint, fingerprint, is_due
 from manylora.lora.catalog.levels import DiskLevel
 from manylora.lora.catalog.reader import AdapterReader
 from manylora.lora.catalog.versions import Versions
+from manylora.lora.formats.safe_files import is_folder
 from manylora.lora.formats.sources import find_source
 from manylora.lora.rules import NOTHING
-from manylora.lora.tensors import Adapter
-from manylora.lora.tensors import FileAdapter
+from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.request import LoraInput
-from manylora.lora.formats.safe_files import is_folder
-
 
 logger = logging.getLogger("manylora")
 

@@ -16,7 +16,7 @@ from manylora.errors import AdapterError, AdapterInvalidError, ConfigError, prin
 from manylora.generation.tokenizer import Tokenizer
 from manylora.lora.catalog.files import AdapterFolders, Fingerprint, fingerprint, is_due
 from manylora.lora.catalog.names import read_names
-from manylora.lora.formats.safe_open import is_folder
+from manylora.lora.formats.safe_files import is_folder
 from manylora.lora.text.adapter_text import TOKENIZER_BYTES, AdapterText, AdapterTexts, OwnText, TrustedFolder
 from manylora.request import LoraInput, LoraMix
 from manylora.wire.item_text import ItemText

@@ -10,18 +10,13 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+
 from manylora.lora.catalog.entry import Terms
 from manylora.lora.catalog.errors import CatalogError
-from manylora.lora.catalog.record import SUFFIX
-from manylora.lora.catalog.record import AdapterRecord
-from manylora.lora.catalog.record import Kept
-from manylora.lora.catalog.record import sent_file
-from manylora.lora.catalog.record import unwritable
-from manylora.lora.formats.tensor_files import with_metadata
-from manylora.system.folders import make_temporary
-from manylora.system.folders import remove_temporary
+from manylora.lora.catalog.record import SUFFIX, AdapterRecord, Kept, sent_file, unwritable
 from manylora.lora.formats.peft.settings import EMBEDDED
-
+from manylora.lora.formats.tensor_files import with_metadata
+from manylora.system.folders import make_temporary, remove_temporary
 
 logger = logging.getLogger("manylora")
 

@@ -8,25 +8,19 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
-from manylora.errors import AdapterInvalidError
-from manylora.errors import ConfigError
+
+from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.generation.chat_template import FILE as TEMPLATE_FILE
-from manylora.generation.chat_template import ChatTemplate
-from manylora.generation.chat_template import sources_in
-from manylora.generation.defaults import NO_DEFAULTS
-from manylora.generation.defaults import GenerationDefaults
+from manylora.generation.chat_template import ChatTemplate, sources_in
+from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.generation.tokenizer import Tokenizer
 from manylora.lora.bounds import Bounds
-from manylora.lora.formats.safe_files import is_plain
-from manylora.lora.formats.safe_files import read_small
-
+from manylora.lora.formats.safe_files import is_plain, read_small
 
 MAX_FILE_BYTES = 2**20  # maximum size of a template, and of settings
 SETTINGS_FILE, GENERATION_FILE = "tokenizer_config.json", "generation_config.json"

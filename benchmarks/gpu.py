@@ -147,7 +147,6 @@ class Bench:
 
         plan = self.plan
         world = World(shape, self.device, self.dtype, max(plan.batches), plan.context)
-        self._blocks()
         steps, prompt = Steps(world, self.clock, self.report, self.bandwidth), plan.context
         self._try(f"{shape} tax", lambda: steps.tax(plan.wide))
         for batch in plan.batches:
@@ -167,14 +166,6 @@ class Bench:
                 )
         if shape == plan.shapes[-1]:
             self._throughput(world, zipf)
-
-    def _blocks(self) -> None:
-        """Report the block sizes and kernels that were chosen by timing, at this start or an earlier one."""
-        chosen = getattr(self.device.ops, "chooser").chosen  # noqa: B009 - of our own operations only
-        for shape, choice in chosen.items():
-            section = "Orders of launches" if hasattr(choice, "beside") else "Block sizes and kernels"
-            if not any(row["shape"] == shape for row in self.report.sections.get(section, ())):
-                self.report.add(section, shape=shape, chosen=str(choice))
 
     def _ratios(self, steps: Steps, mixes: tuple[tuple[int, ...], ...]) -> None:
         from gpu_steps import ranks_text

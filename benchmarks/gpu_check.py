@@ -39,7 +39,7 @@ def _distance(
 ) -> float:
     """The largest difference between two logits, divided by the largest logit."""
     torch.manual_seed(0)
-    world = World(shape, device, dtype, 3, 24, kv_dtype, measures=False)
+    world = World(shape, device, dtype, 3, 24, kv_dtype)
     adapters = world.adapters(2, (8, 24), modules)
     twin, worst = Decoder(world.config, world.weights, dtype, ReferenceOps()), 0.0
     for lengths in BATCHES:

@@ -68,8 +68,7 @@ class Adapters:
 class World:
     """A model in `dtype` with a KV cache for `max_batch` sequences of `context` tokens and a few more.
 
-    kv_dtype: of the KV cache, None for `dtype`. measures: whether block sizes are tuned, as an engine does at
-    startup.
+    kv_dtype: of the KV cache, None for `dtype`.
     """
 
     def __init__(
@@ -80,7 +79,6 @@ class World:
         max_batch: int,
         context: int,
         kv_dtype: torch.dtype | None = None,
-        measures: bool = True,
     ) -> None:
         self.name, self.device, self.dtype, self.context = shape, device, dtype, context
         self.config = config = model_shape(shape)
@@ -100,9 +98,8 @@ class World:
             num_experts=config.moe.num_experts if config.moe else 0,
         )  # fmt: skip
         device.ops.reserve(self.limits, device.torch)
-        if measures:
-            modules = self.modules.values()
-            try_variants(self.decoder, self.kv, device.ops, modules, self.limits, device.torch)
+        modules = self.modules.values()
+        try_variants(self.decoder, self.kv, device.ops, modules, self.limits, device.torch)
         self.pool = self._pool()
         self._new_graphs()
 

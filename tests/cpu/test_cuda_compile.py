@@ -37,10 +37,6 @@ def dump(cubin, option):
         command = [tools / "cuobjdump", option, file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-def instructions(cubin):
-    line = re.compile(r"/\\*[0-9a-f]{4,}\\*/\\s+(?:@!?U?P\\w+\\s+)?([A-Z][\\w.]*)\\s*.*?;")
-    return line.findall(dump(cubin, "-sass"))
-
 def spilled(cubin):
     '''Bytes of local memory per thread.'''
     usage = dump(cubin, "--dump-resource-usage")
@@ -55,28 +51,18 @@ def compile_only(kernel, grid):
             assert "e4m3.e4m3" in ptx or "kind::f8f6f4" in ptx, "no FP8 units"
         narrow = len(re.findall(r"ld\\.global\\.(?:\\w+::\\w+\\.)*[bus](?:8|16) ", ptx))
         wide = ptx.count("ld.global.v4") + ptx.count("cp.async.cg")
-        if constants.get("EARLY"):
-            code = re.findall(r"(?:ld|st|cp|atom|red|prefetch)[\\w.:]*\\.global|griddepcontrol\\.\\w+", ptx)
-            wanted = ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
-            assert code[:2] == wanted, f"{kernel.__name__} reads before it waits: {code[:4]}"
-            names = [name.split(".")[0] for name in instructions(made.asm["cubin"])]
-            assert names.index("ACQBULK") < names.index("LDG"), f"{kernel.__name__}: {names}"
-        else:
-            assert "griddepcontrol" not in ptx
         print(kernel.__name__, wide, narrow, made.metadata.shared, spilled(made.asm["cubin"]))
     return launch
 
 driver.set_active(NoGpu())
 JITFunction.__getitem__ = compile_only
 """
-# Launches of every kernel, with every choice.
+# Launches of every kernel.
 LAUNCHES = """
 from dataclasses import replace
 import torch
-from manylora.kernels.cuda.blocks import BlockChooser
-from manylora.kernels.cuda.fp8 import quantise_rows
+from manylora.kernels.cuda.arithmetic import quantise_rows
 from manylora.kernels.cuda.grouped import quantised_rows, weight_table
-from manylora.kernels.cuda.lora import expand_add, shrink
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.recurrent import DeltaWeights
 from manylora.kernels.recurrent import Mamba2Weights
@@ -89,17 +75,10 @@ from triton.runtime import driver
 
 arch = driver.active.get_current_target().arch
 
-class Every(BlockChooser):
-    def choose(self, shape, candidates, launch):
-        for blocks in candidates[1:]:
-            launch(blocks)
-        return candidates[0]
-
-chooser = Every()
 dtype, hidden, widths = torch.bfloat16, 4096, (4096, 1024, 1024)
 targets = [LoraTarget(i, sum(widths[:i]), width) for i, width in enumerate(widths)]
 pool, cache = torch.zeros(8, dtype=dtype), torch.zeros(4, 32, 8, 128, dtype=dtype)
-ops = CudaOps(chooser=chooser)
+ops = CudaOps()
 ops.reserve(BatchLimits(2, 64, 4096, 32, 32, 8, 128, dtype, num_experts=8), torch.device("cpu"))
 for lengths, rank, float8, weighed in (
     ([1, 1], 8, False, False), ([1, 3], 64, False, False), ([100, 30], 16, False, False),
@@ -117,8 +96,6 @@ for lengths, rank, float8, weighed in (
     batch, lora = ops.plan(AttentionBatch(starts, [101, 102], table, slots), LoraBatch(pool, segments, 16))
     x, y, q, k = (torch.zeros(starts[-1], *s, dtype=dtype) for s in ((hidden,), (6144,), (32, 128), (8, 128)))
     ops.lora_add(y, x, lora, 0, targets, y[0])
-    tables = replace(ops._tables_of(x, lora, 0, targets, lora.tiles, lora.tile_size), chooser=BlockChooser())
-    expand_add(y, shrink(x, tables, arch >= 90), hidden, tables, y[0], arch >= 90)
     if rank != 64 and not float8 and not weighed:  # a batch of single tokens, and one of prompts
         ops.attention(q, cache, cache, batch, AttentionParams(0.1, 50 if rank == 8 else None))
         capped = AttentionParams(0.1, 50 if rank == 16 else None, 30.0)
@@ -142,12 +119,12 @@ for values, groups, offsets in (
     (torch.zeros(widths[0], hidden // 2, dtype=torch.uint8), 32, scales),
 ):
     table = weight_table([QuantisedWeight(values, scales[:, :groups].contiguous(), offsets)])
-    quantised_rows(x, table, chooser)
-    quantised_rows(x[:1], table, chooser)
+    quantised_rows(x, table)
+    quantised_rows(x[:1], table)
     if values.dtype == FP8 and arch >= 89:
         table = weight_table([QuantisedWeight(values, scales[:, :1].contiguous(), None)], narrow=True)
-        quantised_rows(x, table, chooser)
-        quantised_rows(x[:1], table, chooser)
+        quantised_rows(x, table)
+        quantised_rows(x[:1], table)
 quantise_rows(x)
 angles = torch.zeros(len(q), 128, dtype=dtype), torch.zeros(len(q), 128, dtype=dtype)
 ops.rotate_and_store(q, k, k, angles, cache, cache, batch)
@@ -181,9 +158,7 @@ READS_MATRICES = {"_shrink_rows", "_shrink_tiles", "_expand", "_attend", "_group
 @pytest.mark.extended
 @pytest.mark.timeout(600)  # the machine may have much else to do
 @pytest.mark.parametrize("capability", LIMITS)
-def test_every_kernel_and_choice_compiles_and_reads_matrices_in_wide_words(
-    capability: int, tmp_path: Path
-) -> None:
+def test_every_kernel_compiles_and_reads_matrices_in_wide_words(capability: int, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     memory, singles = LIMITS[capability]
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
@@ -200,6 +175,6 @@ def test_every_kernel_and_choice_compiles_and_reads_matrices_in_wide_words(
         assert shared <= memory * 1024, line
         assert spilled <= SPILLED, f"{line}: registers are spilled"
     others = {"_join", "_rotate_store", "_rms_norm", "_gated", "_clamped_swiglu", "_pair", "_tile"}
-    others |= {"_quantise", "_add_parts", "_convolve", "_keep_inputs", "_mamba2", "_delta_rule", "_finish"}
+    others |= {"_quantise", "_convolve", "_keep_inputs", "_mamba2", "_delta_rule", "_finish"}
     assert set(wide) == READS_MATRICES | others
     assert all(wide[name] for name in (*READS_MATRICES, "_gated"))

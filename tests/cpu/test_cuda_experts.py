@@ -8,8 +8,8 @@ import torch
 from test_cuda_kernels import DEVICE, attention_batch, close, limits
 from test_expert_kernels import EXPERTS, IN, LAYER, TARGETS, WIDTHS, batch_of
 
-from manylora.kernels.cuda import quantised, routing
-from manylora.kernels.cuda.fp8 import quantise_rows
+from manylora.kernels.cuda import products, routing
+from manylora.kernels.cuda.arithmetic import quantise_rows
 from manylora.kernels.cuda.grouped import quantised_rows, weight_table
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.cuda.routing import DevicePairs
@@ -137,19 +137,14 @@ def test_each_row_meets_its_experts_weight(rows: int, dtype: torch.dtype, algo: 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(3, torch.bfloat16), (40, torch.float16)])
 def test_experts_in_eight_bits_meet_rows_in_eight_bits_where_there_are_units(
-    rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each row rounded with a scale of its own; the adapters' products are not rounded."""
-    caplog.set_level("INFO", "manylora")
-    monkeypatch.setattr(quantised, "has_units", lambda device: True)
+    monkeypatch.setattr(products, "has_fp8_units", lambda device: True)
     torch.manual_seed(0)
     made, narrow = ops(dtype), 40
     plain = [torch.randn(narrow, IN).to(dtype).to(DEVICE) for _ in range(EXPERTS)]
     weights = tuple(made.pack(quantise(w, QuantConfig("FP8")), routed=True) for w in plain)
-    assert (
-        f"float8_e4m3fn weights {narrow} x {IN} for {str(dtype)[6:]}: our own kernel on FP8 units"
-        in caplog.text
-    )
     choices = choose_experts(rows)
     pairs, places = made.pair_up(choices, EXPERTS, None)
     x = (torch.randn(rows, IN) * torch.rand(rows, 1)).to(dtype).to(DEVICE)
@@ -163,18 +158,3 @@ def test_experts_in_eight_bits_meet_rows_in_eight_bits_where_there_are_units(
             want = weight.values.float() @ rounded[number] * weight.scales.flatten().float()
             close(got[number, place], want.to(dtype))
     assert (got.float() - (x.float() @ plain[0].float().T)[:, None]).abs().max() > 0.1, "other experts"
-
-
-def test_units_that_are_wrong_are_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "manylora")
-    monkeypatch.setattr(quantised, "has_units", lambda device: True)
-    monkeypatch.setattr(
-        quantised.Units, "__call__", lambda self, x, packed, prepared: x @ packed.wide().T * 2
-    )
-    made = ops(torch.bfloat16)
-    weight = quantise(torch.randn(40, IN).bfloat16().to(DEVICE), QuantConfig("FP8"))
-    assert made.pack(weight, routed=True) is weight
-    assert "our own kernel on FP8 units is not used: its answer is" in caplog.text
-    assert not made._weight_table((weight,)).narrow

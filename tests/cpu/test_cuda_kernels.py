@@ -7,9 +7,9 @@ import pytest
 import torch
 from selection import extended
 
-from manylora.kernels.cuda import kv, rows
-from manylora.kernels.cuda.attention import PagedAttention, parts_within
-from manylora.kernels.cuda.fp8 import quantise_rows
+from manylora.kernels.cuda import rows
+from manylora.kernels.cuda.arithmetic import quantise_rows
+from manylora.kernels.cuda.attention import paged_attention, parts_within
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.cuda.tables import PagedBatch, plan_attention
 from manylora.kernels.reference import ACTIVATIONS, ReferenceOps
@@ -163,7 +163,7 @@ def test_attention_reads_pages_as_the_reference_does(
     sinks = torch.linspace(-3, 3, 6, device=DEVICE) if softcap is None else None
     params = AttentionParams(0.2, window, softcap, sinks)
     want = ReferenceOps().attention(q.float(), k.float(), v.float(), batch, params)
-    close(PagedAttention()(q, k, v, planned, params), want.to(dtype))
+    close(paged_attention(q, k, v, planned, params), want.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *extended(torch.bfloat16)])
@@ -178,7 +178,7 @@ def test_layers_with_other_heads_read_the_same_tables(dtype: torch.dtype) -> Non
         q = torch.randn(19, 6, dim).to(dtype).to(DEVICE)
         for params in (AttentionParams(dim**-0.5), AttentionParams(dim**-0.5, 7)):
             want = ReferenceOps().attention(q.float(), k.float(), v.float(), batch, params)
-            close(PagedAttention()(q, k, v, planned, params), want.to(dtype))
+            close(paged_attention(q, k, v, planned, params), want.to(dtype))
 
 
 @pytest.mark.parametrize(("length", "window"), [(40, None), (300, 70), (2100, None)])
@@ -194,9 +194,36 @@ def test_a_sequence_does_not_depend_on_its_company(length: int, window: int | No
     found = []  # of the longest of them each part has 64 keys, else 32
     for batch, fixed in ((alone, False), (both, True)):
         planned = to_device(plan_attention(batch, shape, fixed, part_keys=32), DEVICE)
-        found.append(PagedAttention()(q[: len(batch.kv_lens)], k, v, planned, params))
+        found.append(paged_attention(q[: len(batch.kv_lens)], k, v, planned, params))
     assert torch.equal(found[0], found[1][:1]), "nor on the width of a recorded table"
     close(found[1], ReferenceOps().attention(q, k, v, to_device(both, DEVICE), params))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_wide_heads_in_float32_are_multiplied_in_pieces(kv_heads: int) -> None:
+    """A row that decodes, and a prompt."""
+    torch.manual_seed(0)
+    k, v = (torch.randn(128, 4, kv_heads, 200, device=DEVICE) for _ in "kv")
+    batch, q = attention_batch([9, 1], [30, 7]), torch.randn(10, 2, 200, device=DEVICE)
+    shape = limits(num_heads=2, num_kv_heads=kv_heads, head_dim=200)
+    planned = to_device(plan_attention(batch, shape, fixed=False, part_keys=32), DEVICE)
+    want = ReferenceOps().attention(q, k, v, batch, AttentionParams(0.1, 20))
+    close(paged_attention(q, k, v, planned, AttentionParams(0.1, 20)), want)
+
+
+def test_a_row_does_not_depend_on_the_ranks_and_modules_beside_it() -> None:
+    torch.manual_seed(0)
+    batch = lora_batch([1, 1, 1], [5, 80, 20], False, torch.float32)
+    x, y = torch.randn(7, IN, device=DEVICE), torch.randn(7, sum(WIDTHS), device=DEVICE)
+    made, found = ops(), []
+    for segments in (batch.segments[1:2], batch.segments):
+        some = LoraBatch(batch.pool, segments, batch.alignment)
+        planned = to_device(made.plan(attention_batch([1] * 7, [1] * 7), some)[1], DEVICE)
+        found.append((planned.modules, y.clone()))
+        made.lora_add(found[-1][1], x, planned, 2, TARGETS)
+    assert found[0][0] != found[1][0], "other modules"
+    assert torch.equal(found[0][1][3], found[1][1][3])
+    assert not torch.equal(found[0][1][3], y[3])
 
 
 def test_a_decoding_sequence_alone_has_programs_for_most_of_a_gpu() -> None:
@@ -222,7 +249,7 @@ def test_pages_take_rotated_keys_and_values(
     if rotated is not None:
         cos, sin = (torch.randn(4, rotated).to(dtype).to(DEVICE) for _ in "cs")
         rotary = cos, sin
-    got = kv.rotate_and_store(q, k, v, rotary, caches[0], caches[1], slots)
+    got = rows.rotate_and_store(q, k, v, rotary, caches[0], caches[1], slots)
     some = None if rotary is None else (rotary[0][keep], rotary[1][keep])
     batch = AttentionBatch([], [], torch.empty(0), slots[keep])
     want = ReferenceOps().rotate_and_store(q[keep], k[keep], v[keep], some, caches[2], caches[3], batch)
@@ -268,7 +295,7 @@ def test_eight_bit_floats_are_torchs() -> None:
     )
     cache, spare = (torch.zeros(1, len(x), 1, 1, device=DEVICE).to(FP8) for _ in "kv")
     wide = x.to(DEVICE).view(-1, 1, 1)
-    kv.rotate_and_store(wide, wide, wide, None, cache, spare, torch.arange(len(x), device=DEVICE))
+    rows.rotate_and_store(wide, wide, wide, None, cache, spare, torch.arange(len(x), device=DEVICE))
     want = x.clamp(-FP8_MAX, FP8_MAX).to(FP8)
     assert torch.equal(cache.flatten().cpu().view(torch.uint8), want.view(torch.uint8))
     many = x[:1200].view(6, 200).to(DEVICE)

@@ -25,7 +25,7 @@ fake = install(Path(sys.argv[1]))
 import torch
 import triton
 from triton.runtime.jit import JITFunction
-from manylora.kernels.cuda import attention, fp8, grouped, kv, launch, lora, lora_kernels, routing, rows
+from manylora.kernels.cuda import arithmetic, attention, grouped, launch, lora, recurrent, routing, rows
 
 run, known = JITFunction.run, 0
 
@@ -58,7 +58,7 @@ def checked(kernel, grid, *arguments, **constants):
     assert same(kernel, grid, *arguments, **constants), f"{kernel.__name__} is launched by triton each time"
     seen.add(kernel.__name__)
 
-modules = attention, fp8, grouped, kv, lora, lora_kernels, routing, rows
+modules = arithmetic, attention, grouped, lora, recurrent, routing, rows
 for module in modules:
     module.launch = checked
 """

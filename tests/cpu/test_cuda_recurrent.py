@@ -14,7 +14,7 @@ from recurrent_states import DECODING, PROMPTS, SLOTS, TAPS, check_parts, copy, 
 from test_cuda_kernels import DEVICE
 from torch import Tensor
 
-from manylora.kernels.cuda import convolution, recurrent
+from manylora.kernels.cuda import recurrent
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.recurrent import RecurrentState, StateBatch
 from manylora.kernels.reference import ReferenceOps
@@ -72,7 +72,7 @@ def to_device_all(*values):  # type: ignore[no-untyped-def]
 def test_the_kernels_are_the_reference(
     rows: str, kind: str, shape: tuple[int, ...], form: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convolution, "BLOCK", 128)  # so that there are several, and of a head's memory too
+    monkeypatch.setattr(recurrent, "BLOCK", 128)  # so that there are several, and of a head's memory too
     if LARGE not in shape:
         monkeypatch.setattr(recurrent, "TILE", 64)
     counts, *others = PROMPTS if rows == "prompts" else DECODING

@@ -12,7 +12,6 @@ from pathlib import Path
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SCRIPT = """
-from contextlib import nullcontext
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -37,32 +36,19 @@ torch.nn.functional.linear = product  # nothing is computed
 
 import gpu_world
 from gpu_world import ALL, World
-from manylora.kernels.cuda import ops
-from manylora.kernels.cuda.blocks import ORDERS, BlockChooser
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device
 
 gpu_world.SHAPES["tiny"] = (512, 1024, 1, 8, 2, 64, 64)
 gpu_world.PAGE = 32
 World._pool = lambda self: torch.zeros(2**24, dtype=self.dtype)
-taken, recording = iter(range(10**6, 0, -1)), False  # so that the last order is the fastest
-clock = lambda call: (call(), 0.0)[1]
-chooser = BlockChooser(clock, recorded_clock=lambda call: (call(), next(taken))[1])
 
 def capture(function):
-    global recording
     function()
-    recording = True
     output = function()
-    recording = False
     return lambda: output
 
-class Second:
-    fork, join = nullcontext, int
-
-ops.is_recording = lambda: recording
-device = Device(torch.device("cpu"), CudaOps(chooser=chooser), "none", capture)
-device.ops._orders, device.ops._second = ORDERS, Second()
+device = Device(torch.device("cpu"), CudaOps(), "none", capture)
 world = World("tiny", device, torch.bfloat16, 128, 1000)
 phase = "serving"
 
@@ -83,7 +69,6 @@ for rank in (16, 64, 100):
         for rows, count in ((1, 1), (8, 8), (32, 1), (32, 3)):
             step([1] * rows, count, rank, modules)
         step([1, 1, 90], 1, rank, modules)
-assert any("'launch_pdl': True" in key for _, key in seen), "the order that was chosen"
 late = sorted(name for (name, _), when in seen.items() if when != "start")
 print(len(seen) - len(late), "at start", late)
 """
@@ -97,4 +82,4 @@ def test_no_variant_is_compiled_while_serving(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     count, late = done.stdout.split(" at start ")
     assert late.strip() == "[]"
-    assert int(count) > 20, "the choices of block sizes among them"
+    assert int(count) > 15

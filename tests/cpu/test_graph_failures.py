@@ -20,9 +20,8 @@ from manylora.engine.graphs import MOST_FAILURES, DecodeGraphs
 from manylora.engine.inputs import StepInputs
 from manylora.engine.loop import EngineLoop
 from manylora.errors import DeviceLostError, EngineDeadError, RequestError
-from manylora.kernels.cuda.capture import CudaCapture
 from manylora.kernels.cuda.ops import CudaOps
-from manylora.kernels.device import Device
+from manylora.kernels.device import CudaCapture, Device
 from manylora.kernels.spec import BatchLimits
 from manylora.request import Event, Request, SamplingConfig
 

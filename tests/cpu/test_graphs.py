@@ -24,9 +24,8 @@ from manylora.engine.engine import Engine
 from manylora.engine.graphs import DecodeGraphs, buckets_for, width_class
 from manylora.engine.inputs import StepInputs
 from manylora.errors import ConfigError
-from manylora.kernels.cuda.capture import CudaCapture
 from manylora.kernels.cuda.ops import CudaOps
-from manylora.kernels.device import Device
+from manylora.kernels.device import CudaCapture, Device
 from manylora.lora.convert import convert_peft
 from manylora.model.batch import ForwardBatch
 from manylora.model.checkpoint import read_model_config

@@ -116,7 +116,7 @@ class Runner:
             self._graphs.warm(recurrent=self._states is not None)
 
     def try_variants(self) -> None:
-        """Let operations that have several variants measure and choose one now, rather than in a step."""
+        """Compile the kernels that steps may launch now, so that no step waits for the compiler."""
         if isinstance(self._decoder, Decoder) and not self._decoder.config.bidirectional:
             self._device.activate()
             modules = self._adapters.modules.values()

@@ -1,5 +1,5 @@
-"""Steps that run at start and serve nobody: one measures the memory that the largest step takes, others let
-the device's operations measure and choose block sizes, and compile the kernels that a step may launch.
+"""Steps that run at start and serve nobody: one measures the memory that the largest step takes, others
+compile the kernels that a step may launch.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _draw(device: torch.device, num_rows: int, vocab: int) -> None:
 TRIALS = ((1,) * 8, (32,), (256,))
 CONTEXT = 1024  # tokens of a decoding sequence
 ADAPTED = RowFormat(16)
-# Adapters that use other kernel variants, which are compiled but not measured.
+# Adapters that use other kernel variants.
 OTHERS = (RowFormat(64), RowFormat(16, encoding=Encoding.FLOAT8), RowFormat(64, encoding=Encoding.FLOAT8))
 
 
@@ -135,9 +135,7 @@ def try_variants(
     limits: BatchLimits,
     device: torch.device,
 ) -> None:
-    """Measure, and compile everything else that steps may launch. Results are dropped, and nothing is
-    stored.
-    """
+    """Compile the kernels that steps may launch. Results are dropped, and nothing is stored."""
 
     def run(adapted: RowFormat) -> None:
         for lengths in TRIALS:
@@ -149,19 +147,14 @@ def try_variants(
 
     started = time.perf_counter()
     try:
-        with ops.trials() as wanted:
-            if not wanted:
+        with ops.compiling() as compiles:
+            if not compiles:
                 return
-            with ops.compiling():
-                run(ADAPTED)
-        with ops.trials():  # its time limit is for measurements only
-            run(ADAPTED)
-        with ops.compiling():
-            for adapted in OTHERS if modules else ():
+            for adapted in (ADAPTED, *OTHERS) if modules else (ADAPTED,):
                 run(adapted)
     except torch.OutOfMemoryError:
-        logger.warning("no memory is left to measure block sizes: lower kv_cache_free_gpu_mem_fraction")
-    logger.info("compiled kernels in %.1f s, with measuring", time.perf_counter() - started)
+        logger.warning("no memory is left to compile all kernels: lower kv_cache_free_gpu_mem_fraction")
+    logger.info("compiled kernels in %.1f s", time.perf_counter() - started)
 
 
 def _inputs(counts: list[int], num_blocks: int, limits: BatchLimits) -> StepInputs:

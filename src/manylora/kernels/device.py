@@ -34,6 +34,41 @@ tensors, and returns the same output tensor.
 """
 
 
+class CudaCapture:
+    """A `Capture` that records CUDA graphs on one device. All graphs share a memory pool, so a replay may
+    overwrite another graph's output. Each output must be used before the next replay.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        # One stream for all graphs, because memory allocated on a stream is reused only on that stream.
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """function: reads and writes tensors at fixed addresses. It runs once before the recording, to
+        compile kernels and allocate workspaces.
+        """
+        stream, present = self._stream, torch.cuda.current_stream(self._device)
+        stream.wait_stream(present)
+        with torch.cuda.stream(stream):
+            function()
+        present.wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads may wait for adapter copies meanwhile, which `global` forbids.
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                output = function()
+        finally:  # if ending a failed recording fails, torch leaves the thread on its stream
+            torch.cuda.set_stream(present)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+
 class CopyStream:
     """Copies from pinned host memory, concurrent with computation and in the order of `start`.
 
@@ -252,15 +287,13 @@ def _open_cuda(device: torch.device) -> Device:
     torch.cuda.set_device(device)
     name = torch.cuda.get_device_name(device)
     try:
-        from manylora.kernels.cuda.blocks import device_chooser
-        from manylora.kernels.cuda.capture import CudaCapture
         from manylora.kernels.cuda.ops import CudaOps
     except ImportError as error:
         logger.warning(
             "the GPU's kernels cannot be used (%s); the reference runs, slowly: install triton", error
         )
         return Device(device, ReferenceOps(), name)
-    ops = CudaOps(chooser=device_chooser(device))
+    ops = CudaOps()
     _check_launch(ops, device)
     return Device(device, ops, name, CudaCapture(device), overlaps=True)
 

@@ -93,16 +93,11 @@ class ReferenceOps:
             raise NotImplementedError("the reference reads host tables, which a recorded graph cannot change")
         return attention, lora
 
-    def trials(self) -> AbstractContextManager[bool]:
-        """Inside, operations may measure variants and keep the fastest. Yields whether any does.
-
-        Results computed inside are useless. Outside, operations never measure.
+    def compiling(self) -> AbstractContextManager[bool]:
+        """Inside, kernels may be compiled without running, and results are undefined. Yields whether any
+        are.
         """
         return nullcontext(False)
-
-    def compiling(self) -> AbstractContextManager[None]:
-        """Inside, kernels may be compiled without running. Results are undefined."""
-        return nullcontext()
 
     def compute_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of all tensors except weights, for a model that should compute in `dtype`. Called once,

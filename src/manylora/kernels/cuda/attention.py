@@ -14,26 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manylora.kernels.cuda.blocks import BlockChooser, Blocks
-from manylora.kernels.cuda.fp8 import _from_e4m3, as_bytes
-from manylora.kernels.cuda.interpreter import _dot, widens
+from manylora.kernels.cuda.arithmetic import _dot, _from_e4m3, as_bytes, widens
+from manylora.kernels.cuda.blocks import decode_blocks, prompt_blocks
 from manylora.kernels.cuda.launch import launch
 from manylora.kernels.cuda.tables import PagedBatch
 from manylora.kernels.spec import FP8, AttentionParams
 
-# Keys that a program reads at a time. The first entry is the default without measurements.
-DECODE = (Blocks(32), Blocks(64), Blocks(64, stages=2), Blocks(128, stages=2))
-ONE_WARP = Blocks(16, warps=1)  # without barriers; a larger tile would spill registers
-# For tiles of queries over 4, 8 and 16 KiB, which are held in registers: more keys at a time would spill.
-LARGE_DECODE = (Blocks(32), Blocks(32, warps=8))
-LARGER_DECODE = (Blocks(16, warps=8, stages=2), Blocks(32, warps=8, stages=2))
-LARGEST_DECODE = (Blocks(16, warps=16, stages=2),)
-PROMPTS = (Blocks(32), Blocks(64, stages=2))
-WIDE_PROMPTS = (Blocks(32, warps=8), Blocks(64, warps=8, stages=2))  # for heads over 128 elements
-WIDEST_PROMPTS = (Blocks(32, warps=8),)  # and over 256: more keys at a time exceed shared memory
-FLOAT32_PROMPTS = (Blocks(32, warps=8, stages=2), Blocks(16, warps=8, stages=2))
-WIDE_FLOAT32_PROMPTS = (Blocks(16, warps=8, stages=2),)  # others spill registers
-IN_PIECES = (WIDE_FLOAT32_PROMPTS, LARGER_DECODE, LARGEST_DECODE)
 PIECE = 32  # elements of a wide float32 head that are multiplied at a time
 PROGRAMS = 256  # target per decoding sequence: about two for each of a GPU's units
 FEWEST_PARTS, MOST_PARTS = 16, 64
@@ -185,88 +171,63 @@ def parts_within(longest: int, part_keys: int, kv_heads: int, window: int | None
     return min(most_parts(kv_heads), -(-keys // part_keys))
 
 
-class PagedAttention:
-    """Our own kernel: any page size, head_dim up to 512, grouped heads, windows, soft caps, sinks, and FP8
-    caches, which are widened in registers. chooser: of block sizes.
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, params: AttentionParams
+) -> Tensor:
+    """As `ReferenceOps.attention`: any page size, head_dim up to 512, grouped heads, windows, soft caps,
+    sinks, and FP8 caches, which are widened in registers. The last two dimensions of q must be contiguous.
     """
-
-    name = "our own kernel in the Triton language"
-
-    def __init__(self, chooser: BlockChooser | None = None) -> None:
-        self._chooser = chooser or BlockChooser()
-
-    def __call__(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, params: AttentionParams
-    ) -> Tensor:
-        """As `ReferenceOps.attention`. The last two dimensions of q must be contiguous."""
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if batch.single_tiles.shape[0]:
-            self._launch(out, q, k_cache, v_cache, batch, params, split=True)
-        if batch.tiles.shape[0]:
-            self._launch(out, q, k_cache, v_cache, batch, params, split=False)
-        return out
-
-    def _launch(
-        self,
-        out: Tensor,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: PagedBatch,
-        params: AttentionParams,
-        *,
-        split: bool,
-    ) -> None:
-        heads, dim = q.shape[1:]
-        page, kv_heads = k_cache.shape[1:3]
-        tiles, block_m = batch.single_tiles, max(16, triton.next_power_of_2(heads // kv_heads))
-        if not split:
-            start, stop, block_m = batch.tilings[kv_heads, dim]
-            tiles = batch.tiles[start:stop]
-        window, softcap = params.window, params.softcap
-        parts = parts_within(batch.max_keys, batch.part_keys, kv_heads, window) if split else 1
-        size = (tiles.shape[0], parts, heads) if split else (0,)
-        part_top, part_sum = (torch.empty(size, dtype=torch.float32, device=q.device) for _ in "ab")
-        part_out = torch.empty((*size, dim), dtype=torch.float32, device=q.device)
-        block_d = max(16, triton.next_power_of_2(dim))
-        candidates = _candidates(block_m, block_d, q.dtype, batch.part_keys, split)
-        shared = {
-            "PART_KEYS": batch.part_keys, "MOST_PARTS": most_parts(kv_heads), "WINDOWED": window is not None,
-            "DIM": dim, "BLOCK_D": block_d,
-        }  # fmt: skip
-
-        def run(blocks: Blocks) -> None:
-            launch(
-                _attend, (tiles.shape[0], kv_heads, parts), q, as_bytes(k_cache), as_bytes(v_cache), out,
-                part_out, part_top, part_sum, tiles, batch.starts, batch.lengths, batch.block_table,
-                q if params.sinks is None else params.sinks, params.scale, window or 0, softcap or 1.0,
-                q.stride(0), batch.block_table.stride(0), parts,
-                **shared,
-                GROUP=heads // kv_heads, KV_HEADS=kv_heads, PAGE=page, CAPPED=softcap is not None,
-                SINKS=params.sinks is not None,
-                NARROW=k_cache.dtype == FP8, SPLIT=split, BLOCK_M=block_m, BLOCK_N=blocks.size,
-                PIECE_D=min(PIECE, block_d) if candidates in IN_PIECES else block_d,
-                WIDEN=widens(q.dtype), num_warps=blocks.warps, num_stages=blocks.stages,
-            )  # fmt: skip
-
-        kind = f"attention {'decoding' if split else 'prompts'} {q.dtype} cache {k_cache.dtype}"
-        shape = f"{kind} heads {heads} {kv_heads} dim {dim} page {page}"
-        run(self._chooser.choose(shape, candidates, run))
-        if split:
-            launch(
-                _join, (tiles.shape[0], heads), out, part_out, part_top, part_sum, tiles, batch.starts,
-                batch.lengths, window or 0, parts, HEADS=heads, BLOCK_P=JOINED_PARTS, **shared,
-            )  # fmt: skip
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if batch.single_tiles.shape[0]:
+        _launch(out, q, k_cache, v_cache, batch, params, split=True)
+    if batch.tiles.shape[0]:
+        _launch(out, q, k_cache, v_cache, batch, params, split=False)
+    return out
 
 
-def _candidates(rows: int, dim: int, dtype: torch.dtype, part_keys: int, split: bool) -> tuple[Blocks, ...]:
-    """rows, dim: of a tile of queries."""
-    size = rows * dim * dtype.itemsize
+def _launch(
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    params: AttentionParams,
+    *,
+    split: bool,
+) -> None:
+    """split: for the sequences with one query, whose keys are split into parts; otherwise for the others."""
+    heads, dim = q.shape[1:]
+    page, kv_heads = k_cache.shape[1:3]
+    block_d = max(16, triton.next_power_of_2(dim))
     if split:
-        offered: tuple[Blocks, ...] = (*DECODE, ONE_WARP)
-        if size > 2**12:
-            offered = LARGE_DECODE if size <= 2**13 else LARGER_DECODE if size <= 2**14 else LARGEST_DECODE
-        return tuple(blocks for blocks in offered if part_keys % blocks.size == 0)  # each lies in one part
-    if dtype == torch.float32:
-        return WIDE_FLOAT32_PROMPTS if size > 2**14 else FLOAT32_PROMPTS
-    return WIDEST_PROMPTS if dim > 256 else WIDE_PROMPTS if size > 2**14 else PROMPTS
+        tiles, block_m = batch.single_tiles, max(16, triton.next_power_of_2(heads // kv_heads))
+        blocks = decode_blocks(block_m, block_d, q.dtype)
+        assert batch.part_keys % blocks.size == 0, "a block of keys lies in one part"
+    else:
+        start, stop, block_m = batch.tilings[kv_heads, dim]
+        tiles, blocks = batch.tiles[start:stop], prompt_blocks(block_m, block_d, q.dtype)
+    window, softcap = params.window, params.softcap
+    parts = parts_within(batch.max_keys, batch.part_keys, kv_heads, window) if split else 1
+    size = (tiles.shape[0], parts, heads) if split else (0,)
+    part_top, part_sum = (torch.empty(size, dtype=torch.float32, device=q.device) for _ in "ab")
+    part_out = torch.empty((*size, dim), dtype=torch.float32, device=q.device)
+    shared = {
+        "PART_KEYS": batch.part_keys, "MOST_PARTS": most_parts(kv_heads), "WINDOWED": window is not None,
+        "DIM": dim, "BLOCK_D": block_d,
+    }  # fmt: skip
+    launch(
+        _attend, (tiles.shape[0], kv_heads, parts), q, as_bytes(k_cache), as_bytes(v_cache), out, part_out,
+        part_top, part_sum, tiles, batch.starts, batch.lengths, batch.block_table,
+        q if params.sinks is None else params.sinks, params.scale, window or 0, softcap or 1.0, q.stride(0),
+        batch.block_table.stride(0), parts,
+        **shared,
+        GROUP=heads // kv_heads, KV_HEADS=kv_heads, PAGE=page, CAPPED=softcap is not None,
+        SINKS=params.sinks is not None, NARROW=k_cache.dtype == FP8, SPLIT=split, BLOCK_M=block_m,
+        BLOCK_N=blocks.size, PIECE_D=min(PIECE, block_d) if blocks.in_pieces else block_d,
+        WIDEN=widens(q.dtype), **blocks.options,
+    )  # fmt: skip
+    if split:
+        launch(
+            _join, (tiles.shape[0], heads), out, part_out, part_top, part_sum, tiles, batch.starts,
+            batch.lengths, window or 0, parts, HEADS=heads, BLOCK_P=JOINED_PARTS, **shared,
+        )  # fmt: skip

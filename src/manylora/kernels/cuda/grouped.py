@@ -15,9 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manylora.kernels.cuda.blocks import BlockChooser, Blocks
-from manylora.kernels.cuda.fp8 import _dot_e4m3, _from_e4m3, as_bytes, quantise_rows
-from manylora.kernels.cuda.interpreter import _dot, is_interpreted, widens
+from manylora.kernels.cuda.arithmetic import (
+    _dot,
+    _dot_e4m3,
+    _from_e4m3,
+    as_bytes,
+    is_interpreted,
+    quantise_rows,
+    widens,
+)
+from manylora.kernels.cuda.blocks import PRODUCT
 from manylora.kernels.cuda.launch import launch
 from manylora.kernels.cuda.plan import TILE
 from manylora.kernels.quantised import QuantisedWeight
@@ -28,15 +35,6 @@ PARTS = 3  # per weight: values, scales, offsets
 KINDS = {torch.int8: INT8, FP8: E4M3, torch.uint8: INT4}
 ALIGNMENTS = (16, 8, 4, 2, 1)
 SMALLEST_GROUP = 16  # minimum inputs of a block
-ADDED = 1024  # sums added by one program
-# Outputs per program, for small and large tiles. They do not affect the order of a sum.
-SMALL_TILES = (Blocks(64), Blocks(32, stages=4), Blocks(128, stages=4))
-LARGE_TILES = (Blocks(128), Blocks(128, warps=8), Blocks(64, stages=4))
-# For few rows of one weight also with the inputs in parts, so that 4096 outputs give 256 programs. Otherwise
-# too few of a GPU's 132 units would use the memory bandwidth.
-SMALL_SPLIT = (Blocks(64, splits=4), Blocks(32, stages=4, splits=2))
-LARGE_SPLIT = (Blocks(64, splits=4), Blocks(32, stages=4, splits=2))
-ROW_CLASSES = (16, 64, 256)  # within a class of row counts per weight, the order of sums is fixed
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,6 @@ def _grouped(
     KIND: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr, TILED: tl.constexpr,
     TILE: tl.constexpr, PARTS: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr, NARROW: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     first, number = tile.to(tl.int64) * BLOCK_M, 0
@@ -113,13 +110,7 @@ def _grouped(
     m, n = tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = first + m
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    begin, end = 0, num_in
-    if SPLITS > 1:
-        span = tl.cdiv(tl.cdiv(num_in, BLOCK_K), SPLITS) * BLOCK_K
-        begin = tl.program_id(2) * span
-        end = tl.minimum(num_in, begin + span)
-        y += tl.program_id(2) * num_rows * num_out  # few rows: 32 bits are enough
-    for start in range(begin, end, BLOCK_K):
+    for start in range(0, num_in, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         mine = (m < count)[:, None] & (k < num_in)[None, :]
         xs = tl.load(x + rows[:, None] * x_stride + k[None, :], mask=mine, other=0)
@@ -137,16 +128,6 @@ def _grouped(
         total *= tl.load(scales + n, mask=n < num_out, other=0).to(tl.float32)[None, :]
     to = y + rows[:, None] * num_out + n[None, :]
     tl.store(to, total.to(y.dtype.element_ty), mask=(m < count)[:, None] & (n < num_out)[None, :])
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _add_parts(y, parts, num_rows, num_out, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """y = parts.sum(0), in order."""
-    at, elements = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), num_rows * num_out
-    total = tl.zeros([BLOCK], tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(parts + split * elements + at, mask=at < elements, other=0)
-    tl.store(y + at, total.to(y.dtype.element_ty), mask=at < elements)
 
 
 def weight_table(weights: Sequence[Weight], narrow: bool = False) -> WeightTable:
@@ -184,26 +165,22 @@ def _elements(start: Tensor, other: Tensor) -> int:
     return elements
 
 
-def grouped_linear(
-    x: Tensor, tiles: Tensor, tile_size: int, table: WeightTable, chooser: BlockChooser | None = None
-) -> Tensor:
+def grouped_linear(x: Tensor, tiles: Tensor, tile_size: int, table: WeightTable) -> Tensor:
     """Semantics, for each tile (first, count, _, e): y[first:first+count] = x[first:first+count] @ W[e].T
 
     x [P, K] in the dtype of plain weights or of scales, last dimension contiguous -> [P, N]. tiles [n, TILE]
     int32, covering all of x, with at most tile_size rows each.
     """
-    return _launch(x, tiles, tile_size, tiles.shape[0], table, chooser or BlockChooser())
+    return _launch(x, tiles, tile_size, tiles.shape[0], table)
 
 
-def quantised_rows(x: Tensor, table: WeightTable, chooser: BlockChooser | None = None) -> Tensor:
+def quantised_rows(x: Tensor, table: WeightTable) -> Tensor:
     """Semantics: x @ W.T, with a table of one weight; x [T, K] -> [T, N]."""
     size = 16 if x.shape[0] <= 16 else 64
-    return _launch(x, None, size, triton.cdiv(x.shape[0], size), table, chooser or BlockChooser())
+    return _launch(x, None, size, triton.cdiv(x.shape[0], size), table)
 
 
-def _launch(
-    x: Tensor, tiles: Tensor | None, tile_size: int, count: int, table: WeightTable, chooser: BlockChooser
-) -> Tensor:
+def _launch(x: Tensor, tiles: Tensor | None, tile_size: int, count: int, table: WeightTable) -> Tensor:
     num_out, num_in = table.shape
     dtype, widen, x_scales = x.dtype, widens(x.dtype), x
     if table.narrow:
@@ -216,37 +193,14 @@ def _launch(
         block_k = min(block_k, group & -group)  # its power-of-two factor: a block never spans two groups
     if table.groups == 1 and not table.has_offsets:
         group = 0
-
-    def run(blocks: Blocks) -> None:
-        parts, splits = y, blocks.splits
-        if splits > 1:
-            parts = torch.empty((splits, *y.shape), dtype=torch.float32, device=y.device)
+    blocks = PRODUCT[tile_size]
+    if count:
         launch(
-            _grouped, (count, triton.cdiv(num_out, blocks.size), splits), parts, x, x_scales,
-            y if tiles is None else tiles, table.values, table.scales,
-            table.offsets, table.distances, x.stride(0), x.shape[0], num_in, num_out,
+            _grouped, (count, triton.cdiv(num_out, blocks.size)), y, x, x_scales,
+            y if tiles is None else tiles, table.values, table.scales, table.offsets, table.distances,
+            x.stride(0), x.shape[0], num_in, num_out,
             KIND=table.kind, GROUP=group, OFFSETS=table.has_offsets, TILED=tiles is not None, TILE=TILE,
             PARTS=PARTS, ALIGN=table.align, BLOCK_M=tile_size, BLOCK_N=blocks.size, BLOCK_K=block_k,
-            WIDEN=widen, NARROW=table.narrow, SPLITS=splits, num_warps=blocks.warps, num_stages=blocks.stages,
+            WIDEN=widen, NARROW=table.narrow, **blocks.options,
         )  # fmt: skip
-        if splits > 1:
-            grid = (triton.cdiv(y.numel(), ADDED),)
-            launch(_add_parts, grid, y, parts, len(y), num_out, SPLITS=splits, BLOCK=ADDED)
-
-    if count:
-        kind = ("plain", "int8", "e4m3", "int4")[table.kind] + " units" * table.narrow
-        rows = f"tile {tile_size}" if tiles is not None else f"rows {_row_class(len(x))}"
-        shape = f"{kind} {dtype} {rows} in {num_in} out {num_out} groups {table.groups}"
-        run(chooser.choose(shape, _candidates(tile_size, tiles is not None, len(x)), run))
     return y
-
-
-def _candidates(tile_size: int, tiled: bool, rows: int) -> tuple[Blocks, ...]:
-    candidates = SMALL_TILES if tile_size == 16 else LARGE_TILES
-    if tiled or rows > ROW_CLASSES[1]:  # then there are enough tiles for all units
-        return candidates
-    return (*candidates, *(SMALL_SPLIT if tile_size == 16 else LARGE_SPLIT))
-
-
-def _row_class(rows: int) -> int:
-    return next((most for most in ROW_CLASSES if rows <= most), ROW_CLASSES[-1])

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -31,10 +29,6 @@ INT32 = 2**31  # larger integers are passed in 64 bits
 
 _only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
 _layouts: dict[tuple[Any, ...], _Layout | None] = {}  # by a kernel's id, as kernels are never freed
-
-
-def is_compiling() -> bool:
-    return _only_compiles.get()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -143,26 +137,10 @@ def _layout(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) 
     return _Layout(pointers, fixed, changing)
 
 
-@triton.jit
-def _follow(EARLY: tl.constexpr):
-    """First in a kernel that may be launched early: waits until the kernel before has ended, and so all that
-    came before it, and its memory is written. Only then may the next begin to do the same."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-
-
-def followed(early: bool) -> dict[str, bool]:
-    """Constants of a kernel with `_follow`. early: it starts while the previous kernel is ending
-    (programmatic dependent launch, from Hopper on).
-    """
-    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
-
-
 @contextmanager
-def compiling() -> Iterator[None]:
+def compiling() -> Iterator[bool]:
     """Inside, `launch` compiles in threads and leaves results undefined. On exit all compilation is done. A
-    variant that cannot be compiled raises when it is launched.
+    variant that cannot be compiled raises when it is launched. Yields True.
     """
     token = _only_compiles.set(True)
     try:
@@ -170,6 +148,6 @@ def compiling() -> Iterator[None]:
             ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads,
             triton.AsyncCompileMode(threads, ignore_errors=True),
         ):
-            yield
+            yield True
     finally:
         _only_compiles.reset(token)

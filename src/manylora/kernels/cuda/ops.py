@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from manylora.kernels.cuda import kv, launch, lora, recurrent, routing, rows
-from manylora.kernels.cuda.backends import AttentionBackend, choose
-from manylora.kernels.cuda.blocks import IN_TURN, ORDERS, BlockChooser, Order
-from manylora.kernels.cuda.capture import SecondStream, is_recording
+from manylora.kernels.cuda import launch, lora, recurrent, routing, rows
+from manylora.kernels.cuda.arithmetic import is_interpreted
+from manylora.kernels.cuda.attention import paged_attention
 from manylora.kernels.cuda.grouped import ALIGNMENTS, WeightTable, grouped_linear, weight_table
 from manylora.kernels.cuda.plan import MODULES, PLACE, Places, plan_lora
-from manylora.kernels.cuda.products import QuantisedLinears
+from manylora.kernels.cuda.products import QuantisedLinears, fits_fp8_units
 from manylora.kernels.cuda.tables import PART_KEYS, PagedBatch, PlannedLora, plan_attention
-from manylora.kernels.quantised import PackedInt4, QuantisedWeight, StackedWeight
-from manylora.kernels.recurrent import DeltaWeights, Mamba2Weights, RecurrentState, StateBatch
+from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import (
     AttentionBatch,
@@ -33,7 +31,6 @@ from manylora.kernels.spec import (
 )
 from manylora.kernels.transfer import upload
 
-EARLY_FROM = 9, 0  # first compute capability with programmatic dependent launch
 SPARE_SLOTS = 64  # slots kept for adapters without running sequences
 LARGEST_HEAD = 512  # elements; attention of wider heads uses PyTorch
 
@@ -41,17 +38,14 @@ LARGEST_HEAD = 512  # elements; attention of wider heads uses PyTorch
 class CudaOps(ReferenceOps):
     """No operation waits for the device. Under the interpreter, tensors may be on the host.
 
-    part_keys: minimum keys of one program in decode attention. chooser: of block sizes; None: one that does
-    not measure.
+    part_keys: minimum keys of one program in decode attention.
     """
 
     reads_tables = False
 
-    def __init__(self, part_keys: int = PART_KEYS, chooser: BlockChooser | None = None) -> None:
+    def __init__(self, part_keys: int = PART_KEYS) -> None:
         self._part_keys = part_keys
-        self.chooser = chooser or BlockChooser()
-        self._quantised = QuantisedLinears(chooser=self.chooser)
-        self._orders: tuple[Order, ...] = (IN_TURN,)
+        self._quantised = QuantisedLinears()
         self._targets: dict[tuple[LoraTarget, ...], Tensor] = {}
         self._tables: dict[int, tuple[Sequence[Weight], WeightTable]] = {}
         self._last_plan: tuple[tuple[LoraBatch, int, bool] | None, PlannedLora | None] = None, None
@@ -67,21 +61,9 @@ class CudaOps(ReferenceOps):
         # torch splits the product. By default torch rounds them.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        self._attention: AttentionBackend = choose(limits, device, chooser=self.chooser)
-        if device.type == "cuda":
-            self._second = SecondStream(device)
-            early = torch.cuda.get_device_capability(device) >= EARLY_FROM
-            self._orders = tuple(order for order in ORDERS if early or not order.early)
 
-    @contextmanager
-    def compiling(self) -> Iterator[None]:
-        with launch.compiling():
-            yield
-
-    @contextmanager
-    def trials(self) -> Iterator[bool]:
-        with self.chooser.measuring():
-            yield self.chooser.can_measure
+    def compiling(self) -> AbstractContextManager[bool]:
+        return super().compiling() if is_interpreted() else launch.compiling()
 
     def plan(
         self, attention: AttentionBatch, lora: LoraBatch | None, fixed: bool = False
@@ -135,14 +117,11 @@ class CudaOps(ReferenceOps):
             return plain
         weight = plain
         if routed:  # the experts' kernel supports neither zeros nor orders
-            if not weight.is_plain:
-                return weight.wide()
-            self._quantised.narrows_experts(weight)  # run its trial now, not in a step
-            return weight
+            return weight if weight.is_plain else weight.wide()
         return self._quantised.pack(weight)
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
-        if isinstance(packed, QuantisedWeight | PackedInt4):
+        if isinstance(packed, QuantisedWeight):
             return self._quantised(x, packed, bias)
         return super().linear(x, packed, bias)
 
@@ -154,45 +133,6 @@ class CudaOps(ReferenceOps):
         if tables is not None:
             lora.expand_add(y, lora.shrink(x, tables), x.shape[1], tables, bias)
 
-    def adapted_linear(
-        self, x: Tensor, packed: Weight, bias: Tensor | None, batch: LoraBatch, layer: int, targets: Targets
-    ) -> Tensor:
-        assert isinstance(batch, PlannedLora), "a batch goes through `plan` first"
-        if len(self._orders) == 1:
-            return super().adapted_linear(x, packed, bias, batch, layer, targets)
-        tables = self._tables_of(x, batch, layer, targets, batch.tiles, batch.tile_size)
-        if tables is None:
-            return self.linear(x, packed, bias)
-
-        def run(order: Order) -> Tensor:
-            if order.beside:
-                with self._second.fork():
-                    partial = lora.shrink(x, tables)
-                y = self.linear(x, packed, bias)
-                self._second.join()
-            else:
-                y = self.linear(x, packed, bias)
-                partial = lora.shrink(x, tables, order.early)
-            lora.expand_add(y, partial, x.shape[1], tables, bias, order.early)
-            return y
-
-        columns = sum(target.width for target in targets)
-        shape = f"order {x.dtype} tile {batch.tile_size} in {x.shape[1]} out {columns}"
-        return self._in_order(shape, run)
-
-    def _in_order(self, shape: str, run: Callable[[Order], Tensor]) -> Tensor:
-        """Use a chosen order only in a recording: elsewhere the additional host launches cost more than they
-        save.
-        """
-        if is_recording():
-            return run(self.chooser.choose_order(shape, self._orders, run))
-        y = run(IN_TURN)  # chooses block sizes, which is not possible in a recording
-        if self.chooser.is_measuring or launch.is_compiling():
-            order = self.chooser.choose_order(shape, self._orders, run)
-            if launch.is_compiling() and order != IN_TURN:
-                run(order)
-        return y
-
     def pair_up(
         self, choices: Tensor, num_experts: int, lora: LoraBatch | None
     ) -> tuple[ExpertPairs, Tensor]:
@@ -201,7 +141,7 @@ class CudaOps(ReferenceOps):
 
     def expert_linear(self, x: Tensor, pairs: ExpertPairs, weights: Sequence[Weight]) -> Tensor:
         assert isinstance(pairs, routing.DevicePairs)
-        return grouped_linear(x, pairs.tiles, pairs.tile_size, self._weight_table(weights), self.chooser)
+        return grouped_linear(x, pairs.tiles, pairs.tile_size, self._weight_table(weights))
 
     def expert_lora_add(
         self, y: Tensor, x: Tensor, batch: LoraBatch, pairs: ExpertPairs, layer: int, targets: Targets
@@ -221,7 +161,7 @@ class CudaOps(ReferenceOps):
         v_cache: Tensor,
         batch: AttentionBatch,
     ) -> Tensor:
-        return kv.rotate_and_store(q, k, v, rotary, k_cache, v_cache, batch.slots)
+        return rows.rotate_and_store(q, k, v, rotary, k_cache, v_cache, batch.slots)
 
     def attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, params: AttentionParams
@@ -229,30 +169,15 @@ class CudaOps(ReferenceOps):
         # Latent attention, or chunks of sequences, which the plan does not cover.
         if q.shape[-1] > LARGEST_HEAD or not isinstance(batch, PagedBatch):
             return super().attention(q, k_cache, v_cache, batch, params)
-        return self._attention(q, k_cache, v_cache, batch, params)
+        return paged_attention(q, k_cache, v_cache, batch, params)
 
-    def delta_rule(
-        self, x: Tensor, gates: Tensor, weights: DeltaWeights, state: RecurrentState, batch: StateBatch
-    ) -> Tensor:
-        return recurrent.delta_rule(x, gates, weights, state, batch)
-
-    def mamba2(self, x: Tensor, weights: Mamba2Weights, state: RecurrentState, batch: StateBatch) -> Tensor:
-        return recurrent.mamba2(x, weights, state, batch)
-
-    def short_conv(self, x: Tensor, taps: Tensor, state: RecurrentState, batch: StateBatch) -> Tensor:
-        return recurrent.short_conv(x, taps, state, batch)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rows.rms_norm(x, weight, eps)
-
-    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return rows.add_rms_norm(x, delta, weight, eps)
-
-    def gated(self, y: Tensor, activation: str) -> Tensor:
-        return rows.gated(y, activation)
-
-    def clamped_swiglu(self, y: Tensor, alpha: float, limit: float) -> Tensor:
-        return rows.clamped_swiglu(y, alpha, limit)
+    delta_rule = staticmethod(recurrent.delta_rule)
+    mamba2 = staticmethod(recurrent.mamba2)
+    short_conv = staticmethod(recurrent.short_conv)
+    rms_norm = staticmethod(rows.rms_norm)
+    add_rms_norm = staticmethod(rows.add_rms_norm)
+    gated = staticmethod(rows.gated)
+    clamped_swiglu = staticmethod(rows.clamped_swiglu)
 
     def _tables_of(
         self, x: Tensor, batch: PlannedLora, layer: int, targets: Targets, tiles: Tensor, tile_size: int
@@ -275,7 +200,6 @@ class CudaOps(ReferenceOps):
             encodings=batch.encodings,
             mixed=batch.mixed,
             weighed=batch.weighed,
-            chooser=self.chooser,
         )
 
     def _target_table(self, targets: tuple[LoraTarget, ...], device: torch.device) -> Tensor:
@@ -290,6 +214,6 @@ class CudaOps(ReferenceOps):
         known = self._tables.get(id(weights))
         if known is None:
             one = weights[0]
-            narrow = isinstance(one, QuantisedWeight) and self._quantised.narrows_experts(one)
+            narrow = isinstance(one, QuantisedWeight) and fits_fp8_units(one)
             known = self._tables[id(weights)] = weights, weight_table(weights, narrow)
         return known[1]

@@ -1,211 +1,141 @@
-"""Linear layers with quantised weights: the fastest correct kernel for each shape of weight and each class of
-rows.
+"""Linear layers with quantised weights. A weight's format and the number of rows decide which kernel runs:
 
-A kernel is tried with the first weight of a shape, and timed with it if the device can measure. A step's
-number of rows selects a kernel only by its class, so within a class a row is computed in the same way.
-Kernels that round x to 8 bits replace only each other, never the others, whatever their speed.
+- 8-bit floats with one scale per output: torch._scaled_mm, if it passes a trial with the first weight of a
+  shape; rows are then rounded to 8-bit floats, too;
+- other weights: our own kernel, which widens them in registers, up to FEW_ROWS rows;
+- more rows, and what our kernel does not support: the weight is dequantised before the product.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby
-from operator import itemgetter
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from manylora.kernels.cuda import launch
-from manylora.kernels.cuda.blocks import MOST_SECONDS, BlockChooser
-from manylora.kernels.cuda.grouped import ROW_CLASSES
-from manylora.kernels.cuda.quantised import (
-    QuantisedKernel,
-    Units,
-    Widened,
-    WidenedBefore,
-    all_kernels,
-    refusal,
-)
-from manylora.kernels.quantised import PackedInt4, QuantisedWeight, quantised_linear
+from manylora.kernels.cuda.arithmetic import has_fp8_units, quantise_rows
+from manylora.kernels.cuda.grouped import SMALLEST_GROUP, WeightTable, quantised_rows, weight_table
+from manylora.kernels.quantised import QuantisedWeight, quantised_linear
+from manylora.kernels.spec import FP8
 
 logger = logging.getLogger("manylora")
 
-MANY_ROWS = 1024  # represents all numbers beyond the classes
-TIMED_ROWS = (*ROW_CLASSES, MANY_ROWS)
-DECODING = ROW_CLASSES[:2]  # the classes that decide the layout
+FEW_ROWS = 256  # up to this, weights are widened in registers; with more rows, before the product
+TRIAL_ROWS = (3, 40)
+TOLERANCE = 0.02  # relative to the largest output; rounding to bfloat16 causes 0.004
 
-Kernels = tuple[QuantisedKernel, ...]
-"""One for each of TIMED_ROWS."""
+
+class ScaledProduct:
+    """torch._scaled_mm, with rows of x rounded to e4m3 and one scale per row. It multiplies FP8 on tensor
+    cores.
+
+    inside: whether it applies the scales of rows and outputs itself; otherwise they are applied afterwards.
+    """
+
+    def __init__(self, weight: QuantisedWeight, *, inside: bool) -> None:
+        self._weight, self._inside = weight, inside
+        self._output_scales = weight.scales.float().T.contiguous()
+        self._one = torch.ones((), device=weight.values.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Semantics: x @ W.T; x [T, K], contiguous, in the dtype of the scales -> [T, N]."""
+        values, scales = quantise_rows(x)
+        columns = self._weight.values.t()
+        if self._inside:
+            return torch._scaled_mm(values, columns, scales, self._output_scales, out_dtype=x.dtype)
+        y = torch._scaled_mm(values, columns, self._one, self._one, out_dtype=torch.float32)
+        return y.mul_(scales).mul_(self._output_scales).to(x.dtype)
+
+    def __str__(self) -> str:
+        return f"torch._scaled_mm, scales {'inside' if self._inside else 'afterwards'}"
 
 
 @dataclass(frozen=True)
-class Product:
-    """A weight in its kernels' layout. weight: held, so that its id is not reused."""
+class WidenedProduct:
+    """Our own kernel for few rows. table: None: it does not support the weight's groups."""
 
-    weight: QuantisedWeight | PackedInt4
-    kernels: Kernels
-    prepared: dict[QuantisedKernel, Any]
+    weight: QuantisedWeight
+    table: WeightTable | None
 
     @classmethod
-    def of(cls, weight: QuantisedWeight, kernels: Kernels) -> Product:
-        packed = kernels[0].pack(weight)
-        return cls(packed, kernels, {kernel: kernel.prepare(packed) for kernel in kernels})
+    def of(cls, weight: QuantisedWeight) -> WidenedProduct:
+        fits = weight.scales.shape[1] == 1 or weight.group_size % SMALLEST_GROUP == 0
+        return cls(weight, weight_table([weight]) if fits else None)
 
     def __call__(self, x: Tensor) -> Tensor:
-        kernel = self.kernels[next((i for i, most in enumerate(ROW_CLASSES) if len(x) <= most), -1)]
-        return kernel(x.contiguous(), self.weight, self.prepared[kernel])
+        """As `ScaledProduct`, without rounding x."""
+        if self.table is None or len(x) > FEW_ROWS:
+            return quantised_linear(x, self.weight, None)
+        return quantised_rows(x, self.table)
 
 
 class QuantisedLinears:
-    """Chooses the kernels of each weight and runs them.
+    """The products of all packed weights."""
 
-    kernels: in order of preference without measurements. chooser: measures them, as it does block sizes, and
-    stores its choices.
-    """
+    def __init__(self) -> None:
+        self._passes: dict[tuple[tuple[int, int], torch.dtype, bool], bool] = {}
+        # By the weight's id. A product holds its weight, so that the id is not reused.
+        self._products: dict[int, ScaledProduct | WidenedProduct] = {}
 
-    def __init__(self, kernels: Sequence[QuantisedKernel] | None = None, chooser: BlockChooser | None = None):
-        self._chooser = chooser or BlockChooser()
-        self._kernels = tuple(all_kernels(self._chooser) if kernels is None else kernels)
-        self._units = Units(self._chooser)
-        self._works: dict[tuple[str, QuantisedKernel], bool] = {}
-        self._chosen: dict[str, Kernels] = {}
-        self._ready: dict[int, Product] = {}
-        self._left = MOST_SECONDS  # seconds left for measuring, over all weights
+    def pack(self, weight: QuantisedWeight) -> QuantisedWeight:
+        """Prepare a weight. The first one of a shape may wait for the device."""
+        if weight.is_plain:
+            self._products[id(weight)] = self._scaled_product(weight) or WidenedProduct.of(weight)
+        return weight
 
-    def pack(self, weight: QuantisedWeight) -> QuantisedWeight | PackedInt4:
-        """A weight in its kernels' layout. The original may be freed. The first weight of a shape waits for
-        the device.
-        """
-        if not weight.is_plain:
-            return weight
-        name = _describe(weight)
-        if name not in self._chosen:
-            self._chosen[name] = self._choose(weight, name)
-            logger.info("%s: %s", name, _say(self._chosen[name]))
-        made = Product.of(weight, self._chosen[name])
-        self._ready[id(made.weight)] = made
-        return made.weight
-
-    def narrows_experts(self, weight: QuantisedWeight) -> bool:
-        """Whether experts with such weights use FP8 tensor cores. The first call tries the kernel and waits
-        for the device.
-        """
-        return self._units.takes(weight) and self._passes(self._units, weight, says=True)
-
-    def __call__(self, x: Tensor, weight: QuantisedWeight | PackedInt4, bias: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
         """As `ReferenceOps.linear`."""
-        known = self._ready.get(id(weight))
-        if known is None:
-            assert isinstance(weight, QuantisedWeight), "only what was packed here is in a layout of torch's"
+        product = self._products.get(id(weight))
+        if product is None:
             return quantised_linear(x, weight, bias)
-        y = known(x)
+        y = product(x.contiguous())
         return y if bias is None else y.add_(bias)
 
-    def _choose(self, weight: QuantisedWeight, name: str) -> Kernels:
-        able = [k for k in self._kernels if k.takes(weight) and self._passes(k, weight)]
-        layouts: dict[str, list[QuantisedKernel]] = {}
-        for kernel in able:
-            if kernel.narrows == able[0].narrows:
-                layouts.setdefault(kernel.name if kernel.repacks else "kept", []).append(kernel)
-        if not self._chooser.can_measure or self._left <= 0:
-            return self._fastest(weight, name, layouts)
-        started = time.perf_counter()
+    def _scaled_product(self, weight: QuantisedWeight) -> ScaledProduct | None:
+        """The first form that is correct on this device."""
+        rows, columns = weight.shape
+        if not _is_fp8_per_output(weight) or rows % 16 or columns % 16:
+            return None
+        dtype = weight.scales.dtype
+        for inside in (True, False) if dtype == torch.bfloat16 else (False,):
+            key = weight.shape, dtype, inside
+            if key not in self._passes:
+                reason = _refusal(weight, inside=inside)
+                self._passes[key] = reason is None
+                outcome = "" if reason is None else f" is not used: {reason}"
+                product = ScaledProduct(weight, inside=inside)
+                logger.info(
+                    "float8_e4m3fn weights %d x %d for %s: %s%s", rows, columns, dtype, product, outcome
+                )
+            if self._passes[key]:
+                return ScaledProduct(weight, inside=inside)
+        return None
+
+
+def fits_fp8_units(weight: QuantisedWeight) -> bool:
+    """Whether experts with such weights are multiplied by FP8 tensor cores, with rows rounded to e4m3."""
+    return _is_fp8_per_output(weight) and has_fp8_units(weight.values.device)
+
+
+def _is_fp8_per_output(weight: QuantisedWeight) -> bool:
+    return weight.values.dtype == FP8 and weight.scales.shape[1] == 1 and weight.offsets is None
+
+
+def _refusal(weight: QuantisedWeight, *, inside: bool) -> str | None:
+    """Why torch._scaled_mm cannot be used: it raised an error, or its result differs. None: it can."""
+    some = weight.rows(slice(256))
+    generator = torch.Generator().manual_seed(0)
+    for count in TRIAL_ROWS:
+        x = torch.randn(count, weight.shape[1], generator=generator)
+        x = x.to(some.scales.dtype).to(some.values.device)
+        values, scales = quantise_rows(x)
+        want = (values.float() * scales) @ some.wide().float().T
         try:
-            with self._chooser.measuring(self._left):
-                self._compile(weight, able)
-                return self._fastest(weight, name, layouts)
-        except torch.OutOfMemoryError:
-            logger.warning("no memory is left to measure the products of %s", name)
-            return self._fastest(weight, name, layouts)
-        finally:
-            self._left -= time.perf_counter() - started
-
-    def _compile(self, weight: QuantisedWeight, kernels: Sequence[QuantisedKernel]) -> None:
-        """Compile our own kernels in parallel, with every choice of block sizes."""
-        trial = _Trial(weight)
-        with launch.compiling():
-            for kernel in kernels:
-                for rows in _rows_of(kernel) if isinstance(kernel, Widened) else ():
-                    trial(kernel, rows)
-
-    def _fastest(
-        self, weight: QuantisedWeight, name: str, layouts: dict[str, list[QuantisedKernel]]
-    ) -> Kernels:
-        """The fastest according to the chooser's measurements. Otherwise the first ones."""
-        trial, found = _Trial(weight), {}
-        for layout, kernels in layouts.items():
-            found[layout] = tuple(self._for_rows(trial, name, kernels, rows) for rows in TIMED_ROWS)
-
-        def decode(layout: str) -> None:
-            for kernel, rows in zip(found[layout], DECODING, strict=False):
-                trial(kernel, rows)
-
-        return found[self._chosen_of(f"{name}, layout", tuple(found), decode)]
-
-    def _for_rows(
-        self, trial: _Trial, name: str, kernels: Sequence[QuantisedKernel], rows: int
-    ) -> QuantisedKernel:
-        offered = {kernel.name: kernel for kernel in kernels if rows in _rows_of(kernel)}
-        shape = f"{name}, {rows} rows"
-        return offered[self._chosen_of(shape, tuple(offered), lambda one: trial(offered[one], rows))]
-
-    def _chosen_of(self, shape: str, names: tuple[str, ...], run: Any) -> str:
-        return names[0] if len(names) == 1 else self._chooser.choose(shape, names, run)
-
-    def _passes(self, kernel: QuantisedKernel, weight: QuantisedWeight, says: bool = False) -> bool:
-        """Whether its product with some rows of the first weight of this shape was correct."""
-        name = _describe(weight)
-        if (name, kernel) not in self._works:
-            reason = None if isinstance(kernel, WidenedBefore) else refusal(kernel, weight)
-            self._works[name, kernel] = reason is None
-            if reason is not None:
-                logger.info("%s: %s is not used: %s", name, kernel.name, reason)
-            elif says:
-                logger.info("%s: %s", name, kernel.name)
-        return self._works[name, kernel]
-
-
-class _Trial:
-    """Runs kernels on a weight, in each kernel's layout, which is created once."""
-
-    def __init__(self, weight: QuantisedWeight) -> None:
-        self._weight, self._ready = weight, dict[QuantisedKernel, tuple[Any, Any]]()
-
-    @cached_property
-    def _x(self) -> Tensor:
-        dtype, device = self._weight.scales.dtype, self._weight.scales.device
-        return torch.ones(MANY_ROWS, self._weight.shape[1], dtype=dtype, device=device)
-
-    def __call__(self, kernel: QuantisedKernel, rows: int) -> Tensor:
-        if kernel not in self._ready:
-            packed = kernel.pack(self._weight)
-            self._ready[kernel] = packed, kernel.prepare(packed)
-        return kernel(self._x[:rows], *self._ready[kernel])
-
-
-def _rows_of(kernel: QuantisedKernel) -> tuple[int, ...]:
-    """The entries of TIMED_ROWS that it supports."""
-    return tuple(rows for rows in TIMED_ROWS if kernel.most_rows is None or rows <= kernel.most_rows)
-
-
-def _describe(weight: QuantisedWeight) -> str:
-    """Everything that its kernels and their speed depend on."""
-    kind = {torch.uint8: "4-bit"}.get(weight.values.dtype, str(weight.values.dtype).removeprefix("torch."))
-    rows, columns = weight.shape
-    groups = "" if weight.scales.shape[1] == 1 else f" in groups of {weight.group_size}"
-    offsets = "" if weight.offsets is None else " with offsets"
-    dtype = str(weight.scales.dtype).removeprefix("torch.")
-    return f"{kind} weights {rows} x {columns}{groups}{offsets} for {dtype}"
-
-
-def _say(kernels: Kernels) -> str:
-    """For example: a up to 64 rows, then b."""
-    pairs = zip([kernel.name for kernel in kernels], TIMED_ROWS, strict=True)
-    last = [(name, max(rows for _, rows in same)) for name, same in groupby(pairs, key=itemgetter(0))]
-    parts = [f"{name} up to {rows} rows" for name, rows in last[:-1]]
-    return ", ".join([*parts, f"then {last[-1][0]}" if parts else last[-1][0]])
+            got = ScaledProduct(some, inside=inside)(x).float()
+        except Exception as error:  # torch may raise anything; then something else is used
+            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        worst = float((got - want).abs().max() / want.abs().max().clamp(min=1e-30))
+        if not worst <= TOLERANCE:
+            return f"its answer is {worst:.3g} of the largest away from the reference's"
+    return None

@@ -1,4 +1,6 @@
-"""Converts 8-bit floats (e4m3), with bit operations where hardware support is missing, and quantises rows."""
+"""Numbers in the kernels: matrix products, 8-bit floats (e4m3), and workarounds for the limits of triton's
+interpreter (TRITON_INTERPRET=1).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,26 @@ from triton.language.target_info import cuda_capability_geq
 
 from manylora.kernels.cuda.launch import launch
 from manylora.kernels.spec import FP8
+
+
+def is_interpreted() -> bool:
+    return bool(triton.knobs.runtime.interpret)
+
+
+def widens(dtype: torch.dtype) -> bool:
+    """Whether a matrix product must widen its operands, because the interpreter treats bfloat16 as
+    integers.
+    """
+    return dtype == torch.bfloat16 and is_interpreted()
+
+
+@triton.jit
+def _dot(a, b, total, WIDEN: tl.constexpr):
+    if WIDEN:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    else:  # noqa: RET505 - a compile-time branch: both arms must return
+        # float32 by three products of TF32 each: as exact, but by tensor cores, with registers to spare
+        return tl.dot(a, b, total, input_precision="tf32x3")
 
 
 @triton.jit
@@ -79,7 +101,7 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes.view(FP8), scales
 
 
-def has_units(device: torch.device) -> bool:
+def has_fp8_units(device: torch.device) -> bool:
     """Whether the device has FP8 tensor cores: GPUs from Ada and Hopper on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 

@@ -23,8 +23,9 @@ from tiny_models import make_adapter, make_model, reference_logits
 from manylora.errors import ConfigError
 from manylora.model.checkpoint import read_model_config
 from manylora.quant.checkpoint import CheckpointQuant
-from manylora.quant.checkpoint_weights import STATE, CheckpointWeights
+from manylora.quant.checkpoint_weights import CheckpointWeights
 from manylora.quant.config import QuantAlgo
+from manylora.quant.layouts import STATE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GOLDEN = Path(__file__).with_name("bitsandbytes.safetensors")

@@ -3,7 +3,6 @@ model's directory, and what a stranger's file may say."""
 
 from __future__ import annotations
 
-import os
 import struct
 from pathlib import Path
 
@@ -23,10 +22,8 @@ from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, SamplingParams
 from manylora.cli import main
 from manylora.config.hub import local_model
 from manylora.errors import ConfigError
-from manylora.gguf import folder as gguf_cache
 from manylora.gguf.blocks import PLAIN, read_blocks, widen
 from manylora.gguf.container import READ, block_sizes
-from manylora.gguf.folder import SETTING
 from manylora.kernels import native
 from manylora.kernels.device import open_device
 from manylora.kernels.panels import BLOCKS, Panels
@@ -241,33 +238,6 @@ def test_parts_that_do_not_belong_together_are_refused_by_name(tmp_path: Path) -
     )
     with pytest.raises(ConfigError, match="are 0 and many, and by its name they are 0 and 1"):
         local_model(tmp_path / "y-00001-of-00001.gguf")
-
-
-def test_folders_used_longest_ago_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not those that a process has."""
-    model = make_model(tmp_path / "model", "llama")
-    make_gguf(tmp_path / "m.gguf", model, Kind.F32)
-    monkeypatch.setenv(SETTING, "2")
-
-    def folder_of(number: int, keep: bool = False) -> Path:
-        path = tmp_path / f"m{number}.gguf"
-        if not path.exists():
-            path.write_bytes((tmp_path / "m.gguf").read_bytes())
-        folder = local_model(path)
-        os.utime(folder, (number, number))
-        if not keep:  # as if the process had ended
-            os.close(gguf_cache._held.pop(folder))
-        return folder
-
-    first, second = folder_of(1, keep=True), folder_of(2)
-    third = folder_of(3)
-    assert first.is_dir() and third.is_dir() and not second.exists()
-    assert folder_of(2) == second and first.is_dir() and not third.exists()
-    (second / "config.json").unlink()  # as of a removal that was cut short
-    assert folder_of(2) == second and (second / "config.json").is_file()
-    monkeypatch.setenv(SETTING, "none")
-    with pytest.raises(ConfigError, match="MANYLORA_GGUF_FOLDERS must be a whole number of at least 1"):
-        folder_of(4)
 
 
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:

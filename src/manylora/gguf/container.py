@@ -20,24 +20,11 @@ import numpy as np
 from manylora.errors import ConfigError, printable
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
+# By the numbers of their types in a file, as `struct` names them.
 NUMBERS = {
-    0: "u1",
-    1: "i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    7: "?",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
+    kind: struct.Struct(f"<{code}") for kind, code in zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True)
 }
-CODES = {
-    "u1": "B", "i1": "b", "<u2": "H", "<i2": "h", "<u4": "I", "<i4": "i", "<f4": "f", "<u8": "Q", "<i8": "q",
-    "<f8": "d", "?": "?",
-}  # fmt: skip
-FORMATS = {kind: struct.Struct("<" + code) for kind, code in CODES.items()}
+U32, U64 = NUMBERS[4], NUMBERS[10]
 STRING, ARRAY = 8, 9
 MOST_KEYS, MOST_TENSORS, MOST_DIMS = 2**16, 2**17, 4
 LONGEST_KEY, LONGEST_NAME, LONGEST_TEXT = 2**16 - 1, 256, 2**24  # bytes
@@ -121,7 +108,7 @@ class _Reader:
     def header(self) -> Header:
         if self._size < 24 or self._take(4, "its magic") != MAGIC:
             raise ValueError("it does not begin with GGUF")
-        version = self._number("<u4")
+        version = self._number(U32)
         if version not in VERSIONS:
             other = " (its bytes are in big-endian order)" if version in (2 << 24, 3 << 24) else ""
             raise ValueError(f"its version is {version}{other}; read are {' and '.join(map(str, VERSIONS))}")
@@ -131,7 +118,7 @@ class _Reader:
             key = self._text(LONGEST_KEY, "a metadata key")
             if key in metadata:
                 raise ValueError(f"metadata key {printable(key)} is there twice")
-            metadata[key] = self._value(self._number("<u4"), key)
+            metadata[key] = self._value(self._number(U32), key)
         found = [self._tensor() for _ in range(tensors)]
         return Header(self._path, metadata, self._placed(found, metadata))
 
@@ -160,11 +147,11 @@ class _Reader:
 
     def _tensor(self) -> TensorInfo:
         name = self._text(LONGEST_NAME, "a tensor's name")
-        dims = self._number("<u4")
+        dims = self._number(U32)
         if not 1 <= dims <= MOST_DIMS:
             raise ValueError(f"tensor {printable(name)} has {dims} dimensions, at most {MOST_DIMS} are read")
-        shape = tuple(reversed([self._number("<u8") for _ in range(dims)]))
-        kind = self._number("<u4")
+        shape = tuple(reversed([self._number(U64) for _ in range(dims)]))
+        kind = self._number(U32)
         named, values, _ = types().get(kind, (f"type {kind}", 1, 1))
         if named not in READ:
             raise ValueError(
@@ -175,7 +162,7 @@ class _Reader:
             raise ValueError(
                 f"tensor {printable(name)} has the shape {list(shape)}, which {named} cannot have"
             )
-        return TensorInfo(name, shape, named, self._number("<u8"))
+        return TensorInfo(name, shape, named, self._number(U64))
 
     def _value(self, kind: int, key: str) -> Any:
         if kind in NUMBERS:
@@ -184,31 +171,30 @@ class _Reader:
             return self._text(LONGEST_TEXT, key)
         if kind != ARRAY:
             raise ValueError(f"metadata key {printable(key)} has type {kind}, which there is not")
-        inner, count = self._number("<u4"), self._number("<u8")
+        inner, count = self._number(U32), self._number(U64)
         if inner == STRING:
             if count > min(self._left // 8, MOST_TEXTS):
                 raise ValueError(f"metadata key {printable(key)} says it has {count} texts")
             return [self._text(LONGEST_TEXT, key) for _ in range(count)]
         if inner not in NUMBERS:
             raise ValueError(f"metadata key {printable(key)} is an array of type {inner}, which is not read")
-        kind_of = np.dtype(NUMBERS[inner])
-        return np.frombuffer(self._take(count * kind_of.itemsize, key), dtype=kind_of)
+        number = NUMBERS[inner]
+        return np.frombuffer(self._take(count * number.size, key), dtype=number.format)
 
     def _text(self, most: int, what: str) -> str:
-        length = self._number("<u8")
+        length = self._number(U64)
         if length > most:
             raise ValueError(f"{printable(what)} says it has {length} bytes")
         return self._take(length, what).decode("utf-8", errors="replace")
 
     def _count(self, most: int, what: str) -> int:
-        count = self._number("<u8")
+        count = self._number(U64)
         if count > most:
             raise ValueError(f"it says it has {count} {what}; at most {most} are read")
         return count
 
-    def _number(self, kind: str) -> Any:
-        form = FORMATS[kind]
-        return form.unpack(self._take(form.size, "a number"))[0]
+    def _number(self, number: struct.Struct) -> Any:
+        return number.unpack(self._take(number.size, "a number"))[0]
 
     def _take(self, count: int, what: str) -> bytes:
         if count > self._left:
@@ -301,20 +287,14 @@ class Metadata:
             values = set(found) - {0} or set(found)
             found = values.pop() if len(values) == 1 else "different ones for its layers"
         if isinstance(found, bool) or not isinstance(found, int | float):
-            raise ConfigError(
-                f"{self.header.path}: metadata {self.kind}.{name} must be a number, got "
-                f"{printable(str(found))}"
-            )
+            raise self._error(name, f"must be a number, got {printable(str(found))}")
         return found
 
     def count(self, name: str, default: int | None = None) -> int:
         """A whole number of at least 1. Raises ConfigError."""
         found = self.number(name, default)
         if not isinstance(found, int) or found < 1:
-            raise ConfigError(
-                f"{self.header.path}: metadata {self.kind}.{name} must be a whole number of at least 1, got "
-                f"{found}"
-            )
+            raise self._error(name, f"must be a whole number of at least 1, got {found}")
         return found
 
     def per_layer(self, name: str) -> list[Any]:
@@ -322,11 +302,11 @@ class Metadata:
         found = self.get(name)
         found = found if isinstance(found, list) else [found] * self.layers
         if len(found) < self.layers:
-            raise ConfigError(
-                f"{self.header.path}: metadata {self.kind}.{name} has {len(found)} entries for "
-                f"{self.layers} layers"
-            )
+            raise self._error(name, f"has {len(found)} entries for {self.layers} layers")
         return found[: self.layers]
+
+    def _error(self, name: str, what: str) -> ConfigError:
+        return ConfigError(f"{self.header.path}: metadata {self.kind}.{name} {what}")
 
     def has(self, tensor: str) -> bool:
         return tensor in self.header.tensors
@@ -345,10 +325,7 @@ class Metadata:
         """Layers for predicting several tokens, which are the last ones, are not counted."""
         count = self.count("block_count") - self.number("nextn_predict_layers", 0)
         if not 1 <= count <= len(self.header.tensors):
-            raise ConfigError(
-                f"{self.header.path}: metadata {self.kind}.block_count is {self.number('block_count')}, "
-                "which its tensors are not"
-            )
+            raise self._error("block_count", f"is {self.number('block_count')}, which its tensors are not")
         return count
 
     @property

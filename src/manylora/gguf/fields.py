@@ -33,6 +33,26 @@ def experts(one: Metadata, count: str = "num_experts") -> dict[str, Any]:
     }
 
 
+def routed(one: Metadata, normalised: bool = True) -> dict[str, Any]:
+    """Experts of DeepSeek's kind: in groups, with a scale, and with experts that every token uses.
+    normalised: whether weights are, if the file does not say.
+    """
+    return {
+        **experts(one, "n_routed_experts"),
+        "n_shared_experts": one.number("expert_shared_count", 0),
+        "first_k_dense_replace": one.number("leading_dense_block_count", 0),
+        "routed_scaling_factor": one.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(one.get("expert_weights_norm", normalised)),
+        "n_group": one.number("expert_group_count", 1),
+        "topk_group": one.number("expert_group_used_count", 1),
+    }
+
+
+def layer_kinds(one: Metadata, tensor: str, kind: str, other: str = "full_attention") -> list[str]:
+    """`kind` for layers that have this tensor."""
+    return [kind if one.has(f"blk.{layer}.{tensor}") else other for layer in range(one.layers)]
+
+
 def pattern(one: Metadata) -> dict[str, Any]:
     """The layers with a window, if the file names them."""
     fields: dict[str, Any] = {}
@@ -93,7 +113,7 @@ def granite_moe(one: Metadata) -> dict[str, Any]:
 
 
 def granite_hybrid(one: Metadata) -> dict[str, Any]:
-    kinds = ["mamba" if one.has(f"blk.{n}.ssm_in.weight") else "attention" for n in range(one.layers)]
+    kinds = layer_kinds(one, "ssm_in.weight", "mamba", "attention")
     return {
         **granite(one),
         "num_key_value_heads": attended_heads(one),
@@ -258,10 +278,7 @@ def deepseek2(one: Metadata) -> dict[str, Any]:
     rope = one.number("rope.dimension_count")
     own = "_mla" if one.get("attention.key_length_mla") is not None else ""
     fields: dict[str, Any] = {
-        **experts(one, "n_routed_experts"),
-        "n_shared_experts": one.number("expert_shared_count", 0),
-        "first_k_dense_replace": one.number("leading_dense_block_count", 0),
-        "routed_scaling_factor": one.number("expert_weights_scale", 1.0),
+        **routed(one, normalised=False),
         "n_group": one.number("expert_group_count", 1) or 1,
         "topk_group": one.number("expert_group_used_count", 1) or 1,
         "q_lora_rank": one.number("attention.q_lora_rank", 0) or None,
@@ -276,23 +293,13 @@ def deepseek2(one: Metadata) -> dict[str, Any]:
     if scale:  # llama.cpp's converter multiplies it by 0.1, and its runtime takes both for equal
         fields["rope_scaling"] = {"mscale": scale * 10, "mscale_all_dim": scale * 10}
     if one.in_any("exp_probs_b.bias") or one.number("expert_gating_func", 0) == SIGMOID:
-        return {**fields, "norm_topk_prob": bool(one.get("expert_weights_norm", False))}
+        return fields
     method = "group_limited_greedy" if fields["n_group"] > 1 else "greedy"
     return {**fields, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": method}
 
 
 def glm4_moe(one: Metadata) -> dict[str, Any]:
-    return {
-        **experts(one, "n_routed_experts"),
-        **partial(one),
-        "n_shared_experts": one.number("expert_shared_count", 0),
-        "first_k_dense_replace": one.number("leading_dense_block_count", 0),
-        "routed_scaling_factor": one.number("expert_weights_scale", 1.0),
-        "norm_topk_prob": bool(one.get("expert_weights_norm", True)),
-        "n_group": one.number("expert_group_count", 1),
-        "topk_group": one.number("expert_group_used_count", 1),
-        "use_qk_norm": one.in_any("attn_q_norm.weight"),
-    }
+    return {**routed(one), **partial(one), "use_qk_norm": one.in_any("attn_q_norm.weight")}
 
 
 def llama4(one: Metadata) -> dict[str, Any]:
@@ -313,11 +320,8 @@ def llama4(one: Metadata) -> dict[str, Any]:
 
 
 def lfm2(one: Metadata) -> dict[str, Any]:
-    kinds = [
-        "conv" if one.has(f"blk.{n}.shortconv.conv.weight") else "full_attention" for n in range(one.layers)
-    ]
     return {
-        "layer_types": kinds,
+        "layer_types": layer_kinds(one, "shortconv.conv.weight", "conv"),
         "conv_L_cache": one.number("shortconv.l_cache"),
         "block_auto_adjust_ff_dim": False,
     }
@@ -333,13 +337,9 @@ def lfm2_moe(one: Metadata) -> dict[str, Any]:
 
 def delta(one: Metadata) -> dict[str, Any]:
     """Gated delta rules in the layers that have no attention."""
-    kinds = [
-        "linear_attention" if one.has(f"blk.{n}.ssm_out.weight") else "full_attention"
-        for n in range(one.layers)
-    ]
     heads = one.count("ssm.time_step_rank")
     fields = {
-        "layer_types": kinds,
+        "layer_types": layer_kinds(one, "ssm_out.weight", "linear_attention"),
         "linear_conv_kernel_dim": one.count("ssm.conv_kernel"),
         "linear_key_head_dim": one.count("ssm.state_size"),
         "linear_num_key_heads": one.count("ssm.group_count"),

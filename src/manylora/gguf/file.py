@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +25,6 @@ WIDE_BYTES = 2**22  # bytes of the file that are widened at a time
 WIDE_VALUES = 2**21  # values that gguf-py widens at a time, with up to 30 bytes for each
 
 
-class Quantised(Protocol):
-    def quantised(self) -> QuantisedWeight: ...
-
-
 class GgufFile:
     """A context manager that closes the file. Has the methods of SafetensorsFile. Thread-safe.
 
@@ -39,7 +35,7 @@ class GgufFile:
     def __init__(self, path: Path, on_read: Callable[[int], None] = lambda count: None) -> None:
         self.path, self._on_read = path, on_read
         self._tensors: dict[str, PlainTensor] = {}
-        self._parts: dict[str, tuple[Quantised, str]] = {}  # of quantised weights
+        self._parts: dict[str, tuple[GgufTensor | MadeWeight, str]] = {}  # of quantised weights
         self.added_bytes = 0
         for name, target in read_targets(read_parts(path)).items():
             self._add(name, target)

@@ -1,83 +1,23 @@
 """A folder that stands for a GGUF file wherever a model's folder is expected. It has links to the file's
 parts, and its metadata as config.json, tokenizer.json and so on.
-
-The number of these folders is limited: the least recently used ones are removed unless a process uses them.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from manylora.errors import ConfigError
 from manylora.gguf.config import config_json, generation_json, sentence_files
 from manylora.gguf.container import NAMED, Header, part_name, part_paths, read_parts
 from manylora.gguf.tokenizer import has_tokenizer, tokenizer_config, tokenizer_json
-from manylora.system import folders
-
-SETTING, MOST_FOLDERS = "MANYLORA_GGUF_FOLDERS", 32
-_held: dict[Path, int] = {}
-"""Folder -> its descriptor, with a shared lock until this process ends: a server reads its folder again."""
-
-
-def hold(folder: Path) -> bool:
-    """Keep a folder from being removed while this process lives. Returns False if it does not exist or is
-    incomplete.
-    """
-    if folder in _held and (folder / "config.json").is_file():
-        return True
-    try:
-        descriptor = folders.hold(folder)
-    except FileNotFoundError:
-        return False
-    if not (folder / "config.json").is_file():  # removed before it was locked
-        os.close(descriptor)
-        return False
-    _held[folder] = descriptor
-    with suppress(OSError):  # it belongs to another user
-        os.utime(folder)
-    return True
-
-
-def most_folders() -> int:
-    """Raises ConfigError for a setting that is not a number of at least 1."""
-    given = os.environ.get(SETTING, "").strip()
-    if not given:
-        return MOST_FOLDERS
-    if not given.isdecimal() or int(given) < 1:
-        raise ConfigError(f"{SETTING} must be a whole number of at least 1, got {given!r}")
-    return int(given)
-
-
-def remove_old(base: Path) -> None:
-    """Remove folders in `base` beyond the limit, least recently used first. Folders that cannot be removed
-    stay, because another process uses them or they belong to another user.
-    """
-    found = [(_used(one), one) for one in base.iterdir() if one.is_dir() and not one.name.startswith(".")]
-    spare = len(found) - most_folders()
-    for _, folder in sorted(found):
-        if spare > 0:
-            spare -= remove(folder)
-
-
-def _used(folder: Path) -> float:
-    try:
-        return folder.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def remove(folder: Path) -> bool:
-    """Returns whether it was removed: not if a process uses it."""
-    return folders.remove_unless_held(folder, "config.json")
-
 
 LINK = "model.gguf"
 VERSION = 3  # version of a folder's contents
@@ -97,9 +37,7 @@ def linked_files(folder: Path) -> list[Path]:
 
 def gguf_folder(path: Path) -> Path:
     """The folder of a GGUF file, or of the file that `path` is a part of, in `~/.cache/manylora/gguf`.
-    Created if necessary.
-
-    A changed file gets another folder. The least recently used folders are removed. Raises ConfigError.
+    Created if necessary. A changed file gets another folder. Raises ConfigError.
     """
     parts = part_paths(path.absolute())
     files = [part.resolve() for part in parts]
@@ -109,7 +47,7 @@ def gguf_folder(path: Path) -> Path:
         named += f" {file} {stat.st_size} {stat.st_mtime_ns}"
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "manylora" / "gguf"
     folder = base / f"{parts[0].stem}-{hashlib.blake2b(named.encode(), digest_size=8).hexdigest()}"
-    if hold(folder):
+    if (folder / "config.json").is_file():
         return folder
     texts = _texts(read_parts(parts[0]))
     count = len(files)
@@ -117,14 +55,11 @@ def gguf_folder(path: Path) -> Path:
     try:
         base.mkdir(parents=True, exist_ok=True)
         _make(base, folder, texts, dict(zip(links, files, strict=True)))
-        if not hold(folder):
-            raise OSError(errno.ENOENT, f"{folder} was removed")
     except OSError as error:
         raise ConfigError(
             f"{path}: a folder for its tokenizer cannot be made in {base}: {error.strerror}; XDG_CACHE_HOME "
             "names another place"
         ) from error
-    remove_old(base)
     return folder
 
 
@@ -138,8 +73,6 @@ def _make(base: Path, folder: Path, texts: dict[str, str], links: dict[str, Path
             (made / name).write_text(text, encoding="utf-8")
         for name, file in links.items():
             (made / name).symlink_to(file)
-        if not (folder / "config.json").is_file():
-            remove(folder)  # remains of an interrupted removal
         made.rename(folder)
     except OSError:
         shutil.rmtree(made, ignore_errors=True)
@@ -160,8 +93,6 @@ def _texts(header: Header) -> dict[str, str]:
 
 
 def _factors(header: Header, name: str) -> list[float]:
-    import numpy as np
-
     info = header.tensors[name]
     if info.kind != "F32" or len(info.shape) != 1 or info.shape[0] > MOST_FACTORS:
         raise ConfigError(

@@ -112,8 +112,8 @@ class _Reader:
         if latent:
             fits = [len(one) for one in shapes] == [3, 3] and shapes[0][:2] == (shapes[1][0], shapes[1][2])
         if not fits:
-            raise ConfigError(
-                f"{self._header.path}: {found[0].info.name} and {found[1].info.name} have the shapes "
+            raise self._error(
+                f"{found[0].info.name} and {found[1].info.name} have the shapes "
                 f"{list(shapes[0])} and {list(shapes[1])}, which do not belong together"
             )
         if not latent:
@@ -133,8 +133,8 @@ class _Reader:
             return {name: self._target(name, part, rest) for name, part in parts}
         count, *shape = info.shape
         if not shape or count > MOST_STACKED:
-            raise ConfigError(
-                f"{self._header.path}: {info.name} has the shape {list(info.shape)}; at most {MOST_STACKED} "
+            raise self._error(
+                f"{info.name} has the shape {list(info.shape)}; at most {MOST_STACKED} "
                 "matrices in one tensor are read"
             )
         size = info.nbytes // count
@@ -150,17 +150,15 @@ class _Reader:
             return [info.shape[0] // count] * count
         q = self._one.heads * self._one.head_dim
         if info.shape[0] <= q:
-            raise ConfigError(
-                f"{self._header.path}: {info.name} has {info.shape[0]} rows, which are not q, k and v of "
+            raise self._error(
+                f"{info.name} has {info.shape[0]} rows, which are not q, k and v of "
                 f"{self._one.heads} heads of {self._one.head_dim}"
             )
         return [q, (info.shape[0] - q) // 2, (info.shape[0] - q) // 2]
 
     def _check_kind(self, info: TensorInfo) -> None:
         if info.kind not in PLAIN and len(info.shape) != 2:
-            raise ConfigError(
-                f"{self._header.path}: {info.name} is stored as {info.kind}, which only matrices are"
-            )
+            raise self._error(f"{info.name} is stored as {info.kind}, which only matrices are")
 
     def _target(self, name: str, info: TensorInfo, rest: str) -> Target:
         if name.endswith(ONE_ROW):
@@ -200,15 +198,13 @@ class _Reader:
         stem = name if name.endswith(("A_log", "dt_bias")) else stem
         if self._own.turned and stem.endswith(("q_proj", "k_proj")):
             if count % dim or dim % 2:
-                raise ConfigError(
-                    f"{self._header.path}: {info.name} has {count} rows, which are not of heads of {dim}"
-                )
+                raise self._error(f"{info.name} has {count} rows, which are not of heads of {dim}")
             return torch.arange(count).view(-1, dim // 2, 2).transpose(1, 2).reshape(-1)
         if self._own.grouped and stem.endswith("query_key_value"):
             kv = (count // dim - self._one.heads) // 2
             if kv < 1 or count != (self._one.heads + 2 * kv) * dim or self._one.heads % kv:
-                raise ConfigError(
-                    f"{self._header.path}: {info.name} has {count} rows, which are not q, k and v of "
+                raise self._error(
+                    f"{info.name} has {count} rows, which are not q, k and v of "
                     f"{self._one.heads} heads of {dim}"
                 )
             parts = torch.arange(count).split([self._one.heads * dim, kv * dim, kv * dim])
@@ -227,25 +223,22 @@ class _Reader:
         """Row numbers in the file of a delta rule's value heads in the checkpoint's order."""
         heads, keys = self._one.count("ssm.time_step_rank"), self._one.count("ssm.group_count")
         if heads % keys:
-            raise ConfigError(
-                f"{self._header.path}: {heads} value heads cannot share {keys} key heads equally"
-            )
+            raise self._error(f"{heads} value heads cannot share {keys} key heads equally")
         return torch.arange(heads * dim).view(heads // keys, keys, dim).transpose(0, 1).reshape(-1)
+
+    def _error(self, what: str) -> ConfigError:
+        return ConfigError(f"{self._header.path}: {what}")
 
     def _not_of_heads(self, info: TensorInfo, count: int, what: str) -> ConfigError:
         heads = self._one.count("ssm.time_step_rank")
-        return ConfigError(
-            f"{self._header.path}: {info.name} has {count} {what}, which are not of {heads} value heads"
-        )
+        return self._error(f"{info.name} has {count} {what}, which are not of {heads} value heads")
 
     def _delta_groups(self, count: int) -> Tensor:
         """The same for the rows of q, k, v and z in groups of one key head."""
         keys = self._one.count("ssm.group_count")
         key, value = self._one.count("ssm.state_size") * keys, self._one.count("ssm.inner_size")
         if count != 2 * key + 2 * value or value % keys:
-            raise ConfigError(
-                f"{self._header.path}: q, k, v and z have {count} rows, which are not of {keys} key heads"
-            )
+            raise self._error(f"q, k, v and z have {count} rows, which are not of {keys} key heads")
         parts = torch.arange(2 * key + 2 * value).split([key, key, value, value])
         return torch.cat([part.view(keys, -1) for part in parts], dim=1).view(-1)
 

@@ -219,7 +219,7 @@ def test_a_row_does_not_depend_on_the_ranks_and_modules_beside_it() -> None:
     for segments in (batch.segments[1:2], batch.segments):
         some = LoraBatch(batch.pool, segments, batch.alignment)
         planned = to_device(made.plan(attention_batch([1] * 7, [1] * 7), some)[1], DEVICE)
-        found.append((planned.modules, y.clone()))
+        found.append((planned.kinds.modules, y.clone()))
         made.lora_add(found[-1][1], x, planned, 2, TARGETS)
     assert found[0][0] != found[1][0], "other modules"
     assert torch.equal(found[0][1][3], found[1][1][3])
@@ -249,7 +249,8 @@ def test_pages_take_rotated_keys_and_values(
     if rotated is not None:
         cos, sin = (torch.randn(4, rotated).to(dtype).to(DEVICE) for _ in "cs")
         rotary = cos, sin
-    got = rows.rotate_and_store(q, k, v, rotary, caches[0], caches[1], slots)
+    whole = AttentionBatch([], [], torch.empty(0), slots)
+    got = rows.rotate_and_store(q, k, v, rotary, caches[0], caches[1], whole)
     some = None if rotary is None else (rotary[0][keep], rotary[1][keep])
     batch = AttentionBatch([], [], torch.empty(0), slots[keep])
     want = ReferenceOps().rotate_and_store(q[keep], k[keep], v[keep], some, caches[2], caches[3], batch)
@@ -295,7 +296,8 @@ def test_eight_bit_floats_are_torchs() -> None:
     )
     cache, spare = (torch.zeros(1, len(x), 1, 1, device=DEVICE).to(FP8) for _ in "kv")
     wide = x.to(DEVICE).view(-1, 1, 1)
-    rows.rotate_and_store(wide, wide, wide, None, cache, spare, torch.arange(len(x), device=DEVICE))
+    batch = AttentionBatch([], [], torch.empty(0), torch.arange(len(x), device=DEVICE))
+    rows.rotate_and_store(wide, wide, wide, None, cache, spare, batch)
     want = x.clamp(-FP8_MAX, FP8_MAX).to(FP8)
     assert torch.equal(cache.flatten().cpu().view(torch.uint8), want.view(torch.uint8))
     many = x[:1200].view(6, 200).to(DEVICE)

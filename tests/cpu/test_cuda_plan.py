@@ -52,8 +52,8 @@ def test_places_say_where_each_layer_and_module_lies() -> None:
     assert update.places[1, 1].tolist() == [7001, 5, 0, 0, ONE, -1]
     assert update.places[0, 3].tolist() == [7003, 5, 1, 0, ONE, -1]
     assert update.places[0, 2].tolist() == [0, 0, 0, 0, 0, 0]
-    assert plan.modules == {1, 3}
-    assert (plan.rank, plan.tile_size, plan.encodings) == (16, 1, frozenset())
+    assert plan.kinds.modules == {1, 3}
+    assert (plan.kinds.rank, plan.tile_size, plan.kinds.encodings) == (16, 1, frozenset())
 
 
 def test_every_module_has_a_place() -> None:
@@ -68,7 +68,7 @@ def test_places_say_what_is_in_8_bits_and_its_scale() -> None:
     plan = plan_lora(segments([1, 1], [adapter(0), narrow]), Places(2, 2), 9)
     offset, rank, dora, encoding, bits, vectors = plan.updates[1].places[0, 1].tolist()
     assert (offset, rank, dora, encoding) == (64, 5, 0, Encoding.FLOAT8) and vectors == -1
-    assert plan.encodings == {Encoding.FLOAT8}
+    assert plan.kinds.encodings == {Encoding.FLOAT8}
     assert np.int64(bits).astype(np.int32).view(np.float32) == -0.75
 
 
@@ -106,7 +106,7 @@ def test_adapters_that_are_mixed_are_linked() -> None:
     more = (LoraRow(7, RowFormat(5, scale=-0.5)), LoraRow(9, RowFormat(16)))
     rows = {place: replace(row, more=more[: place[1] - 1]) for place, row in first.items()}  # of module 3
     plan = plan_lora(segments([1], [rows]), places, 4)
-    assert plan.mixed and plan.rank == 512, "40, 5 and 16 in blocks of 32"
+    assert plan.kinds.mixed and plan.kinds.rank == 512, "40, 5 and 16 in blocks of 32"
     found = {update.slot: update.places for update in plan.updates}
     slots = [update.slot for update in plan.updates]
     linked = [(slots[1] + 1) << 32, (slots[2] + 1) << 32, 0]
@@ -116,8 +116,8 @@ def test_adapters_that_are_mixed_are_linked() -> None:
     assert found[slots[1]][0, 3, :2].tolist() == [7, 5]
     assert places.num_slots == 4
     scaled = {place: replace(row, format=RowFormat(8, scale=2.0)) for place, row in first.items()}
-    assert plan_lora(segments([1], [scaled]), places, 4).mixed
-    assert not plan_lora(segments([1], [first]), places, 4).mixed
+    assert plan_lora(segments([1], [scaled]), places, 4).kinds.mixed
+    assert not plan_lora(segments([1], [first]), places, 4).kinds.mixed
 
 
 @pytest.mark.parametrize("rows", [1, 4, 40])
@@ -156,7 +156,7 @@ def test_recorded_steps_know_few_sets_of_modules() -> None:
     places = Places(8, 2)
 
     def planned(rows: dict, fixed: bool = True) -> frozenset[int]:
-        return plan_lora(segments([1], [rows]), places, 4, fixed).modules
+        return plan_lora(segments([1], [rows]), places, 4, fixed).kinds.modules
 
     everything = having(1, 2, 3, 4, 5, 6, 7)
     assert planned(everything) == set(range(1, 8))

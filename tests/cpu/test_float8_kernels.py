@@ -143,7 +143,7 @@ def test_a_batch_without_them_runs_the_kernels_that_know_none() -> None:
         planned = made.plan(attention_batch([1] * 5, [1] * 5), batch)[1]
         assert planned is not None
         shapes.append(planned.shape)
-        assert planned.encodings == ({Encoding.FLOAT8} if batch is mixed else set())
+        assert planned.kinds.encodings == ({Encoding.FLOAT8} if batch is mixed else set())
     assert shapes[0] != shapes[1]
 
 

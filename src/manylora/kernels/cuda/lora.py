@@ -23,7 +23,7 @@ from torch import Tensor
 from manylora.kernels.cuda.arithmetic import _dot, _from_e4m3, widens
 from manylora.kernels.cuda.blocks import SHRINK, expand_blocks
 from manylora.kernels.cuda.launch import launch
-from manylora.kernels.cuda.plan import MODULES, PLACE, TILE
+from manylora.kernels.cuda.plan import MODULES, PLACE, TILE, RowKinds
 from manylora.kernels.row_format import Encoding
 
 # Integers that differ between batches of one model. Triton would compile a variant for each kind of value.
@@ -330,8 +330,7 @@ class LoraTables:
 
     pool [elements]. places [slots, layers, MODULES, PLACE] int64. tiles [n, TILE] int32: as in `plan`.
     targets [targets, 3] int32: module, first column, columns. align: every offset, row length and column
-    start is a multiple of this many elements; a power of two. encodings: of the batch's rows, except PLAIN.
-    mixed, weighed: as in `plan.LoraPlan`.
+    start is a multiple of this many elements; a power of two. kinds: of the batch's rows.
     """
 
     pool: Tensor
@@ -340,26 +339,26 @@ class LoraTables:
     targets: Tensor
     layer: int
     tile_size: int
-    rank: int
     align: int
-    encodings: frozenset[Encoding] = frozenset()
-    mixed: bool = False
-    weighed: bool = False
+    kinds: RowKinds
 
     @property
     def block_rank(self) -> int:
         """Ranks per block. For single rows always the same, because it determines the order of a sum."""
-        return 16 if self.tile_size == 1 or self.rank <= 16 else 32
+        return 16 if self.tile_size == 1 or self.kinds.rank <= 16 else 32
 
     @property
     def float8(self) -> bool:
-        """Whether the batch has rows of 8-bit floats. Otherwise kernels are compiled without them."""
-        return Encoding.FLOAT8 in self.encodings
+        """Whether the batch has rows of 8-bit floats."""
+        return Encoding.FLOAT8 in self.kinds.encodings
 
     @property
-    def scaled(self) -> bool:
-        """Whether rows have scales. Otherwise kernels are compiled without them."""
-        return self.float8 or self.mixed
+    def constants(self) -> dict[str, int]:
+        """Of both kernels, which are compiled without what the batch's rows do not need."""
+        return {
+            "BLOCK_R": self.block_rank, "ALIGN": self.align, "MODULES": MODULES, "PLACE": PLACE, "TILE": TILE,
+            "FLOAT8": self.float8, "MIXED": self.kinds.mixed, "WEIGHED": self.kinds.weighed,
+        }  # fmt: skip
 
     @property
     def codes(self) -> Tensor:
@@ -376,26 +375,23 @@ def shrink(x: Tensor, tables: LoraTables) -> Tensor:
     adapter, are not written.
     """
     num_rows, in_dim = x.shape
-    num_targets = tables.targets.shape[0]
-    splits = _splits(in_dim, tables.tile_size)
-    partial = torch.empty(splits, num_rows, num_targets, tables.rank, dtype=torch.float32, device=x.device)
-    block_r = tables.block_rank
-    grid = (tables.tiles.shape[0], num_targets * triton.cdiv(tables.rank, block_r), splits)
+    num_targets, rank, tile_size = tables.targets.shape[0], tables.kinds.rank, tables.tile_size
+    splits = _splits(in_dim, tile_size)
+    partial = torch.empty(splits, num_rows, num_targets, rank, dtype=torch.float32, device=x.device)
+    grid = tables.tiles.shape[0], num_targets * triton.cdiv(rank, tables.block_rank), splits
     arguments = (
         x, tables.pool, tables.codes, tables.places, tables.tiles, tables.targets, partial, tables.layer,
-        tables.places.shape[1], x.stride(0), num_rows, in_dim, num_targets, tables.rank // 16, splits,
+        tables.places.shape[1], x.stride(0), num_rows, in_dim, num_targets, rank // 16, splits,
     )  # fmt: skip
-    blocks = SHRINK[tables.tile_size]
+    blocks = SHRINK[tile_size]
     constants = {
-        "BLOCK_R": block_r, "BLOCK_K": blocks.size, "ALIGN": tables.align, "MODULES": MODULES, "PLACE": PLACE,
-        "TILE": TILE, "FLOAT8": tables.float8, "SCALED": tables.scaled, "MIXED": tables.mixed,
-        "WEIGHED": tables.weighed, **blocks.options,
+        **tables.constants, "BLOCK_K": blocks.size, "SCALED": tables.float8 or tables.kinds.mixed,
+        **blocks.options,
     }  # fmt: skip
-    if tables.tile_size == 1:
+    if tile_size == 1:
         launch(_shrink_rows, grid, *arguments, **constants)
     else:
-        tiled = {"BLOCK_M": tables.tile_size, "WIDEN": widens(x.dtype)}
-        launch(_shrink_tiles, grid, *arguments, **constants, **tiled)
+        launch(_shrink_tiles, grid, *arguments, **constants, BLOCK_M=tile_size, WIDEN=widens(x.dtype))
     return partial
 
 
@@ -412,10 +408,8 @@ def expand_add(y: Tensor, partial: Tensor, in_dim: int, tables: LoraTables, bias
         _expand, (tables.tiles.shape[0], triton.cdiv(num_columns, blocks.size)), y, partial, tables.pool,
         tables.codes, tables.places, tables.tiles, tables.targets, y if bias is None else bias, tables.layer,
         tables.places.shape[1], y.stride(0), num_rows, in_dim, num_columns, tables.targets.shape[0],
-        tables.rank // 16, SPLITS=partial.shape[0], BLOCK_R=tables.block_rank, BLOCK_N=blocks.size,
-        ALIGN=tables.align, MODULES=MODULES, PLACE=PLACE, TILE=TILE, FLOAT8=tables.float8, MIXED=tables.mixed,
-        WEIGHED=tables.weighed, BLOCK_M=tables.tile_size, BIASED=bias is not None, WIDEN=widens(y.dtype),
-        **blocks.options,
+        tables.kinds.rank // 16, **tables.constants, SPLITS=partial.shape[0], BLOCK_N=blocks.size,
+        BLOCK_M=tables.tile_size, BIASED=bias is not None, WIDEN=widens(y.dtype), **blocks.options,
     )  # fmt: skip
 
 

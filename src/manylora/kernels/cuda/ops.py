@@ -25,7 +25,6 @@ from manylora.kernels.spec import (
     ExpertPairs,
     LoraBatch,
     LoraTarget,
-    Rotary,
     Targets,
     Weight,
 )
@@ -89,11 +88,7 @@ class CudaOps(ReferenceOps):
             places=self._places,
             tiles=torch.from_numpy(plan.tiles),
             tile_size=plan.tile_size,
-            rank=plan.rank,
-            modules=plan.modules,
-            encodings=plan.encodings,
-            mixed=plan.mixed,
-            weighed=plan.weighed,
+            kinds=plan.kinds,
             most_adapters=num_rows if fixed else len(lora.segments),
             **row_slots,
         )
@@ -151,18 +146,6 @@ class CudaOps(ReferenceOps):
         if tables is not None:
             lora.expand_add(y, lora.shrink(x, tables), x.shape[1], tables, None)
 
-    def rotate_and_store(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotary: Rotary | None,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: AttentionBatch,
-    ) -> Tensor:
-        return rows.rotate_and_store(q, k, v, rotary, k_cache, v_cache, batch.slots)
-
     def attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, params: AttentionParams
     ) -> Tensor:
@@ -171,6 +154,7 @@ class CudaOps(ReferenceOps):
             return super().attention(q, k_cache, v_cache, batch, params)
         return paged_attention(q, k_cache, v_cache, batch, params)
 
+    rotate_and_store = staticmethod(rows.rotate_and_store)
     delta_rule = staticmethod(recurrent.delta_rule)
     mamba2 = staticmethod(recurrent.mamba2)
     short_conv = staticmethod(recurrent.short_conv)
@@ -183,7 +167,7 @@ class CudaOps(ReferenceOps):
         self, x: Tensor, batch: PlannedLora, layer: int, targets: Targets, tiles: Tensor, tile_size: int
     ) -> lora.LoraTables | None:
         """None: no adapter in the batch has any of these modules."""
-        present = tuple(target for target in targets if target.module_id in batch.modules)
+        present = tuple(target for target in targets if target.module_id in batch.kinds.modules)
         if not present:
             return None
         in_dim = x.shape[1]
@@ -195,11 +179,8 @@ class CudaOps(ReferenceOps):
             targets=self._target_table(present, x.device),
             layer=layer,
             tile_size=tile_size,
-            rank=batch.rank,
             align=next(size for size in ALIGNMENTS if common % size == 0),
-            encodings=batch.encodings,
-            mixed=batch.mixed,
-            weighed=batch.weighed,
+            kinds=batch.kinds,
         )
 
     def _target_table(self, targets: tuple[LoraTarget, ...], device: torch.device) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,24 +40,56 @@ class SlotUpdate:
 
 
 @dataclass(frozen=True)
+class RowKinds:
+    """What the kernels must support for the rows of an adapter, or of a batch.
+
+    rank: upper bound of the ranks, including sums over mixed adapters; of a batch, one of a few classes.
+    modules: ids on any layer. encodings: of rows that are not plain. mixed: whether rows have several
+    members, or scales of their own. weighed: whether rows have weights for what they add: those with shared
+    matrices, and mixed DoRA.
+    """
+
+    rank: int = 16
+    modules: frozenset[int] = frozenset()
+    encodings: frozenset[Encoding] = frozenset()
+    mixed: bool = False
+    weighed: bool = False
+
+    @classmethod
+    def of_rows(cls, rows: Rows) -> RowKinds:
+        """Of one adapter."""
+        formats = {one.format for row in rows.values() for one in row.members}
+        scaled = any(one.scale != 1 and one.encoding == Encoding.PLAIN for one in formats)
+        return cls(
+            rank=max(map(_rank, rows.values()), default=0),
+            modules=frozenset(module for _, module in rows),
+            encodings=frozenset(one.encoding for one in formats) - {Encoding.PLAIN},
+            mixed=scaled or any(row.more for row in rows.values()),
+            weighed=any(one.shared or (one.dora and one.mixed) for one in formats),
+        )
+
+    @classmethod
+    def of_batch(cls, adapters: Sequence[RowKinds]) -> RowKinds:
+        return cls(
+            rank=rank_class(max(one.rank for one in adapters)),
+            modules=frozenset().union(*{one.modules for one in adapters}),
+            encodings=frozenset().union(*{one.encodings for one in adapters}),
+            mixed=any(one.mixed for one in adapters),
+            weighed=any(one.weighed for one in adapters),
+        )
+
+
+@dataclass(frozen=True)
 class LoraPlan:
     """tiles [n, TILE] int32: first row, number of rows, slot, 0; a tile of 0 rows is padding.
 
     row_slots [rows] int32: the slot of each row, -1 without an adapter. tile_size: the most rows in a tile.
-    rank: upper bound of the ranks in the batch, including sums over mixed adapters; one of a few classes.
-    mixed: whether rows have several members, or scales of their own. weighed: whether rows have weights for
-    what they add: those with shared matrices, and mixed DoRA. modules: ids that any adapter of the batch has
-    on any layer. encodings: of rows that are not plain.
     """
 
     tiles: np.ndarray
     row_slots: np.ndarray
     tile_size: int
-    rank: int
-    modules: frozenset[int]
-    encodings: frozenset[Encoding]
-    mixed: bool
-    weighed: bool
+    kinds: RowKinds
     updates: tuple[SlotUpdate, ...]
 
 
@@ -65,11 +97,7 @@ class LoraPlan:
 class _Slot:
     rows: Rows  # a reference, so that its id is not reused
     slots: tuple[int, ...]  # of the first members of its rows, the second ones, ...
-    rank: int
-    modules: frozenset[int]
-    encodings: frozenset[Encoding]
-    mixed: bool
-    weighed: bool
+    kinds: RowKinds
 
     @property
     def slot(self) -> int:
@@ -104,15 +132,9 @@ class Places:
             for number, one in enumerate(row.members):
                 after = slots[number + 1] + 1 if number < len(row.more) else 0
                 places[number, layer, module] = one.format.table_row(one.offset, after, one.vectors)
-        formats = {one.format for row in rows.values() for one in row.members}
-        rank = max(map(_rank, rows.values()), default=0)
-        modules = frozenset(module for _, module in rows)
-        encodings = frozenset(one.encoding for one in formats) - {Encoding.PLAIN}
-        scaled = any(one.scale != 1 and one.encoding == Encoding.PLAIN for one in formats)
-        self.modules |= modules
-        mixed = scaled or len(slots) > 1
-        weighed = any(one.shared or (one.dora and one.mixed) for one in formats)
-        self._slots[id(rows)] = _Slot(rows, slots, rank, modules, encodings, mixed, weighed)
+        kinds = RowKinds.of_rows(rows)
+        self.modules |= kinds.modules
+        self._slots[id(rows)] = _Slot(rows, slots, kinds)
         shape = (self.num_layers, MODULES, PLACE)
         return [
             SlotUpdate(s, one.view(np.int64).reshape(shape)) for s, one in zip(slots, places, strict=True)
@@ -153,7 +175,9 @@ def plan_lora(
     size = tile_size([segment.stop - segment.start for segment in segments])
     if fixed:
         size = min(size, TILE_SIZES[1])
-    modules = frozenset().union(*{entry.modules for entry in entries})
+    kinds = RowKinds.of_batch([entry.kinds for entry in entries])
+    if fixed:
+        kinds = replace(kinds, modules=module_class(kinds.modules, places.modules))
     starts = np.array([segment.start for segment in segments], np.int32)
     stops = np.array([segment.stop for segment in segments], np.int32)
     slots = np.array([entry.slot for entry in entries], np.int32)
@@ -161,11 +185,7 @@ def plan_lora(
         tiles=_tiles(starts, stops, slots, size, num_rows if fixed else 0),
         row_slots=_row_slots(starts, stops, slots, num_rows) if routed else slots[:0],
         tile_size=size,
-        rank=rank_class(max(entry.rank for entry in entries)),
-        modules=module_class(modules, places.modules) if fixed else modules,
-        encodings=frozenset().union(*{entry.encodings for entry in entries}),
-        mixed=any(entry.mixed for entry in entries),
-        weighed=any(entry.weighed for entry in entries),
+        kinds=kinds,
         updates=updates,
     )
 

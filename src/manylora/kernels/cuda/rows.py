@@ -13,7 +13,7 @@ from torch import Tensor
 
 from manylora.kernels.cuda.arithmetic import _to_e4m3, as_bytes
 from manylora.kernels.cuda.launch import launch
-from manylora.kernels.spec import FP8, Rotary
+from manylora.kernels.spec import FP8, AttentionBatch, Rotary
 
 
 @triton.jit
@@ -157,9 +157,15 @@ def _halve(kernel: Any, y: Tensor, *numbers: float, **options: str) -> Tensor:
 
 
 def rotate_and_store(
-    q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotary: Rotary | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
 ) -> Tensor:
-    """As in `ReferenceOps`; caches contiguous; slots [T] int64. Rows with slot -1 are not stored."""
+    """As in `ReferenceOps`; caches contiguous. Rows with slot -1 are not stored."""
     rows, heads, dim = q.shape
     kv_heads = k.shape[1]
     if rotary is None:
@@ -169,7 +175,7 @@ def rotate_and_store(
         out = torch.empty((rows, heads, dim), dtype=q.dtype, device=q.device)
     launch(
         _rotate_store, (rows, kv_heads if rotary is None else kv_heads + heads), q, k, v, cos, sin, out,
-        as_bytes(k_cache), as_bytes(v_cache), slots, q.stride(0), q.stride(1),
+        as_bytes(k_cache), as_bytes(v_cache), batch.slots, q.stride(0), q.stride(1),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=0 if rotary is None else cos.shape[1] // 2,
         NARROW=k_cache.dtype == FP8, BLOCK=triton.next_power_of_2(dim), num_warps=1,

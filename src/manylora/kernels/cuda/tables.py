@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.kernels.row_format import Encoding
+from manylora.kernels.cuda.plan import RowKinds
 from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch
 
 BLOCK_ROWS = 64  # rows of a tile of a prompt: queries times the heads of a group
@@ -29,11 +29,7 @@ class PlannedLora(LoraBatch):
     places: Tensor = field(default_factory=lambda: torch.empty(0))
     tiles: Tensor = field(default_factory=lambda: torch.empty(0))
     tile_size: int = 1
-    rank: int = 16
-    modules: frozenset[int] = frozenset()
-    encodings: frozenset[Encoding] = frozenset()
-    mixed: bool = False
-    weighed: bool = False
+    kinds: RowKinds = field(default_factory=RowKinds)
     row_slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     most_adapters: int = 1
 
@@ -45,17 +41,8 @@ class PlannedLora(LoraBatch):
         """Everything that determines which kernels are launched, with which grids and on which memory. The
         rest is contents of tables.
         """
-        return (
-            self.tile_size,
-            self.tiles.shape[0],
-            self.rank,
-            self.modules,
-            self.encodings,
-            self.mixed,
-            self.weighed,
-            self.places.data_ptr(),
-            self.pool.data_ptr(),
-        )
+        addresses = self.places.data_ptr(), self.pool.data_ptr()
+        return self.tile_size, self.tiles.shape[0], self.kinds, *addresses
 
 
 class Tiling(NamedTuple):

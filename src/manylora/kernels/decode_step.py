@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import ctypes
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from manylora.kernels.adapter_calls import AdapterCall, AdapterCalls
 from manylora.kernels.panels import FORMS, Panels, address
 from manylora.kernels.quantised import StackedWeight
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Weight
@@ -131,25 +132,6 @@ class DecoderParts:
         return plain and all(one.panels for one in (self.head, *self.linears()))
 
 
-class Adapters(Protocol):
-    """Arguments of native/lora.c for targets of a layer that share no column.
-
-    others: segments that other code must compute.
-    """
-
-    @property
-    def segments(self) -> np.ndarray: ...
-    @property
-    def most_parts(self) -> int: ...
-    @property
-    def most_rows(self) -> int: ...
-    @property
-    def others(self) -> Sequence[object]: ...
-
-
-FindAdapters = Callable[[LoraBatch, int, tuple[LoraTarget, ...]], Sequence[Adapters]]
-
-
 @dataclass(frozen=True)
 class PlacedRotary:
     """Cosines and sines [turns, R], contiguous, for rotating rows. places [T] int64: index of each row's
@@ -162,15 +144,12 @@ class PlacedRotary:
 
 
 class DecodeStep:
-    """parts: must be plain. find: returns the adapters of a layer's linear, the same list until segments
-    change.
-    rounds_adapters: whether bfloat16 adapters round their inputs to bfloat16.
-    """
+    """parts: must be plain. rounds_adapters: whether bfloat16 adapters round their inputs to bfloat16."""
 
     def __init__(
-        self, library: ctypes.CDLL, parts: DecoderParts, find: FindAdapters, rounds_adapters: bool = False
+        self, library: ctypes.CDLL, parts: DecoderParts, calls: AdapterCalls, rounds_adapters: bool = False
     ) -> None:
-        self._library, self._parts, self._find = library, parts, find
+        self._library, self._parts, self._calls = library, parts, calls
         self._rounds_adapters = rounds_adapters
         self._memory = torch.empty(1)
         self._kv: Tensor | None = None
@@ -323,7 +302,7 @@ class DecodeStep:
             calls
             for layer, parts in enumerate(self._parts.layers)
             for one in parts.linears
-            for calls in [self._find(lora, layer, one.targets)]
+            for calls in [self._calls.find(lora, layer, one.targets)]
         ]
         known, table = self._adapters
         if len(known) == len(found) and all(map(operator.is_, known, found)):
@@ -362,7 +341,7 @@ class _Narrowed:
     segments: list[list[np.ndarray]]
 
 
-def _adapter_table(segments: list[list[np.ndarray]], found: Sequence[Sequence[Adapters]]) -> np.ndarray:
+def _adapter_table(segments: list[list[np.ndarray]], found: Sequence[Sequence[AdapterCall]]) -> np.ndarray:
     """[linears, CALLS] of ADAPTERS: those of `found`, with other segments."""
     table = np.zeros((len(found), CALLS), ADAPTERS)
     for row, parts, calls in zip(table, segments, found, strict=True):

@@ -12,8 +12,8 @@ from itertools import pairwise
 import numpy as np
 
 from manylora.kernels import native
+from manylora.kernels.native import NARROW, WIDE
 
-WIDE, NARROW = "float32", "bfloat16"
 COPIED = (WIDE, NARROW, "float16")
 BEGIN, LINE = b"float32\0", 64  # prefix and line size of digested data, as in native/loading.c
 IN_CACHE = 2**19  # bytes read at a time before they are digested

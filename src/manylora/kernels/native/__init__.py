@@ -29,6 +29,8 @@ SOURCE = Source(
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 KINDS = {"p": POINTER, "i": INTEGER, "f": REAL}
+WIDE, NARROW = "float32", "bfloat16"
+CONVERSIONS = [f"{target}_{source}" for target in (WIDE, NARROW) for source in (WIDE, NARROW)]
 # Arguments: p pointer, i integer, f float; after ">" the result. The C files have their names.
 FUNCTIONS = {
     "linear_layer": "ipipiipiipppip",
@@ -37,9 +39,7 @@ FUNCTIONS = {
     "lay_out_blocks": "ippppii",
     "integer_width": ">i",
     "integer_dots": ">i",
-    "lora_add_float32": "pipiipppiii",
-    "lora_add_bfloat16": "pipiipppiii",
-    "lora_add_rounded": "pipiipppiii",
+    **{f"lora_add_{kind}": "pipiipppiii" for kind in (WIDE, NARROW, "rounded")},
     "decode_attention": "pipiipppipiiiiififppi",
     "decode_step": "pppi>i",
     "add_rms_norm": "pppipipiif",
@@ -48,20 +48,9 @@ FUNCTIONS = {
     "delta_rule": "ppipipppppppppppp" + "iiiiiif",
     "mamba2": "ppipppppppppppppp" + "iiiiiiiifff",
     "rotate_and_store": "ppipipippipppiiiii",
-    "widen_float32": "ppif>i",
-    "widen_bfloat16": "ppif>i",
-    "lay_out_float32_float32": "pi",
-    "lay_out_float32_bfloat16": "pi",
-    "lay_out_bfloat16_float32": "pi",
-    "lay_out_bfloat16_bfloat16": "pi",
-    "read_rows_float32_float32": "ipip>i",
-    "read_rows_float32_bfloat16": "ipip>i",
-    "read_rows_bfloat16_float32": "ipip>i",
-    "read_rows_bfloat16_bfloat16": "ipip>i",
-    "take_rows_float32_float32": "ipip>i",
-    "take_rows_float32_bfloat16": "ipip>i",
-    "take_rows_bfloat16_float32": "ipip>i",
-    "take_rows_bfloat16_bfloat16": "ipip>i",
+    **dict.fromkeys((f"widen_{WIDE}", f"widen_{NARROW}"), "ppif>i"),
+    **{f"lay_out_{kinds}": "pi" for kinds in CONVERSIONS},
+    **{f"{name}_{kinds}": "ipip>i" for name in ("read_rows", "take_rows") for kinds in CONVERSIONS},
 }
 
 

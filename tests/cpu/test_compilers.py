@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_delta_rule as delta
-import test_mamba2 as mamba
-import test_weighed_kernels as weighed
+import test_adapter_kernels as adapter_kernels
+import test_recurrent_kernels as recurrent
 import torch
 
 from manylora.kernels import native
@@ -42,11 +41,10 @@ def adapters(ops: CompiledOps) -> Iterator[torch.Tensor]:
     """Of any rank, with DoRA, shared, scaled and mixed; alone, few and many rows."""
     for pool in (torch.float32, torch.bfloat16):
         for lengths in ([1] * 6, [2, 9, 1, 3, 1, 20], [3, 70, 5, 30, 4, 1]):
-            batch, _ = weighed.make(pool, lengths)
+            batch, _ = adapter_kernels.weighed(pool, lengths)
             total = sum(lengths) + len(lengths) + 1
-            x, y = torch.randn(total, weighed.IN), torch.randn(total, sum(weighed.WIDTHS))
-            ops.lora_add(y, x, batch, weighed.LAYER, weighed.TARGETS, torch.randn(y.shape[1]))
-            yield y
+            x, y = torch.randn(total, adapter_kernels.IN), torch.randn(total, sum(adapter_kernels.WIDTHS))
+            yield adapter_kernels.add(ops, y, x, batch, torch.randn(y.shape[1]))
 
 
 def linear_layers(ops: CompiledOps) -> Iterator[torch.Tensor]:
@@ -94,15 +92,12 @@ def rows(ops: CompiledOps) -> Iterator[torch.Tensor]:
 
 
 def recurrent_layers(ops: CompiledOps) -> Iterator[torch.Tensor]:
-    tables = [5, 1, 7], [0, -1, 2], [0, 1, 3], [2, 0, 7], [7, -1, 8]
-    for shape in delta.SHAPES:
-        x, gates, weights, state = delta.make(*shape, 13)
-        yield ops.delta_rule(x, gates, weights, state, delta.table(*tables))
-        yield state.memory
-    for size in mamba.SHAPES:
-        x, mixer, state = mamba.make(*size, 13)
-        yield ops.mamba2(x, mixer, state, mamba.table(*tables))
-        yield state.memory
+    rows = recurrent.table([5, 1, 7], [0, -1, 2], [0, 1, 3], [2, 0, 7], [7, -1, 8])
+    for kind, shape, form in recurrent.COMPILED:
+        if not form:
+            layer, state = recurrent.make(kind, shape, form, 13, device=torch.device("cpu"))
+            yield layer(ops, slice(None), state, rows)
+            yield state.memory
 
 
 def test_no_compiler_joins_a_product_and_a_sum(tmp_path: Path) -> None:

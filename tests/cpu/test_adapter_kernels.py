@@ -1,0 +1,361 @@
+"""Protects what rows of adapters mean, on every kernel: in 8 bits with a scale of their own, several acting
+together with scales, with shared A and B and vectors of their own, with DoRA in a mix. For tokens, prompts
+and experts, each row is added as its numbers say, base rows are left alone, and a row has the same bits in
+any company.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from levels import PARAMS, open_library
+from test_cuda_kernels import DEVICE, attention_batch
+from test_cuda_kernels import ops as cuda_ops
+from test_expert_kernels import EXPERTS
+from test_expert_kernels import TARGETS as EXPERT_TARGETS
+from torch import Tensor
+
+from manylora.kernels.compiled import CompiledOps
+from manylora.kernels.cpu import CpuOps
+from manylora.kernels.cuda.ops import CudaOps
+from manylora.kernels.experts import pair_up
+from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.row_format import Encoding, RowFormat
+from manylora.kernels.spec import FP8, LoraBatch, LoraRow, LoraSegment, LoraTarget
+from manylora.kernels.transfer import to_device
+from manylora.lora.loaded import LoadedAdapter
+
+IN, WIDTHS, LAYER, STEP = 48, (32, 16, 80), 2, 8
+# Three parts side by side, and a fused module over the first two of them.
+TARGETS = (LoraTarget(0, 0, 48), *(LoraTarget(m + 1, sum(WIDTHS[:m]), w) for m, w in enumerate(WIDTHS)))
+LIMIT = {torch.float32: 2e-5, torch.bfloat16: 0.02, torch.float16: 0.02}  # of the largest number
+RANKS = (5, 64, 16, 3, 80, 33)
+LENGTHS = [[1, 1, 1, 1, 1, 1], [2, 9, 1, 3, 1, 20], [20, 1, 70, 9, 1, 2]]
+DTYPES = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
+KINDS = ["torch", *PARAMS, "gpu"]
+Acting = tuple[tuple[int, float], ...]
+"""(adapter, scale) of those that act on the rows of a segment."""
+SINGLE: tuple[Acting, ...] = tuple(((n, 1.0),) for n in range(6))
+MIXES: tuple[Acting, ...] = (
+    ((0, 0.5), (1, -1.25)),
+    ((2, 3.0),),
+    ((1, -1.25), (3, 1.0), (0, 0.5), (2, 3.0)),
+    ((3, 1.0),),
+    ((4, 0.5), (5, 2.0)),
+    ((5, 1.0),),
+)
+WEIGHED: tuple[Acting, ...] = (
+    ((0, 1.0),),
+    ((1, 0.5), (2, -1.5), (0, 2.0)),
+    ((1, 1.0),),
+    ((2, 1.0),),
+    ((1, -0.75),),
+    ((3, 0.5), (1, 1.0)),
+)
+Expected = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""y [T, N], x [T, in] and bias [N] -> y with what the adapters add, float64."""
+
+
+class Pool:
+    """NaNs lie between what is put in."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._pieces, self._dtype, self.used = list[Tensor](), dtype, 0
+
+    def put(self, values: Tensor) -> int:
+        """Returns the place of its first element of the pool's type."""
+        first, stored = self.used, values.contiguous().flatten().view(torch.uint8)
+        room = (len(stored) // self._dtype.itemsize // STEP + 2) * STEP
+        filled = torch.full((room * self._dtype.itemsize,), 0x7F, dtype=torch.uint8)  # NaN in every type
+        filled[: len(stored)] = stored
+        self._pieces.append(filled)
+        self.used += room
+        return first
+
+    @property
+    def flat(self) -> Tensor:
+        return torch.cat(self._pieces).view(self._dtype)
+
+
+def segments_of(
+    lengths: list[int], acting: tuple[Acting, ...], adapters: list[LoadedAdapter]
+) -> tuple[LoraSegment, ...]:
+    """With a base row before each."""
+    segments, start = [], 1
+    for length, members in zip(lengths, acting, strict=False):
+        alone = len(members) == 1 and members[0][1] == 1
+        mixed = (
+            adapters[members[0][0]] if alone else LoadedAdapter.mixed([(adapters[n], s) for n, s in members])
+        )
+        segments.append(LoraSegment(start, start + length, mixed.rows))
+        start += length + 1
+    return tuple(segments)
+
+
+def codes(count: int) -> Tensor:
+    """8-bit floats of every size, subnormal ones and zeros of either sign too."""
+    return (torch.randn(count) * torch.tensor([1.0, 0.05, 0.002])[torch.arange(count) % 3]).to(FP8)
+
+
+def encoded(
+    pool: torch.dtype, lengths: list[int], acting: tuple[Acting, ...],
+    targets: tuple[LoraTarget, ...] = TARGETS, pieces: int = 1,
+) -> tuple[LoraBatch, list[LoraBatch]]:  # fmt: skip
+    """Adapters in turn in 8 bits and in the pool's type; and one batch in float64 for each that acts, whose
+    deltas are to be added in this order. pieces: experts.
+    """
+    stored, wide = Pool(pool), Pool(torch.float64)
+    adapters, exact = [], []
+    for number, rank in enumerate(RANKS):
+        float8, rows, wide_rows = number % 2 == 0, {}, {}
+        for target in targets[number % 2 :]:
+            size = pieces * rank * (IN + target.width)
+            scale = (0.37, -2.0, 8.0)[number % 3] if float8 else 1.0
+            values = codes(size) if float8 else torch.randn(size).to(pool)
+            place = stored.put(values) * (pool.itemsize if float8 else 1)
+            row = RowFormat(rank, encoding=Encoding(float8), scale=scale)
+            rows[LAYER, target.module_id] = LoraRow(place, row)
+            numbers = values.double().view(pieces, -1).clone()
+            numbers[:, : rank * IN] *= scale
+            wide_rows[LAYER, target.module_id] = LoraRow(wide.put(numbers), RowFormat(rank))
+        adapters.append(LoadedAdapter(rows, {}))
+        exact.append(wide_rows)
+    batch = LoraBatch(stored.flat, segments_of(lengths, acting, adapters), alignment=STEP)
+    single = []
+    for segment, members in zip(batch.segments, acting, strict=False):
+        for number, scale in members:
+            pool64 = wide.flat.clone()
+            for (_, module), row in exact[number].items():
+                size = next(IN + t.width for t in targets if t.module_id == module) * row.format.rank
+                part = pool64[row.offset : row.offset + pieces * size].view(pieces, -1)
+                part[:, : row.format.rank * IN] *= scale
+            single.append(LoraBatch(pool64, (replace(segment, rows=exact[number]),)))
+    return batch, single
+
+
+def float8_and_mixes(
+    acting: tuple[Acting, ...], pool: torch.dtype, lengths: list[int]
+) -> tuple[LoraBatch, Expected]:
+    batch, single = encoded(pool, lengths, acting)
+
+    def expected(y: Tensor, x: Tensor, bias: Tensor) -> Tensor:
+        want = y.double()
+        for one in single:
+            ReferenceOps().lora_add(want, x.double(), one, LAYER, TARGETS)
+        return want
+
+    return batch, expected
+
+
+def weighed(pool_dtype: torch.dtype, lengths: list[int]) -> tuple[LoraBatch, Expected]:
+    """Rows that share A and B, and DoRA, in mixes. Each adapter changes what the base gives, as if alone,
+    times its scale.
+    """
+    pool, shared_rank = Pool(pool_dtype), 21
+    draw = lambda *shape: torch.randn(*shape).to(pool_dtype)  # noqa: E731
+    common = {t.module_id: (draw(shared_rank, IN) / 5, draw(shared_rank, t.width) / 5) for t in TARGETS}
+    places = {module: pool.put(torch.cat((a.flatten(), b.flatten()))) for module, (a, b) in common.items()}
+    adapters, numbers = [], []
+    for number, kind in enumerate(("shared", "dora", "plain", "shared")):
+        rows, values, rank = {}, {}, 3 + 16 * number
+        for target in TARGETS[number % 2 :]:
+            module = target.module_id
+            if kind == "shared":
+                b, d = draw(target.width), draw(shared_rank)
+                shape = RowFormat(shared_rank, shared=True)
+                rows[LAYER, module] = LoraRow(places[module], shape, vectors=pool.put(torch.cat((b, d))))
+                values[module] = *common[module], d, b, None
+            else:
+                a, b = draw(rank, IN) / 5, draw(rank, target.width) / 5
+                m = draw(target.width) if kind == "dora" else None
+                stored = torch.cat([part.flatten() for part in (a, b, m) if part is not None])
+                rows[LAYER, module] = LoraRow(pool.put(stored), RowFormat(rank, kind == "dora"))
+                values[module] = a, b, None, None, m
+        adapters.append(LoadedAdapter(rows, {}))
+        numbers.append({m: tuple(p if p is None else p.double() for p in v) for m, v in values.items()})
+    batch = LoraBatch(pool.flat, segments_of(lengths, WEIGHED, adapters), alignment=STEP)
+
+    def expected(y: Tensor, x: Tensor, bias: Tensor) -> Tensor:
+        want, x, bias = y.double(), x.double(), bias.double()
+        for segment, members in zip(batch.segments, WEIGHED, strict=True):
+            rows = slice(segment.start, segment.stop)
+            for target in TARGETS:
+                columns = slice(target.start, target.start + target.width)
+                base, shift = want[rows, columns].clone(), bias[columns]
+                for number, scale in members:
+                    if target.module_id not in numbers[number]:
+                        continue
+                    a, b, d, weights, magnitude = numbers[number][target.module_id]
+                    low = x[rows] @ a.T
+                    change = (low if d is None else low * d) @ b * (1 if weights is None else weights)
+                    if magnitude is not None:
+                        change = (base - shift + change) * magnitude + shift - base
+                    want[rows, columns] += scale * change
+        return want
+
+    return batch, expected
+
+
+CONTENTS: dict[str, Callable[[torch.dtype, list[int]], tuple[LoraBatch, Expected]]] = {
+    "8 bits": lambda pool, lengths: float8_and_mixes(SINGLE, pool, lengths),
+    "mixes": lambda pool, lengths: float8_and_mixes(MIXES, pool, lengths),
+    "weighed": weighed,
+}
+
+
+def ops_of(kind: str, dtype: torch.dtype = torch.float32) -> ReferenceOps:
+    """Of torch, of a level of instruction sets, or of the GPU."""
+    if kind == "gpu":
+        return cuda_ops(dtype)
+    return CpuOps() if kind == "torch" else CompiledOps(open_library(kind))
+
+
+def add(ops: ReferenceOps, y: Tensor, x: Tensor, batch: LoraBatch, bias: Tensor | None = None) -> Tensor:
+    """A copy of y with what the adapters add, on the CPU."""
+    if not isinstance(ops, CudaOps):
+        got = y.clone()
+        ops.lora_add(got, x, batch, LAYER, TARGETS, bias)
+        return got
+    got, rows = y.to(DEVICE, copy=True), attention_batch([1] * len(y), [1] * len(y))
+    planned = to_device(ops.plan(rows, replace(batch, pool=batch.pool.to(DEVICE)))[1], DEVICE)
+    ops.lora_add(got, x.to(DEVICE), planned, LAYER, TARGETS, None if bias is None else bias.to(DEVICE))
+    return got.cpu()
+
+
+def check(got: Tensor, want: Tensor) -> None:
+    error = (got.double() - want).abs().max() / want.abs().max()
+    assert error < LIMIT[got.dtype], error
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(("dtype", "pool"), [*DTYPES, (torch.float16, torch.float16)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_added_as_they_mean(
+    kind: str, dtype: torch.dtype, pool: torch.dtype, lengths: list[int], content: str
+) -> None:
+    if dtype == torch.float16 if kind != "gpu" else dtype != pool:
+        pytest.skip("no such adapters there")
+    torch.manual_seed(0)
+    batch, expected = CONTENTS[content](pool, lengths)
+    total = sum(lengths) + len(lengths) + 1
+    x = (torch.randn(total, 2 * IN) / 3).to(dtype)[:, IN:]
+    y, bias = torch.randn(total, sum(WIDTHS)).to(dtype), torch.randn(sum(WIDTHS)).to(dtype)
+    want, ops = expected(y, x, bias), ops_of(kind, dtype)
+    spare = [0, *(segment.stop for segment in batch.segments)]
+    for made in (ops, ReferenceOps()) if kind != "gpu" else (ops,):
+        got = add(made, y, x, batch, bias)
+        check(got, want)
+        assert torch.equal(got[spare], y[spare]), "a base row was touched"
+    got = add(ops, y, x, batch, bias)
+    tiles_differ = kind == "gpu" and max(lengths) > 1
+    if kind == "torch" or tiles_differ or (kind != "gpu" and dtype != torch.float32):
+        return  # torch's products are free to sum in another order, and so are tiles of another size
+    for segment in batch.segments:
+        alone = add(ops, y, x, replace(batch, segments=(segment,)), bias)
+        rows = slice(segment.start, segment.stop)
+        assert torch.equal(alone[rows], got[rows]), "rows beside it changed a row"
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [[1, 2, 3, 1], [9, 5, 8, 4]])
+@pytest.mark.parametrize("level", PARAMS)  # torch promises no order of sums
+def test_a_row_has_the_same_bits_with_any_number_of_threads(
+    level: str, lengths: list[int], pool: torch.dtype, threads: Callable[[int], None]
+) -> None:
+    """Few tasks are shared by all threads, coefficient by coefficient and column by column."""
+    ops = CompiledOps(open_library(level))
+    torch.manual_seed(0)
+    batch, _ = encoded(pool, lengths, MIXES)
+    total = sum(lengths) + len(lengths) + 1
+    x, y = torch.randn(total, 2 * IN)[:, IN:], torch.randn(total, sum(WIDTHS))
+    made: list[Tensor] = []
+    for count in (1, 2, 5):
+        threads(count)
+        made.append(y)
+        for segment in batch.segments:  # alone it is few tasks
+            made[-1] = add(ops, made[-1], x, replace(batch, segments=(segment,)))
+    together = add(ops, y, x, batch)
+    assert all(torch.equal(together, alone) for alone in made)
+
+
+def test_a_batch_without_8_bits_runs_the_kernels_that_know_none() -> None:
+    """The shape of a planned batch is the key of its graph."""
+    made = cuda_ops()
+    mixed, _ = encoded(torch.float32, [1, 1], SINGLE)
+    plain = replace(mixed, segments=mixed.segments[1:])
+    shapes = []
+    for batch in (mixed, plain):
+        planned = made.plan(attention_batch([1] * 5, [1] * 5), batch)[1]
+        assert planned is not None
+        shapes.append(planned.shape)
+        assert planned.kinds.encodings == ({Encoding.FLOAT8} if batch is mixed else set())
+    assert shapes[0] != shapes[1]
+
+
+@pytest.mark.parametrize("acting", [SINGLE, MIXES], ids=["8 bits", "mixes"])
+@pytest.mark.parametrize("lengths", [[1, 1], [3, 1, 12, 2]], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_add_what_their_rows_mean(kind: str, lengths: list[int], acting: tuple[Acting, ...]) -> None:
+    from test_cuda_experts import ops as expert_ops
+
+    torch.manual_seed(1)
+    made = expert_ops() if kind == "gpu" else ops_of(kind)
+    batch, single = encoded(torch.float32, lengths, acting, EXPERT_TARGETS, EXPERTS)
+    total = sum(lengths) + len(lengths) + 1
+    choices = torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(total)])
+    x, y = torch.randn(2 * total, IN) / 7, torch.randn(2 * total, 56)
+    want = y.double()
+    for one in single:
+        pairs = pair_up(choices, EXPERTS, one)[0]
+        ReferenceOps().expert_lora_add(want, x.double(), one, pairs, LAYER, EXPERT_TARGETS)
+    got, planned = y.clone(), batch
+    if kind == "gpu":
+        got, x, choices, batch = (
+            got.to(DEVICE),
+            x.to(DEVICE),
+            choices.to(DEVICE),
+            replace(batch, pool=batch.pool.to(DEVICE)),
+        )
+        planned = to_device(made.plan(attention_batch([1] * total, [1] * total), batch)[1], DEVICE)
+    pairs, _ = made.pair_up(choices, EXPERTS, planned)
+    made.expert_lora_add(got, x, planned, pairs, LAYER, EXPERT_TARGETS)
+    check(got.cpu(), want)
+    assert not torch.equal(got.cpu(), y)
+
+
+def pool_of(parts: list[Tensor], pool: torch.dtype) -> Tensor:
+    """8-bit floats side by side, as a pool of a wider type holds them."""
+    stored = torch.cat(parts).view(torch.uint8)
+    return torch.nn.functional.pad(stored, (0, -len(stored) % 4)).view(pool)
+
+
+@pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [254, 37])
+def test_every_8_bit_number_is_widened_exactly(ops: CpuOps, count: int, pool: torch.dtype) -> None:
+    """Through A one by one, and through B, in vectors and in what is left over from them."""
+    every = torch.arange(256, dtype=torch.uint8).view(FP8)
+    numbers, one = every[~every.float().isnan()], torch.ones(1).to(FP8)
+    for first in range(0, len(numbers), count):
+        part = numbers[first : first + count]
+        size = len(part)
+        y = torch.zeros(size, 1)
+        rows = {(0, 0): LoraRow(0, RowFormat(1, encoding=Encoding.FLOAT8))}
+        batch = LoraBatch(pool_of([part, one], pool), (LoraSegment(0, size, rows),))
+        ops.lora_add(y, torch.eye(size), batch, 0, (LoraTarget(0, 0, 1),))
+        assert torch.equal(y[:, 0], part.float())
+        y = torch.zeros(1, size)
+        rows = {(0, 0): LoraRow(0, RowFormat(1, encoding=Encoding.FLOAT8, scale=0.5))}
+        batch = LoraBatch(pool_of([one, part], pool), (LoraSegment(0, 1, rows),))
+        ops.lora_add(y, torch.full((1, 1), 3.0), batch, 0, (LoraTarget(0, 0, size),))
+        assert torch.equal(y[0], 1.5 * part.float())

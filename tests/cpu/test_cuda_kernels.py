@@ -51,7 +51,9 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
 
 
-def lora_batch(lengths: list[int], ranks: list[int], dora: bool, dtype: torch.dtype) -> LoraBatch:
+def lora_batch(
+    lengths: list[int], ranks: list[int], dora: bool, dtype: torch.dtype, device: torch.device = DEVICE
+) -> LoraBatch:
     """Segments of so many rows with a base row before each, between NaNs in the pool. The first has the fused
     module too; odd ones lack the last target."""
     pieces = [torch.full((8,), float("nan"))]
@@ -66,7 +68,7 @@ def lora_batch(lengths: list[int], ranks: list[int], dora: bool, dtype: torch.dt
             used += size + pad
         segments.append(LoraSegment(start, start + length, places))
         start += length + 1
-    return LoraBatch(torch.cat(pieces).to(dtype).to(DEVICE), tuple(segments), alignment=8)
+    return LoraBatch(torch.cat(pieces).to(dtype).to(device), tuple(segments), alignment=8)
 
 
 def attention_batch(counts: list[int], lengths: list[int], size: int = 4) -> AttentionBatch:

@@ -34,18 +34,9 @@ from manylora.model.weights import load_decoder
 TARGETS = ("attn_q", "attn_k", "attn_dense", "mlp_4h_to_h")
 WIDE = {"hidden_size": 256, "intermediate_size": 256}  # whole blocks of the K types
 USUAL = (
-    Kind.Q4_0,
-    Kind.Q5_1,
-    Kind.Q8_0,
-    Kind.Q2_K,
-    Kind.Q3_K,
-    Kind.Q4_K,
-    Kind.Q6_K,
-    Kind.IQ4_XS,
-    Kind.MXFP4,
-    Kind.IQ2_XXS,
-    Kind.BF16,
-)
+    Kind.Q4_0, Kind.Q5_1, Kind.Q8_0, Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q6_K, Kind.IQ4_XS, Kind.MXFP4,
+    Kind.IQ2_XXS, Kind.BF16,
+)  # fmt: skip
 OTHERS = (Kind.Q4_1, Kind.Q5_0, Kind.Q5_K, Kind.IQ4_NL, Kind.TQ2_0, Kind.F32)
 FAMILIES = (
     "llama", "llama-mha-tied", "llama-biases", "llama-head-dim", "llama-linear", "llama-yarn", "llama3",

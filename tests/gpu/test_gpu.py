@@ -1,6 +1,6 @@
-"""Protects the GPU path on a GPU: recorded and overlapped steps, copies on their own stream, the chosen
-attention, measured block sizes, experts and quantised weights give the answers of transformers + PEFT or of a
-CPU. tests/cpu/test_cuda_*.py, beside these, run its kernels there."""
+"""Protects the GPU path on a GPU: recorded and overlapped steps, copies on their own stream, experts and
+quantised weights give the answers of transformers + PEFT or of a CPU. tests/cpu/test_cuda_*.py, beside these,
+run its kernels there."""
 
 from __future__ import annotations
 
@@ -59,13 +59,6 @@ def answers(engine: Engine, cases: list[tuple[int | None, tuple[int, ...]]], inp
             found[handle] += event.token_ids
     engine.check()
     return list(found.values())
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where block sizes are kept: not the user's."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "manylora"
 
 
 @pytest.mark.parametrize("graphs", [True, False])
@@ -204,23 +197,6 @@ def test_a_step_waits_for_the_device_once(world: tuple[Path, dict[int, Path]]) -
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert tokens == 4 * NEW
-
-
-def test_block_sizes_are_measured_once_and_kept(
-    world: tuple[Path, dict[int, Path]], cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "manylora")
-    model, _ = world
-    lora = LoraCacheConfig(host_memory_bytes=2**24, gpu_memory_bytes=2**22)
-    config = EngineConfig(
-        model, device="cuda", max_seq_len=128, max_tokens_in_paged_kv_cache=2**13, lora=lora
-    )
-    Engine(config)
-    assert "measured choices of" in caplog.text
-    assert [file.suffix for file in cache.iterdir() if file.name.startswith("blocks-")] == [".json"]
-    caplog.clear()
-    Engine(config)
-    assert "measured choices of" not in caplog.text
 
 
 def test_tables_go_to_the_device_as_one_piece() -> None:

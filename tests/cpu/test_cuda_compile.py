@@ -152,7 +152,7 @@ for starts in ([0, 1, 2], [0, 9, 12]):
 SPILLED = 16  # bytes of a thread
 # By compute capability times 10: KiB of shared memory that a program may have, loads of single elements.
 LIMITS = {80: (163, 24), 90: (227, 24), 100: (227, 40)}
-READS_MATRICES = {"_shrink_rows", "_shrink_tiles", "_expand", "_attend", "_grouped"}
+READS_MATRICES = {"_shrink", "_expand", "_attend", "_grouped"}
 
 
 @pytest.mark.extended

@@ -98,13 +98,9 @@ def convolve(seen: Tensor, taps: Tensor) -> Tensor:
     return mixed
 
 
-def read_inputs(state: RecurrentState, slots: Tensor) -> Tensor:
-    """Copies of the convolution's last inputs. Zeros for slot -1."""
-    return _read_slots(state.inputs, slots)
-
-
 def _read(state: RecurrentState, slots: Tensor) -> tuple[Tensor, Tensor]:
-    return read_inputs(state, slots), _read_slots(state.memory, slots)
+    """Copies of the convolution's last inputs and of the memory. Zeros for slot -1."""
+    return _read_slots(state.inputs, slots), _read_slots(state.memory, slots)
 
 
 def _read_slots(states: Tensor, slots: Tensor) -> Tensor:
@@ -300,21 +296,11 @@ def _gated(y: Tensor, gate: Tensor, weights: Mamba2Weights) -> Tensor:
 
 
 def short_conv(x: Tensor, taps: Tensor, state: RecurrentState, batch: StateBatch) -> Tensor:
-    """As `ReferenceOps.short_conv`. Sequences with one row are computed together, others one by one."""
-    b, c, h = x.float().chunk(3, dim=-1)
-    inputs, kept = b * h, len(taps) - 1
-    starts, cuts = batch.starts.tolist(), batch.cuts.tolist()
-    out = torch.empty_like(inputs)
-    before = read_inputs(state, batch.reads)
-    if starts[-1] == len(starts) - 1 and not any(cuts):
-        seen = torch.cat((before, inputs[:, None]), dim=1)
-        out[:] = convolve(seen, taps)[:, 0]
-        state.inputs[batch.writes] = seen[:, 1:]
-        return (c * out).to(x.dtype)
-    for s, (start, stop) in enumerate(pairwise(starts)):
-        seen = torch.cat((before[s], inputs[start:stop]))
-        out[start:stop] = convolve(seen[None], taps)[0]
-        state.inputs[batch.writes[s]] = seen[len(seen) - kept :]
-        if cuts[s]:
-            state.inputs[batch.saves[s]] = seen[cuts[s] : cuts[s] + kept]
-    return (c * out).to(x.dtype)
+    """As `ReferenceOps.short_conv`."""
+
+    def run(rows: Sequence[Tensor], inputs: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        b, c, h = rows[0].chunk(3, dim=-1)
+        seen = torch.cat((inputs, b * h), dim=1)
+        return c * convolve(seen, taps), seen[:, c.shape[1] :], memory
+
+    return run_rows((x.float(),), state, batch, run).to(x.dtype)

@@ -129,52 +129,14 @@ def _partial(split, rows, target, num_rows, num_targets, rank_blocks):
 
 
 @triton.jit(do_not_specialize=CHANGING)
-def _shrink_rows(
-    x, pool, codes, places, tiles, targets, partial, layer, layers, x_stride, num_rows, in_dim,
-    num_targets, rank_blocks, num_splits, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, ALIGN: tl.constexpr,
-    MODULES: tl.constexpr, PLACE: tl.constexpr, TILE: tl.constexpr, FLOAT8: tl.constexpr,
-    SCALED: tl.constexpr, MIXED: tl.constexpr, WEIGHED: tl.constexpr,
-):  # fmt: skip
-    tile, split = tl.program_id(0), tl.program_id(2)
-    target, block = tl.program_id(1) % num_targets, tl.program_id(1) // num_targets
-    if tl.load(tiles + tile * TILE + 1) == 0:
-        return
-    row, slot = tl.load(tiles + tile * TILE).to(tl.int64), tl.load(tiles + tile * TILE + 2)
-    head = _place(places, targets, target, slot, layer, layers, MODULES, PLACE)
-    place, own = _member(
-        head, block, places, targets, target, layer, layers, BLOCK_R, MODULES, PLACE, MIXED
-    )  # fmt: skip
-    rank = tl.load(place + 1).to(tl.int32)
-    if own * BLOCK_R >= rank:
-        return
-    sizes = in_dim + tl.load(targets + target * 3 + 2)
-    a = _begin(place, tl.load(tiles + tile * TILE + 3), rank, sizes, ALIGN)
-    narrow = _is_narrow(place, FLOAT8)
-    r = own * BLOCK_R + tl.arange(0, BLOCK_R)
-    total = tl.zeros([BLOCK_R], tl.float32)
-    span = tl.cdiv(tl.cdiv(in_dim, num_splits), BLOCK_K) * BLOCK_K
-    for start in range(split * span, tl.minimum(in_dim, (split + 1) * span), BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        xs = tl.load(x + row * x_stride + k, mask=k < in_dim, other=0).to(tl.float32)
-        inside = (r < rank)[:, None] & (k < in_dim)[None, :]
-        weights = _read(pool, codes, a, r[:, None] * in_dim + k[None, :], inside, narrow, FLOAT8)
-        total += tl.sum(weights.to(tl.float32) * xs[None, :], axis=1)
-    total *= _scale(place, SCALED)
-    if WEIGHED:
-        total *= _rank_weights(pool, place, r, rank, sizes - in_dim)
-    to = partial + _partial(split, row, target, num_rows, num_targets, rank_blocks)
-    at = block * BLOCK_R + tl.arange(0, BLOCK_R)
-    tl.store(to + at, total)  # with zeros from the rank to the end of the block
-
-
-@triton.jit(do_not_specialize=CHANGING)
-def _shrink_tiles(
+def _shrink(
     x, pool, codes, places, tiles, targets, partial, layer, layers, x_stride, num_rows, in_dim,
     num_targets, rank_blocks, num_splits, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, ALIGN: tl.constexpr,
     MODULES: tl.constexpr, PLACE: tl.constexpr, TILE: tl.constexpr, FLOAT8: tl.constexpr,
     SCALED: tl.constexpr, MIXED: tl.constexpr, WEIGHED: tl.constexpr, BLOCK_M: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
+    """A single row is multiplied as a vector, several with tensor cores."""
     tile, split = tl.program_id(0), tl.program_id(2)
     target, block = tl.program_id(1) % num_targets, tl.program_id(1) // num_targets
     count = tl.load(tiles + tile * TILE + 1)
@@ -193,21 +155,28 @@ def _shrink_tiles(
     narrow = _is_narrow(place, FLOAT8)
     m, r = tl.arange(0, BLOCK_M), own * BLOCK_R + tl.arange(0, BLOCK_R)
     rows = first + m
-    total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32) if BLOCK_M == 1 else tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     span = tl.cdiv(tl.cdiv(in_dim, num_splits), BLOCK_K) * BLOCK_K
     for start in range(split * span, tl.minimum(in_dim, (split + 1) * span), BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        here = (m < count)[:, None] & (k < in_dim)[None, :]
-        xs = tl.load(x + rows[:, None] * x_stride + k[None, :], mask=here, other=0)
-        inside = (k < in_dim)[:, None] & (r < rank)[None, :]
-        weights = _read(pool, codes, a, r[None, :] * in_dim + k[:, None], inside, narrow, FLOAT8)
-        total = _dot(xs, weights, total, WIDEN)
+        if BLOCK_M == 1:
+            xs = tl.load(x + first * x_stride + k, mask=k < in_dim, other=0).to(tl.float32)
+            inside = (r < rank)[:, None] & (k < in_dim)[None, :]
+            weights = _read(pool, codes, a, r[:, None] * in_dim + k[None, :], inside, narrow, FLOAT8)
+            total += tl.sum(weights.to(tl.float32) * xs[None, :], axis=1)
+        else:
+            here = (m < count)[:, None] & (k < in_dim)[None, :]
+            xs = tl.load(x + rows[:, None] * x_stride + k[None, :], mask=here, other=0)
+            inside = (k < in_dim)[:, None] & (r < rank)[None, :]
+            weights = _read(pool, codes, a, r[None, :] * in_dim + k[:, None], inside, narrow, FLOAT8)
+            total = _dot(xs, weights, total, WIDEN)
     total *= _scale(place, SCALED)
     if WEIGHED:
-        total *= _rank_weights(pool, place, r, rank, sizes - in_dim)[None, :]
+        weights_of = _rank_weights(pool, place, r, rank, sizes - in_dim)
+        total *= weights_of if BLOCK_M == 1 else weights_of[None, :]
     to = partial + _partial(split, rows, target, num_rows, num_targets, rank_blocks)[:, None]
-    at = block * BLOCK_R + tl.arange(0, BLOCK_R)
-    tl.store(to + at[None, :], total, mask=(m < count)[:, None])  # zeros from the rank to the block's end
+    at = block * BLOCK_R + tl.arange(0, BLOCK_R)  # zeros from the rank to the end of the block
+    tl.store(to + at[None, :], tl.reshape(total, [BLOCK_M, BLOCK_R]), mask=(m < count)[:, None])
 
 
 @triton.jit
@@ -388,10 +357,7 @@ def shrink(x: Tensor, tables: LoraTables) -> Tensor:
         **tables.constants, "BLOCK_K": blocks.size, "SCALED": tables.float8 or tables.kinds.mixed,
         **blocks.options,
     }  # fmt: skip
-    if tile_size == 1:
-        launch(_shrink_rows, grid, *arguments, **constants)
-    else:
-        launch(_shrink_tiles, grid, *arguments, **constants, BLOCK_M=tile_size, WIDEN=widens(x.dtype))
+    launch(_shrink, grid, *arguments, **constants, BLOCK_M=tile_size, WIDEN=widens(x.dtype))
     return partial
 
 

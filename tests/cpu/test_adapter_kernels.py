@@ -16,6 +16,7 @@ from test_cuda_kernels import DEVICE, attention_batch
 from test_cuda_kernels import ops as cuda_ops
 from test_expert_kernels import EXPERTS
 from test_expert_kernels import TARGETS as EXPERT_TARGETS
+from test_expert_kernels import cuda_ops as expert_ops
 from torch import Tensor
 
 from manylora.kernels.compiled import CompiledOps
@@ -307,8 +308,6 @@ def test_a_batch_without_8_bits_runs_the_kernels_that_know_none() -> None:
 @pytest.mark.parametrize("lengths", [[1, 1], [3, 1, 12, 2]], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_add_what_their_rows_mean(kind: str, lengths: list[int], acting: tuple[Acting, ...]) -> None:
-    from test_cuda_experts import ops as expert_ops
-
     torch.manual_seed(1)
     made = expert_ops() if kind == "gpu" else ops_of(kind)
     batch, single = encoded(torch.float32, lengths, acting, EXPERT_TARGETS, EXPERTS)

@@ -1,20 +1,34 @@
-"""Protects the operations of routed experts: the CPU's say what the reference says, and that what is written
-down; pairs are sorted, each group is one expert under one adapter, and base rows are left alone."""
+"""Protects the operations of routed experts: pairs are sorted, each group is one expert under one adapter,
+pairs and tiles made on a GPU are the host's, and kernels say what is written down, plain and quantised."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from levels import PARAMS, open_library
+from test_cuda_kernels import DEVICE, attention_batch, close, limits
+from torch import Tensor
 
+from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
+from manylora.kernels.cuda import products, routing
+from manylora.kernels.cuda.arithmetic import quantise_rows
+from manylora.kernels.cuda.grouped import quantised_rows, weight_table
+from manylora.kernels.cuda.ops import CudaOps
+from manylora.kernels.cuda.routing import DevicePairs
 from manylora.kernels.experts import pair_up
+from manylora.kernels.quantised import QuantisedWeight, quantised_linear
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment, LoraTarget
+from manylora.kernels.transfer import to_device
+from manylora.model.quant import quantise
+from manylora.quant.config import QuantConfig
 
 EXPERTS, IN, WIDTHS = 5, 48, (32, 24)
 TARGETS = tuple(LoraTarget(13 + m, sum(WIDTHS[:m]), width) for m, width in enumerate(WIDTHS))
 LAYER = 3
+CPU = torch.device("cpu")
 
 
 def batch_of(lengths: list[int], ranks: list[int]) -> tuple[LoraBatch, list[dict]]:
@@ -37,41 +51,109 @@ def batch_of(lengths: list[int], ranks: list[int]) -> tuple[LoraBatch, list[dict
     return LoraBatch(torch.cat(pieces), tuple(segments)), matrices
 
 
+def choose_experts(rows: int, device: torch.device = DEVICE) -> Tensor:
+    """Two for each row."""
+    return torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(rows)]).to(device)
+
+
+def cuda_ops(dtype: torch.dtype = torch.float32) -> CudaOps:
+    made = CudaOps()
+    made.reserve(limits(dtype, num_experts=EXPERTS, num_layers=LAYER + 1), DEVICE)
+    return made
+
+
+def planned(made: CudaOps, batch: LoraBatch, rows: int, fixed: bool = False):  # type: ignore[no-untyped-def]
+    attention = attention_batch([1] * rows, [1] * rows)
+    return to_device(made.plan(attention, batch, fixed)[1], DEVICE)
+
+
+@pytest.mark.parametrize("block", [16, 1024])
+@pytest.mark.parametrize(
+    ("lengths", "fixed"), [([1], True), ([1, 1, 1], True), ([3, 1, 2, 9], False), ([2, 40, 1, 70], False)]
+)
+def test_pairs_and_tiles_are_those_of_the_host(
+    lengths: list[int], fixed: bool, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "BLOCK", block)
+    torch.manual_seed(len(lengths))
+    batch, _ = batch_of(lengths, [4] * len(lengths))
+    total, made = sum(lengths) + len(lengths) + 1, cuda_ops()
+    choices = choose_experts(total)
+    lora = planned(made, batch, total, fixed)
+    got, got_places = made.pair_up(choices, EXPERTS, lora)
+    want, want_places = pair_up(choices, EXPERTS, batch)
+    assert isinstance(got, DevicePairs)
+    assert torch.equal(got.rows, want.rows)
+    assert torch.equal(got_places, want_places)
+    covered = [
+        (pair, expert)
+        for first, count, _, expert in got.tiles.tolist()
+        for pair in range(first, first + count)
+    ]
+    experts = [e for e in range(EXPERTS) for _ in range(want.starts[e], want.starts[e + 1])]
+    assert covered == list(enumerate(experts))
+    assert max(count for _, count, _, _ in got.tiles.tolist()) <= got.tile_size
+    slots = lora.row_slots.tolist()
+    runs: list[list[int]] = []
+    for first, count, slot, expert in got.lora_tiles.tolist():
+        if count == 0:
+            continue
+        assert count <= got.lora_tile_size
+        assert {slots[row] for row in got.rows[first : first + count].tolist()} == {slot}
+        if runs and runs[-1][1] == first and runs[-1][2] == expert and slot == runs[-1][3]:
+            runs[-1][1] += count
+        else:
+            runs.append([first, first + count, expert, slot])
+    assert [run[:3] for run in runs] == want.groups[:, :3].tolist()
+
+
 @pytest.mark.parametrize(
     ("dtype", "pool"),
     [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)],
 )
 @pytest.mark.parametrize(
-    ("lengths", "ranks"), [([1], [1]), ([3, 1, 2, 9], [64, 8, 4, 3]), ([2, 40, 1, 70], [16, 512, 5, 1])]
+    ("lengths", "ranks"),
+    [
+        ([1], [1]),
+        ([3, 1, 2, 9], [64, 8, 4, 3]),
+        pytest.param([2, 40, 1, 70], [16, 512, 5, 1], marks=pytest.mark.extended),
+    ],
 )
+@pytest.mark.parametrize("kind", ["torch", *PARAMS, "gpu"])
 def test_each_pair_gets_its_own_delta(
-    ops: CpuOps, lengths: list[int], ranks: list[int], dtype: torch.dtype, pool: torch.dtype
+    kind: str, lengths: list[int], ranks: list[int], dtype: torch.dtype, pool: torch.dtype
 ) -> None:
+    if kind == "gpu" and dtype != pool:
+        pytest.skip("no such adapters there")
     torch.manual_seed(1)
     batch, matrices = batch_of(lengths, ranks)
-    total = sum(lengths) + len(lengths) + 1
-    choices = torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(total)])
-    pairs, places = pair_up(choices, EXPERTS, batch)
-    x, y = torch.randn(2 * total, IN), torch.randn(2 * total, sum(WIDTHS))
+    total, device = sum(lengths) + len(lengths) + 1, DEVICE if kind == "gpu" else CPU
+    choices = choose_experts(total, device)
+    host, places = pair_up(choices.cpu(), EXPERTS, batch)
+    x, y = torch.randn(2 * total, IN) / 7, torch.randn(2 * total, sum(WIDTHS))
     want = y.clone()
     owner = {row: n for n, s in enumerate(batch.segments) for row in range(s.start, s.stop)}
-    experts = choices.flatten()[places.argsort()].tolist()
-    for pair, (row, expert) in enumerate(zip(pairs.rows.tolist(), experts, strict=True)):
+    experts = choices.flatten().cpu()[places.argsort()].tolist()
+    for pair, (row, expert) in enumerate(zip(host.rows.tolist(), experts, strict=True)):
         for target in TARGETS:
             if row in owner and target.module_id in matrices[owner[row]]:
                 a, b = matrices[owner[row]][target.module_id]
                 columns = slice(target.start, target.start + target.width)
                 want[pair, columns] += x[pair] @ a[expert].T @ b[expert]
-    exact = pool == torch.float32
-    narrow = LoraBatch(batch.pool.to(pool), batch.segments)
-    for made in (ops, ReferenceOps()):
-        got = y.to(dtype, copy=True)
-        made.expert_lora_add(got, x.to(dtype), narrow, pairs, LAYER, TARGETS)
+    narrow = LoraBatch(batch.pool.to(pool).to(device), batch.segments)
+    cpu = CpuOps() if kind == "torch" else None if kind == "gpu" else CompiledOps(open_library(kind))
+    untouched = [n for n, row in enumerate(host.rows.tolist()) if row not in owner]
+    assert len(untouched) == 2 * (len(lengths) + 1)
+    for made in (cuda_ops(dtype),) if cpu is None else (cpu, ReferenceOps()):
+        got = y.to(dtype, copy=True).to(device)
+        lora = planned(made, narrow, total) if isinstance(made, CudaOps) else narrow
+        pairs, _ = made.pair_up(choices, EXPERTS, lora)
+        assert torch.equal(pairs.rows.cpu(), host.rows)
+        made.expert_lora_add(got, x.to(dtype).to(device), lora, pairs, LAYER, TARGETS)
         scale = want.abs().max().item()
-        torch.testing.assert_close(got.float(), want, rtol=0, atol=scale * (1e-5 if exact else 0.02))
-        untouched = [n for n, row in enumerate(pairs.rows.tolist()) if row not in owner]
-        assert torch.equal(got[untouched], y.to(dtype)[untouched]), "a base row was touched"
-        assert len(untouched) == 2 * (len(lengths) + 1)
+        atol = scale * (1e-5 if pool == torch.float32 else 0.02)
+        torch.testing.assert_close(got.float().cpu(), want, rtol=0, atol=atol)
+        assert torch.equal(got[untouched].cpu(), y.to(dtype)[untouched]), "a base row was touched"
 
 
 def test_pairs_are_sorted_and_their_places_lead_back() -> None:
@@ -98,3 +180,53 @@ def test_each_row_meets_its_experts_weight(ops: CpuOps, dtype: torch.dtype) -> N
         [torch.stack([weights[e] @ row for e in es]) for row, es in zip(x, choices.tolist(), strict=True)]
     )
     torch.testing.assert_close(got, want, rtol=0.02, atol=1e-4 if dtype == torch.float32 else 0.2)
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.bfloat16), (5, torch.float32), (100, torch.float16)])
+@pytest.mark.parametrize("algo", [None, "W8A16", "FP8", "W4A16"])
+def test_each_row_meets_its_experts_weight_on_a_gpu(rows: int, dtype: torch.dtype, algo: str | None) -> None:
+    torch.manual_seed(0)
+    made, wide, narrow = cuda_ops(dtype), 2 * IN, 40
+    plain = [torch.randn(narrow, wide).to(dtype).to(DEVICE) for _ in range(EXPERTS)]
+    config = QuantConfig(quant_algo=algo, group_size=32)
+    weights = tuple(plain if algo is None else (quantise(w, config) for w in plain))
+    choices = choose_experts(rows)
+    pairs, places = made.pair_up(choices, EXPERTS, None)
+    x = (torch.randn(rows, wide) / 7).to(dtype).to(DEVICE)
+    got = made.expert_linear(x[pairs.rows], pairs, weights)[places].view(rows, 2, narrow)
+    want = torch.stack(
+        [
+            torch.stack([(w if isinstance(w, torch.Tensor) else w.wide()).float() @ row.float() for w in ws])
+            for row, ws in zip(x, ([weights[e] for e in es] for es in choices.tolist()), strict=True)
+        ]
+    )
+    close(got, want.to(dtype))
+    if algo is not None:
+        one = weights[0]
+        assert isinstance(one, QuantisedWeight)
+        close(quantised_rows(x, weight_table([one])), quantised_linear(x, one, None))
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(3, torch.bfloat16), (40, torch.float16)])
+def test_experts_in_eight_bits_meet_rows_in_eight_bits_where_there_are_units(
+    rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row rounded with a scale of its own; the adapters' products are not rounded."""
+    monkeypatch.setattr(products, "has_fp8_units", lambda device: True)
+    torch.manual_seed(0)
+    made, narrow = cuda_ops(dtype), 40
+    plain = [torch.randn(narrow, IN).to(dtype).to(DEVICE) for _ in range(EXPERTS)]
+    weights = tuple(made.pack(quantise(w, QuantConfig("FP8")), routed=True) for w in plain)
+    choices = choose_experts(rows)
+    pairs, places = made.pair_up(choices, EXPERTS, None)
+    x = (torch.randn(rows, IN) * torch.rand(rows, 1)).to(dtype).to(DEVICE)
+    got = made.expert_linear(x[pairs.rows], pairs, weights)[places].view(rows, 2, narrow)
+    values, scales = quantise_rows(x)
+    rounded = values.float() * scales
+    for number, experts in enumerate(choices.tolist()):
+        for place, expert in enumerate(experts):
+            weight = weights[expert]
+            assert isinstance(weight, QuantisedWeight)
+            want = weight.values.float() @ rounded[number] * weight.scales.flatten().float()
+            close(got[number, place], want.to(dtype))
+    assert (got.float() - (x.float() @ plain[0].float().T)[:, None]).abs().max() > 0.1, "other experts"

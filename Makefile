@@ -40,13 +40,13 @@ test-durations: $(VENV)/.test ## run `make test`, and write what each file takes
 	$(BIN)/python -m pytest -n $(WORKERS) --write-durations
 
 test-gpu: $(VENV)/.test ## run the tests of the GPU path and its kernels; needs a CUDA GPU
-	$(BIN)/python -m pytest --all tests/gpu $(addprefix tests/cpu/test_,$(addprefix cuda_,kernels.py blocks.py \
-	  experts.py backends.py quantised.py recurrent.py) float8_kernels.py)
+	$(BIN)/python -m pytest --all tests/gpu $(addprefix tests/cpu/test_,cuda_kernels.py cuda_quantised.py \
+	  adapter_kernels.py expert_kernels.py recurrent_kernels.py)
 
 bench-gpu: ## run the GPU benchmark (BENCH_ARGS=...); works with any Python that has torch, triton and numpy
 	PYTHONPATH=src $(or $(wildcard $(BIN)/python),python3) benchmarks/gpu.py $(BENCH_ARGS)
 
-gpu-static: $(VENV)/.test ## compile every GPU kernel for three kinds of GPU; needs no GPU; takes 10 minutes
+gpu-static: $(VENV)/.test ## compile every GPU kernel for three kinds of GPU; needs no GPU; takes two minutes
 	$(BIN)/python -m pytest --all tests/cpu/test_cuda_compile.py
 
 check: $(VENV)/.check ## check lint, format, types and size

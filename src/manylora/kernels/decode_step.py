@@ -37,6 +37,11 @@ SIZES = (
     "layers", "hidden", "heads", "kv_heads", "dim", "size", "inner", "widest", "activation", "cache_kind",
     "norm_heads", "pairs", "most_scores",
 )  # fmt: skip
+# Fields that are those of DecoderParts.
+OF_DECODER = (
+    "hidden", "heads", "kv_heads", "dim", "inner", "activation", "norm_heads", "pairs", "eps",
+    "embedding_scale",
+)  # fmt: skip
 
 
 def _structure(*fields: str | tuple[Any, ...]) -> np.dtype:
@@ -166,13 +171,7 @@ class DecodeStep:
         self._decoder = np.zeros(1, DECODER)
         self._decoder_at = self._decoder.ctypes.data
         self._decoder["layer"] = self._layers.ctypes.data
-        for name in {*SIZES, "eps", "embedding_scale"} - {
-            "layers",
-            "size",
-            "widest",
-            "cache_kind",
-            "most_scores",
-        }:
+        for name in OF_DECODER:
             self._decoder[name] = getattr(parts, name)
         self._decoder["layers"], self._decoder["most_scores"] = len(parts.layers), MOST_SCORES
         self._decoder["widest"] = max(max(one.rows, one.panels[0].columns) for one in parts.linears())

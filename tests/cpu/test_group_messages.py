@@ -21,7 +21,7 @@ from manylora.group import leader as leader_module
 from manylora.group import leader as watch_module
 from manylora.group.channel import Channel, Message
 from manylora.group.leader import Leader, Watch
-from manylora.group.place import Place
+from manylora.group.rank_info import RankInfo
 from manylora.group.rendezvous import Link
 from manylora.lora.tensors import Adapter
 from manylora.system.own_clock import OwnClock
@@ -44,7 +44,7 @@ def open_leader(link: Link, patch: pytest.MonkeyPatch) -> Leader:
     patch.setattr(leader_module, "open_store", lambda place: None)
     patch.setattr(leader_module, "group_store", lambda *_: None)
     patch.setattr(Leader, "_greet", lambda *_: None)
-    return Leader(EngineConfig(Path()), Place(0, 2, 0, 2))
+    return Leader(EngineConfig(Path()), RankInfo(0, 2, 0, 2))
 
 
 def open_follower() -> Follower:

@@ -17,7 +17,7 @@ import pytest
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.errors import ConfigError
 from manylora.group.collectives import interface_towards
-from manylora.group.place import Place, ends_with_launcher, find_place, started_rank
+from manylora.group.rank_info import RankInfo, ends_with_launcher, find_rank, started_rank
 from manylora.group.rendezvous import check_identity, from_values, identity, to_values
 from manylora.kernels import device
 from manylora.launcher.processes import free_port
@@ -46,11 +46,11 @@ with LLM(sys.argv[1], tensor_parallel_size=2, device="cpu", max_batch_size=2) as
 
 
 def test_places_are_those_of_launchers() -> None:
-    assert find_place(2, {}) == Place.alone(2)
+    assert find_rank(2, {}) == RankInfo.alone(2)
     host = {"MASTER_ADDR": "host0"}
-    assert find_place(4, TORCHRUN | host | {"MASTER_PORT": "7"}) == Place(3, 4, 1, 2, "host0", 7)
-    assert find_place(4, MPIRUN | host) == Place(3, 4, 1, 2, "host0", 29500)
-    assert find_place(1, TORCHRUN) == Place.alone(1), "each process has an engine of its own"
+    assert find_rank(4, TORCHRUN | host | {"MASTER_PORT": "7"}) == RankInfo(3, 4, 1, 2, "host0", 7)
+    assert find_rank(4, MPIRUN | host) == RankInfo(3, 4, 1, 2, "host0", 29500)
+    assert find_rank(1, TORCHRUN) == RankInfo.alone(1), "each process has an engine of its own"
     assert (started_rank(TORCHRUN), started_rank({}), started_rank({"RANK": "0", "WORLD_SIZE": "1"})) == (
         3,
         0,
@@ -61,14 +61,14 @@ def test_places_are_those_of_launchers() -> None:
 
 def test_places_are_those_of_srun() -> None:
     host = {"MASTER_ADDR": "host0"}
-    assert find_place(7, SRUN | host) == Place(5, 7, 1, 2, "host0", 29500)
+    assert find_rank(7, SRUN | host) == RankInfo(5, 7, 1, 2, "host0", 29500)
     last = SRUN | {"SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"}
-    assert find_place(7, last | host) == Place(6, 7, 0, 1, "host0", 29500)
+    assert find_rank(7, last | host) == RankInfo(6, 7, 0, 1, "host0", 29500)
     alone = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
-    assert find_place(2, alone).address == "127.0.0.1"
-    assert find_place(2, BATCH) == Place.alone(2), "a job's script is one process"
-    assert find_place(4, SRUN | TORCHRUN | host) == Place(3, 4, 1, 2, "host0", 29500)
-    assert find_place(4, SRUN | MPIRUN | host) == Place(3, 4, 1, 2, "host0", 29500)
+    assert find_rank(2, alone).address == "127.0.0.1"
+    assert find_rank(2, BATCH) == RankInfo.alone(2), "a job's script is one process"
+    assert find_rank(4, SRUN | TORCHRUN | host) == RankInfo(3, 4, 1, 2, "host0", 29500)
+    assert find_rank(4, SRUN | MPIRUN | host) == RankInfo(3, 4, 1, 2, "host0", 29500)
     assert ends_with_launcher(SRUN) and not ends_with_launcher(BATCH | {"SLURM_STEP_NUM_TASKS": "1"})
 
 
@@ -92,7 +92,7 @@ def test_places_are_those_of_srun() -> None:
 )
 def test_places_that_cannot_be_are_refused(environment: dict[str, str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        find_place(4, environment)
+        find_rank(4, environment)
 
 
 def test_a_configuration_crosses_whole() -> None:

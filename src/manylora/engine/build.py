@@ -33,7 +33,7 @@ from manylora.engine.warmup import peak_bytes
 from manylora.group.channel import Message
 from manylora.group.collectives import interface_of, join_collectives, leave_group
 from manylora.group.leader import Leader
-from manylora.group.place import Place
+from manylora.group.rank_info import RankInfo
 from manylora.kernels.device import Device, device_of_rank, open_device
 from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.spec import BatchLimits
@@ -119,12 +119,12 @@ class EngineParts:
     leader: Leader | None = None
 
 
-def meet_group(config: EngineConfig, place: Place, store: Store) -> TorchCollectives:
+def meet_group(config: EngineConfig, info: RankInfo, store: Store) -> TorchCollectives:
     """Join the group of ranks. Raises ConfigError."""
-    device = torch.device(device_of_rank(config.device, place.local_rank, place.local_size))
-    with interface_of(place):
-        join_collectives(place, store, "nccl" if device.type == "cuda" else "gloo")
-        return TorchCollectives(mapping_of(config, place.rank), device)
+    device = torch.device(device_of_rank(config.device, info.local_rank, info.local_size))
+    with interface_of(info):
+        join_collectives(info, store, "nccl" if device.type == "cuda" else "gloo")
+        return TorchCollectives(mapping_of(config, info.rank), device)
 
 
 def mapping_of(config: EngineConfig, rank: int) -> Mapping:
@@ -133,21 +133,21 @@ def mapping_of(config: EngineConfig, rank: int) -> Mapping:
     return Mapping(tp * pp, rank, tp, pp, config.moe_expert_parallel_size)
 
 
-def build_rank(config: EngineConfig, place: Place, comm: TorchCollectives | None) -> RankParts:
+def build_rank(config: EngineConfig, info: RankInfo, comm: TorchCollectives | None) -> RankParts:
     """Load this rank's weights and allocate its KV cache. All ranks call this at the same time.
 
     Raises ConfigError if the configuration, the checkpoint or the memory does not allow it.
     """
     name = config.device
     if comm is not None:
-        name = device_of_rank(name, place.local_rank, place.local_size)
+        name = device_of_rank(name, info.local_rank, info.local_size)
     device = open_device(name)
     on_cpu = device.torch.type == "cpu"
     if on_cpu:
         keep_memory()
-        _share_cores(place)
+        _share_cores(info)
     before = device.free_bytes()
-    held = _load(config, device, place.rank, comm)
+    held = _load(config, device, info.rank, comm)
     decoder, local, dtype = held.decoder, held.local, held.dtype
     decoder.dense = load_dense(config.model_dir, held.model.hidden_size, device.torch)
     kv_dtype = kv_cache_dtype(config, dtype, device)
@@ -155,7 +155,7 @@ def build_rank(config: EngineConfig, place: Place, comm: TorchCollectives | None
     if config.max_seq_len is None and (longest := longest_text(config.model_dir)) is not None:
         config = replace(config, max_seq_len=min(longest, held.model.max_seq_len))
     pages_dtype = adapter_dtype(config, held.model, dtype, device)
-    share = place.local_size if on_cpu else 1  # ranks that share the same memory
+    share = info.local_size if on_cpu else 1  # ranks that share the same memory
     free_bytes = usable_bytes(config, device, before) // share
     if isinstance(decoder, Decoder):
         limits = batch_limits(config, local, dtype, kv_dtype, config.max_seq_len or local.max_seq_len)
@@ -174,10 +174,10 @@ def build_rank(config: EngineConfig, place: Place, comm: TorchCollectives | None
     return RankParts(config, held.model, local, device, decoder, *sizes, held.slicer)
 
 
-def _share_cores(place: Place) -> None:
+def _share_cores(info: RankInfo) -> None:
     """Divide the cores among local ranks: threads of several ranks on one core would wait for each other."""
-    if place.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // place.local_size))
+    if info.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // info.local_size))
 
 
 class _Held(NamedTuple):
@@ -215,15 +215,15 @@ def _warn_of_weights(config: EngineConfig, model: ModelConfig, dtype: torch.dtyp
         logger.warning(text, needed // 2**20, free // 2**20, device.name)
 
 
-def build_parts(config: EngineConfig, place: Place) -> EngineParts:
-    """place: of rank 0. Raises ConfigError if the configuration, the checkpoint or the memory does not allow
+def build_parts(config: EngineConfig, info: RankInfo) -> EngineParts:
+    """info: of rank 0. Raises ConfigError if the configuration, the checkpoint or the memory does not allow
     it.
     """
     started = time.perf_counter()
-    leader = Leader(config, place) if place.size > 1 else None
+    leader = Leader(config, info) if info.size > 1 else None
     try:
-        comm = meet_group(config, place, leader.store) if leader is not None else None
-        parts = _rank_0(build_rank(config, place, comm), leader)
+        comm = meet_group(config, info, leader.store) if leader is not None else None
+        parts = _rank_0(build_rank(config, info, comm), leader)
     except Exception as error:
         if leader is None:
             raise
@@ -240,7 +240,7 @@ def build_parts(config: EngineConfig, place: Place) -> EngineParts:
         " with products of bfloat16" if parts.device.ops.rounds_inputs else "",
         parts.kv_plan.num_blocks,
         config.tokens_per_block,
-        f", {place.size} ranks" if leader is not None else "",
+        f", {info.size} ranks" if leader is not None else "",
     )
     return parts
 

@@ -20,7 +20,7 @@ from manylora.engine.state_pool import StatePool
 from manylora.engine.step_in_flight import FailedStep, LaunchedStep
 from manylora.engine.version_swaps import VersionSwaps
 from manylora.errors import QueueFullError, RequestError
-from manylora.group.place import find_place
+from manylora.group.rank_info import find_rank
 from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, Request
 from manylora.stats import EngineStats
 
@@ -42,11 +42,11 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        place = find_place(config.world_size)
-        if place.rank:
-            follow(config, place)
+        info = find_rank(config.world_size)
+        if info.rank:
+            follow(config, info)
             raise SystemExit(0)
-        self._parts = parts = build_parts(config, place)
+        self._parts = parts = build_parts(config, info)
         self.model, self.base, self.adapters = parts.model, parts.base, parts.adapters
         config = parts.config
         self.max_seq_len, self._runner = parts.kv_plan.max_seq_len, parts.runner

@@ -29,7 +29,7 @@ from manylora.engine.build import RankParts, build_rank, leave_group, meet_group
 from manylora.engine.inputs import StepInputs
 from manylora.errors import ConfigError
 from manylora.group.channel import Channel, ChannelClosedError, Message
-from manylora.group.place import RANK_0_GONE, Place
+from manylora.group.rank_info import RANK_0_GONE, RankInfo
 from manylora.group.rendezvous import LOOPBACK, REFUSED, from_values, group_store, identity, join
 from manylora.kernels.spec import LoraBatch
 from manylora.kernels.transfer import to_device, upload
@@ -186,19 +186,19 @@ class Follower:
         return held.loaded
 
 
-def follow(config: EngineConfig, place: Place, ready: Callable[[], None] = lambda: None) -> bool:
+def follow(config: EngineConfig, info: RankInfo, ready: Callable[[], None] = lambda: None) -> bool:
     """Act as a rank that torchrun or mpirun started, until rank 0 ends. Returns whether that was for good, or
     whether it will start again. Raises ConfigError. If rank 0 is lost, ends the process with RANK_0_GONE.
 
     ready: called when this rank has its part.
     """
-    steps, adapters, store = join(place)
-    return _serve(config, place, steps, adapters, store, ready)
+    steps, adapters, store = join(info)
+    return _serve(config, info, steps, adapters, store, ready)
 
 
 def _serve(
     config: EngineConfig,
-    place: Place,
+    info: RankInfo,
     steps: Channel,
     adapters: Channel,
     store: Store,
@@ -209,8 +209,8 @@ def _serve(
         steps.send(Message("hello", dict(identity(config))))
         if (answer := steps.receive()).what == REFUSED:
             raise ConfigError(answer.values["reason"])
-        comm = meet_group(config, place, store)
-        follower = Follower(build_rank(config, place, comm))
+        comm = meet_group(config, info, store)
+        follower = Follower(build_rank(config, info, comm))
         threading.Thread(target=follower.take_adapters, args=(adapters,), daemon=True).start()
         ready()
         for_good = follower.run(steps)
@@ -246,8 +246,8 @@ def main(arguments: Sequence[str]) -> None:
     logging.basicConfig(stream=sys.stderr, format=f"%(levelname)s rank {rank}: %(message)s")
     store = group_store(TCPStore(LOOPBACK, values["port"], is_master=False))
     try:
-        place = Place(rank, size, rank, size)
-        _serve(from_values(values["config"]), place, steps, adapters, store)
+        info = RankInfo(rank, size, rank, size)
+        _serve(from_values(values["config"]), info, steps, adapters, store)
     except Exception as error:
         logger.debug("this rank ends", exc_info=error)
         os._exit(1)

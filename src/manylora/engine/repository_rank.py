@@ -15,7 +15,7 @@ from pathlib import Path
 
 from manylora.engine.follower import follow
 from manylora.errors import ConfigError
-from manylora.group.place import RANK_0_GONE, find_place
+from manylora.group.rank_info import RANK_0_GONE, find_rank
 from manylora.wire.parameters import repository_config
 
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         config = repository_config(repository)
-        for_good = follow(config, find_place(config.world_size), lambda: tell(""))
+        for_good = follow(config, find_rank(config.world_size), lambda: tell(""))
     except (ConfigError, ValueError) as error:
         logging.getLogger("manylora").error("%s", error)
         tell(str(error))

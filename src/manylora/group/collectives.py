@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from manylora.errors import ConfigError
-from manylora.group.place import Place
+from manylora.group.rank_info import RankInfo
 
 GLOO = "GLOO_SOCKET_IFNAME"  # otherwise Gloo uses the host name's address, often the loopback's
 SIOCGIFADDR, NAME_SIZE = 0x8915, 16  # from linux/sockios.h and linux/if.h
 
 
 @contextmanager
-def interface_of(place: Place) -> Iterator[None]:
+def interface_of(info: RankInfo) -> Iterator[None]:
     """Inside, Gloo connects over the interface that reaches rank 0's host, or over the loopback if all ranks
     are on one host, unless the user has chosen an interface.
     """
-    name = "lo" if place.on_one_host else interface_towards(place.address)
+    name = "lo" if info.on_one_host else interface_towards(info.address)
     if name is None or GLOO in os.environ:
         yield
         return
@@ -37,13 +37,13 @@ def interface_of(place: Place) -> Iterator[None]:
         del os.environ[GLOO]
 
 
-def join_collectives(place: Place, store: Store, backend: str) -> None:
+def join_collectives(info: RankInfo, store: Store, backend: str) -> None:
     """All ranks call this at the same time; it waits for all. backend: torch's. Raises ConfigError."""
     if dist.is_initialized():
         raise ConfigError(
             "torch.distributed is in use in this process already: one engine of several ranks at a time"
         )
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size)
+    dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size)
 
 
 def interface_towards(address: str) -> str | None:

@@ -23,7 +23,7 @@ from torch.distributed import Store
 from manylora.config.engine import EngineConfig
 from manylora.errors import ConfigError, GroupLostError, RequestError
 from manylora.group.channel import ChannelClosedError, Message
-from manylora.group.place import Place
+from manylora.group.rank_info import RankInfo
 from manylora.group.rendezvous import (
     AGREED,
     REFUSED,
@@ -190,14 +190,14 @@ class Leader:
     store: for torch's collectives.
     """
 
-    def __init__(self, config: EngineConfig, place: Place) -> None:
-        self.place, self._ended, self._told = place, False, 0
+    def __init__(self, config: EngineConfig, info: RankInfo) -> None:
+        self.info, self._ended, self._told = info, False, 0
         self._lock = threading.Lock()  # protects the adapter channels
-        store, token = open_store(place), secrets.token_hex(16) if place.address else ""
+        store, token = open_store(info), secrets.token_hex(16) if info.address else ""
         self.store: Store = group_store(store, token)
-        self._watch = Watch(place.size, meet_ranks(place, store, token) if place.address else None)
+        self._watch = Watch(info.size, meet_ranks(info, store, token) if info.address else None)
         try:
-            self._greet(config, 0 if place.address else int(getattr(store, "port", 0)))
+            self._greet(config, 0 if info.address else int(getattr(store, "port", 0)))
         except BaseException as error:
             if isinstance(error, ConfigError):
                 self._refuse(str(error))
@@ -245,7 +245,7 @@ class Leader:
         reason = self._watch.wait_loss(FIND_S)
         if reason is None:
             logger.error("a step failed", exc_info=error)
-            reason = f"a step failed on rank 0 of {self.place.size}: {type(error).__name__}"
+            reason = f"a step failed on rank 0 of {self.info.size}: {type(error).__name__}"
             self._watch.note(reason)
         return GroupLostError(reason)
 
@@ -270,15 +270,15 @@ class Leader:
         self._watch.close()
 
     def _greet(self, config: EngineConfig, port: int) -> None:
-        place, expected = self.place, identity(config)
+        info, expected = self.info, identity(config)
         deadline = time.monotonic() + START_S
         for link in self._watch.links:
-            values = {"rank": link.rank, "size": place.size, "port": port}
+            values = {"rank": link.rank, "size": info.size, "port": port}
             self.tell_one(link.rank, Message("start", values | {"config": to_values(config)}))
         for link in self._watch.links:
             found = self._watch.wait_hello(link.rank, deadline)
             if found is None:
-                text = f"rank {link.rank} of {place.size} did not come within {START_S:.0f} s"
+                text = f"rank {link.rank} of {info.size} did not come within {START_S:.0f} s"
                 raise ConfigError(self._watch.reason or text)
             check_identity(link.rank, found, expected)
         for link in self._watch.links:

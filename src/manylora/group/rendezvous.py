@@ -28,7 +28,7 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.values import CONVERTERS
 from manylora.errors import ConfigError
 from manylora.group.channel import Channel, ChannelClosedError, Message
-from manylora.group.place import Place
+from manylora.group.rank_info import RankInfo
 from manylora.quant.config import QuantConfig
 from manylora.system.cgroup import usable_processors
 from manylora.version import __version__
@@ -146,23 +146,23 @@ def spawn_ranks(size: int) -> list[Link]:
     return links
 
 
-def open_store(place: Place) -> Store:
+def open_store(info: RankInfo) -> Store:
     """Rank 0's store for torch's collectives. Raises ConfigError."""
-    if not place.address:
+    if not info.address:
         return TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     try:
-        return _open_store(place, START_S)
+        return _open_store(info, START_S)
     except RuntimeError as error:
         raise ConfigError(
-            f"rank 0 cannot be found at {place.address}:{place.port} (MASTER_ADDR, MASTER_PORT): "
+            f"rank 0 cannot be found at {info.address}:{info.port} (MASTER_ADDR, MASTER_PORT): "
             f"{str(error).splitlines()[0]}"
         ) from error
 
 
-def _open_store(place: Place, seconds: float) -> Store:
-    serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+def _open_store(info: RankInfo, seconds: float) -> Store:
+    serves = info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     timeout = timedelta(seconds=seconds)
-    return TCPStore(place.address, place.port, None, serves, timeout, wait_for_workers=False)
+    return TCPStore(info.address, info.port, None, serves, timeout, wait_for_workers=False)
 
 
 def group_store(store: Store, token: str = "") -> Store:
@@ -170,25 +170,23 @@ def group_store(store: Store, token: str = "") -> Store:
     return PrefixStore(f"manylora/{token}", store)
 
 
-def meet_ranks(place: Place, store: Store, token: str) -> list[Link]:
+def meet_ranks(info: RankInfo, store: Store, token: str) -> list[Link]:
     """The other ranks, which were started elsewhere. Raises ConfigError that names those that did not join.
 
     token: identifies this start, for `group_store` of all ranks, and to reject strangers.
     """
     found: dict[int, dict[str, Channel]] = {}
     deadline = time.monotonic() + START_S
-    with _listen(place) as server:
+    with _listen(info) as server:
         store.set(KEY, f"{server.getsockname()[1]} {token}")
-        logger.info("waiting for %d other ranks at %s:%d", place.size - 1, place.address, place.port)
-        while sum(map(len, found.values())) < 2 * (place.size - 1):
+        logger.info("waiting for %d other ranks at %s:%d", info.size - 1, info.address, info.port)
+        while sum(map(len, found.values())) < 2 * (info.size - 1):
             server.settimeout(max(0.1, deadline - time.monotonic()))
             try:
                 connection, _ = server.accept()
             except TimeoutError:
-                missing = [str(rank) for rank in range(1, place.size) if len(found.get(rank, {})) < 2]
-                text = (
-                    f"of {place.size} ranks these did not come within {START_S:.0f} s: {', '.join(missing)}"
-                )
+                missing = [str(rank) for rank in range(1, info.size) if len(found.get(rank, {})) < 2]
+                text = f"of {info.size} ranks these did not come within {START_S:.0f} s: {', '.join(missing)}"
                 raise ConfigError(text) from None
             channel = _prepared(connection)
             try:
@@ -203,21 +201,21 @@ def meet_ranks(place: Place, store: Store, token: str) -> list[Link]:
             if any(one.is_closed() for one in found.get(rank, {}).values()):
                 for one in found.pop(rank).values():  # it ended meanwhile and was restarted
                     one.close()
-            if not 0 < rank < place.size or name in found.setdefault(rank, {}):
+            if not 0 < rank < info.size or name in found.setdefault(rank, {}):
                 raise ConfigError(
-                    f"rank {rank} of {place.size} came twice: each process needs a RANK of its own"
+                    f"rank {rank} of {info.size} came twice: each process needs a RANK of its own"
                 )
             channel.set_timeout(None)
             found[rank][name] = channel
     return [Link(rank, found[rank]["steps"], found[rank]["adapters"]) for rank in sorted(found)]
 
 
-def _listen(place: Place) -> socket.socket:
+def _listen(info: RankInfo) -> socket.socket:
     try:
-        return socket.create_server((place.address, 0), backlog=2 * place.size)
+        return socket.create_server((info.address, 0), backlog=2 * info.size)
     except OSError as error:
         raise ConfigError(
-            f"MASTER_ADDR must be an address of rank 0's host, got {place.address}: {error.strerror}"
+            f"MASTER_ADDR must be an address of rank 0's host, got {info.address}: {error.strerror}"
         ) from error
 
 
@@ -229,7 +227,7 @@ class Joined(NamedTuple):
     store: Store
 
 
-def join(place: Place) -> Joined:
+def join(info: RankInfo) -> Joined:
     """The counterpart of `meet_ranks`. Returns when all ranks have joined. Retries, because what it finds may
     be left over from a rank 0 that has just ended. Raises ConfigError.
     """
@@ -237,7 +235,7 @@ def join(place: Place) -> Joined:
     while True:
         opened: list[Channel] = []
         try:
-            return _join(place, opened, deadline)
+            return _join(info, opened, deadline)
         except (OSError, RuntimeError, ValueError) as error:
             for channel in opened:
                 channel.close()
@@ -246,24 +244,24 @@ def join(place: Place) -> Joined:
                 continue
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ConfigError(
-                f"rank {place.rank} has not found rank 0 at {place.address}:{place.port} within "
+                f"rank {info.rank} has not found rank 0 at {info.address}:{info.port} within "
                 f"{START_S:.0f} s (MASTER_ADDR, MASTER_PORT): {said}"
             ) from error
 
 
-def _join(place: Place, opened: list[Channel], deadline: float) -> Joined:
+def _join(info: RankInfo, opened: list[Channel], deadline: float) -> Joined:
     """opened: collects the opened channels. Raises OSError, RuntimeError, ValueError."""
 
     def left() -> float:
         return max(1.0, deadline - time.monotonic())
 
-    store = _open_store(place, left())
+    store = _open_store(info, left())
     store.set_timeout(timedelta(seconds=left()))
     port, token = store.get(KEY).decode().split()
     for name in ("steps", "adapters"):
-        channel = _prepared(socket.create_connection((place.address, int(port)), HELLO_S))
+        channel = _prepared(socket.create_connection((info.address, int(port)), HELLO_S))
         opened.append(channel)
-        channel.send(hello(rank=place.rank, name=name, token=token))
+        channel.send(hello(rank=info.rank, name=name, token=token))
     opened[0].set_timeout(START_S)
     opened[0].receive()  # sent once all have joined
     for channel in opened:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from manylora.errors import ConfigError
-from manylora.group.place import Place, find_place, is_one_of_several
+from manylora.group.rank_info import RankInfo, find_rank, is_one_of_several
 from manylora.launcher.processes import why_taken
 from manylora.launcher.templates import FOLDER, check_filled
 from manylora.system.command_line import Parser
@@ -150,7 +150,7 @@ def argument_parser(instead: Mapping[str, str] | None = None) -> Parser:
     return parser
 
 
-def check_arguments(options: Namespace) -> Place:
+def check_arguments(options: Namespace) -> RankInfo:
     """Returns the rank to start here; ranks other than 0 have no server.
 
     Raises ConfigError for arguments that cannot work, and for anything that prevents a start.
@@ -185,12 +185,12 @@ def check_arguments(options: Namespace) -> Place:
     return place
 
 
-def _find_place(repo: Path, world_size: int | None) -> Place:
+def _find_place(repo: Path, world_size: int | None) -> RankInfo:
     """From the variables of torchrun or mpirun, if they are set and the engine has several ranks."""
     if not is_one_of_several() or not (repo / ENGINE).is_dir():
-        return Place.alone(world_size or 1)
+        return RankInfo.alone(world_size or 1)
     try:
-        return find_place(repository_config(repo, world_size).world_size)
+        return find_rank(repository_config(repo, world_size).world_size)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

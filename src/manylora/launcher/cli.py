@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from manylora.errors import ConfigError
-from manylora.group.place import Place, ends_with_launcher, started_rank
+from manylora.group.rank_info import RankInfo, ends_with_launcher, started_rank
 from manylora.launcher.arguments import argument_parser, check_arguments
 from manylora.launcher.installation import find_tritonserver
 from manylora.launcher.logs import open_log
@@ -100,7 +100,7 @@ def _remove_leftovers(run_dir: RunDirectory) -> None:
     remove_leftovers(run_dir.path, None if run_dir.rank else run_dir.http_port)
 
 
-def _service(options: Namespace, place: Place, run_dir: RunDirectory) -> Service:
+def _service(options: Namespace, place: RankInfo, run_dir: RunDirectory) -> Service:
     repo = with_defaults(options.model_repo.resolve(), run_dir.path)
     if place.rank:
         stop_s = options.drain_timeout + options.exit_timeout + LAST_S

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from manylora.errors import ConfigError
-from manylora.group.place import RANK_0_GONE
+from manylora.group.rank_info import RANK_0_GONE
 from manylora.launcher.logs import open_log
 from manylora.launcher.probes import STOPPED_S
 from manylora.launcher.processes import end_marked, exit_text, kill_child, spawn, stat_of

@@ -1,4 +1,4 @@
-"""Place: which rank this process is, and of how many, from the environment of torchrun, mpirun or srun."""
+"""RankInfo: which rank this process is, and of how many, from the environment of torchrun, mpirun or srun."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LOOPBACKS = ("127.", "localhost", "::1")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """local_rank, local_size: on this host. address, port: of rank 0's store; "" if rank 0 started the other
     ranks itself.
     """
@@ -50,7 +50,7 @@ class Place:
     port: int = 0
 
     @classmethod
-    def alone(cls, size: int) -> Place:
+    def alone(cls, size: int) -> RankInfo:
         """Rank 0 of a group on this machine that starts its other ranks itself."""
         return cls(0, size, 0, size)
 
@@ -75,11 +75,11 @@ def ends_with_launcher(environment: Mapping[str, str] = os.environ) -> bool:
     return any(name in environment for name in RUN_BY) or environment.get(SRUN.size, "1") != "1"
 
 
-def find_place(size: int, environment: Mapping[str, str] = os.environ) -> Place:
+def find_rank(size: int, environment: Mapping[str, str] = os.environ) -> RankInfo:
     """size: requested size of the group. Raises ConfigError if a launcher started another number."""
     started = None if size == 1 else _started(environment)
     if started is None:
-        return Place.alone(size)
+        return RankInfo.alone(size)
     rank, count, names = started
     if count != size:
         raise ConfigError(
@@ -100,7 +100,7 @@ def find_place(size: int, environment: Mapping[str, str] = os.environ) -> Place:
             f"ranks on this host, and {names.local_rank} to 0 for the first of them, 1 for the next"
         )
     port = _number(environment, "MASTER_PORT", DEFAULT_PORT)
-    return Place(rank, size, local_rank, local_size, address, port)
+    return RankInfo(rank, size, local_rank, local_size, address, port)
 
 
 class _Started(NamedTuple):

@@ -45,7 +45,6 @@ from manylora.lora.store_sizing import build_parts as store_parts
 from manylora.model.batch import KvTensors
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
-from manylora.model.encoder import Encoder
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.heads import load_dense
 from manylora.model.quant import EffectiveWeights
@@ -75,7 +74,7 @@ class RankParts:
     model: ModelConfig
     local: ModelConfig
     device: Device
-    decoder: Decoder | EncoderDecoder | Encoder
+    decoder: Decoder | EncoderDecoder
     kv_plan: KvPlan
     kv: KvTensors
     states: RecurrentState | None
@@ -108,7 +107,7 @@ class EngineParts:
     config: EngineConfig
     model: ModelConfig
     device: Device
-    decoder: Decoder | EncoderDecoder | Encoder
+    decoder: Decoder | EncoderDecoder
     kv_plan: KvPlan
     state_slots: int
     base: BaseWeights
@@ -186,7 +185,7 @@ class _Held(NamedTuple):
     model: ModelConfig
     local: ModelConfig
     dtype: torch.dtype
-    decoder: Decoder | EncoderDecoder | Encoder
+    decoder: Decoder | EncoderDecoder
     slicer: AdapterSlicer | None = None
 
 
@@ -269,7 +268,7 @@ def _rank_0(rank: RankParts, leader: Leader | None) -> EngineParts:
 
 
 def _lora_config(
-    config: EngineConfig, model: ModelConfig, decoder: Decoder | EncoderDecoder | Encoder
+    config: EngineConfig, model: ModelConfig, decoder: Decoder | EncoderDecoder
 ) -> LoraCacheConfig:
     """The adapter settings, with the target modules that can be served with quantised experts."""
     if not decoder.has_quantised_experts:

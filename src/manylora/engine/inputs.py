@@ -27,7 +27,6 @@ from manylora.lora.loaded import with_virtual
 from manylora.lora.store import AdapterStore
 from manylora.model.batch import ForwardBatch, HiddenRows
 from manylora.model.decoder import Decoder
-from manylora.model.encoder import Encoder
 from manylora.model.encoder_decoder import EncoderDecoder
 
 Ints = Rows[int] | np.ndarray
@@ -328,7 +327,7 @@ class InputMaker:
 
     def __init__(
         self,
-        decoder: Decoder | EncoderDecoder | Encoder,
+        decoder: Decoder | EncoderDecoder,
         adapters: AdapterStore,
         tokens_per_block: int,
         is_recurrent: bool,

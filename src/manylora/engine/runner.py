@@ -42,7 +42,6 @@ from manylora.kernels.transfer import to_device, upload
 from manylora.lora.store import AdapterStore
 from manylora.model.batch import ForwardBatch, KvTensors, copy_blocks
 from manylora.model.decoder import Decoder
-from manylora.model.encoder import Encoder
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.stats import GraphStats
 
@@ -58,7 +57,7 @@ class Runner:
 
     def __init__(
         self,
-        decoder: Decoder | EncoderDecoder | Encoder,
+        decoder: Decoder | EncoderDecoder,
         kv: KvTensors,
         device: Device,
         adapters: AdapterStore,

@@ -1,10 +1,13 @@
-"""Decoder: one transformer for all decoder-only families, which differ in their ModelConfig."""
+"""Decoder: one transformer for all models with one stack of layers, which differ in their ModelConfig. If
+`bidirectional`, it is an encoder: tokens attend to each other, and nothing is cached.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraTarget, Weight
 from manylora.lora.modules import LoraModuleId
 from manylora.model.altup import AltUpBlock, make_streams
+from manylora.model.attend import RelativeBias
 from manylora.model.batch import ForwardBatch, HiddenRows, KvTensors
 from manylora.model.decoder_layers import DecoderLayers
 from manylora.model.extras import adapt_head, adapt_prompt
@@ -36,6 +40,8 @@ from manylora.model.layers import (
 )
 from manylora.model.recurrent import LayerState, passing_states
 from manylora.model.rope import RotaryTable, make_rope
+
+MAX_DISTANCE = 128  # tokens; larger distances share a bucket of an encoder's relative bias
 
 
 def in_chunks(batch: AttentionBatch, size: int, kv: Tensor) -> tuple[AttentionBatch, Tensor]:
@@ -156,8 +162,13 @@ class Decoder(DecoderLayers):
         if size := config.projected_size:
             inner = LoraTarget(LoraModuleId.PROJECT_IN, 0, config.hidden_size)
             self._project_in = self._linear(0, "project_in", inner)
+        if size and not config.bidirectional:
             self._project_out = self._linear(0, "project_out", LoraTarget(LoraModuleId.PROJECT_OUT, 0, size))
         self._embedding_norm = self._norm("embedding_norm", "embedding_norm")
+        self._relative_bias: RelativeBias | None = None
+        if config.relative_buckets:
+            longest = config.max_position_embeddings
+            self._relative_bias = RelativeBias(weights["relative"], MAX_DISTANCE, longest, both_ways=True)
         self._recurrent = {layer: self._recurrent_layer(layer) for layer in sorted(config.recurrent_layers)}
         self._blocks = [self._block(layer) for layer in range(config.num_layers)]
         self._places = _kv_places(config)
@@ -212,7 +223,7 @@ class Decoder(DecoderLayers):
         x, growth = self._embed(batch), self._growth(batch)
         rotary = [table(batch.positions, batch.rope_lengths) for table in self._rotary]
         turns = [
-            Rotation(None, self._unrotated_growth(batch, growth)),
+            Rotation(None, self._unrotated_growth(batch, growth), self._bias(batch)),
             *(Rotation(one, growth) for one in rotary),
         ]
         own = None if self._layer_inputs is None else self._vectors(self._layer_inputs, x, batch)
@@ -317,6 +328,14 @@ class Decoder(DecoderLayers):
             return self._final_norm.add(x[rows], delta[rows])[1]
         return self._final_norm.add(x, delta, lora)[1][rows]
 
+    def _bias(self, batch: ForwardBatch) -> Tensor | None:
+        """Of relative positions, [heads, longest, longest] for the longest prompt. None: there is none."""
+        if self._relative_bias is None:
+            return None
+        longest = max(stop - start for start, stop in pairwise(batch.attention.query_starts))
+        places = torch.arange(longest, device=self._device)
+        return self._relative_bias(places - places.unsqueeze(1)).to(self.dtype)
+
     def _growth(self, batch: ForwardBatch) -> Tensor | None:
         """Factors on queries, [T, 1, 1]. On a CPU None if no position is large enough to matter."""
         config = self.config
@@ -374,11 +393,22 @@ class Decoder(DecoderLayers):
         if batch.lora is not None and batch.lora.extras:
             scale = self._embedding_scale if self.config.scales_vectors else None
             adapt_prompt(x, batch.lora.extras, scale)
-        x = x if self._project_in is None else self._project_in(x, batch.lora)
+        project, is_encoder = self._project_in, self.config.bidirectional
+        x = x if project is None or is_encoder else project(x, batch.lora)
         x = self._add_types(x, batch)
         positions = self._weights.get("positions")
-        x = x if positions is None else x + F.embedding(batch.positions, positions)
-        return x if self._embedding_norm is None else self._embedding_norm(x, batch.lora)
+        x = x if positions is None else x + F.embedding(self._position_rows(batch), positions)
+        x = x if self._embedding_norm is None else self._embedding_norm(x, batch.lora)
+        return project(x, batch.lora) if project is not None and is_encoder else x
+
+    def _position_rows(self, batch: ForwardBatch) -> Tensor:
+        """Rows of the position table, [T]. In an encoder, a padding token uses the first row."""
+        padding = self.config.padding_id
+        if padding is None:
+            return batch.positions
+        counted = batch.input_ids != padding
+        spans = [counted[start:stop].cumsum(0) for start, stop in pairwise(batch.attention.query_starts)]
+        return torch.cat(spans) * counted
 
     def _rotated(self, rotary: int) -> ModelConfig:
         """The config of a layer that uses this rotation."""

@@ -88,12 +88,14 @@ class LoraLinear:
 
 
 class Rotation(NamedTuple):
-    """How the positions of a step's rows affect queries and keys: rotations, and factors on queries, [T, 1,
-    1]. None: no effect.
+    """How the positions of a step's rows affect queries, keys and scores. None: no effect.
+
+    growth: factors on queries, [T, 1, 1]. bias: on an encoder's scores, [heads, longest, longest].
     """
 
     rotary: Rotary | None = None
     growth: Tensor | None = None
+    bias: Tensor | None = None
 
 
 class Attends(Protocol):
@@ -163,7 +165,8 @@ class Attention:
         if config.bidirectional:
             if turns.rotary is not None:
                 q, k = rotate(q, *turns.rotary), rotate(k, *turns.rotary)
-            mixed = attend_spans(q, k, v, batch.query_starts, self.params.scale, window=self.params.window)
+            own = self.params.scale, turns.bias, self.params.window
+            mixed = attend_spans(q, k, v, batch.query_starts, *own)
         else:
             q = ops.rotate_and_store(q, k, v, turns.rotary, kv[0], kv[1], batch)
             if lora is not None and lora.extras:

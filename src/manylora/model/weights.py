@@ -25,7 +25,6 @@ from manylora.kernels.panels import Panels
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.kernels.spec import Weight
 from manylora.model.decoder import Decoder
-from manylora.model.encoder import Encoder
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.families import FAMILIES
 from manylora.model.plan import checkpoint_plan, head_name, unused_prefixes
@@ -101,7 +100,7 @@ def load_decoder(
     device: Device,
     max_seq_len: int | None = None,
     quant: QuantConfig | None = None,
-) -> Decoder | EncoderDecoder | Encoder:
+) -> Decoder | EncoderDecoder:
     """Load the model in `model_dir` onto `device`.
 
     dtype: the compute dtype. max_seq_len: longest sequence of an encoder-decoder model; None: what the model
@@ -111,9 +110,7 @@ def load_decoder(
     config, weights = load_weights(model_dir, config, dtype, device, quant)
     if config.bidirectional:
         weights["head.weight"] = weights["embed"]  # required, but never used
-        kind = Encoder if config.learned_positions else Decoder
-        return kind(config, weights, dtype, device.ops)
-    if "head.weight" not in weights:  # tied to the embedding
+    elif "head.weight" not in weights:  # tied to the embedding
         weights["head.weight"] = tied_head(weights["embed"], device)
     if config.encoder is None:
         return Decoder(config, weights, dtype, device.ops)

@@ -15,12 +15,12 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import compute_dtype, load_weights, tied_head
 from manylora.parallel.adapters import AdapterSlicer
 from manylora.parallel.collectives import Collectives
-from manylora.parallel.decoder import RankDecoder, RankEncoder, RankEncoderDecoder
+from manylora.parallel.decoder import RankDecoder, RankEncoderDecoder
 from manylora.parallel.mapping import Mapping, rank_config
 from manylora.parallel.weights import rank_plan
 from manylora.quant.config import QuantConfig
 
-AnyRank = RankDecoder | RankEncoder | RankEncoderDecoder
+AnyRank = RankDecoder | RankEncoderDecoder
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,6 @@ def load_rank(
     _fill_ends(weights, local, dtype, device, mapping)
     _fill_biases(weights, local, dtype, device)
     common = local, model, weights, dtype, device.ops, mapping, collectives
-    if model.bidirectional and model.learned_positions:
-        return RankEncoder(*common)
     return RankDecoder(*common) if model.encoder is None else RankEncoderDecoder(*common, max_seq_len)
 
 

@@ -1,4 +1,4 @@
-"""Models with one rank's weights, with communication added around their layers: RankDecoder, RankEncoder and
+"""Models with one rank's weights, with communication added around their layers: RankDecoder and
 RankEncoderDecoder.
 """
 
@@ -19,7 +19,6 @@ from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import LoraBatch
 from manylora.model.batch import ForwardBatch, HiddenRows, KvTensors
 from manylora.model.decoder import Decoder, ids_of
-from manylora.model.encoder import Encoder
 from manylora.model.encoder_decoder import EncoderDecoder, Stack
 from manylora.model.layer_inputs import LayerInputs
 from manylora.model.layers import Attends, Attention, FeedForward, Norm
@@ -260,26 +259,6 @@ class RankDecoder(SharedLayers, Decoder):
         )
         if mapping.pp_size > 1 and mapping.tp_rank == 0 and pooled is not None:
             self._collectives.send_back(self._hidden(x, delta, pooled.rows, batch.lora))
-        return logits
-
-
-class RankEncoder(SharedLayers, Encoder):
-    """Rank 0 has the hidden states; without stages every rank has them."""
-
-    def _embed(self, batch: ForwardBatch) -> Tensor:
-        if self._mapping.is_first_stage:
-            return super()._embed(batch)
-        return self._receive(len(batch.input_ids), self.config.hidden_size)
-
-    def _leave(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        mapping = self._mapping
-        if not mapping.is_last_stage:
-            self._collectives.send_hidden(x)
-            return self._answer(batch)
-        logits = super()._leave(x, batch)
-        if mapping.tp_rank == 0 and not mapping.is_first_stage and batch.pooled is not None:
-            assert batch.pooled.hidden is not None
-            self._collectives.send_back(batch.pooled.hidden)
         return logits
 
 

@@ -51,6 +51,7 @@ def _bert(raw: Mapping[str, Any]) -> dict[str, Any]:
         "norm": "layer",
         "norm_eps": float(raw["layer_norm_eps"]),
         "learned_positions": True,
+        "post_norm": True,
         "gated_mlp": False,
         **dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias", "bidirectional"), True),
         "token_types": int(raw["type_vocab_size"]),

@@ -30,7 +30,7 @@ from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import LoraModuleId, lora_modules
 from manylora.model.checkpoint import read_model_config
-from manylora.model.families.gemma3n import shared_kv
+from manylora.model.families.gemma import shared_kv
 from manylora.model.weights import load_decoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")

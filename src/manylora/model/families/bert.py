@@ -1,4 +1,4 @@
-"""BERT and its relatives: encoders with bidirectional attention, LayerNorm after each residual sum."""
+"""BERT and its relatives, ModernBERT and NomicBERT: encoders, whose tokens attend to each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from manylora.config.blocks import HeadLayerConfig
 from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
-from manylora.model.families.common import read_activation, refuse
+from manylora.model.families.common import flat_rope, read_activation, read_windows, refuse
 from manylora.model.families.family import ModelFamily, TensorNames
 
 BERT = {
@@ -153,6 +153,131 @@ def _distilbert_names(config: ModelConfig) -> TensorNames:
     )
 
 
+MODERNBERT = {
+    "vocab_size": 50368, "hidden_size": 768, "intermediate_size": 1152, "num_hidden_layers": 22,
+    "num_attention_heads": 12, "hidden_activation": "gelu", "max_position_embeddings": 8192,
+    "norm_eps": 1e-5, "norm_bias": False, "attention_bias": False, "mlp_bias": False, "layer_types": None,
+    "rope_theta": 160000.0, "rope_local_base_freq": 10000.0, "local_attention": 128,
+    "classifier_bias": False, "classifier_activation": "gelu",
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def _modernbert(raw: Mapping[str, Any]) -> dict[str, Any]:
+    every = raw.get("global_attn_every_n_layers", 3)
+    windowed = [bool(layer % every) for layer in range(raw["num_hidden_layers"])]
+    activation = read_activation(raw["classifier_activation"])
+    return {
+        "norm": "layer",
+        "norm_eps": float(raw["norm_eps"]),
+        "norm_bias": bool(raw["norm_bias"]),
+        "first_norm": False,
+        "activation": read_activation(raw["hidden_activation"]),
+        **dict.fromkeys(("attention_bias", "attention_out_bias"), bool(raw["attention_bias"])),
+        "mlp_bias": bool(raw["mlp_bias"]),
+        "sliding_windows": read_windows(raw, windowed),
+        "rope_local_theta": float(raw["rope_local_base_freq"]),
+        "bidirectional": True,
+        "makes_text": False,
+        "tie_word_embeddings": True,
+        "head_layer": HeadLayerConfig(activation, bool(raw["classifier_bias"]), norm=True, each=True),
+    }
+
+
+def _modernbert_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Converts the two rotary bases to Gemma 3's names. Converts the window, which counts both sides, to the
+    tokens on one side plus the token itself."""
+    if raw.get("rope_scaling"):
+        raise ConfigError("config.json: rope_scaling is not supported for ModernBERT")
+    return flat_rope(
+        {
+            **raw,
+            "rope_theta": raw.get("global_rope_theta", raw["rope_theta"]),
+            "rope_local_base_freq": raw.get("local_rope_theta", raw["rope_local_base_freq"]),
+            "sliding_window": raw["local_attention"] // 2 + 1,
+        }
+    )
+
+
+def _modernbert_names(_: ModelConfig) -> TensorNames:
+    return TensorNames(
+        unused=("decoder.", "head."),
+        embed="embeddings.tok_embeddings",
+        embedding_norm="embeddings.norm",
+        norm="final_norm",
+        head_layer="head.dense",
+        head_norm="head.norm",
+        qkv=("attn.Wqkv",),
+        out="attn.Wo",
+        up_gate=("mlp.Wi",),
+        down="mlp.Wo",
+        block_norms={"attention_norm": "attn_norm", "mlp_norm": "mlp_norm"},
+    )
+
+
+NOMIC = {
+    "vocab_size": 30528, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "intermediate_size": 3072, "hidden_act": "silu", "max_position_embeddings": 2048, "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12, "rope_theta": 1000.0, "tie_word_embeddings": True,
+}  # fmt: skip
+# From the names in Nomic's own files to those of transformers.
+NOMIC_ALIASES = {
+    "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size", "n_positions": "max_position_embeddings",
+    "layer_norm_epsilon": "layer_norm_eps", "rotary_emb_base": "rope_theta",
+}  # fmt: skip
+NOMIC_REFUSED = (
+    "prenorm", "parallel_block", "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "use_rms_norm",
+    "num_experts",
+    "rotary_emb_interleaved", "rotary_emb_scale_base", "scale_attn_by_inverse_layer_idx", "causal",
+)  # fmt: skip
+
+
+def _nomic(raw: Mapping[str, Any]) -> dict[str, Any]:
+    refuse(raw, *NOMIC_REFUSED)
+    if raw.get("rotary_emb_fraction", 1.0) != 1.0:
+        raise ConfigError("config.json: rotary_emb_fraction must be 1.0")
+    longest = raw["max_position_embeddings"]
+    if raw.get("rotary_scaling_factor"):  # changes the rotation of longer texts, which is not implemented
+        longest = min(longest, raw.get("max_trained_positions", longest))
+    return {
+        "norm": "layer",
+        "norm_eps": float(raw["layer_norm_eps"]),
+        "post_norm": True,
+        "max_position_embeddings": longest,
+        "bidirectional": True,
+        "token_types": int(raw["type_vocab_size"]),
+        "tie_word_embeddings": True,
+        "makes_text": False,
+        "head_layer": HeadLayerConfig("tanh"),
+    }
+
+
+def _nomic_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    if raw.get("activation_function") not in (None, "swiglu"):
+        raise ConfigError(
+            f"config.json: activation_function {raw['activation_function']!r} is not supported, only swiglu"
+        )
+    return {**raw, "intermediate_size": raw["intermediate_size"] or 4 * raw["hidden_size"]}
+
+
+def _nomic_names(_: ModelConfig) -> TensorNames:
+    return TensorNames(
+        roots=("nomic_bert.", "bert."),
+        unused=("cls.", "lm_head.", "pooler.", "nomic_bert.pooler.", "bert.pooler."),
+        embed="embeddings.word_embeddings",
+        head_layer="pooler.dense",
+        embedding_norm="emb_ln",
+        norm="",
+        layers="encoder.layers",
+        qkv=("attn.Wqkv",),
+        out="attn.out_proj",
+        up_gate=("mlp.fc11", "mlp.fc12"),
+        down="mlp.fc2",
+        block_norms={"attention_norm": "norm1", "mlp_norm": "norm2"},
+    )
+
+
 FAMILIES = {
     "BertModel": ModelFamily(BERT, _bert, _names),
     "RobertaModel": ModelFamily(ROBERTA, _roberta, _names),
@@ -163,5 +288,7 @@ FAMILIES = {
     "DistilBertModel": ModelFamily(
         DISTILBERT, _distilbert, _distilbert_names, _distilbert_sizes, aliases=DISTILBERT_ALIASES
     ),
+    "ModernBertModel": ModelFamily(MODERNBERT, _modernbert, _modernbert_names, _modernbert_settings),
+    "NomicBertModel": ModelFamily(NOMIC, _nomic, _nomic_names, _nomic_settings, aliases=NOMIC_ALIASES),
 }
 """Also with heads, such as BertForSequenceClassification."""

@@ -1,11 +1,18 @@
-"""Gemma 1, 2 and the text models of Gemma 3: norms of 1 + weight, a scaled embedding, gated GELU."""
+"""Gemma 1 to 4 and 3n, as text models.
+
+Gemma 3n has AltUp and LAuReL, per-layer embeddings, shared keys and values, and a sparse gate. In Gemma 4,
+layers with and without a window have different head sizes, and each layer's output is scaled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from manylora.config.blocks import AltUpConfig, LayerInputsConfig, LayerShape
+from manylora.config.model import ModelConfig, MoeConfig
+from manylora.errors import ConfigError
 from manylora.model.families.common import (
     flat_rope,
     read_activation,
@@ -14,6 +21,7 @@ from manylora.model.families.common import (
     text_settings,
 )
 from manylora.model.families.family import ModelFamily, TensorNames, text_tower
+from manylora.model.families.moe import checked_moe
 
 GEMMA2 = TensorNames(
     block_norms={
@@ -100,6 +108,210 @@ def _capped(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+GEMMA3N = {
+    "vocab_size": 262400, "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 35,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
+    "attention_bias": False, "sliding_window": 512, "layer_types": None, "final_logit_softcapping": 30.0,
+    "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256, "altup_active_idx": 0,
+    "altup_correct_scale": True, "altup_num_inputs": 4, "num_kv_shared_layers": 15, "laurel_rank": 64,
+    "activation_sparsity_pattern": None,
+}  # fmt: skip
+TOWERS = ("audio_tower.", "embed_vision.", "embed_audio.")  # in addition to the vision tower
+
+
+def _gemma3n_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Replaces the list of MLP sizes, one per layer, with a single size."""
+    inner = raw["intermediate_size"]
+    if isinstance(inner, Sequence) and inner:
+        if len(inner) != raw["num_hidden_layers"] or len(set(inner)) > 1:
+            raise ConfigError(
+                "config.json: intermediate_size must be the same for each of num_hidden_layers layers, "
+                f"got {list(inner)}"
+            )
+        inner = inner[0]
+    return flat_rope({**raw, "intermediate_size": inner})
+
+
+def _gemma3n(raw: Mapping[str, Any]) -> dict[str, Any]:
+    count = raw["num_hidden_layers"]
+    windows = read_windows(raw, [(layer + 1) % 5 != 0 for layer in range(count)])
+    return {
+        **read_shared(raw),
+        "sliding_windows": windows,
+        "kv_sources": shared_kv(windows, raw["num_kv_shared_layers"]),
+        "sparsity": _sparsity(raw["activation_sparsity_pattern"], count),
+        "layer_inputs": LayerInputsConfig(
+            raw["hidden_size_per_layer_input"], raw["vocab_size_per_layer_input"], count
+        ),
+        "altup": _altup(raw),
+    }
+
+
+def read_shared(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What Gemma 3n and 4 have in common."""
+    return {
+        "norm": "rms_wide",
+        "embedding_scale": float(raw["hidden_size"]) ** 0.5,
+        "activation": read_activation(raw["hidden_activation"]),
+        "attention_scale": 1.0,
+        "logits_softcap": raw["final_logit_softcapping"],
+        "rope_local_theta": float(raw["rope_local_base_freq"]),
+        "qk_norm": "head",
+        "v_norm": True,
+        **read_biases(raw),
+    }
+
+
+def shared_kv(kinds: Sequence[object], shared: int) -> tuple[int, ...]:
+    """For each layer, the layer whose keys and values it reads. Each of the last `shared` layers reads those
+    of the last earlier layer of the same kind. kinds: one value per layer. Raises ConfigError."""
+    first = len(kinds) - shared
+    if not 0 < first <= len(kinds):
+        raise ConfigError(
+            f"config.json: num_kv_shared_layers must be from 0 to {len(kinds) - 1}, got {shared}"
+        )
+    last = {kind: layer for layer, kind in enumerate(kinds[:first])}
+    missing = [layer for layer, kind in enumerate(kinds) if kind not in last]
+    if missing:
+        raise ConfigError(
+            f"config.json: layer {missing[0]} has no layer of its layer_types before the "
+            f"{shared} of num_kv_shared_layers whose keys and values it could read"
+        )
+    return tuple(layer if layer < first else last[kind] for layer, kind in enumerate(kinds)) if shared else ()
+
+
+def _sparsity(pattern: Sequence[float] | None, count: int) -> tuple[float, ...]:
+    """The sparsity of each layer. Without a pattern, the first ten of more than ten layers are sparse."""
+    if pattern is None:
+        sparse = 10 if count > 10 else 0
+        pattern = [0.95] * sparse + [0.0] * (count - sparse)
+    if len(pattern) != count or not all(0 <= share < 1 for share in pattern):
+        raise ConfigError(
+            f"config.json: activation_sparsity_pattern must be {count} numbers from 0 to less than 1, "
+            f"got {list(pattern)}"
+        )
+    return tuple(pattern) if any(pattern) else ()
+
+
+def _altup(raw: Mapping[str, Any]) -> AltUpConfig:
+    streams, active = raw["altup_num_inputs"], raw["altup_active_idx"]
+    if not 1 < streams <= raw["num_hidden_layers"] + 1 or not 0 <= active < streams:
+        raise ConfigError(
+            f"config.json: altup_num_inputs must be from 2 to num_hidden_layers + 1, and altup_active_idx "
+            f"less than it, got {streams} and {active}"
+        )
+    return AltUpConfig(streams, active, bool(raw["altup_correct_scale"]), raw["laurel_rank"])
+
+
+GEMMA4 = {
+    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512,
+    "num_global_key_value_heads": None, "per_layer_config": None, "attention_k_eq_v": False,
+    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True, "rope_theta": 10000.0,
+    "rope_parameters": None, "rope_local_base_freq": 10000.0,
+    "attention_bias": False, "sliding_window": 512, "layer_types": None, "final_logit_softcapping": None,
+    "use_bidirectional_attention": None, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 0,
+    "vocab_size_per_layer_input": 262144, "use_double_wide_mlp": False,
+    "enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None,
+}  # fmt: skip
+GEMMA4_UNIFIED = {
+    **GEMMA4, "max_position_embeddings": 262144, "sliding_window": 1024,
+    "use_bidirectional_attention": "vision", "hidden_size_per_layer_input": None,
+    "vocab_size_per_layer_input": None, "enable_moe_block": None,
+}  # fmt: skip
+GEMMA4_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+}
+GEMMA4_NAMES = replace(GEMMA2, scalar="layer_scalar", sparse="", routers=("router.proj",))
+EXPERT_NORMS = {
+    "mlp_own_post_norm": "post_feedforward_layernorm_1",
+    "experts_norm": "pre_feedforward_layernorm_2",
+    "experts_post_norm": "post_feedforward_layernorm_2",
+}
+SIZES = {"head_dim", "num_key_value_heads"}
+GEMMA4_PARTS = (*TOWERS, "vision_embedder.")
+
+
+def _gemma4(raw: Mapping[str, Any]) -> dict[str, Any]:
+    count, dim = raw["num_hidden_layers"], raw["hidden_size_per_layer_input"]
+    windows = read_windows(raw, [(layer + 1) % 6 != 0 for layer in range(count)]) or (None,) * count
+    windows = (*windows[:-1], None)  # the last layer never has one, regardless of config.json
+    sources = shared_kv(windows, raw["num_kv_shared_layers"])
+    readers = {layer for layer, source in enumerate(sources) if source != layer}
+    return {
+        **read_shared(raw),
+        "sliding_windows": windows,
+        "kv_sources": sources,
+        "layer_shapes": tuple(
+            _gemma4_shape(raw, layer, window is None, layer in readers)
+            for layer, window in enumerate(windows)
+        ),
+        "layer_inputs": LayerInputsConfig(dim, raw["vocab_size_per_layer_input"], count) if dim else None,
+        "moe": _gemma4_experts(raw) if raw["enable_moe_block"] else None,
+    }
+
+
+def _gemma4_shape(raw: Mapping[str, Any], layer: int, full: bool, reads_kv: bool) -> LayerShape:
+    """The sizes of a layer. Layers without a window have their own: from `per_layer_config`, which
+    transformers writes, or else from the keys of the first releases."""
+    one = raw["attention_k_eq_v"]
+    own: dict[str, Any] = {}
+    if raw["per_layer_config"] is not None:
+        named = {int(number): own for number, own in raw["per_layer_config"].items()}  # keys may be like "05"
+        own = dict(named.get(layer) or {})
+    elif full:
+        heads = raw["num_global_key_value_heads"] if one else None
+        own = {"head_dim": raw["global_head_dim"], **({"num_key_value_heads": heads} if heads else {})}
+    unknown = sorted(own.keys() - SIZES)
+    if unknown:
+        raise ConfigError(f"config.json: {unknown[0]} in per_layer_config is not supported")
+    own = {name: own.get(name, raw[name]) for name in SIZES}
+    for name, size in own.items():
+        if not isinstance(size, int) or size < 1:
+            raise ConfigError(
+                f"config.json: {name} of layer {layer} must be a whole number of at least 1, got {size!r}"
+            )
+    return LayerShape(
+        head_dim=own["head_dim"],
+        num_kv_heads=own["num_key_value_heads"],
+        intermediate_size=raw["intermediate_size"] * (2 if reads_kv and raw["use_double_wide_mlp"] else 1),
+        keys_are_values=bool(one and full),
+    )
+
+
+def _gemma4_experts(raw: Mapping[str, Any]) -> MoeConfig:
+    """Every layer has experts in addition to its MLP. The names of the MLP do not include them."""
+    layers = frozenset(range(raw["num_hidden_layers"]))
+    sizes = raw["num_experts"], raw["top_k_experts"], raw["moe_intermediate_size"]
+    return checked_moe(MoeConfig(*sizes, True, layers, beside_mlp=True))
+
+
+def _gemma4_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return flat_rope(
+        {**raw, "rope_scaling": None, "rope_parameters": raw.get("rope_parameters") or GEMMA4_ROPE}
+    )
+
+
+def _gemma4_names(config: ModelConfig) -> TensorNames:
+    if config.moe is None:
+        return GEMMA4_NAMES
+    return replace(GEMMA4_NAMES, block_norms={**GEMMA4_NAMES.block_norms, **EXPERT_NORMS})
+
+
+def _gemma4_tower(config: ModelConfig) -> TensorNames:
+    return text_tower(_gemma4_names(config), GEMMA4_PARTS)
+
+
+def _gemma4_multimodal(defaults: Mapping[str, Any]) -> ModelFamily:
+    return ModelFamily(
+        MULTIMODAL, _gemma4, _gemma4_tower, lambda raw: _gemma4_settings(text_settings(raw, defaults))
+    )
+
+
 FAMILIES = {
     "GemmaForCausalLM": ModelFamily(GEMMA, _gemma),
     "Gemma2ForCausalLM": ModelFamily(GEMMA2_DEFAULTS, _gemma2, lambda _: GEMMA2),
@@ -110,4 +322,15 @@ FAMILIES = {
     "Gemma3ForConditionalGeneration": ModelFamily(
         MULTIMODAL, _gemma3, lambda _: text_tower(GEMMA2), _text_config
     ),
+    "Gemma3nForCausalLM": ModelFamily(GEMMA3N, _gemma3n, lambda _: GEMMA2, _gemma3n_settings),
+    "Gemma3nForConditionalGeneration": ModelFamily(
+        MULTIMODAL,
+        _gemma3n,
+        lambda _: text_tower(GEMMA2, TOWERS),
+        lambda raw: _gemma3n_settings(text_settings(raw, GEMMA3N)),
+    ),
+    "Gemma4ForCausalLM": ModelFamily(GEMMA4, _gemma4, _gemma4_names, _gemma4_settings),
+    "Gemma4ForConditionalGeneration": _gemma4_multimodal(GEMMA4),
+    "Gemma4UnifiedForCausalLM": ModelFamily(GEMMA4_UNIFIED, _gemma4, _gemma4_names, _gemma4_settings),
+    "Gemma4UnifiedForConditionalGeneration": _gemma4_multimodal(GEMMA4_UNIFIED),
 }

@@ -1,4 +1,6 @@
-"""Granite 4 and Bamba: Mamba-2 in most layers, attention in the others."""
+"""Models with Mamba-2 layers: Granite 4, Bamba, Nemotron-H, and Falcon-H1, whose layers have attention and
+Mamba-2 side by side.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from manylora.config.blocks import Mamba2Config
-from manylora.config.model import ModelConfig
+from manylora.config.blocks import BesideConfig, Mamba2Config, RoutingConfig
+from manylora.config.model import ModelConfig, MoeConfig
 from manylora.errors import ConfigError
-from manylora.model.families.common import read_activation, read_biases, recurrent_layers
+from manylora.model.families.common import read_activation, read_biases, recurrent_layers, refuse
 from manylora.model.families.family import ModelFamily, TensorNames
 from manylora.model.families.llama import read_granite
-from manylora.model.families.moe import GRANITE_MOE_SHARED, GRANITE_NAMES, granite_experts
+from manylora.model.families.moe import GRANITE_MOE_SHARED, GRANITE_NAMES, checked_moe, granite_experts
 
 KINDS = {"mamba": "linear_attention", "attention": "full_attention"}  # the names in released files
 GRANITE = {
@@ -137,6 +139,173 @@ def _names(config: ModelConfig) -> TensorNames:
     return DENSE if config.moe is None else SPARSE
 
 
+NEMOTRON_H = {
+    "vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 21504, "num_hidden_layers": None,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "mlp_hidden_act": "relu2",
+    "max_position_embeddings": 4096, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False,
+    "attention_bias": False, "mlp_bias": False, "use_bias": False, "layers_block_type": None,
+    "hybrid_override_pattern": None, "sliding_window": None, "ssm_state_size": 128, "mamba_num_heads": 128,
+    "mamba_head_dim": 64, "mamba_hidden_act": "silu", "n_groups": 8, "conv_kernel": 4, "use_conv_bias": True,
+    "time_step_min": 0.001, "n_routed_experts": 8, "moe_intermediate_size": 7688,
+    "moe_shared_expert_intermediate_size": 7688, "moe_latent_size": None, "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+}  # fmt: skip
+NEMOTRON_H_ALIASES = {
+    "layer_types": "layers_block_type", "num_local_experts": "n_routed_experts", "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min", "mamba_conv_bias": "use_conv_bias",
+}  # fmt: skip
+LAYER_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+OLD_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+DEFAULT_LAYER_TYPES = ["linear_attention", "moe", "full_attention", "mlp"]
+NEMOTRON_H_NAMES = TensorNames(
+    roots=("model.", "backbone."),
+    unused=("mtp.",),
+    embed="embeddings",
+    norm="norm_f",
+    qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+    out="mixer.o_proj",
+    recurrent="mixer",
+    recurrent_in=("in_proj",),
+    up_gate=("mixer.up_proj",),
+    down="mixer.down_proj",
+    sparse="mixer",
+    shared_block="shared_experts",
+    block_norms={"attention_norm": "norm", "mlp_norm": "norm"},
+)
+
+
+def _nemotron_h_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the kinds of the layers, which also determine their number."""
+    kinds, pattern = raw["layers_block_type"], raw["hybrid_override_pattern"]
+    if kinds is None and pattern is not None:
+        kinds = [LAYER_LETTERS.get(letter, letter) for letter in pattern]
+    kinds = [OLD_LAYER_TYPES.get(kind, kind) for kind in kinds or DEFAULT_LAYER_TYPES]
+    unknown = set(kinds) - set(LAYER_LETTERS.values())
+    if unknown:
+        raise ConfigError(f"config.json: layers_block_type has {min(unknown)!r}, which is not supported here")
+    if "full_attention" not in kinds:
+        raise ConfigError("config.json: layers_block_type must have full_attention in one layer at least")
+    return {
+        **raw,
+        "layers_block_type": kinds,
+        "num_hidden_layers": len(kinds),
+        "hidden_act": raw["mlp_hidden_act"],
+        "rms_norm_eps": raw["layer_norm_epsilon"],
+    }
+
+
+def _nemotron_h(raw: Mapping[str, Any]) -> dict[str, Any]:
+    refuse(raw, "sliding_window")
+    layers: dict[str, frozenset[int]] = {
+        kind: frozenset(number for number, one in enumerate(raw["layers_block_type"]) if one == kind)
+        for kind in LAYER_LETTERS.values()
+    }
+    mixed = layers["linear_attention"] | layers["full_attention"]
+    every = frozenset(range(raw["num_hidden_layers"]))
+    return {
+        "mlp_bias": bool(raw["mlp_bias"]),
+        "gated_mlp": False,
+        "unrotated_layers": every,
+        "unmixed_layers": every - mixed,
+        "mlpless_layers": mixed,
+        "recurrent": _nemotron_h_mamba(raw, layers["linear_attention"]),
+        "moe": _nemotron_h_experts(raw, layers["moe"]),
+    }
+
+
+def _nemotron_h_mamba(raw: Mapping[str, Any], layers: frozenset[int]) -> Mamba2Config | None:
+    if not layers:
+        return None
+    mamba = Mamba2Config(
+        layers,
+        raw["mamba_num_heads"],
+        raw["n_groups"],
+        raw["mamba_head_dim"],
+        raw["ssm_state_size"],
+        raw["conv_kernel"],
+        conv_bias=bool(raw["use_conv_bias"]),
+        biased=bool(raw["use_bias"]),
+        out_biased=bool(raw["use_bias"]),
+        steps=(float(raw["time_step_min"]), float("inf")),
+    )
+    return checked_mamba(mamba, raw["mamba_hidden_act"])
+
+
+def _nemotron_h_experts(raw: Mapping[str, Any], layers: frozenset[int]) -> MoeConfig | None:
+    if not layers:
+        return None
+    refuse(raw, "mlp_bias")
+    routing = RoutingConfig(
+        "sigmoid", True, raw["n_group"], raw["topk_group"], 2, added=1e-20,
+        scale=float(raw["routed_scaling_factor"]), wide=True,
+    )  # fmt: skip
+    return checked_moe(
+        MoeConfig(
+            raw["n_routed_experts"], raw["num_experts_per_tok"], raw["moe_intermediate_size"],
+            bool(raw["norm_topk_prob"]), layers, raw["moe_shared_expert_intermediate_size"],
+            shared_gated=False, routing=routing, gated=False, latent_size=raw["moe_latent_size"] or 0,
+        )
+    )  # fmt: skip
+
+
+FALCON_H1 = {
+    "vocab_size": 128000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": None, "hidden_act": "silu",
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False, "projectors_bias": False,
+    "mamba_d_ssm": 1024, "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1,
+    "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True,
+    "mamba_proj_bias": False, "mamba_norm_before_gate": True, "mamba_rms_norm": False,
+    "time_step_limit": (0.0, float("inf")), "lm_head_multiplier": 1.0, "embedding_multiplier": 1.0,
+    "mlp_multipliers": None, "key_multiplier": 1.0, "attention_out_multiplier": 1.0,
+    "attention_in_multiplier": 1.0, "ssm_multipliers": None, "ssm_in_multiplier": 1.0,
+    "ssm_out_multiplier": 1.0,
+}  # fmt: skip
+
+MULTIPLIED = (
+    "adapters cannot be served on this GGUF file of Falcon-H1: its weights were multiplied by the model's "
+    "multipliers, which it lacks: serve the original model, a folder with model.safetensors"
+)
+
+
+def _falcon_h1(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the config. The multiplier of keys becomes part of the attention scale."""
+    mamba = read_mamba(raw, frozenset(range(raw["num_hidden_layers"])), raw["mamba_d_ssm"])
+    assert mamba is not None, "every layer has one"
+    gate, down = _numbers(raw, "mlp_multipliers", 2)
+    head_dim = raw["head_dim"] or raw["hidden_size"] // raw["num_attention_heads"]
+    return {
+        "no_adapters": MULTIPLIED if raw.get("multiplied_weights") else "",
+        **read_biases(raw),
+        "mlp_bias": bool(raw["mlp_bias"]),
+        "attention_scale": head_dim**-0.5 * float(raw["key_multiplier"]),
+        "embedding_scale": float(raw["embedding_multiplier"]),
+        "logits_scale": float(raw["lm_head_multiplier"]),
+        "mlp_scales": (gate, down),
+        "recurrent": replace(
+            mamba,
+            out_biased=bool(raw["projectors_bias"]),
+            normed=bool(raw["mamba_rms_norm"]),
+            gate_first=not raw["mamba_norm_before_gate"],
+            scales=_numbers(raw, "ssm_multipliers", 5),
+        ),
+        "beside": BesideConfig(
+            float(raw["attention_in_multiplier"]),
+            float(raw["attention_out_multiplier"]),
+            float(raw["ssm_in_multiplier"]),
+            float(raw["ssm_out_multiplier"]),
+        ),
+    }
+
+
+def _numbers(raw: Mapping[str, Any], name: str, count: int) -> tuple[float, ...]:
+    given = raw[name]
+    numbers = (1.0,) * count if given is None else tuple(float(one) for one in given)
+    if len(numbers) != count:
+        raise ConfigError(f"config.json: {name} must have {count} numbers, got {len(numbers)}")
+    return numbers
+
+
 FAMILIES = {
     "GraniteMoeHybridForCausalLM": ModelFamily(
         GRANITE, _granite, _names, aliases={"layers_block_type": "layer_types"}
@@ -144,4 +313,8 @@ FAMILIES = {
     "BambaForCausalLM": ModelFamily(
         BAMBA, _bamba, lambda _: BAMBA_NAMES, _half_rotated, rope={"partial": "partial_rotary_factor"}
     ),
+    "NemotronHForCausalLM": ModelFamily(
+        NEMOTRON_H, _nemotron_h, lambda _: NEMOTRON_H_NAMES, _nemotron_h_settings, aliases=NEMOTRON_H_ALIASES
+    ),
+    "FalconH1ForCausalLM": ModelFamily(FALCON_H1, _falcon_h1, lambda _: BAMBA_NAMES),
 }

@@ -27,7 +27,7 @@ from manylora.model.families import FAMILIES
 from manylora.model.safetensors_file import SafetensorsFile
 from manylora.parallel.adapters import AdapterSlicer
 from manylora.parallel.build import load_rank
-from manylora.parallel.collectives import TorchCollectives
+from manylora.parallel.collectives import Collectives
 from manylora.parallel.decoder import RankDecoder, RankEncoderDecoder
 from manylora.parallel.mapping import Mapping
 from manylora.quant.config import QuantConfig
@@ -130,7 +130,7 @@ def with_full_rows(decoder: RankDecoder | RankEncoderDecoder) -> RankDecoder | R
 def run(case: Case, rank: int, world: int) -> dict[str, Any]:
     device, dtype = open_device("cpu"), torch.float32
     mapping = Mapping(world, rank, case.tp, case.pp, case.ep)
-    collectives = TorchCollectives(mapping, device.torch)
+    collectives = Collectives(mapping, device.torch)
     model = read_model_config(Path(case.model))
     read, whole = 0, SafetensorsFile.read
 

@@ -18,7 +18,6 @@ from manylora.config.engine import EngineConfig
 from manylora.engine.follower import Follower
 from manylora.engine.step_messages import END, write_message
 from manylora.group import leader as leader_module
-from manylora.group import leader as watch_module
 from manylora.group.channel import Channel, Message
 from manylora.group.leader import Leader, Watch
 from manylora.group.rank_info import RankInfo
@@ -41,7 +40,7 @@ def channels() -> Iterator[tuple[Link, Channel, Channel]]:
 def open_leader(link: Link, patch: pytest.MonkeyPatch) -> Leader:
     watch = SimpleNamespace(links=[link], reason=None, close=lambda: None)
     patch.setattr(leader_module, "Watch", lambda *_: watch)
-    patch.setattr(leader_module, "open_store", lambda place: None)
+    patch.setattr(leader_module, "open_store", lambda _: SimpleNamespace(port=0))
     patch.setattr(leader_module, "group_store", lambda *_: None)
     patch.setattr(Leader, "_greet", lambda *_: None)
     return Leader(EngineConfig(Path()), RankInfo(0, 2, 0, 2))
@@ -104,7 +103,7 @@ def test_a_pause_of_all_ranks_is_no_loss(
         looked[:] = time.monotonic() + pause[0], next(looks)
         return looked[0]
 
-    monkeypatch.setattr(watch_module, "OwnClock", partial(OwnClock, clock=clock))
+    monkeypatch.setattr(leader_module, "OwnClock", partial(OwnClock, clock=clock))
     watch = Watch(2, [link])
     try:
         steps.send(Message("alive"))
@@ -114,7 +113,7 @@ def test_a_pause_of_all_ranks_is_no_loss(
         paused = looked[1]  # its ranks have been judged once the next look begins
         until(lambda: looked[1] > paused)
         assert watch.reason is None
-        monkeypatch.setattr(watch_module, "SILENCE_S", 1.0)
+        monkeypatch.setattr(leader_module, "SILENCE_S", 1.0)
         assert watch.wait_loss(PATIENCE_S) == "rank 1 of 2 has not answered for 1 s"
     finally:
         watch.close()

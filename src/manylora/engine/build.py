@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch.distributed import Store
@@ -50,8 +49,8 @@ from manylora.model.heads import load_dense
 from manylora.model.quant import EffectiveWeights
 from manylora.model.weights import adapter_dtype, compute_dtype, load_decoder, weight_bytes
 from manylora.parallel.adapters import AdapterSlicer
-from manylora.parallel.build import build_rank as load_part
-from manylora.parallel.collectives import TorchCollectives
+from manylora.parallel.build import ModelPart, load_model_part
+from manylora.parallel.collectives import Collectives
 from manylora.parallel.mapping import Mapping
 from manylora.system.allocator import keep_memory
 from manylora.system.lifeline import is_draining, is_launched
@@ -118,12 +117,12 @@ class EngineParts:
     leader: Leader | None = None
 
 
-def meet_group(config: EngineConfig, info: RankInfo, store: Store) -> TorchCollectives:
+def meet_group(config: EngineConfig, info: RankInfo, store: Store) -> Collectives:
     """Join the group of ranks. Raises ConfigError."""
     device = torch.device(device_of_rank(config.device, info.local_rank, info.local_size))
     with interface_of(info):
         join_collectives(info, store, "nccl" if device.type == "cuda" else "gloo")
-        return TorchCollectives(mapping_of(config, info.rank), device)
+        return Collectives(mapping_of(config, info.rank), device)
 
 
 def mapping_of(config: EngineConfig, rank: int) -> Mapping:
@@ -132,7 +131,7 @@ def mapping_of(config: EngineConfig, rank: int) -> Mapping:
     return Mapping(tp * pp, rank, tp, pp, config.moe_expert_parallel_size)
 
 
-def build_rank(config: EngineConfig, info: RankInfo, comm: TorchCollectives | None) -> RankParts:
+def build_rank(config: EngineConfig, info: RankInfo, comm: Collectives | None) -> RankParts:
     """Load this rank's weights and allocate its KV cache. All ranks call this at the same time.
 
     Raises ConfigError if the configuration, the checkpoint or the memory does not allow it.
@@ -146,14 +145,14 @@ def build_rank(config: EngineConfig, info: RankInfo, comm: TorchCollectives | No
         keep_memory()
         _share_cores(info)
     before = device.free_bytes()
-    held = _load(config, device, info.rank, comm)
-    decoder, local, dtype = held.decoder, held.local, held.dtype
-    decoder.dense = load_dense(config.model_dir, held.model.hidden_size, device.torch)
+    part = _load(config, device, info.rank, comm)
+    decoder, local, dtype = part.decoder, part.local, part.dtype
+    decoder.dense = load_dense(config.model_dir, part.model.hidden_size, device.torch)
     kv_dtype = kv_cache_dtype(config, dtype, device)
-    config = replace(config, lora=_lora_config(config, held.model, decoder))
+    config = replace(config, lora=_lora_config(config, part.model, decoder))
     if config.max_seq_len is None and (longest := longest_text(config.model_dir)) is not None:
-        config = replace(config, max_seq_len=min(longest, held.model.max_seq_len))
-    pages_dtype = adapter_dtype(config, held.model, dtype, device)
+        config = replace(config, max_seq_len=min(longest, part.model.max_seq_len))
+    pages_dtype = adapter_dtype(config, part.model, dtype, device)
     share = info.local_size if on_cpu else 1  # ranks that share the same memory
     free_bytes = usable_bytes(config, device, before) // share
     if isinstance(decoder, Decoder):
@@ -169,8 +168,21 @@ def build_rank(config: EngineConfig, info: RankInfo, comm: TorchCollectives | No
     untouched = plan.num_bytes + memory.state_bytes if on_cpu else 0
     free_bytes = max(0, usable_bytes(config, device, before) // share - untouched)
     limits = batch_limits(config, local, dtype, kv_dtype, plan.max_seq_len)
-    sizes = plan, kv_tensor, states, limits, dtype, pages_dtype, free_bytes
-    return RankParts(config, held.model, local, device, decoder, *sizes, held.slicer)
+    return RankParts(
+        config=config,
+        model=part.model,
+        local=local,
+        device=device,
+        decoder=decoder,
+        kv_plan=plan,
+        kv=kv_tensor,
+        states=states,
+        limits=limits,
+        dtype=dtype,
+        pages_dtype=pages_dtype,
+        free_bytes=free_bytes,
+        slicer=part.slicer,
+    )
 
 
 def _share_cores(info: RankInfo) -> None:
@@ -179,27 +191,17 @@ def _share_cores(info: RankInfo) -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() // info.local_size))
 
 
-class _Held(NamedTuple):
-    """A rank's part of the model."""
-
-    model: ModelConfig
-    local: ModelConfig
-    dtype: torch.dtype
-    decoder: Decoder | EncoderDecoder
-    slicer: AdapterSlicer | None = None
-
-
-def _load(config: EngineConfig, device: Device, rank: int, comm: TorchCollectives | None) -> _Held:
+def _load(config: EngineConfig, device: Device, rank: int, comm: Collectives | None) -> ModelPart:
     if comm is not None:
-        found = load_part(config, mapping_of(config, rank), comm, device)
-        check_model(config, found.model)
-        return _Held(found.model, found.local, found.dtype, found.decoder, found.slicer)
+        part = load_model_part(config, mapping_of(config, rank), comm, device)
+        check_model(config, part.model)
+        return part
     model = read_model_config(config.model_dir)
     check_model(config, model)
     dtype = compute_dtype(config.dtype, model, device)
     _warn_of_weights(config, model, dtype, device)
     decoder = load_decoder(config.model_dir, model, dtype, device, config.max_seq_len, config.quant)
-    return _Held(model, model, dtype, decoder)
+    return ModelPart(model, model, dtype, decoder)
 
 
 def _warn_of_weights(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: Device) -> None:
@@ -262,9 +264,20 @@ def _rank_0(rank: RankParts, leader: Leader | None) -> EngineParts:
     overlaps = device.overlaps and leader is None
     overlap = overlaps if config.enable_overlap is None else config.enable_overlap
     overlap = overlap and model.encoder is None  # an encoder runs between the steps
-    plan, slots = rank.kv_plan, 0 if rank.states is None else rank.states.num_slots
-    parts = model, device, rank.decoder, plan, slots, base
-    return EngineParts(config, *parts, adapters, runner, guides, overlap, leader)
+    return EngineParts(
+        config=config,
+        model=model,
+        device=device,
+        decoder=rank.decoder,
+        kv_plan=rank.kv_plan,
+        state_slots=0 if rank.states is None else rank.states.num_slots,
+        base=base,
+        adapters=adapters,
+        runner=runner,
+        guides=guides,
+        overlap=overlap,
+        leader=leader,
+    )
 
 
 def _lora_config(

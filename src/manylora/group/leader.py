@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,7 @@ from manylora.system.own_clock import OwnClock
 logger = logging.getLogger("manylora")
 
 PERIOD_S = 0.1
+HELLO_S = 0.005  # between looks for a rank's description
 STOPPED_S = 3.0  # a process stopped by a signal for this long counts as lost
 SILENCE_S = 30.0  # without reports, which come twice a second, a rank counts as lost
 TURN_S = 1.0  # of `OwnClock`: the most that one check can add
@@ -59,30 +61,24 @@ class Watch:
     def __init__(self, size: int, links: list[Link] | None = None) -> None:
         self.lost: Callable[[str], None] = lambda reason: None
         self.reason: str | None = None
-        self.links = links or []
         self._size, self._closing = size, threading.Event()
         self._found = threading.Event()  # set when a loss was found
-        self._started = threading.Event()
-        self._news = threading.Condition()
         self._hellos: dict[int, Mapping[str, Any]] = {}
         self._heard: dict[int, float] = {}
         self._stopped: dict[int, float] = {}
         self._clock = OwnClock(TURN_S)
-        self._error: BaseException | None = None
+        found: Future[list[Link]] = Future()
         self._thread = threading.Thread(
-            target=self._run, args=(links is None,), name="manylora-ranks", daemon=True
+            target=self._run, args=(links, found), name="manylora-ranks", daemon=True
         )
         self._thread.start()
-        self._started.wait()
-        if self._error is not None:
-            raise self._error
+        self.links = found.result()
 
     def wait_hello(self, rank: int, deadline: float) -> Mapping[str, Any] | None:
         """A rank's description of itself. None if it is lost, or has not joined by `deadline`."""
-        with self._news:
-            while rank not in self._hellos and self.reason is None and time.monotonic() < deadline:
-                self._news.wait(PERIOD_S)
-            return self._hellos.get(rank)
+        while rank not in self._hellos and self.reason is None and time.monotonic() < deadline:
+            self._found.wait(HELLO_S)
+        return self._hellos.get(rank)
 
     def wait_loss(self, seconds: float) -> str | None:
         """The reason of a loss found within this time."""
@@ -101,14 +97,14 @@ class Watch:
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * END_S)
 
-    def _run(self, spawn: bool) -> None:
+    def _run(self, links: list[Link] | None, found: Future[list[Link]]) -> None:
         try:
-            if spawn:
-                self.links = spawn_ranks(self._size)
+            self.links = spawn_ranks(self._size) if links is None else links
         except BaseException as error:
-            self._error = error
-        self._started.set()
-        while self._error is None and self.reason is None and not self._closing.wait(0):
+            found.set_exception(error)
+            return
+        found.set_result(self.links)
+        while self.reason is None and not self._closing.is_set():
             self._look()
         self._found.set()
         if self.reason is not None:
@@ -134,9 +130,7 @@ class Watch:
             if message.what == "failed":
                 self.note(f"rank {link.rank} of {self._size}: {message.values['reason']}")
             elif message.what == "hello":
-                with self._news:
-                    self._hellos[link.rank] = message.values
-                    self._news.notify_all()
+                self._hellos[link.rank] = message.values
         for link in self.links:
             self._check(link, now)
 
@@ -197,7 +191,7 @@ class Leader:
         self.store: Store = group_store(store, token)
         self._watch = Watch(info.size, meet_ranks(info, store, token) if info.address else None)
         try:
-            self._greet(config, 0 if info.address else int(getattr(store, "port", 0)))
+            self._greet(config, store.port)
         except BaseException as error:
             if isinstance(error, ConfigError):
                 self._refuse(str(error))
@@ -270,11 +264,12 @@ class Leader:
         self._watch.close()
 
     def _greet(self, config: EngineConfig, port: int) -> None:
+        """Check that all ranks have come, and are to serve the same. port: of the store."""
         info, expected = self.info, identity(config)
         deadline = time.monotonic() + START_S
         for link in self._watch.links:
             values = {"rank": link.rank, "size": info.size, "port": port}
-            self.tell_one(link.rank, Message("start", values | {"config": to_values(config)}))
+            self._tell_one(link, Message("start", values | {"config": to_values(config)}))
         for link in self._watch.links:
             found = self._watch.wait_hello(link.rank, deadline)
             if found is None:
@@ -282,7 +277,7 @@ class Leader:
                 raise ConfigError(self._watch.reason or text)
             check_identity(link.rank, found, expected)
         for link in self._watch.links:
-            self.tell_one(link.rank, Message(AGREED))
+            self._tell_one(link, Message(AGREED))
 
     def _refuse(self, reason: str) -> None:
         """Pass the reason on to the other ranks, because each host's user sees only its own rank's
@@ -292,8 +287,8 @@ class Leader:
             with suppress(ChannelClosedError):
                 link.steps.send(Message(REFUSED, {"reason": reason}))
 
-    def tell_one(self, rank: int, message: Message) -> None:
+    def _tell_one(self, link: Link, message: Message) -> None:
         try:
-            next(link for link in self._watch.links if link.rank == rank).steps.send(message)
+            link.steps.send(message)
         except ChannelClosedError as error:
-            raise ConfigError(self._watch.wait_loss(FIND_S) or f"rank {rank} is gone") from error
+            raise ConfigError(self._watch.wait_loss(FIND_S) or f"rank {link.rank} is gone") from error

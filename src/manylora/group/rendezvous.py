@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
@@ -146,10 +146,14 @@ def spawn_ranks(size: int) -> list[Link]:
     return links
 
 
-def open_store(info: RankInfo) -> Store:
-    """Rank 0's store for torch's collectives. Raises ConfigError."""
+def open_store(info: RankInfo) -> TCPStore:
+    """Rank 0's store for torch's collectives. For ranks that rank 0 starts itself, it listens on the loopback
+    interface only: by itself, torch listens on all of them. Raises ConfigError.
+    """
     if not info.address:
-        return TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        server = socket.create_server((LOOPBACK, 0))
+        port, number = server.getsockname()[1], server.detach()
+        return TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=number)
     try:
         return _open_store(info, START_S)
     except RuntimeError as error:
@@ -159,7 +163,7 @@ def open_store(info: RankInfo) -> Store:
         ) from error
 
 
-def _open_store(info: RankInfo, seconds: float) -> Store:
+def _open_store(info: RankInfo, seconds: float) -> TCPStore:
     serves = info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     timeout = timedelta(seconds=seconds)
     return TCPStore(info.address, info.port, None, serves, timeout, wait_for_workers=False)
@@ -219,17 +223,10 @@ def _listen(info: RankInfo) -> socket.socket:
         ) from error
 
 
-class Joined(NamedTuple):
-    """Another rank's connections to the group; see `Link`."""
-
-    steps: Channel
-    adapters: Channel
-    store: Store
-
-
-def join(info: RankInfo) -> Joined:
-    """The counterpart of `meet_ranks`. Returns when all ranks have joined. Retries, because what it finds may
-    be left over from a rank 0 that has just ended. Raises ConfigError.
+def join(info: RankInfo) -> tuple[Channel, Channel, Store]:
+    """The counterpart of `meet_ranks`. Returns when all ranks have joined: the channels of `Link`, and the
+    store for torch's collectives. Retries, because what it finds may be left over from a rank 0 that has just
+    ended. Raises ConfigError.
     """
     deadline = time.monotonic() + START_S
     while True:
@@ -249,7 +246,7 @@ def join(info: RankInfo) -> Joined:
             ) from error
 
 
-def _join(info: RankInfo, opened: list[Channel], deadline: float) -> Joined:
+def _join(info: RankInfo, opened: list[Channel], deadline: float) -> tuple[Channel, Channel, Store]:
     """opened: collects the opened channels. Raises OSError, RuntimeError, ValueError."""
 
     def left() -> float:
@@ -261,16 +258,12 @@ def _join(info: RankInfo, opened: list[Channel], deadline: float) -> Joined:
     for name in ("steps", "adapters"):
         channel = _prepared(socket.create_connection((info.address, int(port)), HELLO_S))
         opened.append(channel)
-        channel.send(hello(rank=info.rank, name=name, token=token))
+        channel.send(Message("hello", {"rank": info.rank, "name": name, "token": token}))
     opened[0].set_timeout(START_S)
     opened[0].receive()  # sent once all have joined
     for channel in opened:
         channel.set_timeout(None)
-    return Joined(opened[0], opened[1], group_store(store, token))
-
-
-def hello(**values: str | int) -> Message:
-    return Message("hello", values)
+    return opened[0], opened[1], group_store(store, token)
 
 
 def _prepared(connection: socket.socket) -> Channel:

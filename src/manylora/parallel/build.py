@@ -1,4 +1,4 @@
-"""build_rank: the parts of a model that one rank holds."""
+"""load_model_part: the part of a model that one rank holds."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from manylora.config.engine import EngineConfig
 from manylora.config.model import ModelConfig
 from manylora.kernels.device import Device
 from manylora.model.checkpoint import read_model_config
+from manylora.model.decoder import Decoder
+from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.weights import compute_dtype, load_weights, tied_head
 from manylora.parallel.adapters import AdapterSlicer
 from manylora.parallel.collectives import Collectives
@@ -20,30 +22,30 @@ from manylora.parallel.mapping import Mapping, rank_config
 from manylora.parallel.weights import rank_plan
 from manylora.quant.config import QuantConfig
 
-AnyRank = RankDecoder | RankEncoderDecoder
-
 
 @dataclass(frozen=True)
-class RankModel:
+class ModelPart:
     """model: the whole model. local: this rank's part, whose sizes caches and kernels use. dtype: the compute
-    dtype. decoder: returns logits on rank 0, and no rows elsewhere.
+    dtype. decoder: returns logits on rank 0, and no rows elsewhere. slicer: None if there is only one rank.
     """
 
     model: ModelConfig
     local: ModelConfig
     dtype: torch.dtype
-    decoder: AnyRank
-    slicer: AdapterSlicer
+    decoder: Decoder | EncoderDecoder
+    slicer: AdapterSlicer | None = None
 
 
-def build_rank(config: EngineConfig, mapping: Mapping, collectives: Collectives, device: Device) -> RankModel:
+def load_model_part(
+    config: EngineConfig, mapping: Mapping, collectives: Collectives, device: Device
+) -> ModelPart:
     """Read this rank's weights. Raises ConfigError."""
     model = read_model_config(config.model_dir)
     dtype = compute_dtype(config.dtype, model, device)
     sizes = config.quant, config.max_seq_len
     decoder = load_rank(config.model_dir, model, dtype, device, mapping, collectives, *sizes)
     slicer = AdapterSlicer(model, mapping, config.lora.target_modules, collectives.least)
-    return RankModel(model, decoder.config, dtype, decoder, slicer)
+    return ModelPart(model, decoder.config, dtype, decoder, slicer)
 
 
 def load_rank(
@@ -55,7 +57,7 @@ def load_rank(
     collectives: Collectives,
     quant: QuantConfig | None = None,
     max_seq_len: int | None = None,
-) -> AnyRank:
+) -> RankDecoder | RankEncoderDecoder:
     """As `load_decoder`, for one rank."""
     local = rank_config(model, mapping)
     found, weights = load_weights(

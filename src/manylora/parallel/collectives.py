@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,36 +9,9 @@ from torch import Tensor
 from manylora.parallel.mapping import Mapping
 
 
-class Collectives(Protocol):
-    """All ranks of a stage call the same operations in the same order."""
-
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum over the ranks of this stage, in rank order, with identical bits on each rank."""
-
-    def gather(self, x: Tensor) -> list[Tensor] | None:
-        """x of each rank in this stage, on its first rank; None on others. Equal shapes on all ranks."""
-
-    def send_hidden(self, x: Tensor) -> None:
-        """Send to the rank with the same part in the next stage."""
-
-    def receive_hidden(self, x: Tensor) -> Tensor:
-        """Receive into x from the rank with the same part in the previous stage. Returns x."""
-
-    def from_last(self, x: Tensor) -> Tensor:
-        """x of the rank with the same part in the last stage, received into x on other ranks. Returns x."""
-
-    def send_back(self, x: Tensor) -> None:
-        """Send logits or hidden states to rank 0, from the first rank of the last stage."""
-
-    def receive_back(self, x: Tensor) -> Tensor:
-        """Receive into x, on rank 0. Returns x."""
-
-    def least(self, number: int) -> int:
-        """The smallest number among all ranks."""
-
-
-class TorchCollectives:
-    """Uses the initialised process group of torch.distributed. Every rank creates one.
+class Collectives:
+    """Uses the initialised process group of torch.distributed. Every rank creates one, and all ranks of a
+    stage call the same operations in the same order.
 
     device: of the tensors. `least` uses it, too, because NCCL supports no others.
     """
@@ -54,7 +25,10 @@ class TorchCollectives:
         self._leader = mapping.tp_group[0]
 
     def sum(self, x: Tensor) -> Tensor:
-        """Does not use all-reduce, whose order of additions for a row depends on the rows beside it."""
+        """The sum over the ranks of this stage, in rank order, with identical bits on each rank.
+
+        Does not use all-reduce, whose order of additions for a row depends on the rows beside it.
+        """
         if self._size == 1:
             return x
         parts = torch.empty((self._size, *x.shape), dtype=x.dtype, device=x.device)
@@ -65,6 +39,7 @@ class TorchCollectives:
         return total.to(x.dtype)
 
     def gather(self, x: Tensor) -> list[Tensor] | None:
+        """x of each rank in this stage, on its first rank; None on others. Equal shapes on all ranks."""
         if self._size == 1:
             return [x]
         x = x.contiguous()
@@ -74,13 +49,16 @@ class TorchCollectives:
         return parts
 
     def send_hidden(self, x: Tensor) -> None:
+        """Send to the rank with the same part in the next stage."""
         dist.send(x.contiguous(), self._mapping.rank + self._size)
 
     def receive_hidden(self, x: Tensor) -> Tensor:
+        """Receive into x from the rank with the same part in the previous stage. Returns x."""
         dist.recv(x, self._mapping.rank - self._size)
         return x
 
     def from_last(self, x: Tensor) -> Tensor:
+        """x of the rank with the same part in the last stage, received into x on other ranks. Returns x."""
         mapping = self._mapping
         last = mapping.world_size - self._size + mapping.tp_rank
         if not mapping.is_last_stage:
@@ -92,14 +70,17 @@ class TorchCollectives:
         return x
 
     def send_back(self, x: Tensor) -> None:
+        """Send logits or hidden states to rank 0, from the first rank of the last stage."""
         dist.send(x.contiguous(), 0)
 
     def receive_back(self, x: Tensor) -> Tensor:
+        """Receive into x, on rank 0. Returns x."""
         mapping = self._mapping
         dist.recv(x, (mapping.pp_size - 1) * mapping.tp_size)
         return x
 
     def least(self, number: int) -> int:
+        """The smallest number among all ranks."""
         given = torch.tensor([number], device=self._device)
         dist.all_reduce(given, dist.ReduceOp.MIN)
         return int(given)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save
 from starlette.requests import Request
 from tiny_models import make_adapter, make_model, reference_generate
 
-from manylora.fleet.change_response import agreed
+from manylora.fleet.change_response import change_response
 from manylora.fleet.member import Changed, Member
 from manylora.fleet.options import FleetOptions
 from manylora.fleet.remote_http import RemoteRequest, RemoteResponse
@@ -420,16 +420,18 @@ def test_the_answer_names_who_has_not_followed() -> None:
         )
 
     states = {"r0": State(7, 2, "d"), "r1": State(7, 0, "", problem="no room"), "r2": State(6)}
-    put = agreed(first(b'{"id": "n"}'), "PUT", "/v1/lora_adapters/n", states, ["r3"])
+    put = change_response(first(b'{"id": "n"}'), "PUT", "/v1/lora_adapters/n", states, ["r3"])
     told = json.loads(bytes(put.body))
     assert (put.status_code, told["id"], told["replicas"]) == (202, "n", ["r0"])
     assert told["late"]["r1"] == "no room" and set(told["late"]) == {"r1", "r2", "r3"}
-    load = agreed(first(b"Success"), "POST", "/v1/load_lora_adapter", {"r0": State(7, 2, "d")}, [])
+    load = change_response(first(b"Success"), "POST", "/v1/load_lora_adapter", {"r0": State(7, 2, "d")}, [])
     assert (load.status_code, load.body) == (200, b"Success\nOn 1 replica, version 2, digest d.")
     assert dict(load.raw_headers)[b"content-length"] == str(len(load.body)).encode()
-    left = agreed(first(b"", 202), "POST", "/v1/unload_lora_adapter", {"r0": State(7, running=3)}, [])
+    left = change_response(
+        first(b"", 202), "POST", "/v1/unload_lora_adapter", {"r0": State(7, running=3)}, []
+    )
     assert left.status_code == 202 and b"3 are still under way" in left.body
-    refused = agreed(first(b"{}", 409), "PUT", "/v1/lora_adapters/n", states, ["r3"])
+    refused = change_response(first(b"{}", 409), "PUT", "/v1/lora_adapters/n", states, ["r3"])
     assert (refused.status_code, refused.body) == (409, b"{}")
 
 

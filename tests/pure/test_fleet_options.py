@@ -1,11 +1,13 @@
-"""Protects what a fleet makes of its options, and how replicas' metrics become one text. Needs no Ray."""
+"""Protects what a fleet makes of options and requests, and how replicas' exports are merged. Without Ray."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,9 +17,16 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
 from manylora.errors import ConfigError
-from manylora.fleet.merged_exports import joined_metrics
+from manylora.fleet.merged_exports import fleet_status, merge_metrics
 from manylora.fleet.options import REFUSED, FleetOptions, parse_options, read_args
-from manylora.fleet.remote_http import RemoteRequest, answer, whole_answer
+from manylora.fleet.remote_http import (
+    RemoteRequest,
+    RemoteResponse,
+    answer,
+    requested_adapter,
+    whole_answer,
+)
+from manylora.lora.library.names import Aliases
 from manylora.openai import arguments
 from manylora.openai.options import ServeOptions
 
@@ -96,7 +105,7 @@ def test_args_need_a_model() -> None:
 
 def test_metrics_of_replicas_become_one_text_with_a_label() -> None:
     text = '# HELP a Help\n# TYPE a gauge\na 1\na{x="}"} 2\n# HELP h H\n# TYPE h histogram\n'
-    joined = joined_metrics(
+    joined = merge_metrics(
         {"r1": f"{text}h_sum 3\nh_count 1\n", "r2": "# HELP a Help\n# TYPE a gauge\na 5\n"}
     )
     assert joined.splitlines() == [
@@ -155,3 +164,60 @@ def test_closing_the_answer_is_seen_as_a_client_that_left() -> None:
 
     asyncio.run(run())
     assert left
+
+
+@pytest.mark.parametrize(
+    ("fields", "adapter"),
+    [
+        ({}, None),
+        ({"model": "base"}, None),
+        ({"model": "a"}, "a"),
+        ({"model": "a:latest"}, "a"),
+        ({"model": "base:a"}, "a"),
+        ({"model": "short"}, "long"),
+        ({"model": "anything", "lora_model": "a"}, "a"),
+        ({"model": "base", "lora_request": {"lora_name": "a"}}, "a"),
+        ({"model": "a+b"}, "a"),
+        ({"model": "base:a+b"}, "a"),
+        ({"model": "base", "lora": [{"name": "a", "scale": 0.5}, {"name": "b"}]}, "a"),
+        ({"model": "base", "lora": []}, None),
+        ({"model": 1, "lora": [2], "lora_request": 3, "adapter_id": None}, None),
+        ({"model": "base", "lora": [{"name": 7}]}, None),
+    ],
+)
+def test_the_adapter_that_is_asked_for(fields: dict[str, Any], adapter: str | None) -> None:
+    assert requested_adapter(fields, ("base",), Aliases({"short": "long"})) == adapter
+
+
+def point(number: int, tokens: float, waiting: int, slow: float | None) -> dict[str, Any]:
+    times = dict.fromkeys(("ttft_p50_ms", "ttft_p95_ms", "latency_p50_ms", "latency_p95_ms"), slow)
+    rates = {"tokens_per_s": tokens, "requests_per_s": 0.5, "running": 1, "waiting": waiting}
+    return {"number": number, **rates, **times}
+
+
+def status(replicas: dict[str, list[dict[str, Any]]], after: int = 0) -> dict[str, Any]:
+    answers = []
+    for name, points in replicas.items():
+        last = {key: value for key, value in point(0, 1, 0, None).items() if key not in ("number", "running")}
+        body = {"counts": {"device": 1}, "points": points, "last_minute": last, "adapters": []}
+        answers.append(RemoteResponse(name, 200, [], json.dumps(body).encode()))
+    report = {"pid": 1, "capacity": 4, "running": 0, "waiting": 0}
+    return fleet_status(answers, dict.fromkeys(replicas, report), {"RUNNING": 2}, 2001.0, after)
+
+
+def test_points_of_the_same_time_are_added_up() -> None:
+    old = [point(number, 10.0, 2, 5.0) for number in range(41, 44)]
+    young = [point(1, 3.5, 0, None), point(2, 4.5, 1, 9.0)]
+    found = status({"a": old, "b": young})
+    assert found["point_seconds"] == 2.0
+    told = [
+        (one["number"], one["tokens_per_s"], one["waiting"], one["ttft_p95_ms"]) for one in found["points"]
+    ]
+    assert told == [(998, 10.0, 2, 5.0), (999, 13.5, 2, 5.0), (1000, 14.5, 3, 9.0)]
+
+
+def test_only_newer_points_are_given() -> None:
+    points = [point(number, 1.0, 0, None) for number in range(5)]
+    assert [one["number"] for one in status({"a": points}, 998)["points"]] == [999, 1000]
+    assert status({"a": points}, 1000)["points"] == status({"a": points}, 10**9)["points"] == []
+    assert status({"a": []})["points"] == status({})["points"] == []

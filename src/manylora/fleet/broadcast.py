@@ -19,7 +19,7 @@ LOOK_S = 0.25
 
 
 @dataclass(frozen=True)
-class Everyone:
+class Answers:
     """reports: from `ServerReplica.record_routing_stats`, by replica. missing: names of replicas that did not
     answer in time.
     """
@@ -34,16 +34,16 @@ class Everyone:
         return next((one for one in self.answers if one.status != 200), None)
 
 
-async def ask_everyone(replicas: DeploymentHandle, call: RemoteRequest) -> Everyone:
+async def ask_all(replicas: DeploymentHandle, call: RemoteRequest) -> Answers:
     """Wait for all replicas, at most ALL_S. Raises ApiError if none answers."""
-    given, missing = await tell_everyone(replicas, "whole_answer", call)
+    given, missing = await call_all(replicas, "whole_answer", call)
     if not given:
         raise ApiError(503, "engine_unavailable", "No replica answers at the moment", retry_after=1)
     reports = {name: report for name, (_, report) in given.items()}
-    return Everyone([one for one, _ in given.values()], reports, missing)
+    return Answers([one for one, _ in given.values()], reports, missing)
 
 
-async def tell_everyone(
+async def call_all(
     replicas: DeploymentHandle, method: str, *arguments: Any, longest_s: float = ALL_S
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The answer of each replica by its name, which the method returns with it, and the replicas that did not

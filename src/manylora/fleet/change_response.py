@@ -18,7 +18,7 @@ from manylora.openai.adapter_routes import deleted, unloaded
 SILENT = "it has not answered in time"
 
 
-def agreed(
+def change_response(
     changed: Changed, method: str, path: str, states: Mapping[str, State], missing: Sequence[str]
 ) -> Response:
     """The first server's response, combined with the others' states. 202 if not all have followed; it names

@@ -12,8 +12,8 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response
 
-from manylora.fleet.broadcast import tell_everyone
-from manylora.fleet.change_response import agreed
+from manylora.fleet.broadcast import call_all
+from manylora.fleet.change_response import change_response
 from manylora.fleet.member import Changed
 from manylora.fleet.options import FleetOptions
 from manylora.fleet.relay import LOST, NOT_TAKEN, not_taken
@@ -78,9 +78,9 @@ class Changes:
     async def _spread(self, request: Request, call: RemoteRequest) -> Response:
         changed = await self._change(call)
         if not changed.name and changed.revision <= self.revision:
-            return agreed(changed, request.method, request.url.path, {}, ())
+            return change_response(changed, request.method, request.url.path, {}, ())
         drain_s = self._options.drain_seconds
-        states, missing = await tell_everyone(
+        states, missing = await call_all(
             self._replicas,
             "look",
             changed.name,
@@ -90,7 +90,7 @@ class Changes:
         )
         self._learn()
         self.revision = max(self.revision, changed.revision)
-        return agreed(changed, request.method, request.url.path, states, missing)
+        return change_response(changed, request.method, request.url.path, states, missing)
 
     async def _change(self, call: RemoteRequest) -> Changed:
         """Raises ApiError."""

@@ -16,13 +16,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from manylora.fleet.broadcast import ask_everyone
+from manylora.fleet.broadcast import ask_all
 from manylora.fleet.changes import Changes
-from manylora.fleet.merged_exports import fleet_status, joined_metrics
+from manylora.fleet.merged_exports import fleet_status, merge_metrics
 from manylora.fleet.options import FleetOptions
 from manylora.fleet.relay import Relay
-from manylora.fleet.remote_http import RemoteRequest, RemoteResponse
-from manylora.fleet.requested_adapter import asked_adapter
+from manylora.fleet.remote_http import RemoteRequest, RemoteResponse, requested_adapter
 from manylora.openai.adapter_routes import ADAPTER_ROUTES
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.parsing import read_object
@@ -119,7 +118,7 @@ class _Front:
             fields = read_object(body)
         except ApiError:  # the replica reports what is wrong
             return None
-        return asked_adapter(fields, (*self._options.bases, *self._options.paths), self._changes.aliases)
+        return requested_adapter(fields, (*self._options.bases, *self._options.paths), self._changes.aliases)
 
     async def live(self, request: Request) -> Response:
         return JSONResponse({"status": "live"})
@@ -130,7 +129,7 @@ class _Front:
         return JSONResponse({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:
-        found = await ask_everyone(self._replicas, RemoteRequest.of(request, b""))
+        found = await ask_all(self._replicas, RemoteRequest.of(request, b""))
         if found.refused is not None:
             return _as_response(found.refused)
         states = (await self._replica_states()).items()
@@ -142,14 +141,14 @@ class _Front:
         lines += _gauge("manylora_fleet_replica_up", help_text, present)
         for name, text in Relay.COUNTERS.items():
             lines += [f"# HELP {name} {text}", f"# TYPE {name} counter", f"{name} {self._counts[name]}"]
-        joined = joined_metrics({one.replica: one.body.decode() for one in found.answers})
-        return PlainTextResponse(joined + "\n".join(lines) + "\n", media_type=CONTENT_TYPE)
+        merged = merge_metrics({one.replica: one.body.decode() for one in found.answers})
+        return PlainTextResponse(merged + "\n".join(lines) + "\n", media_type=CONTENT_TYPE)
 
     async def cache(self, request: Request) -> Response:
         # Replicas number their points differently, so request all of them.
         call = RemoteRequest.of(request, b"")
         call = replace(call, scope={**call.scope, "query_string": b""})
-        found = await ask_everyone(self._replicas, call)
+        found = await ask_all(self._replicas, call)
         if found.refused is not None:
             return _as_response(found.refused)
         after = query_number(request, "points_after")

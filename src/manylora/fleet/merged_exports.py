@@ -1,4 +1,4 @@
-"""Joins the exports of several replicas: their metrics, with a label, and the data of the status page."""
+"""Merges what several replicas export: their metrics, with a label, and the data of the status page."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PER_SECOND = ("tokens_per_s", "requests_per_s")
 TIMES = ("ttft_p50_ms", "ttft_p95_ms", "latency_p50_ms", "latency_p95_ms")
 
 
-def joined_metrics(texts: Mapping[str, str]) -> str:
-    """Join Prometheus texts by replica. Every sample gets the label `replica`."""
+def merge_metrics(texts: Mapping[str, str]) -> str:
+    """Merge Prometheus texts by replica. Every sample gets the label `replica`."""
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for replica, text in texts.items():
@@ -101,21 +101,13 @@ def _slowest(points: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 
 def _replica(name: str, body: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "replica": name,
-        "pid": report["pid"],
-        "capacity": report["capacity"],
-        "running": report["running"],
-        "waiting": report["waiting"],
-        "counts": body["counts"],
-        "adapters": [
-            {
-                "id": one["id"],
-                "name": one["name"],
-                "who": one["who"],
-                "level": "device" if one["device"] else "host",
-                "in_use": one["in_use"],
-            }
-            for one in body["adapters"]
-        ],
-    }
+    adapters = []
+    for one in body["adapters"]:
+        level = {"level": "device" if one["device"] else "host"}
+        adapters.append({**_pick(one, "id", "name", "who"), **level, **_pick(one, "in_use")})
+    own = _pick(report, "pid", "capacity", "running", "waiting")
+    return {"replica": name, **own, "counts": body["counts"], "adapters": adapters}
+
+
+def _pick(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: values[name] for name in names}

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,54 +113,19 @@ def test_a_rank_with_something_else_is_named(tmp_path: Path) -> None:
         check_identity(1, identity(replace(config, model_dir=other)), expected)
 
 
-@pytest.fixture
-def hosts() -> Iterator[list[list[str]]]:
-    """What commands begin with on each of two hosts: network namespaces, joined by one cable."""
-    names = [f"manylora-{os.getpid()}-{number}" for number in (0, 1)]
-    cable = [f"ml{os.getpid() % 10**6}x{number}" for number in (0, 1)]
-    steps = [["netns", "add", name] for name in names]
-    steps += [
-        [
-            "link",
-            "add",
-            cable[0],
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            cable[1],
-            "netns",
-            names[1],
-        ]
-    ]
-    for number, name in enumerate(names):
-        steps += [["-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", cable[number]]]
-        steps += [["-n", name, "link", "set", link, "up"] for link in ("lo", cable[number])]
-    try:
-        for step in steps:
-            try:
-                subprocess.run(["ip", *step], check=True, capture_output=True)
-            except (OSError, subprocess.CalledProcessError):
-                pytest.skip("network namespaces need iproute2 and root")
-        yield [["ip", "netns", "exec", name] for name in names]
-    finally:
-        if shutil.which("ip"):
-            for name in names:
-                subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-
-
-def run_both(before: list[list[str]], both: dict[str, str], local_ranks: str) -> None:
+def test_two_processes_that_a_launcher_has_started_are_one_engine() -> None:
+    """On two hosts: tests/server/test_ranks_on_hosts.py."""
+    both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    both |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [*first, sys.executable, "-c", SCRIPT, str(DEMO)],
-            env=os.environ | both | {"RANK": str(rank), "LOCAL_RANK": local, "OMP_NUM_THREADS": "1"},
+            [sys.executable, "-c", SCRIPT, str(DEMO)],
+            env=os.environ | both | {"RANK": rank, "LOCAL_RANK": rank},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank, (first, local) in enumerate(zip(before, local_ranks, strict=True))
+        for rank in "01"
     ]
     try:
         (answer, log), (nothing, _) = (process.communicate(timeout=100) for process in processes)
@@ -170,19 +134,6 @@ def run_both(before: list[list[str]], both: dict[str, str], local_ranks: str) ->
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], log
     assert json.loads(answer) and not nothing
-
-
-def test_two_processes_that_a_launcher_has_started_are_one_engine() -> None:
-    both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    both["MASTER_PORT"] = str(free_port())
-    run_both([[], []], both, "01")
-
-
-@pytest.mark.extended  # what is of hosts is where they listen; test_the_interface_towards_an_address
-def test_two_hosts_are_one_engine(hosts: list[list[str]]) -> None:
-    """Their own names lead to the loopback address, as they often do."""
-    both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500"}
-    run_both(hosts, both, "00")
 
 
 def test_the_interface_towards_an_address() -> None:

@@ -222,12 +222,12 @@ class Decoder(DecoderLayers):
     def _in_layers(self, batch: ForwardBatch, kv: KvTensors, states: RecurrentState | None) -> Tensor:
         x, growth = self._embed(batch), self._growth(batch)
         rotary = [table(batch.positions, batch.rope_lengths) for table in self._rotary]
-        turns = [
+        rotations = [
             Rotation(None, self._unrotated_growth(batch, growth), self._bias(batch)),
             *(Rotation(one, growth) for one in rotary),
         ]
         own = None if self._layer_inputs is None else self._vectors(self._layer_inputs, x, batch)
-        return self._layers(x, turns, batch, kv, states, own)
+        return self._layers(x, rotations, batch, kv, states, own)
 
     def _bounded(self, logits: Tensor) -> Tensor:
         """Apply the family's scale and soft cap to the logits."""
@@ -241,13 +241,13 @@ class Decoder(DecoderLayers):
     def _layers(
         self,
         x: Tensor,
-        turns: list[Rotation],
+        rotations: list[Rotation],
         batch: ForwardBatch,
         kv: KvTensors,
         states: RecurrentState | None,
         inputs: Tensor | None,
     ) -> Tensor:
-        """turns: without rotation, then for each rotation. inputs: for layers with vectors of their own."""
+        """rotations: none, then each of the model's. inputs: for layers with vectors of their own."""
         delta: Tensor | None = None  # the last block's output, not added to x yet
         x = self._enter(x, batch, kv)
         whole, chunk = batch.attention, self.config.attention_chunk
@@ -265,7 +265,9 @@ class Decoder(DecoderLayers):
             if attention is not None:
                 rotary, place = attention.rotary, self._places[layer]
                 seen, cache = (within, kv_within) if rotary >= 0 else (whole, kv)
-                mix = partial(attention, turns=turns[rotary + 1], batch=seen, lora=lora, kv=cache[place])
+                mix = partial(
+                    attention, rotation=rotations[rotary + 1], batch=seen, lora=lora, kv=cache[place]
+                )
             if recurrent is not None:
                 assert states is not None and rows is not None
                 state = LayerState(states.layer(self._state_places[layer]), rows)

@@ -56,15 +56,15 @@ class SharedKvAttention:
     rotary: int
 
     def __call__(
-        self, x: Tensor, turns: Rotation, batch: AttentionBatch, lora: LoraBatch | None, kv: Tensor
+        self, x: Tensor, rotation: Rotation, batch: AttentionBatch, lora: LoraBatch | None, kv: Tensor
     ) -> Tensor:
         """x [T, hidden] -> [T, hidden]. kv: the other layer's part of the cache."""
         rows, config = x.shape[0], self.config
         q = self.q(x, lora).view(rows, config.num_heads, config.head_dim)
         if self.q_norm is not None:
             q = self.q_norm(q, lora)
-        if turns.rotary is not None:
-            q = self.ops.rotate_queries(q, turns.rotary)
+        if rotation.rotary is not None:
+            q = self.ops.rotate_queries(q, rotation.rotary)
         mixed = self.ops.attention(q, kv[0], kv[1], batch, self.params)
         return self.out(mixed.reshape(rows, config.q_size), lora)
 

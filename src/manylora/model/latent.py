@@ -129,13 +129,13 @@ class LatentAttention:
     def __call__(
         self,
         x: Tensor,
-        turns: Rotation,
+        rotation: Rotation,
         batch: AttentionBatch,
         lora: LoraBatch | None,
         kv: Tensor,
     ) -> Tensor:
         """kv [1, blocks, tokens_per_block, 1, cached_dim]."""
-        assert turns.rotary is not None
+        assert rotation.rotary is not None
         sizes, rows = self.sizes, x.shape[0]
         first = sizes.q_rank or self.heads * sizes.query_dim
         q, latent, turned = self.qkv(x, lora).split((first, sizes.kv_rank, sizes.rope_dim), dim=-1)
@@ -144,18 +144,18 @@ class LatentAttention:
             q = self.q_up(self.q_norm(q, lora), lora)
         plain, q = q.reshape(rows, self.heads, -1).split((sizes.plain_dim, sizes.rope_dim), dim=-1)
         k = torch.cat(
-            (self._rotated(turned.unsqueeze(1), turns), self.kv_norm(latent, lora)[:, None]), dim=-1
+            (self._rotated(turned.unsqueeze(1), rotation), self.kv_norm(latent, lora)[:, None]), dim=-1
         )
         cache = kv[0]
         self.ops.rotate_and_store(k, k, k, None, cache, cache, batch)  # one vector, passed as key and value
-        q = torch.cat((self._rotated(q, turns), self.expansion.of_queries(plain, lora)), dim=-1)
+        q = torch.cat((self._rotated(q, rotation), self.expansion.of_queries(plain, lora)), dim=-1)
         mixed = self.ops.attention(q, cache, cache, batch, self.params)[..., sizes.rope_dim :]
         values = self.expansion.of_sums(mixed, lora)
         return self.out(values.reshape(rows, -1), lora)
 
-    def _rotated(self, x: Tensor, turns: Rotation) -> Tensor:
-        assert turns.rotary is not None
-        return rotate(halves_first(x, self.sizes.rope_dim) if self.pairs else x, *turns.rotary)
+    def _rotated(self, x: Tensor, rotation: Rotation) -> Tensor:
+        assert rotation.rotary is not None
+        return rotate(halves_first(x, self.sizes.rope_dim) if self.pairs else x, *rotation.rotary)
 
 
 def _by_head(x: Tensor, weight: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ class Attends(Protocol):
     def rotary(self) -> int: ...
 
     def __call__(
-        self, x: Tensor, turns: Rotation, batch: AttentionBatch, lora: LoraBatch | None, kv: Tensor
+        self, x: Tensor, rotation: Rotation, batch: AttentionBatch, lora: LoraBatch | None, kv: Tensor
     ) -> Tensor: ...
 
 
@@ -134,7 +134,7 @@ class Attention:
     def __call__(
         self,
         x: Tensor,
-        turns: Rotation,
+        rotation: Rotation,
         batch: AttentionBatch,
         lora: LoraBatch | None,
         kv: Tensor,
@@ -158,31 +158,31 @@ class Attention:
             v = self.v_norm(v)
         if config.qkv_clip is not None:
             q, k, v = (part.clamp(-config.qkv_clip, config.qkv_clip) for part in (q, k, v))
-        if config.rope_interleaved and turns.rotary is not None:
+        if config.rope_interleaved and rotation.rotary is not None:
             q, k = (halves_first(part, config.rotary_dim) for part in (q, k))
-        if turns.growth is not None:
-            q = q * turns.growth
+        if rotation.growth is not None:
+            q = q * rotation.growth
         if config.bidirectional:
-            if turns.rotary is not None:
-                q, k = rotate(q, *turns.rotary), rotate(k, *turns.rotary)
-            own = self.params.scale, turns.bias, self.params.window
+            if rotation.rotary is not None:
+                q, k = rotate(q, *rotation.rotary), rotate(k, *rotation.rotary)
+            own = self.params.scale, rotation.bias, self.params.window
             mixed = attend_spans(q, k, v, batch.query_starts, *own)
         else:
-            q = ops.rotate_and_store(q, k, v, turns.rotary, kv[0], kv[1], batch)
+            q = ops.rotate_and_store(q, k, v, rotation.rotary, kv[0], kv[1], batch)
             if lora is not None and lora.extras:
-                self._store_prefixes(lora, batch, kv, turns, v.dtype)
+                self._store_prefixes(lora, batch, kv, rotation, v.dtype)
             mixed = ops.attention(q, kv[0], kv[1], batch, self.params)
         if config.attention_gated:
             mixed = mixed.view(gate.shape) * torch.sigmoid(gate)
         return self.out(mixed.reshape(rows, config.q_size), lora)
 
     def _store_prefixes(
-        self, lora: LoraBatch, batch: AttentionBatch, kv: Tensor, turns: Rotation, dtype: torch.dtype
+        self, lora: LoraBatch, batch: AttentionBatch, kv: Tensor, rotation: Rotation, dtype: torch.dtype
     ) -> None:
         """Overwrite the unused keys and values of virtual tokens with those that adapters bring."""
         config = self.config
         for rows, k, v in prefixes(lora.extras, self.qkv.layer, config.num_kv_heads, dtype):
-            if config.rope_interleaved and turns.rotary is not None:
+            if config.rope_interleaved and rotation.rotary is not None:
                 k = halves_first(k, config.rotary_dim)
             self.ops.store_kv(k, v, kv[0], kv[1], replace(batch, slots=batch.slots[rows]))
 

@@ -16,69 +16,56 @@ class TensorNames:
     """The names of a checkpoint's tensors, without `.weight` and `.bias`. The defaults are Llama's.
 
     All names except `head` are below a root. The names of a layer's parts are also below `layers`.N. An
-    encoder-decoder model has two sets of names, one for each stack of layers.
-
-    roots: possible prefixes; the first one that occurs in the checkpoint is used. unused: prefixes of tensors
-    that are not loaded, such as those of a vision tower. head_layer: the layer of `ModelConfig.head_layer`,
-    with or without a root. head_norm: its norm. project: an encoder's linear layer after its embedding.
-    embed: the embedding. In an encoder-decoder model, the stack's own table if the stacks do not share one.
-    positions: the learned positions. relative: the table of relative positions (T5, MPNet). embedding_norm:
-    the norm before the first layer. norm: the norm after the last
-    layer, empty for none. qkv: three names, or the name of a fused tensor, whose rows are in
-    `ModelConfig.qkv_groups` groups of q, k, v. up_gate: two names, or one name: a fused [gate; up], or the
-    matrix of an MLP without a gate. sparse: a layer's mixture of experts, empty if it has no name of its own.
-    Below it are a router, `experts`.N
-        and optionally `shared_expert` and `shared_expert_gate`. expert_up_gate, expert_down: names below each
-        expert. routers: possible names of the router. shared: a shared expert without a gate: fused [gate;
-        up] and down, below the layer.
-    block_norms: from our names (attention_norm, attention_post_norm, mlp_norm, mlp_post_norm, cross_norm) to
-        the checkpoint's. Norms that the family does not have are missing.
-    q_norm, k_norm: the norms of queries and keys. If each head has its own tensor, `{}` stands for its
-    number. sinks: attention sinks, one number per head. scalar: a number that the layer's output is
-    multiplied by. cross: q, k, v and out of cross-attention. latent: for latent attention, q_b_proj and
-    kv_b_proj. Then qkv is q_a_proj (or q_proj) and
-        kv_a_proj_with_mqa, and q_norm and k_norm apply between the two.
-    shared_block: the shared expert, below `sparse`. corrections: possible names, below `sparse`, of the bias
-    that
-        is added to the router's scores.
-    recurrent: the recurrent block, which has the place of attention. Below it are conv1d, A_log, dt_bias and
-    norm. recurrent_in: the input matrices below `recurrent`: either two, [q; k; v; z] and [b; a], whose rows
-    are in
-        groups of key heads, or [q; k; v], z, b and a. recurrent_out: the output matrix.
+    encoder-decoder model has two sets of names, one for each stack of layers. An empty name: there is no such
+    tensor.
     """
 
-    roots: tuple[str, ...] = ("model.",)
-    unused: tuple[str, ...] = ()
+    roots: tuple[str, ...] = ("model.",)  # possible prefixes; the first one in the checkpoint is used
+    unused: tuple[str, ...] = ()  # prefixes of tensors that are not loaded, such as a vision tower's
     head: str = "lm_head"
-    head_layer: str = ""
-    head_norm: str = ""
-    project: str = ""
-    embed: str = "embed_tokens"
-    positions: str = ""
-    relative: str = ""
-    embedding_norm: str = ""
-    norm: str = "norm"
+    head_layer: str = ""  # the layer of `ModelConfig.head_layer`, with or without a root
+    head_norm: str = ""  # its norm
+    project: str = ""  # an encoder's linear layer after its embedding
+    embed: str = "embed_tokens"  # of a stack: its own table, if the stacks do not share one
+    positions: str = ""  # learned positions
+    relative: str = ""  # the table of relative positions (T5, MPNet)
+    embedding_norm: str = ""  # before the first layer
+    norm: str = "norm"  # after the last layer
     layers: str = "layers"
+    # Three names, or that of a fused tensor, whose rows are in `ModelConfig.qkv_groups` groups of q, k, v.
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     out: str = "self_attn.o_proj"
+    # Norms of queries and keys. If each head has its own tensor, `{}` stands for its number.
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
-    sinks: str = ""
-    scalar: str = ""
-    cross: tuple[str, ...] = ()
+    sinks: str = ""  # attention sinks, one number per head
+    scalar: str = ""  # a number that the layer's output is multiplied by
+    cross: tuple[str, ...] = ()  # q, k, v and out of cross-attention
+    # Latent attention: q_b_proj and kv_b_proj. Then qkv is q_a_proj (or q_proj) and kv_a_proj_with_mqa, and
+    # q_norm and k_norm apply between the two.
     latent: tuple[str, ...] = ()
-    shared_block: str = "shared_expert"
+    shared_block: str = "shared_expert"  # the shared expert, below `sparse`
+    # Possible names, below `sparse`, of the bias that is added to the router's scores.
     corrections: tuple[str, ...] = ("gate.e_score_correction_bias",)
+    # The recurrent block, in the place of attention. Below it are conv1d, A_log, dt_bias and norm.
     recurrent: str = "linear_attn"
+    # Its input matrices: [q; k; v; z] and [b; a], with rows in groups of key heads; or [q; k; v], z, b and a.
     recurrent_in: tuple[str, ...] = ()
     recurrent_out: str = "out_proj"
+    # Two names; or one: a fused [gate; up], or the matrix of an MLP without a gate.
     up_gate: tuple[str, ...] = ("mlp.up_proj", "mlp.gate_proj")
     down: str = "mlp.down_proj"
+    # A layer's mixture of experts. Below it are a router, `experts`.N, and optionally `shared_block` and
+    # `shared_expert_gate`. Empty: these are below the layer.
     sparse: str = "mlp"
-    expert_up_gate: tuple[str, str] = ("up_proj", "gate_proj")
+    expert_up_gate: tuple[str, str] = ("up_proj", "gate_proj")  # below each expert
     expert_down: str = "down_proj"
-    routers: tuple[str, ...] = ("gate",)
-    shared: tuple[str, ...] = ()
+    routers: tuple[str, ...] = ("gate",)  # possible names
+    shared: tuple[
+        str, ...
+    ] = ()  # a shared expert without a gate, below the layer: fused [gate; up], and down
+    # From our names (attention_norm, attention_post_norm, mlp_norm, mlp_post_norm, cross_norm) to the
+    # checkpoint's. Norms that the family does not have are missing.
     block_norms: Mapping[str, str] = field(default_factory=lambda: BLOCK_NORMS)
 
 
@@ -100,14 +87,13 @@ class ModelFamily:
     """One architecture.
 
     defaults: for each key that is read, the value that transformers uses if config.json lacks the key, or
-    None if
-        it has no default (such as head_dim of most families). `rope_theta` is the default_theta of its class.
+    None if it has no default (such as head_dim of most families). `rope_theta` is the default_theta of its
+    class.
     config: reads config.json, with the defaults filled in. Returns the fields of ModelConfig that differ from
-    the
-        result of `common.read_common`. Raises ConfigError.
+    the result of `common.read_common`. Raises ConfigError.
     names: the names of the tensors (default: Llama's). For an encoder-decoder model, the decoder's.
     rename: returns config.json with its sizes under Llama's names. Called before anything else reads it.
-    encoder: the names of the encoder's tensors, None for a decoder-only model.
+    encoder: the names of the encoder's tensors, None for a model with one stack of layers.
     aliases: from other names of keys in config.json to the names used here.
     rope: keyword arguments of `common.read_rope`.
     """

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from driver import Driver, agree
@@ -29,9 +30,11 @@ from manylora.kernels.device import Device, open_device
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import LoraModuleId, lora_modules
+from manylora.lora.rules import AdapterRules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.families.gemma import shared_kv
 from manylora.model.weights import load_decoder
+from manylora.request import LoraInput
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 COUNT = 8  # tokens of an answer
@@ -189,9 +192,16 @@ def test_the_text_tower_of_a_model_that_sees_and_hears(served: Served, tmp_path:
 def test_what_adapters_may_not_have(served: Served, tmp_path: Path) -> None:
     from peft import PromptTuningConfig
 
-    modules = lora_modules(read_model_config(served.model))
+    config = read_model_config(served.model)
+    modules = lora_modules(config)
     assert modules[LoraModuleId.ALTUP_PROJECTIONS].layers == {0, 1}
-    assert modules[LoraModuleId.ATTN_K].layers == {0, 1, 2}
+    keys = modules[LoraModuleId.ATTN_K]
+    assert keys.layers == {0, 1, 2}
+    row = np.ones((1, 1, keys.in_dim + keys.out_dim), np.float32)
+    rules = AdapterRules(modules, config.num_layers, 8)
+    rules.check(LoraInput(1, row, np.array([[[keys.module_id, 2, 1]]], np.int32)))
+    with pytest.raises(AdapterInvalidError, match="does not exist in layer 3 of this model"):
+        rules.check(LoraInput(1, row, np.array([[[keys.module_id, 3, 1]]], np.int32)))
     table = make_adapter(tmp_path / "table", served.model, 1, rank=2, modules=["embed_tokens_per_layer"])
     with pytest.raises(AdapterInvalidError, match="the table of per-layer embeddings are not supported"):
         read_lora(find_source(table), 0, ReadOptions(modules))

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,38 +144,11 @@ def load_weights(
         config = _with_own_head(config, files)
         plan = plan_of_files(config, files)
         stored = check_names(files, plan, config, quant)
-        weights: dict[str, Any] = {}
         taken = take(plan)
         is_head = "head.weight" not in taken and not config.bidirectional
-        for name, spec in taken.items():  # packed one by one: at most one matrix is in memory twice
-            routed, is_table = ".expert." in name, name.endswith("embed")
-            if any(stored.parts(piece.source) for piece in spec.slices):
-                packed = _pack_blocks(spec, files, dtype, device) if spec.is_matrix or is_table else None
-                if packed is not None:
-                    weights[name] = packed
-                    continue
-                wide = torch.float32 if spec.wide or is_table else dtype
-                pieces = _read_quantised(spec, files, stored, wide, device, rounds_inputs)
-                if spec.is_matrix:
-                    weights[name] = device.ops.pack(pieces, routed)
-                else:
-                    assert isinstance(pieces, QuantisedWeight)
-                    made = device.ops.pack_table(pieces, is_head) if is_table else pieces.wide()
-                    weights[name] = made if isinstance(made, Panels) or spec.wide else made.to(dtype)
-                continue
-            rows = _SpecRows(spec, files, _loaded_dtype(name, spec, files, dtype, device), device)
-            sources = [piece.source for piece in spec.slices]
-            if quant and should_quantise(name, sources, quant):
-                rows = _SpecRows(spec.with_all_columns(), files, rows.dtype, device)
-                with _naming(sources[0]):
-                    quantised = quantise(rows.whole().to(dtype), quant).columns(spec.column_range)
-                weights[name] = device.ops.pack(quantised, routed)
-            elif spec.is_matrix:
-                weights[name] = device.ops.pack_rows(rows, routed)
-            elif is_table:
-                weights[name] = device.ops.pack_table(rows, is_head and name == "embed")
-            else:
-                weights[name] = rows.whole()
+        reader = _WeightReader(files, stored, dtype, device, quant, rounds_inputs, is_head)
+        # Packed one by one: at most one matrix is in memory twice.
+        weights: dict[str, Any] = {name: reader.read(name, spec) for name, spec in taken.items()}
     if config.score_tokens is not None:
         weights["score.weight"] = weights.pop("score.for") - weights.pop("score.against")
     release_free_memory()
@@ -378,58 +351,101 @@ def _plain_rows(spec: WeightSpec, piece: RowSlice, stored: FileTensor | PlainTen
     return vector
 
 
-def _pack_blocks(spec: WeightSpec, files: Files, dtype: torch.dtype, device: Device) -> Weight | None:
-    """A weight of a GGUF file straight from its bytes. None if the device cannot, or if a slice has another
-    shape, or if only some columns are wanted.
+@dataclass(frozen=True)
+class _WeightReader:
+    """Reads and packs the weights of a plan.
+
+    dtype: the compute dtype. quant: for plain linear layers; None: as in the checkpoint. rounds_inputs: of
+    quantised layers. is_head: the embedding's table is the head, too.
     """
-    if dtype != torch.float32 or spec.all_columns:
-        return None
-    runs: list[tuple[str, list[Tensor]]] = []  # of slices of one type
-    read: dict[str, tuple[str, Tensor]] = {}
-    for piece in spec.slices:
-        file = files.get(piece.source.removesuffix("weight") + PARTS["values"])
-        found = read.get(piece.source)
-        if found is None and isinstance(file, GgufFile):
-            found = file.blocks(piece.source, device.ops.block_types)
-        if found is None:
-            return None
-        read[piece.source] = kind, data = found
-        inputs, size = block_sizes()[kind]
-        if (len(data), data.shape[1] // size * inputs) != (piece.total, spec.columns):
-            return None
-        if not runs or runs[-1][0] != kind:
-            runs.append((kind, []))
-        runs[-1][1].append(data[piece.places])
-    joined = [(kind, rows[0] if len(rows) == 1 else torch.cat(rows)) for kind, rows in runs]
-    parts = [device.ops.pack_blocks(kind, rows, spec.columns) for kind, rows in joined]
-    counts = tuple(sum(map(len, rows)) for _, rows in runs)
-    return parts[0] if len(parts) == 1 else StackedWeight(tuple(parts), counts)
 
+    files: Files
+    stored: CheckpointWeights
+    dtype: torch.dtype
+    device: Device
+    quant: QuantConfig | None
+    rounds_inputs: bool
+    is_head: bool
 
-def _read_quantised(
-    spec: WeightSpec,
-    files: Files,
-    stored: CheckpointWeights,
-    dtype: torch.dtype,
-    device: Device,
-    rounds_inputs: bool,
-) -> Tensor | QuantisedWeight | StackedWeight:
-    """Read each source once, completely, because some layouts interleave rows."""
-    whole: dict[tuple[str, int], QuantisedWeight] = {}
-    pieces: list[Tensor | QuantisedWeight] = []
-    for piece in spec.slices:
-        source, place, columns = piece.source, (piece.source, piece.expert), spec.all_columns or spec.columns
-        if not stored.parts(source):
-            pieces.append(_plain_rows(spec, piece, _checked(spec, piece, files)).to(device.torch, dtype))
-            continue
-        if place not in whole:
-            expert = piece.expert if piece.experts else None
-            read = read_quantised(source, piece.total, columns, files, stored, device.torch, expert)
-            whole[place] = replace(read.to(dtype), rounds_inputs=rounds_inputs)
-        rows = whole[place].rows(piece.places)
-        with _naming(source):
-            pieces.append(rows.columns(spec.column_range))
-    return stack_weights(pieces)
+    def read(self, name: str, spec: WeightSpec) -> Tensor | Weight:
+        """A packed matrix or table, or a tensor. Raises ConfigError."""
+        if any(self.stored.parts(piece.source) for piece in spec.slices):
+            return self._read_quantised(name, spec)
+        ops, routed = self.device.ops, ".expert." in name
+        dtype = _loaded_dtype(name, spec, self.files, self.dtype, self.device)
+        sources = [piece.source for piece in spec.slices]
+        if self.quant and should_quantise(name, sources, self.quant):
+            whole = _SpecRows(spec.with_all_columns(), self.files, dtype, self.device).whole()
+            with _naming(sources[0]):
+                quantised = quantise(whole.to(self.dtype), self.quant).columns(spec.column_range)
+            return ops.pack(quantised, routed)
+        rows = _SpecRows(spec, self.files, dtype, self.device)
+        if spec.is_matrix:
+            return ops.pack_rows(rows, routed)
+        if name.endswith("embed"):
+            return ops.pack_table(rows, self.is_head and name == "embed")
+        return rows.whole()
+
+    def _read_quantised(self, name: str, spec: WeightSpec) -> Tensor | Weight:
+        is_table = name.endswith("embed")
+        if spec.is_matrix or is_table:
+            packed = self._pack_blocks(spec)
+            if packed is not None:
+                return packed
+        wide = torch.float32 if spec.wide or is_table else self.dtype
+        pieces = self._pieces(spec, wide)
+        if spec.is_matrix:
+            return self.device.ops.pack(pieces, ".expert." in name)
+        assert isinstance(pieces, QuantisedWeight)
+        made = self.device.ops.pack_table(pieces, self.is_head) if is_table else pieces.wide()
+        return made if isinstance(made, Panels) or spec.wide else made.to(self.dtype)
+
+    def _pack_blocks(self, spec: WeightSpec) -> Weight | None:
+        """A weight of a GGUF file straight from its bytes. None if the device cannot, or if a slice has
+        another shape, or if only some columns are wanted.
+        """
+        ops = self.device.ops
+        if self.dtype != torch.float32 or spec.all_columns:
+            return None
+        runs: list[tuple[str, list[Tensor]]] = []  # of slices of one type
+        read: dict[str, tuple[str, Tensor]] = {}
+        for piece in spec.slices:
+            file = self.files.get(piece.source.removesuffix("weight") + PARTS["values"])
+            found = read.get(piece.source)
+            if found is None and isinstance(file, GgufFile):
+                found = file.blocks(piece.source, ops.block_types)
+            if found is None:
+                return None
+            read[piece.source] = kind, data = found
+            inputs, size = block_sizes()[kind]
+            if (len(data), data.shape[1] // size * inputs) != (piece.total, spec.columns):
+                return None
+            if not runs or runs[-1][0] != kind:
+                runs.append((kind, []))
+            runs[-1][1].append(data[piece.places])
+        joined = [(kind, rows[0] if len(rows) == 1 else torch.cat(rows)) for kind, rows in runs]
+        parts = [ops.pack_blocks(kind, rows, spec.columns) for kind, rows in joined]
+        counts = tuple(sum(map(len, rows)) for _, rows in runs)
+        return parts[0] if len(parts) == 1 else StackedWeight(tuple(parts), counts)
+
+    def _pieces(self, spec: WeightSpec, dtype: torch.dtype) -> Tensor | QuantisedWeight | StackedWeight:
+        """The slices as one weight. Reads each source once and completely: some layouts interleave rows."""
+        whole: dict[tuple[str, int], QuantisedWeight] = {}
+        pieces: list[Tensor | QuantisedWeight] = []
+        device, files = self.device.torch, self.files
+        for piece in spec.slices:
+            source, place = piece.source, (piece.source, piece.expert)
+            if not self.stored.parts(source):
+                pieces.append(_plain_rows(spec, piece, _checked(spec, piece, files)).to(device, dtype))
+                continue
+            if place not in whole:
+                columns, expert = spec.all_columns or spec.columns, piece.expert if piece.experts else None
+                found = read_quantised(source, piece.total, columns, files, self.stored, device, expert)
+                whole[place] = replace(found.to(dtype), rounds_inputs=self.rounds_inputs)
+            rows = whole[place].rows(piece.places)
+            with _naming(source):
+                pieces.append(rows.columns(spec.column_range))
+        return stack_weights(pieces)
 
 
 @contextmanager

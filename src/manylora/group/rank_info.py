@@ -11,7 +11,7 @@ from typing import NamedTuple
 from manylora.errors import ConfigError
 
 
-class Names(NamedTuple):
+class Variables(NamedTuple):
     """Names of a launcher's variables. local: on this host."""
 
     launcher: str
@@ -24,10 +24,10 @@ class Names(NamedTuple):
 MPI = "OMPI_COMM_WORLD"
 # Variables of a job step: a job has those without `STEP` even if it started only one process. Last in the
 # order, because mpirun starts its processes on other hosts with srun, and srun may start torchrun.
-SRUN = Names("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+SRUN = Variables("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 LAUNCHERS = (
-    Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    Names("mpirun", f"{MPI}_RANK", f"{MPI}_SIZE", f"{MPI}_LOCAL_RANK", f"{MPI}_LOCAL_SIZE"),
+    Variables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    Variables("mpirun", f"{MPI}_RANK", f"{MPI}_SIZE", f"{MPI}_LOCAL_RANK", f"{MPI}_LOCAL_SIZE"),
     SRUN,
 )
 RUN_BY = ("TORCHELASTIC_RUN_ID", f"{MPI}_RANK")  # set by launchers that wait for their processes
@@ -106,7 +106,7 @@ def find_rank(size: int, environment: Mapping[str, str] = os.environ) -> RankInf
 class _Started(NamedTuple):
     rank: int
     number: int  # of processes
-    names: Names
+    names: Variables
 
 
 def _started(environment: Mapping[str, str]) -> _Started | None:
@@ -119,7 +119,7 @@ def _started(environment: Mapping[str, str]) -> _Started | None:
     return None
 
 
-def _local_size(environment: Mapping[str, str], names: Names, size: int) -> int:
+def _local_size(environment: Mapping[str, str], names: Variables, size: int) -> int:
     """srun lists the numbers of all hosts, for example 2(x3),1."""
     text = environment.get(names.local_size, "")
     if names is not SRUN or not text:

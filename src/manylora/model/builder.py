@@ -24,7 +24,7 @@ from manylora.model.families import FAMILIES
 from manylora.model.families.family import TensorNames
 from manylora.model.plan_layers import STACKS, WeightSpec
 from manylora.model.quant import is_linear, quantise, should_quantise
-from manylora.model.weights import DTYPES, check_names, open_checkpoint, plan_of_files, read_quantised
+from manylora.model.weights import COMPUTE_DTYPES, check_names, open_checkpoint, plan_of_files, read_quantised
 from manylora.quant.checkpoint_weights import PARTS
 from manylora.quant.config import QuantConfig
 from manylora.version import __version__
@@ -156,8 +156,8 @@ def _convert(plan: BuildPlan, model: ModelConfig, files: dict[str, Any], writer:
             found = set(stored.parts(piece.source).values())
             if found and not found <= taken:
                 weight = read_quantised(piece.source, piece.total, spec.columns, files, stored, CPU)
-                if plan.dtype in DTYPES:
-                    weight = weight.to(DTYPES[plan.dtype])
+                if plan.dtype in COMPUTE_DTYPES:
+                    weight = weight.to(COMPUTE_DTYPES[plan.dtype])
                 after += writer.add_all(_fields(piece.source, weight))
                 quantised += 1
                 taken |= found
@@ -176,7 +176,7 @@ def _cast(
     name: str, tensor: Tensor, spec: WeightSpec | None, plan: BuildPlan, model: ModelConfig
 ) -> dict[str, Tensor]:
     """The tensors to write for one of the checkpoint's. spec: of its weight, when it is to be quantised."""
-    dtype = DTYPES.get(plan.dtype)
+    dtype = COMPUTE_DTYPES.get(plan.dtype)
     if dtype is not None and tensor.is_floating_point():
         tensor = tensor.to(dtype)
     if spec is None:

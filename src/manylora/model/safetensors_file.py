@@ -17,7 +17,7 @@ from torch import Tensor
 
 from manylora.errors import ConfigError
 
-DTYPES = {
+STORED_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -102,9 +102,9 @@ class FileTensor:
     @property
     def dtype(self) -> torch.dtype:
         """Raises ConfigError for a type that is not supported."""
-        if self.get_dtype() not in DTYPES:
+        if self.get_dtype() not in STORED_DTYPES:
             raise ConfigError(f"{self._name} is stored as {self.get_dtype()}, which is not read")
-        return DTYPES[self.get_dtype()]
+        return STORED_DTYPES[self.get_dtype()]
 
     def whole(self) -> Tensor:
         made = torch.empty(self.get_shape(), dtype=self.dtype)

@@ -41,7 +41,7 @@ logger = logging.getLogger("manylora")
 # Buffers in some checkpoints that follow from the configuration. These biases are causal masks.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bias", "position_ids")
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+COMPUTE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 Files = dict[str, SafetensorsFile | GgufFile]
@@ -60,7 +60,7 @@ def compute_dtype(choice: str, config: ModelConfig, device: Device) -> torch.dty
         slow = choice == "float16" or (choice == "bfloat16" and not device.ops.has_bfloat16)
         if device.torch.type == "cpu" and slow:
             choice = "float32"
-    return device.ops.compute_in(DTYPES[choice])
+    return device.ops.compute_in(COMPUTE_DTYPES[choice])
 
 
 def adapter_dtype(
@@ -76,21 +76,21 @@ def adapter_dtype(
     if wanted == "auto":
         if name == "auto":
             name = config.dtype
-        if not device.ops.keeps(DTYPES[name], compute):
+        if not device.ops.keeps(COMPUTE_DTYPES[name], compute):
             return compute
-        if DTYPES[name] != compute:
+        if COMPUTE_DTYPES[name] != compute:
             logger.info(
                 "adapters are kept in %s, as the weights are: those saved in float32 are rounded; "
                 "lora_adapter_dtype float32 keeps them as they are, in twice the bytes",
                 name,
             )
-        return DTYPES[name]
-    if DTYPES[wanted] != compute and (device.torch.type != "cpu" or compute != torch.float32):
+        return COMPUTE_DTYPES[name]
+    if COMPUTE_DTYPES[wanted] != compute and (device.torch.type != "cpu" or compute != torch.float32):
         name = str(compute).removeprefix("torch.")
         raise ConfigError(
             f"lora_adapter_dtype must be auto or {name}, the compute dtype, on this device, got {wanted}"
         )
-    return DTYPES[wanted]
+    return COMPUTE_DTYPES[wanted]
 
 
 def load_decoder(

@@ -35,7 +35,7 @@ DISTILBERT_ALIASES = {
     "hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers",
 }  # fmt: skip
 BUCKETS = 32  # of MPNet's relative positions; transformers computes this many, whatever the table has
-UNUSED = (
+BERT_UNUSED = (
     "cls.", "lm_head.", "pooler.", "bert.pooler.", "roberta.pooler.", "mpnet.pooler.", "qa_outputs.",
     "discriminator_predictions.", "generator_predictions.", "generator_lm_head.", "vocab_transform.",
     "vocab_layer_norm.", "vocab_projector.",
@@ -114,7 +114,7 @@ def _distilbert_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _names(_: ModelConfig) -> TensorNames:
     return TensorNames(
         roots=("bert.", "roberta.", "mpnet.", "electra.", "distilbert."),
-        unused=UNUSED,
+        unused=BERT_UNUSED,
         embed="embeddings.word_embeddings",
         head_layer="pooler.dense",
         positions="embeddings.position_embeddings",

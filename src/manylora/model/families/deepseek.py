@@ -49,7 +49,7 @@ GLM4_LITE = {
     "qk_nope_head_dim": 192, "num_experts_per_tok": 4, "max_position_embeddings": 202752,
     "rms_norm_eps": 1e-5, "rope_interleave": True, "mlp_layer_types": None,
 }  # fmt: skip
-ALIASES = {"num_local_experts": "n_routed_experts"}
+EXPERT_ALIASES = {"num_local_experts": "n_routed_experts"}
 PREDICTORS = (
     8  # at most this many layers for multi-token prediction after the last one; released models have 1
 )
@@ -177,11 +177,11 @@ FAMILIES = {
     "DeepseekV2ForCausalLM": ModelFamily(
         DEEPSEEK2, _deepseek2, _names, aliases={"num_experts": "n_routed_experts"}
     ),
-    "DeepseekV3ForCausalLM": ModelFamily(DEEPSEEK3, _deepseek3, _names, aliases=ALIASES),
+    "DeepseekV3ForCausalLM": ModelFamily(DEEPSEEK3, _deepseek3, _names, aliases=EXPERT_ALIASES),
     "Glm4MoeForCausalLM": ModelFamily(
-        GLM4_MOE, _glm4_moe, _names, aliases=ALIASES, rope={"partial": "partial_rotary_factor"}
+        GLM4_MOE, _glm4_moe, _names, aliases=EXPERT_ALIASES, rope={"partial": "partial_rotary_factor"}
     ),
     "Glm4MoeLiteForCausalLM": ModelFamily(
-        GLM4_LITE, _glm4_lite, _names, aliases={**ALIASES, "head_dim": "qk_rope_head_dim"}
+        GLM4_LITE, _glm4_lite, _names, aliases={**EXPERT_ALIASES, "head_dim": "qk_rope_head_dim"}
     ),
 }

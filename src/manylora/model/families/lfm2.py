@@ -20,14 +20,14 @@ LFM2 = {
     "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True, "full_attn_idxs": None,
     "layer_types": None,
 }  # fmt: skip
-MOE = {
+LFM2_MOE = {
     **{name: value for name, value in LFM2.items() if not name.startswith(("block_", "full_"))},
     "hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_dense_layers": 2,
     "num_experts_per_tok": 4, "num_experts": 32, "use_expert_bias": True, "routed_scaling_factor": 1.0,
     "norm_topk_prob": True,
 }  # fmt: skip
-ALIASES = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
-NAMES = TensorNames(
+LFM2_ALIASES = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
+LFM2_NAMES = TensorNames(
     norm="embedding_norm",
     out="self_attn.out_proj",
     q_norm="self_attn.q_layernorm",
@@ -99,8 +99,8 @@ def _inner_size(raw: Mapping[str, Any]) -> int:
 
 
 FAMILIES = {
-    "Lfm2ForCausalLM": ModelFamily(LFM2, _lfm2, lambda _: NAMES, aliases=ALIASES),
+    "Lfm2ForCausalLM": ModelFamily(LFM2, _lfm2, lambda _: LFM2_NAMES, aliases=LFM2_ALIASES),
     "Lfm2MoeForCausalLM": ModelFamily(
-        MOE, _moe, lambda _: NAMES, aliases={"tie_embedding": "tie_word_embeddings"}
+        LFM2_MOE, _moe, lambda _: LFM2_NAMES, aliases={"tie_embedding": "tie_word_embeddings"}
     ),
 }

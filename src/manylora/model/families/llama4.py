@@ -13,14 +13,14 @@ from manylora.model.families.common import read_biases, text_settings
 from manylora.model.families.family import ModelFamily, TensorNames, text_tower
 from manylora.model.families.moe import checked_moe
 
-NAMES = TensorNames(
+LLAMA4_NAMES = TensorNames(
     up_gate=("feed_forward.up_proj", "feed_forward.gate_proj"),
     down="feed_forward.down_proj",
     sparse="feed_forward",
     routers=("router",),
 )
 VISION = ("vision_model.", "model.vision_model.")
-DEFAULTS = {
+LLAMA4 = {
     "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
     "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
     "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
@@ -89,16 +89,16 @@ def _moe(raw: Mapping[str, Any]) -> MoeConfig | None:
 
 
 def _text_tower(_: object) -> TensorNames:
-    names = text_tower(NAMES)
+    names = text_tower(LLAMA4_NAMES)
     return replace(names, unused=(*names.unused, *VISION))
 
 
 FAMILIES = {
-    "Llama4ForCausalLM": ModelFamily(DEFAULTS, _llama4, lambda _: NAMES),
+    "Llama4ForCausalLM": ModelFamily(LLAMA4, _llama4, lambda _: LLAMA4_NAMES),
     "Llama4ForConditionalGeneration": ModelFamily(
         {"text_config": None, "tie_word_embeddings": False},
         _llama4,
         _text_tower,
-        lambda raw: text_settings(raw, DEFAULTS),
+        lambda raw: text_settings(raw, LLAMA4),
     ),
 }

@@ -17,7 +17,7 @@ from manylora.model.families.llama import read_granite
 from manylora.model.families.moe import GRANITE_MOE_SHARED, GRANITE_NAMES, checked_moe, granite_experts
 
 KINDS = {"mamba": "linear_attention", "attention": "full_attention"}  # the names in released files
-GRANITE = {
+GRANITE_HYBRID = {
     **GRANITE_MOE_SHARED, "shared_intermediate_size": 1024, "position_embedding_type": None,
     "layer_types": None, "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256,
     "mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True,
@@ -40,8 +40,8 @@ BAMBA_NAMES = replace(
     down="feed_forward.down_proj",
     block_norms={"attention_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"},
 )
-SPARSE = replace(GRANITE_NAMES, recurrent="mamba", recurrent_in=("in_proj",))
-DENSE = replace(MAMBA, up_gate=GRANITE_NAMES.shared[:1], down=GRANITE_NAMES.shared[1])
+HYBRID_MOE_NAMES = replace(GRANITE_NAMES, recurrent="mamba", recurrent_in=("in_proj",))
+HYBRID_NAMES = replace(MAMBA, up_gate=GRANITE_NAMES.shared[:1], down=GRANITE_NAMES.shared[1])
 
 
 def _granite(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def checked_mamba(mamba: Mamba2Config, activation: str) -> Mamba2Config:
 
 
 def _names(config: ModelConfig) -> TensorNames:
-    return DENSE if config.moe is None else SPARSE
+    return HYBRID_NAMES if config.moe is None else HYBRID_MOE_NAMES
 
 
 NEMOTRON_H = {
@@ -308,7 +308,7 @@ def _numbers(raw: Mapping[str, Any], name: str, count: int) -> tuple[float, ...]
 
 FAMILIES = {
     "GraniteMoeHybridForCausalLM": ModelFamily(
-        GRANITE, _granite, _names, aliases={"layers_block_type": "layer_types"}
+        GRANITE_HYBRID, _granite, _names, aliases={"layers_block_type": "layer_types"}
     ),
     "BambaForCausalLM": ModelFamily(
         BAMBA, _bamba, lambda _: BAMBA_NAMES, _half_rotated, rope={"partial": "partial_rotary_factor"}

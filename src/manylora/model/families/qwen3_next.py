@@ -27,21 +27,21 @@ NEXT = {
     **DENSE, **SPARSE, "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632,
     "num_hidden_layers": 48, "num_key_value_heads": 2,
 }  # fmt: skip
-MOE = {
+MOE_35 = {
     **{name: value for name, value in DENSE.items() if name != "intermediate_size"},
     "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8, "num_experts": 256,
 }  # fmt: skip
 # Tensors for multi-token prediction, and the vision part.
 UNUSED = ("mtp.", "model.visual.")
-NAMES = TensorNames(unused=UNUSED[:1], recurrent_in=("in_proj_qkvz", "in_proj_ba"))
-NAMES_35 = TensorNames(
+QWEN3_NEXT = TensorNames(unused=UNUSED[:1], recurrent_in=("in_proj_qkvz", "in_proj_ba"))
+QWEN3_5 = TensorNames(
     roots=("model.language_model.", "model."),
     unused=UNUSED,
     recurrent_in=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
 )
 ROPE = {"partial": "partial_rotary_factor"}
-MULTIMODAL = {"text_config": None, "tie_word_embeddings": False}
+OUTSIDE = {"text_config": None, "tie_word_embeddings": False}
 
 
 def _next(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,15 +95,13 @@ def _text(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return _as_dense(text_settings(raw, MOE))
+    return _as_dense(text_settings(raw, MOE_35))
 
 
 FAMILIES = {
-    "Qwen3NextForCausalLM": ModelFamily(NEXT, _next, lambda _: NAMES, rope=ROPE),
-    "Qwen3_5ForCausalLM": ModelFamily(DENSE, _dense, lambda _: NAMES_35, rope=ROPE),
-    "Qwen3_5ForConditionalGeneration": ModelFamily(MULTIMODAL, _dense, lambda _: NAMES_35, _text, rope=ROPE),
-    "Qwen3_5MoeForCausalLM": ModelFamily(MOE, _moe, lambda _: NAMES_35, _as_dense, rope=ROPE),
-    "Qwen3_5MoeForConditionalGeneration": ModelFamily(
-        MULTIMODAL, _moe, lambda _: NAMES_35, _text_moe, rope=ROPE
-    ),
+    "Qwen3NextForCausalLM": ModelFamily(NEXT, _next, lambda _: QWEN3_NEXT, rope=ROPE),
+    "Qwen3_5ForCausalLM": ModelFamily(DENSE, _dense, lambda _: QWEN3_5, rope=ROPE),
+    "Qwen3_5ForConditionalGeneration": ModelFamily(OUTSIDE, _dense, lambda _: QWEN3_5, _text, rope=ROPE),
+    "Qwen3_5MoeForCausalLM": ModelFamily(MOE_35, _moe, lambda _: QWEN3_5, _as_dense, rope=ROPE),
+    "Qwen3_5MoeForConditionalGeneration": ModelFamily(OUTSIDE, _moe, lambda _: QWEN3_5, _text_moe, rope=ROPE),
 }

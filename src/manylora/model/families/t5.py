@@ -21,7 +21,7 @@ MT5 = {
     **T5, "vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6,
     "feed_forward_proj": "gated-gelu",
 }  # fmt: skip
-ALIASES = {
+T5_ALIASES = {
     "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers",
     "head_dim": "d_kv",
 }  # fmt: skip
@@ -100,7 +100,7 @@ def _names(config: ModelConfig, decodes: bool) -> TensorNames:
 
 FAMILIES = {
     name: ModelFamily(
-        defaults, config, partial(_names, decodes=True), _rename, partial(_names, decodes=False), ALIASES
+        defaults, config, partial(_names, decodes=True), _rename, partial(_names, decodes=False), T5_ALIASES
     )
     for name, defaults, config in (
         ("T5ForConditionalGeneration", T5, _t5),

@@ -3,10 +3,10 @@
 A pure policy: no clock, no network, no torch. The caller passes the state of the replicas and the time, calls
 `choose`, and reports with `sent` where the request went. The rules, most important first:
 
-1. Base model: the least busy replica. 2. A replica that holds the adapter, or was just sent a request for it,
-and is not overloaded. 3. If none holds it, or all holders are overloaded: the least busy of the adapter's few
-*homes*, which loads it.
-   Homes are the first replicas by rendezvous hashing. All routers therefore find the same ones without
+1. Base model: the least busy replica.
+2. A replica that holds the adapter, or was just sent a request for it, and is not overloaded.
+3. If none holds it, or all holders are overloaded: the least busy of the adapter's few *homes*, which loads
+   it. Homes are the first replicas by rendezvous hashing. All routers therefore find the same ones without
    communication, and a replica that is added or removed only moves its own adapters.
 4. All others, least busy first.
 
@@ -46,23 +46,17 @@ class Replica:
 
 @dataclass(frozen=True)
 class RoutingSettings:
-    """The policy's few parameters. benchmarks/fleet_simulation.py shows the effect of each.
+    """The policy's parameters. benchmarks/fleet_simulation.py shows the effect of each."""
 
-    overload    A replica is overloaded if it is this busy ... imbalance   ... and busier than the fleet's
-    mean by this factor: if all are busy, cold loads only add work. candidates  A replica that must load an
-    adapter is the least busy of this many homes. target      A hot adapter gets a home for every `target` of
-    a replica that it keeps busy. half_life   Seconds after which a past request counts half in an adapter's
-    rate. loading     Seconds for which a replica that was sent a request counts as a holder: reports take
-    time. remembered  Adapters whose rate and placement are stored; the least recently seen is dropped first.
-    """
-
+    # A replica is overloaded if it is this busy, and busier than the fleet's mean by the factor `imbalance`:
+    # if all are busy, cold loads only add work.
     overload: float = 1.0
     imbalance: float = 1.25
-    candidates: int = 2
-    target: float = 0.5
-    half_life: float = 30.0
-    loading: float = 5.0
-    remembered: int = 8192
+    candidates: int = 2  # homes, of which the least busy loads an adapter
+    target: float = 0.5  # a hot adapter gets a home for every `target` of a replica that it keeps busy
+    half_life: float = 30.0  # seconds after which a past request counts half in an adapter's rate
+    loading: float = 5.0  # seconds for which a replica counts as a holder after a request: reports take time
+    remembered: int = 8192  # adapters whose rate and placement are stored; the least recently seen goes first
 
     def __post_init__(self) -> None:
         for name in ("overload", "target", "half_life", "candidates", "remembered"):

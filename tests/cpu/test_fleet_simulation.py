@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))  # scripts, not a package
 
-from fleet_simulation import Fleet, arrivals, compare, fewest_loads, lines  # noqa: E402
+from fleet_simulation import Fleet, compare, fewest_loads, lines  # noqa: E402
 from simulated_server import Arrival, Clock, Costs, Shape, SimulatedServer  # noqa: E402
 
 COSTS = Costs(step_s=0.01, token_s=0.001, row_s=0.002, adapter_s=0.003, read_s=0.5, write_s=0.25)
@@ -50,23 +50,6 @@ def test_a_cold_load_delays_no_other_request() -> None:
     assert steady.end == pytest.approx(alone.end, rel=0.02)
 
 
-def test_a_step_goes_without_an_adapter_that_is_still_written_however_short_that_is() -> None:
-    costs = replace(COSTS, read_s=0.005, write_s=1e-6)
-    busy, cold = Arrival(0.0, None, 10, 9), Arrival(0.0, "a", 10, 1)
-    serve(Shape(2, 2), busy, cold, costs=costs)
-    assert busy.first_token == pytest.approx(0.01 + 10 * 0.001)
-    # Read during the first step, and written at the start of the second.
-    without = busy.first_token + 0.01 + 0.002
-    assert cold.first_token == pytest.approx(without + 0.01 + 0.002 + 10 * 0.001 + 0.003)
-
-
-def test_an_adapter_that_is_evicted_before_its_request_is_taken_is_read_again() -> None:
-    held, other = Arrival(0.0, "a", 1, 1), Arrival(1.0, "b", 1, 1)
-    long, late = Arrival(1.49, None, 1000, 1), Arrival(1.5, "a", 1, 1)  # "b" takes the only page when it ends
-    server = serve(Shape(1, 1), held, other, long, late)
-    assert late.cold and server.store.num_loads == 3
-
-
 def test_what_does_not_fit_is_evicted_and_loaded_again() -> None:
     turns = [Arrival(2.0 * i, f"a{i % 3}", 4, 2) for i in range(12)]
     assert serve(Shape(2, 2), *turns).store.num_loads == 12  # LRU of two, three in turn
@@ -93,25 +76,6 @@ def test_no_order_of_eviction_loads_less_than_the_bound() -> None:
                 held = [*held[:choice], *held[choice + 1 :]] if len(held) == 3 else held
         best = min(best, loads)
     assert sum(fewest_loads(names, 2)) == best
-
-
-def test_arrivals_follow_their_rate_and_popularity() -> None:
-    fleet = Fleet(replicas=4, adapters=50, rate=10.0, zipf=1.0, seconds=30.0, warm_s=0.0, base=0.2)
-    found = list(arrivals(fleet))
-    assert len(found) == pytest.approx(1200, rel=0.1)
-    assert [one.at for one in found] == sorted(one.at for one in found)
-    named = [one.adapter for one in found if one.adapter]
-    assert len(named) == pytest.approx(0.8 * len(found), rel=0.1)
-    counts = sorted((named.count(name) for name in set(named)), reverse=True)
-    assert counts[0] == pytest.approx(2 * counts[1], rel=0.4)
-    burst = list(arrivals(replace(fleet, burst=5.0)))
-    late = [one for one in burst if one.at % 15 > 12]
-    assert len(late) / len(burst) == pytest.approx(0.5, abs=0.1)
-    one, other = (
-        {a.adapter for a in arrivals(replace(fleet, shift_s=15.0, zipf=3.0)) if low < a.at < low + 15}
-        for low in (0, 15)
-    )
-    assert len(one & other) < len(one)
 
 
 def test_affinity_loads_less_than_random_and_never_less_than_the_bound() -> None:

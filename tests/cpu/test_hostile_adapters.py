@@ -63,8 +63,8 @@ def store(model_dir: Path) -> Iterator[AdapterStore]:
 def attack(model_dir: Path, folder: Path, count: int) -> None:
     """In a process of its own: as engines here and servers before Triton read them, with little memory."""
     store = open_store(model_dir)
-    reader = store.parts.reader(store.modules)
-    options = ReadOptions(store.modules, BaseWeights(model_dir), store.parts.bounds, float8=False)
+    reader = store.reader(store.modules)
+    options = ReadOptions(store.modules, BaseWeights(model_dir), store._parts.bounds, float8=False)
     plain = AdapterReader(store.rules, options)
     for read in (reader.read, plain.read):
         read(good(folder / "good"))
@@ -107,9 +107,9 @@ def test_rows_of_a_request_are_counted_first(store: AdapterStore, rows: int) -> 
 
 def test_an_adapter_larger_than_the_cache_is_not_read(store: AdapterStore, tmp_path: Path) -> None:
     folder, numbers = good(tmp_path / "a"), 2 * 2 * 2 * HIDDEN
-    parts = replace(store.parts, bounds=replace(store.parts.bounds, elements=numbers))
+    parts = replace(store._parts, bounds=replace(store._parts.bounds, elements=numbers))
     assert parts.reader(store.modules).read(folder)
-    parts = replace(store.parts, bounds=replace(store.parts.bounds, elements=numbers - 1))
+    parts = replace(store._parts, bounds=replace(store._parts.bounds, elements=numbers - 1))
     with pytest.raises(AdapterInvalidError, match=rf"{numbers} numbers, at most {numbers - 1} can be held"):
         parts.reader(store.modules).read(folder)
 
@@ -128,7 +128,7 @@ def test_a_pipe_that_takes_a_files_place_holds_nobody_up(
 
     def read() -> None:
         try:
-            store.parts.reader(store.modules).read(folder)
+            store.reader(store.modules).read(folder)
         except AdapterInvalidError as error:
             ended.append(str(error))
 
@@ -151,7 +151,7 @@ def test_a_file_that_shrinks_after_its_header_was_read_is_an_error(
 
     monkeypatch.setattr(safe_files.OpenFile, "read_into", cut)
     with pytest.raises(AdapterInvalidError, match="is not readable: it was cut short"):
-        store.parts.reader(store.modules).read(folder)
+        store.reader(store.modules).read(folder)
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def linked(tmp_path: Path) -> Path:
 def test_links_are_followed_within_the_roots_only(store: AdapterStore, linked: Path) -> None:
     inside, outside = linked / "models--one" / "snapshots" / "main", linked.parent / "outside"
     for roots in ([linked], [linked, outside]):
-        files = store.parts.reader(store.modules, roots)
+        files = store._parts.reader(store.modules, roots)
         assert files.read(inside)
         for name in ("folder", "weights"):
             if outside in roots:
@@ -242,7 +242,7 @@ def test_a_header_is_read_in_slices(store: AdapterStore, tmp_path: Path) -> None
     entries, size = entries_of(shapes)
     header(tmp_path / WEIGHTS, json.dumps(entries, separators=(", ", " : ")).encode(), size)
     with pytest.raises(AdapterInvalidError, match=r"got \d+, the model has 2$"):
-        store.parts.reader(store.modules).read(tmp_path)
+        store.reader(store.modules).read(tmp_path)
 
 
 if __name__ == "__main__":

@@ -341,10 +341,10 @@ def test_the_text_of_a_multimodal_gemma3(workshop: Path) -> None:
         cache = LoraCacheConfig(gpu_memory_bytes=2**22, text_only=text_only)
         store = AdapterStore.open(read_model_config(model), cache, torch.device("cpu"), torch.float32, 2**30)
         if text_only:
-            assert store.parts.reader(store.modules).read(vision_too).facts.rank == 3
+            assert store.reader(store.modules).read(vision_too).facts.rank == 3
         else:
             with pytest.raises(AdapterInvalidError, match="set lora_text_only"):
-                store.parts.reader(store.modules).read(vision_too)
+                store.reader(store.modules).read(vision_too)
 
 
 @pytest.mark.parametrize("family", ["mistral", "ministral3"])

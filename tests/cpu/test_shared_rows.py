@@ -29,8 +29,8 @@ from manylora.lora.formats.peft_folder import read_peft_whole
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.geometry import Layout, cache_geometry
 from manylora.lora.modules import lora_modules
+from manylora.lora.pages import Space, least_pages
 from manylora.lora.pool import AdapterPool
-from manylora.lora.space import Space, least_pages
 from manylora.lora.tensors import Adapter, adapter_from_rows
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, Request, SamplingConfig, mix

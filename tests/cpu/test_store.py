@@ -80,7 +80,7 @@ def on_device(store: AdapterStore, lease: AdapterLease) -> np.ndarray:
 
 def written(store: AdapterStore) -> None:
     """Wait for the writes to the host: an adapter that is still written is in hand, and not read again."""
-    store._arrivals._writer.submit(lambda: None).result()
+    store._transfers._writer.submit(lambda: None).result()
 
 
 def take(store: AdapterStore, lora: LoraInput) -> AdapterLease:
@@ -91,7 +91,7 @@ def test_memory_is_ready_for_the_next_adapter(model: ModelConfig, monkeypatch: p
     """One piece at a time while the engine works, the rest once it is idle, and nothing twice."""
     store, made = open_store(model, 3, 3), list[int]()
     monkeypatch.setattr(transfers, "make_resident", lambda piece: made.append(piece.data_ptr()))
-    places = [store._arrivals._pool.pieces(page)[0].data_ptr() for page in range(3)]
+    places = [store._transfers._pool.pieces(page)[0].data_ptr() for page in range(3)]
     for count in (1, 2):
         store.make_ready(lambda: False)
         written(store)
@@ -247,12 +247,12 @@ def test_task_ids_that_never_come_back_are_forgotten(
     store = open_store(model, 2, 2)
     for task_id in range(200):
         store.release(take(store, adapter(task_id)))
-        store._arrivals._writer.submit(int).result()  # until it is written, an adapter is at hand
+        store._transfers._writer.submit(int).result()  # until it is written, an adapter is at hand
     assert store.resident(199)
     assert sum(store.library.digest(task_id) is not None for task_id in range(200)) < 20
     monkeypatch.setattr(store.library, "_prune_at", 0)
     store.release(take(store, adapter(200)))
-    store._arrivals._writer.submit(int).result()
+    store._transfers._writer.submit(int).result()
     assert [t for t in range(201) if store.library.digest(t)] == [198, 199, 200]  # 198 leaves just then
 
 
@@ -291,7 +291,7 @@ def test_an_adapter_on_its_way_is_waited_for_by_the_device_only(
     with monkeypatch.context() as patch:
         patch.setattr(store._pool, "load", lambda *places: copy)
         assert store.admit(lease)
-        store._arrivals.is_written(lease.digest, wait=True)
+        store._transfers.is_written(lease.digest, wait=True)
     monkeypatch.setattr(store._pool, "hold", held.append)
     assert not store.is_loaded(lease)
     store.batch([(0, 1, lease)])

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from manylora.lora.cache import AdapterCache
-from manylora.lora.space import Held, Need, PagePart, Space, least_pages, most_pages
+from manylora.lora.pages import Held, Need, PagePart, Space, least_pages, most_pages
 
 PAIRS = {key: Need(1, parts, 64 // parts) for key, parts in (("a", 4), ("b", 2), ("c", 8))} | {"d": Need(1)}
 

@@ -34,7 +34,7 @@ from manylora.group.rendezvous import LOOPBACK, REFUSED, from_values, group_stor
 from manylora.kernels.spec import LoraBatch
 from manylora.kernels.transfer import to_device, upload
 from manylora.lora.geometry import Layout
-from manylora.lora.loaded import LoadedAdapter, Mixes, lora_batch, with_virtual
+from manylora.lora.pool import LoadedAdapter, Mixes, lora_batch, with_virtual
 from manylora.lora.tensors import Adapter
 from manylora.model.batch import copy_blocks
 from manylora.model.decoder import Decoder

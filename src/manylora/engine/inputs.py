@@ -23,7 +23,7 @@ from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, LoraBatch
 from manylora.kernels.transfer import upload
 from manylora.lora.leases import Lease
-from manylora.lora.loaded import with_virtual
+from manylora.lora.pool import with_virtual
 from manylora.lora.store import AdapterStore
 from manylora.model.batch import ForwardBatch, HiddenRows
 from manylora.model.decoder import Decoder

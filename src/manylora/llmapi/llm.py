@@ -152,7 +152,7 @@ class LLM(ChatRequests, PooledRequests):
         adapters = engine.adapters
         self._loop = EngineLoop(engine)
         modules = modules_to_read(lora_modules(self._model, config.lora.target_modules), lora_config)
-        registry = AdapterRegistry(adapters.library, adapters.parts.reader(modules))
+        registry = AdapterRegistry(adapters.library, adapters.reader(modules))
         self._service = Service(self._loop, registry, adapters.resident)
         self._ids = itertools.count()
         self._finalizer = weakref.finalize(self, _dispose, self._service)

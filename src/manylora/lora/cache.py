@@ -13,24 +13,27 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Generic, TypeVar
 
 from manylora.errors import AdapterCacheFullError
-from manylora.lora.pages import PageAllocator
-from manylora.lora.space import Held, Need, SharedPages, Space
-from manylora.stats import CacheChange
+from manylora.lora.pages import Held, Need, PageAllocator, SharedPages, Space
+from manylora.stats import AdapterStats, CacheChange, CacheMap, MappedAdapter, Runs
 
 MAX_CHANGES = 256
 
+Content = TypeVar("Content")
+OnHost = TypeVar("OnHost")
+OnDevice = TypeVar("OnDevice")
+
 
 @dataclass
-class CachedAdapter:
-    """An adapter on one level. content: stored by the caller for as long as the adapter is here."""
+class CachedAdapter(Generic[Content]):
+    """An adapter on one level. content: what the caller keeps for as long as the adapter is here."""
 
     held: Held
-    content: Any
+    content: Content
     pins: int = 0
     hits: int = 0
 
@@ -57,18 +60,22 @@ class _Journal:
         self.changes.append(change)
 
 
-class _Level:
+class CacheLevel(Generic[Content]):
     """One level: its pages, and entries in order of release, oldest first."""
 
     def __init__(self, name: str, num_pages: int, journal: _Journal) -> None:
         self._name, self._journal = name, journal
         self._space = Space(num_pages)
-        self.entries: OrderedDict[str, CachedAdapter] = OrderedDict()
+        self.entries: OrderedDict[str, CachedAdapter[Content]] = OrderedDict()
         self.num_stores = self.num_hits = self.num_evictions = 0
 
     @property
     def pages(self) -> PageAllocator:
         return self._space.pages
+
+    @property
+    def num_pinned(self) -> int:
+        return sum(entry.pins > 0 for entry in self.entries.values())
 
     def pin(self, digest: str) -> None:
         self.entries[digest].pins += 1
@@ -95,7 +102,8 @@ class _Level:
                 lacking.without(entry.held)
         return chosen if lacking.pages <= 0 else None
 
-    def put(self, digest: str, need: Need | int, content: Any) -> CachedAdapter:
+    def put(self, digest: str, need: Need | int, content: Content) -> CachedAdapter[Content]:
+        """Claim pages for an adapter, for which there is room."""
         entry = self.entries[digest] = CachedAdapter(self._space.claim(_need(need)), content)
         self._journal.note(self._name, True, digest, len(entry.pages))
         self.num_stores += 1
@@ -112,6 +120,7 @@ class _Level:
         self.num_evictions += 1
 
     def check(self) -> None:
+        """Assert that pages add up."""
         self._space.check(entry.held for entry in self.entries.values())
 
 
@@ -119,14 +128,14 @@ def _need(need: Need | int) -> Need:
     return need if isinstance(need, Need) else Need(need)
 
 
-class AdapterCache:
-    """Host and device level with the same page geometry."""
+class AdapterCache(Generic[OnHost, OnDevice]):
+    """Host and device level with the same page geometry. Each has its own type of content."""
 
     def __init__(self, host_pages: int, device_pages: int) -> None:
         self._journal = _Journal()
         self.kept_pages = 0  # of adapters kept until they are unpinned
-        self.host = _Level("host", host_pages, self._journal)
-        self.device = _Level("device", device_pages, self._journal)
+        self.host: CacheLevel[OnHost] = CacheLevel("host", host_pages, self._journal)
+        self.device: CacheLevel[OnDevice] = CacheLevel("device", device_pages, self._journal)
 
     @property
     def changes(self) -> tuple[CacheChange, ...]:
@@ -137,6 +146,13 @@ class AdapterCache:
     def unkept_pages(self) -> int:
         """Pages of the smaller level, minus `kept_pages`."""
         return min(self.host.pages.num_pages, self.device.pages.num_pages) - self.kept_pages
+
+    @property
+    def sizes(self) -> str:
+        """Both levels' sizes, for errors."""
+        kept = f", of which pinned adapters have {self.kept_pages}" if self.kept_pages else ""
+        host, device = self.host.pages.num_pages, self.device.pages.num_pages
+        return f"the host level has {host} and the device level {device}{kept}"
 
     def can_ever_hold(self, num_pages: int) -> bool:
         return num_pages <= self.unkept_pages
@@ -160,7 +176,7 @@ class AdapterCache:
             self.device.evict(digest)
         self.host.evict(digest)
 
-    def load(self, digest: str, content: Any) -> CachedAdapter:
+    def load(self, digest: str, content: OnDevice) -> CachedAdapter[OnDevice]:
         """Claim device pages for an adapter on the host, not pinned yet. Evicts as needed.
 
         Raises AdapterCacheFullError, and changes nothing, if everything that could make room is in use.
@@ -173,6 +189,40 @@ class AdapterCache:
             self.device.evict(victim)
         return self.device.put(digest, need, content)
 
+    def stats(self) -> AdapterStats:
+        """The fields that both levels know."""
+        host, device = self.host, self.device
+        return AdapterStats(
+            host_pages=host.pages.num_pages,
+            host_pages_free=host.pages.num_free,
+            device_pages=device.pages.num_pages,
+            device_pages_free=device.pages.num_free,
+            host_adapters=len(host.entries),
+            device_adapters=len(device.entries),
+            host_pinned=host.num_pinned,
+            device_pinned=device.num_pinned,
+            host_stores=host.num_stores,
+            host_evictions=host.num_evictions,
+            device_hits=device.num_hits,
+            device_evictions=device.num_evictions,
+        )
+
+    def map(self, names: Mapping[str, Sequence[str]]) -> CacheMap:
+        """The adapter on each page. names: of adapters, by digest."""
+        host, device = self.host.entries, self.device.entries
+        adapters = []
+        for digest, entry in host.items():
+            copy = device.get(digest)
+            pages, hits = (_runs(copy.pages), copy.hits) if copy is not None else ((), 0)
+            named = tuple(names.get(digest, ()))
+            adapters.append(MappedAdapter(digest, named, _runs(entry.pages), pages, entry.pins, hits))
+        shared = {key: one for entry in host.values() for key, one in entry.shared.items()}
+        copies = {key: _runs(one.pages) for entry in device.values() for key, one in entry.shared.items()}
+        for key, one in shared.items():
+            adapters.append(MappedAdapter(key, (), _runs(one.pages), copies.get(key, ()), one.users, 0))
+        changes = tuple(replace(one, names=tuple(names.get(one.digest, ()))) for one in self.changes)
+        return CacheMap(self.host.pages.num_pages, self.device.pages.num_pages, tuple(adapters), changes)
+
     def check(self) -> None:
         """Assert that pages add up, and that everything on the device is on the host."""
         self.host.check()
@@ -180,3 +230,13 @@ class AdapterCache:
         for digest, entry in self.device.entries.items():
             assert self.on_host(digest)
             assert entry.pins <= self.host.entries[digest].pins
+
+
+def _runs(pages: Sequence[int]) -> Runs:
+    runs: list[tuple[int, int]] = []
+    for page in sorted(pages):
+        if runs and runs[-1][1] == page:
+            runs[-1] = (runs[-1][0], page + 1)
+        else:
+            runs.append((page, page + 1))
+    return tuple(runs)

@@ -59,16 +59,6 @@ def check_extras(extras: Iterable[LoraExtra], num_layers: int) -> None:
         )
 
 
-def is_virtual(name: str) -> bool:
-    """Whether an extra only counts virtual tokens."""
-    return name == "prompt.weight" or ".prefix." in name
-
-
-def num_virtual(layout: Layout) -> int:
-    """Number of virtual tokens before each prompt of the adapter with this layout."""
-    return max((sum(p.rows for p in one.pieces) for one in layout.extras if is_virtual(one.name)), default=0)
-
-
 def check_invocation(token_ids: Sequence[int], name: str) -> tuple[int, ...]:
     """The token ids of an activated LoRA. name: of the setting. Raises AdapterInvalidError."""
     if not 0 < len(token_ids) <= MAX_INVOCATION:

@@ -15,7 +15,7 @@ from manylora.config.engine import LoraCacheConfig
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.row_format import RowFormat
 from manylora.lora.modules import LoraModule
-from manylora.lora.space import Need
+from manylora.lora.pages import Need
 from manylora.request import INVOCATION
 
 REMEDIES = {
@@ -186,6 +186,11 @@ class Placement:
     key: str = ""
 
 
+def is_virtual(name: str) -> bool:
+    """Whether an extra of this name is there only for virtual tokens."""
+    return name == "prompt.weight" or ".prefix." in name
+
+
 @dataclass(frozen=True, slots=True)
 class ExtraPiece:
     """`rows` rows of an extra, starting at this slot of this page (counted within the adapter)."""
@@ -254,6 +259,12 @@ class Layout:
         if parts < 2:
             return Need(self.num_pages, shared=shared)
         return Need(1, parts, self.page_slots // parts, shared)
+
+    @property
+    def num_virtual(self) -> int:
+        """Number of virtual tokens that the adapter puts before each prompt."""
+        virtual = (place for place in self.extras if is_virtual(place.name))
+        return max((sum(piece.rows for piece in place.pieces) for place in virtual), default=0)
 
     @property
     def invocation(self) -> tuple[int, ...]:

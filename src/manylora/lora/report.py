@@ -12,12 +12,12 @@ from manylora.config.engine import LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.errors import AdapterError, ConfigError
 from manylora.lora.bounds import ANY_MODEL, Bounds
-from manylora.lora.extras import is_virtual, num_virtual, with_extras
+from manylora.lora.extras import with_extras
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft.settings import form_of, read_settings
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import Source, find_source, read_lora, read_whole, source_dtype
-from manylora.lora.geometry import Layout, cache_geometry
+from manylora.lora.geometry import Layout, cache_geometry, is_virtual
 from manylora.lora.modules import FUSED, LoraModule, lora_modules, module_name
 from manylora.lora.number_types import BY_NAME
 from manylora.lora.rules import NOTHING, AdapterRules, check_shapes
@@ -142,7 +142,7 @@ def _judge(report: AdapterReport, base: BaseModel, adapter: Adapter) -> None:
     item_bytes = BY_NAME[model.dtype].dtype.itemsize
     layout = Layout.of(adapter.shapes(modules), geometry, item_bytes)
     layout = with_extras(layout, adapter.extras, geometry)
-    report.num_pages, report.num_virtual = layout.num_pages, num_virtual(layout)
+    report.num_pages, report.num_virtual = layout.num_pages, layout.num_virtual
     report.page_parts = layout.need.parts
     report.shared_bytes = adapter.shared_bytes // 4 * item_bytes
     report.shared_pages = Fraction(0)

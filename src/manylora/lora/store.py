@@ -1,45 +1,63 @@
 """AdapterStore: the engine's leases on adapters, and the two cache levels that serve them.
 
-Pins are leases without a request, which keep adapters in the cache until they are unpinned.
+A lease waits until it is admitted. While it waits, its adapter is on the host, or the lease carries it. Pins
+are leases without a request, which keep adapters in the cache until they are unpinned.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
-
 import torch
-
 from manylora.config.engine import LoraCacheConfig
 from manylora.config.model import ModelConfig
-from manylora.errors import (
-    AdapterCacheFullError,
-    AdapterError,
-    AdapterNotCachedError,
-    RequestError,
-)
+from manylora.errors import AdapterCacheFullError
+from manylora.errors import AdapterError
+from manylora.errors import AdapterNotCachedError
+from manylora.errors import RequestError
 from manylora.kernels.spec import LoraBatch
 from manylora.lora.cache import AdapterCache
-from manylora.lora.cache_view import CacheView
 from manylora.lora.catalog.library import AdapterLibrary
 from manylora.lora.extras import with_extras
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.geometry import Layout
-from manylora.lora.leases import AdapterLease, Lease, MixLease, WaitingLeases, check_changes, check_mixable
-from manylora.lora.loaded import LoadedAdapter, Mixes, OtherRanks, lora_batch
+from manylora.lora.leases import AdapterLease
+from manylora.lora.leases import Lease
+from manylora.lora.leases import MixLease
+from manylora.lora.leases import check_changes
+from manylora.lora.leases import check_mixable
 from manylora.lora.modules import LoraModule
 from manylora.lora.slicing import Slicer
-from manylora.lora.space import least_pages, most_pages
-from manylora.lora.store_sizing import StoreParts, build_parts
-from manylora.lora.tensors import Adapter, FileAdapter
-from manylora.lora.transfers import AdapterLoader, Arrivals
-from manylora.request import LoraInput, LoraMix
-from manylora.stats import AdapterStats, CacheMap
+from manylora.lora.store_sizing import StoreParts
+from manylora.lora.store_sizing import build_parts
+from manylora.lora.tensors import Adapter
+from manylora.lora.tensors import FileAdapter
+from manylora.lora.transfers import AdapterLoader
+from manylora.request import LoraInput
+from manylora.request import LoraMix
+from manylora.stats import AdapterStats
+from manylora.stats import CacheMap
+from dataclasses import replace
+from manylora.lora.library.reader import AdapterReader
+from manylora.lora.pages import least_pages
+from manylora.lora.pages import most_pages
+from manylora.lora.pool import LoadedAdapter
+from manylora.lora.pool import Mixes
+from manylora.lora.pool import lora_batch
+from manylora.lora.slicing import AdapterPart
+from manylora.lora.transfers import OtherRanks
+from manylora.lora.transfers import Transfers
+from manylora.stats import Resident
+
 
 logger = logging.getLogger("manylora")
 
 LEAST_LOADED_BYTES = 2**30  # bytes of adapters that may be on the way to the cache, even a small one
+NOT_LOADED = LoadedAdapter({}, {})
 
 
 class AdapterStore:
@@ -52,25 +70,18 @@ class AdapterStore:
         slicer: Slicer | None = None,
         others: OtherRanks | None = None,
     ) -> None:
-        self.parts, self.library, self._slicer = parts, library, slicer
-        self.rules = parts.rules
+        self.library, self.rules = library, parts.rules
+        self._parts, self._slicer, self._others = parts, slicer, others
         plan, self._pool = parts.plan, parts.pool
-        self._geometry = plan.geometry
-        self._cache = AdapterCache(plan.host_pages, plan.device_pages)
-        self._mixes = Mixes()
-        self._arrivals = Arrivals(self._cache, self._pool, slicer, others)
+        self._cache: AdapterCache[Layout, LoadedAdapter] = AdapterCache(plan.host_pages, plan.device_pages)
+        self._transfers = Transfers(self._cache, self._pool, slicer, others)
         most = max(LEAST_LOADED_BYTES, plan.host_pages * self._pool.page_bytes)
         self.loader = AdapterLoader(library, parts.rules, self._cache, most)
-        self._waiting = WaitingLeases(
-            self._cache, self._pool, self._arrivals, self.loader, others, in_parts=slicer is not None
-        )
-        self._largest = (
-            parts.largest_pages
-        )  # largest adapter so far: its pages must remain beside what is pinned
-        self._pins: dict[int, AdapterLease] = {}  # by task id: leases without a request
-        self._view = CacheView(
-            self._cache, library, self._arrivals, self._pool.page_bytes, parts.max_device_adapters
-        )
+        self._waiting: dict[str, set[AdapterLease]] = {}  # by digests of adapters on the host
+        self._pins: dict[int, AdapterLease] = {}  # by task id
+        self._largest = parts.largest_pages  # of any adapter so far: as much must remain beside pins
+        self._mixes = Mixes()
+        self._residents: tuple[tuple[int, ...], tuple[Resident, ...]] = ((), ())  # state of the cache, list
 
     @classmethod
     def open(
@@ -104,12 +115,28 @@ class AdapterStore:
         """Modules that adapters may have, by id."""
         return self.rules.modules
 
+    def reader(self, modules: Mapping[int, LoraModule], *, narrow: bool = True) -> AdapterReader:
+        """Reads files for this store. modules, narrow: as in `StoreParts.reader`."""
+        return self._parts.reader(modules, narrow=narrow)
+
     def stats(self) -> AdapterStats:
-        return self._view.stats()
+        return replace(
+            self._cache.stats(),
+            page_bytes=self._pool.page_bytes,
+            device_loads=self._transfers.num_loads,
+            version_changes=self.library.versions.num_changes,
+            source_loads=self.library.num_loads,
+            inert_loads=self.library.num_inert,
+            max_device_adapters=self._parts.max_device_adapters,
+            residents=self._list_residents(),
+        )
 
     def map(self) -> CacheMap:
         """The adapter on each page. The cost grows with the pages in use: call it on demand, not per step."""
-        return self._view.map()
+        names: dict[str, list[str]] = {}
+        for task_id, digest in self.library.bound():
+            names.setdefault(digest, []).append(self.library.name_of(task_id))
+        return self._cache.map(names)
 
     def name_of(self, task_id: int) -> str:
         """Name of an adapter in metrics."""
@@ -176,8 +203,8 @@ class AdapterStore:
         lease = AdapterLease(digest, lora.task_id, layout, adapter, tier=self._tier(digest, lora))
         if lease.tier == "device":
             self._cache.device.count_hit(digest)
-        if self._waiting.bring_to_host(lease, force=False):
-            self._waiting.add(lease)
+        if self._bring_to_host(lease, force=False):
+            self._wait(lease)
         return lease
 
     def admit(self, lease: Lease) -> bool:
@@ -200,20 +227,20 @@ class AdapterStore:
         they are evicted, and their leases carry them.
         """
         digest, device = lease.digest, self._cache.device
-        if digest in self._arrivals.lost:
+        if digest in self._transfers.lost:
             return False
         if not self._cache.on_device(digest) and device.victims(lease.layout.need) is None:
             return False
-        if not self._waiting.bring_to_host(lease, force=True):
+        if not self._bring_to_host(lease, force=True):
             return False
         if not self._cache.on_device(digest):
-            entry = self._cache.load(digest, {})
+            entry = self._cache.load(digest, NOT_LOADED)
             layout, host = lease.layout, self._cache.host.entries[digest]
             pages = self._pool.read_pages(host.pages, entry.pages)
             shared = self._pool.read_pages(host.shared, entry.shared)
             entry.content = LoadedAdapter.at(self._pool, layout, pages, shared)
-            self._arrivals.load(digest)
-        self._waiting.discard(lease)
+            self._transfers.load(digest)
+        self._stop_waiting(lease)
         self._cache.host.pin(digest)
         device.pin(digest)
         lease.admitted = True
@@ -224,19 +251,19 @@ class AdapterStore:
         for one, _ in lease.members:
             if one.admitted:
                 self._unpin(one)
-                self._waiting.add(one)
+                self._wait(one)
 
     def release(self, lease: Lease) -> None:
         """Drop all claims. Idempotent."""
         for one, _ in lease.members:
             if one.admitted:
                 self._unpin(one)
-            self._waiting.discard(one)
+            self._stop_waiting(one)
             one.carried = None
 
     def is_loaded(self, lease: Lease) -> bool:
         """Whether the adapters of an admitted lease have arrived on the device."""
-        return all(self._arrivals.is_loaded(one.digest) for one, _ in lease.members)
+        return all(self._transfers.is_loaded(one.digest) for one, _ in lease.members)
 
     def pin(self, task_id: int) -> None:
         """Keep the adapter of a task id on both levels from now on. Idempotent.
@@ -288,7 +315,7 @@ class AdapterStore:
         entry = self._cache.host.entries.get(digest)
         if entry is not None and not entry.pins and digest not in self._waiting:
             self._cache.evict(digest)
-            self._arrivals.forget(digest)
+            self._transfers.forget(digest)
 
     def find_lost(self, leases: Iterable[Lease]) -> Mapping[str, RequestError]:
         """Wait until the adapters of these admitted leases are on the host. Returns the ones that could not
@@ -296,19 +323,19 @@ class AdapterStore:
         """
         for lease in leases:
             for one, _ in lease.members:
-                self._arrivals.is_written(one.digest, wait=True)
-        return self._arrivals.lost
+                self._transfers.is_written(one.digest, wait=True)
+        return self._transfers.lost
 
     def forget_lost(self) -> None:
         """Free the pages of adapters that could not be read. No sequence may have a lease on them."""
         for task_id, lease in list(self._pins.items()):
-            if lease.digest in self._arrivals.lost:
+            if lease.digest in self._transfers.lost:
                 logger.warning("lora task %d is not pinned any more: it could not be read", task_id)
                 self.unpin(task_id)
-        for digest in list(self._arrivals.lost):
+        for digest in list(self._transfers.lost):
             if self._cache.on_host(digest):
                 self._cache.evict(digest)
-            self._arrivals.forget(digest)
+            self._transfers.forget(digest)
             self.loader.forget(digest)
 
     def batch(self, segments: Sequence[tuple[int, int, Lease]]) -> LoraBatch | None:
@@ -319,7 +346,7 @@ class AdapterStore:
         """
         for _, _, lease in segments:
             for one, _ in lease.members:
-                self._arrivals.require(one.digest)
+                self._transfers.require(one.digest)
         entries, find = self._cache.device.entries, self._mixes.find
         loaded = [
             (start, stop, find([(entries[one.digest].content, scale) for one, scale in lease.members]))
@@ -328,12 +355,12 @@ class AdapterStore:
         return lora_batch(self._pool, loaded)
 
     def make_ready(self, is_idle: Callable[[], bool]) -> None:
-        """As in `Arrivals`. is_idle: called on any thread."""
-        self._arrivals.make_ready(is_idle)
+        """As in `Transfers`. is_idle: called on any thread."""
+        self._transfers.make_ready(is_idle)
 
     def close(self) -> None:
         """End the writing threads. Nothing can be acquired afterwards. Idempotent."""
-        self._arrivals.close()
+        self._transfers.close()
         self.library.close()
 
     def check(self) -> None:
@@ -341,7 +368,9 @@ class AdapterStore:
         carried.
         """
         self._cache.check()
-        self._waiting.check()
+        for digest, leases in self._waiting.items():
+            assert leases and self._cache.on_host(digest)
+            assert not any(lease.admitted or lease.carried for lease in leases)
 
     def _check_room(self, leases: Sequence[AdapterLease]) -> None:
         """Raises AdapterCacheFullError if these leases could never be admitted together."""
@@ -352,7 +381,7 @@ class AdapterStore:
         raise AdapterCacheFullError(
             f"PEFT Cache is full. Could not store taskIds "
             f"{', '.join(str(lease.task_id) for lease in leases)} together: they need "
-            f"{' + '.join(map(str, pages))} pages, {self._sizes()}"
+            f"{' + '.join(map(str, pages))} pages, {self._cache.sizes}"
         )
 
     def _check_room_beside(self, lease: AdapterLease) -> None:
@@ -379,11 +408,6 @@ class AdapterStore:
         missing = {one.digest: one.layout.need for one in leases if not self._cache.on_device(one.digest)}
         return device.victims(list(missing.values()), {one.digest for one in leases}) is not None
 
-    def _sizes(self) -> str:
-        host, device = self._cache.host.pages.num_pages, self._cache.device.pages.num_pages
-        kept = f", of which pinned adapters have {self._cache.kept_pages}" * bool(self._cache.kept_pages)
-        return f"the host level has {host} and the device level {device}{kept}"
-
     def _tier(self, digest: str, lora: LoraInput) -> str:
         if self._cache.on_device(digest):
             return "device"
@@ -392,21 +416,86 @@ class AdapterStore:
         return "wire" if lora.has_tensors else "disk"
 
     def _make_layout(self, adapter: Adapter | FileAdapter, task_id: int) -> Layout:
-        sizes = self._geometry, self._pool.element_bytes
+        geometry, element_bytes = self._pool.geometry, self._pool.element_bytes
         if self._slicer is not None:
-            layout = self._slicer.layout(adapter, *sizes)
+            layout = self._slicer.layout(adapter, geometry, element_bytes)
         else:
-            layout = with_extras(
-                Layout.of(adapter.shapes(self.modules), *sizes), adapter.extras, self._geometry
-            )
+            rows = Layout.of(adapter.shapes(self.modules), geometry, element_bytes)
+            layout = with_extras(rows, adapter.extras, geometry)
         pages = least_pages([layout.need])
         if not self._cache.can_ever_hold(pages):
             raise AdapterCacheFullError(
                 f"PEFT Cache is full. Could not store taskId={task_id}: it needs {pages} pages, "
-                f"{self._sizes()}"
+                f"{self._cache.sizes}"
             )
         self._largest = max(self._largest, pages)
         return layout
+
+    def _wait(self, lease: AdapterLease) -> None:
+        """The lease is not admitted, and its adapter is on the host."""
+        self._waiting.setdefault(lease.digest, set()).add(lease)
+
+    def _stop_waiting(self, lease: AdapterLease) -> None:
+        leases = self._waiting.get(lease.digest)
+        if leases is not None:
+            leases.discard(lease)
+            if not leases:
+                del self._waiting[lease.digest]
+
+    def _bring_to_host(self, lease: AdapterLease, *, force: bool) -> bool:
+        """Bring the adapter to the host, from the lease if it carries it. Returns False if no pages are free.
+
+        force: also evict adapters that other leases wait for; these leases then carry them.
+        """
+        digest, host = lease.digest, self._cache.host
+        if not self._cache.on_host(digest):
+            assert lease.carried is not None
+            victims = self._cache.host_victims(lease.layout.need, self._waiting, force=force)
+            if victims is None:
+                return False
+            for victim in victims:
+                if victim in self._waiting and not self._hand_back(victim):
+                    return False
+                self._cache.evict(victim)
+                self._transfers.forget(victim)
+            host.put(digest, lease.layout.need, lease.layout)
+            self._transfers.write(digest, lease.carried, lease.layout)
+        lease.carried = None
+        return True
+
+    def _hand_back(self, digest: str) -> bool:
+        """Let the leases that wait for an adapter carry it, because it must leave the host. Returns False if
+        it was lost: the leases must be told first.
+        """
+        self._transfers.is_written(digest, wait=True)
+        if digest in self._transfers.lost:
+            return False
+        entry = self._cache.host.entries[digest]
+        adapter = self._pool.read_host(digest, entry.content, entry.pages, entry.shared)
+        if self._slicer is not None:
+            adapter = AdapterPart(digest, adapter.rows, adapter.extras, num_pages=len(entry.pages))
+        shared = self.loader.share(adapter)
+        if self._others is not None and isinstance(shared, Adapter) and shared is adapter:
+            self._others.keep(shared, entry.pages)
+        for lease in self._waiting.pop(digest):
+            lease.carried = shared
+        return True
+
+    def _list_residents(self) -> tuple[Resident, ...]:
+        """The adapters in the cache. The list is made again only after a change."""
+        host, device, library = self._cache.host, self._cache.device, self.library
+        state = (
+            *(host.num_stores, host.num_evictions),
+            *(self._transfers.num_loads, device.num_evictions, library.num_binds),
+        )
+        if state != self._residents[0]:
+            found = tuple(
+                Resident(library.name_of(task_id), len(host.entries[digest].pages), digest in device.entries)
+                for task_id, digest in library.bound()
+                if digest in host.entries
+            )
+            self._residents = (state, found)
+        return self._residents[1]
 
     def _unpin(self, lease: AdapterLease) -> None:
         self._cache.device.unpin(lease.digest)

@@ -1,5 +1,5 @@
 """Adapters on their way to the cache: read from requests and files (AdapterLoader), written to their host
-pages, and copied from there to the device (Arrivals).
+pages, and copied from there to the device (Transfers).
 """
 
 from __future__ import annotations
@@ -7,35 +7,61 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from weakref import WeakSet, WeakValueDictionary
-
+from weakref import WeakSet
+from weakref import WeakValueDictionary
 import torch
-
-from manylora.errors import AdapterError, AdapterInvalidError, RequestError
+from manylora.errors import AdapterError
+from manylora.errors import AdapterInvalidError
+from manylora.errors import RequestError
 from manylora.kernels.huge_pages import make_resident
 from manylora.lora.cache import AdapterCache
 from manylora.lora.catalog.library import AdapterLibrary
 from manylora.lora.geometry import Layout
-from manylora.lora.loaded import OtherRanks
-from manylora.lora.pool import AdapterPool, SharedOf
+from manylora.lora.pool import AdapterPool
+from manylora.lora.pool import SharedOf
 from manylora.lora.rules import AdapterRules
 from manylora.lora.slicing import Slicer
-from manylora.lora.tensors import Adapter, FileAdapter
+from manylora.lora.tensors import Adapter
+from manylora.lora.tensors import FileAdapter
 from manylora.request import LoraInput
 from manylora.system.threads import lower_priority
+from typing import Protocol
+from manylora.lora.pool import LoadedAdapter
+
 
 logger = logging.getLogger("manylora")
 
 BRIEF_BYTES = 2**23  # adapters up to this size are written faster than a step without them would run
 BRIEF_S = 0.005  # how long a step waits for such a write, once
+StoredAdapters = AdapterCache[Layout, LoadedAdapter]
+
 READY_BYTES = 2**23  # least amount of pages whose memory is prepared before they are written
 
 
-class Arrivals:
+class OtherRanks(Protocol):
+    """What the other ranks of a group must do with their parts of an adapter."""
+
+    def write(self, adapter: Adapter | FileAdapter, pages: Sequence[int]) -> None:
+        """Write it to these host pages, and wait until all ranks have. If it is an AdapterPart, they were
+        told to keep it.
+
+        Thread-safe. Raises RequestError.
+        """
+
+    def keep(self, part: Adapter, pages: Sequence[int]) -> None:
+        """Read it back from its host pages and keep it as long as `part` exists here."""
+
+    def load(self, digest: str, host_pages: Sequence[int], device_pages: Sequence[int]) -> None:
+        """Copy it to these device pages before the next step."""
+
+
+class Transfers:
     """One thread writes while steps run, because a large adapter takes longer than many steps. It writes
     adapters one after the other, so that pages given to another adapter end up with that adapter's content.
 
@@ -45,7 +71,7 @@ class Arrivals:
 
     def __init__(
         self,
-        cache: AdapterCache,
+        cache: StoredAdapters,
         pool: AdapterPool,
         slicer: Slicer | None = None,
         others: OtherRanks | None = None,
@@ -198,7 +224,7 @@ class AdapterLoader:
     """
 
     def __init__(
-        self, library: AdapterLibrary, rules: AdapterRules, cache: AdapterCache, max_bytes: int
+        self, library: AdapterLibrary, rules: AdapterRules, cache: StoredAdapters, max_bytes: int
     ) -> None:
         self._library, self._rules, self._cache = library, rules, cache
         self._max_bytes = max_bytes

@@ -202,7 +202,7 @@ def _in_process(options: ServeOptions, ended: Callable[[str], None]) -> _ServedM
         engine.max_seq_len,
         engine.config.max_batch_size,
         # Not narrowed: copies on disk are checked by their digest.
-        engine.adapters.parts.reader(modules, narrow=False),
+        engine.adapters.reader(modules, narrow=False),
         engine.adapters.library.versions,
     )
 

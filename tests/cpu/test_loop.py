@@ -29,12 +29,6 @@ class FakeEngine:
         self.known: set[int] = set()
         self.order: list[tuple[int, bool]] = []
         self.num_ended = 0
-        self.adapters = SimpleNamespace(
-            make_ready=lambda is_idle: None,
-            resident=lambda task_id: task_id in self.known,
-            loader=SimpleNamespace(wait_for_memory=lambda: None, end_waits=lambda: None),
-            close=lambda: None,
-        )
 
     @property
     def has_work(self) -> bool:
@@ -87,8 +81,16 @@ class FakeEngine:
     def on_loss(self, lost: Callable[[str], None]) -> None:
         self.lost = lost
 
-    def end_ranks(self) -> None:
+    def resolve(self, request: Request) -> Request:
+        return request
+
+    def is_resident(self, task_id: int) -> bool:
+        return task_id in self.known
+
+    def make_ready(self, is_idle: Callable[[], bool]) -> None:
         pass
+
+    wait_for_memory = end_waits = close = lambda self: None
 
 
 class Sink:

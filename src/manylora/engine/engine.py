@@ -1,28 +1,46 @@
-"""Engine: submit, cancel, step, close. Synchronous and single-threaded; `loop.EngineLoop` has the thread."""
+"""Engine: computes requests in steps. Synchronous and single-threaded; `loop.EngineLoop` has the thread."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
-
 from manylora.config.engine import EngineConfig
-from manylora.engine.build import build_parts, end_ranks
+from manylora.engine.build import build_parts
+from manylora.engine.build import end_ranks
 from manylora.engine.follower import follow
 from manylora.engine.kv_cache import KvCache
-from manylora.engine.requests import LogitsMemory, Prepared, SequenceMaker
-from manylora.engine.results import Counters, ResultProcessor, take_event
-from manylora.engine.scheduler import Scheduler, Step
+from manylora.engine.requests import LogitsMemory
+from manylora.engine.requests import Prepared
+from manylora.engine.requests import SequenceMaker
+from manylora.engine.results import Counters
+from manylora.engine.results import ResultProcessor
+from manylora.engine.results import take_event
+from manylora.engine.scheduler import Scheduler
+from manylora.engine.scheduler import Step
 from manylora.engine.sequence import Sequence
 from manylora.engine.state_pool import StatePool
-from manylora.engine.step_in_flight import FailedStep, LaunchedStep
+from manylora.engine.step_in_flight import FailedStep
+from manylora.engine.step_in_flight import LaunchedStep
 from manylora.engine.version_swaps import VersionSwaps
-from manylora.errors import QueueFullError, RequestError
+from manylora.errors import QueueFullError
+from manylora.errors import RequestError
 from manylora.group.rank_info import find_rank
-from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, Request
+from manylora.request import AdapterVersion
+from manylora.request import Event
+from manylora.request import FinishReason
+from manylora.request import LoraInput
+from manylora.request import Request
 from manylora.stats import EngineStats
+from manylora.lora.library.library import AdapterLibrary
+from manylora.lora.library.reader import AdapterReader
+from manylora.lora.modules import LoraModule
+from manylora.request import mix
+from manylora.stats import CacheMap
+
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -32,29 +50,34 @@ logger = logging.getLogger("manylora")
 Events = list[tuple[int, Event]]  # each with the handle of its request
 
 
-class Engine:
-    """One model, its KV cache and its adapters. All methods except `compile` and `prepare` belong to one
-    thread.
+def open_engine(config: EngineConfig) -> Engine:
+    """The engine of this process. If torchrun or mpirun started it as a rank other than 0, it serves rank 0
+    instead, and then the process ends (SystemExit).
 
-    Raises ConfigError if it cannot serve because of the configuration, the checkpoint or the memory. If
-    torchrun or mpirun started this process as a rank other than 0, the constructor serves rank 0 and ends the
-    process with it.
+    Raises ConfigError if it cannot serve because of the configuration, the checkpoint or the memory.
+    """
+    place = find_place(config.world_size)
+    if place.rank:
+        follow(config, place)
+        raise SystemExit(0)
+    return Engine(config)
+
+
+class Engine:
+    """One model, its KV cache and its adapters. A request passes through these calls: `prepare`, `submit`,
+    `step` until its last event, and `cancel` if its client leaves.
+
+    Methods belong to one thread unless they say that they are thread-safe. If there are several ranks, this
+    is rank 0, and it starts or meets the others. Raises ConfigError as `open_engine`.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        info = find_rank(config.world_size)
-        if info.rank:
-            follow(config, info)
-            raise SystemExit(0)
-        self._parts = parts = build_parts(config, info)
+        self._parts = parts = build_parts(config, find_rank(config.world_size))
         self.model, self.base, self.adapters = parts.model, parts.base, parts.adapters
-        config = parts.config
         self.max_seq_len, self._runner = parts.kv_plan.max_seq_len, parts.runner
-        if (
-            self.model.bidirectional
-        ):  # each token depends on all others: prompts are computed whole, without reuse
-            config = replace(config, enable_kv_cache_reuse=False, enable_chunked_context=False)
-        self.config = config
+        self.config = config = parts.config
+        if self.model.bidirectional:  # each token depends on all others: prompts are computed whole
+            self.config = config = replace(config, enable_kv_cache_reuse=False, enable_chunked_context=False)
         shape = config.tokens_per_block, config.enable_kv_cache_reuse
         states = StatePool(parts.state_slots, *shape) if parts.state_slots else None
         self._kv = KvCache(parts.kv_plan.num_blocks, *shape, states)
@@ -79,6 +102,21 @@ class Engine:
     def max_queue_size(self) -> int:
         """Maximum number of waiting requests. 0: no limit."""
         return self.config.max_queue_size
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether the model has an encoder, so that a request has two prompts."""
+        return self.model.encoder is not None
+
+    def resolve(self, request: Request) -> Request:
+        """The request with names of adapters replaced by task ids. Thread-safe. Raises RequestError."""
+        lora = request.lora
+        if lora is None or all(one.name is None for one, _ in lora.members):
+            return request
+        resolve = self.library.resolve
+        if isinstance(lora, LoraInput):
+            return replace(request, lora=resolve(lora))
+        return replace(request, lora=mix([(resolve(one), scale) for one, scale in lora.members]))
 
     def compile(self, request: Request) -> LLMatcher | None:
         """A matcher for the request's guide; None without a guide. Thread-safe; may take seconds.
@@ -181,17 +219,62 @@ class Engine:
         return events
 
     def close(self) -> None:
-        """Drop all requests without events. For the end of the process and of tests."""
-        self._in_flight = None
-        self._free(self._open_sequences())
-        self._requests.clear()
-        self.end_ranks()
-
-    def end_ranks(self) -> None:
-        """End the processes of the other ranks, if there are any. Nothing can be computed afterwards.
-        Idempotent.
+        """Drop all requests without events, and end the threads and the other ranks. Nothing can be computed
+        afterwards. Idempotent.
         """
+        for sequence in self._open_sequences():
+            if sequence.guide is not None:
+                sequence.guide.close()
+        self._in_flight = None
+        self._requests.clear()
+        self.adapters.close()
         end_ranks(self._parts)
+
+    @property
+    def adapter_modules(self) -> Mapping[int, LoraModule]:
+        """Modules that adapters may have, by id."""
+        return self.adapters.modules
+
+    @property
+    def library(self) -> AdapterLibrary:
+        """What task ids and names of adapters mean. Thread-safe."""
+        return self.adapters.library
+
+    def adapter_reader(self, modules: Mapping[int, LoraModule], *, narrow: bool = True) -> AdapterReader:
+        """Reads adapters' files as this engine can serve them. Thread-safe. modules, narrow: as in
+        `StoreParts.reader`.
+        """
+        return self.adapters.reader(modules, narrow=narrow)
+
+    def is_resident(self, task_id: int) -> bool:
+        """Whether a task's adapter is in the cache now. Thread-safe."""
+        return self.adapters.resident(task_id)
+
+    def pin(self, task_id: int) -> None:
+        """Keep an adapter that is in the cache there. Raises AdapterError, as `AdapterStore.pin`."""
+        self.adapters.pin(task_id)
+
+    def unpin(self, task_id: int) -> None:
+        """Allow its eviction again. No effect if it is not pinned."""
+        self.adapters.unpin(task_id)
+
+    def cache_map(self) -> CacheMap:
+        """The adapter on each page of the cache."""
+        return self.adapters.map()
+
+    def make_ready(self, is_idle: Callable[[], bool]) -> None:
+        """Prepare memory for the next adapter, as `Transfers.make_ready`."""
+        self.adapters.make_ready(is_idle)
+
+    def wait_for_memory(self) -> None:
+        """Wait while too many adapters were read that are not in the cache yet. Thread-safe. Never call it on
+        the thread of `step`, which frees that memory.
+        """
+        self.adapters.loader.wait_for_memory()
+
+    def end_waits(self) -> None:
+        """Let nobody wait for memory any more. Thread-safe."""
+        self.adapters.loader.end_waits()
 
     def on_loss(self, lost: Callable[[str], None]) -> None:
         """Call `lost` from any thread, with the reason, if the process of another rank ends or hangs."""

@@ -1,6 +1,5 @@
-"""EngineLoop: the engine's thread. Commands arrive through a queue, and events leave through sinks.
-
-Preparation: threads that read adapters and compile guides before the engine gets the requests.
+"""EngineLoop: the engine's thread. Commands arrive through a queue, and events leave through sinks. Other
+threads read adapters and compile guides before the engine gets a request.
 """
 
 from __future__ import annotations
@@ -9,13 +8,14 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from manylora.config.engine import EngineConfig
-from manylora.engine.engine import Engine
+from manylora.engine.engine import Engine, open_engine
 from manylora.engine.requests import Prepared
 from manylora.errors import (
     AdapterNotCachedError,
@@ -25,129 +25,17 @@ from manylora.errors import (
     QueueFullError,
     RequestError,
 )
-from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, LoraMix, Request, Sink, mix
+from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, Request, Sink
 from manylora.stats import CacheMap, EngineStats
 from manylora.system.threads import lower_priority
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-
 logger = logging.getLogger("manylora")
 
-GUIDE_THREADS = 8  # a guide may take seconds to compile
-
-
-class Preparation:
-    """Requests with tensors, or whose adapter must be read from disk, are prepared on one thread. Guides are
-    compiled on other threads. A large adapter or guide therefore delays no other request.
-
-    lock: protects everything that is changed here, and the caller's state. is_open: whether a request is not
-    cancelled.
-    begin: called under the lock with a request that needs no preparation. admit: called with the result of a
-    preparation, without the lock.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        lock: threading.Lock,
-        is_open: Callable[[int], bool],
-        begin: Callable[[int, Request, LLMatcher | None], None],
-        admit: Callable[[int, Prepared | RequestError], None],
-    ) -> None:
-        self.num_waiting = 0  # requests in preparation or compilation, or waiting for it
-        self._engine, self._lock = engine, lock
-        self._is_open, self._begin, self._admit = is_open, begin, admit
-        self._preparing: dict[int, int] = {}  # task id -> requests on the prepare thread
-        self._preparer = ThreadPoolExecutor(1, "manylora-prepare", lower_priority)
-        self._compilers = ThreadPoolExecutor(GUIDE_THREADS, "manylora-guide", lower_priority)
-
-    def close(self) -> None:
-        """Finish all waiting requests."""
-        self._compilers.shutdown(wait=True)  # first, because it passes requests on to the prepare thread
-        self._preparer.shutdown(wait=True)
-
-    def dispatch(self, ticket: int, request: Request, matcher: LLMatcher | None = None) -> None:
-        """Hand a request to the next thread. Call under the lock, so that no thread ends in between."""
-        if request.params.guide is not None and matcher is None:
-            self.num_waiting += 1
-            self._compilers.submit(self._compile, ticket, request)
-        elif not self.enter(ticket, request, matcher):
-            self._begin(ticket, request, matcher)
-
-    def enter(self, ticket: int, request: Request, matcher: LLMatcher | None) -> bool:
-        """Hand a request to the prepare thread, if it needs that. Requests of one task id keep their order.
-        Call under the lock.
-        """
-        lora = request.lora
-        ids = lora.task_ids if lora is not None else []
-        if lora is None or len(ids) < len(lora.members):  # an id is missing, which the engine reports
-            return False
-        if not (lora.has_tensors or any(map(self._must_prepare, ids))):
-            return False
-        try:
-            self._preparer.submit(self._prepare, ticket, request, matcher)
-        except RuntimeError:  # closed: the engine's thread prepares the rest
-            return False
-        self.num_waiting += 1
-        for task_id in ids:
-            self._preparing[task_id] = self._preparing.get(task_id, 0) + 1
-        return True
-
-    def _compile(self, ticket: int, request: Request) -> None:
-        matcher: LLMatcher | None = None
-        failure: RequestError | None = None
-        if self._is_open(ticket):  # otherwise it was cancelled
-            try:
-                matcher = self._engine.compile(request)
-            except BaseException as error:
-                failure = as_refusal(error, "The guide could not be read")
-        with self._lock:
-            self.num_waiting -= 1
-            if matcher is not None:
-                self.dispatch(ticket, request, matcher)
-        if failure is not None:
-            self._admit(ticket, failure)
-
-    def _must_prepare(self, task_id: int) -> bool:
-        return task_id in self._preparing or not self._engine.adapters.resident(task_id)
-
-    def _prepare(self, ticket: int, request: Request, matcher: LLMatcher | None) -> None:
-        assert request.lora is not None
-        ids = request.lora.task_ids
-        prepared: Prepared | RequestError = Prepared(request, (None,) * len(ids), matcher)
-        if self._is_open(ticket):  # otherwise it was cancelled
-            try:
-                if not request.lora.has_tensors:
-                    self._engine.adapters.loader.wait_for_memory()
-                prepared = self._engine.prepare(request, matcher)
-            except AdapterNotCachedError:
-                pass  # Its tensors may be ahead of it in the inbox: the engine thread will know.
-            except BaseException as error:
-                prepared = as_refusal(error, "The adapter could not be read")
-        self._admit(ticket, prepared)
-        with self._lock:
-            self.num_waiting -= 1
-            for task_id in ids:
-                self._preparing[task_id] -= 1
-                if not self._preparing[task_id]:
-                    del self._preparing[task_id]
-
-
-def as_refusal(error: BaseException, text: str) -> RequestError:
-    """The error as a RequestError, without its traceback, which would keep an adapter in memory.
-
-    Other errors are unexpected and logged. BaseException, because a panic of a Rust library is not an
-    Exception.
-    """
-    if isinstance(error, RequestError):
-        return error.with_traceback(None)
-    logger.error("a request failed before it began", exc_info=error)
-    return RequestError(f"{text}: {type(error).__name__}")
-
-
 Command = Callable[[], None]
+GUIDE_THREADS = 8  # a guide may take seconds to compile
 STATS_S = 0.05
 STUCK_S = 1.0  # how long `close` waits for a thread that is stuck
 
@@ -155,9 +43,11 @@ STUCK_S = 1.0  # how long `close` waits for a thread that is stuck
 class EngineLoop:
     """Runs an Engine on a separate thread until `close`.
 
-    Adapters are read and guides compiled on other threads. If the engine thread dies, or `fail` declares it
-    dead, every open request gets one error event, and later submits raise EngineDeadError. An error in one
-    request never ends the thread.
+    Requests with tensors, or whose adapter must be read from disk, are prepared on one thread. Guides are
+    compiled on other threads. A large adapter or guide therefore delays no other request.
+
+    If the engine thread dies, or `fail` declares it dead, every open request gets one error event, and later
+    submits raise EngineDeadError. An error in one request never ends the thread.
 
     delivered: called after the sinks, once for all events of a step. It may be called on any thread.
     """
@@ -165,20 +55,17 @@ class EngineLoop:
     def __init__(self, engine: Engine, delivered: Callable[[], None] = lambda: None) -> None:
         self._engine, self._delivered = engine, delivered
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._preparer = ThreadPoolExecutor(1, "manylora-prepare", lower_priority)
+        self._compilers = ThreadPoolExecutor(GUIDE_THREADS, "manylora-guide", lower_priority)
         # Changed by any thread, under the lock.
         self._lock = threading.Lock()
         self._sinks: dict[int, Sink] = {}  # ticket -> sink of every open request
         self._next_ticket = 0
+        self._num_prepared = 0  # requests on the preparing and compiling threads, or waiting for these
+        self._preparing: Counter[int] = Counter()  # task id -> requests on the preparing thread
         self._closing = False
         self._death: EngineDeadError | None = None
         self._publishing: set[Future[AdapterVersion]] = set()
-        self._preparation = Preparation(
-            engine,
-            self._lock,
-            lambda ticket: ticket in self._sinks,
-            lambda *request: self._inbox.put(lambda: self._begin(*request)),
-            lambda *prepared: self._inbox.put(lambda: self._admit(*prepared)),
-        )
         # Changed by the engine thread only.
         self._tickets: dict[int, int] = {}  # engine handle -> ticket
         self._handles: dict[int, int] = {}  # ticket -> engine handle
@@ -191,8 +78,8 @@ class EngineLoop:
 
     @classmethod
     def start(cls, config: EngineConfig) -> EngineLoop:
-        """Load the model and start. Raises ConfigError."""
-        return cls(Engine(config))
+        """Load the model and start, as `open_engine` does. Raises ConfigError."""
+        return cls(open_engine(config))
 
     @property
     def alive(self) -> bool:
@@ -208,80 +95,10 @@ class EngineLoop:
         """Seconds since the engine thread started its current step. 0: it waits for work."""
         return 0.0 if self._idle else time.monotonic() - self._turn_at
 
-    def fail(self, reason: str) -> None:
-        """Treat the engine thread as dead because it is stuck. Thread-safe."""
-        self._die(EngineDeadError(f"The engine stopped: {reason}"))
-
-    def submit(self, request: Request, sink: Sink) -> int:
-        """Queue a request and return at once, with a ticket for `cancel`.
-
-        An error in the request reaches the sink as its only and last event. Raises only EngineDeadError.
-        """
-        refusal: RequestError | None = None
-        if request.lora is not None and any(one.name is not None for one, _ in request.lora.members):
-            try:
-                request = replace(request, lora=self._resolved(request.lora))
-            except RequestError as error:
-                refusal = error
-        with self._lock:
-            if self._death:
-                raise self._death
-            ticket = self._next_ticket
-            self._next_ticket += 1
-            limit = self._engine.max_queue_size
-            if self._closing:
-                refusal = refusal or DrainingError()
-            elif limit and self._preparation.num_waiting >= limit:
-                refusal = refusal or QueueFullError(limit)
-            if refusal is None:
-                self._sinks[ticket] = sink
-                self._preparation.dispatch(ticket, request)
-        if refusal is not None:
-            self._call(sink, _failure(refusal))
-        return ticket
-
-    def cancel(self, ticket: int) -> None:
-        """End a request within a step, with a last event of reason CANCELLED. No effect for an unknown
-        ticket.
-        """
-        self._inbox.put(lambda: self._cancel(ticket))
-
-    def publish(self, lora: LoraInput) -> Future[AdapterVersion]:
-        """As `Engine.publish`, before requests that are submitted later. The future may raise RequestError
-        and EngineDeadError.
-        """
-        done: Future[AdapterVersion] = Future()
-        with self._lock:
-            if self._death:
-                raise self._death
-            self._publishing.add(done)
-        self._inbox.put(lambda: self._publish(lora, done))
-        return done
-
-    def stats(self) -> EngineStats:
-        """At most STATS_S old while the engine works, exact from the last answer on. Thread-safe."""
-        return self._stats
-
-    def cache_map(self, take: Callable[[CacheMap], None]) -> None:
-        """Call `take` with the map, on the engine's thread between two steps. Never called if that thread has
-        died.
-        """
-        self._inbox.put(lambda: self._show_map(take))
-
-    def pin(self, task_id: int, answer: Callable[[RequestError | None], None]) -> None:
-        """Keep an adapter that is in the cache there. answer: called on the engine's thread, with None or the
-        reason of a failure. Never called if that thread has died.
-        """
-        self._inbox.put(lambda: self._pin(task_id, answer))
-
-    def unpin(self, task_id: int) -> None:
-        """Allow its eviction again. No effect for an unknown id."""
-        self._inbox.put(lambda: self._engine.adapters.unpin(task_id))
-
     @property
     def has_encoder(self) -> bool:
         """Whether the model has an encoder, so that a request has two prompts."""
-        return self._engine.model.encoder is not None
+        return self._engine.has_encoder
 
     @property
     def max_seq_len(self) -> int:
@@ -293,30 +110,159 @@ class EngineLoop:
         """Requests whose last event has not been delivered yet."""
         return len(self._sinks)
 
+    def fail(self, reason: str) -> None:
+        """Treat the engine thread as dead because it is stuck. Thread-safe."""
+        self._die(EngineDeadError(f"The engine stopped: {reason}"))
+
+    def submit(self, request: Request, sink: Sink) -> int:
+        """Queue a request and return at once, with a ticket for `cancel`.
+
+        An error in the request reaches the sink as its only and last event. Raises only EngineDeadError.
+        """
+        refusal: RequestError | None = None
+        try:
+            request = self._engine.resolve(request)
+        except RequestError as error:
+            refusal = error
+        with self._lock:
+            if self._death:
+                raise self._death
+            ticket = self._next_ticket
+            self._next_ticket += 1
+            limit = self._engine.max_queue_size
+            if self._closing:
+                refusal = refusal or DrainingError()
+            elif limit and self._num_prepared >= limit:
+                refusal = refusal or QueueFullError(limit)
+            if refusal is None:
+                self._sinks[ticket] = sink
+                self._dispatch(ticket, request)
+        if refusal is not None:
+            self._call(sink, _failure(refusal))
+        return ticket
+
+    def cancel(self, ticket: int) -> None:
+        """End a request within a step, with a last event of reason CANCELLED. No effect for an unknown
+        ticket.
+        """
+        self._inbox.put(partial(self._cancel, ticket))
+
+    def publish(self, lora: LoraInput) -> Future[AdapterVersion]:
+        """As `Engine.publish`, before requests that are submitted later. The future may raise RequestError
+        and EngineDeadError.
+        """
+        done: Future[AdapterVersion] = Future()
+        with self._lock:
+            if self._death:
+                raise self._death
+            self._publishing.add(done)
+        self._inbox.put(partial(self._publish, lora, done))
+        return done
+
+    def stats(self) -> EngineStats:
+        """At most STATS_S old while the engine works, exact from the last answer on. Thread-safe."""
+        return self._stats
+
+    def cache_map(self, take: Callable[[CacheMap], None]) -> None:
+        """Call `take` with the map, on the engine's thread between two steps. Never called if that thread has
+        died.
+        """
+        self._inbox.put(partial(self._show_map, take))
+
+    def pin(self, task_id: int, answer: Callable[[RequestError | None], None]) -> None:
+        """Keep an adapter that is in the cache there. answer: called on the engine's thread, with None or the
+        reason of a failure. Never called if that thread has died.
+        """
+        self._inbox.put(partial(self._pin, task_id, answer))
+
+    def unpin(self, task_id: int) -> None:
+        """Allow its eviction again. No effect for an unknown id."""
+        self._inbox.put(partial(self._engine.unpin, task_id))
+
     def close(self, drain: bool = True) -> None:
         """Refuse new requests, finish (or cancel) open ones, then end the threads. Idempotent."""
         with self._lock:
             self._closing = True
             everyone = list(self._sinks)
         if not drain:
-            self._engine.adapters.loader.end_waits()
+            self._engine.end_waits()
             for ticket in everyone:
                 self.cancel(ticket)
-        self._preparation.close()
+        self._compilers.shutdown(wait=True)  # first, because it passes requests on to the preparing thread
+        self._preparer.shutdown(wait=True)
         self._inbox.put(lambda: None)
         self._thread.join(None if self._death is None else STUCK_S)
         if not self._thread.is_alive():
-            self._engine.adapters.close()
-            self._engine.end_ranks()
+            self._engine.close()
 
-    def _resolved(self, lora: LoraInput | LoraMix) -> LoraInput | LoraMix | None:
-        """The same with names replaced by task ids. Raises RequestError."""
-        resolve = self._engine.adapters.library.resolve
-        if isinstance(lora, LoraInput):
-            return resolve(lora)
-        return mix([(resolve(one), scale) for one, scale in lora.members])
+    # Preparation. These methods are called on any thread.
 
-    # From here on: methods of the engine thread.
+    def _dispatch(self, ticket: int, request: Request, matcher: LLMatcher | None = None) -> None:
+        """Hand a request to the next thread. Call under the lock, so that no thread ends in between."""
+        if request.params.guide is not None and matcher is None:
+            self._num_prepared += 1
+            self._compilers.submit(self._compile, ticket, request)
+        elif not self._enter(ticket, request, matcher):
+            self._inbox.put(partial(self._begin, ticket, request, matcher))
+
+    def _enter(self, ticket: int, request: Request, matcher: LLMatcher | None) -> bool:
+        """Hand a request to the preparing thread, if it needs that. Requests of one task id keep their order.
+        Call under the lock.
+        """
+        lora = request.lora
+        ids = lora.task_ids if lora is not None else []
+        if lora is None or len(ids) < len(lora.members):  # an id is missing, which the engine reports
+            return False
+        if not (lora.has_tensors or any(map(self._must_prepare, ids))):
+            return False
+        try:
+            self._preparer.submit(self._prepare, ticket, request, matcher)
+        except RuntimeError:  # closed: the engine's thread prepares the rest
+            return False
+        self._num_prepared += 1
+        self._preparing.update(ids)
+        return True
+
+    def _must_prepare(self, task_id: int) -> bool:
+        return task_id in self._preparing or not self._engine.is_resident(task_id)
+
+    def _compile(self, ticket: int, request: Request) -> None:
+        matcher: LLMatcher | None = None
+        failure: RequestError | None = None
+        if ticket in self._sinks:  # otherwise it was cancelled
+            try:
+                matcher = self._engine.compile(request)
+            except BaseException as error:
+                failure = as_refusal(error, "The guide could not be read")
+        with self._lock:
+            self._num_prepared -= 1
+            if matcher is not None:
+                self._dispatch(ticket, request, matcher)
+        if failure is not None:
+            self._inbox.put(partial(self._admit, ticket, failure))
+
+    def _prepare(self, ticket: int, request: Request, matcher: LLMatcher | None) -> None:
+        assert request.lora is not None
+        ids = request.lora.task_ids
+        prepared: Prepared | RequestError = Prepared(request, (None,) * len(ids), matcher)
+        if ticket in self._sinks:  # otherwise it was cancelled
+            try:
+                if not request.lora.has_tensors:
+                    self._engine.wait_for_memory()
+                prepared = self._engine.prepare(request, matcher)
+            except AdapterNotCachedError:
+                pass  # Its tensors may be ahead of it in the inbox: the engine thread will know.
+            except BaseException as error:
+                prepared = as_refusal(error, "The adapter could not be read")
+        self._inbox.put(partial(self._admit, ticket, prepared))
+        with self._lock:
+            self._num_prepared -= 1
+            for task_id in ids:
+                self._preparing[task_id] -= 1
+                if not self._preparing[task_id]:
+                    del self._preparing[task_id]
+
+    # Methods of the engine thread.
 
     def _run(self) -> None:
         try:
@@ -364,13 +310,13 @@ class EngineLoop:
         self._stats, self._stats_at = self._engine.stats(), time.monotonic()
 
     def _make_ready(self) -> None:
-        self._engine.adapters.make_ready(lambda: self._idle)
+        self._engine.make_ready(lambda: self._idle)
 
     def _begin(self, ticket: int, request: Request, matcher: LLMatcher | None) -> None:
         if ticket not in self._sinks:  # cancelled
             return
         with self._lock:
-            if self._preparation.enter(ticket, request, matcher):  # its adapter was evicted meanwhile
+            if self._enter(ticket, request, matcher):  # its adapter was evicted meanwhile
                 return
         try:
             self._admit(ticket, self._engine.prepare(request, matcher))
@@ -414,13 +360,13 @@ class EngineLoop:
 
     def _show_map(self, take: Callable[[CacheMap], None]) -> None:
         try:
-            take(self._engine.adapters.map())
+            take(self._engine.cache_map())
         except Exception:  # a failed status page must not stop the engine
             logger.exception("the map of the adapter cache could not be drawn")
 
     def _pin(self, task_id: int, answer: Callable[[RequestError | None], None]) -> None:
         try:
-            self._engine.adapters.pin(task_id)
+            self._engine.pin(task_id)
         except Exception as error:
             answer(as_refusal(error, "The adapter could not be pinned"))
         else:
@@ -464,7 +410,7 @@ class EngineLoop:
             unpublished = list(self._publishing)
         for done in unpublished:
             self._settle(done, error=death)
-        self._engine.adapters.loader.end_waits()
+        self._engine.end_waits()
         self._delivering = True  # so that `_delivered` is called once, after every sink
         for sink in orphans.values():
             self._call(sink, _failure(death))
@@ -474,3 +420,15 @@ class EngineLoop:
 
 def _failure(error: Exception) -> Event:
     return Event(finish_reason=FinishReason.ERROR, last=True, error=error)
+
+
+def as_refusal(error: BaseException, text: str) -> RequestError:
+    """The error as a RequestError, without its traceback, which would keep an adapter in memory.
+
+    Other errors are unexpected and logged. BaseException, because a panic of a Rust library is not an
+    Exception.
+    """
+    if isinstance(error, RequestError):
+        return error.with_traceback(None)
+    logger.error("a request failed before it began", exc_info=error)
+    return RequestError(f"{text}: {type(error).__name__}")

@@ -17,7 +17,7 @@ from manylora.config.build_record import read_build_record
 from manylora.config.engine import EngineConfig
 from manylora.config.hub import local_model
 from manylora.config.pooling import read_pooling_settings
-from manylora.engine.engine import Engine
+from manylora.engine.engine import open_engine
 from manylora.engine.loop import EngineLoop
 from manylora.errors import AdapterNotCachedError, ConfigError, RequestError
 from manylora.generation.decoding import Decoding, decoding_of, with_defaults
@@ -143,17 +143,16 @@ class LLM(ChatRequests, PooledRequests):
                     "Both lora_dir and lora_target_modules are empty, so all LoRA modules will be expected: "
                     "the cache is sized for each of them"
                 )
-            engine = Engine(config)
+            engine = open_engine(config)
         except ConfigError as error:
             raise ConfigError(parameter_names(str(error))) from error
         self._config = config
         self._max_seq_len = engine.max_seq_len
         self._prompts = PromptReader(self._model, engine.max_seq_len)
-        adapters = engine.adapters
         self._loop = EngineLoop(engine)
         modules = modules_to_read(lora_modules(self._model, config.lora.target_modules), lora_config)
-        registry = AdapterRegistry(adapters.library, adapters.reader(modules))
-        self._service = Service(self._loop, registry, adapters.resident)
+        registry = AdapterRegistry(engine.library, engine.adapter_reader(modules))
+        self._service = Service(self._loop, registry, engine.is_resident)
         self._ids = itertools.count()
         self._finalizer = weakref.finalize(self, _dispose, self._service)
 

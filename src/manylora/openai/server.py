@@ -188,22 +188,22 @@ class _ServedModel:
 
 
 def _in_process(options: ServeOptions, ended: Callable[[str], None]) -> _ServedModel:
-    from manylora.engine.engine import Engine
+    from manylora.engine.engine import open_engine
     from manylora.openai.serving.in_process import InProcessEngine
 
     try:
-        engine = Engine(options.engine_config())
+        engine = open_engine(options.engine_config())
     except ConfigError as error:
         raise ConfigError(parameter_names(str(error), ENGINE_NAMES)) from error
-    modules = modules_to_read(engine.adapters.modules, options.sections.get("lora_config"))
+    modules = modules_to_read(engine.adapter_modules, options.sections.get("lora_config"))
     return _ServedModel(
         lambda: InProcessEngine(engine, options.hang_timeout, ended),
         engine.model,
         engine.max_seq_len,
         engine.config.max_batch_size,
         # Not narrowed: copies on disk are checked by their digest.
-        engine.adapters.reader(modules, narrow=False),
-        engine.adapters.library.versions,
+        engine.adapter_reader(modules, narrow=False),
+        engine.library.versions,
     )
 
 

@@ -28,7 +28,7 @@ class InProcessEngine:
     ) -> None:
         self._wake: Wake = lambda: None
         self._loop = loop = EngineLoop(engine, lambda: self._wake())
-        self.resident = engine.adapters.resident
+        self.resident = engine.is_resident
         self.submit, self.cancel, self.publish = loop.submit, loop.cancel, loop.publish
         self.stats, self.cache_map = loop.stats, loop.cache_map
         self.pins = loop

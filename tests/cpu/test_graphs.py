@@ -286,7 +286,7 @@ def test_the_graph_not_used_for_longest_is_let_go(world: tuple[Path, list[LoraIn
     ops, recorder = CudaOps(), Recorder()
     model, _ = world
     from manylora.config.engine import EngineConfig
-    from manylora.engine.memory import batch_limits
+    from manylora.engine.sizing import batch_limits
     from manylora.model.checkpoint import read_model_config
 
     limits = batch_limits(

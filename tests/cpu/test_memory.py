@@ -18,7 +18,7 @@ from tiny_models import make_model
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.engine.engine import Engine
-from manylora.engine.memory import USUAL_ADAPTERS, plan_memory, step_bytes
+from manylora.engine.sizing import USUAL_ADAPTERS, plan_memory, step_bytes
 from manylora.errors import ConfigError
 from manylora.kernels.device import Device, host_tensor
 from manylora.kernels.reference import ReferenceOps

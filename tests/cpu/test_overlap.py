@@ -16,7 +16,7 @@ from test_graphs import CPU, NothingWaits, Recorder, make_world
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
-from manylora.engine.step_in_flight import LaunchedStep
+from manylora.engine.step import LaunchedStep
 from manylora.kernels import transfer
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device, open_device

@@ -153,7 +153,7 @@ def test_preempted_sequences_go_on_as_before(family: str, served: Any) -> None:
 
 def test_few_slots_make_sequences_wait(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = served("qwen3.5")
-    monkeypatch.setattr("manylora.engine.memory.plan_states", lambda *_: 2)
+    monkeypatch.setattr("manylora.engine.sizing.plan_states", lambda *_: 2)
     engine = model.engine()
     wanted = [(tokens(26, seed % 2), seed % 3) for seed in range(6)]
     handles = [engine.submit(engine.prepare(request(*one))) for one in wanted]

@@ -30,7 +30,7 @@ from manylora import LLM, LoRARequest
 from manylora.cli import main
 from manylora.config.engine import EngineConfig
 from manylora.config.hub import local_model
-from manylora.engine.memory import usable_bytes
+from manylora.engine.sizing import usable_bytes
 from manylora.errors import ConfigError
 from manylora.lora.catalog.catalog import AdapterCatalog
 from manylora.lora.catalog.errors import CatalogError

@@ -10,9 +10,9 @@ import pytest
 
 from manylora.config.engine import EngineConfig
 from manylora.engine.kv_cache import KvCache
-from manylora.engine.results import take_event
 from manylora.engine.scheduler import MAX_OVERTAKES, Scheduler
 from manylora.engine.sequence import Sequence
+from manylora.engine.step import take_event
 from manylora.request import FinishReason, Request, SamplingConfig
 
 

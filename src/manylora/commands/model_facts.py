@@ -8,7 +8,7 @@ from pathlib import Path
 
 from manylora.config.model_folder import weight_files
 from manylora.config.resolve import resolve
-from manylora.engine.memory import kv_cache_dtype, plan_memory
+from manylora.engine.sizing import kv_cache_dtype, plan_memory
 from manylora.kernels.device import open_device
 from manylora.lora.geometry import plan_cache, usual_bytes
 from manylora.lora.modules import lora_modules

@@ -6,12 +6,12 @@ a stop word becomes a result. The search ends when no running beam can still be 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from manylora.engine.kv_cache import KvCache
 from manylora.engine.sequence import BeamGroup, Sequence
 from manylora.request import Beam, FinishReason
 
@@ -49,13 +49,11 @@ def select_beams(group: BeamGroup, candidates: list[BeamCandidate]) -> list[Beam
     return chosen
 
 
-def extend_beams(
-    group: BeamGroup, chosen: list[BeamCandidate], fork: Callable[[Sequence, Sequence, list[int]], None]
-) -> list[Sequence]:
+def extend_beams(group: BeamGroup, chosen: list[BeamCandidate], kv: KvCache) -> list[Sequence]:
     """Append each chosen token to a beam. Returns the new beams, which are those of the first step.
 
-    fork(source, target, reserve) gives the source's KV blocks to the target. A parent's best candidate stays
-    in the parent's sequence. Its other candidates use the sequences of parents without a candidate.
+    A parent's best candidate stays in the parent's sequence. Its other candidates use the sequences of
+    parents without a candidate, which then share the parent's KV blocks.
     """
     best_of: dict[int, int] = {}  # parent -> index of its best candidate
     for i, candidate in enumerate(chosen):
@@ -77,7 +75,7 @@ def extend_beams(
             target.tokens = list(source.tokens)
             target.counts = source.counts and source.counts.copy()
             target.output.log_probs = list(source.output.log_probs)
-            fork(source, target, group.reserve)
+            kv.fork(source, target, group.reserve)
         beams.append(target)
     for beam, candidate in zip(beams, chosen, strict=True):
         beam.tokens.append(candidate.token)

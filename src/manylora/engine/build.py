@@ -16,14 +16,6 @@ from manylora.config.model import ModelConfig
 from manylora.config.model_folder import weight_files
 from manylora.config.pooling import longest_text
 from manylora.engine.guide import Guides
-from manylora.engine.memory import KvPlan
-from manylora.engine.memory import allocate_kv
-from manylora.engine.memory import allocate_states
-from manylora.engine.memory import batch_limits
-from manylora.engine.memory import check_model
-from manylora.engine.memory import kv_cache_dtype
-from manylora.engine.memory import plan_memory
-from manylora.engine.memory import usable_bytes
 from manylora.engine.runner import Runner
 from manylora.engine.step_messages import END
 from manylora.engine.step_messages import Others
@@ -63,6 +55,14 @@ from manylora.parallel.mapping import Mapping
 from manylora.system.allocator import keep_memory
 from manylora.system.lifeline import is_draining
 from manylora.system.lifeline import is_launched
+from manylora.engine.sizing import KvPlan
+from manylora.engine.sizing import allocate_kv
+from manylora.engine.sizing import allocate_states
+from manylora.engine.sizing import batch_limits
+from manylora.engine.sizing import check_model
+from manylora.engine.sizing import kv_cache_dtype
+from manylora.engine.sizing import plan_memory
+from manylora.engine.sizing import usable_bytes
 
 
 logger = logging.getLogger("manylora")

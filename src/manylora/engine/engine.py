@@ -16,16 +16,10 @@ from manylora.engine.kv_cache import KvCache
 from manylora.engine.requests import LogitsMemory
 from manylora.engine.requests import Prepared
 from manylora.engine.requests import SequenceMaker
-from manylora.engine.results import Counters
-from manylora.engine.results import ResultProcessor
-from manylora.engine.results import take_event
 from manylora.engine.scheduler import Scheduler
 from manylora.engine.scheduler import Step
 from manylora.engine.sequence import Sequence
 from manylora.engine.state_pool import StatePool
-from manylora.engine.step_in_flight import FailedStep
-from manylora.engine.step_in_flight import LaunchedStep
-from manylora.engine.version_swaps import VersionSwaps
 from manylora.errors import QueueFullError
 from manylora.errors import RequestError
 from manylora.group.rank_info import find_rank
@@ -40,6 +34,12 @@ from manylora.lora.library.reader import AdapterReader
 from manylora.lora.modules import LoraModule
 from manylora.request import mix
 from manylora.stats import CacheMap
+from manylora.engine.step import Counters
+from manylora.engine.step import FailedStep
+from manylora.engine.step import LaunchedStep
+from manylora.engine.step import ResultProcessor
+from manylora.engine.step import take_event
+from manylora.engine.swaps import VersionSwaps
 
 
 if TYPE_CHECKING:
@@ -87,9 +87,7 @@ class Engine:
         self._requests: dict[int, list[Sequence]] = {}  # handle -> its open sequences
         self._logits_memory, self._next_handle = LogitsMemory(self.model), 0
         self._counters = Counters()
-        self._results = ResultProcessor(
-            self._scheduler, self._kv, self._runner, self._counters, config.stream_interval
-        )
+        self._results = ResultProcessor(self._scheduler, self._kv, self._counters, config.stream_interval)
         self._last_step = Step(())
         self._processed: Step | None = None  # by the last call of `step`
         self._in_flight: LaunchedStep | None = None  # launched by `_overlapped_step`, not processed yet
@@ -363,8 +361,10 @@ class Engine:
             self._parts.device.probe()
             return self._fail(launched.step, error)
         self._processed = launched.step
-        events, ended = self._results.apply(launched, sampled)
-        return events + self._retire(ended)
+        outcome = self._results.apply(launched, sampled)
+        self._runner.copy_blocks(outcome.block_copies)
+        self._runner.copy_states(outcome.state_copies)
+        return outcome.events + self._retire(outcome.ended)
 
     def _fail(self, step: Step, error: Exception) -> Events:
         """End the requests of a step that failed."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from manylora.engine.scheduler import Chunk, DecodeRun
 from manylora.engine.sequence import PENDING, Sequence
-from manylora.engine.step_in_flight import LaunchedStep
+from manylora.engine.step import LaunchedStep
 from manylora.kernels.extras import with_logits
 from manylora.kernels.recurrent import StateBatch
 from manylora.kernels.reference import ReferenceOps

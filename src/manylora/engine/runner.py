@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -20,11 +22,10 @@ from manylora.engine.inputs import (
     pooled_positions,
     wanted_positions,
 )
-from manylora.engine.pooler import Pooler
 from manylora.engine.sampler import Row, Sampler, adjust
 from manylora.engine.scheduler import Chunk, DecodeRun, Step
 from manylora.engine.sequence import PENDING, BeamGroup, Sequence
-from manylora.engine.step_in_flight import LaunchedStep, PooledChunk
+from manylora.engine.step import LaunchedStep, PooledChunk
 from manylora.engine.step_messages import (
     COPY_BLOCKS,
     COPY_STATES,
@@ -36,6 +37,7 @@ from manylora.engine.step_messages import (
 from manylora.engine.warmup import try_variants
 from manylora.group.leader import Leader
 from manylora.kernels.device import Arrival, Device
+from manylora.kernels.extras import Extra
 from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.spec import BatchLimits
 from manylora.kernels.transfer import to_device, upload
@@ -43,6 +45,7 @@ from manylora.lora.store import AdapterStore
 from manylora.model.batch import ForwardBatch, KvTensors, copy_blocks
 from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder
+from manylora.model.heads import ClassificationHead, HeadLayer
 from manylora.stats import GraphStats
 
 PLAIN_USES = 1  # of a decode step's shape before it is recorded
@@ -303,3 +306,51 @@ class Runner:
 
 def _numpy(logits: Tensor) -> np.ndarray:
     return logits.to("cpu", torch.float32, copy=True).numpy()
+
+
+class Pooler:
+    """Turns the hidden states of a prompt into the result of a request for pooled outputs.
+
+    classifier: the model's own head, if it has one. layer: precedes a head of a single layer. dense:
+    layers applied to embeddings, in order. activation: of the first layer of an adapter's head of two layers.
+    """
+
+    def __init__(
+        self,
+        classifier: ClassificationHead | None,
+        layer: HeadLayer | None = None,
+        dense: tuple[HeadLayer, ...] = (),
+        activation: str = "tanh",
+    ) -> None:
+        self._dense, self._activation = dense, activation
+        self._classifier, self._layer = classifier, layer
+        self._sums: WeakKeyDictionary[Sequence, Tensor] = WeakKeyDictionary()  # for prompts in several chunks
+
+    def __call__(self, chunk: Chunk, x: Tensor, extras: Mapping[str, Extra]) -> Tensor | None:
+        """x [P, hidden], of `pooled_positions`. extras: of the chunk's adapter. Returns [n] float32, or [P,
+        n] for all tokens.
+        None: the prompt continues in another chunk.
+        """
+        sequence, pooling = chunk.sequence, chunk.sequence.request.pooling
+        assert pooling is not None
+        if pooling.mode == "mean" and not (chunk.ends and chunk.start == 0):
+            total = x.float().sum(0)
+            if chunk.start:
+                total += self._sums[sequence]
+            self._sums[sequence] = total
+            if not chunk.ends:
+                return None
+            x = (total / sequence.num_prompt).to(x.dtype)[None]
+        elif pooling.mode == "mean":
+            x = x.float().mean(0, keepdim=True).to(x.dtype)
+        if pooling.head:
+            head = ClassificationHead.of_extras(extras, self._activation) or self._classifier
+            assert head is not None, "checked when the request was taken"
+            layer = self._layer
+            if layer is not None and head.dense is None and (layer.config.each or pooling.mode != "all"):
+                x = layer(x)
+            x = head(x)
+        elif pooling.mode != "all":
+            for one in self._dense:
+                x = one(x.float())
+        return x.float() if pooling.mode == "all" else x[0].float()

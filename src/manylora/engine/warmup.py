@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -62,54 +62,22 @@ def _prefill(
     device: Device,
     limits: BatchLimits,
     num_tokens: int,
-    modules: Sequence[LoraModule],
+    modules: Collection[LoraModule],
     members: int,
     rank: int,
 ) -> None:
     """Prefill prompts of this many tokens in total, whose keys and values all go to one block, under a mix of
     adapters: the memory that operations use per row grows with the sum of its ranks.
     """
-    size, ops = limits.tokens_per_block, device.ops
     lengths = [min(limits.max_seq_len, num_tokens)]
     while sum(lengths) < num_tokens and len(lengths) < limits.max_sequences:
         lengths.append(min(limits.max_seq_len, num_tokens - sum(lengths)))
-    starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    inputs = StepInputs(
-        input_ids=[0] * starts[-1],
-        positions=[position for length in lengths for position in range(length)],
-        starts=starts,
-        lengths=lengths,
-        blocks=[[0] * -(-length // size) for length in lengths],
-        slots=[0] * starts[-1],
-        logits_rows=[stop - 1 for stop in starts[1:]],
-        lora=_mix_of_zeros(starts, modules, members, rank, limits, device.torch),
-    )
+    inputs = _inputs(lengths, 1, limits, context=1, slot=0)
+    inputs.lora = _adapters(inputs.starts, modules, RowFormat(rank), limits, device.torch, members)
     made = partial(torch.zeros, dtype=limits.kv_dtype or limits.dtype, device=device.torch)
-    kv = make_kv(decoder.config, 1, size, made)
-    ops.reserve(limits, device.torch)
-    decoder.forward(to_device(inputs.plan(ops), device.torch), kv)
-
-
-def _mix_of_zeros(
-    starts: Sequence[int],
-    modules: Sequence[LoraModule],
-    members: int,
-    rank: int,
-    limits: BatchLimits,
-    device: torch.device,
-) -> LoraBatch | None:
-    """All rows and members share one place in memory: only their number matters for the peak."""
-    one = RowFormat(rank)
-    sizes = {module.module_id: module.row_elements(one) for module in modules if module.counted}
-    if not sizes:
-        return None
-    row = LoraRow(0, one)
-    row = replace(row, more=(row,) * (members - 1))
-    layers = range(limits.num_layers)
-    rows: dict[tuple[int, int], LoraRow] = {(layer, module): row for layer in layers for module in sizes}
-    pool = torch.zeros(max(sizes.values()), dtype=limits.dtype, device=device)
-    segments = tuple(LoraSegment(start, stop, rows) for start, stop in pairwise(starts))
-    return LoraBatch(pool, segments, ALIGNMENT)
+    kv = make_kv(decoder.config, 1, limits.tokens_per_block, made)
+    device.ops.reserve(limits, device.torch)
+    decoder.forward(to_device(inputs.plan(device.ops), device.torch), kv)
 
 
 def _draw(device: torch.device, num_rows: int, vocab: int) -> None:
@@ -157,10 +125,14 @@ def try_variants(
     logger.info("compiled kernels in %.1f s", time.perf_counter() - started)
 
 
-def _inputs(counts: list[int], num_blocks: int, limits: BatchLimits) -> StepInputs:
-    """Sequences with these numbers of rows. Those with one row attend to the cache's blocks."""
-    starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
-    lengths = [min(CONTEXT, limits.max_seq_len) if n == 1 else n for n in counts]
+def _inputs(
+    counts: list[int], num_blocks: int, limits: BatchLimits, context: int = CONTEXT, slot: int = -1
+) -> StepInputs:
+    """Sequences with these numbers of rows. context: tokens of those with one row. slot: where the keys and
+    values of all rows go; -1: nowhere.
+    """
+    starts = [0, *accumulate(counts)]
+    lengths = [min(context, limits.max_seq_len) if n == 1 else n for n in counts]
     columns = [-(-n // limits.tokens_per_block) for n in lengths]
     return StepInputs(
         input_ids=[0] * starts[-1],
@@ -168,7 +140,7 @@ def _inputs(counts: list[int], num_blocks: int, limits: BatchLimits) -> StepInpu
         starts=starts,
         lengths=lengths,
         blocks=[[(sum(columns[:s]) + i) % num_blocks for i in range(n)] for s, n in enumerate(columns)],
-        slots=[-1] * starts[-1],
+        slots=[slot] * starts[-1],
         logits_rows=[stop - 1 for stop in starts[1:]],
     )
 
@@ -179,21 +151,29 @@ def _adapters(
     adapted: RowFormat,
     limits: BatchLimits,
     device: torch.device,
+    members: int = 1,
 ) -> LoraBatch | None:
     """An adapter of zeros for every sequence, with every module in every layer.
 
-    Adapters and modules have separate memory, because one launch reads them all. Layers share it.
+    Adapters and modules have separate memory, because one launch reads them all. Layers share it. members:
+    more than 1: one mix of so many adapters for all sequences, and all its rows share one place in memory:
+    only their number matters.
     """
     sizes = {module.module_id: module.row_elements(adapted) for module in modules if module.counted}
     if not sizes:
         return None
     steps = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.values()]
     offsets = dict(zip(sizes, accumulate([0, *steps]), strict=False))
-    pool = torch.zeros((len(starts) - 1) * sum(steps), dtype=limits.dtype, device=device)
+    stride, elements = sum(steps), (len(starts) - 1) * sum(steps)
+    if members > 1:
+        offsets, stride, elements = dict.fromkeys(sizes, 0), 0, max(sizes.values())
+    tables: dict[int, dict[tuple[int, int], LoraRow]] = {}  # by the first element
     segments = []
     for number, (start, stop) in enumerate(pairwise(starts)):
-        places = {m: LoraRow(number * sum(steps) + offset, adapted) for m, offset in offsets.items()}
-        layers = range(limits.num_layers)
-        rows: dict[tuple[int, int], LoraRow] = {(at, m): row for at in layers for m, row in places.items()}
-        segments.append(LoraSegment(start, stop, rows))
-    return LoraBatch(pool, tuple(segments), ALIGNMENT)
+        first = number * stride
+        if first not in tables:
+            places = {m: LoraRow(first + offset, adapted) for m, offset in offsets.items()}
+            rows = {m: replace(row, more=(row,) * (members - 1)) for m, row in places.items()}
+            tables[first] = {(at, m): row for at in range(limits.num_layers) for m, row in rows.items()}
+        segments.append(LoraSegment(start, stop, tables[first]))
+    return LoraBatch(torch.zeros(elements, dtype=limits.dtype, device=device), tuple(segments), ALIGNMENT)

@@ -1,23 +1,113 @@
-"""ResultProcessor: applies the results of a step to the sequences that it ran. `take_event`: what the sender
-of a request is told of them.
+"""LaunchedStep: a step whose forward pass was launched. ResultProcessor: applies its results to the sequences
+that it ran. take_event: what the sender of a request is told.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from manylora.engine.beam import BeamCandidate, extend_beams, select_beams
 from manylora.engine.kv_cache import KvCache
-from manylora.engine.runner import Runner
-from manylora.engine.scheduler import Scheduler
+from manylora.engine.sampler import Row
+from manylora.engine.scheduler import Chunk, Scheduler, Step
 from manylora.engine.sequence import BeamGroup, Sequence
-from manylora.engine.step_in_flight import LaunchedStep, SampledTokens
 from manylora.errors import AdapterNotFiniteError, RequestError
+from manylora.kernels.device import Arrival
 from manylora.kernels.spec import NOT_FINITE
 from manylora.request import ActivatedTokens, Event, FinishReason, RequestMetrics
+
+SampledTokens = dict[Sequence, list[tuple[int, float | None]]]
+"""(token, log probability) pairs of each sampled sequence: more than one if draft tokens were accepted.
+NOT_FINITE replaces a token whose logits are not finite.
+"""
+
+
+@dataclass(frozen=True)
+class PooledChunk:
+    """values: float32, being copied to the host; see `Sequence.add_pooled`."""
+
+    chunk: Chunk
+    values: Arrival
+
+
+class LaunchedStep:
+    """Created by the runner. tokens, log_probs: [D] on the device, one per entry of `rows`; see
+    `sampler.sample`. A step without tokens must be waited for, too, because it reads adapters.
+
+    pooled: results of requests for pooled outputs.
+    candidates: of each beam search in the step; empty if the logits are not finite.
+    assumed_done: set by the engine if the scheduler counted the step before its results are known.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        rows: Rows[Row],
+        tokens: Tensor,
+        log_probs: Tensor | None,
+        candidates: dict[BeamGroup, list[BeamCandidate]] | None = None,
+        pooled: Rows[PooledChunk] = (),
+    ) -> None:
+        self.step = step
+        self.tokens = tokens
+        self.candidates = candidates or {}
+        self.pooled = pooled
+        self.assumed_done = False
+        self._rows = rows
+        self._tokens = Arrival(tokens)
+        self._log_probs = Arrival(log_probs) if log_probs is not None else None
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether the next step can be launched before the tokens of this one are known."""
+        if self.step.run is not None:
+            return self.step.run.can_run_ahead
+        sampled = (chunk.sequence for chunk in self.step.chunks if chunk.samples)
+        return all(sequence.can_run_ahead for sequence in sampled if not sequence.finished)
+
+    def index_of(self, sequence: Sequence) -> int:
+        """Index into `tokens` of the sequence's next token."""
+        return self._indices[sequence]
+
+    @cached_property
+    def _indices(self) -> dict[Sequence, int]:
+        return {sequence: index for index, (sequence, _) in enumerate(self._rows)}
+
+    def wait(self) -> SampledTokens:
+        """Wait until the tokens are on the host. Raises the device's errors."""
+        sampled: SampledTokens = {}
+        tokens = self._tokens.wait().tolist()
+        log_probs = self._log_probs.wait().tolist() if self._log_probs else [None] * len(tokens)
+        for (sequence, length), token, log_prob in zip(self._rows, tokens, log_probs, strict=True):
+            if not sequence.num_draft:
+                sampled[sequence] = [(token, log_prob if sequence.request.params.return_log_probs else None)]
+                continue
+            accepted = sampled.setdefault(sequence, [])
+            position = length - (len(sequence.tokens) - sequence.num_draft - sequence.is_pending)
+            # A later token counts only if the draft tokens before it are those that the model has chosen.
+            follows = 0 < position == len(accepted) and accepted[-1][0] == sequence.tokens[length - 1]
+            if position == 0 or follows:
+                wanted = sequence.request.params.return_log_probs
+                accepted.append((token, log_prob if wanted else None))
+        return sampled
+
+
+class FailedStep(LaunchedStep):
+    """A step whose launch raised an error; `wait` raises it."""
+
+    def __init__(self, step: Step, error: Exception) -> None:
+        super().__init__(step, [], torch.empty(0, dtype=torch.long), None)
+        self._error = error
+
+    def wait(self) -> SampledTokens:
+        raise self._error
 
 
 def take_event(sequence: Sequence, last: bool) -> Event:
@@ -97,49 +187,57 @@ class Counters:
     requests_cancelled: int = 0
 
 
+Pairs = list[tuple[int, int]]
+
+
+@dataclass
+class StepOutcome:
+    """events: of streams, each with its request's handle. ended: sequences, whose resources are still theirs.
+    block_copies, state_copies: (from, to) pairs for `Runner.copy_blocks` and `copy_states`, before the next
+    step.
+    """
+
+    events: list[tuple[int, Event]] = field(default_factory=list)
+    ended: list[Sequence] = field(default_factory=list)
+    block_copies: Pairs = field(default_factory=list)
+    state_copies: Pairs = field(default_factory=list)
+
+
 class ResultProcessor:
     """Appends tokens, moves beams and counts. It frees nothing: that is for the engine.
 
     stream_interval: new tokens of a stream in one event.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, kv: KvCache, runner: Runner, counters: Counters, stream_interval: int
-    ) -> None:
-        self._scheduler, self._kv, self._runner, self._counters = scheduler, kv, runner, counters
+    def __init__(self, scheduler: Scheduler, kv: KvCache, counters: Counters, stream_interval: int) -> None:
+        self._scheduler, self._kv, self._counters = scheduler, kv, counters
         self._stream_interval = stream_interval
 
-    def apply(
-        self, launched: LaunchedStep, sampled: SampledTokens
-    ) -> tuple[list[tuple[int, Event]], list[Sequence]]:
-        """Returns the events of streams, each with its request's handle, and the sequences that ended."""
-        step = launched.step
+    def apply(self, launched: LaunchedStep, sampled: SampledTokens) -> StepOutcome:
+        step, outcome, now_ns = launched.step, StepOutcome(), time.monotonic_ns()
         self._counters.steps += 1
         self._counters.prompt_tokens += step.num_context_tokens
-        now_ns = time.monotonic_ns()
         for chunk in step.chunks:
             if chunk.sequence.is_pending:
                 chunk.sequence.remove_pending_token()
-        events: list[tuple[int, Event]] = []
-        ended: list[Sequence] = []
         for sequence, tokens in sampled.items():
             if sequence.finish_reason is not None:  # cancelled meanwhile, or ended by the step before
                 continue
             self._append(sequence, tokens, now_ns)
             if sequence.finish_reason is not None:
-                ended.append(sequence)
+                outcome.ended.append(sequence)
             elif sequence.request.streaming and self._is_due(sequence):
-                events.append((sequence.handle, take_event(sequence, last=False)))
-        ended += self._take_pooled(launched, now_ns)
+                outcome.events.append((sequence.handle, take_event(sequence, last=False)))
+        outcome.ended += self._take_pooled(launched, now_ns)
         if not launched.assumed_done:
             self._scheduler.advance(step)
         for group, candidates in launched.candidates.items():
             if not group.leader.finished:
                 group.leader.times.mark_token(now_ns)
-                self._advance_beams(group, candidates)
+                self._advance_beams(group, candidates, outcome)
                 if group.leader.finished:
-                    ended.append(group.leader)
-        return events, ended
+                    outcome.ended.append(group.leader)
+        return outcome
 
     def _is_due(self, sequence: Sequence) -> bool:
         """Whether a stream has an event now: clients wait for the first token, and logits are not kept."""
@@ -193,7 +291,7 @@ class ResultProcessor:
         elif guide is None or not guide.is_late:
             sequence.fail(_not_finite(sequence))
 
-    def _advance_beams(self, group: BeamGroup, candidates: list[BeamCandidate]) -> None:
+    def _advance_beams(self, group: BeamGroup, candidates: list[BeamCandidate], outcome: StepOutcome) -> None:
         """Move the beams of one search to the candidates for their next tokens."""
         leader = group.leader
         if not candidates:
@@ -203,11 +301,11 @@ class ResultProcessor:
         chosen = select_beams(group, candidates)
         if not chosen:
             return
-        self._scheduler.fork(leader, extend_beams(group, chosen, self._kv.fork))
+        self._scheduler.fork(leader, extend_beams(group, chosen, self._kv))
         copies = [self._kv.make_writable(beam, group.reserve) for beam in group.beams]
-        self._runner.copy_blocks([pair for pair in copies if pair is not None])
+        outcome.block_copies += [pair for pair in copies if pair is not None]
         if self._kv.states is not None:
-            self._runner.copy_states(self._kv.states.take_copies())
+            outcome.state_copies += self._kv.states.take_copies()
 
 
 def _not_finite(sequence: Sequence) -> RequestError:

@@ -279,7 +279,7 @@ def test_a_sampler_that_is_kept_draws_what_new_ones_draw(
         if kept is None:
             kept = Sampler(rows, vocab, device)
         else:
-            kept.go_on([length for _, length in rows], tokens)
+            kept.advance([length for _, length in rows], tokens)
         found, log_probs = kept(logits.clone())
         assert found.tolist() == expected.tolist()
         assert torch.equal(log_probs, expected_log_probs)

@@ -69,11 +69,11 @@ def test_a_long_sequence_takes_bounded_memory() -> None:
 
 def test_a_draft_grows_with_success_and_shrinks_with_failure() -> None:
     drafter = Drafter(NgramIndex(1, 2, True), 8)
-    drafter.saw(8, 3, 100)
+    drafter.record_result(8, 3, 100)
     assert drafter.length == 4
-    drafter.saw(4, 4, 104)
+    drafter.record_result(4, 4, 104)
     assert drafter.length == 6
-    drafter.saw(6, 0, 110)
+    drafter.record_result(6, 0, 110)
     assert drafter.length == 1
 
 
@@ -83,14 +83,14 @@ def test_a_sequence_whose_drafts_fail_pauses_longer_each_time_and_tries_again() 
     for _ in range(20):
         drafted = drafter.propose(tokens, 4, price=0.0)
         if drafted:
-            drafter.saw(len(drafted), 0, len(tokens))
+            drafter.record_result(len(drafted), 0, len(tokens))
             if drafter.wakes_at > len(tokens):
                 pauses.append(drafter.wakes_at - len(tokens))
                 tokens = [7] * drafter.wakes_at
     assert pauses[:5] == [FIRST_PAUSE, 64, 128, 256, LONGEST_PAUSE]
     assert pauses[-1] == LONGEST_PAUSE
     for _ in range(3):
-        drafter.saw(4, 4, len(tokens))
+        drafter.record_result(4, 4, len(tokens))
     assert drafter.propose(tokens, 4, price=0.3) == [7] * 4, "success ends the pauses"
 
 
@@ -166,7 +166,7 @@ def simulated(fixed: float, by_row: float, count: int, share: float, most: int) 
         for (drafter, tokens), draft in zip(running, drafts, strict=True):
             right = next((n for n in range(len(draft)) if picks.random() > share), len(draft))
             if draft:
-                drafter.saw(len(draft), right, len(tokens))
+                drafter.record_result(len(draft), right, len(tokens))
             accepted += right
             tokens += [7] * (1 + right)
         times.add(len(running), sum(map(len, drafts)), took, accepted)

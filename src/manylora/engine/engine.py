@@ -181,7 +181,7 @@ class Engine:
         events += self._overlapped_step() if self._parts.overlap else self._plain_step()
         if self._processed is not None and not self._processed.num_context_tokens:
             rows = (chunk.count for chunk in self._processed.chunks)
-            self._scheduler.speculation.took(
+            self._scheduler.speculation.record_step(
                 rows, time.perf_counter() - started, self._counters.accepted_draft_tokens - accepted
             )
         return events

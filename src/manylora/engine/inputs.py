@@ -58,7 +58,7 @@ class StateRows:
         found = [(s.state.reads, s.state.slot, s.state.cut, s.state.save_slot) for s in sequences]
         return cls(*map(list, zip(*found, strict=True)))
 
-    def going_on(self) -> StateRows:
+    def next_step(self) -> StateRows:
         """For the next step, which decodes one token of each sequence."""
         none = [0] * len(self.writes)
         return StateRows(self.writes, self.writes, none, none)
@@ -244,7 +244,7 @@ class KeptInputs:
         self._ids, *_ = rows = np.zeros((4, count), np.int64)
         self._moving = rows[1:]  # incremented in each step
         ids, positions, lengths, slots = rows
-        state = None if first.state is None else first.state.going_on()
+        state = None if first.state is None else first.state.next_step()
         own = {"input_ids": ids, "positions": positions, "lengths": lengths, "slots": slots, "state": state}
         self._inputs = replace(first, **own)
         self._batch: ForwardBatch | None = None

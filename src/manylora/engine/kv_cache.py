@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 DEFAULT_PRIORITY = 35
 
 Key = tuple[object, tuple[int, ...], str]
-"""Key of a block: its parent node or the sequence's root, its tokens, and their `Sequence.maker`."""
+"""Key of a block: its parent node or the sequence's root, its tokens, and their `Sequence.kv_key_suffix`."""
 
 
 class IdleBlocks:
@@ -366,4 +366,4 @@ class KvCache:
 
 def _key(sequence: Sequence, parent: object, start: int, size: int) -> Key:
     stop = start + size
-    return parent, tuple(sequence.tokens[start:stop]), sequence.maker(start, stop)
+    return parent, tuple(sequence.tokens[start:stop]), sequence.kv_key_suffix(start, stop)

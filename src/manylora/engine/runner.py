@@ -139,16 +139,16 @@ class Runner:
         tokens = None if previous is None else previous.tokens
         inputs = kept.next(tokens)
         logits = self._logits(inputs, kept)
-        if sampler.sees_tokens and tokens is None:
+        if sampler.needs_tokens and tokens is None:
             tokens = self._tensor(list(inputs.input_ids))
-        sampler.go_on(np.asarray(inputs.lengths).tolist(), tokens if sampler.sees_tokens else None)
+        sampler.advance(np.asarray(inputs.lengths).tolist(), tokens if sampler.needs_tokens else None)
         if not run.can_run_ahead:  # as those whose logits are returned cannot
             self._return_logits(logits, sampler.rows)
         return LaunchedStep(step, sampler.rows, *sampler(logits, inputs.best))
 
     def _launch_anew(self, step: Step, previous: LaunchedStep | None) -> LaunchedStep:
         chunks = [one for chunk in step.chunks for one in one_by_one(chunk)]
-        chunks.sort(key=lambda c: c.sequence.place(c.start, c.start + c.count))
+        chunks.sort(key=lambda c: c.sequence.batch_key(c.start, c.start + c.count))
         wanted = [wanted_positions(chunk) for chunk in chunks]
         self._encode([chunk.sequence for chunk in chunks if chunk.num_encoded])
         inputs = self._inputs(chunks, wanted, previous)

@@ -128,7 +128,7 @@ def _counts(sequence: Sequence, length: int, vocab: int) -> tuple[np.ndarray, np
 
 
 NO_TOKEN = -2  # equal to none that is drawn
-LEAST_ORDERED = 64  # logits, of a row with a top-k
+MIN_ORDERED = 64  # logits, of a row with a top-k
 GUIDES_S = 0.05  # at most for the masks of all guides of a step
 
 Row = tuple[Sequence, int]
@@ -178,20 +178,20 @@ class Sampler:
         self._adjusts = bool(rules) or self._divisors is not None
         self._is_plain = not (self._adjusts or self._drawn.rows or self._wanted.rows)
         if pending is not None:
-            self._see_drawn(pending)
+            self._count_drawn(pending)
 
     @property
-    def sees_tokens(self) -> bool:
-        """Whether `go_on` needs the tokens."""
+    def needs_tokens(self) -> bool:
+        """Whether `advance` needs the tokens."""
         return self._penalties is not None or any(group.decays for group in self._groups)
 
-    def go_on(self, lengths: Rows[int], tokens: Tensor | None) -> None:
+    def advance(self, lengths: Rows[int], tokens: Tensor | None) -> None:
         """Each sequence has one token more, and `lengths` in all. tokens: [L] int64 on the device, those; a
         negative one is none."""
         self.rows = [*zip(self._sequences, lengths, strict=True)]
         if tokens is None:
             return
-        self._see_drawn(tokens)
+        self._count_drawn(tokens)
         if self._penalties is not None and self._penalties.is_full:
             self._penalties = self._new_penalties(tokens)
         elif self._penalties is not None:
@@ -274,7 +274,7 @@ class Sampler:
             for size, rows in groups.items()
         ]
 
-    def _see_drawn(self, tokens: Tensor) -> None:
+    def _count_drawn(self, tokens: Tensor) -> None:
         for group in self._groups:
             if group.decays:
                 group.decay(group.some.of(tokens))
@@ -344,7 +344,7 @@ def _num_ordered(sequence: Sequence, vocab: int) -> int:
     """How many of the largest logits must be in order, 0 without a top-k: a few sizes, so that rows go
     together. Twice top-k, as of equal logits the first ones count."""
     top_k = sequence.request.params.top_k
-    return min(vocab, max(LEAST_ORDERED, 1 << (2 * top_k - 1).bit_length())) if top_k else 0
+    return min(vocab, max(MIN_ORDERED, 1 << (2 * top_k - 1).bit_length())) if top_k else 0
 
 
 class _Drawing:

@@ -17,95 +17,11 @@ from manylora.engine.sequence import Sequence
 from manylora.engine.speculation import Speculation
 
 if TYPE_CHECKING:
-    from manylora.engine.kv_cache import KvCache
-    from manylora.engine.sequence import Sequence
     from manylora.lora.leases import Lease
     from manylora.lora.store import AdapterStore
 
-
-class DecodeRun:
-    """Caches what stays the same from one such step to the next, instead of recomputing it per sequence.
-
-    sequences: in the order of their rows; those of one adapter are adjacent.
-    positions: [S] int64, of the token that each computes next; a new array after each step.
-    can_run_ahead: see `Sequence`.
-    """
-
-    def __init__(self, sequences: Iterable[Sequence], tokens_per_block: int) -> None:
-        self.sequences = tuple(sorted(sequences, key=lambda s: s.place(s.num_computed, s.num_computed + 1)))
-        self.positions = np.array([sequence.num_computed for sequence in self.sequences])
-        self.can_run_ahead = all(sequence.can_run_ahead for sequence in self.sequences)
-        self._size = tokens_per_block
-        self._rooms = np.array([self._room(sequence) for sequence in self.sequences])
-        self._num_left = min(map(_steps_left, self.sequences))
-        self._num_fit = int((self._rooms - self.positions).min())  # steps for which all sequences have blocks
-
-    @staticmethod
-    def takes(sequence: Sequence) -> bool:
-        """Whether a sequence that decodes its next token now will continue to do so until it ends."""
-        alone = sequence.guide is None and sequence.beams is None and not sequence.drafts
-        length = sequence.num_computed + 1
-        return alone and sequence.num_prompt < length and sequence.rope_length <= length
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether all sequences may compute one more token, judging by their lengths."""
-        return self._num_left > 0
-
-    def step_done(self) -> None:
-        self.positions = self.positions + 1
-        self._num_left -= 1
-        self._num_fit -= 1
-
-    def without_room(self) -> list[Sequence]:
-        """Sequences whose blocks have no space for the token that they compute next."""
-        if self._num_fit > 0:
-            return []
-        return [self.sequences[row] for row in np.flatnonzero(self.positions >= self._rooms)]
-
-    def has_grown(self, sequence: Sequence) -> None:
-        """Record that it got more blocks."""
-        self._rooms[self.sequences.index(sequence)] = self._room(sequence)
-        self._num_fit = int((self._rooms - self.positions).min())
-
-    def _room(self, sequence: Sequence) -> int:
-        return len(sequence.kv.blocks) * self._size
-
-
-def _steps_left(sequence: Sequence) -> int:
-    """Steps until its last token, its rotary scaling or its next draft requires another kind of step."""
-    last, limit = sequence.max_len - 1, sequence.rope_limit
-    if limit is not None and sequence.rope_length <= limit:
-        last = min(last, limit)
-    if sequence.drafter is not None:
-        last = min(last, sequence.drafter.wakes_at - 1)
-    return last - sequence.num_computed
-
-
-LEAST = 128  # tokens of a step that a sequence waits for; less is computed in less time than a step takes
-
-
-def long_chunks(chunks: Iterable[Chunk]) -> list[Chunk]:
-    """Those that may be worth waiting for."""
-    return [chunk for chunk in chunks if chunk.count >= LEAST]
-
-
-def waits(sequence: Sequence, chunks: Iterable[Chunk], kv: KvCache) -> bool:
-    """Whether a sequence in the queue stays there for this step: one of its chunks computes keys and values
-    that the sequence can use, of LEAST tokens at least and of half the chunk.
-
-    It looks at no more than this step, so nobody waits for a sequence that does not move: one that has ended,
-    was preempted, or waits for its adapter. Each such step leaves it LEAST tokens less to wait for.
-    """
-    for chunk in chunks:
-        shared = kv.shared(sequence, chunk.sequence, chunk.start, chunk.count)
-        if shared >= max(LEAST, chunk.count / 2):
-            return True
-    return False
-
-
+MIN_SHARED = 128  # tokens that a sequence waits for; fewer are computed in less time than a step takes
 MAX_PREFETCHED = 8  # waiting sequences whose adapters are copied to the device ahead of time
-
 # A sequence that waits for space in the adapter cache lets this many later ones pass before it blocks them.
 MAX_OVERTAKES = 64
 
@@ -139,7 +55,8 @@ class Chunk:
 class Step:
     """One forward pass.
 
-    run: where the next step may well have the same sequences, in the order of these chunks.
+    run: set if each chunk decodes one token, and the next step is likely to have the same sequences in this
+    order.
     """
 
     chunks: tuple[Chunk, ...]
@@ -152,9 +69,73 @@ class Step:
         return sum(chunk.num_rows for chunk in self.chunks if chunk.in_context or chunk.num_encoded)
 
 
+class DecodeRun:
+    """Consecutive steps in which the same S sequences decode one token each. What stays the same from one
+    step to the next is kept here.
+
+    sequences: in the order of their rows; those of one adapter are adjacent.
+    positions: [S] int64, of the token that each computes next; a new array after each step.
+    can_run_ahead: as in `Sequence`, for all of them.
+    """
+
+    def __init__(self, sequences: Iterable[Sequence], tokens_per_block: int) -> None:
+        self.sequences = tuple(
+            sorted(sequences, key=lambda s: s.batch_key(s.num_computed, s.num_computed + 1))
+        )
+        self.positions = np.array([sequence.num_computed for sequence in self.sequences])
+        self.can_run_ahead = all(sequence.can_run_ahead for sequence in self.sequences)
+        self._size = tokens_per_block
+        self._rooms = np.array([self._room(sequence) for sequence in self.sequences])
+        self._num_left = min(map(_steps_left, self.sequences))
+        self._num_fit = int((self._rooms - self.positions).min())  # steps for which all sequences have blocks
+
+    @staticmethod
+    def accepts(sequence: Sequence) -> bool:
+        """Whether a sequence that decodes its next token now will continue to do so until it ends."""
+        alone = sequence.guide is None and sequence.beams is None and not sequence.drafts
+        length = sequence.num_computed + 1
+        return alone and sequence.num_prompt < length and sequence.rope_length <= length
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether all sequences may compute one more token, judging by their lengths."""
+        return self._num_left > 0
+
+    def step_done(self) -> None:
+        self.positions = self.positions + 1
+        self._num_left -= 1
+        self._num_fit -= 1
+
+    def without_room(self) -> list[Sequence]:
+        """Sequences whose blocks have no space for the token that they compute next."""
+        if self._num_fit > 0:
+            return []
+        return [self.sequences[row] for row in np.flatnonzero(self.positions >= self._rooms)]
+
+    def note_growth(self, sequence: Sequence) -> None:
+        """Record that it got more blocks."""
+        self._rooms[self.sequences.index(sequence)] = self._room(sequence)
+        self._num_fit = int((self._rooms - self.positions).min())
+
+    def _room(self, sequence: Sequence) -> int:
+        return len(sequence.kv.blocks) * self._size
+
+
+def _steps_left(sequence: Sequence) -> int:
+    """Steps until its last token, its rotary scaling or its next draft requires another kind of step."""
+    last, limit = sequence.max_len - 1, sequence.rope_limit
+    if limit is not None and sequence.rope_length <= limit:
+        last = min(last, limit)
+    if sequence.drafter is not None:
+        last = min(last, sequence.drafter.wakes_at - 1)
+    return last - sequence.num_computed
+
+
 @dataclass
 class _Round:
-    """The arithmetic of one scheduling round. budget: rows that are left. border: see `chunk_tokens`."""
+    """One call of `Scheduler.schedule`. budget: rows that are left. border: a prompt is cut at a multiple of
+    this, see `EngineConfig.chunk_tokens`.
+    """
 
     budget: int
     border: int
@@ -173,12 +154,18 @@ class _Round:
             count -= sequence.num_draft + 1 - left
         if 0 < count < sequence.num_due:
             whole = count - (sequence.num_computed + count) % self.border
-            count = whole if whole > 0 or self.chunks else count  # alone it goes on in any case
+            count = whole if whole > 0 or self.chunks else count  # alone it must make progress
         if count > 0:
             ends, pooled = count == sequence.num_due, sequence.request.pooling is not None
-            flags = ends and not pooled, encoded, ends and pooled
-            self.chunks.append(Chunk(sequence, sequence.num_computed, count, *flags))
+            chunk = Chunk(sequence, sequence.num_computed, count, samples=ends and not pooled)
+            chunk.num_encoded, chunk.ends = encoded, ends and pooled
+            self.chunks.append(chunk)
             self.budget -= self.chunks[-1].num_rows
+
+    @property
+    def long_chunks(self) -> list[Chunk]:
+        """Chunks that other sequences may wait for."""
+        return [chunk for chunk in self.chunks if chunk.count >= MIN_SHARED]
 
     def remove(self, sequence: Sequence) -> None:
         self.budget += sum(chunk.num_rows for chunk in self.chunks if chunk.sequence is sequence)
@@ -191,8 +178,8 @@ class Scheduler:
 
     guaranteed_no_evict: a sequence is admitted when its longest possible length fits, so it is never
     preempted. max_utilization: it is admitted when its present tokens fit; when blocks run out, the sequence
-    admitted last gives its blocks back and is computed again later. Under both, one that outgrows its rotary
-    scaling is computed again.
+    admitted last gives its blocks back and is computed again later. Under both policies, a sequence that
+    outgrows its rotary scaling is computed again.
     """
 
     def __init__(self, kv: KvCache, adapters: AdapterStore, config: EngineConfig) -> None:
@@ -251,14 +238,15 @@ class Scheduler:
         return Step(tuple(this.chunks), self._run)
 
     def _repeat(self, run: DecodeRun, this: _Round) -> bool:
-        """Schedule the sequences of the step before again. False, and nothing scheduled: one of them does
-        something else now."""
-        if not run.goes_on:
+        """Schedule the sequences of the step before again. Returns False, and schedules nothing, if one of
+        them needs another kind of step now.
+        """
+        if not run.can_continue:
             return False
         for sequence in run.without_room():
             if not self._ensure_blocks(sequence, this) or self._run is not run:  # one of them was preempted
                 return False
-            run.has_grown(sequence)
+            run.note_growth(sequence)
         chunks = zip(run.sequences, run.positions.tolist(), strict=True)
         this.chunks = [Chunk(sequence, start, 1, True) for sequence, start in chunks]
         this.budget -= len(this.chunks)
@@ -267,7 +255,7 @@ class Scheduler:
     def _schedule_running(self, this: _Round) -> None:
         for sequence in [s for s in self.running if s.rope_limit is not None and s.outgrows_rope]:
             self._preempt(sequence, this)
-            sequence.rotate_long()
+            sequence.extend_rope()
         unfinished = [sequence for sequence in self.running if not sequence.is_full]
         if self.speculation.is_on:
             self._draft(unfinished)
@@ -280,20 +268,36 @@ class Scheduler:
                 this.add(sequence)
 
     def _lets_pass(self, sequence: Sequence, this: _Round) -> bool:
-        """Of a sequence that was admitted before its adapter had arrived, and has computed nothing: whether
-        it waits for one that computes its beginning. If not, it takes what the cache has by now."""
+        """Whether a running sequence is left out of this step, because the step computes its beginning for
+        another one. Only a sequence that was admitted before its adapter had arrived, and has computed
+        nothing. If it is not left out, it reuses what is in the cache by now.
+        """
         begun = sequence.num_computed > sequence.kv.num_reused * self._kv.tokens_per_block
         if begun or sequence.beams is not None or not this.budget:
             return False
-        if waits(sequence, long_chunks(this.chunks), self._kv):
+        if self._is_computed_by(this.long_chunks, sequence):
             return True
         before = sequence.num_computed
         self._kv.begin_again(sequence)
         self.num_tokens_reused += sequence.num_computed - before
         return False
 
+    def _is_computed_by(self, chunks: list[Chunk], sequence: Sequence) -> bool:
+        """Whether one of these chunks computes keys and values that a sequence can reuse: of at least
+        MIN_SHARED tokens and half of the chunk. It then waits for the next step.
+
+        Only chunks of this step count, so that no sequence waits for one that makes no progress: that has
+        ended, was preempted, or waits for its adapter. Each such step leaves MIN_SHARED tokens less to wait
+        for.
+        """
+        for chunk in chunks:
+            shared = self._kv.shared(sequence, chunk.sequence, chunk.start, chunk.count)
+            if shared >= max(MIN_SHARED, chunk.count / 2):
+                return True
+        return False
+
     def _draft(self, sequences: list[Sequence]) -> None:
-        """Let those that decode propose their next tokens, where rows and blocks are left."""
+        """Add drafts to decoding sequences, as long as rows and blocks are left."""
         prompts = bool(self.waiting) or any(sequence.in_prefill for sequence in sequences)
         rows = self.speculation.num_rows(self.num_slots, prompts)
         price = self.speculation.times.price(len(sequences))
@@ -308,15 +312,16 @@ class Scheduler:
                 rows -= len(draft)
 
     def _begin_run(self, this: _Round) -> None:
-        if all(chunk.sequence.is_decoding and DecodeRun.takes(chunk.sequence) for chunk in this.chunks):
+        if all(chunk.sequence.is_decoding and DecodeRun.accepts(chunk.sequence) for chunk in this.chunks):
             self._run = run = DecodeRun(self.running, self._kv.tokens_per_block)
             chunk_of = {chunk.sequence: chunk for chunk in this.chunks}
             this.chunks = [chunk_of[sequence] for sequence in run.sequences]
 
     def advance(self, step: Step) -> None:
-        """Count a step as computed, after its tokens were appended, and offer full blocks for reuse.
+        """Count a step as computed, after its tokens were appended, and register full blocks for reuse.
 
-        With pending tokens the step may still be in flight: whatever reads its blocks is queued behind it.
+        If its tokens are still pending, the step may be in flight: the device runs whatever reads its blocks
+        after it.
         """
         size = self._kv.tokens_per_block
         for chunk in step.chunks:
@@ -387,19 +392,20 @@ class Scheduler:
         return self._in_flight is not None and any(c.sequence is sequence for c in self._in_flight.chunks)
 
     def _admit(self, this: _Round) -> None:
-        """Admit the oldest first, passing over those whose adapters find no space, within MAX_OVERTAKES, and
-        those whose beginning another is computing."""
+        """Admit the oldest first. Skipped are sequences without space for their adapters, at most
+        MAX_OVERTAKES times, and those whose beginning this step computes for another one.
+        """
         passed: list[Sequence] = []
         no_space: set[str] = set()  # digests of adapters
         blocked = False  # whether no other adapter may overtake
-        computing = long_chunks(this.chunks)
+        computing = this.long_chunks
         while self.waiting and this.budget > 0:
             if self.num_slots + self.waiting[0].num_slots > self._config.max_batch_size:
                 break
             if self.waiting[0] in self._still_pinned:
                 break
             sequence = self.waiting.popleft()
-            if waits(sequence, computing, self._kv):
+            if self._is_computed_by(computing, sequence):
                 passed.append(sequence)
                 continue
             if sequence.lease and (blocked or not self._try_adapter(sequence.lease, no_space)):
@@ -412,7 +418,7 @@ class Scheduler:
                 self.waiting.appendleft(sequence)
                 break
             self._start(sequence, this)
-            computing = long_chunks(this.chunks)
+            computing = this.long_chunks
             if sequence.lease:
                 for earlier in passed:
                     earlier.queue.num_overtaken += 1
@@ -428,8 +434,9 @@ class Scheduler:
             this.add(sequence)
 
     def _prefetch(self) -> None:
-        """Start copying the adapters of those next in the queue to the device. Once for each sequence: an
-        adapter that is evicted again before it runs is not copied again and again."""
+        """Start to copy the adapters of the next sequences in the queue to the device. Once for each
+        sequence, even if its adapter is evicted again before it runs.
+        """
         for sequence in islice(self.waiting, MAX_PREFETCHED):
             lease = sequence.lease
             if lease is None or sequence in self._still_pinned:

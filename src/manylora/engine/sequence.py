@@ -167,7 +167,7 @@ class Output:
 
 
 @dataclass
-class Following:
+class AdapterFollow:
     """Written by `VersionSwaps`. versions: of the adapter, the one that runs now last. next: a lease on the
     content that the sequence goes on with as soon as it can, and that one's version."""
 
@@ -248,7 +248,7 @@ class Sequence:
     queue: QueueState = field(default_factory=QueueState)
     times: Times = field(default_factory=Times)
     output: Output = field(default_factory=Output)
-    following: Following = field(default_factory=Following)
+    following: AdapterFollow = field(default_factory=AdapterFollow)
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.request.prompt)
@@ -261,7 +261,7 @@ class Sequence:
         self.acts_from = _acts_from(self.request.prompt, self.lease)
         self.root = self._root()
         """Where prefix reuse starts: the same tokens have other keys and values under another adapter. Where
-        the adapter does not act from the start, that is the base model's; `maker` has the rest."""
+        the adapter does not act from the start, that is the base model's; `kv_key_suffix` has the rest."""
 
     def change_adapter(self, lease: Lease, version: AdapterVersion) -> None:
         """Go on under another content. Keys and values that are there stay, so that what follows is of no
@@ -284,7 +284,7 @@ class Sequence:
             digest += ":salt:" + blake2b(self.request.cache_salt.encode(), digest_size=20).hexdigest()
         return digest + self._rope_root
 
-    def maker(self, start: int, stop: int) -> str:
+    def kv_key_suffix(self, start: int, stop: int) -> str:
         """What beside the tokens and what is before them decides the keys and values of tokens [start, stop):
         the adapter, where it begins to act among them. Empty: nothing that is not decided before."""
         if self.lease is None or not start <= self.acts_from < stop or not self.acts_from:
@@ -304,7 +304,7 @@ class Sequence:
         later = self.lease is not None and self.acts_from
         return (self.acts_from, self.lease.digest) if later and self.lease else (NEVER, "")
 
-    def place(self, start: int, stop: int) -> tuple[str, bool]:
+    def batch_key(self, start: int, stop: int) -> tuple[str, bool]:
         """Where the rows of tokens [start, stop) belong in a batch: with those of their adapter, behind those
         that begin as the base model's."""
         acts = self.lease is not None and self.acts_from < stop
@@ -322,7 +322,7 @@ class Sequence:
         grown = limit is not None and self.rope_length <= limit < len(self.tokens) - self.num_draft
         return grown and not self.is_full
 
-    def rotate_long(self) -> None:
+    def extend_rope(self) -> None:
         """From now on all its tokens are rotated for a length beyond `rope_limit`; none may be computed."""
         assert self.rope_limit is not None and not self.num_computed
         self.rope_length = self.rope_limit + 1
@@ -430,7 +430,7 @@ class Sequence:
             self.num_draft = 0
             self.num_accepted += num_accepted
             if self.drafter is not None:
-                self.drafter.saw(count, num_accepted, len(self.tokens))
+                self.drafter.record_result(count, num_accepted, len(self.tokens))
 
     def append(self, token: int, log_prob: float | None) -> None:
         """Append the next token, and see whether it ends the sequence. The end id itself is not output."""

@@ -1,5 +1,6 @@
-"""Speculation: what each sequence is likely to say next, by n-grams of its own tokens, and whether trying it
-pays. The model verifies every draft token, so only the time depends on what is decided here."""
+"""Speculation: drafts of the next tokens of each sequence, from n-grams of its own tokens, and whether they
+save time. The model verifies every draft token, so these decisions change the time only, never the tokens.
+"""
 
 from __future__ import annotations
 
@@ -112,11 +113,11 @@ LONGEST_REST = 4096  # steps after which drafts that did not pay are tried again
 
 
 class Drafter:
-    """Of one sequence.
+    """Drafts the next tokens of one sequence.
 
-    length: tokens of its next draft: two more than the last one where all were accepted, else one more than
-    were. rate: moving average of the share that is accepted. wakes_at: tokens of the sequence before which it
-    drafts nothing.
+    length: of its next draft: two tokens more than the last draft if all were accepted, otherwise one more
+    than were accepted. rate: moving average of the share of accepted tokens. wakes_at: it drafts nothing
+    until the sequence has this many tokens.
     """
 
     def __init__(self, index: NgramIndex, most: int) -> None:
@@ -135,8 +136,8 @@ class Drafter:
         count = min(self.length, room)
         return self._index.find(tokens, count) if count > 0 else []
 
-    def saw(self, num_drafted: int, num_accepted: int, length: int) -> None:
-        """The model has verified a draft. length: of the sequence before it."""
+    def record_result(self, num_drafted: int, num_accepted: int, length: int) -> None:
+        """Record that the model has verified a draft. length: tokens of the sequence before the draft."""
         self.rate += WEIGHT * (num_accepted / num_drafted - self.rate)
         all_right = num_accepted == num_drafted
         self.length = min(self._most, self.length + 2 if all_right else num_accepted + 1)
@@ -146,7 +147,7 @@ class Drafter:
             self._pause = FIRST_PAUSE
 
     def _rest(self, length: int) -> None:
-        """Pause, each time twice as long; the next draft then decides whether to go on."""
+        """Pause, each time twice as long. The first draft afterwards decides whether to continue."""
         self.wakes_at = length + self._pause
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
         self.rate = min(1.0, 1.3 * max(self._price, LEAST_RATE))
@@ -154,7 +155,7 @@ class Drafter:
 
 @dataclass
 class _Average:
-    """Of seconds, over the last steps; of tokens that were drafted in one, and of those it gave."""
+    """Moving averages over the last steps: seconds, draft tokens, and tokens that a step generated."""
 
     seconds: float = 0.0
     tokens: float = 0.0
@@ -177,9 +178,12 @@ class _Average:
 
 
 @dataclass
-class _Kind:
-    """Steps that decode about as many sequences. since: steps since the last one of the other kind. rest:
-    steps without drafts before they are tried again."""
+class _StepKind:
+    """Times of steps that decode about the same number of sequences, without drafts and with them.
+
+    since_plain, since_drafted: steps since the last step of that sort. rest: steps without drafts, after
+    which drafts are tried again.
+    """
 
     plain: _Average = field(default_factory=_Average)
     drafted: _Average = field(default_factory=_Average)
@@ -189,20 +193,20 @@ class _Kind:
 
     @property
     def loses(self) -> bool:
-        """Whether drafts, with all that they cost and give, make steps no faster."""
+        """Whether drafts do not make generation faster."""
         return self.drafted.count >= TRIAL and self.drafted.speed < MARGIN * self.plain.speed
 
 
 class StepTimes:
     """How long decode steps take, with drafts and without, by the number of sequences.
 
-    The price of a draft token is the time that it adds to a step, divided by the time that a token takes in a
-    step without drafts: a draft pays where the share of its tokens that is accepted is larger. Whether drafts
-    pay as a whole is measured too: tokens a second, with them and without.
+    The price of a draft token is the time that it adds to a step, divided by the time of a token in a step
+    without drafts. A draft saves time if the share of its tokens that are accepted is larger than the price.
+    Tokens per second, with drafts and without, are measured, too.
     """
 
     def __init__(self) -> None:
-        self._kinds: dict[int, _Kind] = {}
+        self._kinds: dict[int, _StepKind] = {}
 
     def add(self, num_sequences: int, num_drafted: int, seconds: float, num_accepted: int = 0) -> None:
         kind = self._kind(num_sequences)
@@ -218,7 +222,9 @@ class StepTimes:
                 kind.drafted = _Average()
 
     def price(self, num_sequences: int) -> float:
-        """0: not known yet, or to be measured again; infinite: the next step is to have no drafts."""
+        """Price of a draft token. 0: unknown, or to be measured again. Infinite: the next step must have no
+        drafts.
+        """
         kind = self._kind(num_sequences)
         plain, drafted = kind.plain, kind.drafted
         if plain.count < FIRST_PLAIN or kind.since_plain >= PLAIN_EVERY or kind.loses:
@@ -228,12 +234,12 @@ class StepTimes:
         added = max(0.0, drafted.seconds - plain.seconds) / drafted.tokens
         return added * num_sequences / plain.seconds if plain.seconds else 0.0
 
-    def _kind(self, count: int) -> _Kind:
-        return self._kinds.setdefault(count if count <= 8 else 7 + count // 8, _Kind())
+    def _kind(self, count: int) -> _StepKind:
+        return self._kinds.setdefault(count if count <= 8 else 7 + count // 8, _StepKind())
 
 
 class Speculation:
-    """Of one engine. Its times are added by whoever runs the steps."""
+    """The drafts of one engine. The engine records the time of each step."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -244,7 +250,9 @@ class Speculation:
         return self._config.max_draft_len > 0
 
     def drafter(self, request: Request) -> Drafter | None:
-        """Of one sequence of the request; None where its drafts would not be exact, or come with it."""
+        """For one sequence of the request. None: drafts are off, would not be exact, or come with the
+        request.
+        """
         config, params = self._config, request.params
         decays = bool(params.top_p) and params.top_p_decay != 1
         others = params.beam_width > 1 or params.guide is not None or request.prompt_table is not None
@@ -255,17 +263,20 @@ class Speculation:
         return Drafter(NgramIndex(smallest, largest, config.ngram_use_oldest), config.max_draft_len)
 
     def num_rows(self, num_running: int, prompts: bool) -> int:
-        """Rows that drafts may have in a step, beside one of each running sequence. prompts: whether some are
-        to be computed too, of which one part is to fit."""
+        """Rows that drafts may have in a step, in addition to one row of each running sequence. prompts:
+        whether prompts are waiting, too, for which the step must have room.
+        """
         config = self._config
         if 0 < config.max_draft_concurrency < num_running:
             return 0
         others = config.max_batch_size + config.chunk_tokens - 1 if prompts else num_running
         return max(0, min(config.max_decode_rows - num_running, config.max_num_tokens - others))
 
-    def took(self, counts: Iterable[int], seconds: float, num_accepted: int = 0) -> None:
-        """A step that decoded. counts: rows of each sequence. num_accepted: of its draft tokens."""
-        if not self.is_on:  # nobody asks for the times
+    def record_step(self, counts: Iterable[int], seconds: float, num_accepted: int = 0) -> None:
+        """Record the time of a decode step. counts: rows of each sequence. num_accepted: of its draft
+        tokens.
+        """
+        if not self.is_on:
             return
         rows = list(counts)
         self.times.add(len(rows), sum(rows) - len(rows), seconds, num_accepted)

@@ -1,5 +1,6 @@
-"""Logits to tokens, on the device of the logits, without waiting for it. A token depends only on its own
-sequence and seed, never on the rest of the batch."""
+"""Sampler: logits to tokens, on the device of the logits, without waiting for it. A token depends only on its
+own sequence and seed, never on the rest of the batch.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +18,26 @@ from manylora.kernels.spec import NOT_FINITE
 from manylora.kernels.transfer import upload
 from manylora.request import SamplingConfig
 
-UNITS = 2.0**40  # of probability: sums of whole numbers are the same in every order of adding
-NEARLY = 1 - 2.0**-20  # of top_p: probabilities are rounded to float32
-ROUNDS = ((21, 11), (10, 11), (0, 10))  # of the search: where its bits begin, how many they are
+UNITS = 2.0**40  # a probability of 1 as an integer: sums of integers do not depend on the order of addition
+NEARLY = 1 - 2.0**-20  # factor on top_p, because probabilities are rounded to float32
+ROUNDS = ((21, 11), (10, 11), (0, 10))  # of the search: lowest bit and number of bits of each round
 
 
 def cut_by_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """The logits [R, vocab] float32, -inf but for the fewest most probable tokens that together reach top_p,
-    [R, 1] float64; all of them for 1. Of equal logits the first ones are kept. A row depends on no other."""
+    """The logits [R, vocab] float32, with -inf for all but the fewest most probable tokens that together
+    reach top_p [R, 1] float64. If top_p is 1, all are kept. Of equal logits the first ones are kept. Rows are
+    independent.
+    """
     weights = (torch.softmax(logits, dim=-1).double() * UNITS).long()
     needed = (weights.sum(dim=-1, keepdim=True) * (top_p * NEARLY)).ceil().long()
     keys = _descending(logits)
     bound = torch.zeros_like(needed)  # the leading bits of the last key that is kept
     for shift, bits in ROUNDS:
         size = 1 << bits
-        # The first bucket has all keys before those with the bits found so far, the last one all after them.
+        # The first bucket has all keys below those with the bits found so far, the last one all above them.
         buckets = ((keys >> shift) - (bound * size - 1)).clamp_(0, size + 1)
         reached = weights.new_zeros(len(logits), size + 2).scatter_add_(1, buckets, weights).cumsum_(dim=-1)
-        last = (reached < needed).sum(dim=-1, keepdim=True).clamp_(1, size)  # where a row is not finite too
+        last = (reached < needed).sum(dim=-1, keepdim=True).clamp_(1, size)  # also if a row is not finite
         bound = bound * size + (last - 1)
     equal = keys == bound
     left = needed - reached.gather(1, last - 1)  # for the keys that are equal
@@ -43,8 +46,8 @@ def cut_by_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _descending(values: Tensor) -> Tensor:
-    """Whole numbers [...] int64 from 0 to 2**32 - 1 that fall as these float32 values rise."""
-    bits = (values + 0.0).view(torch.int32)  # of -0.0 those of 0.0
+    """Integers [...] int64 from 0 to 2**32 - 1 in the descending order of these float32 values."""
+    bits = (values + 0.0).view(torch.int32)  # + 0.0: -0.0 is equal to 0.0
     return (2**31 - 1) - (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
 
 
@@ -52,7 +55,7 @@ SPARE = 64  # tokens counted on the device before the host's counts are copied a
 
 
 class Penalties:
-    """For some rows of logits, over the steps of a run.
+    """Penalties of some rows of logits, kept from step to step.
 
     Stores each row's distinct tokens, as indices [R, W] into the flat logits, and their counts, [R, W]
     float32, where -1 means not seen. Unused entries repeat the row's first one, so that all entries with the
@@ -127,31 +130,32 @@ def _counts(sequence: Sequence, length: int, vocab: int) -> tuple[np.ndarray, np
     return counts.ids, counts.counts.copy()  # copied, because a draft's next row continues to count
 
 
-NO_TOKEN = -2  # equal to none that is drawn
-MIN_ORDERED = 64  # logits, of a row with a top-k
-GUIDES_S = 0.05  # at most for the masks of all guides of a step
+NO_TOKEN = -2  # equal to no token
+MIN_ORDERED = 64  # logits that are sorted for a row with a top-k
+GUIDES_S = 0.05  # maximum wait for the masks of all guides of a step
 
 Row = tuple[Sequence, int]
-"""The sequence that a row of logits is for, and how many of its tokens come before the next one."""
+"""The sequence of a row of logits, and the number of its tokens before the next one."""
 
 
 @torch.inference_mode()
 def sample(logits: Tensor, rows: Rows[Row]) -> tuple[Tensor, Tensor | None]:
-    """What a `Sampler` does, once."""
+    """Tokens and log probabilities as from `Sampler.__call__`."""
     return Sampler(rows, logits.shape[-1], logits.device)(logits)
 
 
 def adjust(logits: Tensor, rows: Rows[Row]) -> Tensor:
-    """What `Sampler.adjust` does, once."""
+    """As `Sampler.adjust`."""
     return Sampler(rows, logits.shape[-1], logits.device).adjust(logits)
 
 
 class Sampler:
-    """What rows of logits ask for, found out once: the steps of a run keep it.
+    """Samples the next tokens of L rows of logits. The tables of the rows' parameters are made once and kept
+    for all steps of a run.
 
-    best: the device's way to do what `best_tokens` does.
-    pending: [L] int64 on the device, of each row the last token where only the device knows it, else a
-    negative number; None: the host knows all.
+    best: the device's implementation of `best_tokens`.
+    pending: [L] int64 on the device: the last token of each row that only the device knows, and a negative
+    number for other rows. None: the host knows all tokens.
     """
 
     def __init__(
@@ -186,8 +190,9 @@ class Sampler:
         return self._penalties is not None or any(group.decays for group in self._groups)
 
     def advance(self, lengths: Rows[int], tokens: Tensor | None) -> None:
-        """Each sequence has one token more, and `lengths` in all. tokens: [L] int64 on the device, those; a
-        negative one is none."""
+        """Continue with the next step, in which each sequence has one more token. lengths: of the sequences
+        now. tokens: [L] int64 on the device, these new tokens; negative: no token. None: not needed.
+        """
         self.rows = [*zip(self._sequences, lengths, strict=True)]
         if tokens is None:
             return
@@ -198,18 +203,17 @@ class Sampler:
             self._penalties.count(self._penalised.of(tokens))
 
     def __call__(self, logits: Tensor, best: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """A token for each row [L] int64, NOT_FINITE where the logits are not finite; and log probabilities
-        [L] float32 for the rows that ask for them, None where none does.
+        """Returns a token for each row [L] int64, NOT_FINITE if the logits are not finite, and log
+        probabilities [L] float32, valid for the rows that ask for them; None if no row does.
 
-        logits [L, vocab] float32, changed in place. best [L]: what `best_tokens` says of them, where it is
-        known.
+        logits [L, vocab] float32, changed in place. best [L]: their `best_tokens`, if known.
         """
         tokens = self._best(logits) if best is None else best
         return (tokens, None) if self._is_plain else self._choose(logits, tokens)
 
     @torch.inference_mode()
     def _choose(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """tokens: the best ones as the logits are."""
+        """tokens: the best ones of the logits before they are adjusted."""
         finite = tokens != NOT_FINITE
         if self._adjusts:
             self._adjust(logits, finite)
@@ -235,7 +239,7 @@ class Sampler:
         return finite
 
     def _adjust(self, logits: Tensor, finite: Tensor) -> None:
-        """As `adjust`; writes False where a guide was not ready."""
+        """As `adjust`. Writes False to `finite` if a guide was not ready."""
         deadline = time.monotonic() + GUIDES_S
         for row, bias in self._biases:
             logits[row, : len(bias)] += upload(bias, torch.float32, logits.device)
@@ -264,7 +268,7 @@ class Sampler:
         return made
 
     def _new_groups(self) -> list[_Drawing]:
-        """The drawn rows, those that are drawn in the same way together."""
+        """Rows that are drawn at random, grouped by how they are drawn."""
         groups: dict[int, list[int]] = {}
         for i in self._drawn.rows:
             groups.setdefault(_num_ordered(self.rows[i][0], self._vocab), []).append(i)
@@ -281,7 +285,7 @@ class Sampler:
 
 
 class _RowSubset:
-    """Some of L rows. where: their indices on the device."""
+    """Some of L rows. where: their indices [R] on the device."""
 
     def __init__(self, rows: list[int], count: int, device: torch.device) -> None:
         self.rows, self.is_all = rows, len(rows) == count
@@ -293,14 +297,18 @@ class _RowSubset:
 
 
 def _largest_of(logits: Tensor) -> Tensor:
-    """The first largest logit of each row, [L] int64; by NumPy on a CPU, as in `best_tokens`."""
+    """Index of the largest logit of each row, [L] int64; the first of equal ones. With NumPy on a CPU, as in
+    `best_tokens`.
+    """
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(-1))
     return torch.argmax(logits, dim=-1)
 
 
 def uniform(seeds: Rows[int], indices: Rows[int], positions: Rows[int]) -> np.ndarray:
-    """Numbers in [0, 1), [R, 1] float64, from (seed, return sequence, position) of each row: splitmix64."""
+    """Random numbers in [0, 1), [R, 1] float64, from seed, return sequence and position of each row, with
+    splitmix64.
+    """
     state = np.array(seeds, np.uint64)
     for words in (indices, positions):
         state = state + np.uint64(0x9E3779B97F4A7C15) * (np.array(words, np.uint64) + np.uint64(1))
@@ -321,7 +329,7 @@ def _ban(row: Tensor, sequence: Sequence, length: int) -> None:
 
 
 def _apply_guide(row: Tensor, mask: np.ndarray) -> None:
-    """Ban tokens that the guide does not allow. Where other bans leave none, the guide has priority."""
+    """Ban tokens that the guide does not allow. If other bans leave no token, the guide has priority."""
     vocab = row.shape[-1]
     mask = mask[:vocab]
     allowed = upload(np.pad(mask, (0, vocab - len(mask))), torch.bool, row.device)
@@ -331,7 +339,7 @@ def _apply_guide(row: Tensor, mask: np.ndarray) -> None:
 
 
 def _is_next(word: tuple[int, ...], tokens: list[int], length: int) -> bool:
-    """Whether the first `length` tokens end with all of a word but its last token."""
+    """Whether the first `length` tokens end with all tokens of a word except the last one."""
     head = word[:-1]
     return tuple(tokens[max(0, length - len(head)) : length]) == head
 
@@ -341,17 +349,19 @@ def _index(tokens: Iterable[int], row: Tensor) -> Tensor:
 
 
 def _num_ordered(sequence: Sequence, vocab: int) -> int:
-    """How many of the largest logits must be in order, 0 without a top-k: a few sizes, so that rows go
-    together. Twice top-k, as of equal logits the first ones count."""
+    """How many of the largest logits are sorted. 0: none, because there is no top-k. A power of two, so that
+    rows with similar top-k are drawn together, and at least twice top-k, so that of equal logits the first
+    ones are taken.
+    """
     top_k = sequence.request.params.top_k
     return min(vocab, max(MIN_ORDERED, 1 << (2 * top_k - 1).bit_length())) if top_k else 0
 
 
 class _Drawing:
-    """Inverse-CDF sampling of rows, cut by top-k and min-p, then by top-p. How it is done depends on each row
-    alone: only the largest logits are put in order, where top-k leaves no others; none otherwise.
+    """Inverse-CDF sampling of R rows, after the cuts by top-k and min-p, then by top-p. With a top-k, the
+    largest logits are sorted and the others dropped; otherwise nothing is sorted.
 
-    size: see `_num_ordered`. decays: whether any top-p follows the drawn tokens.
+    size: see `_num_ordered`. decays: whether any top-p changes with the drawn tokens.
     """
 
     def __init__(self, size: int, some: _RowSubset, sequences: list[Sequence], device: torch.device) -> None:
@@ -372,7 +382,7 @@ class _Drawing:
             self._resets = upload(resets, torch.long, device)
 
     def decay(self, tokens: Tensor) -> None:
-        """The next token of each row, [R] int64; a negative one is none."""
+        """Adapt top-p to the next token of each row, [R] int64; negative: no token."""
         assert self._top_p is not None
         tokens, (first, decay, least) = tokens.unsqueeze(1), self._course
         after = torch.where(tokens == self._resets, first, torch.maximum(self._top_p * decay, least))
@@ -385,7 +395,7 @@ class _Drawing:
         return (self._draw_ordered if self._size else self._draw_anywhere)(logits, draws)
 
     def _draw_ordered(self, logits: Tensor, draws: Tensor) -> Tensor:
-        """From the largest logits in descending order; equal ones by their ids."""
+        """From the largest logits, in descending order; equal ones are ordered by id."""
         ordered, order = _largest(logits, self._size)
         ordered = ordered.masked_fill(
             torch.arange(self._size, device=logits.device) >= self._top_k, -torch.inf
@@ -395,7 +405,7 @@ class _Drawing:
             before = torch.cumsum(probs, dim=-1) - probs
             probs = probs.masked_fill(before >= self._top_p.float(), 0.0)
         rank = _place(probs, draws)
-        # Penalties that overflow leave a row without probabilities; the other rows must not fail with it.
+        # Penalties that overflow leave a row without probabilities. The other rows must not fail with it.
         rank = torch.minimum(rank, (probs > 0).sum(dim=-1, keepdim=True) - 1).clamp_(min=0)
         return torch.gather(order, 1, rank).squeeze(1)
 
@@ -414,7 +424,7 @@ class _Drawing:
 
 
 def _largest(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The largest logits of each row in descending order, equal ones by their ids; and the ids."""
+    """The `size` largest logits of each row in descending order, equal ones ordered by id, and their ids."""
     if size == logits.shape[-1]:
         return torch.sort(logits, dim=-1, descending=True, stable=True)
     ids = torch.topk(logits, size, dim=-1, sorted=False).indices.sort(dim=-1).values
@@ -425,13 +435,15 @@ def _largest(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def _column(
     params: Rows[SamplingConfig], name: str, default: float, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """[R, 1]: one parameter of each row; None where all have the default."""
+    """[R, 1]: one parameter of each row. None: all rows have the default."""
     values = [[getattr(one, name)] for one in params]
     return upload(values, dtype, device) if any(value != [default] for value in values) else None
 
 
 def _place(probs: Tensor, draws: Tensor) -> Tensor:
-    """[R, 1] int64: where in the cumulated probabilities [R, N] each row's number [R, 1] falls."""
+    """[R, 1] int64: the index at which the cumulative probabilities of each row, [R, N], exceed its number in
+    [0, 1), [R, 1].
+    """
     cumulated = torch.cumsum(probs.double(), dim=-1)
     total = cumulated[:, -1:]
     target = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))

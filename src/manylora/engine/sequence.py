@@ -1,6 +1,4 @@
-"""Sequence: the state of one continuation of one request, kept as counters, in parts that say who writes
-them.
-"""
+"""Sequence: the state of one continuation of one request. Each part of it says who writes it."""
 
 from __future__ import annotations
 
@@ -23,10 +21,11 @@ if TYPE_CHECKING:
 
 
 class TokenCounts:
-    """Of the first `length` tokens of a sequence; each step adds its one token, whatever the length.
+    """How often each token occurs among the first `length` tokens of a sequence. Adding a token takes the
+    same time at any length.
 
     tokens:      prompt and output so far. Ids from vocab on (prompt embeddings) are left out.
-    num_ignored: tokens at the beginning that are not counted, but seen.
+    num_ignored: tokens at the beginning that are seen but not counted.
     """
 
     def __init__(self, tokens: list[int], num_ignored: int, vocab: int) -> None:
@@ -39,7 +38,7 @@ class TokenCounts:
 
     @property
     def ids(self) -> np.ndarray:
-        """[n] int64: the distinct tokens that were seen."""
+        """[n] int64: the distinct tokens."""
         return self._ids[: len(self._slots)]
 
     @property
@@ -67,55 +66,58 @@ class TokenCounts:
 
 @dataclass
 class KvBlocks:
-    """Written by `KvCache`; is_encoded by the runner."""
+    """KV blocks of a sequence. Written by `KvCache`; is_encoded by the runner."""
 
     blocks: list[int] = field(default_factory=list)  # in the order of the tokens
-    nodes: list[int] = field(default_factory=list)  # identities of the full blocks, registered for reuse
+    nodes: list[int] = field(default_factory=list)  # ids of full blocks that are registered for reuse
     cross_blocks: list[int] = field(default_factory=list)  # keys and values of the encoder's output
     is_encoded: bool = False  # whether cross_blocks are filled
-    is_mixed: bool = False  # whether more than one version of an adapter made them: nothing new is registered
+    is_mixed: bool = False  # several versions of an adapter computed them: no more blocks are registered
     num_reused: int = 0
     num_reused_tokens: int = 0  # in these
     num_claimed: int = 0  # see `RequestMetrics.kv_taken_blocks`
     num_new: int = 0
-    _array: np.ndarray | None = None  # `blocks` as they were when it was made,
-    _array_of: list[int] | None = None  # of this list
+    _array: np.ndarray | None = None  # a copy of the first of `blocks`,
+    _array_of: list[int] | None = None  # when they were this list
 
     def first(self, count: int) -> np.ndarray:
-        """The first `count` of `blocks`, int32; made again only when others were added."""
+        """The first `count` of `blocks`, int32. The array is made again only after blocks were added."""
         if self._array is None or self._array_of is not self.blocks or len(self._array) < count:
             self._array, self._array_of = np.array(self.blocks, np.int32), self.blocks
         return self._array[:count]
 
     def replaced(self) -> None:
-        """To be called when a block in `blocks` was exchanged for another."""
+        """Call this when a block in `blocks` was exchanged for another one."""
         self._array = None
 
 
 @dataclass
 class StateSlots:
-    """Of a model with recurrent layers. Written by `StatePool`. -1: none."""
+    """Slots of recurrent state of a sequence, for a model with recurrent layers. Written by `StatePool`. -1:
+    no slot.
+    """
 
     slot: int = -1  # its own
-    reads: int = -1  # where its state is before its next step
-    source: int | None = None  # node of the snapshot that this is, while it is one
-    cut: int = 0  # tokens of its next step after which the state is stored in save_slot too
+    reads: int = -1  # the slot with its state before its next step
+    source: int | None = None  # node of the snapshot in `reads`; None: `reads` is no snapshot
+    cut: int = 0  # the state after this many tokens of the next step is also stored in save_slot
     save_slot: int = -1
-    border: int = 0  # tokens of the sequence up to there
+    border: int = 0  # tokens of the sequence up to that point
 
 
 @dataclass
 class CommonPrefix:
-    """How much of its tokens a sequence in the queue is known to share with another, so that those are not
-    compared again in each step."""
+    """How many first tokens a waiting sequence shares with another one. Kept, so that they are not compared
+    again in each step.
+    """
 
     other: Sequence | None = None
     count: int = 0
 
     def until(self, tokens: list[int], other: Sequence, known: int, stop: int) -> int:
-        """Up to which token, `stop` at most, both are the same; 0: not even up to `known`."""
+        """Number of first tokens that both share, at most `stop`. 0: fewer than `known`."""
         same, start = other.tokens, self.count if self.other is other else 0
-        if start < known and tokens[known] != same[known]:  # nearly all that differ do so here
+        if start < known and tokens[known] != same[known]:  # quick, and where most sequences differ
             return 0
         if start < known and tokens[start:known] != same[start:known]:
             return 0
@@ -132,16 +134,16 @@ class CommonPrefix:
 
 @dataclass
 class QueueState:
-    """Written by the scheduler."""
+    """State of a waiting sequence. Written by the scheduler; `alike` by `KvCache`."""
 
-    num_overtaken: int = 0  # sequences admitted before this one though they came later
+    num_overtaken: int = 0  # later sequences that were admitted before this one
     is_prefetched: bool = False  # whether its adapter was copied to the device while it waited
     alike: CommonPrefix = field(default_factory=CommonPrefix)
 
 
 @dataclass
 class Times:
-    """Nanoseconds of time.monotonic_ns; 0: not yet. Written by the scheduler, then where tokens arrive."""
+    """Nanoseconds of time.monotonic_ns; 0: not yet. Written by the scheduler and the result processor."""
 
     arrival_ns: int = field(default_factory=time.monotonic_ns)
     first_scheduled_ns: int = 0
@@ -155,11 +157,11 @@ class Times:
 
 @dataclass
 class Output:
-    """What events report beside the tokens. Logits are written by the runner."""
+    """What events report in addition to the tokens. Logits are written by the runner."""
 
     num_reported: int = 0  # output tokens that were in an event
     log_probs: list[float] = field(default_factory=list)
-    beams: tuple[Beam, ...] = ()  # results of a beam search that has ended
+    beams: tuple[Beam, ...] = ()  # results of a finished beam search
     context_logits: np.ndarray | None = None  # [prompt, vocab] float32
     generation_logits: list[np.ndarray] = field(default_factory=list)  # [vocab] float32 for each token
     pooled: list[np.ndarray] = field(default_factory=list)  # [n] at its end, or [tokens, n] of each chunk
@@ -168,18 +170,20 @@ class Output:
 
 @dataclass
 class AdapterFollow:
-    """Written by `VersionSwaps`. versions: of the adapter, the one that runs now last. next: a lease on the
-    content that the sequence goes on with as soon as it can, and that one's version."""
+    """Versions of a sequence's adapter. Written by `VersionSwaps`. versions: so far, the current one last.
+    next: the version to which the sequence switches as soon as it can, with a lease on it.
+    """
 
     versions: tuple[AdapterVersion, ...] = ()
     next: tuple[AdapterLease, AdapterVersion] | None = None
 
 
 def find_last(tokens: Rows[int], wanted: Rows[int]) -> int | None:
-    """Where `wanted`, which is not empty, last begins among tokens. By Knuth, Morris and Pratt, from the end:
-    both may come from strangers, so the time must not be that of one length times the other."""
+    """Index of the last occurrence of `wanted`, which is not empty, in `tokens`. Knuth-Morris-Pratt from the
+    end, because both come from clients: the time must not grow with the product of their lengths.
+    """
     back = wanted[::-1]
-    borders, known = [0] * len(back), 0  # of the longest beginning that each beginning ends with
+    borders, known = [0] * len(back), 0
     for i in range(1, len(back)):
         while known and back[i] != back[known]:
             known = borders[known - 1]
@@ -196,30 +200,33 @@ def find_last(tokens: Rows[int], wanted: Rows[int]) -> int | None:
 
 
 NEVER = 2**62  # a position that no sequence reaches
-PENDING = -1  # in place of a token that the device has sampled and the host does not know yet
+PENDING = -1  # stands for a token that the device has sampled and the host does not know yet
 
 
 @dataclass(eq=False)
 class Sequence:
-    """`tokens` is prompt + output; the first `num_computed` of them have their keys and values in the cache.
+    """`tokens` is prompt + output. The first `num_computed` of them have their keys and values in the cache.
 
-    handle:       of the request, as `Engine.submit` returned it.
-    index:        which of the request's return sequences.
-    max_len:      tokens at which it ends, prompt included.
+    handle:       of the request, as returned by `Engine.submit`.
+    index:        number among the request's return sequences.
+    max_len:      maximum number of tokens, including the prompt.
     lease:        on its adapter; None: the base model.
-    beams:        the group of a beam search, None otherwise.
-    guide:        which tokens guided decoding allows next, None without it.
-    num_draft:    tokens at the end of `tokens` that are a draft: the model has not verified them.
-    num_drafted:  tokens that were drafted so far, by the client or by `drafter`.
-    num_accepted: those of them that the model has confirmed.
-    drafter:      looks for drafts while it decodes; None: there are none but the client's.
+    beams:        the group of a beam search; otherwise None.
+    guide:        the tokens that guided decoding allows next; None without it.
+    num_draft:    number of draft tokens at the end of `tokens`, which the model has not verified yet.
+    num_drafted:  draft tokens so far, from the client or from `drafter`.
+    num_accepted: draft tokens that the model has accepted.
+    drafter:      proposes drafts while the sequence decodes; None: only the client does.
     is_pending:   whether the last of `tokens` is PENDING; see `append_pending_token`.
-    top_p:        for the next token; it decays where the request asks for that.
-    counts:       of its tokens, kept by the sampler where the request has penalties.
-    num_virtual:  tokens at the beginning that its adapter has put there; the request does not know of them.
-    rope_length:  the least length by which its tokens are rotated, see `ModelConfig.rope_length`.
-    acts_from:    its adapter acts on the tokens from this position on; on the others the base model does.
-    rope_limit:   tokens beyond which all of it is rotated in another way, and computed again; None: never.
+    top_p:        for the next token; it decays if the request asks for that.
+    counts:       of its tokens, kept by the sampler if the request has penalties.
+    num_virtual:  virtual tokens of its adapter at the beginning, which are not part of the request.
+    rope_length:  tokens are rotated as in a sequence of at least this length, see `ModelConfig.rope_length`.
+    acts_from:    position of the first token on which its adapter acts.
+    rope_limit:   beyond this length all tokens are rotated differently and computed again; None: never.
+    root:         where prefix reuse starts, because the same tokens have different keys and values under
+                  another adapter. If the adapter acts only from a later token on, this is the base model's
+                  root, and `kv_key_suffix` has the rest.
     """
 
     handle: int
@@ -254,21 +261,20 @@ class Sequence:
         self.num_prompt = len(self.request.prompt)
         draft = self.request.draft
         if self.rope_limit is not None and self.num_prompt <= self.rope_limit:
-            draft = draft[: self.rope_limit - self.num_prompt]  # the rest could not be verified in one step
+            draft = draft[: self.rope_limit - self.num_prompt]  # the rest cannot be verified in the same step
         self.tokens = [*self.request.prompt, *draft]
         self.num_draft, self.num_drafted = len(draft), len(self.request.draft)
         self.top_p = self.request.params.top_p
         self.acts_from = _acts_from(self.request.prompt, self.lease)
         self.root = self._root()
-        """Where prefix reuse starts: the same tokens have other keys and values under another adapter. Where
-        the adapter does not act from the start, that is the base model's; `kv_key_suffix` has the rest."""
 
     def change_adapter(self, lease: Lease, version: AdapterVersion) -> None:
-        """Go on under another content. Keys and values that are there stay, so that what follows is of no
-        use to others: no one adapter makes the same."""
+        """Switch to another version of the adapter. Present keys and values stay. Blocks that follow them
+        cannot be reused, because no single version computes the same.
+        """
         self.lease, versions = lease, self.following.versions
         if versions and versions[-1].start == self.num_output:
-            versions = versions[:-1]  # it made no token
+            versions = versions[:-1]  # it has generated no token
         self.following.versions = (*versions, replace(version, start=self.num_output))
         self.following.next = None
         self.root, self.kv.is_mixed = self._root(), self.num_computed > 0 or self.kv.is_encoded
@@ -285,14 +291,15 @@ class Sequence:
         return digest + self._rope_root
 
     def kv_key_suffix(self, start: int, stop: int) -> str:
-        """What beside the tokens and what is before them decides the keys and values of tokens [start, stop):
-        the adapter, where it begins to act among them. Empty: nothing that is not decided before."""
+        """The part of a block's key that depends on where the adapter begins to act: set if that is among
+        tokens [start, stop), otherwise empty.
+        """
         if self.lease is None or not start <= self.acts_from < stop or not self.acts_from:
             return ""
         return f"{self.acts_from - start}:{self.lease.digest}"
 
     def agrees_until(self, other: Sequence) -> int:
-        """Up to which token the same tokens have the same keys and values in another sequence."""
+        """The position up to which equal tokens have equal keys and values in both sequences."""
         if self.root != other.root:
             return 0
         mine, theirs = self._begin_of_adapter, other._begin_of_adapter
@@ -300,37 +307,38 @@ class Sequence:
 
     @property
     def _begin_of_adapter(self) -> tuple[int, str]:
-        """Where an adapter begins to act that is not in `root`, and which."""
+        """Position at which an adapter that is not in `root` begins to act, and its digest."""
         later = self.lease is not None and self.acts_from
         return (self.acts_from, self.lease.digest) if later and self.lease else (NEVER, "")
 
     def batch_key(self, start: int, stop: int) -> tuple[str, bool]:
-        """Where the rows of tokens [start, stop) belong in a batch: with those of their adapter, behind those
-        that begin as the base model's."""
+        """Sort key of the rows of tokens [start, stop) in a batch: rows of one adapter are adjacent, and a
+        chunk in which it begins to act comes first among them.
+        """
         acts = self.lease is not None and self.acts_from < stop
         return self.lease.digest if acts and self.lease else "", acts and self.acts_from <= start
 
     @property
     def _rope_root(self) -> str:
-        """Tokens that are rotated in another way have other keys."""
+        """Part of `root`: tokens that are rotated differently have other keys."""
         return f":rope {self.rope_length}" if self.rope_length else ""
 
     @property
     def outgrows_rope(self) -> bool:
-        """Whether the keys in the cache are rotated for a shorter sequence than it is now."""
+        """Whether the keys in the cache are rotated for a shorter sequence than this is now."""
         limit = self.rope_limit
         grown = limit is not None and self.rope_length <= limit < len(self.tokens) - self.num_draft
         return grown and not self.is_full
 
     def extend_rope(self) -> None:
-        """From now on all its tokens are rotated for a length beyond `rope_limit`; none may be computed."""
+        """From now on rotate all tokens for a length beyond `rope_limit`. No token may be computed yet."""
         assert self.rope_limit is not None and not self.num_computed
         self.rope_length = self.rope_limit + 1
         self.root += self._rope_root
 
     @property
     def num_encoder(self) -> int:
-        """Tokens that the encoder reads, all in one step; 0: there is no encoder."""
+        """Tokens that the encoder reads, all in one step. 0: the model has no encoder."""
         return len(self.request.encoder_prompt)
 
     @property
@@ -343,17 +351,17 @@ class Sequence:
 
     @property
     def num_slots(self) -> int:
-        """Batch slots that it takes when it decodes."""
+        """Batch slots that it takes while it decodes."""
         return self.beams.width if self.beams is not None and not self.beams.forked else 1
 
     @property
     def num_due(self) -> int:
-        """Tokens not yet computed: one while decoding, more in prefill or after a preemption."""
+        """Tokens that are not computed yet: one while decoding, more in prefill or after a preemption."""
         return len(self.tokens) - self.num_computed
 
     @property
     def is_decoding(self) -> bool:
-        """Whether its next step computes one token and nothing else."""
+        """Whether its next step computes exactly one token."""
         plain = not self.num_draft and not self.num_unencoded
         return self.num_due == 1 and plain and self.request.pooling is None
 
@@ -368,7 +376,7 @@ class Sequence:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether its guide takes long to find the tokens that are allowed next."""
+        """Whether its guide still computes the tokens that are allowed next."""
         return self.guide is not None and self.guide.is_waiting
 
     @property
@@ -383,25 +391,25 @@ class Sequence:
     @property
     def can_run_ahead(self) -> bool:
         """Whether its next step can be launched before the host knows the token of the last one."""
-        # Draft tokens and beams are chosen on the host.
+        # Guides, draft tokens and beams are handled on the host.
         on_host = self.guide is not None or self.num_draft or self.beams is not None
         return not on_host and not self.drafts and not self.request.params.reads_tokens
 
     def append_pending_token(self) -> None:
-        """Go on as if the next token were known, until `remove_pending_token`."""
+        """Continue as if the next token were known, until `remove_pending_token`."""
         assert not self.is_pending
         self.tokens.append(PENDING)
         self.is_pending = True
 
     def remove_pending_token(self) -> None:
-        """Remove PENDING if it is there; the token itself, or an error, comes next."""
+        """Remove PENDING if it is there. The token itself, or an error, comes next."""
         if self.is_pending:
             self.tokens.pop()
             self.is_pending = False
 
     @property
     def draft_room(self) -> int:
-        """Tokens that a draft may have now, the token after it left out."""
+        """Maximum number of tokens of a draft now, such that one more token can follow."""
         if self.is_pending or not self.num_output or not self.is_decoding:
             return 0
         longest = self.max_len - 1
@@ -415,14 +423,14 @@ class Sequence:
         self.num_drafted += len(draft)
 
     def take_back_draft(self) -> None:
-        """What its drafter has proposed was not verified, as the step did not run."""
+        """Remove the drafter's draft, because the step that would have verified it did not run."""
         if self.drafter is not None and self.num_draft:
             del self.tokens[-self.num_draft :]
             self.num_drafted -= self.num_draft
             self.num_draft = 0
 
     def drop_draft(self, num_accepted: int) -> None:
-        """The draft was verified: the tokens that were accepted are appended again, as output."""
+        """Remove the draft, which was verified. The accepted tokens are then appended as output."""
         count = self.num_draft
         if count:
             del self.tokens[-count:]
@@ -433,7 +441,7 @@ class Sequence:
                 self.drafter.record_result(count, num_accepted, len(self.tokens))
 
     def append(self, token: int, log_prob: float | None) -> None:
-        """Append the next token, and see whether it ends the sequence. The end id itself is not output."""
+        """Append the next token, and end the sequence if it is the last one. The end id is not output."""
         params = self.request.params
         if token == params.end_id:
             self.finish_reason = FinishReason.STOP
@@ -456,9 +464,10 @@ class Sequence:
             self.finish_reason = FinishReason.LENGTH
 
     def add_pooled(self, start: int, values: np.ndarray, ends: bool) -> None:
-        """Of a chunk from token `start` on; a chunk at 0 begins again after a preemption. ends: it is the
-        prompt's last."""
-        if start == 0:
+        """Add the result of a chunk that starts at this token. ends: the chunk is the last one of the
+        prompt.
+        """
+        if start == 0:  # also after a preemption
             self.output.pooled = []
         self.output.pooled.append(values)
         if ends:
@@ -469,7 +478,7 @@ class Sequence:
 
     def _ends_with(self, word: tuple[int, ...]) -> bool:
         return (
-            self.tokens[-1] == word[-1]  # false for most words, and quick
+            self.tokens[-1] == word[-1]  # quick, and false for most words
             and self.num_output >= len(word)
             and tuple(self.tokens[-len(word) :]) == word
         )
@@ -477,14 +486,14 @@ class Sequence:
 
 @dataclass(eq=False)
 class BeamGroup:
-    """A beam search: the sequences of one request that share a prompt. `engine.beam` moves it on.
+    """A beam search: the sequences of one request, which share a prompt. `engine.beam` extends them.
 
-    leader:  computes the prompt and stands for the request.
-    beams:   the running ones, the leader among them.
+    leader:  computes the prompt and represents the request.
+    beams:   the running ones, including the leader.
     scores:  cumulative log probability of each beam.
-    reserve, state_reserve: KV blocks, and slots of recurrent state, of the group that no beam uses now.
-    results: (score with the length penalty, result), the best first.
-    forked:  whether the beams after the first exist, which is after the first step.
+    reserve, state_reserve: KV blocks and slots of recurrent state of the group that no beam uses now.
+    results: (score with the length penalty, result), best first.
+    forked:  whether all beams exist, which is the case after the first step.
     """
 
     width: int
@@ -501,8 +510,9 @@ class BeamGroup:
 
 
 def _acts_from(prompt: tuple[int, ...], lease: Lease | None) -> int:
-    """Where the last invocation sequence in the prompt begins. Without one in it an activated LoRA acts
-    nowhere; an adapter that is none acts from the start."""
+    """Position from which an adapter acts. An activated LoRA acts from its last invocation sequence in the
+    prompt on, or nowhere if there is none. Other adapters act from the start.
+    """
     wanted = lease.invocation if lease is not None else ()
     if not wanted:
         return 0

@@ -1,4 +1,6 @@
-"""StatePool: which sequence owns which slot of recurrent state, and which are kept for reuse. No tensors."""
+"""StatePool: which sequence owns which slot of recurrent state, and which slots hold snapshots. No
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -11,37 +13,40 @@ if TYPE_CHECKING:
 
 
 class StatePool:
-    """A running sequence has one slot. Slots that none has hold snapshots: copies of a sequence's state at
-    the end of a full KV block, by the block's node. A prefix is reused up to its last snapshot.
+    """A running sequence owns one slot. Other slots may hold snapshots: a sequence's state at the end of a
+    full KV block, identified by the block's node. A prefix is reused up to its last snapshot.
 
-    A step reads a sequence's state from one slot and writes it to its own, so that a snapshot is neither
-    copied nor changed. It stays until its block is evicted or its slot is needed, the one used longest ago
-    first; not while a step is to read it.
+    A step reads a sequence's state from one slot and writes it to the sequence's own slot, so a snapshot is
+    neither copied nor changed. It is dropped when its block is evicted, or when its slot is needed, least
+    recently used first, but never before a step that will read it.
     """
 
     def __init__(self, num_slots: int, tokens_per_block: int, reuse: bool = True) -> None:
         self.num_slots = num_slots
         self._size, self._reuse = tokens_per_block, reuse
         self._free = list(range(num_slots))[::-1]
-        self._snapshots: OrderedDict[int, int] = OrderedDict()  # node -> slot, the one used last at the end
+        self._snapshots: OrderedDict[int, int] = OrderedDict()  # node -> slot, most recently used last
         self._readers: Counter[int] = Counter()  # nodes that sequences will start from
         self._copies: list[tuple[int, int]] = []
 
     @property
     def num_available(self) -> int:
-        """Slots that are free, or could be at once."""
+        """Slots that are free or hold a snapshot that can be dropped."""
         return len(self._free) + len(self._snapshots) - len(self._readers)
 
     def known(self, nodes: list[int]) -> list[int]:
-        """Of a prefix's nodes those up to its last snapshot; none when no slot is left beside that."""
+        """The nodes of a prefix up to its last snapshot. None of them if no slot would be left for the
+        sequence.
+        """
         last = next((i for i in reversed(range(len(nodes))) if nodes[i] in self._snapshots), -1)
         if last >= 0 and self.num_available <= (nodes[last] not in self._readers):
             return []
         return nodes[: last + 1]
 
     def begin(self, sequence: Sequence, nodes: Items[int]) -> None:
-        """Give a sequence a slot, of which there must be one; it starts from the snapshot of the last of
-        `nodes`, as `known` gave them, or from zeros."""
+        """Give a sequence a slot, which must be available. nodes: from `known`; the sequence starts from the
+        snapshot of the last one, or from zeros if there are none.
+        """
         state = sequence.state
         if nodes:
             state.source = nodes[-1]
@@ -52,14 +57,16 @@ class StatePool:
         state.slot, state.reads = slot, self._snapshots[nodes[-1]] if nodes else -1
 
     def reserve_beams(self, group: BeamGroup) -> bool:
-        """Claim the slots of all beams after the first. False, and nothing changed: too few are left."""
+        """Claim the slots of all beams after the first. Returns False, and changes nothing, if too few are
+        left.
+        """
         if group.width - 1 > self.num_available:
             return False
         group.state_reserve = [slot for _ in range(group.width - 1) if (slot := self._claim()) is not None]
         return True
 
     def fork(self, source: Sequence, target: Sequence) -> None:
-        """Let one beam continue another: `take_copies` has the copy that is due."""
+        """Let one beam continue another. `take_copies` returns the copy of the state that this needs."""
         state = target.state
         if state.slot < 0:
             assert source.beams is not None
@@ -68,20 +75,22 @@ class StatePool:
         self._copies.append((source.state.slot, state.slot))
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """(from, to) of the forks since the last call; no slot is in both columns."""
+        """(from, to) slots of the forks since the last call. No slot is in both columns."""
         copies, self._copies = self._copies, []
         return copies
 
     def border(self, sequence: Sequence, start: int, count: int) -> int:
-        """Of a step over these tokens the last full block that a like prompt could start after. Where an
-        adapter begins to act among them, that of the base model, which is of use to all."""
+        """End of the last full block among the tokens of a step after which another sequence could start. If
+        an adapter begins to act among them, the last block of the base model, which others can use.
+        """
         stop = min(start + count, len(sequence.tokens) - 1)
         base = sequence.acts_from // self._size * self._size
         return base if start < base <= stop else stop // self._size * self._size
 
     def before_step(self, sequence: Sequence, start: int, count: int) -> None:
-        """Decide what a step over these tokens stores beside the sequence's state: of a part of a prompt, the
-        snapshot at its last full block that a like prompt could start after."""
+        """Decide whether a step over these tokens also stores a snapshot, at its `border`. Steps over prompts
+        do.
+        """
         state, border = sequence.state, self.border(sequence, start, count)
         self._drop_save(sequence)
         alone = sequence.beams is None or not sequence.beams.forked
@@ -91,8 +100,9 @@ class StatePool:
                 state.save_slot, state.cut, state.border = slot, border - start, border
 
     def after_step(self, sequence: Sequence) -> None:
-        """The sequence's state is in its own slot now; a snapshot that was stored may be used, if its block
-        is registered. To be called after `KvCache.commit`, while or after the step runs."""
+        """The sequence's state is in its own slot now. A snapshot that was stored can be used if its block is
+        registered. Call this after `KvCache.commit`, during the step or after it.
+        """
         state = sequence.state
         if state.source is not None:
             self._unpin(state.source)
@@ -106,7 +116,9 @@ class StatePool:
             self._drop_save(sequence)
 
     def free(self, sequence: Sequence) -> None:
-        """Take back what a sequence has. Steps that still run are done before others write to its slots."""
+        """Take a sequence's slots back. The device finishes steps that still use them before others write to
+        them.
+        """
         state, group = sequence.state, sequence.beams
         if state.source is not None:
             self._unpin(state.source)
@@ -119,14 +131,16 @@ class StatePool:
         sequence.state = type(state)()
 
     def forget(self, node: int) -> None:
-        """The block of a node is evicted."""
+        """The block of this node was evicted."""
         slot = self._snapshots.pop(node, None)
         if slot is not None:
             assert node not in self._readers, "a block is evicted while a sequence starts from it"
             self._free.append(slot)
 
     def check(self, sequences: list[Sequence]) -> None:
-        """Assert that every slot is free, a snapshot's, or of exactly one of these sequences or groups."""
+        """Assert that every slot is free, holds a snapshot, or belongs to one of these sequences or
+        groups.
+        """
         groups = {id(s.beams): s.beams for s in sequences if s.beams is not None}.values()
         used = [s.state.slot for s in sequences if s.state.slot >= 0]
         used += [s.state.save_slot for s in sequences if s.state.save_slot >= 0]

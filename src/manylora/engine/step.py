@@ -111,7 +111,9 @@ class FailedStep(LaunchedStep):
 
 
 def take_event(sequence: Sequence, last: bool) -> Event:
-    """What has happened since the sequence's last event. last: no other sequence of its request goes on."""
+    """An event with everything since the sequence's last event. last: no other sequence of the request is
+    open.
+    """
     output, num_output = sequence.output, sequence.num_output
     start, output.num_reported = output.num_reported, num_output
     first, logits = sequence.num_prompt + start, output.generation_logits
@@ -145,7 +147,7 @@ def _pooled(sequence: Sequence) -> np.ndarray | None:
 
 
 def _metrics(sequence: Sequence) -> RequestMetrics:
-    """Made for the first event and for the last; the events between them repeat the first one's."""
+    """For the first event and for the last; events between them repeat the metrics of the first."""
     beams, times, kv = sequence.output.beams, sequence.times, sequence.kv
     return RequestMetrics(
         arrival_ns=times.arrival_ns,
@@ -174,7 +176,7 @@ def _activated_tokens(sequence: Sequence) -> ActivatedTokens | None:
 
 @dataclass
 class Counters:
-    """Since the start; see the fields of the same names in `EngineStats`."""
+    """Totals since the start, as the fields of the same names in `EngineStats`."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -240,7 +242,9 @@ class ResultProcessor:
         return outcome
 
     def _is_due(self, sequence: Sequence) -> bool:
-        """Whether a stream has an event now: clients wait for the first token, and logits are not kept."""
+        """Whether a stream sends an event now. The first token is sent at once, and so are tokens with
+        logits, which are not kept.
+        """
         reported = sequence.output.num_reported
         at_once = not reported or sequence.request.params.return_generation_logits
         return sequence.num_output - reported >= (1 if at_once else self._stream_interval)
@@ -278,13 +282,13 @@ class ResultProcessor:
                 sequence.append(token, log_prob)
             if sequence.finish_reason is not None:
                 break
-        # There are logits of every row: drop those after the last token.
+        # Each row has logits: drop those after the last token.
         if sequence.output.generation_logits:
             del sequence.output.generation_logits[sequence.num_output - sequence.output.num_reported :]
 
     @staticmethod
     def _explain_missing_token(sequence: Sequence) -> None:
-        """End a sequence that got no token, unless its guide was only late: then it is run again."""
+        """Fail a sequence that got no token, unless its guide was only late: then its step is repeated."""
         guide = sequence.guide
         if guide is not None and guide.failure:
             sequence.fail(RequestError(guide.failure))
@@ -309,7 +313,7 @@ class ResultProcessor:
 
 
 def _not_finite(sequence: Sequence) -> RequestError:
-    """The error names the adapter where there is one: its client can replace it, the base model it cannot."""
+    """The error mentions the adapter if there is one, because its client can replace it."""
     text = (
         "The model's logits are not finite numbers for this request: {}"
         "the compute dtype overflowed; try a wider dtype"

@@ -1,4 +1,4 @@
-"""VersionSwaps: which version of its adapter each sequence runs under, and when it goes on to a newer one."""
+"""VersionSwaps: which version of its adapter each sequence uses, and when it switches to a newer one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from manylora.lora.store import AdapterStore
 from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.request import AdapterVersion, LoraInput
 
-MAX_NEWEST = 4096  # names whose newest version is known here; the one noted first is forgotten
+MAX_NEWEST = 4096  # names whose newest version is kept; beyond it the oldest is forgotten
 
 
 @dataclass(frozen=True)
 class _Newest:
-    """What followers of a name go on with: of the last content that was published or came in a request."""
+    """The version to which followers of a name switch: the last one that was published or sent in a
+    request.
+    """
 
     lora: LoraInput
     version: AdapterVersion
@@ -29,17 +31,17 @@ class _Newest:
 class VersionSwaps:
     """Belongs to the engine's thread.
 
-    A sequence that follows has a lease on the newest content beside its own until it can change: when the
-    pages of the new one have arrived, between two steps. Where both find no room on the device, the old one
-    gives way.
+    A sequence that follows its adapter's name gets a lease on the newest version in addition to its own. It
+    switches between two steps, when the pages of the new version have arrived. If the device has no room for
+    both, the old version is evicted first.
     """
 
     adapters: AdapterStore
     scheduler: Scheduler
     kv: KvCache
     num_swaps: int = 0
-    _newest: dict[str, _Newest] = field(default_factory=dict)  # by label; of those with followers
-    _due: dict[Sequence, None] = field(default_factory=dict)  # those with a `next` lease
+    _newest: dict[str, _Newest] = field(default_factory=dict)  # by label, for names with followers
+    _due: dict[Sequence, None] = field(default_factory=dict)  # sequences with a `next` lease
 
     def __post_init__(self) -> None:
         self._versions = self.adapters.library.versions
@@ -51,8 +53,9 @@ class VersionSwaps:
     def begin(
         self, sequence: Sequence, adapter: Adapter | FileAdapter | None, others: Iterable[Sequence]
     ) -> None:
-        """Note the version of a sequence that is new. Tensors that it brought may be another one for those
-        that follow its name."""
+        """Record the version of a new sequence. If its request brought tensors, these may be a new version
+        for sequences that follow the name.
+        """
         lora, lease = sequence.request.lora, sequence.lease
         if not isinstance(lora, LoraInput) or not isinstance(lease, AdapterLease):
             return
@@ -68,7 +71,7 @@ class VersionSwaps:
     def publish(
         self, lora: LoraInput, adapter: Adapter | FileAdapter | None, sequences: Iterable[Sequence]
     ) -> AdapterVersion:
-        """As `Engine.publish`. The content is on the host then, where there is room."""
+        """As `Engine.publish`. Afterwards the content is on the host, if there is room."""
         lease = self.adapters.acquire(lora, adapter)
         version = self._count(lora, lease.digest)
         self._spread(lora, adapter, version, sequences)
@@ -77,7 +80,7 @@ class VersionSwaps:
         return version
 
     def apply(self) -> None:
-        """Change the adapters of those that can. No step may be in flight."""
+        """Switch the sequences that can. No step may be in flight."""
         due = sorted(self._due, key=lambda one: _next(one)[0].digest)
         for _, group in groupby(due, key=lambda one: _next(one)[0].digest):
             sequences = list(group)
@@ -86,19 +89,19 @@ class VersionSwaps:
             self._change_running([one for one in sequences if one in self._due])
 
     def forget(self, sequence: Sequence) -> None:
-        """It has ended."""
+        """The sequence has ended."""
         self._due.pop(sequence, None)
         if sequence.following.next is not None:
             self.adapters.release(sequence.following.next[0])
             sequence.following.next = None
 
     def forget_lost(self, lost: Mapping[str, object]) -> None:
-        """Go on with the old version where the new one could not be read."""
+        """Keep the old version of sequences whose new one could not be read."""
         for sequence in [one for one in self._due if _next(one)[0].digest in lost]:
             self.forget(sequence)
 
     def drop_superseded(self, sequences: Iterable[Sequence]) -> None:
-        """Let go of contents that no name means any more and no sequence runs under."""
+        """Drop contents that no name refers to and no sequence uses any more."""
         if not self._versions.superseded:
             return
         leases = [sequence.lease for sequence in sequences if sequence.lease is not None]
@@ -109,7 +112,7 @@ class VersionSwaps:
             self.adapters.drop(digest)
 
     def _begin_newer(self, sequence: Sequence, known: _Newest) -> bool:
-        """A newer version was published while the request was on its way. False: it does not fit."""
+        """Start with a newer version, published while the request was on its way. False: it does not fit."""
         assert sequence.lease is not None
         lease = self.adapters.acquire(known.lora, None)
         if not _fits(lease, sequence):
@@ -130,7 +133,7 @@ class VersionSwaps:
         version: AdapterVersion,
         sequences: Iterable[Sequence],
     ) -> None:
-        """Have those that follow the name go on with this version, unless they know a newer one."""
+        """Let sequences that follow the name switch to this version, unless they know a newer one."""
         known = self._newest.get(lora.label)
         if known is not None and known.version.number >= version.number:
             return
@@ -152,13 +155,13 @@ class VersionSwaps:
             self._due[sequence] = None
 
     def _change_running(self, sequences: list[Sequence]) -> None:
-        """Those under the same content and to the same."""
+        """Switch running sequences from one content to another, the same for all of them."""
         if not sequences:
             return
         old = [one.lease for one in sequences if one.lease is not None]
         first = _next(sequences[0])[0]
         crowded = not (first.admitted or self.adapters.admit(first))
-        if crowded:  # the old content gives way, if nobody else runs under it
+        if crowded:  # suspend the old content, so that it can be evicted
             for lease in old:
                 self.adapters.suspend(lease)
             if not self.adapters.admit(first):
@@ -189,7 +192,9 @@ class VersionSwaps:
 
 
 def _fits(lease: AdapterLease, sequence: Sequence) -> bool:
-    """Whether a sequence can go on under this content: as many virtual tokens, and the same invocation."""
+    """Whether a sequence can switch to this content: it has as many virtual tokens and the same
+    invocation.
+    """
     now = sequence.lease
     return lease.num_virtual == sequence.num_virtual and (now is None or lease.invocation == now.invocation)
 

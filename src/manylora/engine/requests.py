@@ -1,4 +1,6 @@
-"""From a request to the sequences that compute it: checks against this engine's limits, leases, guides."""
+"""From a request to the sequences that compute it: RequestChecks, against this engine's limits, and
+SequenceMaker, which acquires its adapters.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from manylora.config.engine import EngineConfig
-from manylora.config.model import EncoderConfig, ModelConfig
+from manylora.config.model import ModelConfig
 from manylora.engine.build import EngineParts
 from manylora.engine.sequence import BeamGroup, Sequence
 from manylora.engine.speculation import Speculation
@@ -70,99 +72,166 @@ def check_head(request: Request, model: ModelConfig, lease: Lease | None, has_he
         )
 
 
-def check_request(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> Request:
-    """The request as the engine runs it: with a prompt for the encoder, and with ids wrapped if configured.
+@dataclass(frozen=True)
+class RequestChecks:
+    """Checks requests against one engine. Each raises RequestError that names the first problem.
 
-    Raises RequestError that names the first problem. max_seq_len: tokens of prompt and output.
+    max_seq_len: maximum tokens of prompt and output together.
     """
-    if request.lora is not None and model.no_adapters:
-        raise RequestError(model.no_adapters)
-    if request.pooling is not None:
-        _check_pooling(request.pooling, model)
-    request = _for_encoder(request, model.encoder)
-    if config.wrap_input_ids and request.prompt_table is None:
-        prompts = (request.prompt, request.encoder_prompt)
-        prompt, encoder_prompt = (tuple(token % model.vocab_size for token in ids) for ids in prompts)
-        request = replace(request, prompt=prompt, encoder_prompt=encoder_prompt)
-    _check_prompt(request, config, model, max_seq_len)
-    _check_params(request, config, model, max_seq_len)
-    if request.draft:
-        _check_draft(request, config, model, max_seq_len)
-    return request
 
+    config: EngineConfig
+    model: ModelConfig
+    max_seq_len: int
 
-def with_virtual_tokens(
-    request: Request, count: int, config: EngineConfig, model: ModelConfig, max_seq_len: int
-) -> Request:
-    """The request with `count` virtual tokens of its adapter in front. Their ids follow those of the prompt
-    table.
-
-    Raises RequestError if it no longer fits.
-    """
-    if not count:
+    def check(self, request: Request) -> Request:
+        """The request as the engine runs it: with a prompt for the encoder, and with ids wrapped if
+        configured.
+        """
+        model = self.model
+        if request.lora is not None and model.no_adapters:
+            raise RequestError(model.no_adapters)
+        if request.pooling is not None:
+            self._check_pooling(request.pooling)
+        request = self._for_encoder(request)
+        if self.config.wrap_input_ids and request.prompt_table is None:
+            prompts = (request.prompt, request.encoder_prompt)
+            prompt, encoder_prompt = (tuple(token % model.vocab_size for token in ids) for ids in prompts)
+            request = replace(request, prompt=prompt, encoder_prompt=encoder_prompt)
+        self._check_prompt(request)
+        self._check_params(request)
+        self._check_draft(request)
         return request
-    limit = max_seq_len - 1 if config.enable_chunked_context else min(max_seq_len - 1, config.max_num_tokens)
-    length, params, retention = len(request.prompt), request.params, request.retention
-    if length + count > limit:
-        raise RequestError(
-            f"Prompt length ({length}) exceeds maximum input length ({limit}) behind the {count} virtual "
-            "tokens of the adapter. Shorten the prompt or serve with a larger max_seq_len"
-        )
-    if params.prompt_ignore_length:
-        params = replace(params, prompt_ignore_length=params.prompt_ignore_length + count)
-    if retention is not None:
-        ranges = tuple(
-            (first and first + count, end and end + count, priority, duration)
-            for first, end, priority, duration in retention.ranges
-        )
-        retention = replace(retention, ranges=ranges)
-    first = model.vocab_size + (0 if request.prompt_table is None else len(request.prompt_table))
-    prompt = (*range(first, first + count), *request.prompt)
-    request = replace(request, prompt=prompt, params=params, retention=retention)
-    _check_params(request, config, model, max_seq_len)
-    if request.draft:
-        _check_draft(request, config, model, max_seq_len)
-    return request
 
-
-def _check_pooling(pooling: Pooling, model: ModelConfig) -> None:
-    if pooling.mode == "cls" and not model.bidirectional:
-        raise RequestError("pooling must be last, mean or all: the first token of a decoder sees no other")
-    if model.encoder is not None:
-        raise RequestError("pooled outputs of encoder-decoder models are not supported")
-
-
-def _for_encoder(request: Request, encoder: EncoderConfig | None) -> Request:
-    """The request with a prompt for the encoder and one for the decoder. Raises RequestError if it is not
-    supported.
-
-    encoder: None: the model has no encoder, and does not accept encoder_prompt.
-    """
-    if encoder is None:
-        if request.encoder_prompt:
-            raise RequestError("this model has no encoder: leave decoder_input_ids out")
+    def with_virtual_tokens(self, request: Request, count: int) -> Request:
+        """The request with `count` virtual tokens of its adapter in front. Their ids follow those of the
+        prompt table. Raises RequestError if it no longer fits.
+        """
+        if not count:
+            return request
+        limit = self.max_seq_len - 1
+        if not self.config.enable_chunked_context:
+            limit = min(limit, self.config.max_num_tokens)
+        length, params, retention = len(request.prompt), request.params, request.retention
+        if length + count > limit:
+            raise RequestError(
+                f"Prompt length ({length}) exceeds maximum input length ({limit}) behind the {count} virtual "
+                "tokens of the adapter. Shorten the prompt or serve with a larger max_seq_len"
+            )
+        if params.prompt_ignore_length:
+            params = replace(params, prompt_ignore_length=params.prompt_ignore_length + count)
+        if retention is not None:
+            ranges = tuple(
+                (first and first + count, end and end + count, priority, duration)
+                for first, end, priority, duration in retention.ranges
+            )
+            retention = replace(retention, ranges=ranges)
+        first = self.model.vocab_size + (0 if request.prompt_table is None else len(request.prompt_table))
+        prompt = (*range(first, first + count), *request.prompt)
+        request = replace(request, prompt=prompt, params=params, retention=retention)
+        self._check_params(request)
+        self._check_draft(request)
         return request
-    if request.params.beam_width > 1:
-        raise RequestError("beam_width must be 1: beam search is not supported on encoder-decoder models")
-    if request.draft:
-        raise RequestError("draft_input_ids are not supported on encoder-decoder models: leave them out")
-    if request.prompt_table is not None:
-        raise RequestError("prompt_embedding_table is not supported on encoder-decoder models: leave it out")
-    if not request.encoder_prompt:
-        return replace(request, encoder_prompt=request.prompt, prompt=(encoder.decoder_start_id,))
-    return replace(request, prompt=request.prompt or (encoder.decoder_start_id,))
 
+    def _check_pooling(self, pooling: Pooling) -> None:
+        if pooling.mode == "cls" and not self.model.bidirectional:
+            text = "pooling must be last, mean or all: the first token of a decoder sees no other"
+            raise RequestError(text)
+        if self.model.encoder is not None:
+            raise RequestError("pooled outputs of encoder-decoder models are not supported")
 
-def _check_prompt(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> None:
-    num_ids, limit = model.vocab_size, max_seq_len - (request.pooling is None)
-    if model.encoder is not None:  # an encoder reads its whole prompt in one step
-        encoder_limit = min(max_seq_len, config.max_num_tokens - 1)
-        _check_ids(request.encoder_prompt, num_ids, encoder_limit, encoder=True)
-    if not config.enable_chunked_context:
-        limit = min(limit, config.max_num_tokens - len(request.encoder_prompt))
-    if request.prompt_table is not None:
-        num_ids += len(request.prompt_table)
-    _check_ids(request.prompt, num_ids, limit)
+    def _for_encoder(self, request: Request) -> Request:
+        """The request with a prompt for the encoder, if there is one, and one for the decoder."""
+        encoder = self.model.encoder
+        if encoder is None:
+            if request.encoder_prompt:
+                raise RequestError("this model has no encoder: leave decoder_input_ids out")
+            return request
+        if request.params.beam_width > 1:
+            raise RequestError("beam_width must be 1: beam search is not supported on encoder-decoder models")
+        if request.draft:
+            raise RequestError("draft_input_ids are not supported on encoder-decoder models: leave them out")
+        if request.prompt_table is not None:
+            text = "prompt_embedding_table is not supported on encoder-decoder models: leave it out"
+            raise RequestError(text)
+        if not request.encoder_prompt:
+            return replace(request, encoder_prompt=request.prompt, prompt=(encoder.decoder_start_id,))
+        return replace(request, prompt=request.prompt or (encoder.decoder_start_id,))
+
+    def _check_prompt(self, request: Request) -> None:
+        num_ids, limit = self.model.vocab_size, self.max_seq_len - (request.pooling is None)
+        if self.model.encoder is not None:  # an encoder reads its whole prompt in one step
+            encoder_limit = min(self.max_seq_len, self.config.max_num_tokens - 1)
+            _check_ids(request.encoder_prompt, num_ids, encoder_limit, encoder=True)
+        if not self.config.enable_chunked_context:
+            limit = min(limit, self.config.max_num_tokens - len(request.encoder_prompt))
+        if request.prompt_table is not None:
+            num_ids += len(request.prompt_table)
+        _check_ids(request.prompt, num_ids, limit)
+
+    def _check_params(self, request: Request) -> None:
+        params, config, vocab = request.params, self.config, self.model.vocab_size
+        if params.beam_width == 1 and params.num_return_sequences > config.max_batch_size:
+            raise RequestError(
+                f"num_return_sequences must be at most {config.max_batch_size} (max_batch_size, or "
+                f"max_num_sequences of Triton's model), got {params.num_return_sequences}"
+            )
+        if params.beam_width > 1:
+            self._check_beams(request)
+        if params.logit_bias is not None and params.logit_bias.size > vocab:
+            raise RequestError(
+                f"embedding_bias must have at most one value for each of the {vocab} tokens, "
+                f"got {params.logit_bias.size}"
+            )
+        if request.prompt_table is not None:
+            self._check_table(request.prompt_table)
+
+    def _check_beams(self, request: Request) -> None:
+        width, model = request.params.beam_width, self.model
+        if width > self.config.max_beam_width:
+            raise RequestError(
+                f"beam_width must be at most max_beam_width ({self.config.max_beam_width}) of this server, "
+                f"got {width}"
+            )
+        length, limit = len(request.prompt), model.rope_limit
+        longest = min(self.max_seq_len, length + request.params.max_tokens)
+        if limit and model.rope_restarts and length <= limit < longest:
+            raise RequestError(
+                f"beam search cannot cross {limit} tokens, where this model rotates all positions anew: ask "
+                f"for at most {limit - length} tokens"
+            )
+        if 2 * width > model.vocab_size:
+            raise RequestError(f"beam_width must be at most half the vocabulary, got {width}")
+
+    def _check_table(self, table: np.ndarray) -> None:
+        hidden = self.model.projected_size or self.model.hidden_size
+        if table.ndim == 2 and len(table) > self.max_seq_len:
+            raise RequestError(
+                f"prompt_embedding_table must have at most max_seq_len ({self.max_seq_len}) rows, "
+                f"got {len(table)}"
+            )
+        if table.ndim != 2 or table.shape[1] != hidden or not np.isfinite(table).all():
+            raise RequestError(
+                f"prompt_embedding_table must hold finite rows of {hidden} values, got shape {table.shape}"
+            )
+
+    def _check_draft(self, request: Request) -> None:
+        count, params = len(request.draft), request.params
+        if not count:
+            return
+        if self.model.recurrent is not None:  # a rejected token's state update cannot be undone
+            raise RequestError(
+                "draft_input_ids are not supported on models with recurrent layers: leave them out"
+            )
+        if params.guide is not None:
+            raise RequestError("draft_input_ids cannot be combined with guided decoding")
+        if not 0 <= min(request.draft) <= max(request.draft) < self.model.vocab_size:
+            raise RequestError(f"draft_input_ids must be in [0, {self.model.vocab_size})")
+        most = min(params.max_tokens, self.max_seq_len - len(request.prompt)) - 1
+        if count > most or count >= self.config.max_num_tokens:
+            raise RequestError(
+                f"draft_input_ids holds {count} tokens; at most {min(most, self.config.max_num_tokens - 1)} "
+                "can be verified: fewer than request_output_len and than max_num_tokens of this server"
+            )
 
 
 def _check_ids(ids: Ids[int], num_ids: int, limit: int, encoder: bool = False) -> None:
@@ -179,60 +248,6 @@ def _check_ids(ids: Ids[int], num_ids: int, limit: int, encoder: bool = False) -
         )
     if not 0 <= min(ids) <= max(ids) < num_ids:
         raise RequestError(f"input_ids must be in [0, {num_ids}), got {min(ids)} to {max(ids)}")
-
-
-def _check_params(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> None:
-    params, hidden = request.params, model.projected_size or model.hidden_size
-    if params.beam_width == 1 and params.num_return_sequences > config.max_batch_size:
-        raise RequestError(
-            f"num_return_sequences must be at most {config.max_batch_size} (max_batch_size, or "
-            f"max_num_sequences of Triton's model), got {params.num_return_sequences}"
-        )
-    if params.beam_width > config.max_beam_width:
-        raise RequestError(
-            f"beam_width must be at most max_beam_width ({config.max_beam_width}) of this server, "
-            f"got {params.beam_width}"
-        )
-    limit, longest = model.rope_limit, min(max_seq_len, len(request.prompt) + params.max_tokens)
-    if params.beam_width > 1 and limit and model.rope_restarts and len(request.prompt) <= limit < longest:
-        raise RequestError(
-            f"beam search cannot cross {limit} tokens, where this model rotates all positions anew: ask "
-            f"for at most {limit - len(request.prompt)} tokens"
-        )
-    if params.beam_width > 1 and 2 * params.beam_width > model.vocab_size:
-        raise RequestError(f"beam_width must be at most half the vocabulary, got {params.beam_width}")
-    if params.logit_bias is not None and params.logit_bias.size > model.vocab_size:
-        raise RequestError(
-            f"embedding_bias must have at most one value for each of the {model.vocab_size} tokens, "
-            f"got {params.logit_bias.size}"
-        )
-    table = request.prompt_table
-    if table is not None and table.ndim == 2 and len(table) > max_seq_len:
-        raise RequestError(
-            f"prompt_embedding_table must have at most max_seq_len ({max_seq_len}) rows, got {len(table)}"
-        )
-    if table is not None and (table.ndim != 2 or table.shape[1] != hidden or not np.isfinite(table).all()):
-        raise RequestError(
-            f"prompt_embedding_table must hold finite rows of {hidden} values, got shape {table.shape}"
-        )
-
-
-def _check_draft(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> None:
-    count, params = len(request.draft), request.params
-    if model.recurrent is not None:  # a rejected token's state update cannot be undone
-        raise RequestError(
-            "draft_input_ids are not supported on models with recurrent layers: leave them out"
-        )
-    if params.guide is not None:
-        raise RequestError("draft_input_ids cannot be combined with guided decoding")
-    if not 0 <= min(request.draft) <= max(request.draft) < model.vocab_size:
-        raise RequestError(f"draft_input_ids must be in [0, {model.vocab_size})")
-    most = min(params.max_tokens, max_seq_len - len(request.prompt)) - 1
-    if count > most or count >= config.max_num_tokens:
-        raise RequestError(
-            f"draft_input_ids holds {count} tokens; at most {min(most, config.max_num_tokens - 1)} "
-            "can be verified: fewer than request_output_len and than max_num_tokens of this server"
-        )
 
 
 @dataclass
@@ -291,16 +306,17 @@ class SequenceMaker:
     """
 
     def __init__(self, config: EngineConfig, parts: EngineParts, speculation: Speculation) -> None:
-        self._config, self._parts, self._speculation = config, parts, speculation
+        self._parts, self._speculation = parts, speculation
         self._adapters, self._max_seq_len = parts.adapters, parts.kv_plan.max_seq_len
+        self._checks = RequestChecks(config, parts.model, self._max_seq_len)
 
     def compile(self, request: Request) -> LLMatcher | None:
         """As `Engine.compile`."""
-        return self._compile(self._check(request))
+        return self._compile(self._checks.check(request))
 
     def prepare(self, request: Request, matcher: LLMatcher | None) -> Prepared:
         """As `Engine.prepare`."""
-        request = self._check(request)
+        request = self._checks.check(request)
         adapters = self._adapters.prepare_all(request.lora) if request.lora else ()
         return Prepared(request, adapters, self._compile(request) if matcher is None else matcher)
 
@@ -308,10 +324,12 @@ class SequenceMaker:
         """A sequence with a lease on the request's adapters. Raises RequestError."""
         lease, model = self._acquire(prepared), self._parts.model
         virtual = lease.num_virtual if lease is not None else 0
-        request = _without_tensors(prepared.request)
+        request = prepared.request
+        if request.lora is not None and request.lora.has_tensors:  # the lease has them now
+            request = replace(request, lora=request.lora.without_tensors())
         try:
             check_head(request, model, lease, self._parts.decoder.head_layer is not None)
-            request = with_virtual_tokens(request, virtual, self._config, model, self._max_seq_len)
+            request = self._checks.with_virtual_tokens(request, virtual)
         except BaseException:
             if lease is not None:
                 self._adapters.release(lease)
@@ -328,9 +346,6 @@ class SequenceMaker:
         if prepared.request.params.beam_width > 1:
             sequence.beams = BeamGroup(prepared.request.params.beam_width, sequence)
         return sequence
-
-    def _check(self, request: Request) -> Request:
-        return check_request(request, self._config, self._parts.model, self._max_seq_len)
 
     def _compile(self, request: Request) -> LLMatcher | None:
         guide = request.params.guide
@@ -352,11 +367,3 @@ class SequenceMaker:
         except AdapterNotCachedError:
             # Evicted since it was prepared: read it from its source once more, or give up.
             return self._adapters.acquire_all(lora, self._adapters.prepare_all(lora))
-
-
-def _without_tensors(request: Request) -> Request:
-    """The request without tensors: the lease holds the adapter now, so they need not stay in memory."""
-    lora = request.lora
-    if lora is None or not lora.has_tensors:
-        return request
-    return replace(request, lora=lora.without_tensors())

@@ -26,7 +26,7 @@ from manylora.lora.number_types import (
     widen_bfloat16,
 )
 from manylora.lora.shared import SharedMatrices, shared_bytes
-from manylora.request import LoraExtra, LoraInput
+from manylora.request import CheckedAdapter, LoraExtra, LoraInput
 
 FLOAT16_MAX = 65504.0
 CHUNK = 2**22  # elements of an extra that are widened at a time
@@ -52,7 +52,7 @@ class AdapterRow:
 
 
 @dataclass(frozen=True, eq=False)
-class Adapter:
+class Adapter(CheckedAdapter):
     """Immutable. Rows are sorted by layer, then module; extras by name. Equal content has an equal digest,
     whatever its source.
     """
@@ -232,7 +232,7 @@ class FileRows:
 
 
 @dataclass(frozen=True, eq=False)
-class FileAdapter:
+class FileAdapter(CheckedAdapter):
     """Like `Adapter`, but without values and extras. No values are in memory and no file is open.
 
     open: yields a descriptor of the file. Raises AdapterChangedError on entry or exit if the file is not the

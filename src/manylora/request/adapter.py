@@ -37,6 +37,12 @@ class LoraExtra:
         return cls(INVOCATION, np.empty(0, np.float32), tuple(token_ids))
 
 
+class CheckedAdapter:
+    """Base of the adapters of `manylora.lora.tensors`, whose contents were validated and digested."""
+
+    digest: str
+
+
 @dataclass(frozen=True, eq=False)
 class LoraInput:
     """The adapter part of a request, as received.
@@ -49,8 +55,8 @@ class LoraInput:
     source:  required kind of checkpoint of `name`, "hf" or "nemo"; None: any.
     extras:  parts of the adapter besides its tensors. They come from files; only INVOCATION is sent by
     clients.
-    checked: the adapter that the engine's own store made from these tensors or from files earlier: nothing is
-             validated and digested again.
+    checked: the adapter that was made from these tensors or from files earlier: nothing is validated and
+             digested again.
     scales:  [rows] float32, factor on each row's B A, for float8_e4m3fn weights; None: 1.
     version: number of this content among those of its name, if the caller counts them; 0: the engine counts.
     follow:  switch to newer versions of the name, from one step to the next.
@@ -63,7 +69,7 @@ class LoraInput:
     name: str | None = None
     source: str | None = None
     extras: tuple[LoraExtra, ...] = ()
-    checked: object | None = None
+    checked: CheckedAdapter | None = None
     scales: np.ndarray | None = None
     version: int = 0
     follow: bool = False

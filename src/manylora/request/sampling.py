@@ -24,7 +24,7 @@ MOST_FLOAT = 3.4e38  # maximum of values used in float32
 FINITE = " and finite in float32"
 MOST_LENGTH_PENALTY = 30.0  # largest magnitude: a length to a higher power overflows
 LEAST_DIVISOR = 1e-6  # lower temperatures count as this one: dividing logits by them could overflow
-# Limits of one request. Limits that depend on the engine are in `engine.checks`.
+# Limits of one request. Limits that depend on the engine are in `engine.requests`.
 MAX_WORDS = 1024  # stop words, and bad words: each new token is compared with all
 MAX_WORD_TOKENS = 2**14  # all words of either kind together
 MAX_GUIDE_BYTES = 2**18

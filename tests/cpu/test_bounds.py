@@ -189,7 +189,7 @@ def test_a_guide_that_fails_on_the_way_ends_its_own_request(
         assert "guided_decoding_guide is too complex: lexer error" in str(events[-1].error)
         assert other[-1].error is None
     handle = engine.submit(engine.prepare(guided(2)))
-    [state] = [sequence.guide for sequence in engine._open_sequences()]
+    [state] = [sequence.guide for sequence in engine.open_sequences()]
     monkeypatch.setattr(guides, "MASK_S", 0.1)
     state._work, state._since = stuck, time.monotonic()
     events = []

@@ -19,6 +19,7 @@ from tiny_models import make_adapter, make_model, reference_generate
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
+from manylora.engine.runner import Runner
 from manylora.errors import (
     AdapterCacheFullError,
     AdapterError,
@@ -295,7 +296,7 @@ def test_a_failing_step_fails_its_requests_only(world: World, monkeypatch: pytes
     [prompt] = prompts(1)
     handle = submit(made, world.request(3, prompt))
     with monkeypatch.context() as patch:
-        patch.setattr(made._runner, "launch", lambda step, before: 1 / 0)
+        patch.setattr(Runner, "launch", lambda runner, step, before: 1 / 0)
         [(told, event)] = made.step()
     assert told == handle
     assert event.finish_reason is FinishReason.ERROR

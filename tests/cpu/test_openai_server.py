@@ -608,7 +608,7 @@ from manylora.openai.server import run
 step = Engine.step
 
 def faulty(engine):
-    if len(engine._open_sequences()) == 3:
+    if len(engine.open_sequences()) == 3:
         raise MemoryError
     return step(engine)
 

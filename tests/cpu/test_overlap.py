@@ -10,16 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from running import let_arrive
-from test_graphs import CPU, NothingWaits, Recorder, make_world
+from test_graphs import make_world
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
+from manylora.engine.runner import Runner
 from manylora.engine.step import LaunchedStep
-from manylora.kernels import transfer
-from manylora.kernels.cuda.ops import CudaOps
-from manylora.kernels.device import Device, open_device
+from manylora.kernels.device import open_device
 from manylora.llmapi import LLM, SamplingParams
 from manylora.request import Event, FinishReason, LoraInput, Request, SamplingConfig
 
@@ -142,7 +140,7 @@ def test_the_next_step_is_launched_before_the_tokens_are_seen(
     for overlap in (True, False):
         happened.clear()
         engine = open_engine(model, overlap)
-        launch, wait = engine._runner.launch, LaunchedStep.wait
+        launch, wait = Runner.launch, LaunchedStep.wait
 
         def launched(*arguments: Any, launch: Any = launch) -> LaunchedStep:
             happened.append("launch")
@@ -153,7 +151,7 @@ def test_the_next_step_is_launched_before_the_tokens_are_seen(
             return wait(step)
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine._runner, "launch", launched)
+            patch.setattr(Runner, "launch", launched)
             patch.setattr(LaunchedStep, "wait", waited)
             engine.submit(engine.prepare(Request((3, 4), SamplingConfig(max_tokens=4), adapters[0])))
             while engine.has_work:
@@ -172,10 +170,11 @@ def test_penalties_and_a_decaying_top_p_run_ahead(
     params = SamplingConfig(max_tokens=24, **options)
     requests = [Request((3, 4, 4, 5), params, lora) for lora in (None, *adapters)]
     plain, overlapped = (open_engine(model, overlap) for overlap in (False, True))
+    expected = run(plain, requests)
     ahead: list[bool] = []
-    assume = overlapped._assume_done
-    monkeypatch.setattr(overlapped, "_assume_done", lambda step: ahead.append(assume(step)) or ahead[-1])
-    assert run(overlapped, requests) == run(plain, requests)
+    wait = LaunchedStep.wait
+    monkeypatch.setattr(LaunchedStep, "wait", lambda step: ahead.append(step.assumed_done) or wait(step))
+    assert run(overlapped, requests) == expected
     assert all(ahead) and len(ahead) > 20
 
 
@@ -188,69 +187,12 @@ def test_a_step_that_fails_ends_its_own_requests_only(
     engine.step()
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "launch", lambda step, before: 1 / 0)
+        patch.setattr(Runner, "launch", lambda runner, step, before: 1 / 0)
         events = [event for _, event in engine.step()]
     assert [event.error is None for event in events] == [True, False], "the token before, then the error"
     assert all(token >= 0 for event in events for token in event.token_ids)
     engine.check()
     assert run(engine, wishes([], 0)) == run(open_engine(model, False), wishes([], 0))
-
-
-def test_overlapped_recorded_steps_wait_for_nothing(
-    world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the tables to the drawn token nothing comes to the host; tables go to the device in one piece."""
-    model, adapters = world
-    shared: set[int] = set()
-
-    def is_away(value: torch.Tensor, device: torch.device) -> bool:
-        return value.numel() > 0 and value.data_ptr() not in shared
-
-    made = []
-    for fake in (False, True):
-        with monkeypatch.context() as patch:
-            if fake:
-                device = Device(CPU, CudaOps(part_keys=32), "interpreted", Recorder(), overlaps=True)
-                patch.setattr("manylora.engine.build.open_device", lambda name, device=device: device)
-            made.append(Engine(_small(model)))
-    plain, engine = made
-    ops = engine._parts.device.ops
-    assert isinstance(ops, CudaOps)
-    shared |= {engine.adapters.batch.__self__._pool.flat.data_ptr(), ops._places.data_ptr()}
-    launch, copies, pack = engine._runner.launch, [0], transfer._pack
-
-    def watched(*arguments: Any) -> LaunchedStep:
-        with NothingWaits():
-            return launch(*arguments)
-
-    def packed(*arguments: Any, **named: Any) -> torch.Tensor:
-        copies[0] += 1
-        return pack(*arguments, **named)
-
-    monkeypatch.setattr(transfer, "_is_away", is_away)
-    monkeypatch.setattr(transfer, "_pack", packed)
-    monkeypatch.setattr(engine._runner, "launch", watched)
-    engine._runner.record_decoding(16, warm=False)
-    requests = [
-        Request((3, 4, 5), SamplingConfig(max_tokens=5, **options), lora)  # type: ignore[arg-type]
-        for options, lora in zip(
-            ({}, {"top_p": 0.9, "temperature": 1.2, "seed": 3, "return_log_probs": True}, {"min_tokens": 2}),
-            (None, *adapters),
-            strict=True,
-        )
-    ]
-    got = run(engine, requests)
-    assert copies[0] == engine.stats().steps
-    assert got == run(plain, requests)
-    assert engine.stats().graphs.recorded > 0
-
-
-def _small(model: Path) -> EngineConfig:
-    lora = LoraCacheConfig(gpu_memory_bytes=2**21, host_memory_bytes=2**22)
-    return EngineConfig(
-        model, device="cpu", max_seq_len=48, tokens_per_block=4, max_batch_size=4, lora=lora,
-        cuda_graph_cache_size=1,
-    )  # fmt: skip
 
 
 def test_the_python_api_has_the_switch(
@@ -259,10 +201,12 @@ def test_the_python_api_has_the_switch(
     model, _ = world
     overlapping = replace(open_device("cpu"), overlaps=True)
     monkeypatch.setattr("manylora.engine.build.open_device", lambda name: overlapping)
-    told = []
+    told, ahead, wait = [], list[bool](), LaunchedStep.wait
+    monkeypatch.setattr(LaunchedStep, "wait", lambda step: ahead.append(step.assumed_done) or wait(step))
     for disabled in (False, True):
+        ahead.clear()
         with LLM(str(model), skip_tokenizer_init=True, disable_overlap_scheduler=disabled) as llm:
-            assert llm._loop._engine._parts.overlap != disabled
             [output] = llm.generate([[3, 4, 5]], SamplingParams(max_tokens=5, end_id=-1))
             told.append(output.outputs[0].token_ids)
+        assert any(ahead) != disabled
     assert told[0] == told[1] and len(told[0]) == 5

@@ -91,7 +91,7 @@ def test_memory_is_ready_for_the_next_adapter(model: ModelConfig, monkeypatch: p
     """One piece at a time while the engine works, the rest once it is idle, and nothing twice."""
     store, made = open_store(model, 3, 3), list[int]()
     monkeypatch.setattr(transfers, "make_resident", lambda piece: made.append(piece.data_ptr()))
-    places = [store._transfers._pool.pieces(page)[0].data_ptr() for page in range(3)]
+    places = [store._pool.pieces(page)[0].data_ptr() for page in range(3)]
     for count in (1, 2):
         store.make_ready(lambda: False)
         written(store)
@@ -247,12 +247,12 @@ def test_task_ids_that_never_come_back_are_forgotten(
     store = open_store(model, 2, 2)
     for task_id in range(200):
         store.release(take(store, adapter(task_id)))
-        store._transfers._writer.submit(int).result()  # until it is written, an adapter is at hand
+        written(store)
     assert store.resident(199)
     assert sum(store.library.digest(task_id) is not None for task_id in range(200)) < 20
     monkeypatch.setattr(store.library, "_prune_at", 0)
     store.release(take(store, adapter(200)))
-    store._transfers._writer.submit(int).result()
+    written(store)
     assert [t for t in range(201) if store.library.digest(t)] == [198, 199, 200]  # 198 leaves just then
 
 
@@ -289,10 +289,10 @@ def test_an_adapter_on_its_way_is_waited_for_by_the_device_only(
     store, copy, held = open_store(model, 2, 2), Copy(), []
     lease = take(store, adapter(1))
     with monkeypatch.context() as patch:
-        patch.setattr(store._pool, "load", lambda *places: copy)
+        patch.setattr(AdapterPool, "load", lambda *places: copy)
         assert store.admit(lease)
-        store._transfers.is_written(lease.digest, wait=True)
-    monkeypatch.setattr(store._pool, "hold", held.append)
+        store.find_lost([lease])
+    monkeypatch.setattr(AdapterPool, "hold", lambda pool, event: held.append(event))
     assert not store.is_loaded(lease)
     store.batch([(0, 1, lease)])
     assert held == [copy]
@@ -310,13 +310,13 @@ def test_an_adapter_is_written_beside_the_steps_of_the_others(
     early = take(store, adapter(1))
     assert store.admit(early)
     np.testing.assert_array_equal(on_device(store, early), adapter(1).weights[0])
-    real = store._pool.write_host
+    real = AdapterPool.write_host
 
     def slow(*what: object) -> None:
         assert go_on.wait(60)
         real(*what)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(store._pool, "write_host", slow)
+    monkeypatch.setattr(AdapterPool, "write_host", slow)
     late = take(store, adapter(2))
     assert store.admit(late)
     assert not store.is_loaded(late) and store.is_loaded(early)
@@ -335,13 +335,13 @@ def test_what_gives_way_while_it_is_written_is_carried_whole(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(model, 2, 2)
-    real = store._pool.write_host
+    real = AdapterPool.write_host
 
     def slow(*what: object) -> None:
         time.sleep(0.05)
         real(*what)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(store._pool, "write_host", slow)
+    monkeypatch.setattr(AdapterPool, "write_host", slow)
     leases = {task_id: take(store, adapter(task_id)) for task_id in range(5)}
     for task_id in (4, 2, 0, 1, 3):
         assert store.admit(leases[task_id])

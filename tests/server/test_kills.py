@@ -33,7 +33,7 @@ _step = Engine.step
 
 
 def _faulty(engine):
-    prompts = [sequence.request.prompt[0] for sequence in engine._open_sequences()]
+    prompts = [sequence.request.prompt[0] for sequence in engine.open_sequences()]
     if 13 in prompts:
         raise MemoryError
     if 14 in prompts:

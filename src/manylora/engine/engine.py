@@ -143,7 +143,7 @@ class Engine:
         try:
             for index in range(count):
                 sequences.append(self._maker.make(prepared, handle, index))
-                self._swaps.begin(sequences[-1], next(iter(prepared.adapters), None), self._open_sequences())
+                self._swaps.begin(sequences[-1], next(iter(prepared.adapters), None), self.open_sequences())
         except BaseException:
             self._release(sequences)
             self._logits_memory.release(handle)
@@ -157,8 +157,8 @@ class Engine:
         """Make this content, which includes tensors, the version that its name means, for later requests and
         for those that follow. Raises AdapterError.
         """
-        version = self._swaps.publish(lora, self.adapters.prepare(lora), self._open_sequences())
-        self._swaps.drop_superseded(self._open_sequences())
+        version = self._swaps.publish(lora, self.adapters.prepare(lora), self.open_sequences())
+        self._swaps.drop_superseded(self.open_sequences())
         return version
 
     def cancel(self, handle: int) -> Events:
@@ -220,7 +220,7 @@ class Engine:
         """Drop all requests without events, and end the threads and the other ranks. Nothing can be computed
         afterwards. Idempotent.
         """
-        for sequence in self._open_sequences():
+        for sequence in self.open_sequences():
             if sequence.guide is not None:
                 sequence.guide.close()
         self._in_flight = None
@@ -281,7 +281,7 @@ class Engine:
 
     def check(self) -> None:
         """Assert that blocks and pages add up: everything in use belongs to an open sequence."""
-        self._kv.check(_with_beams(self._open_sequences()))
+        self._kv.check(_with_beams(self.open_sequences()))
         self.adapters.check()
 
     def stats(self) -> EngineStats:
@@ -320,7 +320,7 @@ class Engine:
         if limit and (waiting >= limit or waiting + count > limit + free_slots):
             raise QueueFullError(limit)
 
-    def _open_sequences(self) -> list[Sequence]:
+    def open_sequences(self) -> list[Sequence]:
         """All sequences that have not ended."""
         return [sequence for sequences in self._requests.values() for sequence in sequences]
 
@@ -385,7 +385,7 @@ class Engine:
     def _fail_lost_adapters(self, lost: Mapping[str, RequestError]) -> Events:
         """End the requests whose adapters could not be read. The others are scheduled again."""
         affected = []
-        for sequence in self._open_sequences():
+        for sequence in self.open_sequences():
             members = sequence.lease.members if sequence.lease is not None else ()
             found = next((lost[member.digest] for member, _ in members if member.digest in lost), None)
             if found is not None:
@@ -409,7 +409,7 @@ class Engine:
                 self._counters.requests_finished += 1
                 self._counters.requests_failed += sequence.finish_reason is FinishReason.ERROR
             events.append((sequence.handle, take_event(sequence, last=not others)))
-        self._swaps.drop_superseded(self._open_sequences())
+        self._swaps.drop_superseded(self.open_sequences())
         return events
 
     def _free(self, sequences: list[Sequence]) -> None:

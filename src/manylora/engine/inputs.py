@@ -1,5 +1,5 @@
-"""The inputs of one forward pass, as lists on the host (StepInputs), and what builds them from the chunks of
-a step (InputMaker).
+"""The inputs of one forward pass: StepInputs, lists on the host, KeptInputs, which are reused from step to
+step, and InputMaker, which makes them from the chunks of a step.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from manylora.model.batch import ForwardBatch, HiddenRows
 from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder
 
+logger = logging.getLogger("manylora")
+
 Ints = Rows[int] | np.ndarray
 Blocks = Rows[Ints] | np.ndarray
 """The KV blocks of each sequence, or [S, columns] in which anything may follow a sequence's blocks."""
@@ -36,8 +38,10 @@ Blocks = Rows[Ints] | np.ndarray
 
 @dataclass(frozen=True)
 class Pending:
-    """Tokens that only the device knows. where: [2, P] int64 on the device: rows of a step, and for each its
-    index into `tokens` [D]; None: `tokens` are those of all rows, in order.
+    """Tokens that only the device knows.
+
+    where: [2, P] int64 on the device: rows of a step, and for each row its index into `tokens` [D]. None:
+    `tokens` are those of all rows, in order.
     """
 
     where: Tensor | None
@@ -46,7 +50,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class StateRows:
-    """[S], as in `StateBatch`."""
+    """Slots of recurrent state of S sequences, as in `StateBatch`."""
 
     reads: list[int]
     writes: list[int]
@@ -59,7 +63,7 @@ class StateRows:
         return cls(*map(list, zip(*found, strict=True)))
 
     def next_step(self) -> StateRows:
-        """For the next step, which decodes one token of each sequence."""
+        """The slots for the next step, which decodes one token of each sequence."""
         none = [0] * len(self.writes)
         return StateRows(self.writes, self.writes, none, none)
 
@@ -207,7 +211,9 @@ class StepInputs:
 
 
 def encoder_inputs(sequences: list[Sequence], tokens_per_block: int) -> StepInputs:
-    """The encoder's complete prompts, and the slots of the keys and values computed from them. No logits."""
+    """Inputs of a pass of the encoder: complete prompts, and the slots of the keys and values that are
+    computed from its output. No logits.
+    """
     lengths = [sequence.num_encoder for sequence in sequences]
     blocks = [sequence.kv.cross_blocks for sequence in sequences]
     spans = [*zip(map(range, lengths), blocks, strict=True)]
@@ -230,8 +236,8 @@ def slots_of(spans: Iterable[tuple[range, list[int]]], size: int) -> list[int]:
 
 
 class KeptInputs:
-    """Inputs of the steps of a run: those of its first step, with new tokens, positions, lengths and slots
-    (whose arrays are changed in place) and new blocks.
+    """Inputs of the steps of a run. Those of its first step are kept. In each step their tokens, positions,
+    lengths and slots are changed in place, and new blocks are added.
     """
 
     def __init__(self, run: DecodeRun, first: StepInputs, tokens_per_block: int) -> None:
@@ -250,8 +256,8 @@ class KeptInputs:
         self._batch: ForwardBatch | None = None
 
     def next(self, tokens: Tensor | None) -> StepInputs:
-        """Inputs of the next step, always the same object. tokens: [S] of the previous step, in flight; None:
-        the host has them.
+        """Inputs of the next step, always the same object. tokens: [S] of the previous step, which is in
+        flight; None: the host has them.
         """
         if self._num_same:
             self._moving += 1
@@ -317,11 +323,10 @@ def _shared(values: Ints) -> Tensor:
     return torch.from_numpy(np.asarray(values, np.int64))
 
 
-logger = logging.getLogger("manylora")
-
-
 class InputMaker:
-    """is_recurrent: whether the model has recurrent layers. device: for tensors that are not copied with the
+    """Makes the inputs of a step from its chunks.
+
+    is_recurrent: whether the model has recurrent layers. device: for tensors that are not copied with the
     rest.
     """
 
@@ -443,28 +448,6 @@ class InputMaker:
 
     def _tensor(self, values: list) -> Tensor:
         return upload(values, torch.long, self._device)
-
-
-def one_by_one(chunk: Chunk) -> list[Chunk]:
-    """Split the rows of a draft into sequences that decode one token each.
-
-    Keys and values are stored before attention, so each row gets exactly the result that it has without the
-    draft.
-    """
-    if chunk.in_context or not chunk.sequence.num_draft:
-        return [chunk]
-    return [replace(chunk, start=chunk.start + i, count=1) for i in range(chunk.count)]
-
-
-def wanted_positions(chunk: Chunk) -> range:
-    """The positions of a chunk whose logits are needed."""
-    sequence, stop = chunk.sequence, chunk.start + chunk.count
-    if not chunk.in_context and (chunk.count == 1 or not sequence.num_draft):
-        return range(stop - chunk.samples, stop)
-    in_prompt = chunk.start < sequence.num_prompt and not sequence.num_output
-    if sequence.request.params.return_context_logits and in_prompt:
-        return range(min(max(chunk.start, sequence.num_virtual), stop), stop)
-    return range(stop - 1 - sequence.num_draft, stop) if chunk.samples else range(stop, stop)
 
 
 def _virtual(chunks: list[Chunk], starts: list[int]) -> list[tuple[int, int]]:

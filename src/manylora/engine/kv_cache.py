@@ -150,7 +150,7 @@ class KvCache:
         return True
 
     def begin_again(self, sequence: Sequence) -> None:
-        """Let a sequence that has computed nothing yet use blocks registered since `begin`."""
+        """Let a sequence that has computed nothing yet reuse blocks that were registered since `begin`."""
         kv = sequence.kv
         nodes = [] if kv.is_mixed else self._match(sequence)
         if self.states is not None:
@@ -311,7 +311,7 @@ class KvCache:
         return nodes
 
     def _can_match(self, sequence: Sequence) -> bool:
-        """Whether only the outputs of the prompt's last token are needed."""
+        """Whether a sequence can reuse blocks: only the outputs of its prompt's last token are needed."""
         request = sequence.request
         every = request.pooling is not None and request.pooling.mode != "last"
         return self._reuse and not every and not request.params.return_context_logits

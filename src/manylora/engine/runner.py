@@ -18,9 +18,7 @@ from manylora.engine.inputs import (
     KeptInputs,
     StepInputs,
     encoder_inputs,
-    one_by_one,
     pooled_positions,
-    wanted_positions,
 )
 from manylora.engine.sampler import Row, Sampler, adjust
 from manylora.engine.scheduler import Chunk, DecodeRun, Step
@@ -78,8 +76,8 @@ class Runner:
         self._leader = leader
         self._tokens_per_block = limits.tokens_per_block
         self._graphs: DecodeGraphs | None = None
-        self._kept: KeptInputs | None = None  # of the step before,
-        self._sampler: Sampler | None = None  # as this
+        self._kept: KeptInputs | None = None  # of the last step, if it was one of a run
+        self._sampler: Sampler | None = None  # of the last step
         self._ops.reserve(limits, device.torch)
         self._inputs = InputMaker(
             decoder, adapters, limits.tokens_per_block, states is not None, device.torch
@@ -133,7 +131,7 @@ class Runner:
         return self._launch_anew(step, previous)
 
     def _launch_next(self, step: Step, run: DecodeRun, previous: LaunchedStep | None) -> LaunchedStep:
-        """Of a run whose step before was launched, and whose first tables are kept."""
+        """Launch a step of a run, after the run's first one, with the inputs and sampler that were kept."""
         kept, sampler = self._kept, self._sampler
         assert kept is not None and sampler is not None
         tokens = None if previous is None else previous.tokens
@@ -142,14 +140,14 @@ class Runner:
         if sampler.needs_tokens and tokens is None:
             tokens = self._tensor(list(inputs.input_ids))
         sampler.advance(np.asarray(inputs.lengths).tolist(), tokens if sampler.needs_tokens else None)
-        if not run.can_run_ahead:  # as those whose logits are returned cannot
+        if not run.can_run_ahead:  # requests that return logits cannot run ahead
             self._return_logits(logits, sampler.rows)
         return LaunchedStep(step, sampler.rows, *sampler(logits, inputs.best))
 
     def _launch_anew(self, step: Step, previous: LaunchedStep | None) -> LaunchedStep:
-        chunks = [one for chunk in step.chunks for one in one_by_one(chunk)]
+        chunks = [one for chunk in step.chunks for one in _one_by_one(chunk)]
         chunks.sort(key=lambda c: c.sequence.batch_key(c.start, c.start + c.count))
-        wanted = [wanted_positions(chunk) for chunk in chunks]
+        wanted = [_wanted_positions(chunk) for chunk in chunks]
         self._encode([chunk.sequence for chunk in chunks if chunk.num_encoded])
         inputs = self._inputs(chunks, wanted, previous)
         self._kept = None if step.run is None else KeptInputs(step.run, inputs, self._tokens_per_block)
@@ -183,7 +181,7 @@ class Runner:
 
     def _pool(self, chunks: list[Chunk], inputs: StepInputs, hidden: Tensor) -> list[PooledChunk]:
         extras = {} if inputs.lora is None else {one.start: one.values for one in inputs.lora.extras}
-        # Of adapters that act alone, as those with extras do.
+        # Adapters with extras always act alone.
         starts = {members[0][0]: start for start, _, members in inputs.adapters if len(members) == 1}
         found, first = [], 0
         for chunk in chunks:
@@ -208,7 +206,7 @@ class Runner:
             self._states.copy(*self._copied(COPY_STATES, pairs))
 
     def _copied(self, what: str, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """Both columns on the device. Other ranks are told."""
+        """Both columns on the device. The other ranks are told to copy, too."""
         if self._leader is not None:
             self._leader.tell(copy_message(what, pairs))
         source, target = zip(*pairs, strict=True)
@@ -216,13 +214,13 @@ class Runner:
 
     @staticmethod
     def _return_logits(logits: Tensor, rows: Rows[Row]) -> None:
-        """Keep those that requests ask for. This waits for the device."""
+        """Keep the logits that requests ask for. This waits for the device."""
         for values, (sequence, _) in zip(logits, rows, strict=True):
             if sequence.request.params.return_generation_logits:
                 sequence.output.generation_logits.append(_numpy(values))
 
     def _last_tokens(self, rows: Rows[Row], previous: LaunchedStep | None) -> Tensor | None:
-        """As `Sampler` has them pending."""
+        """The `pending` tokens of a `Sampler`."""
         found = [
             (row, previous.index_of(sequence))
             for row, (sequence, length) in enumerate(rows)
@@ -237,7 +235,7 @@ class Runner:
 
     @staticmethod
     def _candidates(logits: Tensor, members: list[tuple[int, Row]], group: BeamGroup) -> list[BeamCandidate]:
-        """Of one beam search; empty where logits are not finite. This waits for the device."""
+        """Candidates of one beam search. Empty if logits are not finite. This waits for the device."""
         order = {sequence: i for i, sequence in enumerate(group.beams)}
         members.sort(key=lambda member: order[member[1][0]])
         picked = logits[[index for index, _ in members]]
@@ -271,14 +269,16 @@ class Runner:
             sequence.kv.is_encoded = True
 
     def _logits(self, inputs: StepInputs, kept: KeptInputs | None = None) -> Tensor:
-        """kept: what gave the inputs."""
+        """Run the decoder. Returns logits [rows, vocab] float32. kept: the source of the inputs, if they are
+        kept.
+        """
         if self._graphs is not None and inputs.decodes:
             logits = self._graphs.run(inputs)
             if logits is not None:
                 return logits
         if self._leader is not None:
             self._leader.tell(step_message(FORWARD, inputs))
-        # A batch that is given again overwrites its results: those of a step in flight are not read yet.
+        # A batch that is used again overwrites its results, so not while a step is in flight.
         if kept is not None and inputs.pending is None and self._ops.reads_tables:
             batch = kept.batch(self._ops)
             logits = self._forward(batch)
@@ -302,6 +302,28 @@ class Runner:
 
     def _tensor(self, values: list, dtype: torch.dtype = torch.long) -> Tensor:
         return upload(values, dtype, self._device.torch)
+
+
+def _one_by_one(chunk: Chunk) -> list[Chunk]:
+    """Split the rows of a draft into chunks that decode one token each.
+
+    Keys and values are stored before attention, so each row gets exactly the same result as without the
+    draft.
+    """
+    if chunk.in_context or not chunk.sequence.num_draft:
+        return [chunk]
+    return [replace(chunk, start=chunk.start + i, count=1) for i in range(chunk.count)]
+
+
+def _wanted_positions(chunk: Chunk) -> range:
+    """The positions of a chunk whose logits are needed."""
+    sequence, stop = chunk.sequence, chunk.start + chunk.count
+    if not chunk.in_context and (chunk.count == 1 or not sequence.num_draft):
+        return range(stop - chunk.samples, stop)
+    in_prompt = chunk.start < sequence.num_prompt and not sequence.num_output
+    if sequence.request.params.return_context_logits and in_prompt:
+        return range(min(max(chunk.start, sequence.num_virtual), stop), stop)
+    return range(stop - 1 - sequence.num_draft, stop) if chunk.samples else range(stop, stop)
 
 
 def _numpy(logits: Tensor) -> np.ndarray:

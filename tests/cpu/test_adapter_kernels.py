@@ -27,7 +27,7 @@ from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.kernels.spec import FP8, LoraBatch, LoraRow, LoraSegment, LoraTarget
 from manylora.kernels.transfer import to_device
-from manylora.lora.loaded import LoadedAdapter
+from manylora.lora.pool import LoadedAdapter
 
 IN, WIDTHS, LAYER, STEP = 48, (32, 16, 80), 2, 8
 # Three parts side by side, and a fused module over the first two of them.

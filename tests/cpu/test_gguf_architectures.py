@@ -23,7 +23,7 @@ from tiny_models import make_adapter, make_model, reference_logits
 
 from manylora.config.engine import EngineConfig
 from manylora.config.hub import local_model
-from manylora.engine.requests import check_request
+from manylora.engine.requests import RequestChecks
 from manylora.errors import ConfigError, RequestError
 from manylora.gguf.config import ARCHITECTURES
 from manylora.gguf.container import read_header
@@ -200,8 +200,8 @@ def test_a_file_without_its_multipliers_takes_no_adapters(tmp_path: Path) -> Non
     convert(tmp_path / "tiny.gguf", model)
     folder, request = local_model(tmp_path / "tiny.gguf"), Request((1,), lora=LoraInput(1))
     with pytest.raises(RequestError, match=r"GGUF file of Falcon-H1: .* serve the original model"):
-        check_request(request, EngineConfig(folder), read_model_config(folder), 64)
-    check_request(request, EngineConfig(model), read_model_config(model), 64)
+        RequestChecks(EngineConfig(folder), read_model_config(folder), 64).check(request)
+    RequestChecks(EngineConfig(model), read_model_config(model), 64).check(request)
 
 
 def test_each_architecture_is_tested() -> None:

@@ -26,7 +26,7 @@ from manylora.fleet.remote_http import (
     requested_adapter,
     whole_answer,
 )
-from manylora.lora.library.names import Aliases
+from manylora.lora.catalog.names import Aliases
 from manylora.openai import arguments
 from manylora.openai.options import ServeOptions
 

@@ -5,35 +5,39 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
 import torch
 from torch.distributed import Store
+
 from manylora.config.build_record import weights_algo
-from manylora.config.engine import EngineConfig
-from manylora.config.engine import LoraCacheConfig
+from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.config.model_folder import weight_files
 from manylora.config.pooling import longest_text
 from manylora.engine.guide import Guides
 from manylora.engine.runner import Runner
-from manylora.engine.step_messages import END
-from manylora.engine.step_messages import Others
+from manylora.engine.sizing import (
+    KvPlan,
+    allocate_kv,
+    allocate_states,
+    batch_limits,
+    check_model,
+    kv_cache_dtype,
+    plan_memory,
+    usable_bytes,
+)
+from manylora.engine.step_messages import END, Others
 from manylora.engine.warmup import peak_bytes
 from manylora.group.channel import Message
-from manylora.group.collectives import interface_of
-from manylora.group.collectives import join_collectives
-from manylora.group.collectives import leave_group
+from manylora.group.collectives import interface_of, join_collectives, leave_group
 from manylora.group.leader import Leader
 from manylora.group.rank_info import RankInfo
-from manylora.kernels.device import Device
-from manylora.kernels.device import device_of_rank
-from manylora.kernels.device import open_device
+from manylora.kernels.device import Device, device_of_rank, open_device
 from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.spec import BatchLimits
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.modules import lora_modules
-from manylora.lora.modules import targets_beside_quantised_experts
+from manylora.lora.modules import lora_modules, targets_beside_quantised_experts
 from manylora.lora.pool import AdapterPool
 from manylora.lora.store import AdapterStore
 from manylora.lora.store_sizing import build_parts as store_parts
@@ -43,27 +47,13 @@ from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.heads import load_dense
 from manylora.model.quant import EffectiveWeights
-from manylora.model.weights import adapter_dtype
-from manylora.model.weights import compute_dtype
-from manylora.model.weights import load_decoder
-from manylora.model.weights import weight_bytes
+from manylora.model.weights import adapter_dtype, compute_dtype, load_decoder, weight_bytes
 from manylora.parallel.adapters import AdapterSlicer
-from manylora.parallel.build import ModelPart
-from manylora.parallel.build import load_model_part
+from manylora.parallel.build import ModelPart, load_model_part
 from manylora.parallel.collectives import Collectives
 from manylora.parallel.mapping import Mapping
 from manylora.system.allocator import keep_memory
-from manylora.system.lifeline import is_draining
-from manylora.system.lifeline import is_launched
-from manylora.engine.sizing import KvPlan
-from manylora.engine.sizing import allocate_kv
-from manylora.engine.sizing import allocate_states
-from manylora.engine.sizing import batch_limits
-from manylora.engine.sizing import check_model
-from manylora.engine.sizing import kv_cache_dtype
-from manylora.engine.sizing import plan_memory
-from manylora.engine.sizing import usable_bytes
-
+from manylora.system.lifeline import is_draining, is_launched
 
 logger = logging.getLogger("manylora")
 
@@ -97,8 +87,16 @@ class RankParts:
         """The adapter pages of a rank other than 0, which only follows rank 0's decisions. Raises
         ConfigError.
         """
-        sizes = self.device.torch, self.pages_dtype, self.free_bytes
-        return store_parts(self.model, self.config.lora, *sizes, base=None, slicer=self.slicer).pool
+        parts = store_parts(
+            self.model,
+            self.config.lora,
+            self.device.torch,
+            self.pages_dtype,
+            self.free_bytes,
+            base=None,
+            slicer=self.slicer,
+        )
+        return parts.pool
 
 
 @dataclass(frozen=True)
@@ -259,10 +257,17 @@ def build_parts(config: EngineConfig, info: RankInfo) -> EngineParts:
 def _rank_0(rank: RankParts, leader: Leader | None) -> EngineParts:
     config, model, device = rank.config, rank.model, rank.device
     base = BaseWeights(config.model_dir, EffectiveWeights(model, config.quant, rank.dtype))
-    sizes = rank.pages_dtype, rank.free_bytes
-    others = None if leader is None else Others(leader)
-    adapters = AdapterStore.open(model, config.lora, device.torch, *sizes, base, rank.slicer, others)
-    runner = Runner(rank.decoder, rank.kv, device, adapters, rank.limits, leader, rank.states)
+    adapters = AdapterStore.open(
+        model,
+        config.lora,
+        device.torch,
+        rank.pages_dtype,
+        rank.free_bytes,
+        base=base,
+        slicer=rank.slicer,
+        others=None if leader is None else Others(leader),
+    )
+    runner = Runner(rank.decoder, rank.kv, device, adapters, rank.limits, leader=leader, states=rank.states)
     if leader is None:
         runner.try_variants()
         _record_decoding(runner, config, model, device)

@@ -4,43 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
 from manylora.config.engine import EngineConfig
-from manylora.engine.build import build_parts
-from manylora.engine.build import end_ranks
+from manylora.engine.build import build_parts, end_ranks
 from manylora.engine.follower import follow
 from manylora.engine.kv_cache import KvCache
-from manylora.engine.requests import LogitsMemory
-from manylora.engine.requests import Prepared
-from manylora.engine.requests import SequenceMaker
-from manylora.engine.scheduler import Scheduler
-from manylora.engine.scheduler import Step
+from manylora.engine.requests import LogitsMemory, Prepared, SequenceMaker
+from manylora.engine.scheduler import Scheduler, Step
 from manylora.engine.sequence import Sequence
 from manylora.engine.state_pool import StatePool
-from manylora.errors import QueueFullError
-from manylora.errors import RequestError
-from manylora.group.rank_info import find_rank
-from manylora.request import AdapterVersion
-from manylora.request import Event
-from manylora.request import FinishReason
-from manylora.request import LoraInput
-from manylora.request import Request
-from manylora.stats import EngineStats
-from manylora.lora.library.library import AdapterLibrary
-from manylora.lora.library.reader import AdapterReader
-from manylora.lora.modules import LoraModule
-from manylora.request import mix
-from manylora.stats import CacheMap
-from manylora.engine.step import Counters
-from manylora.engine.step import FailedStep
-from manylora.engine.step import LaunchedStep
-from manylora.engine.step import ResultProcessor
-from manylora.engine.step import take_event
+from manylora.engine.step import Counters, FailedStep, LaunchedStep, ResultProcessor, take_event
 from manylora.engine.swaps import VersionSwaps
-
+from manylora.errors import QueueFullError, RequestError
+from manylora.group.rank_info import find_rank
+from manylora.lora.catalog.library import AdapterLibrary
+from manylora.lora.catalog.reader import AdapterReader
+from manylora.lora.modules import LoraModule
+from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, Request, mix
+from manylora.stats import CacheMap, EngineStats
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -56,9 +40,9 @@ def open_engine(config: EngineConfig) -> Engine:
 
     Raises ConfigError if it cannot serve because of the configuration, the checkpoint or the memory.
     """
-    place = find_place(config.world_size)
-    if place.rank:
-        follow(config, place)
+    info = find_rank(config.world_size)
+    if info.rank:
+        follow(config, info)
         raise SystemExit(0)
     return Engine(config)
 

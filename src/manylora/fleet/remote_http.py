@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message
 
-from manylora.lora.library.names import LATEST, Aliases
+from manylora.lora.catalog.names import LATEST, Aliases
 from manylora.openai.adapter_routes import RECEIVED
 
 LEAVE_S = 5.0  # for an application to notice that its client has left, before it is cancelled

@@ -7,52 +7,32 @@ are leases without a request, which keep adapters in the cache until they are un
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+
 import torch
+
 from manylora.config.engine import LoraCacheConfig
 from manylora.config.model import ModelConfig
-from manylora.errors import AdapterCacheFullError
-from manylora.errors import AdapterError
-from manylora.errors import AdapterNotCachedError
-from manylora.errors import RequestError
+from manylora.errors import AdapterCacheFullError, AdapterError, AdapterNotCachedError, RequestError
 from manylora.kernels.spec import LoraBatch
 from manylora.lora.cache import AdapterCache
 from manylora.lora.catalog.library import AdapterLibrary
+from manylora.lora.catalog.reader import AdapterReader
 from manylora.lora.extras import with_extras
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.geometry import Layout
-from manylora.lora.leases import AdapterLease
-from manylora.lora.leases import Lease
-from manylora.lora.leases import MixLease
-from manylora.lora.leases import check_changes
-from manylora.lora.leases import check_mixable
+from manylora.lora.leases import AdapterLease, Lease, MixLease, check_changes, check_mixable
 from manylora.lora.modules import LoraModule
-from manylora.lora.slicing import Slicer
-from manylora.lora.store_sizing import StoreParts
-from manylora.lora.store_sizing import build_parts
-from manylora.lora.tensors import Adapter
-from manylora.lora.tensors import FileAdapter
-from manylora.lora.transfers import AdapterLoader
-from manylora.request import LoraInput
-from manylora.request import LoraMix
-from manylora.stats import AdapterStats
-from manylora.stats import CacheMap
-from dataclasses import replace
-from manylora.lora.library.reader import AdapterReader
-from manylora.lora.pages import least_pages
-from manylora.lora.pages import most_pages
-from manylora.lora.pool import LoadedAdapter
-from manylora.lora.pool import Mixes
-from manylora.lora.pool import lora_batch
-from manylora.lora.slicing import AdapterPart
-from manylora.lora.transfers import OtherRanks
-from manylora.lora.transfers import Transfers
-from manylora.stats import Resident
-
+from manylora.lora.pages import least_pages, most_pages
+from manylora.lora.pool import LoadedAdapter, Mixes, lora_batch
+from manylora.lora.slicing import AdapterPart, Slicer
+from manylora.lora.store_sizing import StoreParts, build_parts
+from manylora.lora.tensors import Adapter, FileAdapter
+from manylora.lora.transfers import AdapterLoader, OtherRanks, Transfers
+from manylora.request import LoraInput, LoraMix
+from manylora.stats import AdapterStats, CacheMap, Resident
 
 logger = logging.getLogger("manylora")
 

@@ -108,7 +108,17 @@ def build_parts(
     largest = min(plan.host_pages, plan.device_pages) * plan.geometry.page_elements
     largest *= 1 if slicer is None else slicer.num_ranks
     bounds = Bounds.of(modules, model.num_layers, config.rank_limit, largest, pool.element_bytes)
-    return StoreParts(plan, pool, rules, bounds, base, on_device, pages, config.text_only, slicer is not None)
+    return StoreParts(
+        plan=plan,
+        pool=pool,
+        rules=rules,
+        bounds=bounds,
+        base=base,
+        max_device_adapters=on_device,
+        largest_pages=pages,
+        text_only=config.text_only,
+        in_parts=slicer is not None,
+    )
 
 
 def _plan(

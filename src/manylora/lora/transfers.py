@@ -7,33 +7,26 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
-from concurrent.futures import Future
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from weakref import WeakSet
-from weakref import WeakValueDictionary
+from typing import Protocol
+from weakref import WeakSet, WeakValueDictionary
+
 import torch
-from manylora.errors import AdapterError
-from manylora.errors import AdapterInvalidError
-from manylora.errors import RequestError
+
+from manylora.errors import AdapterError, AdapterInvalidError, RequestError
 from manylora.kernels.huge_pages import make_resident
 from manylora.lora.cache import AdapterCache
 from manylora.lora.catalog.library import AdapterLibrary
 from manylora.lora.geometry import Layout
-from manylora.lora.pool import AdapterPool
-from manylora.lora.pool import SharedOf
+from manylora.lora.pool import AdapterPool, LoadedAdapter, SharedOf
 from manylora.lora.rules import AdapterRules
 from manylora.lora.slicing import Slicer
-from manylora.lora.tensors import Adapter
-from manylora.lora.tensors import FileAdapter
+from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.request import LoraInput
 from manylora.system.threads import lower_priority
-from typing import Protocol
-from manylora.lora.pool import LoadedAdapter
-
 
 logger = logging.getLogger("manylora")
 

@@ -26,11 +26,11 @@ MAKE = re.compile(r"(?:`|^)make ([a-z][a-z-]*)", re.MULTILINE)
 VARIABLE = re.compile(r"`(\w+)`")
 LAUNCHER = "launch_triton_server.py"
 DATASET = ["prepare-dataset --help", "prepare-dataset --tokenizer x token-norm-dist --help"]
-PAGE_OF_COMMAND = {
-    "docs/openai_server.md": "serve",
-    "docs/build.md": "build",
-    "docs/bench.md": "bench",
-    "docs/fleet.md": "fleet",
+SECTION_OF_COMMAND = {
+    "serve": ("openai_server.md", "# The OpenAI server"),
+    "build": ("models.md", "## manylora build"),
+    "bench": ("benchmarks.md", "## manylora bench"),
+    "fleet": ("fleet.md", "# A fleet"),
 }
 ELSEWHERE = ("migration.md",)  # names files of upstream
 TABLES = NEUTRAL, NEUTRAL_VALUES, REFUSED, options.REFUSED
@@ -45,7 +45,7 @@ FOREIGN = {
     # Taken or refused by `serve` or `fleet`, and not in their help.
     *(f"--{name.replace('_', '-')}" for table in TABLES for name in table),
 }  # fmt: skip
-"""Flags of other programs that the pages of PAGE_OF_COMMAND name."""
+"""Flags of other programs that the sections of SECTION_OF_COMMAND name."""
 
 
 def test_links_lead_to_files_and_headings() -> None:
@@ -108,9 +108,9 @@ def test_the_flags_of_our_commands_exist() -> None:
         for command, flags in commands(text):
             unknown = flags - flags_of(command)
             assert not unknown, f"{page.name}: {command} has no {sorted(unknown)}"
-        if command := PAGE_OF_COMMAND.get(str(page.relative_to(ROOT))):
-            unknown = set(FLAG.findall(text)) - flags_of(command) - FOREIGN
-            assert not unknown, f"{page.name}: {command} has no {sorted(unknown)}"
+    for command, (page, heading) in SECTION_OF_COMMAND.items():
+        unknown = set(FLAG.findall(section(ROOT / "docs" / page, heading))) - flags_of(command) - FOREIGN
+        assert not unknown, f"{page}, {heading}: {command} has no {sorted(unknown)}"
 
 
 def test_the_parameters_in_tables_are_template_variables() -> None:
@@ -132,6 +132,14 @@ def test_the_table_of_layers_is_the_order_that_is_tested() -> None:
     tests = (ROOT / "tests" / "pure" / "test_architecture.py").read_text(encoding="utf-8")
     order = ast.literal_eval(tests.partition("\nORDER = ")[2].partition("\nRANK")[0])
     assert [VARIABLE.findall(row) for row in rows] == order
+
+
+def section(page: Path, heading: str) -> str:
+    """From this heading to the next one of its level."""
+    level = heading.partition(" ")[0]
+    _, found, text = page.read_text(encoding="utf-8").partition(f"{heading}\n")
+    assert found, f"{page.name} has no heading {heading!r}"
+    return re.split(rf"^{level} ", text, maxsplit=1, flags=re.MULTILINE)[0]
 
 
 def headings(page: Path) -> set[str]:

@@ -28,8 +28,8 @@ NOT_RUN = {
     "docs/extending.md": "code to write",
     "docs/deploy.md": "needs a container engine, or systemd",
     "docs/fleet.md": "needs Ray (the extra `fleet`)",
-    "docs/gpu.md": "needs a GPU",
-    "docs/versions.md": "parts of a trainer; examples/rl_loop is a whole one",
+    "docs/hardware.md": "needs a GPU",
+    "docs/guide.md": "parts of a trainer; examples/rl_loop is a whole one",
     "examples/demo/README.md": "trains for an hour",
     "examples/smollm2/README.md": "trains for half an hour",
 }

@@ -23,6 +23,8 @@ LINK = re.compile(r'\]\(([^()\s]+)\)|<img src="([^"]+)"')
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 FLAG = re.compile(r"--[a-z][a-z0-9_-]*")
 MAKE = re.compile(r"(?:`|^)make ([a-z][a-z-]*)", re.MULTILINE)
+METRIC = r"(?:manylora|nv_trt_llm|nv_llm)_\w+|vllm:\w+"
+VARIABLE_METRIC = re.compile(rf"`({METRIC})`")
 VARIABLE = re.compile(r"`(\w+)`")
 LAUNCHER = "launch_triton_server.py"
 DATASET = ["prepare-dataset --help", "prepare-dataset --tokenizer x token-norm-dist --help"]
@@ -123,6 +125,18 @@ def test_the_parameters_in_tables_are_template_variables() -> None:
     known = {name for template in templates for name in re.findall(r"\$\{(\w+)\}", template)}
     assert "lora_prefetch_dir" in named
     assert named <= known | {"text_input", "decoder_text_input"}  # inputs, in the table of limits
+
+
+def test_every_metric_has_its_row() -> None:
+    """A metric's name is a string of the code, wherever its table is."""
+    text = section(ROOT / "docs" / "triton_server.md", "## Metrics") + section(
+        ROOT / "docs" / "fleet.md", "## Metrics and the page"
+    )
+    named = set(VARIABLE_METRIC.findall(text))
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    exported = set(re.findall(rf'"({METRIC})"', code))
+    assert "manylora_adapter_requests_total" in exported
+    assert exported == named
 
 
 def test_the_table_of_layers_is_the_order_that_is_tested() -> None:

@@ -29,13 +29,13 @@ NOT_RUN = {
     "docs/deploy.md": "needs a container engine, or systemd",
     "docs/fleet.md": "needs Ray (the extra `fleet`)",
     "docs/hardware.md": "needs a GPU",
-    "docs/guide.md": "parts of a trainer; examples/rl_loop is a whole one",
     "examples/demo/README.md": "trains for an hour",
     "examples/smollm2/README.md": "trains for half an hour",
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/*/*.md"))]
 SERVER = re.compile(r"(\S*/)?manylora serve |make serve")
+LAUNCH = re.compile(r"manylora triton (?!--stop)")  # takes the port of a server that was started before
 SKIPPED = re.compile(r"make (?!serve)|pip install")  # other tests run what is behind these
 HTTP_PORTS = (8000, 8003)
 PORTS = (*HTTP_PORTS, 8001, 8002)
@@ -72,6 +72,8 @@ class Shell:
             if SERVER.match(line):
                 self._serve(line)
             elif line.strip() and not SKIPPED.match(line):
+                if LAUNCH.match(line):
+                    self.close()
                 output += self._run(["bash", "-euo", "pipefail", "-c", f"{self._assigned}\n{line}"])
             if re.match(r"\w+=", line):
                 self._assigned += f"{line}\n"

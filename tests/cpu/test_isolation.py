@@ -1,5 +1,5 @@
 """Protects what one request must never have from another's adapter. Each test is named after a failure that
-multi-adapter servers have had (docs/isolation.md), and expects the answer of transformers and PEFT."""
+multi-adapter servers have had (docs/deploy.md), and expects the answer of transformers and PEFT."""
 
 from __future__ import annotations
 

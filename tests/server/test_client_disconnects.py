@@ -67,7 +67,7 @@ def test_what_a_client_of_the_ensemble_leaves_behind_ends(server: Running) -> No
     restarts = server.state()["restarts"]
     try:
         leave_and_measure(server)
-    except (grpc.RpcError, OSError):  # a cancelled gRPC call may crash tritonserver: docs/reliability.md
+    except (grpc.RpcError, OSError):  # a cancelled gRPC call may crash tritonserver: docs/deploy.md
         wait_for("back", lambda: server.state()["restarts"] > restarts and server.state()["state"] == "ready")
         leave_and_measure(server)
 

@@ -24,7 +24,6 @@ from waiting import answers
 
 NOT_RUN = {
     "CONTRIBUTING.md": "the checks of a change",
-    "docs/benchmarks.md": "takes minutes",
     "docs/extending.md": "code to write",
     "docs/deploy.md": "needs a container engine, or systemd",
     "docs/fleet.md": "needs Ray (the extra `fleet`)",

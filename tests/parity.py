@@ -1,6 +1,6 @@
 """Parity: compares the decoder with transformers + PEFT, for every family, kind of adapter and source.
 
-`python tests/parity.py` prints what agrees and what is refused, in the form of docs/models.md.
+`python tests/parity.py` prints what agrees and what is refused; docs/models.md sums it up.
 """
 
 from __future__ import annotations

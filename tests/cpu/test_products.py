@@ -1,5 +1,6 @@
-"""Protects products of bfloat16: sums in the order that docs/cpu.md says, in any company, by instructions
-emulated where there are none; these are chosen only where they are right; models compute with them."""
+"""Protects products of bfloat16: sums in the order that docs/hardware.md says, in any company, by
+instructions emulated where there are none; these are chosen only where they are right; models
+compute with them."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from manylora.errors import ConfigError
 from manylora.llmapi.options import NAMES, llm_arguments, read_options
 from manylora.system.command_line import Parser
 
-SERVER = "to measure a running server, use aiperf or guidellm (docs/bench.md shows how)"
+SERVER = "to measure a running server, use aiperf or guidellm (docs/benchmarks.md shows how)"
 DATASET = "write a dataset with manylora prepare-dataset, and give it with --dataset"
 INSTEAD = {
     "serve": SERVER,

@@ -110,9 +110,9 @@ def test_the_flags_of_our_commands_exist() -> None:
         for command, flags in commands(text):
             unknown = flags - flags_of(command)
             assert not unknown, f"{page.name}: {command} has no {sorted(unknown)}"
-    for command, (page, heading) in SECTION_OF_COMMAND.items():
-        unknown = set(FLAG.findall(section(ROOT / "docs" / page, heading))) - flags_of(command) - FOREIGN
-        assert not unknown, f"{page}, {heading}: {command} has no {sorted(unknown)}"
+    for command, (name, heading) in SECTION_OF_COMMAND.items():
+        unknown = set(FLAG.findall(section(ROOT / "docs" / name, heading))) - flags_of(command) - FOREIGN
+        assert not unknown, f"{name}, {heading}: {command} has no {sorted(unknown)}"
 
 
 def test_the_parameters_in_tables_are_template_variables() -> None:

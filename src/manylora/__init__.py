@@ -9,6 +9,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from manylora import trtllm_paths
 from manylora.system.threads import thread_settings
 from manylora.version import __version__
 
@@ -44,6 +45,7 @@ __all__ = [
 
 # Set before torch is imported, here or in child processes such as the launcher's Triton.
 os.environ.update(thread_settings(os.environ))
+trtllm_paths.register()
 
 
 def __getattr__(name: str) -> Any:

@@ -23,7 +23,6 @@ from tiny_configs import MOE_FAMILIES
 from tiny_models import make_adapter, make_model, reference_logits
 from transformers import AutoModelForCausalLM
 
-from manylora._torch.peft.lora.moe_layout import make_per_expert_lora
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
@@ -39,6 +38,7 @@ from manylora.lora.modules import (
     lora_modules,
     targets_beside_quantised_experts,
 )
+from manylora.lora.moe_layout import make_per_expert_lora
 from manylora.lora.pool import AdapterPool
 from manylora.lora.rules import AdapterRules
 from manylora.lora.slicing import slice_row

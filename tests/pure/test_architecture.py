@@ -14,7 +14,7 @@ PACKAGE = ROOT / "src" / "manylora"
 
 # Lower levels first; inside a level, earlier names may be imported by later ones.
 ORDER = [
-    ["errors", "version", "request", "stats", "system"],
+    ["errors", "version", "trtllm_paths", "request", "stats", "system"],
     ["kernels"],
     ["quant", "gguf", "config"],
     ["generation", "wire"],
@@ -23,7 +23,6 @@ ORDER = [
     ["parallel", "group"],
     ["engine"],
     ["launcher", "contracts", "llmapi", "bench", "openai", "fleet", "commands", "cli"],
-    ["lora_helper", "lora_manager", "executor", "sampling_params", "models", "quantization", "_torch"],
 ]
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
 NO_TORCH = [
@@ -40,7 +39,7 @@ NO_TORCH = [
     "engine.kv_cache", "engine.speculation",
     "engine.scheduler", "kernels.row_format", "kernels.cuda.plan", "parallel.mapping",
     "llmapi", "bench", "openai", "fleet", "contracts",
-    "lora_helper", "lora_manager", "executor", "sampling_params", "models", "quantization",
+    "trtllm_paths",
 ]  # fmt: skip
 CUDA_ROOMS = ("kernels.device", "kernels.cuda")
 

@@ -1,1 +1,0 @@
-"""Paths of TensorRT-LLM; see `moe_layout`."""

@@ -1,1 +1,0 @@
-"""The path that TensorRT-LLM has requests at."""

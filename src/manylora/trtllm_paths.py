@@ -1,0 +1,48 @@
+"""TensorRT-LLM's import paths: `from manylora.executor.request import LoRARequest` is `manylora.LoRARequest`.
+
+The modules have no files. What they name is imported on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+PATHS = {
+    "_torch.peft.lora.moe_layout": {
+        "make_per_expert_lora": "manylora.lora.moe_layout",
+        "reference_moe_lora_delta": "manylora.lora.moe_layout",
+    },
+    "executor.request": {"LoRARequest": "manylora.llmapi"},
+    "lora_helper": {"LoraConfig": "manylora.llmapi"},
+    "lora_manager": {"LoraConfig": "manylora.llmapi"},
+    "models.modeling_utils": {"QuantConfig": "manylora.llmapi"},
+    "quantization.mode": {"QuantAlgo": "manylora.llmapi"},
+    "sampling_params": {"GuidedDecodingParams": "manylora.llmapi", "SamplingParams": "manylora.llmapi"},
+}
+"""Path below `manylora` -> name -> the module that has it."""
+
+
+def register() -> None:
+    """Make the paths importable."""
+    for path, names in PATHS.items():
+        parent, full = sys.modules["manylora"], "manylora"
+        for part in path.split("."):
+            full = f"{full}.{part}"
+            module = sys.modules.setdefault(full, ModuleType(full, "A path of TensorRT-LLM."))
+            module.__path__ = []  # lets `import` look for modules below it
+            setattr(parent, part, module)
+            parent = module
+        vars(parent).update(__all__=list(names), __getattr__=_finder(full, names))
+
+
+def _finder(module: str, names: dict[str, str]) -> Callable[[str], Any]:
+    def find(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(names[name]), name)
+
+    return find

@@ -306,11 +306,6 @@ def test_inspect_tells_what_the_engine_would_do(
     assert "use_dora" in facts["verdict"]
     status, facts = inspected(capsys, dora, "--base", model)
     assert (status, facts["dora"]) == (0, "2 rows")
-    status, facts = inspected(capsys, lora, "--base", model, "--max-adapter-size", 2)
-    assert status == 1
-    assert facts["verdict"].startswith("refused: Invalid low_rank (4)")
-    status, facts = inspected(capsys, tmp_path / "none")
-    assert (status, facts["verdict"]) == (1, "refused: none does not exist")
 
 
 def test_inspect_says_which_matrix_each_module_id_is(
@@ -342,11 +337,7 @@ def test_inspect_says_which_matrix_each_module_id_is(
     assert "A [rank, in], B [out, rank]" in capsys.readouterr().out
 
 
-def test_the_command_line_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert manylora() == 2
-    assert manylora("--help") == 0
-    assert manylora("dance") == 2
-    assert "there is no command 'dance'" in capsys.readouterr().err
+def test_the_command_line_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert manylora("help") == 0
     assert "manylora COMMAND --help" in capsys.readouterr().out
     assert manylora("complete") == 2
@@ -356,8 +347,6 @@ def test_the_command_line_itself(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit) as end:
         manylora("help", "inspect")
     assert end.value.code == 0 and "manylora inspect" in capsys.readouterr().out
-    assert manylora("convert", "-i", tmp_path / "none", "-o", tmp_path / "out") == 1
-    assert "none does not exist" in capsys.readouterr().err
     lazy = "import sys, manylora.cli as c; c.main(['--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", lazy], stdout=subprocess.DEVNULL).returncode == 0
 

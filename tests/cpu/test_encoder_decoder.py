@@ -395,7 +395,7 @@ def test_triton_tensors_mean_encoder_and_decoder() -> None:
 def test_the_openai_server_counts_the_prompt_for_the_encoder_alone(bart: World) -> None:
     tokenizer, limits = Tokenizer(bart.model), Limits(64, bart.config.vocab_size)
     body = CompletionRequest(model="m", prompt="x", max_tokens=40)
-    assert plan(body, 60, tokenizer, bart.config, limits).decoding.params.max_tokens == 40
+    assert plan(body, 60, tokenizer, bart.config, limits).params.max_tokens == 40
     with pytest.raises(ApiError, match="echo is not supported on encoder-decoder"):
         plan(body.model_copy(update={"echo": True}), 60, tokenizer, bart.config, limits)
 

@@ -18,6 +18,7 @@ from manylora.contracts.vllm_metrics import families, samples
 from manylora.contracts.vllm_model import VllmModel, takes_adapters
 from manylora.contracts.vllm_sampling import NO_EFFECT, REFUSED, TAKEN, adapters, asked, read_parameters
 from manylora.errors import AdapterNotFoundError, ConfigError, RequestCancelledError, RequestError
+from manylora.generation.sampling import PARAMETERS
 from manylora.generation.tokenizer import Tokenizer
 from manylora.lora.catalog.files import AdapterFolders
 from manylora.lora.catalog.names import read_names
@@ -29,9 +30,7 @@ TOKENIZER = Tokenizer(BASE)
 SPOKEN = TOKENIZER.encode("Tokyo is the capital of Japan.", add_special_tokens=False)
 VALUES: dict[str, Any] = {
     "lora_mix_names": ["doll"], "lora_mix_scales": [1, 2],
-    "n": 2, "best_of": 3, "top_k": 4, "seed": 5, "max_tokens": 6, "min_tokens": 1, "logprobs": 2,
-    "truncate_prompt_tokens": 9, "presence_penalty": 0.1, "frequency_penalty": 0.2,
-    "repetition_penalty": 1.1, "temperature": 0.7, "top_p": 0.8, "min_p": 0.1, "ignore_eos": True,
+    "n": 2, "best_of": 3, "max_tokens": 6, "logprobs": 2, "truncate_prompt_tokens": 9, "ignore_eos": True,
     "detokenize": True, "skip_special_tokens": False, "include_stop_str_in_output": True,
     "stop": ["x"], "bad_words": "y", "stop_token_ids": [7], "allowed_token_ids": [8, 9],
     "logit_bias": {"3": 1.5}, "structured_outputs": '{"choice": ["a.b", "c"]}',
@@ -128,8 +127,9 @@ def llmapi(engine: Engine, folders: AdapterFolders | None = None, **inputs: Any)
     return list(model.answer(ClientRequest(lambda: False), request))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("key", sorted(TAKEN))
+@pytest.mark.parametrize("key", sorted(TAKEN.keys() - {one.name for one in PARAMETERS}))
 def test_every_key_that_is_taken_acts(key: str) -> None:
+    """Those of the table of sampling parameters: test_parameters.py."""
     usual = {"max_tokens": 20, "temperature": 0.5, "seed": 1}
     usual |= {"lora_mix_names": ["doll", "bear"]} if key == "lora_mix_scales" else {}
     changed = {"detokenize": "false", "seed": 1} if key == "detokenize" else usual | {key: VALUES[key]}

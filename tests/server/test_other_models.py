@@ -213,25 +213,6 @@ def test_no_model_answers_with_the_base_model_when_an_adapter_is_asked_for(
             stream(server, model, {"text_input": words(TEXT)}, {"adapter": "three"})
 
 
-def test_samples_guides_and_biases(server: Running) -> None:
-    def text(**sampling: Any) -> Any:
-        given = json.dumps({"max_tokens": 12} | sampling)
-        return vllm(server, sampling_parameters=given)["text_output"]
-
-    assert text(temperature=0, structured_outputs={"choice": ["red.", "blue."]}) in ("red.", "blue.")
-    several = text(n=3, temperature=1.5, seed=3, ignore_eos=True)
-    assert len(several) == 3 and len(set(several)) > 1
-    assert several == text(n=3, temperature=1.5, seed=3, ignore_eos=True)
-    [x] = Tokenizer(server_model(server)).encode("x", add_special_tokens=False)
-    assert text(temperature=0, allowed_token_ids=[x], max_tokens=3) == "xxx"
-    assert text(temperature=0, logit_bias={str(x): 100}, max_tokens=3) == "xxx"
-
-
-def server_model(server: Running) -> Path:
-    config = (server.repo / "preprocessing/config.pbtxt").read_text(encoding="utf-8")
-    return Path(config.split('"tokenizer_dir"')[1].split('string_value: "')[1].split('"')[0])
-
-
 def test_the_llmapi_model_answers_with_its_outputs(server: Running, world: World) -> None:
     body = {"text_input": TEXT, "sampling_param_max_tokens": NEW, "sampling_param_return_perf_metrics": True}
     flags = dict.fromkeys(("return_finish_reason", "return_stop_reason", "return_cumulative_logprob"), True)

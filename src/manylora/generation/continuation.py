@@ -83,14 +83,14 @@ class Continuation:
                 self._end(start, FinishReason.STOP, self._rules.ids.get(token))
                 return
             self._append(token, log_probs, i)
-            if self._stops:
+            if self._rules.texts:
                 self._add_text(start, final=False)
                 start = len(self.token_ids)
                 if self._find_stop():
                     return
         if finish is not None:
             self._end(start, finish, None)
-        elif not self._stops:
+        elif not self._rules.texts:
             self._add_text(start, final=False)
 
     def report(self, index: int, log_probs: bool, cumulative: bool) -> CompletionOutput:
@@ -157,7 +157,7 @@ class Continuation:
         if self._stream is None:
             return
         self._text += self._stream.add(self.token_ids[start:], final)
-        if not self._stops:
+        if not self._rules.texts:
             self._safe = len(self._text)
 
     def _find_stop(self) -> bool:

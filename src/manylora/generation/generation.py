@@ -97,15 +97,13 @@ class Generation:
             self._take_alternatives(event)
             if self.error is not None:
                 return
-        if event.beams:
-            self._take_beams(event)
-        else:
-            self._take_tokens(event)
+        ended = self._take_beams(event) if event.beams else self._take_tokens(event)
         if event.last:
             # A request that is cancelled before it starts has no event per output.
             for output in self._outputs:
                 output.extend((), (), event.finish_reason or FinishReason.CANCELLED)
-        self.complete = all(output.finish_reason is not None for output in self._outputs)
+        if ended or event.last:
+            self.complete = all(output.finish_reason is not None for output in self._outputs)
 
     def fail(self, error: Exception) -> None:
         """End with an error."""
@@ -140,15 +138,18 @@ class Generation:
         """
         return self._alternatives[self._order[index]]
 
-    def _take_tokens(self, event: Event) -> None:
+    def _take_tokens(self, event: Event) -> bool:
+        """Whether the output has ended."""
         output = self._outputs[event.sequence_index]
         if event.versions:
             output.versions = self._named(event)
         output.extend(event.token_ids, event.log_probs, event.finish_reason)
         if event.generation_logits is not None and self._keeps_logits:
             output.generation_logits.append(event.generation_logits)
+        return output.finish_reason is not None
 
-    def _take_beams(self, event: Event) -> None:
+    def _take_beams(self, event: Event) -> bool:
+        """Whether the outputs have ended: beams come at the end only."""
         longest = self.decoding.params.max_tokens
         for output, beam in zip(self._outputs, event.beams, strict=False):
             cut_off = len(beam.token_ids) >= longest
@@ -157,6 +158,7 @@ class Generation:
             output.extend(beam.token_ids, beam.log_probs, reason)
             output.score = beam.cum_log_prob
         del self._outputs[len(event.beams) :], self._order[len(event.beams) :]
+        return True
 
     def _named(self, event: Event) -> tuple[AdapterVersion, ...]:
         if self._adapter is None:

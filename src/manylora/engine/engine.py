@@ -346,8 +346,10 @@ class Engine:
             return self._fail(launched.step, error)
         self._processed = launched.step
         outcome = self._results.apply(launched, sampled)
-        self._runner.copy_blocks(outcome.block_copies)
-        self._runner.copy_states(outcome.state_copies)
+        if outcome.block_copies:
+            self._runner.copy_blocks(outcome.block_copies)
+        if outcome.state_copies:
+            self._runner.copy_states(outcome.state_copies)
         return outcome.events + self._retire(outcome.ended)
 
     def _fail(self, step: Step, error: Exception) -> Events:

@@ -196,13 +196,14 @@ class Runner:
         return found
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy keys and values of whole blocks. pairs: (from, to); no block is in both columns."""
-        if pairs:
-            copy_blocks(self._kv, *self._copied(COPY_BLOCKS, pairs))
+        """Copy keys and values of whole blocks. pairs: (from, to), at least one; no block is in both
+        columns.
+        """
+        copy_blocks(self._kv, *self._copied(COPY_BLOCKS, pairs))
 
     def copy_states(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy recurrent states. pairs: (from, to) slots; no slot is in both columns."""
-        if pairs and self._states is not None:
+        """Copy recurrent states. pairs: (from, to) slots, at least one; no slot is in both columns."""
+        if self._states is not None:
             self._states.copy(*self._copied(COPY_STATES, pairs))
 
     def _copied(self, what: str, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:

@@ -192,7 +192,7 @@ class Counters:
 Pairs = list[tuple[int, int]]
 
 
-@dataclass
+@dataclass(slots=True)
 class StepOutcome:
     """events: of streams, each with its request's handle. ended: sequences, whose resources are still theirs.
     block_copies, state_copies: (from, to) pairs for `Runner.copy_blocks` and `copy_states`, before the next

@@ -20,6 +20,10 @@ COMMANDS = {
     "inspect": ("manylora.commands.inspect", "show an adapter and whether a base model can serve it"),
     "prepare-dataset": ("manylora.commands.prepare_dataset", "write random requests for bench"),
     "repo": ("manylora.commands.repo", "write a Triton model repository for a model and its adapters"),
+    "run-batch": (
+        "manylora.commands.run_batch",
+        "answer a file of requests in the form of OpenAI's Batch API",
+    ),
     "serve": ("manylora.commands.serve", "serve a model and its adapters over HTTP (OpenAI API)"),
     "tool": ("manylora.commands.tool", "run the scripts and clients known from tensorrtllm_backend"),
     "triton": (
@@ -32,7 +36,6 @@ PAGE = "manylora serve MODEL has a page to try it, http://localhost:8000/, and a
 OTHERS = {
     "complete": PAGE,
     "run": "manylora chat MODEL talks to it in this terminal, manylora serve MODEL serves it",
-    "run-batch": "in Python, manylora.LLM(MODEL).generate(prompts) answers a batch",
     "generate": "in Python, manylora.LLM(MODEL).generate(prompts) answers a batch",
     "eval": "start manylora serve MODEL, and run lm-eval with its address",
     "download": "manylora serve ORG/NAME downloads the model; so does hf download ORG/NAME",

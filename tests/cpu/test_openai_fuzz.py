@@ -98,8 +98,10 @@ def requests(seed: int, document: dict[str, Any]) -> Iterator[dict[str, Any]]:
             headers["authorization"] = rng.choice(["Bearer x", "Basic eA==", "Bearer", "x"])
         body = b""
         if method == "post":
-            schema = operation["requestBody"]["content"]["application/json"]["schema"]
-            made = maker.value(schema)
+            content = operation.get("requestBody", {}).get(
+                "content", {}
+            )  # files and batches may have other bodies
+            made = maker.value(content.get("application/json", {}).get("schema", {}))
             body = rng.choice(RAW) if rng.random() < 0.1 else json.dumps(made).encode()
             if rng.random() < 0.03:
                 body = body[: rng.randrange(len(body) + 1)]

@@ -29,6 +29,8 @@ from manylora.openai.api.errors import ApiError, check_name
 from manylora.openai.api.openapi import document
 from manylora.openai.api.parsing import BodyT, parse
 from manylora.openai.api.responses_request import ResponsesRequest
+from manylora.openai.batches.routes import BATCH_ROUTES, BatchRoutes
+from manylora.openai.batches.store import BATCH_KEY, BatchStore
 from manylora.openai.options import ServeOptions
 from manylora.openai.other_routes import OTHER_ROUTES, OtherRoutes, error_at, failed
 from manylora.openai.page.cache_status import CacheStatus
@@ -84,7 +86,8 @@ def make_app(start: Callable[[], Awaitable[AppContext]]) -> Starlette:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         context = await start()
         status = CacheStatus(context.backend)
-        app.state.routes = _Routes(context, status)
+        batches = _open_batches(app, context)
+        app.state.routes = _Routes(context, status, batches)
         try:
             if context.shared is not None:
                 await context.shared.start()
@@ -93,6 +96,7 @@ def make_app(start: Callable[[], Awaitable[AppContext]]) -> Starlette:
             if context.shared is not None:
                 await context.shared.close()
             status.close()
+            await batches.close()
             await context.pinning.close()
             await context.backend.close()
             await context.backend.catalog.close()
@@ -129,8 +133,10 @@ ROUTES = [
     ("GET", "/", "page"),
     ("GET", "/page/{name}", "page"),
     *OTHER_ROUTES,
+    *BATCH_ROUTES,
 ]
 """HTTP method, path, method of _Routes."""
+POLLED = "clients ask until a batch has ended"
 LISTS = "lists what is in memory; clients and pages ask before each of their requests"
 FREE = {
     "live": "load balancers ask, without a key",
@@ -139,6 +145,7 @@ FREE = {
     "show_metrics": "monitoring asks all the time",
     "cache": "the page asks all the time",
     **dict.fromkeys(("models", "model", "other.ollama_tags", "other.ollama_running"), LISTS),
+    **dict.fromkeys(("batches.file", "batches.files", "batches.batch", "batches.list"), POLLED),
     **dict.fromkeys(("version", "describe", "docs", "page", "other.ollama_version"), "needs no key"),
 }
 """Methods of _Routes that do not count towards a key's limits, and why. All others do."""
@@ -147,7 +154,7 @@ UNCHECKED = ("live", "ready")  # load balancers' probes may use any host name
 
 
 class _Routes:
-    def __init__(self, context: AppContext, status: CacheStatus) -> None:
+    def __init__(self, context: AppContext, status: CacheStatus, batches: BatchStore) -> None:
         self.context, self._status = context, status
         self._inference = context.inference
         self._catalog = context.backend.catalog
@@ -162,6 +169,7 @@ class _Routes:
             context.options.drain_seconds,
             context.shared,
         )
+        self.batches = BatchRoutes(self.key, self._body, batches)
         self._recent_items = RecentItems()
         self._body_memory = BodyMemory(BODIES_AT_ONCE * context.options.max_request_bytes)
         self._parsing = asyncio.Lock()
@@ -269,7 +277,8 @@ class _Routes:
         return JSONResponse(status, headers={"Cache-Control": "no-store"})
 
     def key(self, request: Request) -> ApiKey:
-        return self.context.keyring.identify(credentials(request))
+        of_batch: ApiKey | None = request.scope.get(BATCH_KEY)
+        return of_batch or self.context.keyring.identify(credentials(request))
 
     async def _body(self, request: Request, kind: type[BodyT], *, any_type: bool = False) -> BodyT:
         """any_type: accept any Content-Type."""
@@ -305,9 +314,9 @@ def _endpoint(name: str, path: str) -> Handler:
         started = time.monotonic()
         with ExitStack() as stack:
             try:
-                if name not in UNCHECKED:
+                if name not in UNCHECKED and BATCH_KEY not in request.scope:
                     routes.context.hosts.check(request)
-                if name not in FREE:
+                if name not in FREE and BATCH_KEY not in request.scope:
                     stack.enter_context(routes.key(request).request())
                 response: Response = await attrgetter(name)(routes)(request)
             except Exception as error:
@@ -322,6 +331,14 @@ def _endpoint(name: str, path: str) -> Handler:
 
     handle.__name__ = name
     return handle
+
+
+def _open_batches(app: Starlette, context: AppContext) -> BatchStore:
+    options = context.options
+    at_once = 2 * context.inference.limits.max_samples  # one batch of the engine runs, one is ready
+    most = options.batch_bytes if context.shared is None else 0  # a batch's server would not be found again
+    folder, keyring = options.batch_dir, context.keyring
+    return BatchStore(app, keyring, folder, most, at_once, options.max_request_bytes)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:

@@ -204,6 +204,10 @@ class ServeOptions:
     lora_upload_dir: Path | None = _option(
         None, "folder that keeps these across restarts; default: a temporary one", Path
     )
+    batch_dir: Path | None = _option(
+        None, "folder for files and batches, which go on after a restart; default: a temporary one", Path
+    )
+    batch_bytes: int = _option(2**30, "total size of the files of batches; 0: no batches", int)
     api_keys: Path | None = _option(None, "file of API keys and what they may use", Path)
     api_key: tuple[str, ...] = _option((), "API key that may use all models; takes several values")
     allow_runtime_lora_updating: bool = _option(

@@ -39,6 +39,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "other.score": pooled_request.ScoreRequest,
     "other.rerank": pooled_request.RerankRequest,
     "other.pooling": pooled_request.PoolingRequest,
+    "batches.create": schema.BatchRequest,
     "tokenize": schema.TokenizeRequest,
     "detokenize": schema.DetokenizeRequest,
 }
@@ -107,6 +108,13 @@ def _operation(name: str, path: str) -> dict[str, Any]:
                 {"name": one, "in": "query", "schema": {"type": kind}} for one, kind in kinds.items()
             ]
         found["requestBody"] = {"required": True, "content": content}
+    if name == "batches.upload":
+        form = {
+            "type": "object",
+            "required": ["file", "purpose"],
+            "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}},
+        }
+        found["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
     if name == "adapters.put":
         binary = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
         found["requestBody"] = {"required": True, "content": binary}

@@ -408,3 +408,12 @@ class PinRequest(Body):
 class UnloadRequest(Body):
     lora_name: Text
     lora_int_id: int | None = None
+
+
+class BatchRequest(Body):
+    """Body of POST /v1/batches."""
+
+    input_file_id: str = Field(max_length=64)
+    endpoint: str = Field(max_length=64)
+    completion_window: Literal["24h"]
+    metadata: dict[str, str] | None = Field(None, max_length=16)

@@ -109,6 +109,12 @@ class Keyring:
         """Whether requests require a key."""
         return self._keys is not None
 
+    def named(self, name: str) -> ApiKey | None:
+        """The key of this name. Without any keys, all clients have one."""
+        if self._keys is None:
+            return self._anyone
+        return next((key for key in self._keys.values() if key.name == name), None)
+
     def has_name(self, name: str) -> bool:
         return any(key.name == name for key in (self._keys or {}).values())
 

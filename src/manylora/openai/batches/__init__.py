@@ -1,0 +1,1 @@
+"""Batches: many requests in one file, answered in another."""

@@ -10,6 +10,7 @@ import httpx2
 import openai
 from waiting import wait_for
 
+from manylora.config.settings import rows
 from manylora.openai.options import ServeOptions
 from manylora.openai.server import http_server, open_app
 from manylora.openai.serving.connections import Clients, listen
@@ -22,8 +23,11 @@ class Running:
     """A real server on a thread, on a port that was free."""
 
     def __init__(self, **options: Any) -> None:
-        given = {"device": "cpu", "served_model_name": ("demo", "llama"), "lora_refresh_seconds": REFRESH_S}
-        chosen = ServeOptions(options.pop("model", DEMO / "base"), **{**given, **options})
+        given = {"served_model_name": ("demo", "llama"), "lora_refresh_seconds": REFRESH_S, **options}
+        model, names = given.pop("model", DEMO / "base"), rows(ServeOptions)
+        engine = {name: given.pop(name) for name in [*given] if name not in (*names, "sections")}
+        sections = {"device": "cpu", **engine, **given.pop("sections", {})}
+        chosen = ServeOptions(model, sections=sections, **given)
         self.app = open_app(chosen)
         self.clients = Clients(chosen.http_limits(chosen.max_connections))
         sockets = listen("127.0.0.1", 0, self.clients)

@@ -19,15 +19,15 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.resolve import QUANT_KEYS, resolve
 from manylora.errors import ConfigError
 from manylora.llmapi import llm as llm_module
-from manylora.llmapi.options import NAMES as LLM_NAMES
-from manylora.llmapi.options import llm_arguments
-from manylora.openai import other_flags
+from manylora.llmapi.options import ARGUMENTS, llm_arguments
 from manylora.openai.arguments import parse_options
 from manylora.openai.options import LLM_ARGUMENTS
 from manylora.system.lifeline import WORLD_SIZE
-from manylora.wire.parameters import NAMES as PARAMETERS
+from manylora.wire.parameters import PARAMETERS as TRITON_ROWS
 from manylora.wire.parameters import engine_config
 
+LLM_NAMES = {name: row.name for name, row in ARGUMENTS.items()}
+PARAMETERS = {name: row.name for name, row in TRITON_ROWS.items()}
 BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
 FRONT_ENDS = ("triton", "llm", "serve", "bench")
 # Values other than the defaults, within RECORD.
@@ -314,7 +314,12 @@ def test_settings_of_an_engine_elsewhere_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"{name} has no effect with triton_url"):
             parse_options([str(BASE), "--config", str(file), "--triton-url", "localhost:1"])
     file.write_text('{"lora_config": {"lora_dir": []}, "device": "auto", "max_seq_len": 9}', encoding="utf-8")
-    assert parse_options([str(BASE), "--config", str(file), "--triton-url", "localhost:1"]).max_seq_len == 9
+    assert (
+        parse_options([str(BASE), "--config", str(file), "--triton-url", "localhost:1"]).sections[
+            "max_seq_len"
+        ]
+        == 9
+    )
 
 
 def test_world_size_fills_what_the_parameters_leave_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,13 +359,11 @@ def test_recorded_ranks_serve_unless_others_are_asked_for(
 
 
 def test_vllms_flag_divides_experts_among_all_ranks_of_a_layer() -> None:
-    asked = {"enable_expert_parallel": True, "tensor_parallel_size": 4}
-    found = {"tensor_parallel_size": 4, "moe_expert_parallel_size": 4}
-    assert other_flags.take(asked) == ({}, found)
-    assert other_flags.take({**asked, "enable_expert_parallel": False}) == ({}, {"tensor_parallel_size": 4})
-    for wrong, reason in (
-        ({"ep_size": 2}, "means --ep-size 4, got 2"),
-        ({"tensor_parallel_size": None}, "both"),
-    ):
+    flags = [str(BASE), "--enable-expert-parallel"]
+    sizes = {"tensor_parallel_size": 4, "moe_expert_parallel_size": 4}
+    assert parse_options([*flags, "-tp", "4"]).sections == sizes
+    without = parse_options([str(BASE), "--no-enable-expert-parallel", "--tp-size", "4"])
+    assert without.sections == {"tensor_parallel_size": 4}
+    for wrong, reason in ((["-tp", "4", "--ep-size", "2"], "means --ep-size 4, got 2"), ([], "both")):
         with pytest.raises(ConfigError, match=reason):
-            other_flags.take(asked | wrong)
+            parse_options([*flags, *wrong])

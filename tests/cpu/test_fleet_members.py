@@ -57,7 +57,7 @@ class Fleet:
     def __init__(self, model: Path, folder: Path, **options: Any) -> None:
         given: dict[str, Any] = {
             "served_model_name": ("base",),
-            "device": "cpu",
+            "sections": {"device": "cpu"},
             "lora_root": (model.parent / "adapters",),
             "lora_upload_dir": folder,
             "lora_refresh_seconds": 60.0,

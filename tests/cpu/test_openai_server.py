@@ -613,7 +613,7 @@ def faulty(engine):
     return step(engine)
 
 Engine.step = faulty
-run(ServeOptions(Path(sys.argv[1]), device="cpu", port=int(sys.argv[2])))
+run(ServeOptions(Path(sys.argv[1]), sections={"device": "cpu"}, port=int(sys.argv[2])))
 """
 
 

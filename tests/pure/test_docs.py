@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from manylora import cli
-from manylora.fleet import options
+from manylora.config.foreign import FLEET, SERVE, SERVE_SWITCHES
 from manylora.launcher.cli import main as launch
-from manylora.openai.other_flags import NEUTRAL, NEUTRAL_VALUES, REFUSED
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/*/*.md"))]
@@ -35,7 +34,7 @@ SECTION_OF_COMMAND = {
     "fleet": ("fleet.md", "# A fleet"),
 }
 ELSEWHERE = ("migration.md",)  # names files of upstream
-TABLES = NEUTRAL, NEUTRAL_VALUES, REFUSED, options.REFUSED
+TABLES = SERVE, SERVE_SWITCHES, FLEET
 FOREIGN = {
     "--data-binary", "--max_input_len", "--to", "--lora_dir", "--rounds", "--world_size",
     "--model_repo", "--lora-root", "--http_port",

@@ -13,41 +13,29 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from manylora.bench.load import Record, Sample
+from manylora.bench.load import Record
+from manylora.bench.load import Sample
 from manylora.bench.report_text import render
-from manylora.bench.run import BenchOptions, BenchResult, run_bench
+from manylora.bench.run import BenchOptions
+from manylora.bench.run import BenchResult
+from manylora.bench.run import run_bench
 from manylora.commands import prepare_dataset
 from manylora.config.hub import local_model
 from manylora.errors import ConfigError
-from manylora.llmapi.options import NAMES, llm_arguments, read_options
+from manylora.llmapi.options import llm_arguments
+from manylora.llmapi.options import read_options
 from manylora.system.command_line import Parser
+from manylora.config import foreign
+from manylora.llmapi.options import ARGUMENTS
 
-SERVER = "to measure a running server, use aiperf or guidellm (docs/benchmarks.md shows how)"
-DATASET = "write a dataset with manylora prepare-dataset, and give it with --dataset"
-INSTEAD = {
-    "serve": SERVER,
-    "low_latency": "it is called latency here",
-    "build": "nothing has to be built; manylora build quantises a model",
-    **dict.fromkeys(("base_url", "endpoint", "host", "port", "request_rate", "url"), SERVER),
-    **dict.fromkeys(("dataset_name", "dataset_path"), DATASET),
-    **dict.fromkeys(("input_len", "output_len", "random_input_len", "random_output_len"), DATASET),
-    "num_prompts": "use --num_requests",
-    "max_concurrency": "use --concurrency",
-    "max_model_len": "use --max_seq_len",
-    **dict.fromkeys(("lora_dir", "lora_path"), "name adapters in the dataset: see prepare-dataset"),
-    "result_filename": "use --report_json FILE",
-    "save_result": "use --report_json FILE",
-    "tokenizer": "the tokenizer of --model is used",
-}
-"""Commands and flags of trtllm-bench and vllm bench that are not accepted, with what to use."""
+
 WORLD = {
     "tp": "tensor_parallel_size",
     "pp": "pipeline_parallel_size",
     "ep": "moe_expert_parallel_size",
 }
 # Flags that set arguments of `LLM`. PART.FIELD is a field of one of its nested configs.
-ENGINE_FLAGS = {name: name for name in NAMES if "." not in name} | {
+ENGINE_FLAGS = {name: name for name in ARGUMENTS if "." not in name} | {
     "scheduler_policy": "batch_scheduler_policy",
     "enable_chunked_context": "enable_chunked_prefill",
     "kv_cache_free_gpu_mem_fraction": "kv_cache_config.free_gpu_memory_fraction",
@@ -78,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _common(**settings: Any) -> Parser:
-    parser = Parser(prog="manylora bench", instead=INSTEAD, **settings)
+    parser = Parser(prog="manylora bench", instead=foreign.BENCH.refused, **settings)
     _add_model(parser)
     return parser
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from manylora.config.values import read_json
 from manylora.errors import ConfigError
 from manylora.quant.config import QuantConfig
 
@@ -62,11 +62,8 @@ def read_build_record(model_dir: Path) -> BuildRecord:
     ConfigError for a record that cannot be read.
     """
     path = Path(model_dir) / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raw = None
-    record = raw.get(KEY) if isinstance(raw, dict) else None
+    raw = read_json(path) or {}
+    record = raw.get(KEY)
     if record is None:
         return BuildRecord()
     try:

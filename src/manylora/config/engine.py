@@ -1,11 +1,16 @@
-"""EngineConfig: what the user sets. Frozen."""
+"""The table of the engine's settings: EngineConfig and LoraCacheConfig, frozen. Each field is a row of the
+table (`config.settings`), with its bounds and its name at each door.
+"""
+
+# ruff: noqa: RUF009 - `setting` makes a dataclass field, nothing that instances would share.
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
-from manylora.config.values import at_least, between, fraction, one_of
+from manylora.config.settings import Setting, check, rows, setting
 from manylora.errors import ConfigError
 from manylora.quant.config import QuantConfig
 
@@ -15,39 +20,73 @@ MAX_DRAFT, MAX_NGRAM = 64, 16
 POLICIES = ("guaranteed_no_evict", "max_utilization")
 USUAL_FRACTIONS = (0.05, 0.02)  # defaults of TensorRT-LLM in Triton and in Python: nobody chose them
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+FRACTION = MappingProxyType({"above": 0, "most": 1})
+INVERTED = {True: False, False: None}  # a flag that disables: false leaves the default
+
+# fmt: off
 
 
 @dataclass(frozen=True)
 class LoraCacheConfig:
     """The two-level adapter cache. Sizes follow TensorRT-LLM's PeftCacheConfig and its Triton parameters."""
 
-    optimal_adapter_size: int = 8  # rank at which an adapter fills about one page
-    max_adapter_size: int = 64  # a page must hold at least one module's row of this rank
-    gpu_memory_fraction: float = 0.05  # device level: share of the memory left after weights and KV cache
-    gpu_memory_bytes: int | None = None  # device level in bytes; overrides the fraction
-    host_memory_bytes: int = GIB
-    num_device_module_layer: int = 0  # > 0: device level in (layer, module) rows of rank 1; overrides bytes
-    num_host_module_layer: int = 0
-    max_loras: int | None = None  # device level: adapters at the rank limit, with every target module
-    max_cpu_loras: int | None = None  # host level: the same. Each overrides the other sizes of its level
-    max_lora_rank: int | None = None  # adapters of a larger rank are refused; None: max_adapter_size
-    target_modules: tuple[str, ...] = ()  # names such as attn_q; empty: all modules of the model
-    prefetch_dir: Path | None = None
-    catalog_dir: Path | None = None  # adapters by name: <dir>/<name>/
-    names_file: Path | None = None  # JSON file with further names and their folders
-    allowed_paths: tuple[Path, ...] = ()  # further folders that links in these two may point to
-    lora_adapter_dtype: str = "auto"  # auto: the checkpoint's if the kernels can read it, else `dtype`
-    text_only: bool = False  # serve only the text part of a vision adapter; else it is refused
-    disk_cache_dir: Path | None = None  # copies of adapters, by digest; None: no disk level
-    disk_cache_bytes: int = 4 * GIB
+    optimal_adapter_size: int = setting(
+        8, "rank at which an adapter fills about one page", least=1, triton="lora_cache_optimal_adapter_size",
+        llm="peft_cache_config.optimal_adapter_size")
+    max_adapter_size: int = setting(
+        64, "a page holds at least one module's row of this rank", least=1,
+        triton="lora_cache_max_adapter_size", llm="peft_cache_config.max_adapter_size")
+    gpu_memory_fraction: float = setting(
+        0.05, "device level: share of the memory left after weights and KV cache", **FRACTION,
+        named="lora_cache_gpu_memory_fraction", triton="lora_cache_gpu_memory_fraction",
+        llm="peft_cache_config.device_cache_percent")
+    gpu_memory_bytes: int | None = setting(
+        None, "device level in bytes, instead of the fraction", least=0, triton="lora_cache_gpu_memory_bytes",
+        llm="peft_cache_config.device_cache_size")
+    host_memory_bytes: int = setting(
+        GIB, "host level in bytes", least=0, triton="lora_cache_host_memory_bytes",
+        llm="peft_cache_config.host_cache_size")
+    num_device_module_layer: int = setting(
+        0, "device level in rows of rank 1, one per layer and module, instead of bytes; 0: bytes", least=0,
+        triton="lora_cache_num_device_module_layer", llm="peft_cache_config.num_device_module_layer")
+    num_host_module_layer: int = setting(
+        0, "host level in such rows", least=0, triton="lora_cache_num_host_module_layer",
+        llm="peft_cache_config.num_host_module_layer")
+    max_loras: int | None = setting(
+        None, "number of adapters at the rank limit, with every target module, that fit on the device",
+        least=1, llm="lora_config.max_loras", serve="max_loras")
+    max_cpu_loras: int | None = setting(
+        None, "number of such adapters in host memory", least=1, llm="lora_config.max_cpu_loras",
+        serve="max_cpu_loras")
+    max_lora_rank: int | None = setting(
+        None, "maximum rank of an adapter", least=1,
+        llm="lora_config.max_lora_rank", serve="max_lora_rank", build="max_lora_rank")
+    target_modules: tuple[str, ...] = setting(
+        (), "modules with adapters, such as attn_q; default: all modules of the model",
+        triton="lora_target_modules", llm="lora_config.lora_target_modules", build="lora_target_modules")
+    prefetch_dir: Path | None = setting(
+        None, "folder with adapters to load at startup: <dir>/<task id>/", triton="lora_prefetch_dir")
+    catalog_dir: Path | None = setting(
+        None, "folder with adapters by name: <dir>/<name>/", triton="lora_catalog_dir")
+    names_file: Path | None = setting(
+        None, "JSON file with further names and their folders", triton="lora_names_file")
+    allowed_paths: tuple[Path, ...] = setting(
+        (), "further folders that links in these two may lead to", triton="lora_allowed_path")
+    lora_adapter_dtype: str = setting(
+        "auto", "dtype of adapters in memory; auto: the checkpoint's if the kernels can read it",
+        choices=DTYPES, llm="lora_config.lora_adapter_dtype", serve="lora_dtype")
+    text_only: bool = setting(
+        False, "serve only the text part of a vision model's adapter; otherwise it is refused",
+        triton="lora_text_only", llm="lora_config.lora_text_only")
+    disk_cache_dir: Path | None = setting(
+        None, "folder for copies of adapters; default: no disk level", triton="lora_disk_cache_dir",
+        llm="peft_cache_config.disk_cache_dir")
+    disk_cache_bytes: int = setting(
+        4 * GIB, "maximum size of these copies", least=0, triton="lora_disk_cache_bytes",
+        llm="peft_cache_config.disk_cache_size")
 
     def __post_init__(self) -> None:
-        ranks = ("optimal_adapter_size", "max_adapter_size", "max_lora_rank")
-        at_least(1, self, *ranks, "max_loras", "max_cpu_loras")
-        at_least(0, self, "gpu_memory_bytes", "host_memory_bytes", "disk_cache_bytes")
-        at_least(0, self, "num_device_module_layer", "num_host_module_layer")
-        fraction(lora_cache_gpu_memory_fraction=self.gpu_memory_fraction)
-        one_of(DTYPES, lora_adapter_dtype=self.lora_adapter_dtype)
+        check(self)
 
     @property
     def roots(self) -> tuple[Path, ...]:
@@ -83,49 +122,91 @@ class EngineConfig:
     """All settings of one engine. Raises ConfigError for a value that cannot work."""
 
     model_dir: Path
-    device: str = "auto"  # auto, cpu, cuda, cuda:N
-    dtype: str = "auto"  # auto: the checkpoint's; float32 on a CPU without native support for it
-    max_batch_size: int = 64  # sequences in one step; each beam counts as one
-    max_beam_width: int = 1
-    tokenizer_dir: Path | None = None  # for guided decoding; None: such requests are refused
-    max_num_tokens: int = 2048  # tokens in one step
-    max_seq_len: int | None = None  # prompt + output tokens; None: what the model allows
-    tokens_per_block: int = 32
-    kv_cache_free_gpu_mem_fraction: float = 0.9
-    gpu_memory_utilization: float | None = None  # share of the device's memory for everything; None: no limit
-    max_tokens_in_paged_kv_cache: int | None = None
-    enable_kv_cache_reuse: bool = True
-    enable_chunked_context: bool = True
-    batch_scheduler_policy: str = "guaranteed_no_evict"
-    max_queue_size: int = 0  # waiting requests; 0: no limit
+    device: str = setting("auto", "auto, cpu, cuda, cuda:N", llm="device", serve="device", bench="device")
+    dtype: str = setting(
+        "auto", "auto, float32, float16, bfloat16", choices=DTYPES, llm="dtype", serve="dtype",
+        serve_values={"half": "float16", "float": "float32"}, bench="dtype", build="dtype")
+    max_batch_size: int = setting(
+        64, "maximum number of sequences in one step; each beam counts as one", least=1,
+        triton="max_num_sequences", llm="max_batch_size", serve="max_batch_size max_num_seqs",
+        bench="max_batch_size", build="max_batch_size")
+    max_beam_width: int = setting(
+        1, "maximum number of beams of one request", least=1, llm="max_beam_width", serve="max_beam_width",
+        build="max_beam_width")
+    tokenizer_dir: Path | None = setting(
+        None, "tokenizer that guides are compiled for; default: requests with a guide are refused")
+    max_num_tokens: int = setting(
+        2048, "maximum number of tokens in one step, at least max_batch_size", least=1, llm="max_num_tokens",
+        serve="max_num_tokens max_num_batched_tokens", bench="max_num_tokens", build="max_num_tokens")
+    max_seq_len: int | None = setting(
+        None, "maximum tokens of prompt and output together; default: the model's", least=1,
+        llm="max_seq_len", serve="max_seq_len max_model_len", bench="max_seq_len",
+        build="max_seq_len max_decoder_seq_len")
+    tokens_per_block: int = setting(
+        32, "tokens in a block of the KV cache", least=1, llm="kv_cache_config.tokens_per_block",
+        serve="block_size")
+    kv_cache_free_gpu_mem_fraction: float = setting(
+        0.9, "KV cache: share of the memory left after the weights", **FRACTION,
+        llm="kv_cache_config.free_gpu_memory_fraction", serve="kv_cache_free_gpu_memory_fraction",
+        bench="kv_cache_free_gpu_mem_fraction")
+    gpu_memory_utilization: float | None = setting(
+        None, "share of the device's memory for weights, KV cache and adapters", **FRACTION,
+        llm="gpu_memory_utilization", serve="gpu_memory_utilization")
+    max_tokens_in_paged_kv_cache: int | None = setting(
+        None, "maximum size of the KV cache in tokens", least=1, llm="kv_cache_config.max_tokens")
+    enable_kv_cache_reuse: bool = setting(
+        True, "share KV blocks of equal prompt prefixes", llm="kv_cache_config.enable_block_reuse",
+        serve="enable_prefix_caching")
+    enable_chunked_context: bool = setting(
+        True, "process long prompts in chunks", llm="enable_chunked_prefill", serve="enable_chunked_prefill",
+        bench="enable_chunked_context")
+    batch_scheduler_policy: str = setting(
+        "guaranteed_no_evict", "guaranteed_no_evict or max_utilization", choices=POLICIES,
+        llm="batch_scheduler_policy", serve="batch_scheduler_policy", bench="scheduler_policy")
+    max_queue_size: int = setting(
+        0, "maximum number of waiting requests; 0: no limit", least=0, llm="max_queue_size")
     quant: QuantConfig | None = None  # quantise the weights; None: leave them as stored
-    stream_interval: int = 1  # new tokens per streamed event; the first is sent at once
-    wrap_input_ids: bool = False  # wrap ids beyond the vocabulary (modulo) instead of refusing them
-    enable_cuda_graph: bool | None = None  # replay decode steps as CUDA graphs; None: if supported
-    cuda_graph_cache_size: int = 0  # number of graphs kept; 0: 128
-    enable_overlap: bool | None = None  # schedule a step while the previous one runs; None: on a GPU
-    tensor_parallel_size: int = 1  # ranks that share each layer
-    pipeline_parallel_size: int = 1  # groups of such ranks, each with a part of the layers
-    moe_expert_parallel_size: int = 1  # tensor-parallel ranks among which whole experts are divided
-    max_draft_len: int = 0  # longest n-gram draft, in tokens; 0: no drafts
-    max_matching_ngram_size: int = 4  # longest n-gram at a sequence's end to look up
-    min_matching_ngram_size: int = 2  # shortest n-gram
-    ngram_use_oldest: bool = True  # draft from the n-gram's first occurrence; False: its last
-    max_draft_concurrency: int = 0  # no drafts with more running sequences than this; 0: no limit
+    stream_interval: int = setting(
+        1, "new tokens per streamed event; the first is sent at once", least=1, llm="stream_interval",
+        serve="stream_interval")
+    wrap_input_ids: bool = setting(
+        False, "take ids beyond the vocabulary modulo its size instead of refusing them",
+        llm="wrap_input_ids")
+    enable_cuda_graph: bool | None = setting(
+        None, "replay decode steps as CUDA graphs; --enforce-eager: do not", triton="cuda_graph_mode",
+        llm="enable_cuda_graph", serve="enforce_eager", serve_values=INVERTED)
+    cuda_graph_cache_size: int = setting(
+        0, "number of CUDA graphs kept; 0: 128", least=0, llm="cuda_graph_cache_size")
+    enable_overlap: bool | None = setting(
+        None, "schedule a step while the previous one runs; default: on a GPU",
+        llm="disable_overlap_scheduler", llm_values=INVERTED)
+    tensor_parallel_size: int = setting(
+        1, "number of ranks that share each layer", least=1, llm="tensor_parallel_size",
+        serve="tensor_parallel_size tp_size", bench="tp", build="tp_size")
+    pipeline_parallel_size: int = setting(
+        1, "number of pipeline stages, each with a part of the layers", least=1, llm="pipeline_parallel_size",
+        serve="pipeline_parallel_size pp_size", bench="pp", build="pp_size")
+    moe_expert_parallel_size: int = setting(
+        1, "number of groups of ranks among which whole experts are divided", least=1,
+        llm="moe_expert_parallel_size", serve="ep_size", bench="ep")
+    max_draft_len: int = setting(
+        0, "maximum length of an n-gram draft in tokens; 0: no drafts", least=0, most=MAX_DRAFT,
+        llm="speculative_config.max_draft_len", bench="max_draft_len")
+    max_matching_ngram_size: int = setting(
+        4, "longest n-gram at a sequence's end that is looked up", least=1, most=MAX_NGRAM,
+        llm="speculative_config.max_matching_ngram_size")
+    min_matching_ngram_size: int = setting(
+        2, "shortest such n-gram", least=1, most=MAX_NGRAM, llm="speculative_config.min_matching_ngram_size")
+    ngram_use_oldest: bool = setting(
+        True, "draft what followed the n-gram's first occurrence; false: its last",
+        llm="speculative_config.is_use_oldest")
+    max_draft_concurrency: int = setting(
+        0, "no drafts with more running sequences than this; 0: no limit", least=0,
+        llm="speculative_config.max_concurrency")
     lora: LoraCacheConfig = field(default_factory=LoraCacheConfig)
 
     def __post_init__(self) -> None:
-        at_least(1, self, "max_batch_size", "max_num_tokens", "max_beam_width", "max_seq_len")
-        at_least(1, self, "tokens_per_block", "max_tokens_in_paged_kv_cache", "stream_interval")
-        at_least(0, self, "max_queue_size", "cuda_graph_cache_size", "max_draft_concurrency")
-        between(0, MAX_DRAFT, self, "max_draft_len")
-        between(1, MAX_NGRAM, self, "max_matching_ngram_size", "min_matching_ngram_size")
-        at_least(1, self, "tensor_parallel_size", "pipeline_parallel_size", "moe_expert_parallel_size")
-        fraction(kv_cache_free_gpu_mem_fraction=self.kv_cache_free_gpu_mem_fraction)
-        if self.gpu_memory_utilization is not None:
-            fraction(gpu_memory_utilization=self.gpu_memory_utilization)
-        one_of(POLICIES, batch_scheduler_policy=self.batch_scheduler_policy)
-        one_of(DTYPES, dtype=self.dtype)
+        check(self)
         if self.max_beam_width > self.max_batch_size:
             raise ConfigError(
                 f"max_beam_width must be at most max_batch_size ({self.max_batch_size}), "
@@ -163,3 +244,27 @@ class EngineConfig:
         """Rows of a decode step: one per sequence, plus the draft tokens."""
         drafted = max(self.max_draft_len, self.max_batch_size) if self.max_draft_len else 0
         return min(self.max_num_tokens, self.max_batch_size + drafted)
+
+
+QUANT_SETTINGS = (
+    Setting(
+        "quantise the weights: W8A16, W4A16, FP8; on a CPU also W8A8, W4A8", name="quant_algo",
+        llm="quant_config.quant_algo", build="quant_algo"),
+    Setting(
+        "FP8: keys and values as 8-bit floats", name="kv_cache_quant_algo",
+        llm="quant_config.kv_cache_quant_algo", build="kv_cache_quant_algo"),
+    Setting(
+        "W4A16: number of inputs that share a scale", QuantConfig.group_size, "group_size", "int",
+        triton="quant_group_size", llm="quant_config.group_size", build="group_size"),
+    Setting(
+        "patterns of linear layers that are not quantised", name="exclude_modules", type="list[str]",
+        triton="quant_exclude_modules", llm="quant_config.exclude_modules", build="exclude_modules"),
+    Setting(
+        "auto, or fp8", name="kv_cache_quant_algo", triton=None, llm="kv_cache_config.dtype",
+        llm_values={"fp8": "FP8", "auto": None}, serve="kv_cache_dtype",
+        serve_values={"fp8_e4m3": "fp8", "bfloat16": "auto", "float16": "auto"}),
+)
+# fmt: on
+
+SETTINGS = (*rows(EngineConfig).values(), *rows(LoraCacheConfig).values(), *QUANT_SETTINGS)
+"""Every row. If two rows set one setting, the last wins."""

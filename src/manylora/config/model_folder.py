@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.config.hub import is_hub_id
-from manylora.config.values import readable
+from manylora.config.values import read_json, readable
 from manylora.errors import ConfigError, printable
 from manylora.gguf.folder import linked_files
 
@@ -222,15 +222,6 @@ def _python(folder: Path, *classes: str) -> str:
         f"t.{one}.from_pretrained({str(folder)!r}).save_pretrained({target!r})" for one in classes
     )
     return f'python -c "import transformers as t; {steps}"'
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """None if the file does not exist or does not hold an object."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _names(folder: Path) -> list[str]:

@@ -1,56 +1,42 @@
 """The only way to an EngineConfig: the user's settings override the build record, which overrides defaults.
 
-The Triton parameters, `LLM`, `manylora serve` and `manylora bench` each have a table of their own names.
-`rename` translates these to the names used here, and `resolve` does everything else.
+Triton's parameters, `LLM`, `manylora serve` and `manylora bench` each have their own names for the rows of
+SETTINGS. `rename` translates these, and `resolve` does everything else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from manylora.config.build_record import LIMITS, read_build_record
-from manylora.config.engine import EngineConfig, LoraCacheConfig
-from manylora.config.values import CONVERTERS
+from manylora.config.engine import QUANT_SETTINGS, EngineConfig, LoraCacheConfig
+from manylora.config.settings import Setting, rows
 from manylora.errors import ConfigError
 from manylora.quant.config import QuantConfig
 
 Settings = Mapping[str, Any]
-"""Values by the names in KEYS. A missing name was not set."""
+"""Values by the names of the rows of SETTINGS. A missing name was not set."""
 
-ENGINE_KEYS = tuple(
-    one.name for one in fields(EngineConfig) if one.name not in ("model_dir", "quant", "lora")
-)
-LORA_KEYS = tuple(one.name for one in fields(LoraCacheConfig))
-QUANT_KEYS = ("quant_algo", "kv_cache_quant_algo", "group_size", "exclude_modules")
-KEYS = (*ENGINE_KEYS, *LORA_KEYS, *QUANT_KEYS)
-
+QUANT_KEYS = tuple(dict.fromkeys(row.name for row in QUANT_SETTINGS))
 QKV_GROUPS = (("attn_q", "attn_k", "attn_v"), ("cross_attn_q", "cross_attn_k", "cross_attn_v"))
 NOTHING: Settings = MappingProxyType({})
-_CONVERT = {
-    one.name: CONVERTERS[str(one.type).removesuffix(" | None")]
-    for kind in (EngineConfig, LoraCacheConfig, QuantConfig)
-    for one in fields(kind)
-    if one.name in KEYS
-}
 
 
-def rename(given: Mapping[str, Any], table: Mapping[str, str], what: str = "") -> dict[str, Any]:
-    """Translate a front end's settings to the names in KEYS.
+def rename(given: Mapping[str, Any], names: Mapping[str, Setting], what: str = "") -> dict[str, Any]:
+    """Translate a door's settings to `resolve`'s.
 
-    given: values as text or as parsed from YAML; None: not set. table: the front end's names, to names in
-    KEYS.
+    given: values as text or as parsed from YAML; None: not set. names: the door's names of the rows.
     what: prefix of a name in errors. Raises ConfigError.
     """
     settings: dict[str, Any] = {}
-    for name, key in table.items():
+    for name, row in names.items():
         if given.get(name) is None:
             continue
         try:
-            settings[key] = _CONVERT[key](given[name])
+            settings[row.name] = row.convert(given[name])
         except ValueError as error:
             raise ConfigError(f"{what}{name} {error}") from error
     return settings
@@ -80,13 +66,13 @@ def resolve(model_dir: Path, settings: Settings, defaults: Settings = NOTHING) -
     found["max_adapter_size"] = max(largest, rank)
     return EngineConfig(
         model_dir,
-        quant=quant_config(found),
-        lora=LoraCacheConfig(**{name: found[name] for name in LORA_KEYS if name in found}),
-        **{name: found[name] for name in ENGINE_KEYS if name in found},
+        quant=quant_settings(found),
+        lora=LoraCacheConfig(**{name: found[name] for name in rows(LoraCacheConfig) if name in found}),
+        **{name: found[name] for name in rows(EngineConfig) if name in found},
     )
 
 
-def quant_config(settings: Settings) -> QuantConfig | None:
+def quant_settings(settings: Settings) -> QuantConfig | None:
     """None: keep weights and KV cache as in the model directory. Raises ConfigError."""
     found = {name: settings[name] for name in QUANT_KEYS if name in settings}
     try:

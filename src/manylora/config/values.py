@@ -1,4 +1,4 @@
-"""Values of settings: conversion from text and YAML to their types, and range checks."""
+"""Values of settings: JSON files of them, and conversion from text and YAML to their types."""
 
 from __future__ import annotations
 
@@ -39,31 +39,13 @@ def read_settings(path: Path, kind: type = dict) -> Any:
     return found
 
 
-def at_least(least: float, settings: object, *names: str) -> None:
-    """Raises ConfigError for a smaller value. None counts as not set."""
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and value < least:
-            raise ConfigError(f"{name} must be at least {least}, got {value}")
-
-
-def between(least: float, most: float, settings: object, *names: str) -> None:
-    for name in names:
-        value = getattr(settings, name)
-        if not least <= value <= most:
-            raise ConfigError(f"{name} must be from {least} to {most}, got {value}")
-
-
-def fraction(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 < value <= 1:
-            raise ConfigError(f"{name} must be in (0, 1], got {value}")
-
-
-def one_of(choices: tuple[str, ...], **values: str) -> None:
-    for name, value in values.items():
-        if value not in choices:
-            raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+def read_json(path: Path) -> dict[str, Any] | None:
+    """None if the file does not exist or does not hold an object."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def boolean(value: Any) -> bool:

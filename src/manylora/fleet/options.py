@@ -5,30 +5,22 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manylora.config.values import at_least, one_of
+from manylora.config.foreign import FLEET
+from manylora.config.settings import rows, setting
 from manylora.errors import ConfigError
 from manylora.lora.catalog.names import is_name
 from manylora.openai.arguments import options_of, parse
 from manylora.openai.options import ServeOptions
 from manylora.system.cgroup import usable_processors
 
-POLICIES = ("affinity", "random")
+ROUTINGS = ("affinity", "random")
+LEAST_STORE = 78643200  # bytes: Ray's own minimum
 SMALLEST = 0.1  # seconds: about how often Ray's controller checks its replicas
-# Options of a single server that cannot work behind a fleet, with what to do instead.
-REFUSED = {
-    "triton_url": "it names one Triton, and each replica has an engine of its own: use manylora serve",
-    "triton_model": "each replica has an engine of its own: use manylora serve with --triton-url",
-    "restart": "Ray starts replicas again that ended or were killed",
-}
-
-
-def _option(default: Any, text: str, kind: Callable[[Any], Any] = str) -> Any:
-    return field(default=default, metadata={"help": text, "kind": kind})
 
 
 def parse_pin(given: str) -> tuple[str, int]:
@@ -43,54 +35,40 @@ def parse_pin(given: str) -> tuple[str, int]:
 class FleetOptions(ServeOptions):
     """Each field is a flag, a key of the file, and a key of the `args` of a Ray Serve application."""
 
-    replicas: int = _option(2, "number of servers; with max_replicas, the initial number", int)
-    min_replicas: int | None = _option(
-        None, "autoscaling: minimum number of replicas; default: replicas", int
-    )
-    max_replicas: int | None = _option(
-        None, "autoscaling: maximum number of replicas; default: no autoscaling", int
-    )
-    target_requests: float | None = _option(
-        None, "autoscaling: target of running and waiting requests per replica; default: 16", float
-    )
-    upscale_delay: float = _option(
-        10.0, "autoscaling: seconds of higher load before a replica is added", float
-    )
-    downscale_delay: float = _option(
-        300.0, "autoscaling: seconds of lower load before a replica is removed", float
-    )
-    replica_cpus: float | None = _option(
-        None, "CPUs per replica, including all its ranks; default: the machine's, divided", float
-    )
-    replica_gpus: float | None = _option(
-        None,
-        "GPUs per replica, 0.5 for two on one; default: one per rank if there are any, else 0",
-        float,
-    )
-    replica_requests: int = _option(
-        256, "maximum running and waiting requests per replica; further ones wait in the front", int
-    )
-    routing: str = _option("affinity", "affinity: prefer a replica that holds the adapter; or random")
-    pin: tuple[tuple[str, int], ...] = _option(
-        (), "NAME=REPLICAS: serve this adapter on a fixed set of this many replicas", parse_pin
-    )
-    report_seconds: float = _option(
-        1.0, "seconds between reports of the adapters that a replica holds", float
-    )
-    object_store_bytes: int = _option(80 * 2**20, "size of Ray's shared memory on this machine", int)
-    dashboard: bool = _option(False, "start Ray's dashboard on 127.0.0.1:8265", bool)
+    # fmt: off
+    replicas: int = setting(2, "number of servers; with max_replicas, the initial number", least=1)
+    min_replicas: int | None = setting(
+        None, "autoscaling: minimum number of replicas; default: replicas", least=1)
+    max_replicas: int | None = setting(
+        None, "autoscaling: maximum number of replicas; default: no autoscaling", least=1)
+    target_requests: float | None = setting(
+        None, "autoscaling: target of running and waiting requests per replica; default: 16", least=SMALLEST)
+    upscale_delay: float = setting(
+        10.0, "autoscaling: seconds of higher load before a replica is added", least=0)
+    downscale_delay: float = setting(
+        300.0, "autoscaling: seconds of lower load before a replica is removed", least=0)
+    replica_cpus: float | None = setting(
+        None, "CPUs per replica, including all its ranks; default: the machine's, divided", least=SMALLEST)
+    replica_gpus: float | None = setting(
+        None, "GPUs per replica, 0.5 for two on one; default: one per rank if there are any, else 0", least=0)
+    replica_requests: int = setting(
+        256, "maximum running and waiting requests per replica; further ones wait in the front", least=1)
+    routing: str = setting(
+        "affinity", "affinity: prefer a replica that holds the adapter; or random", choices=ROUTINGS)
+    pin: tuple[tuple[str, int], ...] = setting(
+        (), "NAME=REPLICAS: serve this adapter on a fixed set of this many replicas", parse=parse_pin)
+    report_seconds: float = setting(
+        1.0, "seconds between reports of the adapters that a replica holds", least=SMALLEST)
+    object_store_bytes: int = setting(
+        80 * 2**20, "size of Ray's shared memory on this machine", least=LEAST_STORE)
+    dashboard: bool = setting(False, "start Ray's dashboard on 127.0.0.1:8265")
+    # fmt: on
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = {one.name: one for one in fields(self) if getattr(self, one.name) != one.default}
-        for name, instead in REFUSED.items():
-            if name in given:
+        for name, instead in FLEET.refused.items():
+            if getattr(self, name) != rows(FleetOptions)[name].default:
                 raise ConfigError(f"{name} has no effect in a fleet: {instead}")
-        one_of(POLICIES, routing=self.routing)
-        at_least(1, self, "replicas", "replica_requests", "min_replicas", "max_replicas")
-        at_least(0, self, "upscale_delay", "downscale_delay", "replica_gpus")
-        at_least(78643200, self, "object_store_bytes")  # Ray's own minimum
-        at_least(SMALLEST, self, "report_seconds", "replica_cpus", "target_requests")
         self._check_scaling()
 
     def _check_scaling(self) -> None:
@@ -140,7 +118,7 @@ class FleetOptions(ServeOptions):
             if ranks > 1 and given not in (0, ranks):
                 raise ConfigError(f"replica_gpus must be {ranks}, one for each rank, or 0; got {given:g}")
             return given
-        if not found or self.device == "cpu":
+        if not found or self.sections.get("device") == "cpu":
             return 0
         if ranks == 1:
             return min(1, found / self.most_replicas)
@@ -155,7 +133,7 @@ def parse_options(arguments: Sequence[str]) -> FleetOptions:
     exit.
     """
     purpose = "One OpenAI endpoint, and several servers behind it."
-    return parse(arguments, FleetOptions, "fleet", purpose, REFUSED)
+    return parse(arguments, FleetOptions, "fleet", purpose, FLEET.refused)
 
 
 def read_args(given: Mapping[str, Any]) -> FleetOptions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ NO_ADAPTERS: Mapping[str, Any] = {
 }  # fmt: skip
 """Settings of the smallest possible cache."""
 # Errors of the engine name Triton's parameters, which have other names here.
-NAMES = {
+ARGUMENT_NAMES = {
     "lora_cache_host_memory_bytes": "PeftCacheConfig.host_cache_size (or LoraConfig.max_cpu_loras)",
     "lora_cache_gpu_memory_fraction": "PeftCacheConfig.device_cache_percent (or LoraConfig.max_loras)",
     "lora_cache_max_adapter_size": "PeftCacheConfig.max_adapter_size",
@@ -74,11 +75,10 @@ def inferred_targets(lora: LoraConfig, model: ModelConfig, base: BaseWeights | N
     return tuple(name for name in MODULE_NAMES if name in names)
 
 
-def parameter_names(text: str, names: Mapping[str, str] = NAMES) -> str:
+def parameter_names(text: str, names: Mapping[str, str] = ARGUMENT_NAMES) -> str:
     """An error's text with the names that users of `LLM`, or of another door, know."""
-    for theirs, ours in names.items():
-        text = text.replace(theirs, ours)
-    return text
+    theirs = "|".join(map(re.escape, names))
+    return re.sub(rf"(?<![\w.-])({theirs})\b", lambda match: names[match[1]], text)
 
 
 def _modules_of(folder: Path, nemo: bool, options: ReadOptions) -> set[str]:

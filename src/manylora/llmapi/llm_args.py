@@ -8,30 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.config.foreign import KV_CACHE_CONFIG
 from manylora.llmapi.lora import LoraConfig, Options
 
 __all__ = ["KvCacheConfig", "LoraConfig", "NGramDecodingConfig", "PeftCacheConfig"]
 
-# Fields of KvCacheConfig without a counterpart here, and the values that are accepted.
-KV_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "max_attention_window": (None,),
-    "sink_token_length": (None, 0),
-    "host_cache_size": (None, 0),
-    "cross_kv_cache_fraction": (None,),
-    "secondary_offload_min_priority": (None,),
-    "event_buffer_max_size": (0,),
-    "use_uvm": (False,),
-    "dtype": ("auto", "fp8"),
-}
-
 # vLLM's names for fields of NGramDecodingConfig, and the values that mean n-grams.
-VLLM_NAMES = {
+VLLM_FIELDS = {
     "num_speculative_tokens": "max_draft_len",
     "prompt_lookup_max": "max_matching_ngram_size",
     "prompt_lookup_min": "min_matching_ngram_size",
     "disable_by_batch_size": "max_concurrency",
 }
-NGRAM_NAMES = ("ngram", "[ngram]", "NGram")
+NGRAM_METHODS = ("ngram", "[ngram]", "NGram")
 
 
 @dataclass(frozen=True)
@@ -108,8 +97,8 @@ class KvCacheConfig(Options):
     tokens_per_block: int = EngineConfig.tokens_per_block
 
     def __post_init__(self) -> None:
-        for name, neutral in KV_NEUTRAL.items():
-            if getattr(self, name) not in neutral:
+        for name in KV_CACHE_CONFIG:
+            if not KV_CACHE_CONFIG.allows(name, getattr(self, name)):
                 raise ValueError(
                     f"KvCacheConfig: {name} is not supported, got {getattr(self, name)!r}; leave it out"
                 )
@@ -158,9 +147,9 @@ class NGramDecodingConfig(Options):
     @classmethod
     def named(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Fields by their names here, also from vLLM's speculative_config. Raises ValueError."""
-        found = {VLLM_NAMES.get(name, name): value for name, value in given.items()}
+        found = {VLLM_FIELDS.get(name, name): value for name, value in given.items()}
         method, model = found.pop("method", None), found.pop("model", None)
         for name, value in (("method", method), ("model", model)):
-            if value is not None and value not in NGRAM_NAMES:
+            if value is not None and value not in NGRAM_METHODS:
                 raise ValueError(f"{name} must be ngram, got {value!r}: others have no drafter here")
         return found

@@ -11,7 +11,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypedDict
 
-from manylora.config.resolve import KEYS, rename
+from manylora.config import foreign
+from manylora.config.engine import SETTINGS
+from manylora.config.resolve import rename
 from manylora.config.values import CONVERTERS
 from manylora.errors import ConfigError
 from manylora.llmapi.llm_args import KvCacheConfig, NGramDecodingConfig, PeftCacheConfig
@@ -52,7 +54,6 @@ class LlmArguments(TypedDict, total=False):
     moe_backend: str | None
 
 
-# The order matters: if two names mean one setting, the last wins.
 PARTS: dict[str, type] = {
     "quant_config": QuantConfig,
     "lora_config": LoraConfig,
@@ -60,33 +61,8 @@ PARTS: dict[str, type] = {
     "kv_cache_config": KvCacheConfig,
     "speculative_config": NGramDecodingConfig,
 }
-# Arguments (PART.FIELD in a nested config) whose name differs from the setting's.
-RENAMED = {
-    "enable_chunked_prefill": "enable_chunked_context",
-    "disable_overlap_scheduler": "enable_overlap",
-    "lora_config.lora_target_modules": "target_modules",
-    "lora_config.lora_adapter_dtype": "lora_adapter_dtype",
-    "lora_config.lora_text_only": "text_only",
-    "peft_cache_config.device_cache_percent": "gpu_memory_fraction",
-    "peft_cache_config.device_cache_size": "gpu_memory_bytes",
-    "peft_cache_config.host_cache_size": "host_memory_bytes",
-    "peft_cache_config.disk_cache_size": "disk_cache_bytes",
-    "kv_cache_config.dtype": "kv_cache_quant_algo",
-    "kv_cache_config.max_tokens": "max_tokens_in_paged_kv_cache",
-    "kv_cache_config.free_gpu_memory_fraction": "kv_cache_free_gpu_mem_fraction",
-    "kv_cache_config.enable_block_reuse": "enable_kv_cache_reuse",
-    "speculative_config.is_use_oldest": "ngram_use_oldest",
-    "speculative_config.max_concurrency": "max_draft_concurrency",
-}
-_FIELDS = {f"{part}.{one.name}": one.name for part, kind in PARTS.items() for one in fields(kind)}
-_ARGUMENTS = {name: name for name in LlmArguments.__annotations__} | _FIELDS | RENAMED
-NAMES = {name: key for name, key in _ARGUMENTS.items() if key in KEYS}
-"""Every argument (PART.FIELD in a nested config) that is a setting, with the setting."""
-# Arguments whose values differ from the setting's. None: not set.
-VALUES: dict[str, dict[Any, Any]] = {
-    "disable_overlap_scheduler": {True: False, False: None},
-    "kv_cache_config.dtype": {"fp8": "FP8", "auto": None},
-}
+ARGUMENTS = {row.llm: row for row in SETTINGS if row.llm}
+"""The rows of the engine's settings by argument, PART.FIELD in a nested config."""
 # Where TensorRT-LLM documents different defaults for its Python API and its Triton backend.
 DEFAULTS: dict[str, Any] = {
     "gpu_memory_fraction": PeftCacheConfig.device_cache_percent,
@@ -97,23 +73,6 @@ READING = {
     "lora_dir", "lora_ckpt_source", "trtllm_modules_to_hf_modules", "swap_gate_up_proj_lora_b_weight",
     "lora_text_only",
 }  # fmt: skip
-# vLLM's and trtllm-serve's names of arguments. PART.FIELD is a field of a nested config.
-OTHER_NAMES = {
-    "max_model_len": "max_seq_len",
-    "max_num_seqs": "max_batch_size",
-    "max_num_batched_tokens": "max_num_tokens",
-    "max_loras": "lora_config.max_loras",
-    "max_cpu_loras": "lora_config.max_cpu_loras",
-    "max_lora_rank": "lora_config.max_lora_rank",
-    "lora_dtype": "lora_config.lora_adapter_dtype",
-    "lora_target_modules": "lora_config.lora_target_modules",
-    "enable_prefix_caching": "kv_cache_config.enable_block_reuse",
-    "block_size": "kv_cache_config.tokens_per_block",
-    "kv_cache_dtype": "kv_cache_config.dtype",
-    "kv_cache_free_gpu_memory_fraction": "kv_cache_config.free_gpu_memory_fraction",
-    "enforce_eager": "enable_cuda_graph",
-    "quantization": "quant_config",
-}
 GUIDE_BACKENDS = ("llguidance", "xgrammar")
 KNOWN = tuple(LlmArguments.__annotations__)
 # Further arguments of `LLM`.
@@ -121,14 +80,13 @@ OF_FILES = (
     "tokenizer", "skip_tokenizer_init", "revision", "tokenizer_revision", "lora_root", "lora_trust",
     "lora_alias", "lora_tokenizer_bytes", "generation_config", "override_generation_config",
 )  # fmt: skip
-# Arguments of TensorRT-LLM without a meaning here, with the accepted values. None is always accepted.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "backend": ("pytorch",),
-    "tokenizer_mode": ("auto",),
-    "load_format": ("auto",),
-    "context_parallel_size": (1,),
-    "trust_remote_code": (True, False),
-}
+OTHER_NAMES = {
+    name: row.llm
+    for row in ARGUMENTS.values()
+    for name in (*row.flags, row.parameter)
+    if name is not None and name not in KNOWN
+} | {"quantization": "quant_config"}
+"""What other doors and vLLM call arguments."""
 
 
 def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,19 +101,21 @@ def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
         for one in getattr(part, "given", [one.name for one in fields(kind)]):
             argument, value = f"{name}.{one}", getattr(part, one)
             given[argument] = value
-            if argument not in NAMES and one not in READING and value != getattr(kind, one, None):
+            if argument not in ARGUMENTS and one not in READING and value != getattr(kind, one, None):
                 logger.warning("%s has no effect here", argument)
-    for name, values in VALUES.items():
-        if given.get(name) is not None and given[name] not in values:
-            raise ConfigError(f"{name} must be one of {', '.join(map(str, values))}, got {given[name]!r}")
-        given[name] = values.get(given.get(name))
-    return rename(given, NAMES)
+    for name, row in ARGUMENTS.items():
+        values, value = row.llm_values, given.get(name)
+        if values is not None and value is not None:
+            if value not in values:
+                raise ConfigError(f"{name} must be one of {', '.join(map(str, values))}, got {value!r}")
+            given[name] = values[value]
+    return rename(given, ARGUMENTS)
 
 
 def check_known(arguments: Mapping[str, Any]) -> None:
     """Raises ConfigError for an argument that is unknown or asks for something unavailable."""
     for name, value in arguments.items():
-        if name not in KNOWN and value is not None and value not in NEUTRAL.get(name, ()):
+        if name not in KNOWN and value is not None and not foreign.LLM.allows(name, value):
             raise ConfigError(f"LLM: {name} is not supported, got {value!r}; {_instead_of(name)}")
 
 
@@ -193,7 +153,7 @@ def read_options(path: Path) -> dict[str, Any]:
 def llm_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments of `LLM`. null means not set. Raises ConfigError for an unknown key."""
     given = {name: value for name, value in options.items() if value is not None}
-    check_names("option", given, [*KNOWN, *OF_FILES, *NEUTRAL])
+    check_names("option", given, [*KNOWN, *OF_FILES, *foreign.LLM])
     return given | {name: _part(name, PARTS[name], given[name]) for name in PARTS if name in given}
 
 

@@ -6,30 +6,39 @@ import argparse
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from manylora.config.engine import EngineConfig
+from manylora.config.engine import SETTINGS
+from manylora.config.foreign import ONE_COPY, SERVE, SERVE_SWITCHES, SERVE_VARIABLES
+from manylora.config.settings import Setting, rows
 from manylora.config.values import CONVERTERS
 from manylora.errors import ConfigError
 from manylora.llmapi import options as llm
-from manylora.openai import other_flags
-from manylora.openai.options import LLM_ARGUMENTS, ServeOptions
+from manylora.openai.options import LLM_ARGUMENTS, ServeOptions, json_object
 from manylora.system.command_line import Parser
 from manylora.version import __version__
 
 logger = logging.getLogger("manylora")
 
-# vLLM's names, and TensorRT-LLM's.
-ALIASES = {
-    "lora_root": ("lora_prefetch_dir",),
-    "max_seq_len": ("max_model_len",),
-    "max_batch_size": ("max_num_seqs",),
-    "max_num_tokens": ("max_num_batched_tokens",),
-    "config": ("extra_llm_api_options",),
-}
-MANY = ("served_model_name", "lora_modules", "api_key")  # flags that take several values at once, as vLLM's
+CONFIG = Setting(
+    "YAML file; its keys are the flags with underscores",
+    name="config",
+    type="Path",
+    serve="config extra_llm_api_options",
+)
+EXPERTS = "enable_expert_parallel"
+# The engine's settings with a flag, and two flags of vLLM's that stand for other values of a setting.
+ENGINE_ROWS = (
+    *(row for row in SETTINGS if row.serve),
+    Setting(
+        "divide whole experts among the ranks", type="bool", llm="moe_expert_parallel_size", serve=EXPERTS
+    ),
+    Setting(
+        "n-gram drafts, as JSON", parse=json_object, llm="speculative_config", serve="speculative_config"
+    ),
+)
+ENGINE_FLAGS = {flag: row for row in ENGINE_ROWS for flag in row.flags}
 SIZES = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
 # Fields of peft_cache_config that are options of the server, because it reads the adapters itself.
 CACHE_OPTIONS = {
@@ -37,29 +46,33 @@ CACHE_OPTIONS = {
     "disk_cache_dir": "lora_disk_dir",
     "disk_cache_size": "lora_disk_bytes",
 }
-
-
-OptionsT = TypeVar("OptionsT", bound=ServeOptions)
-
-
 # The sections of --help, each with its first option: options are in the order of their fields.
 SECTIONS = {
     "host": "address",
     "served_model_name": "model",
-    "device": "engine",
     "lora_modules": "adapters",
     "api_keys": "access",
     "max_request_bytes": "limits",
     "drain_seconds": "running",
     "replicas": "fleet",
 }
-METAVARS = {int: "N", float: "N", Path: "PATH"}
+LAST_OF_MODEL = "triton_model"  # the section of the engine follows
+SHORT = {
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+    "data_parallel_size": "-dp",
+    "quantization": "-q",
+}
+READERS = {"int": CONVERTERS["int"], "float": CONVERTERS["float"], "Path": Path}  # of values in files
+METAVARS = {"int": "N", "float": "N", "Path": "PATH"}
 EXAMPLES = """examples:
   manylora {command} MODEL --lora-root FOLDER               each subfolder of FOLDER is an adapter
   manylora {command} ORG/NAME --lora-modules sql=ORG/NAME   model and adapter from the Hugging Face hub
 
 Flags may be spelt with dashes or underscores, and those of vllm serve and trtllm-serve work too. The same
 options can be set in a YAML file: --config FILE."""
+
+OptionsT = TypeVar("OptionsT", bound=ServeOptions)
 
 
 def parse_options(arguments: Sequence[str]) -> ServeOptions:
@@ -91,17 +104,8 @@ def parse(
     )
     parser.add_argument("--model", dest="model_flag", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"manylora {__version__}")
-    _add(
-        parser, "config", type=Path, metavar="FILE", help="YAML file; its keys are the flags with underscores"
-    )
-    sections, section = dict[str, argparse._ArgumentGroup](), ""
-    for one in fields(kind):
-        if one.metadata:
-            section = SECTIONS.get(one.name, section)
-            if section not in sections:
-                sections[section] = parser.add_argument_group(section)
-            _add_option(sections[section], one, hidden=one.name in refused)
-    _add_other(sections["engine"], sections["adapters"])
+    _add_row(parser, CONFIG, CONFIG.help, metavar="FILE")
+    _add_options(parser, kind, refused)
     given = vars(parser.parse_args(arguments))
     positional, flag = given.pop("model"), given.pop("model_flag")
     file = given.pop("config", None)
@@ -116,7 +120,7 @@ def parse(
 
 def _check_variables(options: ServeOptions) -> None:
     """Raises ConfigError for a key that the operator relies on and that nobody would be asked for."""
-    for name, flag in other_flags.VARIABLES.items():
+    for name, flag in SERVE_VARIABLES.items():
         if not os.environ.get(name):
             continue
         if flag == "--api-key" and not (options.api_key or options.api_keys):
@@ -132,45 +136,58 @@ def options_of(settings: Mapping[str, Any], kind: type[OptionsT]) -> OptionsT:
     return kind(**found)
 
 
-def _add_option(parser: argparse._ArgumentGroup, one: Any, *, hidden: bool) -> None:
-    kind, text = one.metadata["kind"], one.metadata["help"]
-    metavar = METAVARS.get(kind, "X")
-    if hidden:
-        text = argparse.SUPPRESS
-    if kind is bool:
-        _add(parser, one.name, action=argparse.BooleanOptionalAction, help=text)
-    elif isinstance(one.default, tuple):
-        how = {"action": "extend", "nargs": "+"} if one.name in MANY else {"action": "append"}
-        _add(parser, one.name, type=kind, metavar=metavar, help=text, **how)
+def _add_options(parser: argparse.ArgumentParser, kind: type[OptionsT], hidden: Collection[str]) -> None:
+    """hidden: options that are left out of the help."""
+    groups: dict[str, argparse._ActionsContainer] = {}
+    title = ""
+    for row in rows(kind).values():
+        title = SECTIONS.get(row.name, title)
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        text = row.help + _default(row.default)
+        _add_row(groups[title], row, argparse.SUPPRESS if row.name in hidden else text)
+        if row.name == LAST_OF_MODEL:
+            groups["engine"] = parser.add_argument_group("engine")
+    _add_engine(groups["engine"], groups["adapters"])
+
+
+def _default(value: Any) -> str:
+    return "" if value in (None, ()) or isinstance(value, bool) else f" (default: {value})"
+
+
+def _add_engine(engine: argparse._ActionsContainer, adapters: argparse._ActionsContainer) -> None:
+    """The flags of the engine's settings, and those of other programs that are hidden."""
+    for row in ENGINE_ROWS:
+        default = _default(llm.DEFAULTS.get(row.name, row.default))
+        file = "" if row.llm in row.flags else f"; in the file {row.llm}"
+        _add_row(adapters if row.llm.startswith("lora_config.") else engine, row, row.help + default + file)
+    for name in SERVE_SWITCHES:
+        _add(engine, (name,), action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
+    for name in (*SERVE.ignored, *SERVE.accepted):
+        _add(engine, (name,), help=argparse.SUPPRESS)
+    for name in SERVE.refused:
+        _add(engine, (name,), nargs="*", help=argparse.SUPPRESS)
+
+
+def _add_row(parser: argparse._ActionsContainer, row: Setting, text: str, metavar: str = "") -> None:
+    """Add the flags of a row, which override a file only where they are given."""
+    how: dict[str, Any] = {"help": text}
+    if row.kind == "bool":
+        how["action"] = argparse.BooleanOptionalAction
     else:
-        default = getattr(EngineConfig, one.name, None) if one.default is None else one.default
-        shown = "" if hidden or default in (None, MISSING) else f" (default: {default})"
-        kind = _whole if kind is int else kind
-        _add(parser, one.name, type=kind, metavar=metavar, help=text + shown)
+        types: dict[str, Any] = {"int": _whole, "float": float, "Path": Path}
+        how["type"] = row.parse or types.get(row.kind, str)
+        how["metavar"] = metavar or METAVARS.get(row.kind, "X")
+    if row.repeats:
+        how |= {"action": "extend", "nargs": "+"} if row.many else {"action": "append"}
+    _add(parser, row.flags or (row.name,), **how)
 
 
-def _add_other(engine: argparse._ArgumentGroup, adapters: argparse._ArgumentGroup) -> None:
-    for name, (kind, target, meaning) in other_flags.FIELDS.items():
-        parser = adapters if target.startswith("lora_config.") else engine
-        text = f"{meaning}; in the file {target}"
-        if kind is bool:
-            _add(parser, name, action=argparse.BooleanOptionalAction, help=text)
-        else:
-            metavar, kind = METAVARS.get(kind, "X"), _whole if kind is int else kind  # type: ignore[call-overload]
-            _add(parser, name, type=kind, metavar=metavar, help=text)
-    for name in other_flags.NEUTRAL:
-        _add(engine, name, action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
-    for name in other_flags.NEUTRAL_VALUES:
-        _add(engine, name, help=argparse.SUPPRESS)
-    for name in other_flags.REFUSED:
-        _add(engine, name, nargs="*", help=argparse.SUPPRESS)
-
-
-def _add(parser: argparse._ActionsContainer, name: str, **how: Any) -> None:
-    """Add a flag under all its names."""
-    flags = [f"--{one.replace('_', '-')}" for one in (name, *ALIASES.get(name, ()))]
-    short = [other_flags.SHORT[name]] if name in other_flags.SHORT else []
-    parser.add_argument(*short, *flags, dest=name, default=argparse.SUPPRESS, **how)
+def _add(parser: argparse._ActionsContainer, names: tuple[str, ...], **how: Any) -> None:
+    """Add a flag under all its names, without a default."""
+    short = [SHORT[names[0]]] if names[0] in SHORT else []
+    flags = [f"--{name.replace('_', '-')}" for name in names]
+    parser.add_argument(*short, *flags, dest=names[0], default=argparse.SUPPRESS, **how)
 
 
 def _whole(text: str) -> int:
@@ -188,52 +205,108 @@ def _settings(
     """Fields of the options class, and the model if the file names it. path: of the file. Raises
     ConfigError.
     """
-    own, parts = other_flags.take(flags)
+    own, engine = _take_engine(flags)
     settings = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
     try:
         found = {str(key).replace("-", "_"): value for key, value in file.items() if value is not None}
-        found, more = other_flags.take(found)
-        for target, value in (more | parts).items():
-            part, _, name = target.rpartition(".")
-            if part and isinstance(found.setdefault(part, {}), dict):
-                found[part] = {**found[part], name: value}
-            elif not part:
+        found, engine_of_file = _take_engine(found)
+        for argument, value in (engine_of_file | engine).items():
+            part, _, name = argument.rpartition(".")
+            if not part:
                 found[name] = value
+            elif isinstance(found.setdefault(part, {}), dict):
+                found[part] = {**found[part], name: value}
         return _of_file(found, kind) | settings
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}" if path else str(error)) from error
 
 
+def _take_engine(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """given: values by flag. Returns those that are left, and arguments of `LLM` by name, PART.FIELD in a
+    nested config.
+
+    Raises ConfigError for what is not available here, with what to use instead.
+    """
+    left, found = dict[str, Any](), dict[str, Any]()
+    for name, value in given.items():
+        if name in SERVE or name in SERVE_SWITCHES:
+            _check_foreign(name, value)
+        elif name in ENGINE_FLAGS and name != EXPERTS:
+            row = ENGINE_FLAGS[name]
+            if row.serve_values is not None and isinstance(value, str | bool):
+                value = row.serve_values.get(value, value)
+            if value is not None:
+                found[row.llm] = value
+        elif name != EXPERTS:
+            left[name] = value
+    if given.get(EXPERTS):
+        _divide_experts(found)
+    return left, found
+
+
+def _divide_experts(found: dict[str, Any]) -> None:
+    """vLLM's flag means one group of experts per tensor-parallel rank. Raises ConfigError."""
+    ranks = found.get("tensor_parallel_size")
+    if ranks is None:
+        raise ConfigError(
+            "--enable-expert-parallel divides experts among the ranks of --tensor-parallel-size: give both"
+        )
+    asked = found.setdefault("moe_expert_parallel_size", ranks)
+    if asked != ranks:
+        raise ConfigError(f"--enable-expert-parallel means --ep-size {ranks}, got {asked}: give one of them")
+
+
+def _check_foreign(name: str, value: Any) -> None:
+    """Raises ConfigError for a flag of another program that would change something."""
+    flag = f"--{name.replace('_', '-')}"
+    if name in SERVE.refused:
+        raise ConfigError(f"{flag} is not taken here: {SERVE.refused[name]}")
+    if SERVE.allows(name, value) or SERVE_SWITCHES.allows(name, value):
+        return
+    if name == "enable_lora":
+        raise ConfigError("adapters are always served: leave --no-enable-lora out")
+    accepted = SERVE.accepted[name]
+    if accepted == ("1",):
+        raise ConfigError(f"{flag} must be 1, got {value}: {ONE_COPY}")
+    raise ConfigError(
+        f"{flag} {value} has no counterpart here: leave it out, or give {' or '.join(accepted)}"
+    )
+
+
 def _of_file(found: Mapping[str, Any], kind: type[ServeOptions]) -> dict[str, Any]:
-    """Raises ConfigError."""
-    known = {one.name: one for one in fields(kind) if one.metadata}
-    llm.check_names("option", found, [*known, "model", *LLM_ARGUMENTS, *sum(ALIASES.values(), ())])
-    given: list[tuple[str, Any]] = []
-    for key, value in found.items():
-        name = next((name for name, others in ALIASES.items() if key in others), key)
-        if name == "peft_cache_config" and isinstance(value, dict):
-            given += [(to, value[one]) for one, to in CACHE_OPTIONS.items() if value.get(one) is not None]
-            value = {one: value[one] for one in value if one not in CACHE_OPTIONS}
-        given.append((name, value))
-    own = {*known, "model"}
-    sections = llm.llm_arguments({name: value for name, value in given if name not in own})
-    llm.check_known({name: value for name, value in sections.items() if name in llm.NEUTRAL})
+    """found: values by option, and arguments of `LLM`. Raises ConfigError."""
+    own = {flag: row for row in rows(kind).values() for flag in row.flags or (row.name,)}
+    llm.check_names("option", found, [*own, "model", *LLM_ARGUMENTS, *ENGINE_FLAGS])
     settings: dict[str, Any] = {"model": str(found["model"])} if "model" in found else {}
-    for name, value in given:
-        if name in known:
-            made = _convert(name, value, known[name])
-            settings[name] = (*settings.get(name, ()), *made) if isinstance(made, tuple) else made
+    arguments = {name: value for name, value in found.items() if name not in own and name != "model"}
+    given = [(own[name], value) for name, value in found.items() if name in own]
+    cache = arguments.get("peft_cache_config")
+    if isinstance(cache, dict):
+        given += [(own[to], cache[one]) for one, to in CACHE_OPTIONS.items() if cache.get(one) is not None]
+        arguments["peft_cache_config"] = {one: cache[one] for one in cache if one not in CACHE_OPTIONS}
+    for row, value in given:
+        made = _convert(row, value)
+        settings[row.name] = (*settings.get(row.name, ()), *made) if row.repeats else made
+    for name in arguments.keys() & llm.ARGUMENTS.keys():
+        try:
+            arguments[name] = llm.ARGUMENTS[name].convert(arguments[name])
+        except ValueError as error:
+            raise ConfigError(f"{name} {error}") from error
+    sections = llm.llm_arguments(arguments)
+    llm.check_known({name: value for name, value in sections.items() if name not in llm.KNOWN})
     return settings | {"sections": sections}
 
 
-def _convert(name: str, value: Any, one: Any) -> Any:
-    kind = one.metadata["kind"]
-    convert = CONVERTERS[kind.__name__] if kind in (int, float) else kind
+def _convert(row: Setting, value: Any) -> Any:
+    """An option's value in a file. Raises ConfigError."""
+    convert = row.parse or READERS.get(row.kind, str)
     try:
-        if kind is bool and not isinstance(value, bool):
-            raise ValueError("must be true or false")
-        if isinstance(one.default, tuple):
+        if row.kind == "bool":
+            if not isinstance(value, bool):
+                raise ValueError("must be true or false")
+            return value
+        if row.repeats:
             return tuple(convert(item) for item in (value if isinstance(value, list) else [value]))
         return convert(value)
     except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
-        raise ConfigError(f"{name} {error}") from error
+        raise ConfigError(f"{row.name} {error}") from error

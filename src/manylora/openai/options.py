@@ -1,39 +1,64 @@
 """ServeOptions: the options of `manylora serve`."""
 
-# ruff: noqa: RUF009 - _option makes a dataclass field, nothing that instances would share.
+# ruff: noqa: RUF009 - `setting` makes a dataclass field, nothing that instances would share.
 
 from __future__ import annotations
 
 import argparse
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from manylora.config.engine import EngineConfig, LoraCacheConfig
-from manylora.config.hub import hub_name, is_hub_id, local_adapter, local_model
-from manylora.config.model_folder import check_adapter_path, check_model_folder, check_tokenizer_folder
-from manylora.config.values import at_least, one_of, readable
+from manylora.config.engine import EngineConfig
+from manylora.config.engine import LoraCacheConfig
+from manylora.config.hub import hub_name
+from manylora.config.hub import is_hub_id
+from manylora.config.hub import local_adapter
+from manylora.config.hub import local_model
+from manylora.config.model_folder import check_adapter_path
+from manylora.config.model_folder import check_model_folder
+from manylora.config.model_folder import check_tokenizer_folder
+from manylora.config.values import readable
 from manylora.errors import ConfigError
 from manylora.gguf.container import NAMED
 from manylora.gguf.folder import is_gguf
 from manylora.llmapi import options as llm
 from manylora.llmapi.engine_config import engine_config
-from manylora.lora.catalog.names import Aliases, is_name, name_problem
-from manylora.lora.text.adapter_text import PARTS, TOKENIZER_BYTES, TextSource, TrustedFolder
-from manylora.openai.other_flags import json_object
+from manylora.lora.catalog.names import Aliases
+from manylora.lora.catalog.names import is_name
+from manylora.lora.catalog.names import name_problem
+from manylora.lora.text.adapter_text import PARTS
+from manylora.lora.text.adapter_text import TOKENIZER_BYTES
+from manylora.lora.text.adapter_text import TextSource
+from manylora.lora.text.adapter_text import TrustedFolder
 from manylora.openai.serving.connections import HttpLimits
+from types import MappingProxyType
+from manylora.config.engine import SETTINGS
+from manylora.config.foreign import LLM
+from manylora.config.settings import check
+from manylora.config.settings import setting
 
-# Arguments of `LLM` that the file may also have. max_queue_size means the server's own queue here, and
-# adapters are always enabled.
-LLM_ARGUMENTS = [name for name in (*llm.KNOWN, *llm.NEUTRAL) if name not in ("max_queue_size", "enable_lora")]
-PERIODS = ("header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout", "lora_refresh_seconds")
 
-
-def _option(default: Any, text: str, kind: Callable[[Any], Any] = str) -> Any:
-    return field(default=default, metadata={"help": text, "kind": kind})
+# Arguments of `LLM` that the server also has. max_queue_size means the server's own queue here, and adapters
+# are always enabled.
+LLM_ARGUMENTS = [name for name in (*llm.KNOWN, *LLM) if name not in ("max_queue_size", "enable_lora")]
+PERIOD = MappingProxyType({"above": 0, "most": 86400})  # seconds
+LOG_LEVELS = ("debug", "info", "warning", "error")
+# Errors of the engine name its settings and Triton's parameters. What they are called here:
+SIZES = (
+    "kv_cache_free_gpu_mem_fraction", "gpu_memory_utilization", "tokens_per_block", "max_beam_width",
+    "max_num_tokens", "max_batch_size", "max_seq_len",
+)  # fmt: skip
+ENGINE_NAMES = {row.name: f"--{row.flags[0].replace('_', '-')}" for row in SETTINGS if row.name in SIZES} | {
+    "lora_cache_host_memory_bytes": "--max-cpu-loras (host_cache_size of peft_cache_config in --config)",
+    "lora_cache_gpu_memory_fraction": "--max-loras (device_cache_percent of peft_cache_config in --config)",
+    "lora_cache_max_adapter_size": "--max-lora-rank",
+    "lora_target_modules": "modules in lora_target_modules of lora_config in --config",
+}
 
 
 @dataclass(frozen=True)
@@ -106,9 +131,16 @@ def _text_source(given: Mapping[str, Any]) -> TextSource:
     return TextSource(**found)
 
 
-def _object(given: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    """A JSON object. Raises ArgumentTypeError."""
-    return json_object(given) if isinstance(given, str) else json_object(json.dumps(given))
+def json_object(given: Any) -> Mapping[str, Any]:
+    """A JSON object, as text or parsed. Raises ArgumentTypeError."""
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        text = given if isinstance(given, str) else json.dumps(given)
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text[:200]!r}")
+    return found
 
 
 def _trusted_folder(given: str) -> TrustedFolder:
@@ -126,135 +158,93 @@ class ServeOptions:
     model, tokenizer: folders, or hub ids until `located`.
     """
 
+    # fmt: off
     model: str | Path
-    host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 for all interfaces")
-    port: int = _option(8000, "port to listen on; 0 chooses a free one", int)
-    served_model_name: tuple[str, ...] = _option(
-        (), "names of the base model; default: its folder's, or its file's without .gguf"
-    )
-    revision: str | None = _option(None, "branch, tag or commit, if the model is a hub id")
-    tokenizer: str | Path | None = _option(None, "tokenizer folder or hub id; default: the model's")
-    tokenizer_revision: str | None = _option(None, "branch, tag or commit, if the tokenizer is a hub id")
-    download_dir: Path | None = _option(None, "download folder; default: that of HF_HOME", Path)
-    chat_template: Path | None = _option(None, "Jinja file; default: the tokenizer's template", Path)
-    generation_config: str = _option(
-        "auto",
-        "where a request's defaults come from: auto (the model), vllm (none), or a folder with a "
-        "generation_config.json",
-    )
-    override_generation_config: Mapping[str, Any] | None = _option(
-        None, "JSON object of such defaults, which replace the model's: '{\"temperature\": 0.6}'", _object
-    )
-    triton_url: str | None = _option(
-        None, "host:port (gRPC) of a running Triton server to use instead of an engine in this process"
-    )
-    triton_model: str = _option("tensorrt_llm", "name of the model on that Triton server")
-    device: str | None = _option(None, "auto, cpu, cuda, cuda:N")
-    dtype: str | None = _option(None, "auto, float32, float16, bfloat16")
-    max_batch_size: int | None = _option(None, "maximum number of sequences in one step", int)
-    max_num_tokens: int | None = _option(
-        None, "maximum number of tokens in one step, at least max_batch_size", int
-    )
-    max_seq_len: int | None = _option(None, "maximum tokens of prompt and output; default: the model's", int)
-    gpu_memory_utilization: float | None = _option(
-        None, "share of the device's memory for weights, KV cache and adapters", float
-    )
-    batch_scheduler_policy: str | None = _option(None, "guaranteed_no_evict or max_utilization")
-    enable_chunked_prefill: bool | None = _option(None, "process long prompts in chunks", bool)
-    lora_modules: tuple[NamedAdapter, ...] = _option(
-        (), "adapters as NAME=PATH or NAME=HUB_ID; takes several values", NamedAdapter.parse
-    )
-    lora_root: tuple[Path, ...] = _option(
-        (), "folder with one adapter per subfolder; watched for changes", Path
-    )
-    lora_allowed_path: tuple[Path, ...] = _option(
-        (),
-        "further folder that links in the roots may point to, and that requests may name paths in",
-        Path,
-    )
-    lora_alias: tuple[tuple[str, str], ...] = _option(
-        (), "NAME=TARGET: another name for an adapter, or for the base model", _alias
-    )
-    lora_trust: tuple[TrustedFolder, ...] = _option(
-        (),
-        f"FOLDER or FOLDER=PART,PART: use the adapters' own {', '.join(PARTS)} where they have them",
-        _trusted_folder,
-    )
-    lora_tokenizer_bytes: int = _option(
-        TOKENIZER_BYTES, "memory for adapters' own tokenizers; each counts as eight times its file", int
-    )
-    lora_text_only: bool = _option(
-        False, "serve the text part of vision-model adapters; otherwise they are refused", bool
-    )
-    lora_refresh_seconds: float = _option(5.0, "seconds until a new or changed adapter is served", float)
-    lora_keep_bytes: int = _option(
-        2**28,
-        "memory beside the cache for adapters that cannot be reloaded directly from their files",
-        int,
-    )
-    lora_disk_bytes: int = _option(
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for all interfaces")
+    port: int = setting(8000, "port to listen on; 0 chooses a free one")
+    served_model_name: tuple[str, ...] = setting(
+        (), "names of the base model; default: its folder's, or its file's without .gguf", many=True)
+    revision: str | None = setting(None, "branch, tag or commit, if the model is a hub id")
+    tokenizer: str | Path | None = setting(
+        None, "tokenizer folder or hub id; default: the model's", parse=str)
+    tokenizer_revision: str | None = setting(None, "branch, tag or commit, if the tokenizer is a hub id")
+    download_dir: Path | None = setting(None, "download folder; default: that of HF_HOME")
+    chat_template: Path | None = setting(None, "Jinja file; default: the tokenizer's template")
+    generation_config: str = setting(
+        "auto", "where a request's defaults come from: auto (the model), vllm (none), or a folder with a "
+        "generation_config.json")
+    override_generation_config: Mapping[str, Any] | None = setting(
+        None, "JSON object of such defaults, which replace the model's: '{\"temperature\": 0.6}'",
+        parse=json_object)
+    triton_url: str | None = setting(
+        None, "host:port (gRPC) of a running Triton server to use instead of an engine in this process")
+    triton_model: str = setting("tensorrt_llm", "name of the model on that Triton server")
+    lora_modules: tuple[NamedAdapter, ...] = setting(
+        (), "adapters as NAME=PATH or NAME=HUB_ID; takes several values", parse=NamedAdapter.parse, many=True)
+    lora_root: tuple[Path, ...] = setting(
+        (), "folder with one adapter per subfolder; watched for changes", serve="lora_root lora_prefetch_dir")
+    lora_allowed_path: tuple[Path, ...] = setting(
+        (), "further folder that links in the roots may point to, and that requests may name paths in")
+    lora_alias: tuple[tuple[str, str], ...] = setting(
+        (), "NAME=TARGET: another name for an adapter, or for the base model", parse=_alias)
+    lora_trust: tuple[TrustedFolder, ...] = setting(
+        (), f"FOLDER or FOLDER=PART,PART: use the adapters' own {', '.join(PARTS)} where they have them",
+        parse=_trusted_folder)
+    lora_tokenizer_bytes: int = setting(
+        TOKENIZER_BYTES, "memory for adapters' own tokenizers; each counts as eight times its file")
+    lora_text_only: bool = setting(
+        False, "serve the text part of vision-model adapters; otherwise they are refused")
+    lora_refresh_seconds: float = setting(5.0, "seconds until a new or changed adapter is served", **PERIOD)
+    lora_keep_bytes: int = setting(
+        2**28, "memory beside the cache for adapters that cannot be reloaded directly from their files")
+    lora_disk_bytes: int = setting(
         LoraCacheConfig.disk_cache_bytes,
-        "disk space for copies of adapters, which survive changes of their files; 0: none",
-        int,
-    )
-    lora_disk_dir: Path | None = _option(None, "folder for these copies; default: a temporary one", Path)
-    lora_upload_bytes: int = _option(
-        2**30, "total size of adapters sent to load_lora_adapter; 0: refuse them", int
-    )
-    lora_upload_dir: Path | None = _option(
-        None, "folder that keeps these across restarts; default: a temporary one", Path
-    )
-    batch_dir: Path | None = _option(
-        None, "folder for files and batches, which go on after a restart; default: a temporary one", Path
-    )
-    batch_bytes: int = _option(2**30, "total size of the files of batches; 0: no batches", int)
-    api_keys: Path | None = _option(None, "file of API keys and what they may use", Path)
-    api_key: tuple[str, ...] = _option((), "API key that may use all models; takes several values")
-    allow_runtime_lora_updating: bool = _option(
-        False, "let clients without an entry in --api-keys load and unload adapters", bool
-    )
-    open_metrics: bool = _option(False, "serve /metrics without a key", bool)
-    max_request_bytes: int = _option(2**24, "maximum size of a request body", int)
-    max_queue_size: int = _option(1024, "maximum number of waiting requests; 0: no limit", int)
-    max_connections: int = _option(
-        4096, "maximum number of open connections; beyond it idle ones are closed, or new ones get 503", int
-    )
-    max_connections_per_address: int | None = _option(
-        None, "the same per address, or per IPv6 /64; default: half of it", int
-    )
-    max_header_bytes: int = _option(2**16, "maximum size of request line and headers", int)
-    header_timeout: float = _option(15.0, "seconds for a client to send request line and headers", float)
-    body_timeout: float = _option(
-        30.0, "seconds, in each of which a client must send 1 KiB of a body on average", float
-    )
-    keep_alive_timeout: float = _option(5.0, "seconds that a connection may be idle between requests", float)
-    write_timeout: float = _option(60.0, "seconds for a client to read what was sent", float)
-    allowed_hosts: tuple[str, ...] = _option(
-        (), "host names that clients use for this server, and whose pages may use it; *.NAME, or * for any"
-    )
-    drain_seconds: float = _option(30.0, "seconds that running requests have when the server stops", float)
-    hang_timeout: float = _option(
-        300.0, "seconds without progress after which the engine counts as dead; 0: never", float
-    )
-    restart: bool = _option(
-        False, "run the server in a child process, which is restarted when it ends or is killed", bool
-    )
-    ssl_certfile: Path | None = _option(None, "PEM file with the certificate, for HTTPS", Path)
-    ssl_keyfile: Path | None = _option(None, "PEM file with the key, for HTTPS", Path)
-    log_level: str = _option("info", "debug, info, warning, error")
-    sections: Mapping[str, Any] = field(default_factory=dict)  # LLM_ARGUMENTS of the file
+        "disk space for copies of adapters, which survive changes of their files; 0: none")
+    lora_disk_dir: Path | None = setting(None, "folder for these copies; default: a temporary one")
+    lora_upload_bytes: int = setting(
+        2**30, "total size of adapters sent to load_lora_adapter; 0: refuse them")
+    lora_upload_dir: Path | None = setting(
+        None, "folder that keeps these across restarts; default: a temporary one")
+    batch_dir: Path | None = setting(
+        None, "folder for files and batches, which go on after a restart; default: a temporary one")
+    batch_bytes: int = setting(2**30, "total size of the files of batches; 0: no batches", least=0)
+    api_keys: Path | None = setting(None, "file of API keys and what they may use")
+    api_key: tuple[str, ...] = setting((), "API key that may use all models; takes several values", many=True)
+    allow_runtime_lora_updating: bool = setting(
+        False, "let clients without an entry in --api-keys load and unload adapters")
+    open_metrics: bool = setting(False, "serve /metrics without a key")
+    max_request_bytes: int = setting(2**24, "maximum size of a request body", least=1)
+    max_queue_size: int = setting(1024, "maximum number of waiting requests; 0: no limit")
+    max_connections: int = setting(
+        4096, "maximum number of open connections; beyond it idle ones are closed, or new ones get 503",
+        least=1)
+    max_connections_per_address: int | None = setting(
+        None, "the same per address, or per IPv6 /64; default: half of it", least=1)
+    max_header_bytes: int = setting(2**16, "maximum size of request line and headers", least=1024)
+    header_timeout: float = setting(15.0, "seconds for a client to send request line and headers", **PERIOD)
+    body_timeout: float = setting(
+        30.0, "seconds, in each of which a client must send 1 KiB of a body on average", **PERIOD)
+    keep_alive_timeout: float = setting(
+        5.0, "seconds that a connection may be idle between requests", **PERIOD)
+    write_timeout: float = setting(60.0, "seconds for a client to read what was sent", **PERIOD)
+    allowed_hosts: tuple[str, ...] = setting(
+        (), "host names that clients use for this server, and whose pages may use it; *.NAME, or * for any")
+    drain_seconds: float = setting(30.0, "seconds that running requests have when the server stops")
+    hang_timeout: float = setting(
+        300.0, "seconds without progress after which the engine counts as dead; 0: never", least=0)
+    restart: bool = setting(
+        False, "run the server in a child process, which is restarted when it ends or is killed")
+    ssl_certfile: Path | None = setting(None, "PEM file with the certificate, for HTTPS")
+    ssl_keyfile: Path | None = setting(None, "PEM file with the key, for HTTPS")
+    log_level: str = setting("info", "debug, info, warning, error", choices=LOG_LEVELS)
+    # fmt: on
+    sections: Mapping[str, Any] = field(default_factory=dict)  # settings of the engine: arguments of `LLM`
     given_paths: tuple[str, ...] = ()  # `paths` before `located`
 
     def __post_init__(self) -> None:
         if self.lora_upload_dir is not None:
             object.__setattr__(self, "lora_upload_dir", self.lora_upload_dir.absolute())
-        at_least(1, self, "max_request_bytes", "max_connections", "max_connections_per_address")
-        at_least(1024, self, "max_header_bytes")
-        at_least(0, self, "hang_timeout")
-        one_of(("debug", "info", "warning", "error"), log_level=self.log_level)
-        for name in PERIODS:
-            if not 0 < getattr(self, name) <= 86400:
-                raise ConfigError(f"{name} must be in (0, 86400], got {getattr(self, name)}")
+        check(self)
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile needs ssl_certfile, the certificate of that key")
         if self.triton_url is not None:
@@ -297,9 +287,9 @@ class ServeOptions:
         """
         given = [
             name
-            for name, value in {**self.sections, **self._engine_flags()}.items()
-            if name not in (*llm.NEUTRAL, "lora_config", "max_batch_size", "max_seq_len")
-            and value != getattr(EngineConfig, llm.NAMES.get(name, ""), None)
+            for name, value in self.sections.items()
+            if name not in (*LLM, "lora_config", "max_batch_size", "max_seq_len")
+            and not (name in llm.ARGUMENTS and value == llm.ARGUMENTS[name].default)
         ]
         lora = self.sections.get("lora_config")
         given += [f"lora_config.{name}" for name in sorted(getattr(lora, "given", llm.READING) - llm.READING)]
@@ -307,10 +297,6 @@ class ServeOptions:
             raise ConfigError(
                 f"{given[0]} has no effect with triton_url: set it in Triton's model repository"
             )
-
-    def _engine_flags(self) -> dict[str, Any]:
-        flags = {name: getattr(self, name, None) for name in LLM_ARGUMENTS}
-        return {name: value for name, value in flags.items() if value is not None}
 
     @property
     def bases(self) -> tuple[str, ...]:
@@ -386,7 +372,7 @@ class ServeOptions:
         """Raises ConfigError, ValueError."""
         return engine_config(
             self.folder,
-            {**self.sections, **self._engine_flags()},
+            self.sections,
             tokenizer_dir=self.tokenizer_folder,
             disk_cache_dir=self.lora_disk_dir,
             disk_cache_bytes=self.lora_disk_bytes,

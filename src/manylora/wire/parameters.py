@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from manylora.config import resolve
+from manylora.config import foreign
 from manylora.config.build_record import read_build_record
-from manylora.config.engine import EngineConfig
+from manylora.config.engine import SETTINGS, EngineConfig
 from manylora.config.hub import model_folder
 from manylora.config.model import stretched
-from manylora.config.values import boolean, whole_number
+from manylora.config.resolve import QUANT_KEYS, quant_settings, rename, resolve
+from manylora.config.settings import Setting
+from manylora.config.values import boolean, read_json, whole_number
 from manylora.errors import ConfigError
 from manylora.quant.config import QuantConfig
 from manylora.system.lifeline import WORLD_SIZE
@@ -26,37 +28,8 @@ logger = logging.getLogger("manylora")
 
 Value = TypeVar("Value")
 TYPES = ("v1", "V1", "inflight_batching", "inflight_fused_batching")
-# Parameters whose name differs from the setting's.
-RENAMED = {
-    "max_num_sequences": "max_batch_size",
-    "cuda_graph_mode": "enable_cuda_graph",
-    "lora_cache_optimal_adapter_size": "optimal_adapter_size",
-    "lora_cache_max_adapter_size": "max_adapter_size",
-    "lora_cache_gpu_memory_fraction": "gpu_memory_fraction",
-    "lora_cache_gpu_memory_bytes": "gpu_memory_bytes",
-    "lora_cache_host_memory_bytes": "host_memory_bytes",
-    "lora_cache_num_device_module_layer": "num_device_module_layer",
-    "lora_cache_num_host_module_layer": "num_host_module_layer",
-    "lora_disk_cache_dir": "disk_cache_dir",
-    "lora_disk_cache_bytes": "disk_cache_bytes",
-    "lora_target_modules": "target_modules",
-    "lora_prefetch_dir": "prefetch_dir",
-    "lora_catalog_dir": "catalog_dir",
-    "lora_names_file": "names_file",
-    "lora_allowed_path": "allowed_paths",
-    "lora_text_only": "text_only",
-    "quant_group_size": "group_size",
-    "quant_exclude_modules": "exclude_modules",
-}
-NAMES = {**{key: key for key in resolve.KEYS if key not in RENAMED.values()}, **RENAMED}
-"""Every setting by the name of its parameter."""
-# Parameters that would change answers. Only these values match what the engine does.
-HARMLESS = {
-    "sink_token_length": ("0",),
-    "decoding_mode": ("top_k", "top_p", "top_k_top_p", "beam_search", "auto"),
-    "encoder_model_path": (),
-    "guided_decoding_backend": ("xgrammar", "llguidance"),
-}
+PARAMETERS = {row.parameter: row for row in SETTINGS if row.parameter is not None}
+"""The rows of the engine's settings by the names of their parameters."""
 # Parameters with an effect that are not settings of the engine.
 OTHERS = (
     "FORCE_CPU_ONLY_INPUT_TENSORS", "gpt_model_type", "gpt_model_path", "executor_worker_path",
@@ -127,7 +100,7 @@ def engine_config(
             "Invalid gpt_model_type. Must be v1/inflight_batching/inflight_fused_batching. "
             f"Got {kind!r} (template variable batching_strategy)"
         )
-    for name, allowed in HARMLESS.items():
+    for name, allowed in foreign.TRITON.accepted.items():
         text = value_of(parameters, name)
         if text is not None and text not in allowed:
             raise ConfigError(
@@ -139,7 +112,7 @@ def engine_config(
         raise ConfigError(
             "parameter gpt_model_path (template variable engine_dir) must name the model directory"
         )
-    for name in parameters.keys() - NAMES.keys() - HARMLESS.keys() - set(OTHERS):
+    for name in parameters.keys() - PARAMETERS.keys() - set(foreign.TRITON) - set(OTHERS):
         if value_of(parameters, name) is not None:
             logger.warning("parameter %s has no effect here", name)
     settings = _settings(parameters)
@@ -151,7 +124,7 @@ def engine_config(
     if value_of(parameters, "guided_decoding_backend") is not None:
         settings["tokenizer_dir"] = model_folder(Path(value_of(parameters, "tokenizer_dir") or path))
     model = model_folder(Path(path))
-    config = resolve.resolve(model, settings)
+    config = resolve(model, settings)
     _check_window(parameters, model, config.max_seq_len)
     return config
 
@@ -187,8 +160,8 @@ def repository_config(repo: Path, world_size: int | None = None) -> EngineConfig
 
 def quant_config(parameters: Mapping[str, str]) -> QuantConfig | None:
     """How the base model is quantised according to the parameters alone. Raises ConfigError."""
-    names = {name: key for name, key in NAMES.items() if key in resolve.QUANT_KEYS}
-    return resolve.quant_config(_settings(parameters, names))
+    names = {name: row for name, row in PARAMETERS.items() if row.name in QUANT_KEYS}
+    return quant_settings(_settings(parameters, names))
 
 
 def written_parameters(text: str) -> dict[str, str]:
@@ -215,21 +188,20 @@ def engine_context(model: Path, name: str = ENGINE) -> int | None:
     model: this model's folder in the repository. name: the engine's model.
     """
     parameters = parameters_beside(model, name)
+    path = value_of(parameters, "gpt_model_path")
     try:
-        path = value_of(parameters, "gpt_model_path")
-        folder = model_folder(Path(path)) if path else None
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else {}
-    except (OSError, ValueError, ConfigError):
+        config = read_json(model_folder(Path(path)) / "config.json") if path else None
+    except ConfigError:
         return None  # the engine's model reports what is wrong
-    if not isinstance(config, dict) or config.get("is_encoder_decoder"):
+    if config is None or config.get("is_encoder_decoder"):
         return None  # relative positions have no maximum
     longest, text = _positions(config), value_of(parameters, "max_seq_len") or ""
     limit = int(text) if text.isdecimal() else 0
     return min(longest, limit) if longest and limit else longest
 
 
-def _settings(parameters: Mapping[str, str], names: Mapping[str, str] = NAMES) -> dict[str, Any]:
-    return resolve.rename({name: value_of(parameters, name) for name in names}, names, "parameter ")
+def _settings(parameters: Mapping[str, str], names: Mapping[str, Setting] = PARAMETERS) -> dict[str, Any]:
+    return rename({name: value_of(parameters, name) for name in names}, names, "parameter ")
 
 
 def _check_window(parameters: Mapping[str, str], path: Path, max_seq_len: int | None) -> None:
@@ -238,18 +210,11 @@ def _check_window(parameters: Mapping[str, str], path: Path, max_seq_len: int | 
     sizes = _value(parameters, name, lambda text: [whole_number(part.strip()) for part in text.split(",")])
     if sizes is None:
         return
-    longest = max_seq_len or _max_positions(path)
+    longest = max_seq_len or _positions(read_json(path / "config.json") or {})
     if longest is None or min(sizes) < longest:
         rest = "" if longest is None else f", or use the longest sequence's length, {longest}, or more"
         text = value_of(parameters, name)
         raise ConfigError(f"parameter {name} value of '{text}' is not supported; leave it empty{rest}")
-
-
-def _max_positions(path: Path) -> int | None:
-    try:
-        return _positions(json.loads((path / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return None  # reading the model reports what is wrong
 
 
 def _positions(config: Mapping[str, Any]) -> int | None:

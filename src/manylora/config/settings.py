@@ -1,0 +1,110 @@
+"""Setting: one row of a table of settings. Each field of a settings class that is made by `setting` is a row.
+
+The rows of the engine are in `config.engine`. Command lines, their help, the parameters of Triton and the
+arguments of `LLM` are read by these rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from manylora.config.values import CONVERTERS
+from manylora.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a setting is, which values it takes, and what each door calls it.
+
+    type: its annotation. help: one line for --help. least, most: bounds of a number; above: the value itself
+    is not allowed. choices: the only values. parse: reads one value from a text; it raises ArgumentTypeError.
+    many: the flag takes several values at once. named: its name in errors about its bounds.
+
+    triton: parameter of config.pbtxt; None: there is none.
+    llm: argument of `LLM`; PART.FIELD is a field of one of its nested configs. Empty: there is none.
+    llm_values: what the argument's values mean here, where they differ. None: not set.
+    serve: flags of `manylora serve`, separated by spaces: ours, then those of vLLM and trtllm-serve.
+    serve_values: the same for the flag and the argument of `LLM`.
+    bench, build: flags of `manylora bench` and `manylora build`, with the names of trtllm-bench and
+    trtllm-build.
+    """
+
+    help: str = ""
+    default: Any = None
+    name: str = ""
+    type: str = "str"
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    choices: tuple[str, ...] = ()
+    parse: Callable[[Any], Any] | None = None
+    many: bool = False
+    named: str = ""
+    triton: str | None = ""
+    llm: str = ""
+    llm_values: dict[Any, Any] | None = None
+    serve: str = ""
+    serve_values: dict[Any, Any] | None = None
+    bench: str = ""
+    build: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The type of one value: bool, int, float, str, Path or another annotation."""
+        return self.type.removesuffix(" | None").removeprefix("tuple[").removesuffix(", ...]")
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the value is a tuple, to which each use of the flag adds."""
+        return self.type.startswith("tuple[")
+
+    @property
+    def parameter(self) -> str | None:
+        """Name of Triton's parameter."""
+        return self.name if self.triton == "" else self.triton
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Flags of `manylora serve`, without dashes in front and with underscores."""
+        return tuple(self.serve.split())
+
+    def convert(self, value: Any) -> Any:
+        """From text or from YAML. Raises ValueError: "must be …"."""
+        return CONVERTERS[self.type.removesuffix(" | None")](value)
+
+    def check(self, value: Any) -> None:
+        """Raises ConfigError for a value out of bounds. None counts as not set."""
+        if value is None:
+            return
+        name = self.named or self.name
+        if self.choices and value not in self.choices:
+            raise ConfigError(f"{name} must be one of {', '.join(self.choices)}, got {value!r}")
+        least, most = self.least, self.most
+        if self.above is not None and not self.above < value <= (most or value):
+            raise ConfigError(f"{name} must be in ({self.above}, {most}], got {value}")
+        if least is not None and most is not None and not least <= value <= most:
+            raise ConfigError(f"{name} must be from {least} to {most}, got {value}")
+        if least is not None and value < least:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
+def setting(default: Any, text: str, **row: Any) -> Any:
+    """A field of a dataclass that is a row. row: fields of Setting; name and type are the field's."""
+    return field(default=default, metadata={"setting": Setting(text, default, **row)})
+
+
+def rows(kind: type) -> dict[str, Setting]:
+    """The rows of a settings class by name, in the order of its fields."""
+    return {
+        one.name: replace(one.metadata["setting"], name=one.name, type=str(one.type))
+        for one in fields(kind)
+        if "setting" in one.metadata
+    }
+
+
+def check(settings: Any) -> None:
+    """Raises ConfigError for the first value out of its row's bounds."""
+    for name, row in rows(type(settings)).items():
+        row.check(getattr(settings, name))

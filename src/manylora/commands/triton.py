@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from manylora.commands import repo
+from manylora.config.foreign import TRITON_COMMAND
 from manylora.errors import ConfigError
 from manylora.launcher import arguments as launcher
 from manylora.launcher.cli import run
@@ -15,17 +16,6 @@ from manylora.launcher.new_repository import known_values, write_repository
 from manylora.system.command_line import Parser
 
 OWN = "repository"  # in the run directory, removed with it
-OTHERS = {
-    "config": "use --set NAME=VALUE for each setting",
-    "gpu_memory_utilization": "use --set kv_cache_free_gpu_mem_fraction=VALUE",
-    "lora_modules": "use --lora-root FOLDER, whose subfolders are adapters, or --set lora_names_file=FILE",
-    "max_batch_size": "use --set max_num_sequences=N for one step, triton_max_batch_size=N for one request",
-    "max_model_len": "use --set max_seq_len=N",
-    "max_num_seqs": "use --set max_num_sequences=N",
-    "max_num_batched_tokens": "use --set max_num_tokens=N",
-    "tokenizer": "use --set tokenizer_dir=FOLDER",
-}
-"""Flags of other servers, with what to use."""
 WRITING = {"repo": "--repo", "lora_root": "--lora-root", "models": "--models", "values": "--set"}
 
 
@@ -51,7 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def argument_parser() -> Parser:
     """The launcher's arguments, and those that say how a repository is filled."""
-    parser = launcher.argument_parser({**{one: f"use --set {one}=VALUE" for one in known_values()}, **OTHERS})
+    parser = launcher.argument_parser(
+        {**{one: f"use --set {one}=VALUE" for one in known_values()}, **TRITON_COMMAND.refused}
+    )
     parser.prog, parser.description = "manylora triton", __doc__
     parser.add_argument("model", nargs="?", metavar="MODEL", help=repo.MODEL)
     parser.add_argument("--repo", type=Path, metavar="DIR", help="write the repository here and keep it")

@@ -9,6 +9,7 @@ from argparse import SUPPRESS, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
+from manylora.config.foreign import LAUNCH_SCRIPT, LAUNCHER
 from manylora.errors import ConfigError
 from manylora.group.rank_info import RankInfo, find_rank, is_one_of_several
 from manylora.launcher.processes import why_taken
@@ -17,36 +18,13 @@ from manylora.system.command_line import Parser
 from manylora.wire.parameters import ENGINE, repository_config
 
 PORTS = ("http_port", "grpc_port", "metrics_port")
-REFUSED = {
-    "multi_model": "--multi-model: one server serves one base model; start another on other ports",
-    "disable_spawn_processes": "--disable-spawn-processes belongs to --multi-model, which is not available",
-    "oversubscribe": "--oversubscribe is an option of mpirun, which is not used",
-    "trtllm_llmapi_launch": "--trtllm_llmapi_launch starts a process for each GPU by MPI: leave it out, the "
-    "engine starts those of its host",
-    "multimodal_gpu0_cuda_mem_pool_bytes": "--multimodal_gpu0_cuda_mem_pool_bytes: no multimodal models",
-}
-
-
-INSTEAD = {
-    "host": "use --address",
-    "port": "use --http_port, --grpc_port and --metrics_port",
-    "model_repository": "use --model_repo=FOLDER",
-    "model_store": "use --model_repo=FOLDER",
-    "log_verbose": "use --log",
-    **dict.fromkeys(("tp", "tp_size", "tensor_parallel_size"), "use --world_size=N"),
-    **{
-        flag: f"pass it to tritonserver: --triton-arg=--{flag.replace('_', '-')}=VALUE"
-        for flag in ("model_control_mode", "load_model", "backend_config", "rate_limit", "strict_readiness")
-    },
-}
-"""Flags of tritonserver and of other servers that are not accepted, with what to use."""
 
 
 def argument_parser(instead: Mapping[str, str] | None = None) -> Parser:
     """instead: further flags that are not accepted, with what to use."""
     parser = Parser(
         description="Start tritonserver with a model repository and keep it alive.",
-        instead={**INSTEAD, **(instead or {})},
+        instead={**LAUNCHER.refused, **(instead or {})},
     )
     parser.add_argument(
         "--world_size",
@@ -155,7 +133,7 @@ def check_arguments(options: Namespace) -> RankInfo:
 
     Raises ConfigError for arguments that cannot work, and for anything that prevents a start.
     """
-    for name, text in REFUSED.items():
+    for name, text in LAUNCH_SCRIPT.refused.items():
         if getattr(options, name):
             raise ConfigError(text)
     for name, flag in (("restart_tries", "restart-tries"), ("server_memory", "server-memory")):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from manylora.cli import main
 from manylora.config.engine import QUANT_SETTINGS, SETTINGS, EngineConfig, LoraCacheConfig
 from manylora.config.resolve import rename
 from manylora.config.settings import Setting, rows
@@ -45,9 +46,9 @@ def test_the_default_is_within_the_bounds_and_what_is_out_of_them_is_named(row: 
     for value in [*bounds, *(["other"] if row.choices else [])]:
         with pytest.raises(ConfigError, match=f"^{row.named or row.name} must be "):
             row.check(value)
-        kind = EngineConfig if row.name in rows(EngineConfig) else LoraCacheConfig
+        config: Any = EngineConfig(Path("m")) if row.name in rows(EngineConfig) else LoraCacheConfig()
         with pytest.raises(ConfigError):
-            replace(kind(Path("m")) if kind is EngineConfig else kind(), **{row.name: value})
+            replace(config, **{row.name: value})
 
 
 def test_no_two_rows_have_one_name_at_a_door() -> None:
@@ -57,6 +58,19 @@ def test_no_two_rows_have_one_name_at_a_door() -> None:
     for door in ("serve", "bench", "build"):
         flags = [flag for row in SETTINGS for flag in getattr(row, door).split()]
         assert len(flags) == len(set(flags)), door
+
+
+@pytest.mark.parametrize(
+    ("door", "command"),
+    [("serve", "serve"), ("serve", "fleet"), ("bench", "bench throughput"), ("build", "build")],
+)
+def test_every_flag_of_a_row_is_in_the_help_of_its_command(
+    door: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    shown = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][\w-]+)", capsys.readouterr().out)}
+    assert {flag for row in SETTINGS for flag in getattr(row, door).split()} <= shown
 
 
 def test_every_parameter_is_documented_with_its_default() -> None:

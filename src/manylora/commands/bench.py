@@ -26,22 +26,11 @@ from manylora.llmapi.options import llm_arguments
 from manylora.llmapi.options import read_options
 from manylora.system.command_line import Parser
 from manylora.config import foreign
-from manylora.llmapi.options import ARGUMENTS
+from manylora.config.engine import SETTINGS
 
 
-WORLD = {
-    "tp": "tensor_parallel_size",
-    "pp": "pipeline_parallel_size",
-    "ep": "moe_expert_parallel_size",
-}
-# Flags that set arguments of `LLM`. PART.FIELD is a field of one of its nested configs.
-ENGINE_FLAGS = {name: name for name in ARGUMENTS if "." not in name} | {
-    "scheduler_policy": "batch_scheduler_policy",
-    "enable_chunked_context": "enable_chunked_prefill",
-    "kv_cache_free_gpu_mem_fraction": "kv_cache_config.free_gpu_memory_fraction",
-    "max_draft_len": "speculative_config.max_draft_len",
-    **WORLD,
-}
+ENGINE_FLAGS = {row.bench: row for row in SETTINGS if row.bench}
+"""The rows of the engine's settings by flag."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -143,8 +132,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--disable_chunked_context", dest="enable_chunked_context", action="store_false", default=None
     )
     group.add_argument("--no_skip_tokenizer_init", action="store_true", help="detokenise the outputs")
-    for name, argument in WORLD.items():
-        group.add_argument(f"--{name}", type=int, help=argument)
+    for name in ("tp", "pp", "ep"):
+        group.add_argument(f"--{name}", type=int, help=ENGINE_FLAGS[name].help)
 
 
 def _add_reports(parser: argparse.ArgumentParser) -> None:
@@ -186,9 +175,9 @@ def _llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
     found = read_options(options.config) if options.config else {}
     llm_arguments(found)  # raises an error that names a wrong key of the file
     found["kv_cache_config"] = {"enable_block_reuse": False} | (found.get("kv_cache_config") or {})
-    for flag, name in ENGINE_FLAGS.items():
-        value = getattr(options, flag, None)
-        part, _, field = name.rpartition(".")
+    for flag, row in ENGINE_FLAGS.items():
+        value = getattr(options, flag)
+        part, _, field = row.llm.rpartition(".")
         if value is not None:
             (found.setdefault(part, {}) if part else found)[field] = value
     return llm_arguments(found)

@@ -92,7 +92,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def engine(config: EngineConfig) -> NoReturn:
         raise Opened(config)
 
-    monkeypatch.setattr(llm_module, "Engine", engine)
+    monkeypatch.setattr(llm_module, "open_engine", engine)
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "built"])

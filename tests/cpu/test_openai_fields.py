@@ -119,8 +119,8 @@ def test_too_many_stop_texts_are_told_as_too_many(server: Running) -> None:
     [
         (
             "GET",
-            "/v1/files",
-            "GET /v1/files: there is no such path: /openapi.json lists those of this server",
+            "/v1/fine_tuning/jobs",
+            "GET /v1/fine_tuning/jobs: there is no such path: /openapi.json lists those of this server",
         ),
         (
             "POST",

@@ -105,6 +105,7 @@ def test_every_route_counts_towards_a_keys_limits_or_says_why_not() -> None:
         *(f"adapters.{name}" for name in ("load", "unload", "pin", "put", "delete")),
         *(f"other.ollama_{name}" for name in ("chat", "generate", "embed", "embeddings", "show")),
         *(f"other.{name}" for name in ("embeddings", "classify", "score", "rerank", "pooling")),
+        *(f"batches.{name}" for name in ("upload", "delete", "content", "create", "cancel")),
         "other.messages", "other.count_tokens",
     }  # fmt: skip
 

@@ -8,29 +8,22 @@ import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
 import pytest
 import yaml
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse
-from starlette.responses import StreamingResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
+
+from manylora.config.foreign import FLEET
 from manylora.errors import ConfigError
-from manylora.fleet.merged_exports import fleet_status
-from manylora.fleet.merged_exports import merge_metrics
-from manylora.fleet.options import FleetOptions
-from manylora.fleet.options import parse_options
-from manylora.fleet.options import read_args
-from manylora.fleet.remote_http import RemoteRequest
-from manylora.fleet.remote_http import RemoteResponse
-from manylora.fleet.remote_http import answer
-from manylora.fleet.remote_http import requested_adapter
-from manylora.fleet.remote_http import whole_answer
+from manylora.fleet.merged_exports import fleet_status, merge_metrics
+from manylora.fleet.options import FleetOptions, parse_options, read_args
+from manylora.fleet.remote_http import RemoteRequest, RemoteResponse, answer, requested_adapter, whole_answer
 from manylora.lora.catalog.names import Aliases
 from manylora.openai import arguments
 from manylora.openai.options import ServeOptions
-from manylora.config.foreign import FLEET
-
 
 ROOT = Path(__file__).resolve().parents[2]
 

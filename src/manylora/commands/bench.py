@@ -13,21 +13,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from manylora.bench.load import Record
-from manylora.bench.load import Sample
+
+from manylora.bench.load import Record, Sample
 from manylora.bench.report_text import render
-from manylora.bench.run import BenchOptions
-from manylora.bench.run import BenchResult
-from manylora.bench.run import run_bench
+from manylora.bench.run import BenchOptions, BenchResult, run_bench
 from manylora.commands import prepare_dataset
-from manylora.config.hub import local_model
-from manylora.errors import ConfigError
-from manylora.llmapi.options import llm_arguments
-from manylora.llmapi.options import read_options
-from manylora.system.command_line import Parser
 from manylora.config import foreign
 from manylora.config.engine import SETTINGS
-
+from manylora.config.hub import local_model
+from manylora.errors import ConfigError
+from manylora.llmapi.options import llm_arguments, read_options
+from manylora.system.command_line import Parser
 
 ENGINE_FLAGS = {row.bench: row for row in SETTINGS if row.bench}
 """The rows of the engine's settings by flag."""

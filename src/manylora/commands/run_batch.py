@@ -13,11 +13,10 @@ from manylora.errors import ConfigError
 if TYPE_CHECKING:
     from manylora.openai.options import ServeOptions
 
-PURPOSE = """Answer the requests of a file, one JSON object per line with custom_id, url and body, as OpenAI's
-Batch API and vllm run-batch take them. Give INPUT first; MODEL and
-the other options are those of manylora serve. Requests for one adapter are answered together. A run that was killed goes on when the same
-command is given again."""
-USAGE = "manylora run-batch INPUT MODEL -o OUTPUT [options of manylora serve]"
+PURPOSE = """Answer the requests of the file INPUT, one JSON object per line with custom_id, url and body, as
+OpenAI's Batch API and vllm run-batch take them. Requests for one adapter are answered together. If it is
+killed, the same command goes on. MODEL and the options are those of manylora serve."""
+USAGE = "manylora run-batch INPUT MODEL -o OUTPUT [options]"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
         from manylora.openai.serving.logs import log_to_stderr
 
         source, output, rest = _files(given)
-        options = parse(rest, ServeOptions, "run-batch", PURPOSE, refused=("host", "port"))
+        options = parse(rest, ServeOptions, "run-batch", PURPOSE, ("host", "port"), USAGE)
         log_to_stderr(options.log_level)
         return asyncio.run(_answer(source, output, options))
     except ImportError as error:

@@ -266,7 +266,7 @@ TRITON_COMMAND = ForeignNames(
     }
 )
 
-MEASURE_SERVER = "to measure a running server, use aiperf or guidellm (docs/bench.md shows how)"
+MEASURE_SERVER = "to measure a running server, use aiperf or guidellm (docs/benchmarks.md shows how)"
 WRITE_DATASET = "write a dataset with manylora prepare-dataset, and give it with --dataset"
 # Commands and flags of trtllm-bench and `vllm bench`.
 BENCH = ForeignNames(

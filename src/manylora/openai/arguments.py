@@ -88,13 +88,14 @@ def parse(
     command: str,
     purpose: str,
     refused: Collection[str] = (),
+    usage: str = "",
 ) -> OptionsT:
     """The same for a command with more options than the server. refused: options it does not accept, with the
-    reason; they are left out of its help.
+    reason; they are left out of its help. usage: the first line of its help, if other arguments come before.
     """
     parser = Parser(
         prog=f"manylora {command}",
-        usage=f"manylora {command} MODEL [options]",
+        usage=usage or f"manylora {command} MODEL [options]",
         description=purpose,
         epilog=EXAMPLES.format(command=command),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -8,40 +8,25 @@ import argparse
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
-from manylora.config.engine import EngineConfig
-from manylora.config.engine import LoraCacheConfig
-from manylora.config.hub import hub_name
-from manylora.config.hub import is_hub_id
-from manylora.config.hub import local_adapter
-from manylora.config.hub import local_model
-from manylora.config.model_folder import check_adapter_path
-from manylora.config.model_folder import check_model_folder
-from manylora.config.model_folder import check_tokenizer_folder
+
+from manylora.config.engine import SETTINGS, EngineConfig, LoraCacheConfig
+from manylora.config.foreign import LLM
+from manylora.config.hub import hub_name, is_hub_id, local_adapter, local_model
+from manylora.config.model_folder import check_adapter_path, check_model_folder, check_tokenizer_folder
+from manylora.config.settings import check, setting
 from manylora.config.values import readable
 from manylora.errors import ConfigError
 from manylora.gguf.container import NAMED
 from manylora.gguf.folder import is_gguf
 from manylora.llmapi import options as llm
 from manylora.llmapi.engine_config import engine_config
-from manylora.lora.catalog.names import Aliases
-from manylora.lora.catalog.names import is_name
-from manylora.lora.catalog.names import name_problem
-from manylora.lora.text.adapter_text import PARTS
-from manylora.lora.text.adapter_text import TOKENIZER_BYTES
-from manylora.lora.text.adapter_text import TextSource
-from manylora.lora.text.adapter_text import TrustedFolder
+from manylora.lora.catalog.names import Aliases, is_name, name_problem
+from manylora.lora.text.adapter_text import PARTS, TOKENIZER_BYTES, TextSource, TrustedFolder
 from manylora.openai.serving.connections import HttpLimits
-from types import MappingProxyType
-from manylora.config.engine import SETTINGS
-from manylora.config.foreign import LLM
-from manylora.config.settings import check
-from manylora.config.settings import setting
-
 
 # Arguments of `LLM` that the server also has. max_queue_size means the server's own queue here, and adapters
 # are always enabled.

@@ -7,23 +7,20 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+
 import uvicorn
 from starlette.applications import Starlette
-from manylora.config.engine import EngineConfig
-from manylora.config.engine import LoraCacheConfig
+
+from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.config.pooling import read_pooling_settings
-from manylora.errors import AdapterError
-from manylora.errors import ConfigError
+from manylora.errors import AdapterError, ConfigError
 from manylora.generation.tokenizer import Tokenizer
-from manylora.llmapi.engine_config import modules_to_read
-from manylora.llmapi.engine_config import parameter_names
+from manylora.llmapi.engine_config import modules_to_read, parameter_names
 from manylora.llmapi.model_defaults import model_defaults
 from manylora.lora.bounds import Bounds
 from manylora.lora.catalog.catalog import AdapterCatalog
@@ -43,16 +40,10 @@ from manylora.lora.rules import AdapterRules
 from manylora.lora.text.adapter_text import AdapterTexts
 from manylora.model.checkpoint import read_model_config
 from manylora.openai.api.params import Limits
-from manylora.openai.app import AppContext
-from manylora.openai.app import make_app
-from manylora.openai.options import ServeOptions
-from manylora.openai.serving.backend import Backend
-from manylora.openai.serving.backend import EngineClient
-from manylora.openai.serving.connections import AT_ONCE
-from manylora.openai.serving.connections import Clients
-from manylora.openai.serving.connections import check_certificate
-from manylora.openai.serving.connections import listen
-from manylora.openai.serving.connections import raise_open_files
+from manylora.openai.app import AppContext, make_app
+from manylora.openai.options import ENGINE_NAMES, ServeOptions
+from manylora.openai.serving.backend import Backend, EngineClient
+from manylora.openai.serving.connections import AT_ONCE, Clients, check_certificate, listen, raise_open_files
 from manylora.openai.serving.fairness import FairQueue
 from manylora.openai.serving.host_check import HostCheck
 from manylora.openai.serving.inference import Inference
@@ -60,8 +51,6 @@ from manylora.openai.serving.keys import Keyring
 from manylora.openai.serving.metrics import Metrics
 from manylora.openai.serving.protocol import BoundedHttp
 from manylora.wire.parameters import quant_config
-from manylora.openai.options import ENGINE_NAMES
-
 
 logger = logging.getLogger("manylora")
 

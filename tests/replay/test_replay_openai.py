@@ -353,7 +353,8 @@ def gather(value: Any, place: str, whole: dict[str, Any]) -> None:
     elif place.endswith((".text", ".content", ".response", ".arguments")) and isinstance(value, str):
         whole[place] = whole.get(place, "") + value
     elif isinstance(value, list):
-        whole[place] = whole.get(place, []) + value
+        if value or ".logprobs." not in place:  # the end may come in a piece of its own, without tokens
+            whole[place] = whole.get(place, []) + value
     elif value is not None or place not in whole:
         whole[place] = value
 

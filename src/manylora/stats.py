@@ -10,11 +10,15 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Resident:
-    """An adapter in the cache. name: its task id as text, or its name in the catalog."""
+    """An adapter in the cache. name: its task id as text, or its name in the catalog. rank: its largest; 0:
+    unknown, or it has only parts without one.
+    """
 
     name: str
     pages: int
     on_device: bool
+    rank: int = 0
+    pinned: bool = False
 
 
 @dataclass(frozen=True)

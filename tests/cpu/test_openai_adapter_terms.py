@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -57,6 +58,14 @@ def card(server: Running, name: str, key: str = "") -> dict[str, Any]:
 def names(server: Running, key: str = "") -> list[str]:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return [one["id"] for one in server.http.get("/v1/models", headers=headers).json()["data"]]
+
+
+def loaded_series(server: Running) -> set[tuple[str, ...]]:
+    """adapter_name, level, pinned and rank of the adapters that the metrics show in the cache."""
+    lines = server.http.get("/metrics").text.splitlines()
+    shown = [line for line in lines if line.startswith("vllm:lora_adapter_loaded{")]
+    assert all(line.endswith("} 1") for line in shown)
+    return {tuple(re.findall('="([^"]*)"', line)) for line in shown}
 
 
 def resident(server: Running) -> dict[str, bool]:
@@ -115,6 +124,12 @@ def test_a_pinned_adapter_stays_and_there_is_room_for_others(small: Running) -> 
     assert "must stay for the largest" in refused.json()["error"]["message"]
     churn(small)
     assert {"chinese0", "japanese0"} <= resident(small).keys()
+    assert loaded_series(small) >= {
+        ("chinese0", "gpu", "true", "8"),
+        ("chinese0", "cpu", "true", "8"),
+        ("japanese0", "gpu", "true", "16"),
+    }
+    assert small.metric("vllm:num_cpu_loaded_lora_adapters ") == len(resident(small))
     loaded = small.post("/v1/load_lora_adapter", lora_name="new", lora_path="japanese5", pinned=True)
     assert error(loaded) == (409, "no_room_to_pin")
     assert "new" not in names(small)

@@ -249,6 +249,11 @@ class Layout:
         return len(self.used_slots)
 
     @property
+    def rank(self) -> int:
+        """The largest of its rows; 0: it has none."""
+        return max((place.format.rank for place in self.placements), default=0)
+
+    @property
     def need(self) -> Need:
         """The space it takes of a cache level. Parts of a page are powers of two, so that there are few
         different sizes.

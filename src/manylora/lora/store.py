@@ -467,10 +467,17 @@ class AdapterStore:
         state = (
             *(host.num_stores, host.num_evictions),
             *(self._transfers.num_loads, device.num_evictions, library.num_binds),
+            *self._pins,
         )
         if state != self._residents[0]:
             found = tuple(
-                Resident(library.name_of(task_id), len(host.entries[digest].pages), digest in device.entries)
+                Resident(
+                    library.name_of(task_id),
+                    len(host.entries[digest].pages),
+                    digest in device.entries,
+                    host.entries[digest].content.rank,
+                    task_id in self._pins,
+                )
                 for task_id, digest in library.bound()
                 if digest in host.entries
             )

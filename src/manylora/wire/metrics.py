@@ -20,6 +20,7 @@ REQUESTS, MEMORY = "nv_trt_llm_request_metrics", "nv_trt_llm_runtime_memory_metr
 KV_BLOCKS, BATCHER = "nv_trt_llm_kv_cache_block_metrics", "nv_trt_llm_inflight_batcher_metrics"
 GENERAL = "nv_trt_llm_general_metrics"
 LORA_INFO = "vllm:lora_requests_info"
+RESIDENT = "vllm:lora_adapter_loaded"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,13 @@ FAMILIES = {
     "nv_llm_input_token_len": MetricFamily("TRT LLM response metrics", "histogram", TOKEN_BUCKETS),
     "nv_llm_output_token_len": MetricFamily("TRT LLM response metrics", "histogram", TOKEN_BUCKETS),
     LORA_INFO: MetricFamily("Adapters on the device and waited for; the value is when it was written"),
+    # Names of vLLM's pull request 54830, which llm-d's scorer reads.
+    RESIDENT: MetricFamily("1 for each adapter and level of the cache that holds it"),
+    "vllm:num_gpu_loaded_lora_adapters": MetricFamily("Adapters on the device level of the cache"),
+    "vllm:num_cpu_loaded_lora_adapters": MetricFamily("Adapters on the host level of the cache"),
+    "vllm:max_gpu_lora_adapters": MetricFamily(
+        "Adapters of the largest rank with every module that fit the device level"
+    ),
     "manylora_lora_cache_pages": MetricFamily("Pages of the LoRA cache by level and state"),
     "manylora_lora_cache_page_bytes": MetricFamily("Bytes of one page of the LoRA cache"),
     "manylora_lora_cache_adapters": MetricFamily("Adapters in the LoRA cache by level"),
@@ -124,9 +132,13 @@ def engine_samples(stats: EngineStats) -> Iterator[Sample]:
     for one in a.residents[:MAX_ADAPTERS]:
         adapter = ("adapter", one.name)
         size = one.pages * a.page_bytes
-        yield Sample("manylora_adapter_resident_bytes", (adapter, ("level", "host")), size)
-        if one.on_device:
-            yield Sample("manylora_adapter_resident_bytes", (adapter, ("level", "device")), size)
+        facts = ("pinned", str(one.pinned).lower()), ("rank", str(one.rank))
+        for level, vllm in (("host", "cpu"), *((("device", "gpu"),) if one.on_device else ())):
+            yield Sample("manylora_adapter_resident_bytes", (adapter, ("level", level)), size)
+            yield Sample(RESIDENT, (("adapter_name", one.name), ("level", vllm), *facts), 1)
+    yield Sample("vllm:num_gpu_loaded_lora_adapters", (), a.device_adapters)
+    yield Sample("vllm:num_cpu_loaded_lora_adapters", (), a.host_adapters)
+    yield Sample("vllm:max_gpu_lora_adapters", (), a.max_device_adapters)
     if stats.on_gpu:
         graphs = stats.graphs
         yield Sample("manylora_cuda_graphs_recorded_total", (), graphs.recorded)

@@ -32,7 +32,7 @@ from manylora.openai.serving.fairness import FairQueue
 from manylora.openai.serving.history import History
 from manylora.openai.serving.waits import EventQueue, Signal
 from manylora.request import AdapterVersion, Event, LoraInput, LoraMix, Request, Sink, mix
-from manylora.stats import CacheMap, EngineStats, Resident
+from manylora.stats import CacheMap, EngineStats
 from manylora.system.waits import engine_answer
 
 logger = logging.getLogger("manylora")
@@ -196,7 +196,7 @@ class Backend:
         """The same with adapter names."""
         stats = self.engine_stats()
         residents = tuple(
-            Resident(name, one.pages, one.on_device)
+            replace(one, name=name)
             for one in stats.adapters.residents
             for name in self.catalog.names_of(int(one.name))
         )

@@ -81,7 +81,7 @@ async def _answer(source: Path, output: Path, options: ServeOptions) -> int:
         print("manylora run-batch: the engine has stopped; the same command goes on", file=sys.stderr)
         return 1
     answers.write(lines, output)
-    failed = answers.count(ok=False)
+    failed = answers.failed
     answers.close()
     answers.path.unlink()
     print(f"{output}: {len(lines)} answers{f', {failed} of them errors' if failed else ''}")

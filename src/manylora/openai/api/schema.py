@@ -410,10 +410,14 @@ class UnloadRequest(Body):
     lora_int_id: int | None = None
 
 
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+
+
 class BatchRequest(Body):
     """Body of POST /v1/batches."""
 
     input_file_id: str = Field(max_length=64)
     endpoint: str = Field(max_length=64)
     completion_window: Literal["24h"]
-    metadata: dict[str, str] | None = Field(None, max_length=16)
+    metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=16)

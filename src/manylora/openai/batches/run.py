@@ -48,13 +48,14 @@ class AnswerFile:
     def __init__(self, path: Path, max_bytes: int = 0) -> None:
         self.path, self._max_bytes = path, max_bytes
         self._places: dict[str, tuple[int, int, bool]] = {}  # digest -> offset, size, success
+        self.completed = self.failed = 0
         self._file: BinaryIO = path.open("a+b")
         self._file.seek(0)
         end = 0
         for raw in self._file:
             with suppress(ValueError, KeyError, TypeError):
                 found = json.loads(raw) if raw.endswith(b"\n") else {}
-                self._places[found["digest"]] = end, len(raw), bool(found["ok"])
+                self._place(found["digest"], end, len(raw), bool(found["ok"]))
                 end += len(raw)
                 continue
             break
@@ -64,17 +65,14 @@ class AnswerFile:
     def __contains__(self, line: BatchLine) -> bool:
         return line.digest in self._places
 
-    def count(self, *, ok: bool) -> int:
-        return sum(one[2] == ok for one in self._places.values())
-
     def add(self, line: BatchLine, answer: dict[str, Any], *, ok: bool) -> None:
         """Raises NoRoomError, OSError."""
         raw = json.dumps({"digest": line.digest, "ok": ok, "answer": answer}, ensure_ascii=False).encode()
         if self._max_bytes and self._end + len(raw) > self._max_bytes:
-            raise NoRoomError(f"its answers take more than the {self._max_bytes} bytes that are left")
+            raise NoRoomError(f"its answers take more than the {self._max_bytes} bytes that they may take")
         self._file.write(raw + b"\n")
         self._file.flush()
-        self._places[line.digest] = self._end, len(raw) + 1, ok
+        self._place(line.digest, self._end, len(raw) + 1, ok)
         self._end += len(raw) + 1
 
     def write(self, lines: Sequence[BatchLine], output: Path, *, ok: bool | None = None) -> int:
@@ -98,6 +96,10 @@ class AnswerFile:
 
     def close(self) -> None:
         self._file.close()
+
+    def _place(self, digest: str, offset: int, size: int, ok: bool) -> None:
+        self._places[digest] = offset, size, ok
+        self.completed, self.failed = self.completed + ok, self.failed + (not ok)
 
 
 async def answer_lines(

@@ -34,7 +34,7 @@ from manylora.system.folders import hold, make_temporary, remove_temporary
 logger = logging.getLogger("manylora")
 
 MAX_FILES, MAX_BATCHES = 10_000, 10_000
-RUNNING_AT_ONCE = 8  # batches; further ones wait
+RUNNING_AT_ONCE = 8  # batches, each with this part of the bytes that are left; further ones wait
 NO_FILES = "This server takes no files: ask one with batch_bytes above 0, or use manylora run-batch"
 WINDOW, WINDOW_S = "24h", 24 * 3600
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -114,7 +114,7 @@ class BatchStore:
         self.files: dict[str, StoredFile] = {}
         self.batches: dict[str, Batch] = {}
         self._closing = False
-        self._receiving = 0  # bytes of files that are being received
+        self._receiving = self._stored = 0  # bytes of files: being received, and kept
         self._read()
 
     def _open(self, given: Path | None) -> Path:
@@ -142,6 +142,7 @@ class BatchStore:
                 one = StoredFile(**json.loads(path.read_bytes()))
                 if self.path(one).is_file():
                     self.files[one.id] = one
+                    self._stored += one.bytes
         for path in (self._folder / "batches").glob("*.json"):
             with suppress(OSError, ValueError, TypeError):
                 batch = Batch(**json.loads(path.read_bytes()))
@@ -155,7 +156,7 @@ class BatchStore:
 
     @property
     def bytes_left(self) -> int:
-        return self._max_bytes - self._receiving - sum(one.bytes for one in self.files.values())
+        return self._max_bytes - self._receiving - self._stored
 
     async def counted(self, stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """The same stream. Raises ApiError 403 if files are off, 413 when it has more bytes than are left."""
@@ -196,6 +197,7 @@ class BatchStore:
             reason = f"The file cannot be kept: {error.strerror}"
             raise ApiError(507, "insufficient_storage", reason) from error
         self.files[made.id] = made
+        self._stored += made.bytes
         return made
 
     def delete(self, file: StoredFile) -> None:
@@ -204,6 +206,7 @@ class BatchStore:
         if any(self.batches[one].status not in ENDED for one in reading):
             raise ApiError(409, "file_in_use", f"file {file.id!r} is being answered: cancel {reading[-1]}")
         del self.files[file.id]
+        self._stored -= file.bytes
         for path in (self.path(file), self._folder / "files" / f"{file.id}.json"):
             path.unlink(missing_ok=True)
 
@@ -277,7 +280,8 @@ class BatchStore:
             ]
             self._end(batch, "failed")
             return
-        answers = AnswerFile(self._answers_of(batch), max(1, self.bytes_left))
+        share = max(1, self.bytes_left // RUNNING_AT_ONCE)
+        answers = await asyncio.to_thread(AnswerFile, self._answers_of(batch), share)
         try:
             status = "cancelled" if batch.cancelling_at else await self._through(batch, key, lines, answers)
             await self._finish(batch, lines, answers, status)
@@ -295,7 +299,7 @@ class BatchStore:
         self._keep(batch)
 
         def count() -> None:
-            batch.completed, batch.failed = answers.count(ok=True), answers.count(ok=False)
+            batch.completed, batch.failed = answers.completed, answers.failed
 
         count()
         work = answer_lines(
@@ -328,7 +332,7 @@ class BatchStore:
         path = answers.path.with_suffix(".results")
         try:
             for ok, kind in ((True, "output"), (False, "error")):
-                if answers.count(ok=ok):
+                if answers.completed if ok else answers.failed:
                     await asyncio.to_thread(answers.write, lines, path, ok=ok)
                     with path.open("rb") as content:
                         name = f"{batch.id}_{kind}.jsonl"

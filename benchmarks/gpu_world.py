@@ -14,7 +14,7 @@ from torch import Tensor
 from manylora.config.model import ModelConfig, MoeConfig
 from manylora.engine.graphs import DecodeGraphs
 from manylora.engine.inputs import StepInputs
-from manylora.engine.warmup import try_variants
+from manylora.engine.warmup import compile_kernels
 from manylora.kernels.device import Device
 from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import BatchLimits, LoraBatch, LoraRow, LoraSegment
@@ -99,7 +99,7 @@ class World:
         )  # fmt: skip
         device.ops.reserve(self.limits, device.torch)
         modules = self.modules.values()
-        try_variants(self.decoder, self.kv, device.ops, modules, self.limits, device.torch)
+        compile_kernels(self.decoder, self.kv, device.ops, modules, self.limits, device.torch)
         self.pool = self._pool()
         self._new_graphs()
 

@@ -269,7 +269,7 @@ def _rank_0(rank: RankParts, leader: Leader | None) -> EngineParts:
     )
     runner = Runner(rank.decoder, rank.kv, device, adapters, rank.limits, leader=leader, states=rank.states)
     if leader is None:
-        runner.try_variants()
+        runner.compile_kernels()
         _record_decoding(runner, config, model, device)
     elif device.torch.type != "cpu":
         logger.info("with several ranks steps are neither recorded nor overlapped")

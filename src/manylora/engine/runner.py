@@ -32,7 +32,7 @@ from manylora.engine.step_messages import (
     copy_message,
     step_message,
 )
-from manylora.engine.warmup import try_variants
+from manylora.engine.warmup import compile_kernels
 from manylora.group.leader import Leader
 from manylora.kernels.device import Arrival, Device
 from manylora.kernels.extras import Extra
@@ -115,12 +115,12 @@ class Runner:
         if warm:
             self._graphs.warm(recurrent=self._states is not None)
 
-    def try_variants(self) -> None:
+    def compile_kernels(self) -> None:
         """Compile the kernels that steps may launch now, so that no step waits for the compiler."""
         if isinstance(self._decoder, Decoder) and not self._decoder.config.bidirectional:
             self._device.activate()
             modules = self._adapters.modules.values()
-            try_variants(self._decoder, self._kv, self._ops, modules, self._limits, self._device.torch)
+            compile_kernels(self._decoder, self._kv, self._ops, modules, self._limits, self._device.torch)
 
     def launch(self, step: Step, previous: LaunchedStep | None = None) -> LaunchedStep:
         """previous: still in flight; pending tokens of its sequences are read from it on the device."""

@@ -95,7 +95,7 @@ ADAPTED = RowFormat(16)
 OTHERS = (RowFormat(64), RowFormat(16, encoding=Encoding.FLOAT8), RowFormat(64, encoding=Encoding.FLOAT8))
 
 
-def try_variants(
+def compile_kernels(
     decoder: Decoder,
     kv: KvTensors,
     ops: ReferenceOps,

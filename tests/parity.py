@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from driver import Adapter, Driver, Tensors, agree
 from tiny_configs import ENCODER_DECODER_FAMILIES, FAMILIES, MOE_FAMILIES
-from tiny_models import make_adapter, make_model, make_nemo, make_wide, reference_logits
+from tiny_models import make_adapter, make_model, make_nemo, make_wide, read_adapter_folder, reference_logits
 
 from manylora.config.model import ModelConfig
 from manylora.errors import ManyloraError
 from manylora.kernels.device import open_device
-from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.lora.convert import write_runtime_tensors
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.llgtrt import write_llgtrt

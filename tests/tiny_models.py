@@ -10,11 +10,12 @@ import json
 import re
 import shutil
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tiny_configs import (
     BEGIN_ID,
@@ -24,6 +25,10 @@ from tiny_configs import (
     MOE_FAMILIES,
 )
 
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.read_options import ReadOptions
+from manylora.lora.formats.sources import find_source, read_source
+from manylora.lora.modules import LoraModule
 from manylora.quant.config import QuantConfig
 
 # Vision-language models, which are not in transformers' AutoModelForCausalLM.
@@ -282,3 +287,10 @@ def _write_nemo(archive: Path, state: dict[str, torch.Tensor], config: str) -> N
             info = tarfile.TarInfo(f"./{name}")
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
+
+
+def read_adapter_folder(
+    folder: Path, base: BaseWeights | None = None, modules: Mapping[int, LoraModule] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Weights [1, rows, W] and config [1, rows, 3 or 4] of a folder of any format."""
+    return read_source(find_source(folder), ReadOptions(modules, base, float8=False))

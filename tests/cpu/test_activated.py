@@ -13,14 +13,13 @@ import pytest
 import torch
 from parity import linear_names
 from running import let_arrive, read, run, tokens
-from tiny_models import load_transformers, make_adapter, make_model
+from tiny_models import load_transformers, make_adapter, make_model, read_adapter_folder
 
 from manylora.commands.convert import main as convert
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, RequestError
 from manylora.lora.catalog.levels import DiskLevel
-from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.lora.report import BaseModel, inspect_adapter
 from manylora.lora.tensors import Adapter
 from manylora.model.checkpoint import read_model_config

@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from running import run, tokens
-from tiny_models import make_adapter, make_model
+from tiny_models import make_adapter, make_model, read_adapter_folder
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.kernels import native
-from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.request import LoraInput, Request, SamplingConfig
 

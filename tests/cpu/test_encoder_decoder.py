@@ -18,7 +18,7 @@ from running import answers, check_greedy
 from safetensors.torch import load_file, save_file
 from selection import extended
 from tiny_configs import ENCODER_DECODER_FAMILIES
-from tiny_models import make_adapter, make_model, reference_generate, reference_logits
+from tiny_models import make_adapter, make_model, read_adapter_folder, reference_generate, reference_logits
 
 from manylora.cli import main
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -26,7 +26,6 @@ from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError, RequestError
 from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi import LLM, KvCacheConfig, LoraConfig, LoRARequest, SamplingParams
-from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.lora.convert import convert_peft
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.modules import lora_modules

@@ -21,7 +21,7 @@ from quantised_checkpoints import KINDS as CHECKPOINTS
 from quantised_checkpoints import make_pair
 from running import check_greedy, read, tokens
 from safetensors.torch import load_file, save_file
-from tiny_models import make_adapter, make_model, reference_generate, reference_logits
+from tiny_models import make_adapter, make_model, read_adapter_folder, reference_generate, reference_logits
 
 from manylora.commands.inspect import main as inspect
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -32,7 +32,7 @@ from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device, open_device
 from manylora.llmapi import LLM, LoraConfig, LoRARequest, SamplingParams
 from manylora.lora.catalog.levels import DiskLevel
-from manylora.lora.catalog.reader import AdapterReader, read_adapter_folder
+from manylora.lora.catalog.reader import AdapterReader
 from manylora.lora.extras import with_extras
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft_folder import read_peft_whole

@@ -16,7 +16,7 @@ from running import answers
 from safetensors.torch import load_file, save_file
 from test_moe import by_number
 from test_parity_adapters import agree, mixed_logits, tokens
-from tiny_models import make_adapter, make_model, reference_generate, reference_logits
+from tiny_models import make_adapter, make_model, read_adapter_folder, reference_generate, reference_logits
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -24,7 +24,7 @@ from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import RowFormat
 from manylora.llmapi import LLM, LoRARequest, SamplingParams
 from manylora.lora.catalog.levels import DiskLevel
-from manylora.lora.catalog.reader import AdapterReader, read_adapter_folder
+from manylora.lora.catalog.reader import AdapterReader
 from manylora.lora.convert import convert_source
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions

@@ -13,7 +13,7 @@ from levels import PARAMS, open_library
 from running import answers, check_plain_beams, read, tokens
 from safetensors.torch import load_file, save_file
 from test_parity_adapters import agree, mixed_logits, open_store
-from tiny_models import make_adapter, make_model, reference_generate, reference_logits
+from tiny_models import make_adapter, make_model, read_adapter_folder, reference_generate, reference_logits
 
 from manylora.commands.build import main as build
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -24,7 +24,6 @@ from manylora.kernels.device import open_device
 from manylora.kernels.panels import PanelsLinear, to_panels
 from manylora.kernels.products import FORMS
 from manylora.kernels.quantised import QuantisedWeight
-from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.quant.layouts import mxfp4

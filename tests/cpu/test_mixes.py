@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 from running import answers, read, run, tokens
-from tiny_models import load_transformers, make_adapter, make_model
+from tiny_models import load_transformers, make_adapter, make_model, read_adapter_folder
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterCacheFullError, AdapterInvalidError, AdapterNotCachedError, RequestError
 from manylora.kernels.row_format import RowFormat
-from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.geometry import Layout, Placement
 from manylora.lora.leases import AdapterLease, check_changes

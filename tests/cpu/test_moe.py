@@ -20,7 +20,7 @@ from selection import extended
 from test_parity_adapters import agree, mixed_logits, open_store, tokens
 from test_parity_models import Driver
 from tiny_configs import MOE_FAMILIES
-from tiny_models import make_adapter, make_model, reference_logits
+from tiny_models import make_adapter, make_model, read_adapter_folder, reference_logits
 from transformers import AutoModelForCausalLM
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -28,7 +28,6 @@ from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import open_device
 from manylora.kernels.row_format import RowFormat
-from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.geometry import Layout, cache_geometry

@@ -18,7 +18,7 @@ from driver import agree
 from running import answers, check_greedy, run, tokens
 from safetensors.torch import load_file, save_file
 from tiny_configs import VOCAB
-from tiny_models import make_adapter, make_model, reference_logits
+from tiny_models import make_adapter, make_model, read_adapter_folder, reference_logits
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.model import ModelConfig
@@ -26,7 +26,6 @@ from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import open_device
 from manylora.kernels.spec import AttentionBatch
-from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.llgtrt import write_llgtrt
 from manylora.lora.formats.npy import write_npy

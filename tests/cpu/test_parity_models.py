@@ -32,6 +32,7 @@ from tiny_models import (
     make_adapter,
     make_model,
     make_nemo,
+    read_adapter_folder,
     reference_logits,
 )
 
@@ -43,7 +44,6 @@ from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import open_device
 from manylora.kernels.reference import ReferenceOps
-from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.lora.convert import main as hf_lora_convert
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora

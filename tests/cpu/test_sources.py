@@ -18,9 +18,9 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 from selection import extended
+from tiny_models import read_adapter_folder
 
 from manylora.errors import AdapterInvalidError
-from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.lora.formats.llgtrt import write_llgtrt
 from manylora.lora.formats.nemo import find_nemo, nemo_num_layers
 from manylora.lora.formats.npy import write_npy

@@ -19,11 +19,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import make_adapter, make_model
+from tiny_models import make_adapter, make_model, read_adapter_folder
 
 from manylora import cli
 from manylora.commands.inspect import GATES
-from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.lora.convert import main as hf_lora_convert
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.npy import read_npy

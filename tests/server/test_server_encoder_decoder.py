@@ -14,11 +14,10 @@ from launched import processes
 from servers import Running, fill_repo, new_server
 from test_ranks import followers
 from test_server import ask, inputs, new_ids
-from tiny_models import make_adapter, make_model, reference_generate
+from tiny_models import make_adapter, make_model, read_adapter_folder, reference_generate
 
 from manylora.cli import main
 from manylora.generation.tokenizer import Tokenizer
-from manylora.lora.catalog.reader import read_adapter_folder
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 

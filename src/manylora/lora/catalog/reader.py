@@ -6,24 +6,20 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from manylora.errors import AdapterChangedError, AdapterInvalidError, printable
 from manylora.kernels.loading import can_read
 from manylora.lora.bounds import Bounds
 from manylora.lora.catalog.files import Fingerprint, fingerprint, is_settled
 from manylora.lora.extras import HEAD
-from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.safe_files import is_plain, open_plain
-from manylora.lora.formats.sources import Source, find_source, read_lora, read_source, read_whole
-from manylora.lora.modules import LoraModule
+from manylora.lora.formats.sources import Source, find_source, read_lora, read_whole
 from manylora.lora.rules import NOTHING, AdapterRules
 from manylora.lora.tensors import Adapter, FileAdapter, FileRows, type_name
 
@@ -148,15 +144,6 @@ class AdapterReader:
             return self._rules.check(read_lora(source, 0, self._options)), None
         found = read_whole(source, replace(self._options, digest=digest is None, tell=notes.append))
         return self._rules.check_rows(found.rows, found.extras, digest), found.stored
-
-
-def read_adapter_folder(
-    folder: Path, base: BaseWeights | None = None, modules: Mapping[int, LoraModule] | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Weights [1, rows, W] and config [1, rows, 3 or 4] of a folder whose format is detected by its
-    content.
-    """
-    return read_source(find_source(folder), ReadOptions(modules, base, float8=False))
 
 
 @contextmanager

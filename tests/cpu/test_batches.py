@@ -15,7 +15,9 @@ from serving import DEMO, Running
 from waiting import wait_for
 
 from manylora import cli
-from manylora.errors import ConfigError
+from manylora.errors import ConfigError, EngineDeadError
+from manylora.openai.api.errors import ApiError
+from manylora.openai.batches import store as store_module
 from manylora.openai.batches.lines import BatchInvalidError, read_lines
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -185,10 +187,65 @@ def test_files_and_batches_belong_to_their_key_and_survive_a_restart(tmp_path: P
     assert [a["id"] == b["id"] for a, b in zip(again, answers, strict=True)] == [True, *[False] * 5]
 
 
+def test_a_disk_that_takes_no_answers_is_tried_again(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hours of work are not lost for a full disk at the end."""
+    store = server.app.state.routes.batches._store
+    add, refusals = store.add, []
+
+    async def add_later(*given: Any) -> Any:
+        if given[2] == "batch_output" and not refusals:
+            refusals.append(given)
+            raise ApiError(507, "insufficient_storage", "The file cannot be kept: No space left on device")
+        return await add(*given)
+
+    monkeypatch.setattr(store, "add", add_later)
+    monkeypatch.setattr(store_module, "RETRY_S", 0.01)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        batch = run(client, jsonl(*MIXED))
+        assert refusals
+        assert batch.status == "completed"
+        assert len(results(client, batch.output_file_id)) == len(MIXED)
+
+
+def test_a_batch_outlasts_an_engine_that_is_gone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one on a Triton server that restarts."""
+    backend, dead = server.app.state.routes.context.backend, []
+
+    def submit(request: Any, sink: Any) -> int:
+        if len(dead) < 3:
+            dead.append(request)
+            raise EngineDeadError("gone")
+        return engine_submit(request, sink)
+
+    engine_submit = backend.engine.submit
+    monkeypatch.setattr(backend.engine, "submit", submit)
+    monkeypatch.setattr(store_module, "RETRY_S", 0.01)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        batch = run(client, jsonl(*MIXED))
+        assert (batch.status, len(dead)) == ("completed", 3)
+        assert texts(results(client, batch.output_file_id)) == {
+            one["custom_id"]: EXPECTED[one["body"]["model"]] for one in MIXED
+        }
+
+
+def test_without_a_folder_the_server_takes_no_files(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    running = Running(batch_dir=tmp_path / "file")
+    try:
+        with pytest.raises(openai.PermissionDeniedError, match="takes no files"):
+            running.client().files.create(file=("in.jsonl", b"x"), purpose="batch")
+    finally:
+        running.close()
+
+
 def _undo(folder: Path, batch_id: str, answer: dict[str, Any]) -> None:
     """Leave the batch as a process does that is killed after one answer, in the midst of the second."""
     state = folder / "batches" / f"{batch_id}.json"
-    state.write_text(json.dumps(json.loads(state.read_text()) | {"status": "in_progress"}))
+    state.write_text(
+        json.dumps(json.loads(state.read_text()) | {"status": "in_progress", "output_file_id": None})
+    )
     _keep_first(state.with_suffix(".answers"), answer)
 
 

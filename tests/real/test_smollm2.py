@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -145,6 +146,10 @@ def test_serve_starts_by_default(smollm2: Path, adapters: Path, llm: LLM, tmp_pa
             texts = dict(zip(names, pool.map(ask, names), strict=True))
         assert texts[names[0]] == said(llm, (ASKED,))[0]
         assert len(set(texts.values())) == len(texts)
+        with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+            shown = answer.read().decode()
+        for name in names[1:]:
+            assert f'vllm:lora_adapter_loaded{{adapter_name="{name}",level="gpu",pinned="false"' in shown
         with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
             for model in names:
                 message = client.messages.create(
@@ -165,6 +170,24 @@ def test_serve_starts_by_default(smollm2: Path, adapters: Path, llm: LLM, tmp_pa
         [call] = called["choices"][0]["message"]["tool_calls"]
         assert call["function"]["name"] == "get_weather"
         assert "city" in json.loads(call["function"]["arguments"])
+
+
+def test_run_batch_answers_as_the_model_does(smollm2: Path, adapters: Path, llm: LLM, tmp_path: Path) -> None:
+    """As a user types it, with the model's defaults. The base model and each adapter have a line."""
+    names = ["SmolLM2-135M-Instruct.Q4_1", *sorted(one.name for one in adapters.iterdir())]
+    body = {"messages": turns(ASKED), "temperature": 0, "max_tokens": 12}
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": {"model": name, **body}}
+        for name in names
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    command = [*MANYLORA, "run-batch", "in.jsonl", smollm2, "-o", "out.jsonl", "--lora-root", adapters]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    found = [json.loads(one) for one in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [one["custom_id"] for one in found] == names
+    texts = [one["response"]["body"]["choices"][0]["message"]["content"] for one in found]
+    assert texts[0] == said(llm, (ASKED,))[0]
+    assert len(set(texts)) == len(texts)
 
 
 def test_triton_starts_by_default(smollm2: Path, adapters: Path, llm: LLM, reference: Any) -> None:

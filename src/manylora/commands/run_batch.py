@@ -64,7 +64,7 @@ async def _answer(source: Path, output: Path, options: ServeOptions) -> int:
     from manylora.openai.batches.lines import read_lines
     from manylora.openai.batches.run import AnswerFile, ServerEndedError, answer_lines
     from manylora.openai.batches.store import BATCH_KEY
-    from manylora.openai.server import BATCHES_QUEUED, open_app
+    from manylora.openai.server import open_app
     from manylora.openai.serving.keys import ApiKey
 
     lines = read_lines(source, options.max_request_bytes)
@@ -73,7 +73,7 @@ async def _answer(source: Path, output: Path, options: ServeOptions) -> int:
     done = sum(line in answers for line in lines)
     try:
         async with app.router.lifespan_context(app):
-            at_once = BATCHES_QUEUED * app.state.routes.context.inference.limits.max_samples
+            at_once = app.state.routes.context.backend.queue.capacity
             with tqdm(total=len(lines), initial=done, unit="request", disable=None) as progress:
                 state, slots = {BATCH_KEY: ApiKey("run-batch", admin=True)}, asyncio.Semaphore(at_once)
                 await answer_lines(app, source, lines, answers, slots, at_once, state, progress.update)
@@ -81,7 +81,7 @@ async def _answer(source: Path, output: Path, options: ServeOptions) -> int:
         print("manylora run-batch: the engine has stopped; the same command goes on", file=sys.stderr)
         return 1
     answers.write(lines, output)
-    failed = answers.failed
+    failed = sum(not answers.succeeded(line) for line in lines)
     answers.close()
     answers.path.unlink()
     print(f"{output}: {len(lines)} answers{f', {failed} of them errors' if failed else ''}")

@@ -335,10 +335,9 @@ def _endpoint(name: str, path: str) -> Handler:
 
 def _open_batches(app: Starlette, context: AppContext) -> BatchStore:
     options = context.options
-    at_once = 2 * context.inference.limits.max_samples  # one batch of the engine runs, one is ready
     most = options.batch_bytes if context.shared is None else 0  # a batch's server would not be found again
-    folder, keyring = options.batch_dir, context.keyring
-    return BatchStore(app, keyring, folder, most, at_once, options.max_request_bytes)
+    folder, at_once = options.batch_dir, context.backend.queue.capacity
+    return BatchStore(app, context.keyring, folder, most, at_once, options.max_request_bytes)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:

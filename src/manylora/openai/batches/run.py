@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message
 from manylora.openai.batches.lines import BatchLine, read_body
 
 LONGEST_WAIT_S = 30.0  # between two tries of a line that the server was too busy for
-ENDED = ("stopping", "engine_dead")  # codes of a server that answers nothing more
+GONE = ("stopping", "engine_dead")  # codes of a server that answers nothing more
 
 
 class ServerEndedError(Exception):
@@ -65,6 +65,9 @@ class AnswerFile:
     def __contains__(self, line: BatchLine) -> bool:
         return line.digest in self._places
 
+    def succeeded(self, line: BatchLine) -> bool:
+        return line.digest in self._places and self._places[line.digest][2]
+
     def add(self, line: BatchLine, answer: dict[str, Any], *, ok: bool) -> None:
         """Raises NoRoomError, OSError."""
         raw = json.dumps({"digest": line.digest, "ok": ok, "answer": answer}, ensure_ascii=False).encode()
@@ -75,12 +78,12 @@ class AnswerFile:
         self._place(line.digest, self._end, len(raw) + 1, ok)
         self._end += len(raw) + 1
 
-    def write(self, lines: Sequence[BatchLine], output: Path, *, ok: bool | None = None) -> int:
-        """Write the answers in the order of their requests. Returns how many.
+    def write(self, lines: Sequence[BatchLine], output: Path, *, ok: bool | None = None) -> None:
+        """Write the answers in the order of their requests.
 
         ok: only those that succeeded, or that failed; None: all. The file is there whole, or not at all.
         """
-        partial, written = output.with_name(f"{output.name}.partial"), 0
+        partial = output.with_name(f"{output.name}.partial")
         with partial.open("wb") as file:
             for line in lines:
                 offset, size, success = self._places.get(line.digest, (0, 0, False))
@@ -88,11 +91,9 @@ class AnswerFile:
                     self._file.seek(offset)
                     answer = json.loads(self._file.read(size))["answer"]
                     file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
-                    written += 1
             file.flush()
             os.fsync(file.fileno())
         partial.replace(output)
-        return written
 
     def close(self) -> None:
         self._file.close()
@@ -125,8 +126,9 @@ async def answer_lines(
             for line in left:
                 async with slots:
                     answer = await _ask_until_taken(app, line, read_body(file, line), state)
-                ok = answer.status == 200
-                answers.add(line, _told(line, answer), ok=ok)
+                body = json.loads(answer.body)
+                told = {"status_code": answer.status, "request_id": answer.request_id, "body": body}
+                answers.add(line, _result(line, told, None), ok=answer.status == 200)
                 answered()
 
         workers = [asyncio.create_task(work()) for _ in range(min(at_once, len(lines)))]
@@ -140,21 +142,12 @@ async def answer_lines(
 
 def unanswered(line: BatchLine, code: str, message: str) -> dict[str, Any]:
     """The answer of a line that was never asked."""
-    made = {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": line.custom_id, "response": None}
-    return {**made, "error": {"code": code, "message": message}}
+    return _result(line, None, {"code": code, "message": message})
 
 
-def _told(line: BatchLine, answer: Answer) -> dict[str, Any]:
-    return {
-        "id": f"batch_req_{secrets.token_hex(12)}",
-        "custom_id": line.custom_id,
-        "response": {
-            "status_code": answer.status,
-            "request_id": answer.request_id,
-            "body": json.loads(answer.body),
-        },
-        "error": None,
-    }
+def _result(line: BatchLine, response: Any, error: Any) -> dict[str, Any]:
+    name = f"batch_req_{secrets.token_hex(12)}"
+    return {"id": name, "custom_id": line.custom_id, "response": response, "error": error}
 
 
 async def _ask_until_taken(
@@ -210,7 +203,7 @@ async def ask(app: ASGIApp, path: str, body: bytes, state: dict[str, Any]) -> An
         await app(scope, receive, send)
     finally:
         left.set()
-    if status == 503 and json.loads(received)["error"]["code"] in ENDED:
+    if status == 503 and json.loads(received)["error"]["code"] in GONE:
         raise ServerEndedError
     retry = headers.get("retry-after", "0")
     return Answer(status, bytes(received), headers.get("x-request-id", ""), float(retry))

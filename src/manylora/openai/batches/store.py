@@ -12,7 +12,6 @@ import secrets
 import shutil
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -36,6 +35,7 @@ logger = logging.getLogger("manylora")
 MAX_FILES, MAX_BATCHES = 10_000, 10_000
 RUNNING_AT_ONCE = 8  # batches, each with this part of the bytes that are left; further ones wait
 NO_FILES = "This server takes no files: ask one with batch_bytes above 0, or use manylora run-batch"
+RETRY_S = 30.0  # until a batch goes on whose engine was gone, or whose answers the disk did not take
 WINDOW, WINDOW_S = "24h", 24 * 3600
 ENDED = ("completed", "failed", "expired", "cancelled")
 BATCH_KEY = "manylora.batch_key"  # in the scope of a request: the key that its batch was made with
@@ -106,7 +106,7 @@ class BatchStore:
         self, app: ASGIApp, keyring: Keyring, folder: Path | None, max_bytes: int, at_once: int, max_line: int
     ) -> None:
         self._app, self._keyring, self._max_bytes, self._max_line = app, keyring, max_bytes, max_line
-        self._folder = self._open(folder)
+        self._folder = self._open(folder) if max_bytes else Path()
         self._at_once = at_once
         self._slots = asyncio.Semaphore(at_once)
         self._running = asyncio.Semaphore(RUNNING_AT_ONCE)
@@ -115,38 +115,44 @@ class BatchStore:
         self.batches: dict[str, Batch] = {}
         self._closing = False
         self._receiving = self._stored = 0  # bytes of files: being received, and kept
-        self._read()
+        if self._max_bytes:
+            self._read()
 
     def _open(self, given: Path | None) -> Path:
-        """The server works without it, too."""
-        self._temporary = given is None
-        if given is None:
-            return make_temporary("batches")
+        """Without a folder the server works, and takes no files."""
+        self._lock = -1
         try:
-            given.mkdir(parents=True, exist_ok=True)
-            self._lock = hold(given, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            folder = make_temporary("batches") if given is None else given
+            for name in ("files", "batches"):
+                (folder / name).mkdir(parents=True, exist_ok=True)
+            if given is not None:
+                self._lock = hold(given, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return folder
         except BlockingIOError:
-            logger.warning("batch_dir: another server uses %s: this one keeps its batches elsewhere", given)
+            logger.warning("batch_dir: another server uses %s: this one takes no files", given)
         except OSError as error:
-            logger.warning("batch_dir: %s cannot be used: %s", given, error.strerror)
-        else:
-            return given
-        return self._open(None)
+            logger.warning("batch_dir: this server takes no files: %s", error.strerror)
+        self._max_bytes = 0
+        return Path()
 
     def _read(self) -> None:
-        """Load what an earlier process kept, and go on with its batches."""
-        for name in ("files", "batches"):
-            (self._folder / name).mkdir(parents=True, exist_ok=True)
+        """Load what an earlier process kept, remove what it left unfinished, and go on with its batches."""
         for path in (self._folder / "files").glob("*.json"):
-            with suppress(OSError, ValueError, TypeError):
+            try:
                 one = StoredFile(**json.loads(path.read_bytes()))
-                if self.path(one).is_file():
-                    self.files[one.id] = one
-                    self._stored += one.bytes
+                self._stored += self.path(one).stat().st_size
+                self.files[one.id] = one
+            except (OSError, ValueError, TypeError) as error:
+                logger.warning("batch_dir: %s cannot be read: %s", path, error)
+        for path in (self._folder / "files").glob("file-*"):
+            if path.suffix == ".partial" or (not path.suffix and path.name not in self.files):
+                path.unlink(missing_ok=True)
         for path in (self._folder / "batches").glob("*.json"):
-            with suppress(OSError, ValueError, TypeError):
+            try:
                 batch = Batch(**json.loads(path.read_bytes()))
                 self.batches[batch.id] = batch
+            except (OSError, ValueError, TypeError) as error:
+                logger.warning("batch_dir: %s cannot be read: %s", path, error)
         for batch in sorted(self.batches.values(), key=lambda one: one.created_at):
             if batch.status not in ENDED:
                 self._start(batch)
@@ -224,7 +230,8 @@ class BatchStore:
         if batch.status not in ENDED and batch.cancelling_at is None:
             batch.status, batch.cancelling_at = "cancelling", int(time.time())
             self._keep(batch)
-            self._tasks[batch.id].cancel()
+            if batch.id in self._tasks:
+                self._tasks[batch.id].cancel()
 
     async def close(self) -> None:
         """Stop. A folder that was given keeps its batches for the next start."""
@@ -232,10 +239,10 @@ class BatchStore:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._temporary:
-            remove_temporary(self._folder)
-        else:
+        if self._lock >= 0:
             os.close(self._lock)
+        elif self._max_bytes:
+            remove_temporary(self._folder)
 
     def _forget_oldest(self) -> None:
         ended = [one for one in self.batches.values() if one.status in ENDED]
@@ -254,9 +261,12 @@ class BatchStore:
     async def _run(self, batch: Batch) -> None:
         try:
             async with self._running:
-                await self._answer(batch)
-        except ServerEndedError:
-            return  # the next start goes on
+                while True:
+                    try:
+                        await self._answer(batch)
+                        return
+                    except ServerEndedError:  # it may be back; else the next start goes on
+                        await asyncio.sleep(RETRY_S)
         except asyncio.CancelledError:
             if self._closing:
                 raise
@@ -307,42 +317,59 @@ class BatchStore:
             self._at_once, {BATCH_KEY: key}, count,
         )  # fmt: skip
         try:
-            await asyncio.wait_for(work, max(0.0, batch.expires_at - time.time()))
-        except asyncio.TimeoutError:
-            for line in lines:
-                if line not in answers:
-                    answers.add(line, unanswered(line, "batch_expired", "The batch has expired"), ok=False)
-            count()
-            return "expired"
+            try:
+                await asyncio.wait_for(work, max(0.0, batch.expires_at - time.time()))
+                return "completed"
+            except asyncio.TimeoutError:
+                for line in lines:
+                    if line not in answers:
+                        expired = unanswered(line, "batch_expired", "The batch has expired")
+                        answers.add(line, expired, ok=False)
+                return "expired"
         except NoRoomError as error:
             batch.errors = [_problem("no_room", f"{error}: delete files, and make a batch of the others")]
-            return "failed"
         except OSError as error:
             logger.warning("the answers of %s cannot be kept: %s", batch.id, error.strerror)
             batch.errors = [_problem("insufficient_storage", f"its answers cannot be kept: {error.strerror}")]
-            return "failed"
-        return "completed"
+        finally:
+            count()
+        return "failed"
 
     async def _finish(self, batch: Batch, lines: list[BatchLine], answers: AnswerFile, status: str) -> None:
-        """Write what was answered to files, and end the batch."""
+        """Write what was answered to files, and end the batch. Until it expires, a disk that does not take
+        them is tried again.
+        """
         if status != "cancelled":
             batch.status = "finalizing"
         batch.finalizing_at = int(time.time())
         self._keep(batch)
+        while True:
+            try:
+                if batch.output_file_id is None and answers.completed:
+                    batch.output_file_id = await self._add_results(batch, lines, answers, ok=True)
+                if batch.error_file_id is None and answers.failed:
+                    batch.error_file_id = await self._add_results(batch, lines, answers, ok=False)
+                break
+            except (ApiError, OSError) as error:
+                logger.warning("the answers of %s cannot be written: %s", batch.id, error)
+                if time.time() > batch.expires_at:
+                    status, batch.errors = "failed", [_problem("insufficient_storage", str(error))]
+                    break
+                await asyncio.sleep(RETRY_S)
+        self._end(batch, status)
+
+    async def _add_results(
+        self, batch: Batch, lines: list[BatchLine], answers: AnswerFile, *, ok: bool
+    ) -> str:
+        """The id of a file with the answers that succeeded, or that did not. Raises ApiError, OSError."""
         path = answers.path.with_suffix(".results")
         try:
-            for ok, kind in ((True, "output"), (False, "error")):
-                if answers.completed if ok else answers.failed:
-                    await asyncio.to_thread(answers.write, lines, path, ok=ok)
-                    with path.open("rb") as content:
-                        name = f"{batch.id}_{kind}.jsonl"
-                        made = await self.add(batch.owner, name, "batch_output", content)
-                    setattr(batch, f"{kind}_file_id", made.id)
-        except (ApiError, OSError) as error:
-            status, batch.errors = "failed", [_problem("insufficient_storage", str(error))]
+            await asyncio.to_thread(answers.write, lines, path, ok=ok)
+            with path.open("rb") as content:
+                name = f"{batch.id}_{'output' if ok else 'error'}.jsonl"
+                return (await self.add(batch.owner, name, "batch_output", content)).id
         finally:
             path.unlink(missing_ok=True)
-        self._end(batch, status)
 
     def _fail(self, batch: Batch, code: str, message: str) -> None:
         batch.errors = [_problem(code, message)]

@@ -20,7 +20,7 @@ class FairQueue:
     """
 
     def __init__(self, capacity: int, max_waiting: int = 0) -> None:
-        self._capacity, self._max_waiting = capacity, max_waiting
+        self.capacity, self._max_waiting = capacity, max_waiting
         self._active = 0
         self._waiting: OrderedDict[str, deque[Waiter]] = OrderedDict()  # the first key is the next one served
         self.num_waiting = 0  # sequences
@@ -44,7 +44,7 @@ class FairQueue:
 
     def check_room(self, cost: int) -> None:
         """Whether that many sequences of one request can run or wait. Raises ApiError 429."""
-        room = max(0, self._capacity - self._active) + self._max_waiting - self.num_waiting
+        room = max(0, self.capacity - self._active) + self._max_waiting - self.num_waiting
         if self._max_waiting and cost > max(1, room):
             raise _full()
 
@@ -85,7 +85,7 @@ class FairQueue:
                 turn.set_result(None)
 
     def _fits(self, cost: int) -> bool:
-        return self._active == 0 or self._active + cost <= self._capacity
+        return self._active == 0 or self._active + cost <= self.capacity
 
     def _forget(self, key: str, turn: asyncio.Future[None], cost: int) -> None:
         line = self._waiting.get(key)

@@ -230,9 +230,11 @@ def test_a_batch_outlasts_an_engine_that_is_gone(server: Running, monkeypatch: p
         }
 
 
-def test_without_a_folder_the_server_takes_no_files(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    running = Running(batch_dir=tmp_path / "file")
+@pytest.mark.parametrize(
+    "options", [{"batch_bytes": 0}, {"batch_dir": Path("/dev/null")}], ids=["off", "no folder"]
+)
+def test_without_room_the_server_takes_no_files(options: dict[str, Any]) -> None:
+    running = Running(**options)
     try:
         with pytest.raises(openai.PermissionDeniedError, match="takes no files"):
             running.client().files.create(file=("in.jsonl", b"x"), purpose="batch")

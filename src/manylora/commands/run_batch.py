@@ -84,5 +84,6 @@ async def _answer(source: Path, output: Path, options: ServeOptions) -> int:
     failed = sum(not answers.succeeded(line) for line in lines)
     answers.close()
     answers.path.unlink()
-    print(f"{output}: {len(lines)} answers{f', {failed} of them errors' if failed else ''}")
+    what = "answer" if len(lines) == 1 else "answers"
+    print(f"{output}: {len(lines)} {what}{f', {failed} of them errors' if failed else ''}")
     return 0

@@ -106,6 +106,7 @@ class BatchStore:
         self, app: ASGIApp, keyring: Keyring, folder: Path | None, max_bytes: int, at_once: int, max_line: int
     ) -> None:
         self._app, self._keyring, self._max_bytes, self._max_line = app, keyring, max_bytes, max_line
+        self._lock = -1  # of a folder that was given
         self._folder = self._open(folder) if max_bytes else Path()
         self._at_once = at_once
         self._slots = asyncio.Semaphore(at_once)
@@ -120,7 +121,6 @@ class BatchStore:
 
     def _open(self, given: Path | None) -> Path:
         """Without a folder the server works, and takes no files."""
-        self._lock = -1
         try:
             folder = make_temporary("batches") if given is None else given
             for name in ("files", "batches"):

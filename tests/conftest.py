@@ -33,6 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--write-durations", action="store_true", help="write tests/durations.json")
     group.addoption("--record", action="store_true", help=f"write tests/{RECORD.name}")
     group.addoption("--record-replay", action="store_true", help="write tests/replay/records")
+    group.addoption("--url", help="tests/conformance: the server, instead of ours")
+    group.addoption("--hybrid-url", help="tests/conformance: the server of the model FOLDER/hybrid")
+    group.addoption("--folder", type=Path, help="tests/conformance: its models, made where they are missing")
     group.addoption("--replay-bits", type=Path, help="folder to compare all bits with, or to write them to")
 
 

@@ -39,9 +39,7 @@ MEASURED = Costs(step_s=0.0066, token_s=0.00086, row_s=0.0021, adapter_s=0.00025
 class Policy(Protocol):
     """The interface of AffinityRouting."""
 
-    def choose(
-        self, adapter: str | None, replicas: Sequence[Replica], now: float, limit: int | None = None
-    ) -> list[Replica]: ...
+    def choose(self, adapter: str | None, replicas: Sequence[Replica], now: float) -> list[Replica]: ...
 
     def sent(self, adapter: str | None, replica: str, now: float) -> None: ...
 
@@ -50,9 +48,7 @@ class RandomChoice:
     def __init__(self) -> None:
         self._random = random.Random(17)
 
-    def choose(
-        self, adapter: str | None, replicas: Sequence[Replica], now: float, limit: int | None = None
-    ) -> list[Replica]:
+    def choose(self, adapter: str | None, replicas: Sequence[Replica], now: float) -> list[Replica]:
         return [self._random.choice(replicas)]
 
     def sent(self, adapter: str | None, replica: str, now: float) -> None:
@@ -65,10 +61,8 @@ class LeastBusy:
     def __init__(self) -> None:
         self._routing = AffinityRouting()
 
-    def choose(
-        self, adapter: str | None, replicas: Sequence[Replica], now: float, limit: int | None = None
-    ) -> list[Replica]:
-        return self._routing.choose(None, replicas, now, limit)
+    def choose(self, adapter: str | None, replicas: Sequence[Replica], now: float) -> list[Replica]:
+        return self._routing.choose(None, replicas, now)
 
     def sent(self, adapter: str | None, replica: str, now: float) -> None:
         self._routing.sent(None, replica, now)
@@ -77,11 +71,9 @@ class LeastBusy:
 class PlainAffinity(LeastBusy):
     """Always chooses the adapter's first home by rendezvous hashing, even if it is busy."""
 
-    def choose(
-        self, adapter: str | None, replicas: Sequence[Replica], now: float, limit: int | None = None
-    ) -> list[Replica]:
+    def choose(self, adapter: str | None, replicas: Sequence[Replica], now: float) -> list[Replica]:
         if adapter is None:
-            return super().choose(None, replicas, now, limit)
+            return super().choose(None, replicas, now)
         (home,) = self._routing.first_homes(adapter, replicas, 1)
         return [next(replica for replica in replicas if replica.name == home)]
 
@@ -170,7 +162,7 @@ def simulate(fleet: Fleet, costs: Costs, policy: Policy, name: str) -> tuple[Fou
         if place + 1 < len(requests):
             clock.at(requests[place + 1].at, take, place + 1)
         states = [server.state for server in servers.values()]
-        chosen = policy.choose(requests[place].adapter, states, clock.now, 1)[0].name
+        chosen = policy.choose(requests[place].adapter, states, clock.now)[0].name
         policy.sent(requests[place].adapter, chosen, clock.now)
         servers[chosen].arrive(requests[place])
 

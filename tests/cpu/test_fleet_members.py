@@ -20,10 +20,8 @@ from safetensors.torch import load_file, save
 from starlette.requests import Request
 from tiny_models import make_adapter, make_model, reference_generate
 
-from manylora.fleet.change_response import change_response
-from manylora.fleet.member import Changed, Member
+from manylora.fleet.member import Changed, Member, RemoteRequest, RemoteResponse, change_response
 from manylora.fleet.options import FleetOptions
-from manylora.fleet.remote_http import RemoteRequest, RemoteResponse
 from manylora.lora.catalog import record as adapter_record
 from manylora.lora.catalog.entry import AdapterEntry
 from manylora.lora.catalog.record import AdapterRecord, Kept, unwritable

@@ -9,10 +9,7 @@ from pathlib import Path
 import manylora
 
 PACKAGE = Path(manylora.__file__).parent
-WITH_RAY = (
-    "fleet.router", "fleet.broadcast", "fleet.relay", "fleet.changes", "fleet.front", "fleet.application",
-    "fleet.local",
-)  # fmt: skip
+WITH_RAY = ("fleet.calls", "fleet.front", "fleet.application", "fleet.local")
 
 
 SAME = [

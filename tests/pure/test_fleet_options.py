@@ -18,9 +18,10 @@ from starlette.routing import Route
 
 from manylora.config.foreign import FLEET
 from manylora.errors import ConfigError
+from manylora.fleet.member import RemoteRequest, RemoteResponse, answer, whole_answer
 from manylora.fleet.merged_exports import fleet_status, merge_metrics
 from manylora.fleet.options import FleetOptions, parse_options, read_args
-from manylora.fleet.remote_http import RemoteRequest, RemoteResponse, answer, requested_adapter, whole_answer
+from manylora.fleet.routing import requested_adapter
 from manylora.lora.catalog.names import Aliases
 from manylora.openai import arguments
 from manylora.openai.options import ServeOptions

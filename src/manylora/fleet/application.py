@@ -1,6 +1,4 @@
-"""The Ray Serve application: the OpenAI server in each replica, and on a cluster the endpoint in front of
-them.
-"""
+"""The Ray Serve application: the OpenAI server in each replica, and on a cluster the endpoint in front."""
 
 from __future__ import annotations
 
@@ -19,11 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
+from manylora.fleet.calls import FleetRouter
 from manylora.fleet.front import DEPLOYMENT, make_front
-from manylora.fleet.member import Changed, Member
+from manylora.fleet.member import Changed, Member, RemoteRequest, RemoteResponse
 from manylora.fleet.options import FleetOptions, read_args
-from manylora.fleet.remote_http import RemoteRequest, RemoteResponse
-from manylora.fleet.router import FleetRouter
 from manylora.lora.catalog.shared import State
 from manylora.openai.serving.logs import log_to_stderr
 
@@ -31,11 +28,8 @@ logger = logging.getLogger("manylora")
 
 GONE_S = 0.5  # to send errors to open requests before a process with a dead engine exits
 TARGET_REQUESTS = 16.0
-START_TRIES = 2  # per replica; wrong options will fail again
-FRONT_REQUESTS = 10_000  # at a time; each is a stream that mostly waits
-# Ray replaces a replica that did not answer within this time three times in a row.
-HEALTH_S = 7.0
 SILENT_S, SILENT_REPORTS = 3.0, 3  # without reports for this long, a replica is asked last
+LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 
 
 class ServerReplica:
@@ -141,11 +135,11 @@ def replicas(options: FleetOptions, gpus: float) -> Application:
         max_queued_requests=options.max_queue_size or -1,
         ray_actor_options={"num_cpus": options.cpus, "num_gpus": gpus},
         health_check_period_s=2.0,
-        health_check_timeout_s=HEALTH_S,
+        health_check_timeout_s=7.0,  # Ray replaces a replica that is late three times in a row
         graceful_shutdown_timeout_s=options.drain_seconds,
         graceful_shutdown_wait_loop_s=0.5,
-        max_constructor_retry_count=START_TRIES,
-        logging_config={"log_level": "WARNING", "enable_access_log": False},
+        max_constructor_retry_count=2,  # wrong options will fail again
+        logging_config=LOGGING,
         request_router_config={
             "request_router_class": FleetRouter,
             "request_router_kwargs": {
@@ -162,15 +156,12 @@ def replicas(options: FleetOptions, gpus: float) -> Application:
 
 
 def build(args: dict[str, Any]) -> Application:
-    """`import_path` of a Ray Serve configuration. args: the options of `manylora fleet`.
-
-    Raises ConfigError.
-    """
+    """`import_path` of a Ray Serve configuration. args: as for `read_args`. Raises ConfigError."""
     options = read_args(args)
     endpoint = serve.deployment(
         name="Endpoint",
-        max_ongoing_requests=FRONT_REQUESTS,
+        max_ongoing_requests=10_000,  # each is a stream that mostly waits
         ray_actor_options={"num_cpus": 0.1},
-        logging_config={"log_level": "WARNING", "enable_access_log": False},
+        logging_config=LOGGING,
     )(Endpoint)
     return endpoint.bind(options, replicas(options, options.gpus(0)))

@@ -31,9 +31,7 @@ from manylora.system.folders import temporary_folder
 logger = logging.getLogger("manylora")
 
 LONGEST_FOLDER = 43  # bytes of its path: socket paths are limited to 107, and Ray adds 64
-CONTROL_CPUS = 1  # for Ray's own actors
 VITAL = ("gcs_server", "raylet")  # processes of Ray without which it has no replicas
-WATCH_S = 0.25
 TRIES, SLOW = 4, "timed out during startup"  # to start Ray, whose timeout cannot be configured
 REASON = re.compile(r"(?:ConfigError|ValueError): (.*)")
 
@@ -59,7 +57,7 @@ def run(given: FleetOptions) -> None:
                 lora_disk_dir=options.lora_disk_dir or folder / "adapters",
                 lora_upload_dir=options.lora_upload_dir or folder / "uploads",
             )
-            with cleaned(folder), _ray(shared, folder), _restarted(environment):
+            with cleaned(folder), _ray(shared, folder, environment):
                 front = make_front(shared, _start(shared))
                 http_server(options, front, clients).run(list(sockets))
     finally:
@@ -68,25 +66,32 @@ def run(given: FleetOptions) -> None:
 
 
 @contextmanager
-def _ray(options: FleetOptions, folder: Path) -> Iterator[None]:
-    _start_ray(options, folder)
-    try:
-        yield
-    finally:
-        serve.shutdown()
-        ray.shutdown()
-
-
-@contextmanager
-def _restarted(environment: Mapping[str, str]) -> Iterator[None]:
-    """Start this command again, with this environment, when Ray has lost a vital process: it replaces none of
-    them. The cleaner notices the new program as it notices a kill.
-    """
-    ended = threading.Event()
-    node = global_worker.node
+def _ray(options: FleetOptions, folder: Path, environment: Mapping[str, str]) -> Iterator[None]:
+    """A Ray of our own. Start this command again, with this environment, when it has lost a vital process: it
+    replaces none of them. The cleaner notices the new program as it notices a kill. Raises ConfigError."""
+    shares = math.ceil(options.cpus * options.most_replicas) + 1  # not cores; one for Ray's own actors
+    for _ in range(TRIES):
+        try:
+            ray.init(
+                address="local",  # a separate instance, even if Ray already runs here
+                num_cpus=shares,
+                object_store_memory=options.object_store_bytes,
+                include_dashboard=options.dashboard,
+                logging_level="warning",
+                _temp_dir=str(folder),
+            )
+            break
+        except Exception as error:  # Ray raises no specific type
+            if SLOW not in str(error):
+                raise
+            logger.warning("Ray has not started in its 30 s: the machine is busy")
+            end_started(folder)
+    else:
+        raise ConfigError(f"Ray has not started in {TRIES} times 30 s: the machine is too busy")
+    ended, node = threading.Event(), global_worker.node
 
     def watch() -> None:
-        while not ended.wait(WATCH_S):
+        while not ended.wait(0.25):
             lost = [(kind, process.returncode) for kind, process in node.dead_processes() if kind in VITAL]
             if lost and not ended.is_set():
                 [(kind, code), *_] = lost
@@ -100,27 +105,8 @@ def _restarted(environment: Mapping[str, str]) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-
-
-def _start_ray(options: FleetOptions, folder: Path) -> None:
-    """Raises ConfigError."""
-    for _ in range(TRIES):
-        try:
-            ray.init(
-                address="local",  # a separate instance, even if Ray already runs here
-                num_cpus=math.ceil(options.cpus * options.most_replicas) + CONTROL_CPUS,  # shares, not cores
-                object_store_memory=options.object_store_bytes,
-                include_dashboard=options.dashboard,
-                logging_level="warning",
-                _temp_dir=str(folder),
-            )
-            return
-        except Exception as error:  # Ray raises no specific type
-            if SLOW not in str(error):
-                raise
-            logger.warning("Ray has not started in its 30 s: the machine is busy")
-            end_started(folder)
-    raise ConfigError(f"Ray has not started in {TRIES} times 30 s: the machine is too busy")
+        serve.shutdown()
+        ray.shutdown()
 
 
 def _start(options: FleetOptions) -> DeploymentHandle:

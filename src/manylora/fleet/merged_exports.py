@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from manylora.fleet.remote_http import RemoteResponse
+from manylora.fleet.member import RemoteResponse
 from manylora.openai.serving.history import POINT_S
 
 SUMS = ("tokens_per_s", "requests_per_s", "running", "waiting")
@@ -20,7 +20,7 @@ def merge_metrics(texts: Mapping[str, str]) -> str:
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for replica, text in texts.items():
-        family = ""
+        family, label = "", f'replica="{replica}"'
         for line in text.splitlines():
             if line.startswith("# "):
                 family = line.split(" ", 3)[2]
@@ -28,19 +28,15 @@ def merge_metrics(texts: Mapping[str, str]) -> str:
                 if line not in known:
                     known.append(line)
             elif line:
-                samples.setdefault(family, []).append(_labelled(line, replica))
-    return "".join(
-        "\n".join([*head, *samples.get(family, ())]) + "\n" for family, head in heads.items()
-    )  # fmt: skip
-
-
-def _labelled(line: str, replica: str) -> str:
-    label = f'replica="{replica}"'
-    end = len(line) if "}" not in line else line.rindex("}")
-    if "{" in line:
-        return f"{line[:end]},{label}{line[end:]}"
-    name, _, value = line.partition(" ")
-    return f"{name}{{{label}}} {value}"
+                if "{" in line:
+                    own, _, value = line.rpartition("}")
+                    line = f"{own},{label}}}{value}"
+                else:
+                    name, _, value = line.partition(" ")
+                    line = f"{name}{{{label}}} {value}"
+                samples.setdefault(family, []).append(line)
+    families = ([*head, *samples.get(family, ())] for family, head in heads.items())
+    return "".join("\n".join(lines) + "\n" for lines in families)
 
 
 def fleet_status(
@@ -58,13 +54,17 @@ def fleet_status(
     """
     bodies = {one.replica: json.loads(one.body) for one in answers}
     counts: Counter[str] = Counter()
-    for body in bodies.values():
+    replicas = []
+    for name, body in sorted(bodies.items()):
         counts.update(body["counts"])
+        held = [
+            {**_pick(one, "id", "name", "who"), "level": "device" if one["device"] else "host"}
+            | _pick(one, "in_use")
+            for one in body["adapters"]
+        ]
+        own = _pick(reports[name], "pid", "capacity", "running", "waiting")
+        replicas.append({"replica": name, **own, "counts": body["counts"], "adapters": held})
     recent = [body["last_minute"] for body in bodies.values()]
-    last_minute: dict[str, float | None] = {
-        name: round(sum(one[name] for one in recent), 2) for name in PER_SECOND
-    }
-    last_minute |= {name: _slowest(recent, name) for name in TIMES}
     return {
         "object": "cache",
         "feed": "fleet",
@@ -77,9 +77,9 @@ def fleet_status(
         "counts": dict(counts),
         "point_seconds": POINT_S,
         "points": _points([body["points"] for body in bodies.values()], int(now // POINT_S), points_after),
-        "last_minute": last_minute,
+        "last_minute": _merged(recent, PER_SECOND),
         "states": dict(states),
-        "replicas": [_replica(name, body, reports[name]) for name, body in sorted(bodies.items())],
+        "replicas": replicas,
     }
 
 
@@ -88,25 +88,17 @@ def _points(lists: Sequence[Sequence[Mapping[str, Any]]], last: int, after: int)
     found = []
     for age in range(min(max(map(len, lists), default=0), max(0, last - after)) - 1, -1, -1):
         same = [points[-1 - age] for points in lists if age < len(points)]
-        point: dict[str, Any] = {"number": last - age}
-        point |= {name: round(sum(one[name] for one in same), 2) for name in SUMS}
-        point |= {name: _slowest(same, name) for name in TIMES}
-        found.append(point)
+        found.append({"number": last - age, **_merged(same, SUMS)})
     return found
 
 
-def _slowest(points: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """The slowest of several, because the values cannot be combined. None: there are none."""
-    return max((one[name] for one in points if one[name] is not None), default=None)
-
-
-def _replica(name: str, body: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]:
-    adapters = []
-    for one in body["adapters"]:
-        level = {"level": "device" if one["device"] else "host"}
-        adapters.append({**_pick(one, "id", "name", "who"), **level, **_pick(one, "in_use")})
-    own = _pick(report, "pid", "capacity", "running", "waiting")
-    return {"replica": name, **own, "counts": body["counts"], "adapters": adapters}
+def _merged(points: Sequence[Mapping[str, Any]], sums: Sequence[str]) -> dict[str, Any]:
+    """The sums of several points, and the slowest of their times, because these cannot be combined; None:
+    there are none."""
+    found: dict[str, Any] = {name: round(sum(one[name] for one in points), 2) for name in sums}
+    for name in TIMES:
+        found[name] = max((one[name] for one in points if one[name] is not None), default=None)
+    return found
 
 
 def _pick(values: Mapping[str, Any], *names: str) -> dict[str, Any]:

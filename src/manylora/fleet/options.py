@@ -69,9 +69,6 @@ class FleetOptions(ServeOptions):
         for name, instead in FLEET.refused.items():
             if getattr(self, name) != rows(FleetOptions)[name].default:
                 raise ConfigError(f"{name} has no effect in a fleet: {instead}")
-        self._check_scaling()
-
-    def _check_scaling(self) -> None:
         least, most = self.least_replicas, self.most_replicas
         if self.max_replicas is None and (self.min_replicas, self.target_requests) != (None, None):
             raise ConfigError("min_replicas and target_requests need max_replicas: without it nothing scales")
@@ -105,8 +102,7 @@ class FleetOptions(ServeOptions):
 
     def threads(self, environment: Mapping[str, str] = os.environ) -> int | None:
         """Threads of each rank, if a replica has several: Ray would give each rank all threads of its
-        replica. None: as Ray sets.
-        """
+        replica. None: as Ray sets."""
         if self.ranks == 1 or "OMP_NUM_THREADS" in environment:
             return None
         return max(1, int(self.cpus) // self.ranks)
@@ -130,8 +126,7 @@ class FleetOptions(ServeOptions):
 
 def parse_options(arguments: Sequence[str]) -> FleetOptions:
     """Options from the command line, which overrides the file it names. Raises ConfigError; argparse may
-    exit.
-    """
+    exit."""
     purpose = "One OpenAI endpoint, and several servers behind it."
     return parse(arguments, FleetOptions, "fleet", purpose, FLEET.refused)
 

@@ -23,6 +23,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import ceil
+from typing import Any
+
+from manylora.lora.catalog.names import LATEST, Aliases
 
 MASK = (1 << 64) - 1
 
@@ -57,13 +60,6 @@ class RoutingSettings:
     half_life: float = 30.0  # seconds after which a past request counts half in an adapter's rate
     loading: float = 5.0  # seconds for which a replica counts as a holder after a request: reports take time
     remembered: int = 8192  # adapters whose rate and placement are stored; the least recently seen goes first
-
-    def __post_init__(self) -> None:
-        for name in ("overload", "target", "half_life", "candidates", "remembered"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"routing: {name} must be above 0, not {getattr(self, name)}")
-        if self.imbalance < 1 or self.loading < 0:
-            raise ValueError("routing: imbalance must be at least 1 and loading at least 0")
 
 
 @dataclass(slots=True)
@@ -103,23 +99,21 @@ class AffinityRouting:
         self.hashes: dict[str, int] = {}  # for the replicas of the last call
         self.homes: OrderedDict[str, tuple[str, ...]] = OrderedDict()  # for the same replicas
 
-    def choose(
-        self, adapter: str | None, replicas: Sequence[Replica], now: float, limit: int | None = None
-    ) -> list[Replica]:
-        """The replicas in order of preference, at most `limit`. `adapter`: name or digest; None: base model.
+    def choose(self, adapter: str | None, replicas: Sequence[Replica], now: float) -> list[Replica]:
+        """The replicas in order of preference. `adapter`: name or digest; None: base model. Has no effect
+        on later answers: call it as often as you like, then call `sent` once."""
+        turn = self.turn  # for ties a different order for every request
+        self._know(replicas)
 
-        Has no side effects on later answers: call it as often as you like, then call `sent` once.
-        """
-        least_busy = self._least_busy_first(replicas)
-        limit = len(replicas) if limit is None else limit
+        def least_busy(replica: Replica) -> tuple[float, int]:
+            return replica.busy, mix(self.hashes[replica.name] ^ turn)
+
+        order = sorted(replicas, key=least_busy)
         if adapter is None or len(replicas) < 2:
-            return heapq.nsmallest(limit, replicas, key=least_busy)
-        preferred = self._preferred(adapter, replicas, now, least_busy)[:limit]
-        if len(preferred) == limit:
-            return preferred
+            return order
+        preferred = self._preferred(adapter, replicas, now, least_busy)
         names = {replica.name for replica in preferred}
-        rest = [replica for replica in replicas if replica.name not in names]
-        return preferred + heapq.nsmallest(limit - len(preferred), rest, key=least_busy)
+        return preferred + [replica for replica in order if replica.name not in names]
 
     def sent(self, adapter: str | None, replica: str, now: float) -> None:
         """A request went to the replica of this name (once per request, after its last retry)."""
@@ -176,7 +170,9 @@ class AffinityRouting:
         homes = [by_name[name] for name in self.first_homes(adapter, replicas, count)]
         if pinned:
             return sorted(homes, key=least_busy)
-        limit = self._limit(replicas)
+        # A replica that is this busy counts as overloaded.
+        mean = sum(replica.busy for replica in replicas) / len(replicas)
+        limit = max(self.settings.overload, self.settings.imbalance * mean)
         levels = self._levels(adapter, replicas, now)
         free = sorted((r for r in replicas if r.name in levels and r.busy < limit), key=least_busy)
         if len(levels) > copies:  # more copies than needed: keep those at home, let the others age
@@ -185,12 +181,8 @@ class AffinityRouting:
             free = sorted(kept, key=least_busy) + [r for r in free if r not in kept]
         free.sort(key=lambda r: levels[r.name] if copies == 1 else 0)
         fresh = sorted((h for h in homes if h.name not in levels and h.busy < limit), key=least_busy)
-        due = (
-            len(levels) < copies
-            and fresh
-            and (not free or fresh[0].busy + self.settings.target < free[0].busy)
-        )
-        return fresh[:1] + free + fresh[1:] if due else free + fresh
+        better = fresh and (not free or fresh[0].busy + self.settings.target < free[0].busy)
+        return fresh[:1] + free + fresh[1:] if better and len(levels) < copies else free + fresh
 
     def _levels(self, adapter: str, replicas: Sequence[Replica], now: float) -> dict[str, int]:
         """The replicas that hold the adapter: 0 on the device, 1 on the host or loading."""
@@ -204,17 +196,6 @@ class AffinityRouting:
             elif adapter in replica.host or placed.get(replica.name, oldest) > oldest:
                 levels[replica.name] = 1
         return levels
-
-    def _limit(self, replicas: Sequence[Replica]) -> float:
-        """How busy a replica must be to count as overloaded."""
-        mean = sum(replica.busy for replica in replicas) / len(replicas)
-        return max(self.settings.overload, self.settings.imbalance * mean)
-
-    def _least_busy_first(self, replicas: Sequence[Replica]) -> Callable[[Replica], tuple[float, int]]:
-        """A sort key: how busy, and for ties a different order for every request."""
-        turn = self.turn
-        self._know(replicas)
-        return lambda replica: (replica.busy, mix(self.hashes[replica.name] ^ turn))
 
     def _know(self, replicas: Sequence[Replica]) -> None:
         """The set of replicas changed: compute new hashes, and drop the homes found so far."""
@@ -239,8 +220,7 @@ def mix(value: int) -> int:
 class Reports:
     """A replica is silent if its last report came `silent_s` before the newest report of another. If none
     reports, the cause is not the replicas. A replica that has never reported counts from when it was first
-    seen.
-    """
+    seen."""
 
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s
@@ -255,3 +235,22 @@ class Reports:
         }
         newest = max((at for _, at in self._last.values()), default=now)
         self.silent = frozenset(name for name, (_, at) in self._last.items() if newest - at >= self._silent_s)
+
+
+def requested_adapter(fields: Mapping[str, Any], bases: Sequence[str], aliases: Aliases) -> str | None:
+    """The adapter's name; None: the base model. For a mix the first adapter, so that equal mixes go to one
+    replica.
+
+    fields: of the body, not validated. A wrong guess only costs a cold load.
+    """
+    lora, request = fields.get("lora"), fields.get("lora_request")
+    named = [fields.get(name) for name in ("lora_model", "adapter_id", "lora_path")]
+    named.append(request.get("lora_name") if isinstance(request, dict) else None)
+    first = lora[0] if isinstance(lora, list) and lora else None
+    named += [first.get("name") if isinstance(first, dict) else None, fields.get("model")]
+    name = next((one for one in named if isinstance(one, str) and one), "").removesuffix(LATEST)
+    base = next((base for base in bases if name == base or name.startswith(base + ":")), None)
+    name = name if base is None else name[len(base) + 1 :]
+    name = name.partition("+")[0]  # adapter names never contain a +
+    meant = aliases.resolve(name) if name else None
+    return None if meant in bases else meant

@@ -1,14 +1,16 @@
 """PEFT directories: adapter_config.json and adapter_model.safetensors (or, for tools, .bin).
 
 Reading is strict: an adapter is refused with the reason if a part of it would be lost, or if it means more
-than B A x. What PEFT itself would ignore is reported as a note.
+than B A x. What PEFT itself would ignore is reported as a note. All functions raise AdapterInvalidError.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from manylora.kernels.row_format import Encoding
 from manylora.lora.extras import take_invocation
 from manylora.lora.formats import one_line
 from manylora.lora.formats.base_weights import BaseReader
-from manylora.lora.formats.peft.extras import check_extra_shapes, read_extras
+from manylora.lora.formats.peft.extras import ExtraReader
 from manylora.lora.formats.peft.names import (
     ATTENTION_IDS,
     DORA,
@@ -49,7 +51,6 @@ from manylora.lora.formats.pickled import read_pickled
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.safe_files import OpenFile, is_plain
 from manylora.lora.formats.tensor_files import RawTensor, header_of, read_safetensors, tensors_of
-from manylora.lora.modules import LoraModule
 from manylora.lora.number_types import BY_SAFETENSORS, NumberType
 from manylora.lora.tensors import AdapterContent, AdapterRow
 from manylora.request import LoraExtra
@@ -86,11 +87,10 @@ def read_peft(
     options: ReadOptions = DEFAULT,
     invocation: list[int] | None = None,
 ) -> list[AdapterRow]:
-    """Rows in float32, with the scaling folded into B, sorted by layer and module.
+    """Rows in float32, with the scaling by each matrix's own rank folded into B, sorted by layer and module.
 
-    The scaling uses each matrix's own rank. partial: a list that receives a line for each part that is left
-    out; None: such adapters are refused. invocation: as in `take_invocation`. Raises AdapterInvalidError, for
-    extras too.
+    partial: a list that receives a line for each part that is left out; None: such adapters are refused.
+    invocation: as in `take_invocation`. Extras are refused too.
     """
     settings = read_settings(folder, options.bounds)
     take_invocation(invocation_of(settings), invocation)
@@ -100,7 +100,7 @@ def read_peft(
             if partial is None or DORA.search(key):
                 raise AdapterInvalidError(f"{key}: {NO_ROW}")
             partial.append(f"no match {key}: {NO_ROW}")
-        plan = RowPlan.of(form.tensors, form.config, options, vectors=form.vectors, partial=partial)
+        plan = RowPlan(form.tensors, form.config, options, vectors=form.vectors, partial=partial)
         rows = plan.read(base)
     if not rows:
         raise AdapterInvalidError("the adapter holds no LoRA matrices")
@@ -113,27 +113,37 @@ def read_peft_whole(folder: Path, options: ReadOptions = DEFAULT) -> AdapterCont
     With `options.float8`, rows keep F8_E4M3 if all matrices have that type and there is no DoRA; each has its
     scaling beside it. If the layout is known, only the values are read.
     """
-    settings, file = read_settings(folder, options.bounds), _open_weights(folder, options)
+    settings, file, bounds = read_settings(folder, options.bounds), None, options.bounds
+    with suppress(AdapterInvalidError, OSError, ValueError):  # `peft_tensors` will raise the error
+        opened = OpenFile(folder if is_plain(folder) else folder / WEIGHTS, bounds)
+        header_of(opened, bounds)
+        file = opened
     if options.layouts is not None and options.digest and file is not None:
         layout = options.layouts.find(settings, file)
         rows = None if layout is None else read_layout(layout, file, options.bfloat16)
         if layout is not None and rows is not None:
             return AdapterContent(rows, [], layout.rows)
-    notes = _Notes(options.tell)
-    options = replace(options, tell=notes.tell)
+    notes: list[str] = []
+    forward = options.tell
+
+    def tell(line: str) -> None:
+        notes.append(line)
+        forward(line)
+
+    options = replace(options, tell=tell)
     with options.open_base() as base:
         form, found = _read_form(folder, file, settings, options, base)
         config, tensors = form.config, form.tensors
-        if found:
-            check_extra_shapes(found, options.bounds)
+        # A whole table may be a copy of the base's, which is left out, and must have the base's shape.
+        bounds.check_elements(sum(math.prod(t.shape) for key, t in found.items() if not is_whole_table(key)))
         if base is not None and peft_type(settings) == "LORA":
             _check_default_targets(settings, tensors, str(base.settings.get("model_type")))
         encoded = _encoded_type(tensors, config) if options.float8 else None
-        plan = RowPlan.of(tensors, config, options, encoded, form.vectors)
+        plan = RowPlan(tensors, config, options, encoded, form.vectors)
         rows = plan.read(base)
         extras = [*form.extras]
         if found:
-            extras = read_extras(found, tensors, config, options.modules, base, options.tell) + extras
+            extras = ExtraReader(tensors, config, options.modules, base, tell).read(found) + extras
     _tell_left_out(settings, tensors, options)
     _tell_missing(settings, {(row.layer, row.module_id) for row in rows}, options)
     if config.invocation:
@@ -144,29 +154,23 @@ def read_peft_whole(folder: Path, options: ReadOptions = DEFAULT) -> AdapterCont
         raise AdapterInvalidError("the adapter holds no LoRA matrices")
     if extras or plan.layout is None or plan.file is None:
         return AdapterContent(rows, extras)
-    if options.layouts is not None and not notes.lines:
+    if options.layouts is not None and not notes:
         options.layouts.keep(settings, plan.file, plan.layout)
     return AdapterContent(rows, extras, plan.layout.rows)
-
-
-@dataclass
-class _Notes:
-    """Passes notes on to `forward` and counts them."""
-
-    forward: Callable[[str], None]
-    lines: int = 0
-
-    def tell(self, line: str) -> None:
-        self.lines += 1
-        self.forward(line)
 
 
 def peft_tensors(
     folder: Path, options: ReadOptions = DEFAULT, file: OpenFile | None = None
 ) -> dict[str, RawTensor]:
     """The tensors by the names under which PEFT saves them, as stored, without those that `options` leaves
-    out. file: the open file of the weights, if there is one. Raises AdapterInvalidError."""
-    tensors = tensors_of(file, options.bounds) if file is not None else _stored_tensors(folder, options)
+    out. folder: or a single file that is an adapter. file: the open file of the weights, if there is one."""
+    path = folder if is_plain(folder) else folder / WEIGHTS
+    if file is not None:
+        tensors = tensors_of(file, options.bounds)
+    elif is_plain(path):
+        tensors = read_safetensors(path, options.bounds)
+    else:
+        tensors = _pickled_tensors(folder, options)
     found: dict[str, RawTensor] = {}
     for key, tensor in tensors.items():
         if COPY.search(key) and COPY.sub("", key) in tensors:
@@ -180,22 +184,8 @@ def peft_tensors(
     return found
 
 
-def _open_weights(folder: Path, options: ReadOptions) -> OpenFile | None:
-    """The open file of the weights, whose header was read. None: it cannot be read; `peft_tensors` raises the
-    error."""
-    try:
-        file = OpenFile(folder if is_plain(folder) else folder / WEIGHTS, options.bounds)
-        header_of(file, options.bounds)
-    except (AdapterInvalidError, OSError, ValueError):
-        return None
-    return file
-
-
-def _stored_tensors(folder: Path, options: ReadOptions) -> dict[str, RawTensor]:
-    """folder: or a single file that is an adapter. Raises AdapterInvalidError."""
-    path, pickled = folder if is_plain(folder) else folder / WEIGHTS, folder / PICKLED
-    if is_plain(path):
-        return read_safetensors(path, options.bounds)
+def _pickled_tensors(folder: Path, options: ReadOptions) -> dict[str, RawTensor]:
+    pickled = folder / PICKLED
     if is_plain(folder / INDEX) and not is_plain(pickled):
         raise AdapterInvalidError(
             f"{INDEX}: an adapter in several files is not read, by PEFT neither: save their tensors in one "
@@ -222,16 +212,14 @@ def _read_form(
     base: BaseReader | None,
 ) -> tuple[LoraForm, dict[str, RawTensor]]:
     """The adapter in the form of a LoRA, and its extras, which are no longer among its tensors. base: an open
-    base model. Raises AdapterInvalidError."""
+    base model."""
     plain = is_plain_lora(settings)
     if not plain:
         check_peft_type(settings)  # before files are looked for that this type may not have
     check_keys(settings, options.tell)
     tensors = peft_tensors(folder, options, file)
-    if plain:
-        form = LoraForm(config_of(settings), tensors)
-    else:
-        form = convert(PeftFiles(settings, tensors, options, base))
+    files = PeftFiles(settings, tensors, options, base)
+    form = LoraForm(config_of(settings), tensors) if plain else convert(files)
     config, found = form.config, _without_unused(form.tensors, options)
     if config.use_dora and options.base is None and not config.dora_normalized:
         raise AdapterInvalidError(f"{CONFIG} sets use_dora: {DORA_REASON}")
@@ -267,8 +255,8 @@ def _without_unused(tensors: Mapping[str, RawTensor], options: ReadOptions) -> M
 
 
 def _check_activated(keys: Iterable[str]) -> None:
-    """Raises AdapterInvalidError for a tensor of an activated LoRA that would act on every token: tokens
-    before the invocation sequence belong to the base model."""
+    """Refuse a tensor of an activated LoRA that would act on every token: tokens before the invocation
+    sequence belong to the base model."""
     for key in keys:
         if not (LOW_RANK.search(key) or is_whole_table(key)) or EXPERT_KEY.fullmatch(key):
             raise AdapterInvalidError(
@@ -299,14 +287,13 @@ def _is_named(path: str, names: Iterable[str]) -> bool:
 
 
 def _check_default_targets(settings: Mapping[str, Any], keys: Iterable[str], model_type: str) -> None:
-    """If target_modules is null, PEFT uses defaults for each model type and ignores other modules. Raises
-    AdapterInvalidError if the file has such modules. model_type: in the base's config.json."""
-    if settings.get("target_modules") is not None or settings.get("target_parameters"):
-        return
+    """If target_modules is null, PEFT uses defaults for each model type and ignores other modules. Refuse a
+    file that has such modules. model_type: in the base's config.json."""
     known = (names.split() for names, types in DEFAULT_TARGETS.items() if model_type in types.split())
     names = next(known, None)
-    others = sorted(path for path in _paths(keys) if names is not None and not _is_named(path, names))
-    if names is not None and others:
+    if names is None or settings.get("target_modules") is not None or settings.get("target_parameters"):
+        return
+    if others := sorted(path for path in _paths(keys) if not _is_named(path, names)):
         raise AdapterInvalidError(
             f"{CONFIG}: target_modules is null, which is {' and '.join(names)} for {model_type}, but the "
             f"file has {some(others)}: name in target_modules what was trained"
@@ -314,30 +301,27 @@ def _check_default_targets(settings: Mapping[str, Any], keys: Iterable[str], mod
 
 
 def _tell_left_out(settings: Mapping[str, Any], keys: Iterable[str], options: ReadOptions) -> None:
-    """A note about matrices of modules that the settings exclude: PEFT ignores them with a warning. keys:
-    names of a LoRA's tensors. Regular expressions in settings are not evaluated."""
-    paths = sorted(_paths(keys))
-    left_out = [path for path in paths if _is_left_out(path.removeprefix("base_model.model."), settings)]
+    """A note about matrices of modules that the settings exclude, as far as these are lists: PEFT ignores
+    them with a warning. keys: names of a LoRA's tensors. Regular expressions are not evaluated."""
+    named, excluded = settings.get("target_modules"), settings.get("exclude_modules")
+    others = settings.get("target_parameters") or settings.get("ensure_weight_tying")
+    named = named if isinstance(named, list) and not others else []
+    asked = settings.get("layers_to_transform")
+    layers = asked if isinstance(asked, list) else [] if asked is None else [asked]
+    left_out = []
+    for path in sorted(_paths(keys)):
+        name = path.removeprefix("base_model.model.")
+        if isinstance(excluded, list) and _is_named(name, excluded):
+            left_out.append(path)
+        elif named and name not in named:
+            layer = IN_LAYER.match(name)
+            elsewhere = layers and (layer is None or int(layer[1]) not in layers)
+            if elsewhere or not _is_named(name, named):
+                left_out.append(path)
     if left_out:
         options.tell(
             f"{CONFIG} leaves out what the file has, and PEFT does too; here it acts: {some(left_out)}"
         )
-
-
-def _is_left_out(path: str, settings: Mapping[str, Any]) -> bool:
-    """Whether target_modules, exclude_modules or layers_to_transform exclude a module, as far as they are
-    lists."""
-    named, excluded = settings.get("target_modules"), settings.get("exclude_modules")
-    if isinstance(excluded, list) and _is_named(path, excluded):
-        return True
-    others = settings.get("target_parameters") or settings.get("ensure_weight_tying")
-    if not isinstance(named, list) or not named or others or path in named:
-        return False
-    asked = settings.get("layers_to_transform")
-    layers = asked if isinstance(asked, list) else [] if asked is None else [asked]
-    layer = IN_LAYER.match(path)
-    elsewhere = bool(layers) and (layer is None or int(layer[1]) not in layers)
-    return elsewhere or not _is_named(path, named)
 
 
 def _tell_missing(
@@ -359,23 +343,16 @@ def _tell_missing(
             "layers, or saved in part"
         )
         layers &= set(range(last + 1))
-    lines = [line for name in sorted(set(names)) for line in _absent(name, layers, places, modules)]
+    lines = []
+    for name in sorted(set(names)):
+        found = {ids[name] for ids in (ATTENTION_IDS, MLP_IDS, LINEAR_IDS) if name in ids} & modules.keys()
+        for module_id in sorted(found):
+            own = modules[module_id].layers
+            there = {layer for layer, other in places if other == module_id}
+            missing = {layer for layer in layers if own is None or layer in own} - there
+            if missing and there:
+                lines.append(f"{name} of layer{'s' if len(missing) > 1 else ''} {some(sorted(missing))}")
+            elif missing and len(found) == 1:  # of two modules a model may have one in the place of the other
+                lines.append(name)
     if lines:
         options.tell(f"target_modules names what the file does not have: {some(lines)}")
-
-
-def _absent(
-    name: str, layers: Collection[int], places: Collection[tuple[int, int]], modules: Mapping[int, LoraModule]
-) -> Iterator[str]:
-    found = {ids[name] for ids in (ATTENTION_IDS, MLP_IDS, LINEAR_IDS) if name in ids} & modules.keys()
-    for module_id in sorted(found):
-        own = modules[module_id].layers
-        there = {layer for layer, other in places if other == module_id}
-        wanted = {layer for layer in layers if own is None or layer in own}
-        if len(found) > 1 and not there:
-            continue  # a name of two modules, of which the model may have one in the place of the other
-        missing = wanted - there
-        if missing and there:
-            yield f"{name} of layer{'s' if len(missing) > 1 else ''} {some(sorted(missing))}"
-        elif missing:
-            yield name

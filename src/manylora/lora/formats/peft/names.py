@@ -6,6 +6,7 @@ the encoder's first, and are named by `STACK_MODULE`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -189,15 +190,16 @@ REFUSED_KEYS = (
     ),
 )
 """Why a tensor that belongs to no linear layer is refused: the first pattern that is found decides."""
+NOT_KNOWN = "no such LoRA module is known"
 
 
 @dataclass(frozen=True)
 class ModuleName:
     """The parsed name of a linear layer's tensor.
 
-    path: of the layer. part: which tensor of the layer, as the group `part` of its pattern matched.
-    module_id: None: no adaptable linear layer has this name. number: of the layer, within its stack if it is
-    in one. stack: encoder, decoder or None.
+    part: which tensor of the layer at `path`, as the group `part` of its pattern matched. module_id: None: no
+    adaptable linear layer has this name. number: of the layer, within its stack if it is in one. stack:
+    encoder, decoder or None.
     """
 
     key: str
@@ -235,7 +237,14 @@ class ModuleNames:
             module_id = _module_id(match, modules)
             return ModuleName(key, match["path"], match["part"], module_id, number, match["root"])
         if match := self._of_stack.fullmatch(key):
-            number, module_id = int(match["layer"] or 0), _stack_module_id(match)
+            number = int(match["layer"] or 0)
+            if match["project"]:
+                module_id = Id[match["project"].upper()]
+            else:
+                attention = match["attention"] or match["cross"]
+                module_id = (STACK_ATTENTION_IDS if attention else STACK_MLP_IDS).get(match["name"])
+                if module_id is not None and match["cross"]:
+                    module_id = Id[f"CROSS_{module_id.name}"]
             return ModuleName(key, match["path"], match["part"], module_id, number, stack=match["stack"])
         return None
 
@@ -260,14 +269,6 @@ def _module_id(match: re.Match[str], modules: Modules) -> Id | None:
     return found
 
 
-def _stack_module_id(match: re.Match[str]) -> Id | None:
-    if match["project"]:
-        return Id[match["project"].upper()]
-    ids = STACK_ATTENTION_IDS if match["attention"] or match["cross"] else STACK_MLP_IDS
-    module_id = ids.get(match["name"])
-    return Id[f"CROSS_{module_id.name}"] if module_id is not None and match["cross"] else module_id
-
-
 def is_extra(key: str) -> bool:
     """Whether a tensor of this name is, or is part of, an extra."""
     bias = BIAS_NAMES.find(key)
@@ -285,17 +286,19 @@ def is_whole_table(key: str) -> bool:
 @dataclass
 class ModuleTensors:
     """The tensors of one linear layer. path: of the layer. keys, tensors: by part, which is A, B or
-    magnitude."""
+    magnitude. vectors: as in `LoraForm`, if it shares A and B with others."""
 
     path: str
     keys: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, RawTensor] = field(default_factory=dict)
+    vectors: tuple[np.ndarray, np.ndarray] | None = None
 
-    def add(self, part: str, key: str, tensor: RawTensor) -> None:
-        """Raises AdapterInvalidError if the layer already has this part."""
-        if part in self.keys:
-            raise AdapterInvalidError(f"{key} and {self.path} mean the same module")
-        self.keys[part], self.tensors[part] = key, tensor
+    @property
+    def size(self) -> int:
+        """The number of elements of its row, without shared matrices."""
+        if self.vectors is not None:
+            return sum(one.size for one in self.vectors)
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
 
 def tensors_by_module(
@@ -317,26 +320,24 @@ def tensors_by_module(
     for key, name in names.items():
         if name is None or name.module_id is None:
             if name is not None and name.stack is not None:
-                raise AdapterInvalidError(f"{key}: no such LoRA module is known")
-            _leave_out(key, partial)
+                raise AdapterInvalidError(f"{key}: {NOT_KNOWN}")
+            reason = next((text for pattern, text in REFUSED_KEYS if pattern.search(key)), NOT_KNOWN)
+            # A module without its magnitude would be another adapter, so a magnitude may not be left out.
+            if partial is None or (DORA.search(key) and not VISION.search(key)):
+                raise AdapterInvalidError(f"{key}: {reason}")
+            partial.append(f"no match {key}: {reason}")
             continue
         if name.stack is None:
             roots.setdefault(name.root, key)
         layer = name.number if name.stack is None else name.layer(modules)
-        place = layer, name.module_id
-        found.setdefault(place, ModuleTensors(name.path)).add(name.part or "magnitude", key, tensors[key])
+        parts = found.setdefault((layer, name.module_id), ModuleTensors(name.path))
+        part = name.part or "magnitude"
+        if part in parts.keys:
+            raise AdapterInvalidError(f"{key} and {parts.path} mean the same module")
+        parts.keys[part], parts.tensors[part] = key, tensors[key]
     if len(roots) > 1:
         raise AdapterInvalidError(f"{' and '.join(roots.values())} belong to two models")
     return found
-
-
-def _leave_out(key: str, partial: list[str] | None) -> None:
-    reasons = (text for pattern, text in REFUSED_KEYS if pattern.search(key))
-    reason = next(reasons, "no such LoRA module is known")
-    # A module without its magnitude would be another adapter, so a magnitude may not be left out.
-    if partial is None or (DORA.search(key) and not VISION.search(key)):
-        raise AdapterInvalidError(f"{key}: {reason}")
-    partial.append(f"no match {key}: {reason}")
 
 
 def check_stacks(keys: Iterable[str], modules: Modules) -> None:
@@ -384,7 +385,17 @@ def in_our_order(path: str, module_id: int, rows: np.ndarray, module: LoraModule
     None: not known. Raises AdapterInvalidError."""
     if module_id in GATE_UP_IDS:
         return _swap_halves(path, rows)
-    return _ungroup(path, rows, module) if path.endswith(GROUPED) else rows
+    if not path.endswith(GROUPED):
+        return rows
+    if module is None:
+        raise AdapterInvalidError(
+            f"{path}: the order of its rows depends on the base model, which is not known here: name its "
+            "directory (--base in `manylora convert` and tools/hf_lora_convert.py), or send converted tensors"
+        )
+    # The base stores these rows as [q; k; v] for each group of heads; the tensor format stores them once.
+    stacks = rows.reshape(module.groups, -1, *rows.shape[1:])
+    ends = np.cumsum([part // module.groups for part in module.parts])[:-1]
+    return np.concatenate([part.reshape(-1, *rows.shape[1:]) for part in np.split(stacks, ends, axis=1)])
 
 
 def in_peft_order(path: str, module_id: int, rows: np.ndarray, module: LoraModule | None) -> np.ndarray:
@@ -400,15 +411,3 @@ def _swap_halves(path: str, rows: np.ndarray) -> np.ndarray:
     if odd:
         raise AdapterInvalidError(f"{path}: the fused gate and up must have an even number of rows")
     return np.concatenate((rows[half:], rows[:half]))
-
-
-def _ungroup(path: str, rows: np.ndarray, module: LoraModule | None) -> np.ndarray:
-    """The base stores these rows as [q; k; v] for each group of heads; the tensor format stores them once."""
-    if module is None:
-        raise AdapterInvalidError(
-            f"{path}: the order of its rows depends on the base model, which is not known here: name its "
-            "directory (--base in `manylora convert` and tools/hf_lora_convert.py), or send converted tensors"
-        )
-    stacks = rows.reshape(module.groups, -1, *rows.shape[1:])
-    ends = np.cumsum([part // module.groups for part in module.parts])[:-1]
-    return np.concatenate([part.reshape(-1, *rows.shape[1:]) for part in np.split(stacks, ends, axis=1)])

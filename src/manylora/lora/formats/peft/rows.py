@@ -1,9 +1,6 @@
 """RowPlan: which tensors of a PEFT directory become rows. They are checked by their headers before values are
-read.
-
-A row belongs to one linear layer. If rows are stored in the file as they are served, they have a
-`FileLayout`, and compiled code reads, scales, checks and digests them. Other rows are read with NumPy.
-"""
+read. If rows are stored in the file as they are served, they have a `FileLayout`, and compiled code reads,
+scales, checks and digests them. Other rows are read with NumPy."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 from blake3 import blake3
@@ -50,46 +47,37 @@ Place = tuple[int, int]  # layer and module id
 Vectors = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
-@dataclass
 class RowPlan:
     """The tensors of each row, checked by their headers and sorted by layer and module.
 
-    encoded_type: the 8-bit type of all tensors, which the rows keep; None: rows are float32, or bfloat16 if
-    the options ask for it and the adapter is large.
-    vectors: as in `LoraForm`.
     layout, file: where the rows are in the adapter's file, if they are stored there as they are served.
     """
 
-    config: PeftConfig
-    options: ReadOptions
-    modules: dict[Place, ModuleTensors]
-    experts: Mapping[str, RawTensor]
-    encoded_type: NumberType | None
-    vectors: Vectors
-    layout: FileLayout | None = None
-    file: OpenFile | None = None
-    _shared: dict[object, SharedMatrices] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         tensors: Mapping[str, RawTensor],
         config: PeftConfig,
         options: ReadOptions,
         encoded_type: NumberType | None = None,
         vectors: Vectors | None = None,
         partial: list[str] | None = None,
-    ) -> RowPlan:
-        """tensors: without extras. partial: as in `tensors_by_module`. Raises AdapterInvalidError."""
-        experts = {key: tensor for key, tensor in tensors.items() if EXPERT_KEY.fullmatch(key)}
-        others = {key: tensor for key, tensor in tensors.items() if key not in experts}
-        found = tensors_by_module(others, partial, options.modules)
-        plan = cls(config, options, found, experts, encoded_type, vectors or {})
-        plan._check(tensors)
-        plan.modules = dict(sorted(found.items()))
-        if not (experts or plan.vectors):
-            plan._find_layout()
-        return plan
+    ) -> None:
+        """tensors: without extras. encoded_type: the 8-bit type of all tensors, which rows keep; None: they
+        are float32, or bfloat16 if the options ask for it and the adapter is large. vectors: as in
+        `LoraForm`. partial: as in `tensors_by_module`. Raises AdapterInvalidError."""
+        self.config, self.options, self.encoded_type = config, options, encoded_type
+        self.layout: FileLayout | None = None
+        self.file: OpenFile | None = None
+        self._shared: dict[object, SharedMatrices] = {}
+        self.experts = {key: tensor for key, tensor in tensors.items() if EXPERT_KEY.fullmatch(key)}
+        others = {key: tensor for key, tensor in tensors.items() if key not in self.experts}
+        self.modules = tensors_by_module(others, partial, options.modules)
+        for parts in self.modules.values():
+            parts.vectors = vectors.get(parts.keys.get("A", "")) if vectors else None
+        self._check(tensors)
+        self.modules = dict(sorted(self.modules.items()))
+        if not (self.experts or vectors):
+            self._find_layout()
 
     def read(self, base: BaseReader | None) -> list[AdapterRow]:
         """Rows sorted by layer and module, with digests if the options ask for them. base: an open base
@@ -113,23 +101,29 @@ class RowPlan:
                 if module_id not in modules:
                     path = parts.path.removeprefix("base_model.model.")
                     raise AdapterInvalidError(f"{path}: {not_enabled(module_id, modules)}")
-        _check_pairs(tensors)
+        # If a tensor has a wrong name, the module that lacks it and the one that it names are told.
+        sides: dict[str, str] = {}
+        for match in filter(None, map(SIDE.fullmatch, sorted(tensors))):
+            sides[match["path"]] = sides.get(match["path"], "") + match["side"]
+        missing = {"A": "lora_B", "B": "lora_A"}
+        lines = [f"{path} is missing its {missing[one]} matrix" for path, one in sides.items() if one != "AB"]
+        if lines:
+            raise AdapterInvalidError(", and ".join(lines[:2]))
         elements = check_expert_shapes(self.experts, modules, bounds) if self.experts else 0
         shared = set()
         for place, parts in self.modules.items():
-            elements += self._check_module(*place, parts)
-            if self._vectors_of(parts) is not None:
+            self._check_module(*place, parts)
+            elements += parts.size
+            if parts.vectors is not None:
                 shared.add(parts.tensors["A"].shape + parts.tensors["B"].shape)
         elements += sum(a * b + c * d for a, b, c, d in shared)
         bounds.check_rows(len(self.modules))
         bounds.check_elements(elements, float8=self.encoded_type is not None)
 
-    def _check_module(self, layer: int, module_id: int, parts: ModuleTensors) -> int:
-        """The number of elements of a row. Raises AdapterInvalidError if the row must not be read."""
+    def _check_module(self, layer: int, module_id: int, parts: ModuleTensors) -> None:
         path, options = parts.path, self.options
-        for side in "AB":
-            if side not in parts.tensors:
-                raise AdapterInvalidError(f"{path} is missing its lora_{side} matrix")
+        if "A" not in parts.tensors:  # only a magnitude
+            raise AdapterInvalidError(f"{path} is missing its lora_A matrix")
         a, b = parts.tensors["A"].shape, parts.tensors["B"].shape
         if options.modules and module_id in options.modules:
             check_layer(path, options.modules[module_id], layer)
@@ -145,27 +139,13 @@ class RowPlan:
                 raise AdapterInvalidError(f"{path} has {b[0]} rows and a DoRA magnitude of {size}")
         elif self.config.use_dora:
             raise AdapterInvalidError(f"{path} is missing its DoRA magnitude")
-        elements, shared = self._size(parts), self._vectors_of(parts) is not None
-        options.check_row(module_id, layer, RowFormat(rank, dora, shared=shared), elements)
-        return elements
+        row = RowFormat(rank, dora, shared=parts.vectors is not None)
+        options.check_row(module_id, layer, row, parts.size)
 
     def _setting_name(self, path: str, module_id: int) -> str:
         """The name of the module at `path` in settings: newer PEFT treats a router as a parameter."""
         is_parameter = module_id == LoraModuleId.MOE_ROUTER and self.config.target_parameters
         return f"{path}.weight" if is_parameter else path
-
-    def _scale(self, path: str, module_id: int, rank: int) -> float:
-        """The factor of B for the layer at `path`."""
-        return self.config.scale(self._setting_name(path, module_id), rank)
-
-    def _vectors_of(self, parts: ModuleTensors) -> tuple[np.ndarray, np.ndarray] | None:
-        return self.vectors.get(parts.keys["A"])
-
-    def _size(self, parts: ModuleTensors) -> int:
-        """The number of elements of a row, without shared matrices."""
-        if (vectors := self._vectors_of(parts)) is not None:
-            return sum(one.size for one in vectors)
-        return sum(math.prod(tensor.shape) for tensor in parts.tensors.values())
 
     def _find_layout(self) -> None:
         """Set `layout` if each row is one pair of matrices in the same file, in the cache's row order, and
@@ -180,10 +160,10 @@ class RowPlan:
                 return
             if a.offset is None or b.offset is None or a.file is not b.file or file not in (None, a.file):
                 return
-            if not self._is_in_our_order(layer, module_id, parts.path, b.shape[0]):
+            if (np.diff(self._order(layer, module_id, parts.path, b.shape[0])) != 1).any():
                 return
             file, rank = a.file, a.shape[0]
-            scale = self._scale(parts.path, module_id, rank)
+            scale = self.config.scale(self._setting_name(parts.path, module_id), rank)
             rows.append((module_id, layer, rank, a.offset, b.offset, scale))
             inputs.append(a.shape[1])
             outputs.append(b.shape[0])
@@ -194,14 +174,14 @@ class RowPlan:
         formats = tuple(known[rank] for rank in stored.table["rank"].tolist())
         self.layout, self.file = FileLayout(stored, np.array(inputs), np.array(outputs), formats), file
 
-    def _is_in_our_order(self, layer: int, module_id: int, path: str, count: int) -> bool:
+    def _order(self, layer: int, module_id: int, path: str, count: int) -> np.ndarray:
+        """In the file, the numbers of B's rows in our order."""
         order, module = np.arange(count), self.options.module(module_id, layer)
-        ours = in_our_order(path, module_id, in_peft_order(path, module_id, order, module), module)
-        return ours is order or not (np.diff(ours) != 1).any()
+        return in_our_order(path, module_id, in_peft_order(path, module_id, order, module), module)
 
     def _read_modules(self, base: BaseReader | None) -> list[AdapterRow]:
         """All payloads are in one piece of memory. Several threads read a large adapter."""
-        sizes = [self._size(parts) for parts in self.modules.values()]
+        sizes = [parts.size for parts in self.modules.values()]
         total, order = sum(sizes), list(self.modules)
         bfloat16 = self.options.bfloat16 and self.encoded_type is None and total >= NARROWED
         dtype = BFLOAT16 if bfloat16 else staging.FLOAT32
@@ -222,7 +202,7 @@ class RowPlan:
                 rows.append(row)
             return rows
 
-        alone = self.vectors or any("magnitude" in parts.tensors for parts in self.modules.values())
+        alone = any(parts.vectors or "magnitude" in parts.tensors for parts in self.modules.values())
         if alone or total < max(PARALLEL, PARALLEL_ROWS * len(order)):
             return read(order)
         threads = min(THREADS, os.cpu_count() or 1)
@@ -234,20 +214,28 @@ class RowPlan:
     def _read_row(
         self, layer: int, module_id: int, payload: np.ndarray, base: BaseReader | None
     ) -> AdapterRow:
-        """payload: receives the values; float32, or bytes of `encoded_type`."""
+        """payload: receives the values; float32, or bytes of `encoded_type`. B is multiplied by its scaling,
+        except in an encoded type."""
         parts, module = self.modules[layer, module_id], self.options.module(module_id, layer)
         path, encoded, shared = parts.path, self.encoded_type, None
-        row = RowFormat(parts.tensors["A"].shape[0], "magnitude" in parts.tensors)
-        if (vectors := self._vectors_of(parts)) is not None:
-            order = np.arange(len(vectors[0]))
-            order = in_our_order(path, module_id, in_peft_order(path, module_id, order, module), module)
-            np.concatenate((vectors[0][order], vectors[1]), out=payload)
+        stored_a, stored_b = parts.tensors["A"], parts.tensors["B"]
+        row = RowFormat(stored_a.shape[0], "magnitude" in parts.tensors)
+        if parts.vectors is not None:
+            order = self._order(layer, module_id, path, len(parts.vectors[0]))
+            np.concatenate((parts.vectors[0][order], parts.vectors[1]), out=payload)
             row, shared = replace(row, shared=True), self._share(parts, order)
         else:
-            scale = self._scale(path, module_id, row.rank)
-            a, b = _read_pair(parts, payload, scale, encoded)
+            scale = self.config.scale(self._setting_name(path, module_id), row.rank)
+            end = math.prod(stored_a.shape)
+            a = payload[:end].reshape(stored_a.shape)
+            b = payload[end : end + math.prod(stored_b.shape)].reshape(stored_b.shape)
             if encoded is not None:
+                a[...], b[...] = (read_encoded(parts.keys[side], parts.tensors[side]) for side in "AB")
+                check_scale(path, scale)
                 row = replace(row, encoding=encoded.encoding, scale=float(np.float32(scale)))
+            else:
+                stored_a.fill(parts.keys["A"], a)
+                stored_b.fill(f"{parts.keys['B']} (with its scaling)", b, scale)
             if (turned := in_peft_order(path, module_id, b, module)) is not b:
                 b[...] = turned
             columns: list[np.ndarray] = [b]
@@ -276,38 +264,6 @@ class RowPlan:
         return self._shared[known]
 
 
-def _read_pair(
-    parts: ModuleTensors, payload: np.ndarray, scale: float, encoded: NumberType | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Read A and B into the payload. B is multiplied by scale, except in an encoded type."""
-    stored_a, stored_b = parts.tensors["A"], parts.tensors["B"]
-    end = math.prod(stored_a.shape)
-    a = payload[:end].reshape(stored_a.shape)
-    b = payload[end : end + math.prod(stored_b.shape)].reshape(stored_b.shape)
-    if encoded is not None:
-        a[...], b[...] = read_encoded(parts.keys["A"], stored_a), read_encoded(parts.keys["B"], stored_b)
-        check_scale(parts.path, scale)
-    else:
-        stored_a.fill(parts.keys["A"], a)
-        stored_b.fill(f"{parts.keys['B']} (with its scaling)", b, scale)
-    return a, b
-
-
-def _check_pairs(tensors: Mapping[str, RawTensor]) -> None:
-    """Raises AdapterInvalidError for modules without A or without B. The error names two of them: if a tensor
-    has a wrong name, these are the module that lacks it and the one that it names."""
-    sides: dict[str, str] = {}
-    for match in filter(None, map(SIDE.fullmatch, sorted(tensors))):
-        sides[match["path"]] = sides.get(match["path"], "") + match["side"]
-    lines = [
-        f"{path} is missing its lora_{'B' if found == 'A' else 'A'} matrix"
-        for path, found in sides.items()
-        if len(found) == 1
-    ]
-    if lines:
-        raise AdapterInvalidError(", and ".join(lines[:2]))
-
-
 def read_layout(layout: FileLayout, file: OpenFile, bfloat16: bool) -> list[AdapterRow] | None:
     """Read rows with this layout by compiled code, with digests, in float32 or bfloat16. None: a value is not
     finite, the file is too short, or there is no compiled code."""
@@ -324,13 +280,11 @@ def read_layout(layout: FileLayout, file: OpenFile, bfloat16: bool) -> list[Adap
     rows["target"] = whole.ctypes.data + whole.itemsize * (ends - sizes)
     target = "bfloat16" if bfloat16 else "float32"
     threads = min(THREADS, os.cpu_count() or 1)
-    digests = take_rows(file.descriptor, rows, target, layout.rows.dtype, threads, _digest)
+    digests = take_rows(
+        file.descriptor, rows, target, layout.rows.dtype, threads, lambda content: blake3(content).digest()
+    )
     if digests is None:
         return None
     places = zip(stored["module_id"].tolist(), stored["layer"].tolist(), strict=True)
     found = zip(places, layout.formats, np.split(whole, ends[:-1]), digests, strict=True)
     return [AdapterRow(*place, row, piece, digest) for place, row, piece, digest in found]
-
-
-def _digest(content: memoryview) -> bytes:
-    return blake3(content).digest()

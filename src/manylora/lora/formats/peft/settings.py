@@ -47,25 +47,24 @@ ALONE = ("use_dora", "target_parameters", *WRITTEN_OUT)  # settings that do not 
 
 
 def read_settings(folder: Path, bounds: Bounds = ANY_MODEL) -> dict[str, Any]:
-    """adapter_config.json of an adapter of any PEFT type. Raises AdapterInvalidError."""
+    """adapter_config.json of an adapter of any PEFT type. folder: or a file with it in its metadata. Raises
+    AdapterInvalidError."""
+    path = folder / CONFIG
     try:
-        settings = json.loads(_config_text(folder, bounds))
+        if is_plain(folder):
+            text = read_metadata(OpenFile(folder, bounds), bounds).get(EMBEDDED, "")
+            if not isinstance(text, str) or not text or len(text) > MAX_BYTES:
+                raise AdapterInvalidError(f"the metadata of {folder.name} has no text {EMBEDDED}")
+        elif is_plain(path):
+            text = read_small(path, bounds, MAX_BYTES).decode()
+        else:
+            raise AdapterInvalidError(f"{CONFIG} is missing: not an adapter directory of PEFT")
+        settings = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise AdapterInvalidError(f"{CONFIG} is not readable JSON: {one_line(error)}") from error
     if not isinstance(settings, dict):
         raise AdapterInvalidError(f"{CONFIG} must be an object of JSON")
     return settings
-
-
-def _config_text(path: Path, bounds: Bounds) -> str:
-    if is_plain(path):
-        text = read_metadata(OpenFile(path, bounds), bounds).get(EMBEDDED, "")
-        if not isinstance(text, str) or not text or len(text) > MAX_BYTES:
-            raise AdapterInvalidError(f"the metadata of {path.name} has no text {EMBEDDED}")
-        return text
-    if not is_plain(path / CONFIG):
-        raise AdapterInvalidError(f"{CONFIG} is missing: not an adapter directory of PEFT")
-    return read_small(path / CONFIG, bounds, MAX_BYTES).decode()
 
 
 def is_one_file(path: Path, bounds: Bounds = ANY_MODEL) -> bool:
@@ -124,11 +123,8 @@ SECONDS = 1.0  # for all comparisons of one adapter
 
 class Patterns:
     """Patterns for names of modules, as PEFT's alpha_pattern and rank_pattern have them; the first that
-    matches is used.
-
-    setting: its name, for errors. Plain names are looked up, however many there are. Regular expressions must
-    be few and simple, or they are refused.
-    """
+    matches is used. setting: its name, for errors. Plain names are looked up, however many there are. Regular
+    expressions must be few and simple, or they are refused."""
 
     def __init__(self, setting: str, patterns: Iterable[str]) -> None:
         self._setting = setting
@@ -173,20 +169,17 @@ class Patterns:
 
     @cached_property
     def _expressions(self) -> dict[str, re.Pattern[str]]:
-        return {pattern: self._compile(pattern) for _, pattern in self._involved}
-
-    def _compile(self, pattern: str) -> re.Pattern[str]:
-        simple = (
-            len(pattern) <= MAX_LENGTH
-            and not re.search(r"\)[*+{]", pattern)
-            and len(CHOICES.findall(pattern.removeprefix(FRONT))) <= MAX_CHOICES
-        )
-        if not simple:
-            raise AdapterInvalidError(f"the {self._setting} {pattern[:80]} is too involved")
-        try:
-            return re.compile(f"({pattern})$" if pattern.startswith(FRONT) else rf"(.*\.)?({pattern})$")
-        except (re.error, RecursionError, OverflowError) as error:
-            raise AdapterInvalidError(f"{self._setting} {pattern[:80]} is not a pattern") from error
+        found = {}
+        for _, pattern in self._involved:
+            is_long = len(pattern) > MAX_LENGTH or re.search(r"\)[*+{]", pattern)
+            if is_long or len(CHOICES.findall(pattern.removeprefix(FRONT))) > MAX_CHOICES:
+                raise AdapterInvalidError(f"the {self._setting} {pattern[:80]} is too involved")
+            whole = f"({pattern})$" if pattern.startswith(FRONT) else rf"(.*\.)?({pattern})$"
+            try:
+                found[pattern] = re.compile(whole)
+            except (re.error, RecursionError, OverflowError) as error:
+                raise AdapterInvalidError(f"{self._setting} {pattern[:80]} is not a pattern") from error
+        return found
 
 
 @dataclass(frozen=True)
@@ -282,6 +275,15 @@ def config_of(settings: Mapping[str, Any]) -> PeftConfig:
     parameters = settings.get("target_parameters") or []
     if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
         raise AdapterInvalidError(f"{CONFIG}: target_parameters must be a list of names")
+    given = settings.get("trainable_token_indices") or {}
+    lists = given if isinstance(given, dict) else {"": given}
+    for ids in lists.values():
+        numbers = isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
+        if not numbers or len(set(ids)) != len(ids):
+            raise AdapterInvalidError(
+                f"{CONFIG}: trainable_token_indices must be a list of different token ids, or map modules to "
+                "such lists"
+            )
     flags = ("use_rslora", "use_dora", "dora_normalized", "fan_in_fan_out", "ensure_weight_tying")
     return PeftConfig(
         _finite(settings.get("lora_alpha"), "lora_alpha"),
@@ -290,7 +292,7 @@ def config_of(settings: Mapping[str, Any]) -> PeftConfig:
         ranks,
         tuple(parameters),
         modules_to_save=saved_modules(settings),
-        token_indices=_token_indices(settings),
+        token_indices={str(name): tuple(ids) for name, ids in lists.items()},
         base=str(settings.get("base_model_name_or_path") or ""),
         invocation=invocation_of(settings),
         **{name: bool(settings.get(name)) for name in flags},
@@ -326,27 +328,10 @@ def invocation_of(settings: Mapping[str, Any]) -> tuple[int, ...]:
     return check_invocation(given, f"{CONFIG}: {ALORA}")
 
 
-def _token_indices(settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    given = settings.get("trainable_token_indices") or {}
-    lists = given if isinstance(given, dict) else {"": given}
-    for ids in lists.values():
-        numbers = isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
-        if not numbers or len(set(ids)) != len(ids):
-            raise AdapterInvalidError(
-                f"{CONFIG}: trainable_token_indices must be a list of different token ids, or map modules to "
-                "such lists"
-            )
-    return {str(name): tuple(ids) for name, ids in lists.items()}
-
-
 def _finite(value: Any, name: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number) or isinstance(value, str | bool):
+    if not _number(value):
         raise AdapterInvalidError(f"{CONFIG}: {name} must be a number, got {shown(value)}")
-    return number
+    return float(value)
 
 
 LARGEST_COUNT = 2**31  # above every count and every rank
@@ -360,14 +345,6 @@ def _count(value: Any) -> bool:
 def _number(value: Any) -> bool:
     # An integer may be too large for a float.
     return type(value) in (int, float) and -math.inf < value < math.inf and abs(value) < 2.0**1023
-
-
-def _names(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(n, str) for n in value))
-
-
-def _layers(value: Any) -> bool:
-    return all(_count(n) for n in (value if isinstance(value, list) else [value]))
 
 
 # What a value must be where there is one: in words, the test, the keys.
@@ -387,17 +364,17 @@ SETTING_TYPES: list[tuple[str, Callable[[Any], bool], str]] = [
         "num_layers num_transformer_submodules num_vectors num_virtual_tokens oft_block_size "
         "qalora_group_size r target_r theta_d_length token_dim topk u vector_length",
     ),
-    (
-        "a number",
-        _number,
-        "alpha delora_lambda eps lora_alpha lora_dropout scaling weight_tying",
-    ),
+    ("a number", _number, "alpha delora_lambda eps lora_alpha lora_dropout scaling weight_tying"),
     (
         "a name, or a list of names",
-        _names,
+        lambda value: all(isinstance(name, str) for name in (value if isinstance(value, list) else [value])),
         "exclude_modules feedforward_modules layers_pattern modules_to_save target_modules target_parameters",
     ),
-    ("the number of a layer, or a list of them", _layers, "layers_to_transform"),
+    (
+        "the number of a layer, or a list of them",
+        lambda value: all(map(_count, value if isinstance(value, list) else [value])),
+        "layers_to_transform",
+    ),
     (
         "a text",
         lambda value: isinstance(value, str),
@@ -432,9 +409,9 @@ trainable_token_indices unilora_dropout vblora_dropout vera_dropout
 KNOWN_SETTINGS = frozenset(OTHER_SETTINGS.split()).union(*(names.split() for *_, names in SETTING_TYPES))
 
 
-def check_types(settings: Mapping[str, Any]) -> None:
-    """A value of null counts as absent. Raises AdapterInvalidError naming the first key whose value has
-    another type."""
+def check_keys(settings: Mapping[str, Any], tell: Callable[[str], None]) -> None:
+    """Raises AdapterInvalidError for a value of the wrong type, and for a key of another kind of adapter. A
+    value of null counts as absent. tell: as in `ReadOptions`."""
     for what, fits, names in SETTING_TYPES:
         for name in names.split():
             value = settings.get(name)
@@ -445,12 +422,6 @@ def check_types(settings: Mapping[str, Any]) -> None:
             if not fits(value):
                 where = f"{name} of {module[:80]}"
                 raise AdapterInvalidError(f"{CONFIG}: {where} must be {what}, got {shown(value)}")
-
-
-def check_keys(settings: Mapping[str, Any], tell: Callable[[str], None]) -> None:
-    """Raises AdapterInvalidError for a value of the wrong type, and for a key of another kind of adapter.
-    tell: as in `ReadOptions`."""
-    check_types(settings)
     if initial_kind(settings).startswith("lora_ga"):
         tell(
             "its training began with a base that LoRA-GA had changed; here, as in PEFT, it is added to the "

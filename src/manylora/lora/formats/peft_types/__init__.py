@@ -16,17 +16,11 @@ from manylora.lora.formats.peft_types import low_rank
 from manylora.lora.formats.peft_types.converted import LoraForm, PeftFiles, by_module
 from manylora.lora.formats.peft_types.extras import read_diagonal, read_norms, read_prefix, read_prompt
 from manylora.lora.formats.peft_types.lora import read_lora, read_tokens
-from manylora.lora.formats.peft_types.vectors import (
-    read_pvera,
-    read_tinylora,
-    read_unilora,
-    read_vblora,
-    read_vera,
-)
+from manylora.lora.formats.peft_types.vectors import read_tinylora, read_unilora, read_vblora, read_vera
 
 # By PEFT's peft_type. A reader raises AdapterInvalidError.
 READERS: dict[str, Callable[[PeftFiles], LoraForm]] = {
-    "ADALORA": by_module(low_rank.adalora, "lora_A", "lora_B", "lora_E"),
+    "ADALORA": low_rank.read_adalora,
     "BEFT": read_diagonal,
     "CARTRIDGE": read_prefix,
     "CPT": read_prompt,
@@ -48,7 +42,7 @@ READERS: dict[str, Callable[[PeftFiles], LoraForm]] = {
     "PROMPT_TUNING": read_prompt,
     "P_TUNING": read_prompt,
     "ROAD": read_diagonal,
-    "PVERA": read_pvera,
+    "PVERA": read_vera,
     "TINYLORA": read_tinylora,
     "TRAINABLE_TOKENS": read_tokens,
     "UNILORA": read_unilora,

@@ -1,4 +1,5 @@
-"""The input and output of converters: an adapter as PEFT saved it, and the same adapter as a LoRA."""
+"""The input and output of converters: an adapter as PEFT saved it, and the same adapter as a LoRA. What is
+wrong raises AdapterInvalidError."""
 
 from __future__ import annotations
 
@@ -57,7 +58,6 @@ class Pairs:
     """Reads an adapter's tensors and collects A and B of each module, with the scaling in B.
 
     parts: last parts of the names of this type's tensors. Other tensors, such as biases, are kept unchanged.
-    All methods and the constructor raise AdapterInvalidError.
     """
 
     def __init__(self, files: PeftFiles, parts: Collection[str]) -> None:
@@ -115,15 +115,15 @@ class Pairs:
         name = LORA_NAMES.find(f"{path}.lora_A.weight", self.files.options.modules)
         return None if name is None else name.module(self.files.options.modules)
 
-    def in_dim(self, path: str) -> int:
-        """The number of inputs of a module whose tensors do not show it."""
+    def known_module(self, path: str) -> LoraModule:
+        """The same, for a module whose tensors do not show its number of inputs."""
         module = self.module(path)
         if module is None:
             raise AdapterInvalidError(
                 f"{path}: how many inputs it has depends on the base model, which is not known here or has "
                 "no such module: name its directory with --base"
             )
-        return module.in_dim
+        return module
 
     def add(self, path: str, rank: int, in_dim: int, out_dim: int, make: Callable[[], Matrices]) -> None:
         """Add a module. make: returns A [rank, in] and B [out, rank]; called only if they are not too large.
@@ -134,9 +134,9 @@ class Pairs:
         try:
             a, b = make()
         except (ValueError, RuntimeError, IndexError) as error:  # shapes that no reader has looked at
-            raise AdapterInvalidError(f"{path}: its tensors do not fit together") from error
+            raise unfit(path) from error
         if a.shape != (rank, in_dim) or b.shape != (out_dim, rank):
-            raise AdapterInvalidError(f"{path}: its tensors do not fit together")
+            raise unfit(path)
         self._put(path, raw(a), raw(b))
 
     def add_shared(self, path: str, a: np.ndarray, b: np.ndarray, of_b: np.ndarray, of_d: np.ndarray) -> None:
@@ -172,29 +172,14 @@ class Pairs:
         self._made[f"{path}.lora_A.weight"], self._made[f"{path}.lora_B.weight"] = a, b
 
     def check_rank(self, path: str, found: int) -> None:
-        """found: the module's rank by its tensors. Raises if the settings give another one."""
-        self._told_ranks.check_rank(path, found)
+        """found: the module's rank by its tensors. Refuses other settings."""
+        self._ranks.check_rank(path, found)
 
     def check_count(self, path: str, name: str, found: int) -> None:
-        """found: a size by the tensors. Raises if the setting `name` gives another one."""
+        """found: a size by the tensors. Refuses another one in the setting `name`."""
         told = self.files.settings.get(name)
         if told is not None and told != found:
             raise AdapterInvalidError(f"{path} has {found} for {name}, and {CONFIG} says {str(told)[:40]}")
-
-    @cached_property
-    def kept_ranks(self) -> dict[str, int]:
-        """For AdaLoRA: the ranks of pruned modules, by path."""
-        found = self.files.settings.get("rank_pattern") or {}
-        if not isinstance(found, dict):
-            raise AdapterInvalidError(f"{CONFIG}: rank_pattern must map names to lists of true and false")
-        ranks = {}
-        for name, kept in found.items():
-            if not isinstance(kept, list) or not all(type(one) is bool for one in kept):
-                raise AdapterInvalidError(
-                    f"{CONFIG}: rank_pattern of {name[:80]} must be true and false for each rank"
-                )
-            ranks[name.removesuffix(".default").rpartition(".")[0]] = sum(kept)
-        return ranks
 
     def alpha_over_rank(self, path: str, rank: int | None) -> np.float32:
         """alpha / r by the patterns of the settings. rank: of the module's matrices; None: they do not show
@@ -210,10 +195,9 @@ class Pairs:
         return config_of({"lora_alpha": self.number("alpha", 8), "r": settings.get("r", 8), **patterns})
 
     @cached_property
-    def _told_ranks(self) -> PeftConfig:
-        settings = self.files.settings
-        patterns = {"rank_pattern": settings.get("rank_pattern")}
-        return config_of({"lora_alpha": 1, "r": settings.get("r"), **patterns})
+    def _ranks(self) -> PeftConfig:
+        found = {name: self.files.settings.get(name) for name in ("r", "rank_pattern")}
+        return config_of({"lora_alpha": 1, **found})
 
     def form(self) -> LoraForm:
         """The adapter as a LoRA."""
@@ -236,6 +220,10 @@ class Pairs:
         return value
 
 
+def unfit(path: str, parts: str = "its tensors") -> AdapterInvalidError:
+    return AdapterInvalidError(f"{path}: {parts} do not fit together")
+
+
 def raw(values: np.ndarray) -> RawTensor:
     """A tensor in float32."""
     values = np.ascontiguousarray(values, np.float32)
@@ -245,11 +233,8 @@ def raw(values: np.ndarray) -> RawTensor:
 def by_module(
     convert: Callable[[Pairs, str], None], *parts: str, beside: Collection[str] = ()
 ) -> Callable[[PeftFiles], LoraForm]:
-    """Makes the reader of a type whose modules are converted one by one.
-
-    convert: adds A and B of the module at a path. parts: tensors that identify such a module. beside: further
-    tensors that it may have.
-    """
+    """The reader of a type whose modules are converted one by one. convert: adds A and B of the module at a
+    path. parts: tensors that identify such a module. beside: further tensors that it may have."""
 
     def read(files: PeftFiles) -> LoraForm:
         pairs = Pairs(files, (*parts, *beside))

@@ -1,38 +1,27 @@
 """Types that become extras (see `manylora.lora.extras`): IA3, RoAd, BEFT and OFT scale, rotate or shift what
 a linear layer takes or gives; LN tuning brings norms; prompt tuning and P-tuning put virtual tokens before
-each prompt, prefix tuning and Cartridge their keys and values.
-
-PEFT saves what a prompt's encoder or projection gives, not these; so there is nothing to run when it is read.
-"""
+each prompt, prefix tuning and Cartridge their keys and values. PEFT saves what a prompt's encoder or
+projection gives, not these. All functions raise AdapterInvalidError."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
-from manylora.lora.formats.peft.names import ModuleName, ModuleNames, encoder_layers, in_our_order
+from manylora.lora.formats.peft.names import ModuleNames, encoder_layers, in_our_order
 from manylora.lora.formats.peft.settings import CONFIG, PeftConfig, peft_type, saved_modules
 from manylora.lora.formats.peft_types.converted import LoraForm, PeftFiles
-from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.tensor_files import RawTensor, decode
 from manylora.lora.modules import MODULE_NAMES, LoraModule, not_enabled
 from manylora.lora.modules import LoraModuleId as Id
 from manylora.lora.tensors import check_layer
 from manylora.request import LoraExtra
 
-PARTS = {
-    "IA3": ("ia3_l",),
-    "ROAD": ("road_theta", "road_alpha"),
-    "BEFT": ("beft_bias",),
-    "OFT": ("oft_R.weight",),
-}
-"""By PEFT type, the tensors of a module."""
 NAMES = ModuleNames(r"(?P<part>ia3_l|road_theta|road_alpha|beft_bias|oft_R\.weight)")
 NOT_LINEAR = (Id.ATTN_KV_B, Id.MOE_ROUTER)  # whose outputs no layer computes as one matrix
 MOST_TERMS = 64  # of OFT's series, each a product of all blocks
@@ -41,33 +30,38 @@ PROMPT = "prompt_embeddings"
 
 
 def read_norms(files: PeftFiles) -> LoraForm:
-    """LN tuning: norms, as if they had been saved as whole modules. Raises AdapterInvalidError."""
+    """LN tuning: norms, as if they had been saved as whole modules."""
     tensors = {key.replace("ln_tuning_layers.", ""): tensor for key, tensor in files.tensors.items()}
     return LoraForm(_config(files), tensors)
 
 
 def read_diagonal(files: PeftFiles) -> LoraForm:
-    """IA3, RoAd, BEFT or OFT. Raises AdapterInvalidError."""
-    kind, options = peft_type(files.settings), files.options
-    own = {key: tensor for key, tensor in files.tensors.items() if key.endswith(PARTS[kind])}
+    """IA3, RoAd, BEFT or OFT."""
+    kind, options, modules = peft_type(files.settings), files.options, files.options.modules
+    wanted, convert = CONVERTERS[kind]
+    own = {key: tensor for key, tensor in files.tensors.items() if key.endswith(wanted)}
     if not own:
-        raise AdapterInvalidError(f"the adapter holds no {PARTS[kind][0]}")
+        raise AdapterInvalidError(f"the adapter holds no {wanted[0]}")
     options.bounds.check_elements(2 * sum(math.prod(tensor.shape) for tensor in own.values()))
     others = {key: tensor for key, tensor in files.tensors.items() if key not in own}
-    found: dict[tuple[str, int, int], dict[str, tuple[str, RawTensor]]] = defaultdict(dict)
+    found: dict[tuple[str, int, Id], dict[str, tuple[str, RawTensor]]] = defaultdict(dict)
     for key, tensor in sorted(own.items()):
-        name, module_id, layer = _place(kind, key, options)
-        found[name.path, layer, module_id][str(name.part)] = key, tensor
+        name = NAMES.find(key, modules)
+        if name is None or name.module_id is None or name.module_id in NOT_LINEAR:
+            raise AdapterInvalidError(f"{key}: {kind} is not supported on this module")
+        if modules is not None and name.module_id not in modules:
+            raise AdapterInvalidError(f"{key}: {not_enabled(name.module_id, modules)}")
+        layer = name.layer(modules)
+        if modules is not None:
+            check_layer(key, modules[name.module_id], layer)
+        found[name.path, layer, name.module_id][str(name.part)] = key, tensor
     extras: list[LoraExtra] = []
     for (path, layer, number), parts in found.items():
-        for part in PARTS[kind]:
-            if part not in parts:
-                raise AdapterInvalidError(f"{path} is missing its {part}")
+        if missing := [part for part in wanted if part not in parts]:
+            raise AdapterInvalidError(f"{path} is missing its {missing[0]}")
         values = {part: decode(*tensor) for part, tensor in parts.items()}
-        where = f"layers.{layer}.{MODULE_NAMES[number]}"
-        module = options.module(number, layer)
-        one = _Module(path, where, number, module, values, files.settings, options)
-        extras += CONVERTERS[kind](one)
+        where, module = f"layers.{layer}.{MODULE_NAMES[number]}", options.module(number, layer)
+        extras += convert(_Module(path, where, number, module, values, files))
     if len({extra.name for extra in extras}) < len(extras):
         raise AdapterInvalidError("the adapter has two tensors for the same module")
     return LoraForm(_config(files), others, extras)
@@ -75,20 +69,6 @@ def read_diagonal(files: PeftFiles) -> LoraForm:
 
 def _config(files: PeftFiles) -> PeftConfig:
     return PeftConfig(1.0, modules_to_save=saved_modules(files.settings))
-
-
-def _place(kind: str, key: str, options: ReadOptions) -> tuple[ModuleName, Id, int]:
-    """The parsed name, the module and the layer of a key."""
-    modules = options.modules
-    name = NAMES.find(key, modules)
-    if name is None or name.module_id is None or name.module_id in NOT_LINEAR:
-        raise AdapterInvalidError(f"{key}: {kind} is not supported on this module")
-    if modules is not None and name.module_id not in modules:
-        raise AdapterInvalidError(f"{key}: {not_enabled(name.module_id, modules)}")
-    layer = name.layer(modules)
-    if modules is not None:
-        check_layer(key, modules[name.module_id], layer)
-    return name, name.module_id, layer
 
 
 @dataclass(frozen=True)
@@ -100,8 +80,7 @@ class _Module:
     module_id: int
     module: LoraModule | None
     values: dict[str, np.ndarray]
-    settings: Mapping[str, Any]
-    options: ReadOptions
+    files: PeftFiles
 
     def ia3(self) -> list[LoraExtra]:
         """A tensor [out, 1] scales the outputs, [1, in] the inputs."""
@@ -121,12 +100,13 @@ class _Module:
 
     def road(self) -> list[LoraExtra]:
         """y -> scale * y + turn * (y with the halves of each group swapped, the second one's sign too)."""
-        variant, group = self.settings.get("variant", "road_1"), self.settings.get("group_size", 64)
+        settings = self.files.settings
+        variant, group = settings.get("variant", "road_1"), settings.get("group_size", 64)
         if not isinstance(variant, str) or variant not in VARIANTS:
             raise AdapterInvalidError(f"{CONFIG}: variant must be one of {', '.join(VARIANTS)}")
         if type(group) is not int or group < 2 or group % 2:
             raise AdapterInvalidError(f"{CONFIG}: group_size must be an even number")
-        theta, alpha = (self.values[name].reshape(-1) for name in PARTS["ROAD"])
+        theta, alpha = (self.values[name].reshape(-1) for name in ("road_theta", "road_alpha"))
         size, rest = divmod(2 * len(theta), VARIANTS[variant])
         if rest or len(theta) != len(alpha) or not size or size % group:
             raise AdapterInvalidError(
@@ -149,32 +129,29 @@ class _Module:
     def oft(self) -> list[LoraExtra]:
         """x -> x R. R has blocks on its diagonal: the Cayley transforms of skew-symmetric matrices, of which
         the file has the upper triangles."""
-        values = self.values["oft_R.weight"]
+        values, settings = self.values["oft_R.weight"], self.files.settings
         size = (1 + math.isqrt(1 + 8 * values.shape[-1])) // 2
         if values.ndim != 2 or not len(values) or size < 2 or 2 * values.shape[1] != size * (size - 1):
             raise AdapterInvalidError(f"{self.path}: oft_R of shape {values.shape} holds no blocks")
-        shared, terms = (
-            bool(self.settings.get("block_share")),
-            self.settings.get("num_cayley_neumann_terms", 5),
-        )
+        shared, terms = bool(settings.get("block_share")), settings.get("num_cayley_neumann_terms", 5)
         inputs = self.module.in_dim if self.module is not None else len(values) * size
         if inputs % size or len(values) != (1 if shared else inputs // size):
             raise self._mismatch("oft_R", len(values) * size, f"takes {inputs}")
-        self.options.bounds.check_elements(len(values) * size * size)
+        self.files.options.bounds.check_elements(len(values) * size * size)
         if type(terms) is not int or not 1 <= terms <= MOST_TERMS:
             raise AdapterInvalidError(f"{CONFIG}: num_cayley_neumann_terms must be from 1 to {MOST_TERMS}")
         skew = np.zeros((len(values), size, size))
         above = np.triu_indices(size, 1)
         skew[:, above[0], above[1]] = values
         skew -= skew.swapaxes(1, 2)
-        if self.settings.get("coft"):
-            eps = self.settings.get("eps", 6e-5)
+        if settings.get("coft"):
+            eps = settings.get("eps", 6e-5)
             if not isinstance(eps, float | int) or not 0 < eps < math.inf:
                 raise AdapterInvalidError(f"{CONFIG}: eps must be a number above 0")
             limit = eps / math.sqrt(len(values))
             norms = np.linalg.norm(skew, axis=(1, 2), keepdims=True)
             skew = np.where(norms <= limit, skew, limit * skew / np.maximum(norms, limit))
-        turned = _cayley(skew, terms if self.settings.get("use_cayley_neumann", True) else None)
+        turned = _cayley(skew, terms if settings.get("use_cayley_neumann", True) else None)
         return [LoraExtra(f"{self.where}.input_turn", turned.reshape(-1, size).astype(np.float32))]
 
     def _outputs(self, values: np.ndarray, part: str) -> np.ndarray:
@@ -210,16 +187,17 @@ def _cayley(skew: np.ndarray, terms: int | None) -> np.ndarray:
     return found
 
 
-CONVERTERS: dict[str, Callable[[_Module], list[LoraExtra]]] = {
-    "IA3": _Module.ia3,
-    "ROAD": _Module.road,
-    "BEFT": _Module.shift,
-    "OFT": _Module.oft,
+# By PEFT type: the tensors of a module, and what makes extras of them.
+CONVERTERS: dict[str, tuple[tuple[str, ...], Callable[[_Module], list[LoraExtra]]]] = {
+    "IA3": (("ia3_l",), _Module.ia3),
+    "ROAD": (("road_theta", "road_alpha"), _Module.road),
+    "BEFT": (("beft_bias",), _Module.shift),
+    "OFT": (("oft_R.weight",), _Module.oft),
 }
 
 
 def read_prompt(files: PeftFiles) -> LoraForm:
-    """Prompt tuning and P-tuning: embeddings [tokens, hidden]. Raises AdapterInvalidError."""
+    """Prompt tuning and P-tuning: embeddings [tokens, hidden]."""
     values = _values(files)
     modules = files.options.modules or {}
     own = files.base.settings if files.base is not None else {}
@@ -228,14 +206,8 @@ def read_prompt(files: PeftFiles) -> LoraForm:
             f"{peft_type(files.settings)} is not supported on a Falcon-H1 with embedding_multiplier: PEFT "
             "leaves that out in the prompt and not in what is generated; train a LoRA instead"
         )
-    hidden = next(
-        (
-            modules[one].in_dim
-            for one in (Id.PROJECT_IN, Id.ATTN_Q, Id.ATTN_QKV, Id.ATTN_KV_A)
-            if one in modules
-        ),
-        0,
-    )
+    readers = (Id.PROJECT_IN, Id.ATTN_Q, Id.ATTN_QKV, Id.ATTN_KV_A)
+    hidden = next((modules[one].in_dim for one in readers if one in modules), 0)
     if modules and values.shape[1] != hidden:
         raise AdapterInvalidError(
             f"{PROMPT} has rows of {values.shape[1]} values, embeddings of this model have {hidden}: the "
@@ -266,12 +238,11 @@ def read_prefix(files: PeftFiles) -> LoraForm:
             f"{PROMPT} holds keys of {size} values for {layers} layers, those of this model have "
             f"{modules[Id.ATTN_K].out_dim}" + (f" and it has {whole} layers" if whole is not None else "")
         )
-    parts = values.reshape(len(values), layers, 2, size)
-    names = ((layer, part, name) for layer in range(layers) for part, name in enumerate(("keys", "values")))
-    extras = [
-        LoraExtra(f"layers.{layer}.prefix.{name}", np.ascontiguousarray(parts[:, layer, part]))
-        for layer, part, name in names
-    ]
+    parts, extras = values.reshape(len(values), layers, 2, size), []
+    for layer in range(layers):
+        for part, name in enumerate(("keys", "values")):
+            own = np.ascontiguousarray(parts[:, layer, part])
+            extras.append(LoraExtra(f"layers.{layer}.prefix.{name}", own))
     return LoraForm(PeftConfig(1.0), {}, extras)
 
 

@@ -8,14 +8,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.peft.extras import TOKENS
 from manylora.lora.formats.peft.names import LORA_NAMES, SIDE
-from manylora.lora.formats.peft.settings import CONFIG, PeftConfig, config_of, initial_kind
+from manylora.lora.formats.peft.settings import CONFIG, config_of, initial_kind
 from manylora.lora.formats.peft_types.converted import LoraForm, Matrices, Pairs, PeftFiles, raw
 from manylora.lora.formats.tensor_files import RawTensor, check_type, decode
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 DELTA = TOKENS.rpartition(".")[2]
 Tensors = Mapping[str, RawTensor]
+STARTS = ("pissa", "olora", "kasa")  # `initial_kind` of LoRAs that are written out
 OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # in `init_lora_weights`
 # What training alone needs: the sampler of MonteCLoRA, the projection of VeLoRA.
 OF_TRAINING = {
@@ -56,27 +57,17 @@ def read_lora(files: PeftFiles) -> LoraForm:
     for name, pattern in OF_TRAINING.items():
         if settings.get(name):
             tensors = {key: tensor for key, tensor in tensors.items() if not pattern.fullmatch(key)}
-    changes: list[Callable[[PeftFiles], Tensors]] = []
-    if settings.get("use_qalora"):
-        changes.append(_qalora)
-    if settings.get("use_bdlora"):
-        changes.append(_bdlora)
-    _check_together(settings, len(changes))
-    for change in changes:
-        tensors = change(replace(files, tensors=tensors))
-    if initial_kind(settings) in CHANGES:
-        return _without_start(replace(files, tensors=tensors))
-    return LoraForm(config_of(settings), tensors)
-
-
-def _check_together(settings: Mapping[str, Any], count: int) -> None:
-    """count: variants whose matrices are written out. Raises AdapterInvalidError for combinations that are
-    not served."""
     start, dora = initial_kind(settings), bool(settings.get("use_dora"))
     own = initial_kind({**settings, "kasa_config": None})
     twice = start == "kasa" and (dora or own.startswith(OTHER_BASES))
-    if count + max(dora, start in CHANGES) > 1 or twice:
+    changes = [change for name, change in CHANGES.items() if settings.get(name)]
+    if len(changes) + max(dora, start in STARTS) > 1 or twice:
         raise AdapterInvalidError(f"{CONFIG} asks for several variants of LORA that are not served together")
+    for change in changes:
+        tensors = change(replace(files, tensors=tensors))
+    if start in STARTS:
+        return _without_start(replace(files, tensors=tensors), start)
+    return LoraForm(config_of(settings), tensors)
 
 
 def _qalora(files: PeftFiles) -> Tensors:
@@ -106,14 +97,20 @@ def _qalora(files: PeftFiles) -> Tensors:
 
 def _bdlora(files: PeftFiles) -> Tensors:
     """BD-LoRA: A or B of a module consists of blocks on its diagonal, stored one below the other."""
-    blocks, patterns = _blocks(files.settings)
+    found = files.settings["use_bdlora"]
+    blocks = found.get("nblocks", 1) if isinstance(found, dict) else None
+    # Parts of the names of modules that have blocks in A and in B.
+    patterns = {side: found.get(f"target_modules_bd_{side.lower()}") or [] for side in "AB"} if blocks else {}
+    named = all(isinstance(one, list) and all(isinstance(n, str) for n in one) for one in patterns.values())
+    if type(blocks) is not int or not 0 < blocks < 2**16 or not named:
+        raise AdapterInvalidError(f"{CONFIG}: use_bdlora must have nblocks and lists of names of modules")
 
     def is_cut(path: str, side: str) -> bool:
         name = path.rpartition(".")[2]
-        found = [one for one in "AB" if any(part in name for part in patterns[one])]
-        if len(found) > 1:
+        sides = [one for one in "AB" if any(part in name for part in patterns[one])]
+        if len(sides) > 1:
             raise AdapterInvalidError(f"{CONFIG}: use_bdlora names {path} for A and for B")
-        return side in found
+        return side in sides
 
     def spread(path: str, side: str, values: np.ndarray) -> np.ndarray:
         if not is_cut(path, side):
@@ -121,24 +118,16 @@ def _bdlora(files: PeftFiles) -> Tensors:
         rows, width = values.shape
         if rows % blocks:
             raise AdapterInvalidError(f"{path}: {rows} rows of lora_{side} are not {blocks} blocks")
-        whole = np.zeros((rows, width * blocks), np.float32)
+        whole = np.zeros((blocks, rows // blocks, blocks, width), np.float32)
         for place, block in enumerate(np.split(values, blocks)):
-            step = rows // blocks
-            whole[place * step : (place + 1) * step, place * width : (place + 1) * width] = block
-        return whole
+            whole[place, :, place] = block
+        return whole.reshape(rows, -1)
 
     return _rewritten(files, spread, lambda path, side: blocks if is_cut(path, side) else 1)
 
 
-def _blocks(settings: Mapping[str, Any]) -> tuple[int, dict[str, list[str]]]:
-    """The number of blocks, and parts of the names of modules that have them in A and in B."""
-    found = settings["use_bdlora"]
-    blocks = found.get("nblocks", 1) if isinstance(found, dict) else None
-    patterns = {side: found.get(f"target_modules_bd_{side.lower()}") or [] for side in "AB"} if blocks else {}
-    named = all(isinstance(one, list) and all(isinstance(n, str) for n in one) for one in patterns.values())
-    if type(blocks) is not int or not 0 < blocks < 2**16 or not named:
-        raise AdapterInvalidError(f"{CONFIG}: use_bdlora must have nblocks and lists of names of modules")
-    return blocks, patterns
+# By the setting that asks for them: what writes the matrices out.
+CHANGES: dict[str, Callable[[PeftFiles], Tensors]] = {"use_qalora": _qalora, "use_bdlora": _bdlora}
 
 
 def _rewritten(
@@ -163,19 +152,30 @@ def _rewritten(
     return made
 
 
-def _without_start(files: PeftFiles) -> LoraForm:
+def _without_start(files: PeftFiles, kind: str) -> LoraForm:
     """A LoRA that was initialised from the base's weights. Training started from W - C instead of W, so the
     adapter is B A - C. C has the same rank and is computed from W again. The signs that a library gives its
-    factors do not matter. Raises AdapterInvalidError."""
-    kind = initial_kind(files.settings)
+    factors do not matter. kind: one of STARTS. Raises AdapterInvalidError."""
     pairs = Pairs(files, ("lora_A", "lora_B", "lora_diag"))
-    config = config_of(files.settings)
-    if files.base is None:
+    config, base = config_of(files.settings), files.base
+    if base is None:
         raise AdapterInvalidError(
             f"{CONFIG} sets {kind}: the adapter is relative to a changed base, which is computed from the "
             "base's weights: name its directory with --base, or convert the adapter with PEFT's "
             "path_initial_model_for_weight_conversion"
         )
+
+    def difference(path: str, scale: np.float32) -> Matrices:
+        a, b, module = pairs.read(path, "lora_A"), pairs.read(path, "lora_B"), pairs.module(path)
+        if kind == "kasa":
+            a = a * pairs.read(path, "lora_diag").reshape(-1, 1)
+        transposed = config.fan_in_fan_out if module is None else module.transposed
+        if transposed and kind != "pissa":
+            raise AdapterInvalidError(f"{path} is a Conv1D, of which PEFT has no {kind}")
+        start_a, start_b = _start(kind, base.weight(path, a.shape[1], len(b), transposed), len(a))
+        start_b = start_b * scale if kind == "olora" else start_b
+        return np.concatenate((a, start_a)), np.concatenate((b * scale, -start_b), axis=1)
+
     work = 0
     for path in pairs.paths("lora_A", "lora_B"):
         (rank, in_dim), (out_dim, other) = pairs.shape(path, "lora_A"), pairs.shape(path, "lora_B")
@@ -187,56 +187,20 @@ def _without_start(files: PeftFiles) -> LoraForm:
             config.check_rank(path, rank)
         work += in_dim * out_dim * min(in_dim, out_dim)
         files.options.bounds.check_decompositions(kind, work)
-
-        scale = np.float32(config.scale(path, told))
-        make = partial(_difference, pairs, path, config, kind, scale)
+        make = partial(difference, path, np.float32(config.scale(path, told)))
         pairs.add(path, 2 * rank, in_dim, out_dim, make)
     form, dora = pairs.form(), ("use_dora", "dora_normalized")  # DoRA is of base plus adapter, as in any LoRA
     return replace(form, config=replace(form.config, **{name: getattr(config, name) for name in dora}))
 
 
-def _difference(pairs: Pairs, path: str, config: PeftConfig, kind: str, scale: np.float32) -> Matrices:
-    """A and B of the trained product minus the initial one."""
-    a, b, base = pairs.read(path, "lora_A"), pairs.read(path, "lora_B"), pairs.files.base
-    if kind == "kasa":
-        a = a * pairs.read(path, "lora_diag").reshape(-1, 1)
-    assert base is not None
-    module = pairs.module(path)
-    transposed = config.fan_in_fan_out if module is None else module.transposed
-    if transposed and kind != "pissa":
-        raise AdapterInvalidError(f"{path} is a Conv1D, of which PEFT has no {kind}")
-    start_a, start_b = CHANGES[kind](base.weight(path, a.shape[1], len(b), transposed), len(a))
-    start_b = start_b * scale if kind == "olora" else start_b
-    return np.concatenate((a, start_a)), np.concatenate((b * scale, -start_b), axis=1)
-
-
-def _largest(weight: Tensor, rank: int) -> Matrices:
-    """PiSSA: the parts with the largest singular values."""
+def _start(kind: str, weight: Tensor, rank: int) -> Matrices:
+    """A and B of what was taken out of W [out, in]: PiSSA takes the parts with the largest singular values,
+    KaSA those with the smallest, OLoRA the first columns of Q and rows of R."""
     import torch
 
+    if kind == "olora":
+        q, r = torch.linalg.qr(weight)
+        return r[:rank].numpy(), q[:, :rank].numpy()
     u, s, v = torch.linalg.svd(weight, full_matrices=False)
-    return v[:rank].numpy(), (u[:, :rank] * s[:rank]).numpy()
-
-
-def _smallest(weight: Tensor, rank: int) -> Matrices:
-    """KaSA: the parts with the smallest singular values."""
-    import torch
-
-    u, s, v = torch.linalg.svd(weight, full_matrices=False)
-    return v[-rank:].numpy(), (u[:, -rank:] * s[-rank:]).numpy()
-
-
-def _first(weight: Tensor, rank: int) -> Matrices:
-    """OLoRA: the first columns of Q and rows of R."""
-    import torch
-
-    q, r = torch.linalg.qr(weight)
-    return r[:rank].numpy(), q[:, :rank].numpy()
-
-
-# By `initial_kind`: (W [out, in], rank) -> A and B of what was taken out.
-CHANGES: dict[str, Callable[[Tensor, int], Matrices]] = {
-    "pissa": _largest,
-    "olora": _first,
-    "kasa": _smallest,
-}
+    part = slice(-rank, None) if kind == "kasa" else slice(rank)
+    return v[part].numpy(), (u[:, part] * s[part]).numpy()

@@ -6,31 +6,41 @@ Each function adds A and B of the module at `path` to `pairs`; it raises Adapter
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.peft.settings import CONFIG
-from manylora.lora.formats.peft_types.converted import LoraForm, Matrices, Pairs, PeftFiles
+from manylora.lora.formats.peft_types.converted import LoraForm, Matrices, Pairs, PeftFiles, by_module, unfit
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def adalora(pairs: Pairs, path: str) -> None:
+def read_adalora(files: PeftFiles) -> LoraForm:
     """B diag(E) A; ranks differ by module, and those that were pruned to 0 have no rows."""
-    first, alpha = pairs.count("init_r", 12), pairs.number("lora_alpha", 8)
-    a, b, e = (pairs.read(path, f"lora_{part}") for part in "ABE")
-    if a.ndim != 2 or b.ndim != 2 or e.shape != (len(a), 1) or b.shape[1] != len(a):
-        raise AdapterInvalidError(f"{path}: lora_A, lora_E and lora_B do not fit together")
-    rank = pairs.kept_ranks.get(path.removeprefix("base_model.model."), first)
-    if len(a) != rank:
-        raise AdapterInvalidError(f"{path} has rank {len(a)}, and {CONFIG} says {rank}")
-    # PEFT divides by the rank before pruning and 1e-5, in float32.
-    scale = np.float32(alpha if alpha > 0 else rank) / (np.float32(first) + np.float32(1e-5))
-    pairs.add(path, rank, a.shape[1], len(b), lambda: (a * e, b * scale))
+    kept: dict[str, int] = {}  # ranks of pruned modules
+    for name, ranks in (files.settings.get("rank_pattern") or {}).items():
+        if not isinstance(ranks, list) or not all(type(one) is bool for one in ranks):
+            raise AdapterInvalidError(
+                f"{CONFIG}: rank_pattern of {name[:80]} must be true and false for each rank"
+            )
+        kept[name.removesuffix(".default").rpartition(".")[0]] = sum(ranks)
+
+    def adalora(pairs: Pairs, path: str) -> None:
+        first, alpha = pairs.count("init_r", 12), pairs.number("lora_alpha", 8)
+        a, b, e = (pairs.read(path, f"lora_{part}") for part in "ABE")
+        if a.ndim != 2 or b.ndim != 2 or e.shape != (len(a), 1) or b.shape[1] != len(a):
+            raise unfit(path, "lora_A, lora_E and lora_B")
+        rank = kept.get(path.removeprefix("base_model.model."), first)
+        if len(a) != rank:
+            raise AdapterInvalidError(f"{path} has rank {len(a)}, and {CONFIG} says {rank}")
+        # PEFT divides by the rank before pruning and 1e-5, in float32.
+        scale = np.float32(alpha if alpha > 0 else rank) / (np.float32(first) + np.float32(1e-5))
+        pairs.add(path, rank, a.shape[1], len(b), lambda: (a * e, b * scale))
+
+    return by_module(adalora, "lora_A", "lora_B", "lora_E")(files)
 
 
 LEAST_NORM = np.float32(1e-4)  # as PEFT clamps them
@@ -40,9 +50,8 @@ def delora(pairs: Pairs, path: str) -> None:
     """B diag(lambda / (r |A_i| |B_i|)) A diag(w); w, the norms of the base's columns, is in the file."""
     (rank, in_dim), (out_dim, _) = pairs.shape(path, "delora_A"), pairs.shape(path, "delora_B")
     pairs.check_rank(path, rank)
-    sizes = [pairs.shape(path, part, 1) for part in ("delora_w_norm", "delora_lambda")]
-    if sizes != [(in_dim,), (1,)]:
-        raise AdapterInvalidError(f"{path}: its tensors do not fit together")
+    if (pairs.shape(path, "delora_w_norm", 1), pairs.shape(path, "delora_lambda", 1)) != ((in_dim,), (1,)):
+        raise unfit(path)
 
     def make() -> Matrices:
         a, b = pairs.read(path, "delora_A"), pairs.read(path, "delora_B")
@@ -60,34 +69,28 @@ def gralora(pairs: Pairs, path: str) -> None:
     a, b, plain_a, plain_b = (f"gralora_{part}" for part in ("A", "B", "A_general", "B_general"))
     (blocks, width, rank), (other, rank_b, height) = pairs.shape(path, a, 3), pairs.shape(path, b, 3)
     if blocks != other or rank != rank_b or rank % blocks:
-        raise AdapterInvalidError(f"{path}: its {a} and {b} do not fit together")
+        raise unfit(path, f"its {a} and {b}")
     plain = pairs.shape(path, plain_a)[0] if pairs.has(path, plain_a) or pairs.has(path, plain_b) else 0
     pairs.check_rank(path, rank)
     pairs.check_count(path, "hybrid_r", plain)
     pairs.check_count(path, "gralora_k", blocks)
-    scale = np.float32(pairs.number("alpha", 64) / (rank + plain))
+    scale, step = np.float32(pairs.number("alpha", 64) / (rank + plain)), rank // blocks
 
     def make() -> Matrices:
-        wide_a, wide_b = _written_out(pairs.read(path, a), pairs.read(path, b))
+        # Of the r numbers that a block of inputs gives, each block of outputs takes r / k.
+        given_a, given_b = pairs.read(path, a), pairs.read(path, b)
+        blocks_a = np.zeros((blocks, blocks, step, blocks, width), np.float32)  # to, from, number, from, in
+        blocks_b = np.zeros((blocks, height, blocks, blocks, step), np.float32)  # to, out, to, from, number
+        for n in range(blocks):
+            blocks_a[:, n, :, n] = given_a[n].T.reshape(blocks, step, width)
+            blocks_b[n, :, n] = given_b[n].T.reshape(height, blocks, step)
+        wide_a, wide_b = blocks_a.reshape(blocks * rank, -1), blocks_b.reshape(blocks * height, -1)
         if plain:
             wide_a = np.concatenate((wide_a, pairs.read(path, plain_a)))
             wide_b = np.concatenate((wide_b, pairs.read(path, plain_b)), axis=1)
         return wide_a, wide_b * scale
 
     pairs.add(path, blocks * rank + plain, blocks * width, blocks * height, make)
-
-
-def _written_out(a: np.ndarray, b: np.ndarray) -> Matrices:
-    """a [k, in / k, r], b [k, r, out / k]: by block of the inputs and of the outputs. Of the r numbers that a
-    block of inputs gives, each block of outputs takes r / k. Returns [k r, in] and [out, k r]."""
-    blocks, width, rank = a.shape
-    height, step = b.shape[2], rank // blocks
-    wide_a = np.zeros((blocks, blocks, step, blocks, width), np.float32)  # to, from, number, from, input
-    wide_b = np.zeros((blocks, height, blocks, blocks, step), np.float32)  # to, output, to, from, number
-    for n in range(blocks):
-        wide_a[:, n, :, n] = a[n].T.reshape(blocks, step, width)
-        wide_b[n, :, n] = b[n].T.reshape(height, blocks, step)
-    return wide_a.reshape(blocks * rank, -1), wide_b.reshape(blocks * height, -1)
 
 
 def hra(pairs: Pairs, path: str) -> None:
@@ -109,27 +112,21 @@ def hra(pairs: Pairs, path: str) -> None:
     orthogonal, out_dim = bool(pairs.files.settings.get("apply_GS")), module.out_dim
 
     def make() -> Matrices:
-        p, q = _reflections(path, pairs.read(path, "hra_u"), orthogonal)
-        return q.T, base.weight(path, len(p), out_dim).numpy() @ p
+        wide = pairs.read(path, "hra_u").astype(np.float64)
+        p, q = np.zeros_like(wide), np.zeros_like(wide)
+        for i in range(rank):
+            one = wide[:, i]
+            if orthogonal:  # to those before
+                for j in range(i):
+                    one = one - q[:, j] * (q[:, j] @ one)
+            norm = np.linalg.norm(one)
+            if not np.isfinite(norm) or norm == 0:
+                raise AdapterInvalidError(f"{path}: column {i} of hra_u has no direction")
+            q[:, i] = one / norm
+            p[:, i] = -2 * (q[:, i] + p[:, :i] @ (q[:, :i].T @ q[:, i]))
+        return q.astype(np.float32).T, base.weight(path, in_dim, out_dim).numpy() @ p.astype(np.float32)
 
     pairs.add(path, rank, in_dim, out_dim, make)
-
-
-def _reflections(path: str, u: np.ndarray, orthogonal: bool) -> Matrices:
-    """P and Q, [in, r] float32. u [in, r]: what is reflected; orthogonal: made so first, one by one."""
-    wide = u.astype(np.float64)
-    p, q = np.zeros_like(wide), np.zeros_like(wide)
-    for i in range(wide.shape[1]):
-        one = wide[:, i]
-        if orthogonal:
-            for j in range(i):
-                one = one - q[:, j] * (q[:, j] @ one)
-        norm = np.linalg.norm(one)
-        if not np.isfinite(norm) or norm == 0:
-            raise AdapterInvalidError(f"{path}: column {i} of hra_u has no direction")
-        q[:, i] = one / norm
-        p[:, i] = -2 * (q[:, i] + p[:, :i] @ (q[:, :i].T @ q[:, i]))
-    return p.astype(np.float32), q.astype(np.float32)
 
 
 def miss(pairs: Pairs, path: str) -> None:
@@ -144,8 +141,8 @@ def miss(pairs: Pairs, path: str) -> None:
     pairs.check_rank(path, rank)
     if variant == "mini":
         pairs.check_count(path, "mini_r", columns)
-    module, in_dim = pairs.module(path), pairs.in_dim(path)
-    out_dim = module.out_dim if module is not None and variant == "mini" else columns
+    module = pairs.known_module(path)
+    in_dim, out_dim = module.in_dim, module.out_dim if variant == "mini" else columns
     if out_dim % columns:
         raise AdapterInvalidError(f"{path}: {columns} columns of miss_block do not divide {out_dim} outputs")
 
@@ -168,7 +165,7 @@ def loha(pairs: Pairs, path: str) -> None:
     shapes = [pairs.shape(path, part) for part in LOHA_PARTS]
     (out_dim, first), (_, in_dim), (_, second), _ = shapes
     if shapes[1:] != [(first, in_dim), (out_dim, second), (second, in_dim)]:
-        raise AdapterInvalidError(f"{path}: its hada matrices do not fit together")
+        raise unfit(path, "its hada matrices")
     scale, whole = pairs.alpha_over_rank(path, first), first * second >= min(in_dim, out_dim)
 
     def make() -> Matrices:
@@ -220,7 +217,7 @@ def _lokr_dims(pairs: Pairs, path: str, name: str) -> tuple[int, int, int]:
         return out_dim, in_dim, min(out_dim, in_dim)
     (out_dim, rank), (other, in_dim) = pairs.shape(path, f"{name}_a"), pairs.shape(path, f"{name}_b")
     if rank != other:
-        raise AdapterInvalidError(f"{path}: {name}_a and {name}_b do not fit together")
+        raise unfit(path, f"{name}_a and {name}_b")
     return out_dim, in_dim, min(rank, out_dim, in_dim)
 
 
@@ -242,7 +239,7 @@ def deft(pairs: Pairs, path: str) -> None:
         raise AdapterInvalidError(f"{CONFIG}: decomposition_method must be relu or qr")
     out_dim, rank = pairs.shape(path, "deft_P")
     pairs.check_rank(path, rank)
-    in_dim = pairs.in_dim(path) if bare else pairs.shape(path, "deft_R")[1]
+    in_dim = pairs.known_module(path).in_dim if bare else pairs.shape(path, "deft_R")[1]
     if rank > out_dim:
         raise AdapterInvalidError(f"{path}: deft_P has {rank} columns of {out_dim} numbers")
 
@@ -268,53 +265,40 @@ MOST_LAYERS = 16  # of PEANuT, on each side
 
 def read_peanut(files: PeftFiles) -> LoraForm:
     """W + B h(W): h is a small network over the columns of W, of which the file has the layers."""
-    depth = files.settings.get("depth", 0)
+    import torch
+
+    depth, name = files.settings.get("depth", 0), files.settings.get("act_fn", "relu")
     if type(depth) is not int or not 0 <= depth <= MOST_LAYERS:
         raise AdapterInvalidError(f"{CONFIG}: depth must be from 0 to {MOST_LAYERS}")
-    layers = [str(n) for n in range(depth)]
-    pairs = Pairs(files, ("peanut_A", "peanut_B", *layers))
-    scale = np.float32(pairs.number("scaling", 1.0))
-    act = _activation(files.settings.get("act_fn", "relu"))
-    for path in pairs.paths("peanut_A", "peanut_B"):
-        _peanut(pairs, path, layers, act, scale)
-    return pairs.form()
+    if name not in ACTIVATIONS:
+        raise AdapterInvalidError(f"{CONFIG}: act_fn must be one of {', '.join(ACTIVATIONS)}")
+    layers, act = [str(n) for n in range(depth)], getattr(torch.nn.functional, name)
 
-
-def _peanut(
-    pairs: Pairs, path: str, layers: list[str], act: Callable[[Tensor], Tensor], scale: np.float32
-) -> None:
-    rank, out_dim = pairs.shape(path, "peanut_A")
-    pairs.check_rank(path, rank)
-    module, in_dim = pairs.module(path), pairs.in_dim(path)
-    sides = [f"{path}.peanut_{side}" for side in ("encoders", "decoders")]
-    fits = all(pairs.shape(one, n) == (rank, rank) for one in sides for n in layers)
-    if not fits or (module is not None and module.transposed):
-        raise AdapterInvalidError(f"{path}: its tensors of PEANUT do not fit together")
-
-    def make() -> Matrices:
-        import torch
+    def peanut(pairs: Pairs, path: str) -> None:
+        rank, out_dim = pairs.shape(path, "peanut_A")
+        pairs.check_rank(path, rank)
+        module, scale = pairs.known_module(path), np.float32(pairs.number("scaling", 1.0))
+        encoders, decoders = (f"{path}.peanut_{side}" for side in ("encoders", "decoders"))
+        sizes = {pairs.shape(side, n) for side in (encoders, decoders) for n in layers}
+        if not sizes <= {(rank, rank)} or module.transposed:
+            raise unfit(path, "its tensors of PEANUT")
 
         def layer(where: str, part: str, values: Tensor) -> Tensor:
             return act(values @ torch.from_numpy(pairs.read(where, part)).T)
 
-        found = layer(path, "peanut_A", _base_weight(pairs, path, in_dim, out_dim).T)
-        before = []
-        for n in layers:
-            before.append(found)
-            found = layer(sides[0], n, found)
-        for n in layers:
-            found = layer(sides[1], n, found) + before.pop()
-        return found.T.numpy(), pairs.read(path, "peanut_B") * scale
+        def make() -> Matrices:
+            found = layer(path, "peanut_A", _base_weight(pairs, path, module.in_dim, out_dim).T)
+            before = []
+            for n in layers:
+                before.append(found)
+                found = layer(encoders, n, found)
+            for n in layers:
+                found = layer(decoders, n, found) + before.pop()
+            return found.T.numpy(), pairs.read(path, "peanut_B") * scale
 
-    pairs.add(path, rank, in_dim, out_dim, make)
+        pairs.add(path, rank, module.in_dim, out_dim, make)
 
-
-def _activation(name: object) -> Callable[[Tensor], Tensor]:
-    import torch
-
-    if name not in ACTIVATIONS:
-        raise AdapterInvalidError(f"{CONFIG}: act_fn must be one of {', '.join(ACTIVATIONS)}")
-    return getattr(torch.nn.functional, str(name))
+    return by_module(peanut, "peanut_A", "peanut_B", beside=layers)(files)
 
 
 def _base_weight(pairs: Pairs, path: str, in_dim: int, out_dim: int) -> Tensor:

@@ -1,10 +1,11 @@
-"""Types that train few numbers and make A and B of them: VeRA, VB-LoRA, TinyLoRA, UniLoRA."""
+"""Types that train few numbers and make A and B of them: VeRA, VB-LoRA, TinyLoRA, UniLoRA. All functions
+raise AdapterInvalidError."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -12,90 +13,74 @@ import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.peft.names import LAYER
-from manylora.lora.formats.peft.settings import CONFIG
-from manylora.lora.formats.peft_types.converted import LoraForm, Matrices, Pairs, PeftFiles
+from manylora.lora.formats.peft.settings import CONFIG, peft_type
+from manylora.lora.formats.peft_types.converted import LoraForm, Matrices, Pairs, PeftFiles, unfit
 from manylora.lora.formats.tensor_files import decode
 
 ROOT = "base_model"  # where PEFT keeps what modules share
+KINDS = {"vera": 1, "pvera": 2}  # rows of A and of d per rank
 
 
 def read_vera(files: PeftFiles) -> LoraForm:
-    """diag(b) B diag(d) A, where A and B are random and shared by all modules. Raises AdapterInvalidError."""
-    return _read(files, "vera", 1)
-
-
-def read_pvera(files: PeftFiles) -> LoraForm:
-    """Like VeRA, with twice as many rows of A and d; the second half is only for sampling in training. Raises
-    AdapterInvalidError."""
-    if files.settings.get("sample_at_inference"):
+    """VeRA: diag(b) B diag(d) A, where A and B are random and shared by all modules. PVeRA: with twice as
+    many rows of A and d; the second half is only for sampling in training."""
+    kind, bounds = peft_type(files.settings).lower(), files.options.bounds
+    pairs = Pairs(files, [f"{kind}_{part}" for part in ("lambda_b", "lambda_d", "A", "B")])
+    if kind == "pvera" and files.settings.get("sample_at_inference"):
         raise AdapterInvalidError(
             f"{CONFIG} sets sample_at_inference: such a PVERA adapter answers at random and is not served"
         )
-    return _read(files, "pvera", 2)
-
-
-def _read(files: PeftFiles, kind: str, times: int) -> LoraForm:
-    """times: rows of A and of d per rank."""
-    pairs = Pairs(files, [f"{kind}_{part}" for part in ("lambda_b", "lambda_d", "A", "B")])
-    paths = list(pairs.paths(f"{kind}_lambda_b", f"{kind}_lambda_d"))
-    if not paths:
+    of_b, of_d = f"{kind}_lambda_b", f"{kind}_lambda_d"
+    dims = {}  # inputs and outputs, checked before matrices of these sizes are made
+    for path in pairs.paths(of_b, of_d):
+        module, (out_dim,) = pairs.known_module(path), pairs.shape(path, of_b, 1)
+        if module.experts == 1 and out_dim != module.out_dim:
+            raise AdapterInvalidError(
+                f"{path} has {out_dim} numbers in {of_b}, {module.name} of this model has {module.out_dim} "
+                "outputs: the adapter was made for another model"
+            )
+        dims[path] = module.in_dim, out_dim
+    if not dims:
         raise AdapterInvalidError(f"the adapter holds no vectors of {pairs.kind}")
-    dims = {path: _dims(pairs, path, f"{kind}_lambda_b") for path in paths}
-    rows = pairs.shape(paths[0], f"{kind}_lambda_d", 1)[0]
-    rank, most = rows // times, [max(column) for column in zip(*dims.values(), strict=True)]
-    shared_a, shared_b = _projections(pairs, kind, (rows, most[0]), (most[1], rank))
+    first = next(iter(dims))
+    rows = pairs.shape(first, of_d, 1)[0]
+    rank, most = rows // KINDS[kind], [max(column) for column in zip(*dims.values(), strict=True)]
+    if rank == 0:
+        raise unfit(first)
+    if files.settings.get("save_projection", True):
+        shared_a, shared_b = pairs.read(ROOT, f"{kind}_A"), pairs.read(ROOT, f"{kind}_B")
+    else:
+        bounds.check_rank(rank)
+        bounds.check_elements(rows * most[0] + most[1] * rank)
+        shared_a, shared_b = _draw(files, (rows, most[0]), (most[1], rank))
+    fit = shared_a.ndim == shared_b.ndim == 2 and len(shared_a) == rows and shared_b.shape[1] == rank
+    if not fit or shared_a.shape[1] < most[0] or len(shared_b) < most[1]:  # both may be wider
+        raise AdapterInvalidError(
+            f"{kind}_A {shared_a.shape} and {kind}_B {shared_b.shape} do not fit modules that need "
+            f"{(rows, most[0])} and {(most[1], rank)}: the adapter was made for another model"
+        )
     for path, (in_dim, out_dim) in dims.items():
-        d, b = pairs.read(path, f"{kind}_lambda_d"), pairs.read(path, f"{kind}_lambda_b")
+        d, b = pairs.read(path, of_d), pairs.read(path, of_b)
         if d.shape != (rows,):
-            raise AdapterInvalidError(f"{path} has {len(d)} numbers in {kind}_lambda_d, {paths[0]} {rows}")
+            raise AdapterInvalidError(f"{path} has {len(d)} numbers in {of_d}, {first} {rows}")
         pairs.check_rank(path, rank)
         pairs.add_shared(path, shared_a[:rank, :in_dim], shared_b[:out_dim], b, d[:rank])
     return pairs.form()
 
 
-def _dims(pairs: Pairs, path: str, part: str) -> tuple[int, int]:
-    """Inputs and outputs of a module, checked before matrices of these sizes are made."""
-    in_dim, (out_dim,), module = pairs.in_dim(path), pairs.shape(path, part, 1), pairs.module(path)
-    if module is not None and module.experts == 1 and out_dim != module.out_dim:
-        raise AdapterInvalidError(
-            f"{path} has {out_dim} numbers in {part}, {module.name} of this model has {module.out_dim} "
-            "outputs: the adapter was made for another model"
-        )
-    return in_dim, out_dim
-
-
-def _projections(
-    pairs: Pairs, kind: str, of_a: tuple[int, int], of_b: tuple[int, int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """A and B from the file, or as PEFT draws them; both may be wider than these shapes."""
-    if pairs.files.settings.get("save_projection", True):
-        a, b = pairs.read(ROOT, f"{kind}_A"), pairs.read(ROOT, f"{kind}_B")
-    else:
-        pairs.files.options.bounds.check_rank(of_b[1])
-        pairs.files.options.bounds.check_elements(math.prod(of_a) + math.prod(of_b))
-        a, b = _draw(pairs, of_a, of_b)
-    fit = a.ndim == b.ndim == 2 and len(a) == of_a[0] and b.shape[1] == of_b[1]
-    if not fit or a.shape[1] < of_a[1] or len(b) < of_b[0]:
-        raise AdapterInvalidError(
-            f"{kind}_A {a.shape} and {kind}_B {b.shape} do not fit modules that need {of_a} and {of_b}: the "
-            "adapter was made for another model"
-        )
-    return a, b
-
-
-def _draw(pairs: Pairs, *shapes: tuple[int, int]) -> list[np.ndarray]:
+def _draw(files: PeftFiles, *shapes: tuple[int, int]) -> list[np.ndarray]:
+    """A and B as PEFT draws them."""
     import torch
 
-    key = pairs.files.settings.get("projection_prng_key", 0)
+    key = files.settings.get("projection_prng_key", 0)
     if type(key) is not int or not -(2**63) <= key < 2**63:
         raise AdapterInvalidError(f"{CONFIG}: projection_prng_key must be an integer of 64 bits")
     generator = torch.Generator(device="cpu").manual_seed(key)
     made = []
     for shape in shapes:
         bound = math.sqrt(3.0) * (math.sqrt(2) / math.sqrt(shape[1]))
-        made.append(
-            torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator).numpy()
-        )
+        drawn = torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+        made.append(drawn.numpy())
     return made
 
 
@@ -104,37 +89,31 @@ SIDES = ("vblora_logits_A", "vblora_logits_B")
 
 
 def read_vblora(files: PeftFiles) -> LoraForm:
-    """A and B consist of pieces. Each is a weighted sum of a few vectors of a bank. Raises
-    AdapterInvalidError."""
+    """A and B consist of pieces. Each is a weighted sum of a few vectors of a bank."""
     saved = [f"{side}_topk_{what}" for side in SIDES for what in ("indices", "weights")]
     pairs = Pairs(files, (*SIDES, *saved, BANK))
     bank = pairs.read(ROOT, BANK)
     if bank.ndim != 2 or 0 in bank.shape:
         raise AdapterInvalidError(f"{BANK} has shape {bank.shape}, vectors and their length are expected")
-    pairs.check_count(BANK, "num_vectors", bank.shape[0])
-    pairs.check_count(BANK, "vector_length", bank.shape[1])
+    count, length = bank.shape
+    pairs.check_count(BANK, "num_vectors", count)
+    pairs.check_count(BANK, "vector_length", length)
     topk = pairs.count("topk", 2)
-    if topk > len(bank):
-        raise AdapterInvalidError(f"topk is {topk}, and {BANK} has {len(bank)} vectors")
+    if topk > count:
+        raise AdapterInvalidError(f"topk is {topk}, and {BANK} has {count} vectors")
+
+    def mixed(path: str, rank: int) -> Matrices:
+        a, b = (_mix(pairs, path, side, bank, topk) for side in SIDES)
+        return a.reshape(rank, -1), b.transpose(0, 2, 1).reshape(-1, rank)
+
     for path in pairs.paths(*SIDES, *saved):
-        (rank, inputs, _), (outputs, other, _) = (_shape(pairs, path, side) for side in SIDES)
+        parts = (side if pairs.has(path, side) else f"{side}_topk_indices" for side in SIDES)
+        (rank, inputs, _), (outputs, other, _) = (pairs.shape(path, part, 3) for part in parts)
         if rank != other:
             raise AdapterInvalidError(f"{path} has rank {rank} in A and {other} in B")
         pairs.check_rank(path, rank)
-
-        length = bank.shape[1]
-        make = partial(_mixed_pair, pairs, path, rank, bank, topk)
-        pairs.add(path, rank, inputs * length, outputs * length, make)
+        pairs.add(path, rank, inputs * length, outputs * length, partial(mixed, path, rank))
     return pairs.form()
-
-
-def _mixed_pair(pairs: Pairs, path: str, rank: int, bank: np.ndarray, topk: int) -> Matrices:
-    a, b = (_mix(pairs, path, side, bank, topk) for side in SIDES)
-    return a.reshape(rank, -1), b.transpose(0, 2, 1).reshape(-1, rank)
-
-
-def _shape(pairs: Pairs, path: str, side: str) -> tuple[int, ...]:
-    return pairs.shape(path, side if pairs.has(path, side) else f"{side}_topk_indices", 3)
 
 
 def _mix(pairs: Pairs, path: str, side: str, bank: np.ndarray, topk: int) -> np.ndarray:
@@ -172,19 +151,18 @@ PATH = re.compile(rf"(?!.*decoder).*?\b{LAYER}(?:(?P<mlp>mlp)|\w*attn|\w*attenti
 
 def in_model_order(paths: Iterable[str]) -> list[str]:
     """Paths in the order in which PEFT visits a model's linear layers, which TinyLoRA and UniLoRA depend on.
-    Raises AdapterInvalidError for a module whose position is not known."""
-    return sorted(paths, key=_place)
-
-
-def _place(path: str) -> tuple[int, bool, int]:
-    found = PATH.fullmatch(path)
-    names = MLP if found and found["mlp"] else ATTENTION
-    if found is None or found["name"] not in names:
-        raise AdapterInvalidError(
-            f"{path}: which part of the adapter belongs to it depends on the order of the model's modules, "
-            "which is not known of this one: merge it into the base with PEFT"
-        )
-    return int(found["layer"]), bool(found["mlp"]), names.index(found["name"])
+    Refuses a module whose position is not known."""
+    places = {}
+    for path in paths:
+        found = PATH.fullmatch(path)
+        names = MLP if found and found["mlp"] else ATTENTION
+        if found is None or found["name"] not in names:
+            raise AdapterInvalidError(
+                f"{path}: which part of the adapter belongs to it depends on the order of the model's "
+                "modules, which is not known of this one: merge it into the base with PEFT"
+            )
+        places[path] = int(found["layer"]), bool(found["mlp"]), names.index(found["name"])
+    return sorted(places, key=places.__getitem__)
 
 
 TINYLORA_KEY = re.compile(r"base_model\.tinylora_v\.(\d{1,6})")
@@ -192,54 +170,48 @@ TINYLORA_KEY = re.compile(r"base_model\.tinylora_v\.(\d{1,6})")
 
 def read_tinylora(files: PeftFiles) -> LoraForm:
     """B R A: A and B come from the base's weights, R is a weighted sum of random matrices. Modules may share
-    the few weights. Raises AdapterInvalidError."""
+    the few weights."""
     found = {int(m[1]): key for key in files.tensors if (m := TINYLORA_KEY.fullmatch(key))}
     rest = {key: tensor for key, tensor in files.tensors.items() if not TINYLORA_KEY.fullmatch(key)}
     pairs = Pairs(replace(files, tensors=rest), ("tinylora_A", "tinylora_B", "tinylora_P"))
-    groups = _groups(pairs, list(pairs.paths("tinylora_A", "tinylora_B")))
-    for place, (path, group) in enumerate(groups.items()):
+    paths, tied = in_model_order(pairs.paths("tinylora_A", "tinylora_B")), pairs.number("weight_tying", 0.0)
+    if not 0 <= tied <= 1:
+        raise AdapterInvalidError(f"{CONFIG}: weight_tying must be from 0 to 1")
+    groups = max(1, round(len(paths) * (1 - tied)))
+    size = max(1, len(paths) // groups)
+
+    def mixed(path: str, place: int, rank: int, numbers: np.ndarray) -> Matrices:
+        if pairs.has(path, "tinylora_P"):
+            random = pairs.read(path, "tinylora_P")
+        else:
+            random = _draw_tinylora(files, place, (len(numbers), rank, rank))
+        if random.shape != (*numbers.shape, rank, rank):
+            raise AdapterInvalidError(f"{path}.tinylora_P has shape {random.shape}, which does not fit")
+        return np.tensordot(numbers, random, 1) @ pairs.read(path, "tinylora_A"), pairs.read(
+            path, "tinylora_B"
+        )
+
+    for place, path in enumerate(paths):
+        group = min(place // size, groups - 1)
         (rank, in_dim), (out_dim, _) = pairs.shape(path, "tinylora_A"), pairs.shape(path, "tinylora_B")
         pairs.check_rank(path, rank)
         if group not in found:
             raise AdapterInvalidError(f"the adapter is missing tinylora_v.{group}, which {path} takes")
         numbers = decode(found[group], files.tensors[found[group]])
-
-        make = partial(_tinylora_pair, pairs, path, place, rank, numbers)
-        pairs.add(path, rank, in_dim, out_dim, make)
+        pairs.add(path, rank, in_dim, out_dim, partial(mixed, path, place, rank, numbers))
     return pairs.form()
 
 
-def _tinylora_pair(pairs: Pairs, path: str, place: int, rank: int, numbers: np.ndarray) -> Matrices:
-    random = _random(pairs, path, place, len(numbers), rank)
-    if random.shape != (*numbers.shape, rank, rank):
-        raise AdapterInvalidError(f"{path}.tinylora_P has shape {random.shape}, which does not fit")
-    mixed = np.tensordot(numbers, random, 1)
-    return mixed @ pairs.read(path, "tinylora_A"), pairs.read(path, "tinylora_B")
-
-
-def _groups(pairs: Pairs, paths: list[str]) -> dict[str, int]:
-    """Which group of weights each module uses, in the model's order."""
-    tied, count = pairs.number("weight_tying", 0.0), len(paths)
-    if not 0 <= tied <= 1:
-        raise AdapterInvalidError(f"{CONFIG}: weight_tying must be from 0 to 1")
-    groups = max(1, round(count * (1 - tied)))
-    size = max(1, count // groups)
-    return {path: min(at // size, groups - 1) for at, path in enumerate(in_model_order(paths))}
-
-
-def _random(pairs: Pairs, path: str, place: int, numbers: int, rank: int) -> np.ndarray:
-    """Random matrices [numbers, rank, rank], from the file or as PEFT draws them."""
+def _draw_tinylora(files: PeftFiles, place: int, shape: tuple[int, int, int]) -> np.ndarray:
+    """Random matrices of a module as PEFT draws them."""
     import torch
 
-    if pairs.has(path, "tinylora_P"):
-        return pairs.read(path, "tinylora_P")
-    pairs.files.options.bounds.check_elements(numbers * rank * rank)
-    seed = pairs.files.settings.get("projection_seed", 42)
+    files.options.bounds.check_elements(math.prod(shape))
+    seed = files.settings.get("projection_seed", 42)
     if type(seed) is not int or not -(2**62) <= seed < 2**62:
         raise AdapterInvalidError(f"{CONFIG}: projection_seed must be an integer of 62 bits")
     generator = torch.Generator().manual_seed(seed + place)
-    drawn = torch.normal(0.0, 1.0 / rank**0.5, (numbers, rank, rank), generator=generator)
-    return drawn.numpy()
+    return torch.normal(0.0, 1.0 / shape[1] ** 0.5, shape, generator=generator).numpy()
 
 
 UNILORA_NUMBERS = "unilora_theta_d"
@@ -247,8 +219,7 @@ UNILORA_PARTS = [f"unilora_{what}_{side}" for side in "AB" for what in ("indices
 
 
 def read_unilora(files: PeftFiles) -> LoraForm:
-    """Each element of A and B is one of a few numbers, chosen at random, times a scale. Raises
-    AdapterInvalidError."""
+    """Each element of A and B is one of a few numbers, chosen at random, times a scale."""
     pairs = Pairs(files, (*UNILORA_PARTS, UNILORA_NUMBERS))
     numbers = pairs.read(ROOT, UNILORA_NUMBERS)
     if numbers.ndim != 1 or not numbers.size:
@@ -257,44 +228,55 @@ def read_unilora(files: PeftFiles) -> LoraForm:
     paths = list(pairs.paths(*UNILORA_PARTS))
     if not paths:
         return _drawn(pairs, numbers)
+
+    def chosen(path: str) -> Matrices:
+        made = []
+        for side in "AB":
+            indices = pairs.integers(path, f"unilora_indices_{side}", len(numbers))
+            scales = pairs.read(path, f"unilora_scales_{side}")
+            if scales.shape != indices.shape:
+                raise unfit(path, f"indices and scales of {side}")
+            made.append(numbers[indices] * scales)
+        return made[0], made[1]
+
     for path in paths:
         (rank, in_dim), (out_dim, _) = (pairs.shape(path, f"unilora_indices_{side}") for side in "AB")
         pairs.check_rank(path, rank)
-
-        make = partial(_unilora_pair, pairs, path, numbers)
-        pairs.add(path, rank, in_dim, out_dim, make)
+        pairs.add(path, rank, in_dim, out_dim, partial(chosen, path))
     return pairs.form()
 
 
-def _unilora_pair(pairs: Pairs, path: str, numbers: np.ndarray) -> Matrices:
-    a, b = (_side(pairs, path, side, numbers) for side in "AB")
-    return a, b
-
-
-def _side(pairs: Pairs, path: str, side: str, numbers: np.ndarray) -> np.ndarray:
-    chosen = pairs.integers(path, f"unilora_indices_{side}", len(numbers))
-    scales = pairs.read(path, f"unilora_scales_{side}")
-    if scales.shape != chosen.shape:
-        raise AdapterInvalidError(f"{path}: indices and scales of {side} do not fit together")
-    return numbers[chosen] * scales
-
-
 def _drawn(pairs: Pairs, numbers: np.ndarray) -> LoraForm:
-    """If the file does not have the choices, they are drawn like PEFT does, for all adapted modules of the
-    model."""
-    rank, seed = pairs.count("r", 4), pairs.files.settings.get("proj_seed", 42)
+    """If the file does not have the choices, they are drawn like PEFT does, for all modules of the base that
+    target_modules names."""
+    settings, base, bounds = pairs.files.settings, pairs.files.base, pairs.files.options.bounds
+    rank, seed = pairs.count("r", 4), settings.get("proj_seed", 42)
     if type(seed) is not int or not 0 <= seed < 2**63:
         raise AdapterInvalidError(f"{CONFIG}: proj_seed must be a positive integer")
+    names, layers = settings.get("target_modules") or [], settings.get("layers_to_transform")
+    plain = isinstance(names, list) and names and not any("." in name for name in names)
+    if base is None or not plain or layers is not None or settings.get("exclude_modules"):
+        raise AdapterInvalidError(
+            "which of its numbers an UNILORA adapter takes where depends on all modules of the base: save it "
+            "with save_indices=True, or name the base with --base and have target_modules be a list of names"
+        )
+    weights = [name.removesuffix(".weight") for name in base.names() if name.endswith(".weight")]
+    targets = (f"base_model.model.{path}" for path in weights if path.rpartition(".")[2] in names)
     dims = {}
-    for path in in_model_order(_targets(pairs)):
+    for path in in_model_order(targets):
         module = pairs.module(path)
         if module is None or module.experts > 1:
             raise AdapterInvalidError(f"{path} is not a linear layer that adapters of this model may have")
         dims[path] = module.in_dim, module.out_dim
     total = sum(rank * (in_dim + out_dim) for in_dim, out_dim in dims.values())
-    pairs.files.options.bounds.check_rank(rank)
-    pairs.files.options.bounds.check_elements(total)
-    chosen = _choices(total, len(numbers), seed)
+    bounds.check_rank(rank)
+    bounds.check_elements(total)
+    # Each number equally often, or once more.
+    random, (often, rest) = np.random.default_rng(seed), divmod(total, len(numbers))
+    chosen = np.repeat(np.arange(len(numbers)), often)
+    if rest:
+        chosen = np.concatenate([chosen, random.choice(len(numbers), size=rest, replace=False)])
+    random.shuffle(chosen)
     counts = np.bincount(chosen, minlength=len(numbers)).astype(np.float32)
     scaled = numbers / np.sqrt(np.maximum(counts, 1))
     at = 0
@@ -305,31 +287,3 @@ def _drawn(pairs: Pairs, numbers: np.ndarray) -> LoraForm:
         at += out_dim * rank
         pairs.add(path, rank, in_dim, out_dim, partial(tuple, (a, b)))
     return pairs.form()
-
-
-def _choices(total: int, count: int, seed: int) -> np.ndarray:
-    """Each of `count` indices equally often, or once more."""
-    random = np.random.default_rng(seed)
-    chosen = np.repeat(np.arange(count), total // count)
-    if rest := total % count:
-        chosen = np.concatenate([chosen, random.choice(count, size=rest, replace=False)])
-    random.shuffle(chosen)
-    return chosen
-
-
-def _targets(pairs: Pairs) -> Iterator[str]:
-    """The paths of the base's modules that target_modules names."""
-    settings, base = pairs.files.settings, pairs.files.base
-    names, layers = settings.get("target_modules") or [], settings.get("layers_to_transform")
-    plain = (
-        isinstance(names, list) and names and all(isinstance(name, str) and "." not in name for name in names)
-    )
-    if base is None or not plain or layers is not None or settings.get("exclude_modules"):
-        raise AdapterInvalidError(
-            "which of its numbers an UNILORA adapter takes where depends on all modules of the base: save it "
-            "with save_indices=True, or name the base with --base and have target_modules be a list of names"
-        )
-    for name in base.names():
-        path, _, part = name.rpartition(".")
-        if part == "weight" and path.rpartition(".")[2] in names:
-            yield f"base_model.model.{path}"

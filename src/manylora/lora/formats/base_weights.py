@@ -34,7 +34,8 @@ if TYPE_CHECKING:  # torch only when something is read
 LAYER = re.compile(r"(?=(?:^|(?<=\.))(?:(?:encoder|decoder)\.|(?:layers?|block|h)\.\d))")
 OUTSIDE = re.compile(r"(?:^|.*\.)([^.\d][^.]*(?:\.\d+)?\.[^.]+)")  # module, its number, tensor
 CHUNK = 2**22  # elements of a base weight in memory at one time
-FLOATING = ("F64", "F32", "F16", "BF16")
+QUANTISED = "quantised"
+FLOATING = ("F64", "F32", "F16", "BF16", QUANTISED)  # the meaning of whose numbers is known
 PACKED = re.compile(r"(?<=\.)(?:qweight|weight_packed)$")  # a tensor that only quantised weights have
 
 
@@ -101,9 +102,9 @@ class BaseReader:
                 f"{path}: the base model has no {wanted}, which the adapter is relative to"
             )
         weight = self._matrix(name, in_dim, transposed)
-        flipped = transposed and weight.dtype != "quantised"
+        flipped = transposed and weight.dtype != QUANTISED
         expected = [in_dim, out_dim] if flipped else [out_dim, in_dim]
-        if weight.shape != expected or not weight.is_readable:
+        if weight.shape != expected or weight.dtype not in FLOATING:
             raise AdapterInvalidError(
                 f"{path} is {weight.dtype} {weight.shape} in the base model, the adapter needs a floating "
                 f"{expected}"
@@ -130,19 +131,9 @@ class BaseReader:
         tail = parts[1] if len(parts) > 1 else outside[1] if outside else name
         # A multimodal checkpoint has layers of these names in its vision tower too.
         text = [other for other in self._names if "vision" not in other]
-        same = [
-            other
-            for other in text
-            if (other.endswith(f".{tail}") or other == tail) and (len(parts) > 1 or not LAYER.search(other))
-        ]
+        same = [other for other in text if other.endswith(f".{tail}") or other == tail]
+        same = [other for other in same if len(parts) > 1 or not LAYER.search(other)]
         return same[0] if len(same) == 1 else None
-
-    @property
-    def ties_embeddings(self) -> bool:
-        """Whether transformers ties the embeddings and the head of an encoder-decoder model. It always ties
-        T5's."""
-        raw = self.settings
-        return raw.get("model_type") in ("t5", "mt5") or raw.get("tie_word_embeddings") is not False
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor that `find` returned. Of quantised weights, only that of a head is known."""
@@ -203,29 +194,27 @@ class BaseReader:
             ) from error
 
     def _all(self) -> dict[str, Any]:
+        """The open files by the names of their tensors."""
+        if self._files is not None:
+            return self._files
         try:
-            if self._files is None:
-                self._files = self._open()
-                self._names = {PACKED.sub("weight", name) for name in self._files}
+            found: dict[str, Any] = {}
+            if linked := linked_files(self._model_dir):
+                from manylora.gguf.file import GgufFile
+
+                gguf = self._stack.enter_context(GgufFile(linked[0]))
+                found.update(dict.fromkeys(gguf.keys(), gguf))
+            for name in [] if linked else indexed_files(self._model_dir) or [WEIGHTS]:
+                from safetensors import safe_open  # as in safetensors_file.py
+
+                file = self._stack.enter_context(safe_open(self._model_dir / name, framework="pt"))
+                found.update(dict.fromkeys(file.keys(), file))
         except Exception as error:  # safetensors has no common class for all it raises
             reason = one_line(error).replace(f"{self._model_dir}/", "")  # a client may read it
             raise AdapterInvalidError(
                 f"the base model's weights cannot be read for this adapter: {reason}"
             ) from error
-        return self._files
-
-    def _open(self) -> dict[str, Any]:
-        if linked := linked_files(self._model_dir):
-            from manylora.gguf.file import GgufFile
-
-            gguf = self._stack.enter_context(GgufFile(linked[0]))
-            return dict.fromkeys(gguf.keys(), gguf)
-        found: dict[str, Any] = {}
-        for name in indexed_files(self._model_dir) or [WEIGHTS]:
-            from safetensors import safe_open  # as in safetensors_file.py
-
-            file = self._stack.enter_context(safe_open(self._model_dir / name, framework="pt"))
-            found.update(dict.fromkeys(file.keys(), file))
+        self._files, self._names = found, {PACKED.sub("weight", name) for name in found}
         return found
 
 
@@ -251,15 +240,10 @@ class BaseMatrix:
         self._quantised: QuantisedWeight | None = None
         if stored.parts(name):
             self._quantised = stored.read(name, columns, lambda part: files[part].get_tensor(part))
-            self.dtype, self.shape = "quantised", list(self._quantised.shape)
+            self.dtype, self.shape = QUANTISED, list(self._quantised.shape)
         else:
             self._plain = files[name].get_slice(name)
             self.dtype, self.shape = self._plain.get_dtype(), list(self._plain.get_shape())
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether the meaning of the stored numbers is known."""
-        return self._quantised is not None or self.dtype in FLOATING
 
     def rows(self, rows: slice) -> Tensor:
         """[rows, in] in float32, as the layer multiplies with them."""

@@ -46,7 +46,8 @@ def read_llgtrt(path: Path, bounds: Bounds = ANY_MODEL) -> tuple[np.ndarray, np.
     kind = BY_SAFETENSORS[weights.dtype]
     encoded = kind.encoding is not Encoding.PLAIN
     bounds.check_table((1, *weights.shape), (1, *config.shape), float8=encoded)
-    return _array(weights, kind.dtype), _array(config, np.dtype("<i4"))
+    rows = np.frombuffer(weights.data, kind.dtype).reshape((1, *weights.shape))
+    return rows, np.frombuffer(config.data, "<i4").reshape((1, *config.shape))
 
 
 def write_llgtrt(path: Path, weights: np.ndarray, config: np.ndarray) -> None:
@@ -59,7 +60,3 @@ def write_llgtrt(path: Path, weights: np.ndarray, config: np.ndarray) -> None:
         "weights": RawTensor(BY_DTYPE[weights.dtype].safetensors, rows.shape, rows.view(np.uint8)),
     }
     write_safetensors(path, tensors)
-
-
-def _array(tensor: RawTensor, kind: np.dtype) -> np.ndarray:
-    return np.frombuffer(tensor.data, kind).reshape((1, *tensor.shape))

@@ -8,26 +8,25 @@ scaling.
 from __future__ import annotations
 
 import io
-import math
 import os
 import re
 import tarfile
 import zipfile
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from manylora.errors import AdapterInvalidError
-from manylora.kernels.row_format import RowFormat
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.formats import one_line
+from manylora.lora.formats.peft.names import ModuleTensors
+from manylora.lora.formats.peft.rows import RowPlan
+from manylora.lora.formats.peft.settings import PeftConfig
 from manylora.lora.formats.pickled import read_torch
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.safe_files import OpenFile, list_files
-from manylora.lora.formats.tensor_files import RawTensor, check_type, decode
+from manylora.lora.formats.tensor_files import RawTensor
 from manylora.lora.modules import LoraModuleId
-from manylora.lora.tensors import AdapterRow, check_dims
+from manylora.lora.tensors import AdapterRow
 
 WEIGHTS = "model_weights.ckpt"
 CONFIG = "model_config.yaml"
@@ -68,20 +67,26 @@ def find_nemo(path: Path) -> Path:
 
 def read_nemo(path: Path, options: ReadOptions = DEFAULT) -> list[AdapterRow]:
     """Rows of attn_qkv in float32, by layer; path: the archive. Raises AdapterInvalidError."""
-    pairs: dict[int, dict[str, tuple[str, RawTensor]]] = {}
+    modules: dict[tuple[int, int], ModuleTensors] = {}
     for key, tensor in nemo_tensors(path, options.bounds).items():
         layer, side = nemo_key(key)
-        pair = pairs.setdefault(layer, {})
-        if side in pair:
+        pair = modules.setdefault((layer, LoraModuleId.ATTN_QKV), ModuleTensors(f"attn_qkv of layer {layer}"))
+        if side in pair.keys:
             raise AdapterInvalidError(f"{key} means a matrix of layer {layer} that another key means too")
-        pair[side] = key, tensor
-    if not pairs:
+        pair.keys[side], pair.tensors[side] = key, tensor
+    if not modules:
         raise AdapterInvalidError(f"{path.name} holds no LoRA matrices")
-    options.bounds.check_rows(len(pairs))
-    options.bounds.check_elements(
-        sum(_check_shapes(layer, pair, path.name, options) for layer, pair in pairs.items())
-    )
-    return [_row(layer, pair) for layer, pair in sorted(pairs.items())]
+    for (layer, _), pair in modules.items():
+        if len(pair.keys) < 2:
+            side, other = ("in", "A") if "B" in pair.keys else ("out", "B")
+            raise AdapterInvalidError(
+                f"Layer {layer} is missing required '{side}' matrix (lora_{other} equivalent) for attn_qkv "
+                f"in LoRA weights from file {path.name}. LoRA adapters must contain both 'in' and 'out' "
+                "matrices for all layers. Please check if the LoRA checkpoint is complete or was corrupted "
+                "during loading."
+            )
+    options = replace(options, digest=False, bfloat16=False)
+    return RowPlan(modules, PeftConfig(1.0, folded=True), options).read(None)
 
 
 def nemo_tensors(path: Path, bounds: Bounds = ANY_MODEL) -> dict[str, RawTensor]:
@@ -137,8 +142,14 @@ def _member(path: Path, wanted: str, bounds: Bounds) -> bytes | None:
             for number, member in enumerate(archive):
                 if number == MAX_MEMBERS:
                     raise ValueError(f"it has more than {MAX_MEMBERS} members")
-                _check_member(member, file.size)
-                name = member.name.removeprefix("./")
+                shown, name = member.name[:80], member.name.removeprefix("./")
+                if not (member.isfile() or member.isdir()) or member.issparse():
+                    raise ValueError(f"its member {shown} is neither a plain file nor a directory")
+                if member.name.startswith("/") or ".." in member.name.split("/"):
+                    raise ValueError(f"its member {shown} points outside the archive")
+                if not 0 <= member.size <= file.size:
+                    told = f"{member.size} bytes, the archive has {file.size}"
+                    raise ValueError(f"its member {shown} claims {told}")
                 if name not in LIMITS or not member.isfile():
                     continue
                 if name in names:
@@ -163,40 +174,3 @@ def _member(path: Path, wanted: str, bounds: Bounds) -> bytes | None:
         raise AdapterInvalidError(
             f"{path.name} is not a readable .nemo archive: {one_line(error)}"
         ) from error
-
-
-def _check_member(member: tarfile.TarInfo, archive_size: int) -> None:
-    name = member.name[:80]
-    if not (member.isfile() or member.isdir()) or member.issparse():
-        raise ValueError(f"its member {name} is neither a plain file nor a directory")
-    if member.name.startswith("/") or ".." in member.name.split("/"):
-        raise ValueError(f"its member {name} points outside the archive")
-    if not 0 <= member.size <= archive_size:
-        raise ValueError(f"its member {name} claims {member.size} bytes, the archive has {archive_size}")
-
-
-def _check_shapes(
-    layer: int, pair: Mapping[str, tuple[str, RawTensor]], file: str, options: ReadOptions
-) -> int:
-    """The number of elements of a row. Raises AdapterInvalidError if the row must not be read."""
-    if len(pair) < 2:
-        gone = "'in' matrix (lora_A equivalent)" if "B" in pair else "'out' matrix (lora_B equivalent)"
-        raise AdapterInvalidError(
-            f"Layer {layer} is missing required {gone} for attn_qkv in LoRA weights from file {file}. LoRA "
-            "adapters must contain both 'in' and 'out' matrices for all layers. Please check if the LoRA "
-            "checkpoint is complete or was corrupted during loading."
-        )
-    for key, tensor in pair.values():
-        check_type(key, tensor)
-    a, b = pair["A"][1].shape, pair["B"][1].shape
-    check_dims(f"attn_qkv of layer {layer}", a, b, options.module(LoraModuleId.ATTN_QKV, layer))
-    options.bounds.check_rank(a[0])
-    elements = math.prod(a) + math.prod(b)
-    options.check_row(LoraModuleId.ATTN_QKV, layer, RowFormat(a[0]), elements)
-    return elements
-
-
-def _row(layer: int, pair: Mapping[str, tuple[str, RawTensor]]) -> AdapterRow:
-    a, b = (decode(*pair[side]) for side in "AB")
-    payload = np.concatenate((a.ravel(), b.ravel()))
-    return AdapterRow(LoraModuleId.ATTN_QKV, layer, RowFormat(a.shape[0]), payload)

@@ -52,25 +52,19 @@ def write_npy(
 ) -> None:
     """invocation: as `read_npy_invocation` returns it. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    _save(folder / WEIGHTS, weights)
-    _save(folder / CONFIG, config)
+    (folder / INVOCATION).unlink(missing_ok=True)  # of another adapter
+    arrays = {WEIGHTS: weights, CONFIG: config}
     if invocation:
-        _save(folder / INVOCATION, np.array([invocation], np.int32))
-    else:
-        (folder / INVOCATION).unlink(missing_ok=True)  # of another adapter
-
-
-def _save(path: Path, values: np.ndarray) -> None:
-    """Like `np.save`, whose error would not say why the file could not be written."""
-    whole = io.BytesIO()
-    np.save(whole, values, allow_pickle=False)
-    path.write_bytes(whole.getbuffer())
+        arrays[INVOCATION] = np.array([invocation], np.int32)
+    for name, values in arrays.items():  # an error of np.save would not say why a file could not be written
+        whole = io.BytesIO()
+        np.save(whole, values, allow_pickle=False)
+        (folder / name).write_bytes(whole.getbuffer())
 
 
 @dataclass(frozen=True)
 class _Array:
-    """An array in a file whose header was read. Its values are read into memory when they are asked for: a
-    mapped file could change or shrink meanwhile."""
+    """An array whose header was read. A mapped file could change or shrink, so values are read on demand."""
 
     file: OpenFile
     start: int

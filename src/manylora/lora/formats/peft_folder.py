@@ -19,20 +19,9 @@ from manylora.kernels.row_format import Encoding
 from manylora.lora.extras import take_invocation
 from manylora.lora.formats import one_line
 from manylora.lora.formats.base_weights import BaseReader
+from manylora.lora.formats.peft import names
 from manylora.lora.formats.peft.extras import ExtraReader
-from manylora.lora.formats.peft.names import (
-    ATTENTION_IDS,
-    DORA,
-    EXPERT_KEY,
-    LINEAR_IDS,
-    LORA_NAMES,
-    MLP_IDS,
-    SIDE,
-    VISION,
-    is_extra,
-    is_whole_table,
-)
-from manylora.lora.formats.peft.rows import DORA_REASON, RowPlan, read_layout
+from manylora.lora.formats.peft.rows import DORA_REASON, plan_rows, read_layout
 from manylora.lora.formats.peft.settings import (
     ALORA,
     CONFIG,
@@ -97,10 +86,10 @@ def read_peft(
     with options.open_base() as base:
         form, extras = _read_form(folder, None, settings, options, base)
         for key in sorted([*extras, *(extra.name for extra in form.extras)]):
-            if partial is None or DORA.search(key):
+            if partial is None or names.DORA.search(key):
                 raise AdapterInvalidError(f"{key}: {NO_ROW}")
             partial.append(f"no match {key}: {NO_ROW}")
-        plan = RowPlan(form.tensors, form.config, options, vectors=form.vectors, partial=partial)
+        plan = plan_rows(form.tensors, form.config, options, vectors=form.vectors, partial=partial)
         rows = plan.read(base)
     if not rows:
         raise AdapterInvalidError("the adapter holds no LoRA matrices")
@@ -135,11 +124,12 @@ def read_peft_whole(folder: Path, options: ReadOptions = DEFAULT) -> AdapterCont
         form, found = _read_form(folder, file, settings, options, base)
         config, tensors = form.config, form.tensors
         # A whole table may be a copy of the base's, which is left out, and must have the base's shape.
-        bounds.check_elements(sum(math.prod(t.shape) for key, t in found.items() if not is_whole_table(key)))
+        parts = [tensor for key, tensor in found.items() if not names.is_whole_table(key)]
+        bounds.check_elements(sum(math.prod(tensor.shape) for tensor in parts))
         if base is not None and peft_type(settings) == "LORA":
             _check_default_targets(settings, tensors, str(base.settings.get("model_type")))
         encoded = _encoded_type(tensors, config) if options.float8 else None
-        plan = RowPlan(tensors, config, options, encoded, form.vectors)
+        plan = plan_rows(tensors, config, options, encoded, form.vectors)
         rows = plan.read(base)
         extras = [*form.extras]
         if found:
@@ -180,7 +170,7 @@ def peft_tensors(
             raise AdapterInvalidError(f"{key} and {name} mean the same tensor")
         found[name] = tensor
     if options.text_only:
-        return {key: tensor for key, tensor in found.items() if not VISION.search(key)}
+        return {key: tensor for key, tensor in found.items() if not names.VISION.search(key)}
     return found
 
 
@@ -223,7 +213,7 @@ def _read_form(
     config, found = form.config, _without_unused(form.tensors, options)
     if config.use_dora and options.base is None and not config.dora_normalized:
         raise AdapterInvalidError(f"{CONFIG} sets use_dora: {DORA_REASON}")
-    extras = {key: tensor for key, tensor in found.items() if is_extra(key)}
+    extras = {key: tensor for key, tensor in found.items() if names.is_extra(key)}
     rest = {key: tensor for key, tensor in found.items() if key not in extras}
     if config.invocation:
         _check_activated([*rest, *extras])
@@ -241,7 +231,7 @@ def _without_unused(tensors: Mapping[str, RawTensor], options: ReadOptions) -> M
         return tensors
     unused = []
     for key in tensors:
-        name = LORA_NAMES.find(key, modules)
+        name = names.LORA_NAMES.find(key, modules)
         if name is None or name.stack is not None or name.module_id is None or name.module_id not in modules:
             continue
         if name.number in modules[name.module_id].unused:
@@ -258,7 +248,7 @@ def _check_activated(keys: Iterable[str]) -> None:
     """Refuse a tensor of an activated LoRA that would act on every token: tokens before the invocation
     sequence belong to the base model."""
     for key in keys:
-        if not (LOW_RANK.search(key) or is_whole_table(key)) or EXPERT_KEY.fullmatch(key):
+        if not (LOW_RANK.search(key) or names.is_whole_table(key)) or names.EXPERT_KEY.fullmatch(key):
             raise AdapterInvalidError(
                 f"{CONFIG} sets {ALORA}, and {key} would act before these tokens too: of an activated LoRA "
                 "only low-rank matrices of linear layers are supported"
@@ -268,34 +258,34 @@ def _check_activated(keys: Iterable[str]) -> None:
 def _encoded_type(tensors: Mapping[str, RawTensor], config: PeftConfig) -> NumberType | None:
     """The 8-bit type of all tensors. None: there is none, there is DoRA, or a row may need several scalings
     because those of its experts may differ."""
-    if config.use_dora or (config.alpha_pattern and any(EXPERT_KEY.fullmatch(key) for key in tensors)):
+    if config.use_dora or (config.alpha_pattern and any(names.EXPERT_KEY.fullmatch(key) for key in tensors)):
         return None
     kinds = {tensor.dtype for tensor in tensors.values()}
     kind = BY_SAFETENSORS.get(kinds.pop()) if len(kinds) == 1 else None
-    if kind is None or kind.encoding is Encoding.PLAIN or any(DORA.search(key) for key in tensors):
+    if kind is None or kind.encoding is Encoding.PLAIN or any(names.DORA.search(key) for key in tensors):
         return None
     return kind
 
 
 def _paths(keys: Iterable[str]) -> set[str]:
     """The paths of the modules that have a low-rank matrix."""
-    return {match["path"] for match in map(SIDE.fullmatch, keys) if match}
+    return {match["path"] for match in map(names.SIDE.fullmatch, keys) if match}
 
 
-def _is_named(path: str, names: Iterable[str]) -> bool:
-    return any(path == name or path.endswith(f".{name}") for name in names)
+def _is_named(path: str, listed: Iterable[str]) -> bool:
+    return any(path == name or path.endswith(f".{name}") for name in listed)
 
 
 def _check_default_targets(settings: Mapping[str, Any], keys: Iterable[str], model_type: str) -> None:
     """If target_modules is null, PEFT uses defaults for each model type and ignores other modules. Refuse a
     file that has such modules. model_type: in the base's config.json."""
-    known = (names.split() for names, types in DEFAULT_TARGETS.items() if model_type in types.split())
-    names = next(known, None)
-    if names is None or settings.get("target_modules") is not None or settings.get("target_parameters"):
+    known = (listed.split() for listed, types in DEFAULT_TARGETS.items() if model_type in types.split())
+    targets = next(known, None)
+    if targets is None or settings.get("target_modules") is not None or settings.get("target_parameters"):
         return
-    if others := sorted(path for path in _paths(keys) if not _is_named(path, names)):
+    if others := sorted(path for path in _paths(keys) if not _is_named(path, targets)):
         raise AdapterInvalidError(
-            f"{CONFIG}: target_modules is null, which is {' and '.join(names)} for {model_type}, but the "
+            f"{CONFIG}: target_modules is null, which is {' and '.join(targets)} for {model_type}, but the "
             f"file has {some(others)}: name in target_modules what was trained"
         )
 
@@ -330,8 +320,8 @@ def _tell_missing(
     """A note about modules and layers that the settings name and the file does not have. places: (layer,
     module id) of the adapter's rows."""
     modules, depth = options.modules, options.depth
-    names = settings.get("target_modules") or []
-    plain = isinstance(names, list) and all(isinstance(n, str) and "." not in n for n in names)
+    targets = settings.get("target_modules") or []
+    plain = isinstance(targets, list) and all(isinstance(n, str) and "." not in n for n in targets)
     if not (modules and depth and places) or not plain or settings.get("exclude_modules"):
         return
     asked = settings.get("layers_to_transform")
@@ -344,8 +334,9 @@ def _tell_missing(
         )
         layers &= set(range(last + 1))
     lines = []
-    for name in sorted(set(names)):
-        found = {ids[name] for ids in (ATTENTION_IDS, MLP_IDS, LINEAR_IDS) if name in ids} & modules.keys()
+    for name in sorted(set(targets)):
+        tables = (names.ATTENTION_IDS, names.MLP_IDS, names.LINEAR_IDS)
+        found = {ids[name] for ids in tables if name in ids} & modules.keys()
         for module_id in sorted(found):
             own = modules[module_id].layers
             there = {layer for layer, other in places if other == module_id}

@@ -113,10 +113,7 @@ def _check_archive(file: IO[bytes], size: int, bounds: Bounds) -> None:
         pickles = [entry for entry in entries if entry.filename.rpartition("/")[2] == "data.pkl"]
         if len(pickles) != 1:
             raise ValueError("it must hold data.pkl once")
-        _check_pickle(archive.read(pickles[0]), min(MAX_OPCODES, OPCODES * bounds.tensors))
-
-
-def _check_pickle(data: bytes, most: int) -> None:
+        data, most = archive.read(pickles[0]), min(MAX_OPCODES, OPCODES * bounds.tensors)
     for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
         if number == most:
             raise ValueError("its pickle is longer than an adapter's can be")
@@ -141,10 +138,7 @@ def _raw(tensor: Any) -> RawTensor:
 
 def read_pickled(path: Path, bounds: Bounds) -> dict[str, RawTensor]:
     """The tensors of a state dict by name. Their values are in an unlinked temporary file until they are
-    read.
-
-    Raises AdapterInvalidError, OSError.
-    """
+    read. Raises AdapterInvalidError, OSError."""
     return dict(_read(path, path.stat().st_mtime_ns, bounds))
 
 
@@ -162,13 +156,12 @@ def _read(path: Path, _changed: int, bounds: Bounds) -> dict[str, RawTensor]:
         if done.returncode == 0:
             return read_safetensors(read, bounds)
     said = done.stdout.decode(errors="replace").strip()
-    raise AdapterInvalidError(said or f"{path.name} is not readable: {_end(done.returncode, file.size)}")
-
-
-def _end(status: int, size: int) -> str:
-    if -status in (signal.SIGXCPU, signal.SIGKILL):
-        return f"it takes more than {_seconds(size)} s of processor time, or more memory than there is"
-    return f"the process that reads it ended with status {status}"
+    if -done.returncode in (signal.SIGXCPU, signal.SIGKILL):
+        most = _seconds(file.size)
+        why = f"it takes more than {most} s of processor time, or more memory than there is"
+    else:
+        why = f"the process that reads it ended with status {done.returncode}"
+    raise AdapterInvalidError(said or f"{path.name} is not readable: {why}")
 
 
 def _seconds(size: int) -> int:

@@ -44,7 +44,11 @@ def open_plain(path: Path, bounds: Bounds) -> int:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise AdapterInvalidError(f"{path.name} is not a plain file")
-        if bounds.roots is not None and not bounds.allows(_real(path, descriptor)):
+        try:  # of the opened file, whatever its name leads to by now
+            real = Path(f"/proc/self/fd/{descriptor}").readlink() if bounds.roots is not None else path
+        except OSError:  # no such folder on this system
+            real = path.resolve()
+        if not bounds.allows(real):
             raise AdapterInvalidError(
                 f"{path.name} is, or lies behind, a link that leads out of the folders that adapters are "
                 "read from: name the folder it leads to in lora_allowed_path"
@@ -106,11 +110,3 @@ def list_files(folder: Path, suffix: str) -> list[Path]:
             if entry.name.endswith(suffix):
                 found.append(folder / entry.name)
     return sorted(found)
-
-
-def _real(path: Path, descriptor: int) -> Path:
-    """The path of the opened file, whatever its name leads to by now."""
-    try:
-        return Path(f"/proc/self/fd/{descriptor}").readlink()
-    except OSError:  # no such folder on this system
-        return path.resolve()

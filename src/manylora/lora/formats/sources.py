@@ -18,8 +18,7 @@ from manylora.lora.formats.peft.settings import CONFIG, is_one_file
 from manylora.lora.formats.peft_folder import peft_tensors, read_peft, read_peft_whole
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.safe_files import is_plain, list_files
-from manylora.lora.formats.tensor_files import common_dtype
-from manylora.lora.number_types import BY_DTYPE, to_bfloat16
+from manylora.lora.number_types import BY_DTYPE, BY_SAFETENSORS, to_bfloat16
 from manylora.lora.tensors import AdapterContent, lora_input, pack_rows
 from manylora.request import LoraExtra, LoraInput
 
@@ -126,4 +125,6 @@ def source_dtype(source: Source, options: ReadOptions = DEFAULT) -> str:
         return kind.name if kind is not None else "float32"
     nemo = source.kind == "nemo"
     tensors = nemo_tensors(source.path, options.bounds) if nemo else peft_tensors(source.path, options)
-    return common_dtype(list(tensors.values()))
+    kinds = {tensor.dtype for tensor in tensors.values()}
+    kind = BY_SAFETENSORS.get(kinds.pop()) if len(kinds) == 1 else None
+    return kind.name if kind is not None else "float32"

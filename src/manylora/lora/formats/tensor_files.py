@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,54 @@ SLICE = 2**16  # characters
 BETWEEN = re.compile(r'\}\s*,\s*"')  # two entries; a name with this in it is not read
 
 
+NUMPY_TYPES = {"F64": np.dtype("<f8"), **{name: one.dtype for name, one in BY_SAFETENSORS.items()}}
+TORCH_NAMES = {"F64": "float64", **{name: one.name for name, one in BY_SAFETENSORS.items()}}
+PIECE = 2**22  # bytes that are copied at a time
+
+
 @dataclass(frozen=True)
-class HeaderEntry:
-    """start: offset of its bytes in the file. size: in bytes."""
+class RawTensor:
+    """dtype: safetensors' name (F32, BF16, …). held: the values, row-major and little-endian, as bytes; None:
+    they are the `size` bytes at `offset` of `file`, and are read when they are asked for."""
 
     dtype: str
     shape: tuple[int, ...]
-    start: int
-    size: int
+    held: Any
+    file: OpenFile | None = None
+    offset: int = 0
+    size: int = 0
+
+    @property
+    def data(self) -> Any:
+        """The values as a bytes-like object. If they are in a file, each call reads them."""
+        if self.file is None:
+            return self.held
+        read = np.empty(self.size, np.uint8)
+        self.file.read_into(self.offset, read)
+        return read
+
+    def part(self, start: int, size: int) -> Any:
+        """A part of the values' bytes, like `data`. Raises AdapterInvalidError."""
+        if self.file is None:
+            return memoryview(self.held).cast("B")[start : start + size]
+        read = bytearray(min(size, self.size - start))
+        self.file.read_into(self.offset + start, read)
+        return read
+
+    def fill(self, key: str, target: np.ndarray, scale: float = 1.0) -> None:
+        """Write the values times scale as float32 into a contiguous target of the same size, without another
+        buffer of that size. Raises AdapterInvalidError as `decode` does, also if the scaled values are not
+        finite."""
+        target = target.reshape(-1)
+        stored = target
+        if self.file is not None and self.dtype in ("F32", "BF16"):
+            if self.dtype == "BF16":
+                stored = target.view(np.uint16)[target.size :]  # the rear half, which is widened last
+            self.file.read_into(self.offset, stored)
+        else:
+            target[...] = decode(key, self).reshape(-1)
+        if not widen(target, stored, np.float32(scale)):
+            raise AdapterInvalidError(f"{key} holds a NaN or an infinity")
 
 
 def header_of(file: OpenFile, bounds: Bounds) -> bytes:
@@ -53,12 +93,12 @@ def header_of(file: OpenFile, bounds: Bounds) -> bytes:
     return file.header
 
 
-def read_header(file: OpenFile, bounds: Bounds) -> dict[str, HeaderEntry]:
-    """Entries by name. The tensors must be adjacent and fill the file. Raises ValueError,
-    AdapterInvalidError."""
+def read_header(file: OpenFile, bounds: Bounds) -> dict[str, RawTensor]:
+    """The tensors of a file. They must be adjacent and fill it. Raises ValueError, TypeError, LookupError,
+    RecursionError, AdapterInvalidError."""
     header = header_of(file, bounds)
-    first = 8 + len(header)
-    found: dict[str, HeaderEntry] = {}
+    at = first = 8 + len(header)
+    found: dict[str, RawTensor] = {}
     for key, entry in _members(header.decode()):
         if key in found:
             raise ValueError(f"its header names {key[:MAX_KEY]} twice")
@@ -68,12 +108,19 @@ def read_header(file: OpenFile, bounds: Bounds) -> dict[str, HeaderEntry]:
             raise ValueError(f"it holds more than {bounds.tensors} tensors, as no adapter does")
         if len(key) > MAX_KEY:
             raise ValueError(f"the name of a tensor in it is longer than {MAX_KEY} characters")
-        found[key] = _entry(entry, first)
-    at = first
-    for one in sorted(found.values(), key=lambda one: (one.start, one.size)):
-        if one.start != at:
+        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        numbers = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in (*shape, start, end))
+        if not numbers or len(shape) > MAX_DIMS or start > end:
+            raise ValueError("a tensor in it has no usable shape or place")
+        if dtype not in BITS:
+            raise ValueError(f"a tensor in it is of type {str(dtype)[:40]}, which is not known")
+        if math.prod(shape) * BITS[dtype] != (end - start) * 8:
+            raise ValueError("a tensor's place in it is not of the tensor's size")
+        found[key] = RawTensor(dtype, tuple(shape), None, file, first + start, end - start)
+    for start, size in sorted((one.offset, one.size) for one in found.values()):
+        if start != at:
             raise ValueError("its tensors do not lie side by side")
-        at += one.size
+        at += size
     if at != file.size:
         raise ValueError(f"it has {file.size} bytes, by its header {at}")
     return found
@@ -84,18 +131,6 @@ def read_metadata(file: OpenFile, bounds: Bounds) -> dict[str, str]:
     members = _members(header_of(file, bounds).decode())
     found: Any = next((value for key, value in members if key == METADATA), {})
     return found if isinstance(found, dict) else {}
-
-
-def _entry(entry: Any, first: int) -> HeaderEntry:
-    dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-    numbers = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in (*shape, start, end))
-    if not numbers or len(shape) > MAX_DIMS or start > end:
-        raise ValueError("a tensor in it has no usable shape or place")
-    if dtype not in BITS:
-        raise ValueError(f"a tensor in it is of type {str(dtype)[:40]}, which is not known")
-    if math.prod(shape) * BITS[dtype] != (end - start) * 8:
-        raise ValueError("a tensor's place in it is not of the tensor's size")
-    return HeaderEntry(dtype, tuple(shape), first + start, end - start)
 
 
 def _members(text: str) -> Iterator[tuple[str, Any]]:
@@ -109,92 +144,16 @@ def _members(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _parse(text: str) -> Iterable[tuple[str, Any]]:
-    found = json.loads(text, object_pairs_hook=_unique)
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("its header says something twice")
+        return found
+
+    found = json.loads(text, object_pairs_hook=unique)
     if not isinstance(found, dict):
         raise ValueError("its header is not a JSON object")
     return found.items()
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("its header says something twice")
-    return found
-
-
-NUMPY_TYPES = {"F64": np.dtype("<f8"), **{name: one.dtype for name, one in BY_SAFETENSORS.items()}}
-TORCH_NAMES = {"F64": "float64", **{name: one.name for name, one in BY_SAFETENSORS.items()}}
-PIECE = 2**22  # bytes that are copied at a time
-
-
-@dataclass(frozen=True)
-class _Span:
-    """Bytes of a file that are read when they are asked for."""
-
-    file: OpenFile
-    start: int
-    size: int
-
-    def read_into(self, target: Any) -> None:
-        """target: a writable buffer of `size` bytes. Raises AdapterInvalidError."""
-        self.file.read_into(self.start, target)
-
-
-@dataclass(frozen=True)
-class RawTensor:
-    """dtype: safetensors' name (F32, BF16, …). source: the values, row-major and little-endian, as bytes or
-    as a part of a file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    source: Any
-
-    @property
-    def data(self) -> Any:
-        """The values as a bytes-like object. If they are in a file, each call reads them."""
-        if not isinstance(self.source, _Span):
-            return self.source
-        read = np.empty(self.source.size, np.uint8)
-        self.source.read_into(read)
-        return read
-
-    @property
-    def offset(self) -> int | None:
-        """Offset of the values in their file; None: they are in memory."""
-        return self.source.start if isinstance(self.source, _Span) else None
-
-    @property
-    def file(self) -> OpenFile | None:
-        """The file of the values; None: they are in memory."""
-        return self.source.file if isinstance(self.source, _Span) else None
-
-    @property
-    def num_bytes(self) -> int:
-        return self.source.size if isinstance(self.source, _Span) else memoryview(self.source).nbytes
-
-    def part(self, start: int, size: int) -> Any:
-        """A part of the values' bytes, like `data`. Raises AdapterInvalidError."""
-        if not isinstance(self.source, _Span):
-            return memoryview(self.source).cast("B")[start : start + size]
-        read = bytearray(min(size, self.source.size - start))
-        self.source.file.read_into(self.source.start + start, read)
-        return read
-
-    def fill(self, key: str, target: np.ndarray, scale: float = 1.0) -> None:
-        """Write the values times scale as float32 into a contiguous target of the same size, without another
-        buffer of that size. Raises AdapterInvalidError as `decode` does, also if the scaled values are not
-        finite."""
-        target = target.reshape(-1)
-        stored = target
-        if self.dtype == "F32" and isinstance(self.source, _Span):
-            self.source.read_into(target)
-        elif self.dtype == "BF16" and isinstance(self.source, _Span):
-            stored = target.view(np.uint16)[target.size :]  # the rear half, which is widened last
-            self.source.read_into(stored)
-        else:
-            target[...] = decode(key, self).reshape(-1)
-        if not widen(target, stored, np.float32(scale)):
-            raise AdapterInvalidError(f"{key} holds a NaN or an infinity")
 
 
 def read_safetensors(path: Path, bounds: Bounds = ANY_MODEL) -> dict[str, RawTensor]:
@@ -209,10 +168,7 @@ def read_safetensors(path: Path, bounds: Bounds = ANY_MODEL) -> dict[str, RawTen
 def tensors_of(file: OpenFile, bounds: Bounds) -> dict[str, RawTensor]:
     """The tensors of a file. Their values are read when they are asked for. Raises AdapterInvalidError."""
     try:
-        return {
-            key: RawTensor(one.dtype, one.shape, _Span(file, one.start, one.size))
-            for key, one in read_header(file, bounds).items()
-        }
+        return read_header(file, bounds)
     except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
         raise AdapterInvalidError(f"{file.name} is not readable: {one_line(error)}") from error
 
@@ -242,7 +198,7 @@ def with_metadata(path: Path, target: Path, key: str, value: str, bounds: Bounds
     first = 8 + length
     header: dict[str, Any] = {METADATA: {key: value} | {k: v for k, v in metadata.items() if k != key}}
     for name, one in tensors.items():
-        offsets = [one.start - first, one.start - first + one.size]
+        offsets = [one.offset - first, one.offset - first + one.size]
         header[name] = {"dtype": one.dtype, "shape": list(one.shape), "data_offsets": offsets}
     with target.open("xb") as made:
         made.write(_header_bytes(header))
@@ -273,7 +229,8 @@ def decode(key: str, tensor: RawTensor) -> np.ndarray:
     with np.errstate(over="ignore"):
         known = BY_SAFETENSORS.get(tensor.dtype)
         values = known.widen(values) if known and known.widen else values.astype(np.float32)
-    check_finite(key, values)
+    if not all_finite(values):
+        raise AdapterInvalidError(f"{key} holds a NaN or an infinity")
     return values.reshape(tensor.shape)
 
 
@@ -285,12 +242,6 @@ def read_encoded(key: str, tensor: RawTensor) -> np.ndarray:
     return values.reshape(tensor.shape)
 
 
-def check_finite(key: str, values: np.ndarray) -> None:
-    """values: float32, any shape. Raises AdapterInvalidError for NaN and infinity."""
-    if not all_finite(values):
-        raise AdapterInvalidError(f"{key} holds a NaN or an infinity")
-
-
 def encode(key: str, values: np.ndarray, dtype: str) -> RawTensor:
     """Convert float32 values to `dtype`, which must not be an encoded type. Raises AdapterInvalidError for
     values beyond its range."""
@@ -299,10 +250,3 @@ def encode(key: str, values: np.ndarray, dtype: str) -> RawTensor:
     tensor = RawTensor(dtype, values.shape, stored.tobytes())
     decode(key, tensor)
     return tensor
-
-
-def common_dtype(tensors: Sequence[RawTensor]) -> str:
-    """float16, bfloat16 or float8_e4m3fn if all tensors have that type; otherwise float32."""
-    kinds = {tensor.dtype for tensor in tensors}
-    kind = BY_SAFETENSORS.get(kinds.pop()) if len(kinds) == 1 else None
-    return kind.name if kind is not None else "float32"

@@ -14,32 +14,14 @@ import numpy as np
 from manylora.errors import AdapterInvalidError
 from manylora.lora.extras import HEAD
 from manylora.lora.formats.base_weights import BaseReader
-from manylora.lora.formats.peft.names import (
-    BIAS_NAMES,
-    CLASSIFIER,
-    EMBEDDINGS,
-    HEADS,
-    NORM,
-    POOLER,
-    SHARED,
-    STACK_NORM,
-    TABLE,
-    ModuleName,
-    Modules,
-    check_stacks,
-    encoder_layers,
-    in_our_order,
-    in_peft_order,
-    is_named_decoder,
-    stack_layer,
-)
+from manylora.lora.formats.peft import names
 from manylora.lora.formats.peft.settings import PeftConfig
-from manylora.lora.formats.tensor_files import NUMPY_TYPES, RawTensor, decode
+from manylora.lora.formats.tensor_files import BITS, NUMPY_TYPES, RawTensor, decode
 from manylora.lora.modules import MODULE_NAMES
 from manylora.lora.tensors import check_dims, check_layer
 from manylora.request import LoraExtra
 
-TABLES = (*EMBEDDINGS, SHARED, "encoder.embed_tokens", "decoder.embed_tokens")
+TABLES = (*names.EMBEDDINGS, names.SHARED, "encoder.embed_tokens", "decoder.embed_tokens")
 """Where the embedding of a checkpoint may be; two stacks may have but one of these."""
 MORE_TABLES = ("embeddings.word_embeddings", "embeddings.tok_embeddings")
 TOKENS = "token_adapter.trainable_tokens_delta"
@@ -60,7 +42,7 @@ class ExtraReader:
 
     tensors: Tensors
     config: PeftConfig
-    modules: Modules
+    modules: names.Modules
     base: BaseReader | None
     tell: Callable[[str], None]
 
@@ -72,27 +54,27 @@ class ExtraReader:
         heads: dict[str, RawTensor] = {}
         poolers: dict[str, RawTensor] = {}
         for key, tensor in sorted(found.items()):
-            bias = BIAS_NAMES.find(key, self.modules)
-            if CLASSIFIER.fullmatch(key):
+            bias = names.BIAS_NAMES.find(key, self.modules)
+            if names.CLASSIFIER.fullmatch(key):
                 heads[key] = tensor
-            elif POOLER.fullmatch(key):
+            elif names.POOLER.fullmatch(key):
                 poolers[key] = tensor
             elif bias is not None and bias.module_id is not None:
-                name, shift = self._module_bias(bias, bias.module_id, tensor)
+                name, shift = self._bias(bias, bias.module_id, tensor)
                 parts = biases.setdefault(name, {})
                 if (of_b := bias.part == "lora_B.bias") in parts:
                     raise AdapterInvalidError(f"{key} and another tensor mean the same bias")
                 parts[of_b] = shift
-            elif match := STACK_NORM.fullmatch(key) or NORM.fullmatch(key):
+            elif match := names.STACK_NORM.fullmatch(key) or names.NORM.fullmatch(key):
                 extras.append(self._norm(match, key, tensor))
-            elif match := TABLE.fullmatch(key):
+            elif match := names.TABLE.fullmatch(key):
                 part = match["part"].removesuffix(".weight") if "magnitude" in key else match["part"]
                 where = self._table_name(match), match["path"]
                 tables.setdefault(where, {})[part] = (key, tensor)
         if len({name for name, _ in tables}) < len(tables):
             raise AdapterInvalidError(f"{' and '.join(path for _, path in tables)} belong to two models")
         for (name, path), own in tables.items():
-            if name == SHARED:
+            if name == names.SHARED:
                 stacks = [parts for (other, _), parts in tables.items() if other.endswith(".embed")]
                 extras += self._shared(path, own, stacks)
             else:
@@ -113,29 +95,29 @@ class ExtraReader:
 
     def _check_names(self, extras: list[LoraExtra]) -> None:
         """Refuse combinations that are ambiguous or that PEFT would ignore."""
-        names = {extra.name for extra in extras}
-        if len(names) < len(extras):
+        given = {extra.name for extra in extras}
+        if len(given) < len(extras):
             raise AdapterInvalidError("the adapter has two tensors for the same norm or matrix")
-        if "embed.tokens" not in names:
+        if "embed.tokens" not in given:
             return
-        if encoder_layers(self.modules):
-            others = names & {"head.weight", "head.magnitude", "head.tokens"}
-            others |= {name for name in names if name.startswith(("encoder.embed.", "decoder.embed."))}
+        if names.encoder_layers(self.modules):
+            others = given & {"head.weight", "head.magnitude", "head.tokens"}
+            others |= {name for name in given if name.startswith(("encoder.embed.", "decoder.embed."))}
             if others:
                 raise AdapterInvalidError(
                     f"trainable_token_indices of the shared embedding beside {min(others)} mean nothing in "
                     "PEFT either: it ties them to both stacks and the head, or to nothing"
                 )
             return
-        tied = self.base is not None and not any(self.base.find(f"{head}.weight") for head in HEADS)
-        if tied and names & {"head.weight", "head.magnitude"}:
+        tied = self.base is not None and not any(self.base.find(f"{head}.weight") for head in names.HEADS)
+        if tied and given & {"head.weight", "head.magnitude"}:
             raise AdapterInvalidError(
                 "the base model's head is its embedding: trainable_token_indices beside a head that is saved "
                 "or has DoRA mean nothing in PEFT either"
             )
 
-    def _module_bias(self, name: ModuleName, module_id: int, tensor: RawTensor) -> tuple[str, np.ndarray]:
-        """The name of an extra, and what it adds to the module's output: [out], in our order."""
+    def _bias(self, name: names.ModuleName, module_id: int, tensor: RawTensor) -> tuple[str, np.ndarray]:
+        """The name of an extra, and what it adds to a module's output: [out], in our order."""
         key, path, layer, module = name.key, name.path, name.layer(self.modules), None
         if self.modules and module_id in self.modules:
             check_layer(key, self.modules[module_id], layer)
@@ -145,12 +127,13 @@ class ExtraReader:
                 f"{key} has shape {tensor.shape}"
                 + (f", {module.name} of this model gives {module.out_dim} values" if module else "")
             )
-        values = in_peft_order(path, module_id, decode(key, tensor), module)
+        values = names.in_peft_order(path, module_id, decode(key, tensor), module)
         if name.part == "lora_B.bias":
             shift = values * _bias_scale(path, self.tensors, self.config)
         else:
             shift = _without_base(f"{path}.bias", values, self._known(key))
-        return f"layers.{layer}.{MODULE_NAMES[module_id]}.bias", in_our_order(path, module_id, shift, module)
+        shift = names.in_our_order(path, module_id, shift, module)
+        return f"layers.{layer}.{MODULE_NAMES[module_id]}.bias", shift
 
     def _norm(self, match: re.Match[str], key: str, tensor: RawTensor) -> LoraExtra:
         """match: of NORM or STACK_NORM."""
@@ -159,13 +142,13 @@ class ExtraReader:
             raise AdapterInvalidError(f"{key}: the base model has no such norm")
         _check_shape(key, tensor.shape, base)
         number = int(match["layer"]) if match["layer"] else None
-        if match.re is STACK_NORM:
-            stack = f"{match['stack']}." if encoder_layers(self.modules) else ""
+        if match.re is names.STACK_NORM:
+            stack = f"{match['stack']}." if names.encoder_layers(self.modules) else ""
             own = f"{stack}{'norm' if match['final'] else 'embedding_norm'}"
-            number = None if number is None else stack_layer(key, match["stack"], number, self.modules)
+            number = None if number is None else names.stack_layer(key, match["stack"], number, self.modules)
         else:
             own = match["inputs"] or "norm"
-            check_stacks([key], self.modules)
+            names.check_stacks([key], self.modules)
         where = own if number is None else f"layers.{number}.{match['name']}"
         values = decode(key, tensor)
         shift = _without_base(key, values, base) if match["part"] == "bias" else values
@@ -176,14 +159,14 @@ class ExtraReader:
         Refuses a table that the model does not have."""
         if match["head"]:
             return "head"
-        stacks = encoder_layers(self.modules) > 0
-        if match["stack"] == "decoder" and is_named_decoder(self.modules):
+        stacks = names.encoder_layers(self.modules) > 0
+        if match["stack"] == "decoder" and names.is_named_decoder(self.modules):
             return "embed"
         if self.modules is not None and stacks != bool(match["stack"] or match["shared"]):
             has = "an embedding for each of encoder and decoder" if stacks else "no encoder"
             raise AdapterInvalidError(f"{match['path']}: this model has {has}")
         if match["shared"]:
-            return SHARED
+            return names.SHARED
         return f"{match['stack']}.embed" if match["stack"] else "embed"
 
     def _shared(self, path: str, parts: Parts, stacks: Iterable[Parts]) -> Iterator[LoraExtra]:
@@ -207,7 +190,9 @@ class ExtraReader:
         if low and all(decode(*one).any() for one in low):
             raise _without_effect(low[0][0])
         if TOKENS in parts:
-            if not base.ties_embeddings:
+            # transformers always ties T5's embeddings.
+            t5 = base.settings.get("model_type") in ("t5", "mt5")
+            if not t5 and base.settings.get("tie_word_embeddings") is False:
                 raise _without_effect(parts[TOKENS][0])
             yield from Table("embed", path, {TOKENS: parts[TOKENS]}, self.config, base).read()
 
@@ -215,7 +200,7 @@ class ExtraReader:
         """found: tensors whose names match CLASSIFIER, for any number of labels."""
         parts: dict[str, tuple[str, RawTensor]] = {}
         for key, tensor in found.items():
-            match = CLASSIFIER.fullmatch(key)
+            match = names.CLASSIFIER.fullmatch(key)
             assert match is not None
             first = match["layer"] == "dense." or match["pre"]
             name = f"{HEAD}.{'dense.' if first else ''}{match['part']}"
@@ -247,7 +232,7 @@ class ExtraReader:
     def _pooler(self, found: Tensors, head: list[LoraExtra]) -> list[LoraExtra]:
         """A LoRA on the pooler, as the first of the head's two layers. found: tensors whose names match
         POOLER. head: the adapter's own head, if it has one."""
-        matches = [match for match in map(POOLER.fullmatch, found) if match]
+        matches = [match for match in map(names.POOLER.fullmatch, found) if match]
         if not matches:
             return []
         path, parts = matches[0]["path"], {match["part"]: found[match.string] for match in matches}
@@ -275,8 +260,8 @@ class ExtraReader:
 def _hidden_size(base: BaseReader) -> int | None:
     if project := base.find("embeddings_project.weight"):  # Electra's embedding is narrower
         return base.shape(project)[0]
-    names = (base.find(f"{table}.weight") for table in (*TABLES, *MORE_TABLES))
-    found = next(filter(None, names), None)
+    tables = (base.find(f"{table}.weight") for table in (*TABLES, *MORE_TABLES))
+    found = next(filter(None, tables), None)
     return None if found is None else base.shape(found)[1]
 
 
@@ -284,7 +269,8 @@ def _are_equal(one: RawTensor, other: RawTensor) -> bool:
     """Whether they are equal bit by bit."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    return all(one.part(at, CHUNK) == other.part(at, CHUNK) for at in range(0, one.num_bytes, CHUNK))
+    most = math.prod(one.shape) * BITS.get(one.dtype, 0) // 8
+    return all(one.part(at, CHUNK) == other.part(at, CHUNK) for at in range(0, most, CHUNK))
 
 
 def _without_effect(key: str) -> AdapterInvalidError:
@@ -333,7 +319,7 @@ class Table:
         self._is_head = name == "head"
         self._config, self._base = config, base
         # A checkpoint may call them as another release of transformers did; a tied head is the embedding.
-        others = (*HEADS, *TABLES) if self._is_head else TABLES
+        others = (*names.HEADS, *TABLES) if self._is_head else TABLES
         found = next(filter(None, (base.find(f"{other}.weight") for other in (path, *others))), None)
         if found is None or len(base.shape(found)) != 2:
             raise AdapterInvalidError(f"{path}: the base model has no such matrix")
@@ -398,14 +384,14 @@ class Table:
 
     def _low_rank(self) -> Iterator[LoraExtra]:
         embed, own = not self._is_head, self._extra_name
-        names, wrong = (EMBEDDING_PAIR, HEAD_PAIR) if embed else (HEAD_PAIR, EMBEDDING_PAIR)
-        present = [name for name in names if name in self._parts]
+        pair, wrong = (EMBEDDING_PAIR, HEAD_PAIR) if embed else (HEAD_PAIR, EMBEDDING_PAIR)
+        present = [name for name in pair if name in self._parts]
         magnitude = self._parts.get("lora_magnitude_vector")
         if len(present) == 1 or set(wrong) & self._parts.keys() or (magnitude and not present):
-            raise AdapterInvalidError(f"{self._path} must have {names[0]} and {names[1]}")
+            raise AdapterInvalidError(f"{self._path} must have {pair[0]} and {pair[1]}")
         if not present:
             return
-        stored_a, stored_b = (self._parts[name][1].shape for name in names)
+        stored_a, stored_b = (self._parts[name][1].shape for name in pair)
         check_dims(self._path, stored_a, stored_b, None)
         given = stored_a[1], stored_b[0]
         if given != ((self._vocab, self._hidden) if embed else (self._hidden, self._vocab)):
@@ -413,7 +399,7 @@ class Table:
                 f"{self._path} goes from {given[0]} to {given[1]} dimensions, the model has {self._vocab} "
                 f"tokens of {self._hidden} values: the adapter was made for another model"
             )
-        a, b = (decode(*self._parts[name]) for name in names)
+        a, b = (decode(*self._parts[name]) for name in pair)
         b = b * np.float32(self._config.scale(self._path, a.shape[0]))
         yield LoraExtra(f"{own}.lora_A", np.ascontiguousarray(a.T) if embed else a)
         yield LoraExtra(f"{own}.lora_B", b)

@@ -1,4 +1,4 @@
-"""RowPlan: which tensors of a PEFT directory become rows. They are checked by their headers before values are
+"""RowPlan: which tensors of an adapter become rows. They are checked by their headers before values are
 read. If rows are stored in the file as they are served, they have a `FileLayout`, and compiled code reads,
 scales, checks and digests them. Other rows are read with NumPy."""
 
@@ -18,15 +18,8 @@ from manylora.kernels.loading import FILE_ROW, can_take, narrow, take_rows
 from manylora.kernels.row_format import RowFormat
 from manylora.lora import staging
 from manylora.lora.formats.base_weights import BaseReader
-from manylora.lora.formats.peft.experts import check_expert_shapes, check_scale, expert_rows
-from manylora.lora.formats.peft.names import (
-    EXPERT_KEY,
-    SIDE,
-    ModuleTensors,
-    in_our_order,
-    in_peft_order,
-    tensors_by_module,
-)
+from manylora.lora.formats.peft import names
+from manylora.lora.formats.peft.experts import ExpertReader, check_expert_shapes, check_scale
 from manylora.lora.formats.peft.settings import PeftConfig
 from manylora.lora.formats.read_options import FileLayout, ReadOptions
 from manylora.lora.formats.safe_files import OpenFile
@@ -47,6 +40,39 @@ Place = tuple[int, int]  # layer and module id
 Vectors = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
+def plan_rows(
+    tensors: Mapping[str, RawTensor],
+    config: PeftConfig,
+    options: ReadOptions,
+    encoded_type: NumberType | None = None,
+    vectors: Vectors | None = None,
+    partial: list[str] | None = None,
+) -> RowPlan:
+    """tensors: of a PEFT directory, without extras. vectors: as in `LoraForm`. partial: as in
+    `tensors_by_module`. Raises AdapterInvalidError."""
+    experts = {key: tensor for key, tensor in tensors.items() if names.EXPERT_KEY.fullmatch(key)}
+    others = {key: tensor for key, tensor in tensors.items() if key not in experts}
+    modules, known = names.tensors_by_module(others, partial, options.modules), options.modules or {}
+    if any(module.allowed for module in known.values()):
+        for (_, module_id), parts in modules.items():
+            if module_id not in known:
+                path = parts.path.removeprefix("base_model.model.")
+                raise AdapterInvalidError(f"{path}: {not_enabled(module_id, known)}")
+    # If a tensor has a wrong name, the module that lacks it and the one that it names are told.
+    sides: dict[str, str] = {}
+    for match in filter(None, map(names.SIDE.fullmatch, sorted(tensors))):
+        sides[match["path"]] = sides.get(match["path"], "") + match["side"]
+    missing = {"A": "lora_B", "B": "lora_A"}
+    lines = [f"{path} is missing its {missing[one]} matrix" for path, one in sides.items() if one != "AB"]
+    if lines:
+        raise AdapterInvalidError(", and ".join(lines[:2]))
+    for parts in modules.values():
+        if "A" not in parts.keys:  # only a magnitude
+            raise AdapterInvalidError(f"{parts.path} is missing its lora_A matrix")
+        parts.vectors = vectors.get(parts.keys["A"]) if vectors else None
+    return RowPlan(modules, config, options, encoded_type, experts)
+
+
 class RowPlan:
     """The tensors of each row, checked by their headers and sorted by layer and module.
 
@@ -55,28 +81,31 @@ class RowPlan:
 
     def __init__(
         self,
-        tensors: Mapping[str, RawTensor],
+        modules: Mapping[Place, names.ModuleTensors],
         config: PeftConfig,
         options: ReadOptions,
         encoded_type: NumberType | None = None,
-        vectors: Vectors | None = None,
-        partial: list[str] | None = None,
+        experts: Mapping[str, RawTensor] | None = None,
     ) -> None:
-        """tensors: without extras. encoded_type: the 8-bit type of all tensors, which rows keep; None: they
-        are float32, or bfloat16 if the options ask for it and the adapter is large. vectors: as in
-        `LoraForm`. partial: as in `tensors_by_module`. Raises AdapterInvalidError."""
+        """modules: with A and B. encoded_type: the 8-bit type of all tensors, which rows keep; None: they are
+        float32, or bfloat16 if the options ask for it and the adapter is large."""
         self.config, self.options, self.encoded_type = config, options, encoded_type
         self.layout: FileLayout | None = None
         self.file: OpenFile | None = None
         self._shared: dict[object, SharedMatrices] = {}
-        self.experts = {key: tensor for key, tensor in tensors.items() if EXPERT_KEY.fullmatch(key)}
-        others = {key: tensor for key, tensor in tensors.items() if key not in self.experts}
-        self.modules = tensors_by_module(others, partial, options.modules)
-        for parts in self.modules.values():
-            parts.vectors = vectors.get(parts.keys.get("A", "")) if vectors else None
-        self._check(tensors)
-        self.modules = dict(sorted(self.modules.items()))
-        if not (self.experts or vectors):
+        self.modules, self.experts = dict(sorted(modules.items())), experts or {}
+        elements, shared = 0, set()
+        if self.experts:
+            elements = check_expert_shapes(self.experts, options.modules or {}, options.bounds)
+        for place, parts in modules.items():
+            self._check_module(*place, parts)
+            elements += parts.size
+            if parts.vectors is not None:
+                shared.add(parts.tensors["A"].shape + parts.tensors["B"].shape)
+        elements += sum(a * b + c * d for a, b, c, d in shared)
+        options.bounds.check_rows(len(modules))
+        options.bounds.check_elements(elements, float8=encoded_type is not None)
+        if not self.experts and not shared:
             self._find_layout()
 
     def read(self, base: BaseReader | None) -> list[AdapterRow]:
@@ -90,40 +119,13 @@ class RowPlan:
         if self.experts:
             read = decode if self.encoded_type is None else read_encoded
             decoded = {key: read(key, tensor) for key, tensor in self.experts.items()}
-            rows += expert_rows(decoded, self.config, self.options.modules, self.encoded_type)
+            reader = ExpertReader(self.config, self.options.modules or {}, self.encoded_type)
+            rows += reader.rows(decoded)
         rows += self._read_modules(base)
         return sorted(rows, key=lambda row: (row.layer, row.module_id))
 
-    def _check(self, tensors: Mapping[str, RawTensor]) -> None:
-        modules, bounds = self.options.modules or {}, self.options.bounds
-        if any(module.allowed for module in modules.values()):
-            for (_, module_id), parts in self.modules.items():
-                if module_id not in modules:
-                    path = parts.path.removeprefix("base_model.model.")
-                    raise AdapterInvalidError(f"{path}: {not_enabled(module_id, modules)}")
-        # If a tensor has a wrong name, the module that lacks it and the one that it names are told.
-        sides: dict[str, str] = {}
-        for match in filter(None, map(SIDE.fullmatch, sorted(tensors))):
-            sides[match["path"]] = sides.get(match["path"], "") + match["side"]
-        missing = {"A": "lora_B", "B": "lora_A"}
-        lines = [f"{path} is missing its {missing[one]} matrix" for path, one in sides.items() if one != "AB"]
-        if lines:
-            raise AdapterInvalidError(", and ".join(lines[:2]))
-        elements = check_expert_shapes(self.experts, modules, bounds) if self.experts else 0
-        shared = set()
-        for place, parts in self.modules.items():
-            self._check_module(*place, parts)
-            elements += parts.size
-            if parts.vectors is not None:
-                shared.add(parts.tensors["A"].shape + parts.tensors["B"].shape)
-        elements += sum(a * b + c * d for a, b, c, d in shared)
-        bounds.check_rows(len(self.modules))
-        bounds.check_elements(elements, float8=self.encoded_type is not None)
-
-    def _check_module(self, layer: int, module_id: int, parts: ModuleTensors) -> None:
+    def _check_module(self, layer: int, module_id: int, parts: names.ModuleTensors) -> None:
         path, options = parts.path, self.options
-        if "A" not in parts.tensors:  # only a magnitude
-            raise AdapterInvalidError(f"{path} is missing its lora_A matrix")
         a, b = parts.tensors["A"].shape, parts.tensors["B"].shape
         if options.modules and module_id in options.modules:
             check_layer(path, options.modules[module_id], layer)
@@ -158,7 +160,7 @@ class RowPlan:
             a, b = parts.tensors["A"], parts.tensors["B"]
             if len(parts.tensors) > 2 or module_id in SPECIAL_MODULES:
                 return
-            if a.offset is None or b.offset is None or a.file is not b.file or file not in (None, a.file):
+            if a.file is None or a.file is not b.file or file not in (None, a.file):
                 return
             if (np.diff(self._order(layer, module_id, parts.path, b.shape[0])) != 1).any():
                 return
@@ -177,7 +179,8 @@ class RowPlan:
     def _order(self, layer: int, module_id: int, path: str, count: int) -> np.ndarray:
         """In the file, the numbers of B's rows in our order."""
         order, module = np.arange(count), self.options.module(module_id, layer)
-        return in_our_order(path, module_id, in_peft_order(path, module_id, order, module), module)
+        order = names.in_peft_order(path, module_id, order, module)
+        return names.in_our_order(path, module_id, order, module)
 
     def _read_modules(self, base: BaseReader | None) -> list[AdapterRow]:
         """All payloads are in one piece of memory. Several threads read a large adapter."""
@@ -236,26 +239,26 @@ class RowPlan:
             else:
                 stored_a.fill(parts.keys["A"], a)
                 stored_b.fill(f"{parts.keys['B']} (with its scaling)", b, scale)
-            if (turned := in_peft_order(path, module_id, b, module)) is not b:
+            if (turned := names.in_peft_order(path, module_id, b, module)) is not b:
                 b[...] = turned
             columns: list[np.ndarray] = [b]
             if row.dora:
                 transposed = self.config.fan_in_fan_out if module is None else module.transposed
                 magnitude = decode(parts.keys["magnitude"], parts.tensors["magnitude"]).reshape(-1)
-                magnitude = in_peft_order(path, module_id, magnitude, module)
+                magnitude = names.in_peft_order(path, module_id, magnitude, module)
                 if not self.config.dora_normalized:
                     if base is None:
                         raise AdapterInvalidError(f"{path}: {DORA_REASON}")
                     magnitude = magnitude / base.row_norms(path, a, b, transposed)
                 columns.append(magnitude)
-            columns = [in_our_order(path, module_id, column, module) for column in columns]
+            columns = [names.in_our_order(path, module_id, column, module) for column in columns]
             if columns[0] is not b or len(columns) > 1:
                 np.concatenate([column.ravel() for column in columns], out=payload[a.size :])
             payload = payload if encoded is None else payload.view(encoded.dtype)
         content = digest_values(payload) if self.options.digest else b""  # now, while it is in the cache
         return AdapterRow(module_id, layer, row, payload, content, shared)
 
-    def _share(self, parts: ModuleTensors, order: np.ndarray) -> SharedMatrices:
+    def _share(self, parts: names.ModuleTensors, order: np.ndarray) -> SharedMatrices:
         """A, and B with its rows in this order: in memory once for all rows that have the same matrices."""
         a, b = parts.tensors["A"], parts.tensors["B"]
         known = a.shape, b.shape, order.tobytes()

@@ -15,7 +15,6 @@ from manylora.lora.formats.peft.settings import CONFIG, peft_type
 from manylora.lora.formats.peft_types import low_rank
 from manylora.lora.formats.peft_types.converted import LoraForm, PeftFiles, by_module
 from manylora.lora.formats.peft_types.extras import read_diagonal, read_norms, read_prefix, read_prompt
-from manylora.lora.formats.peft_types.lora import read_lora, read_tokens
 from manylora.lora.formats.peft_types.vectors import read_tinylora, read_unilora, read_vblora, read_vera
 
 # By PEFT's peft_type. A reader raises AdapterInvalidError.
@@ -34,7 +33,7 @@ READERS: dict[str, Callable[[PeftFiles], LoraForm]] = {
     "LN_TUNING": read_norms,
     "LOHA": by_module(low_rank.loha, *low_rank.LOHA_PARTS, "hada_t1", "hada_t2"),
     "LOKR": by_module(low_rank.lokr, *low_rank.LOKR_PARTS, "lokr_t2"),
-    "LORA": read_lora,
+    "LORA": low_rank.read_lora,
     "MISS": by_module(low_rank.miss, "miss_block"),
     "OFT": read_diagonal,
     "PEANUT": low_rank.read_peanut,
@@ -44,7 +43,7 @@ READERS: dict[str, Callable[[PeftFiles], LoraForm]] = {
     "ROAD": read_diagonal,
     "PVERA": read_vera,
     "TINYLORA": read_tinylora,
-    "TRAINABLE_TOKENS": read_tokens,
+    "TRAINABLE_TOKENS": low_rank.read_tokens,
     "UNILORA": read_unilora,
     "VBLORA": read_vblora,
     "VERA": read_vera,

@@ -9,7 +9,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ray.exceptions import ObjectLostError, RayActorError, WorkerCrashedError
@@ -19,7 +18,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from manylora.fleet.member import RemoteRequest, RemoteResponse
+from manylora.fleet.member import RemoteRequest
 from manylora.fleet.routing import AffinityRouting, Replica, Reports
 from manylora.openai.api.errors import ApiError, client_left
 
@@ -201,28 +200,6 @@ def not_taken(error: Exception | None = None) -> ApiError:
         return ApiError(429, "overloaded", text, retry_after=1)
     text = "The fleet cannot answer at the moment, try again"
     return ApiError(503, "engine_unavailable", text, retry_after=1)
-
-
-@dataclass(frozen=True)
-class Answers:
-    """refused: an answer that is not a success; all replicas judge a request and its key in the same way.
-    reports: from `ServerReplica.record_routing_stats`, by replica. missing: names of replicas that did not
-    answer in time."""
-
-    answers: list[RemoteResponse]
-    refused: RemoteResponse | None
-    reports: dict[str, dict[str, Any]]
-    missing: tuple[str, ...]
-
-
-async def ask_all(replicas: DeploymentHandle, call: RemoteRequest) -> Answers:
-    """Wait for all replicas, at most ALL_S. Raises ApiError if none answers."""
-    given, missing = await call_all(replicas, "whole_answer", call)
-    if not given:
-        raise ApiError(503, "engine_unavailable", "No replica answers at the moment", retry_after=1)
-    answers = [one for one, _ in given.values()]
-    refused = next((one for one in answers if one.status != 200), None)
-    return Answers(answers, refused, {name: report for name, (_, report) in given.items()}, missing)
 
 
 async def call_all(

@@ -44,18 +44,17 @@ def cleaned(folder: Path) -> Iterator[None]:
 def end_started(folder: Path) -> None:
     """Kill the processes that Ray started within `cleaned`."""
     mark = f"{MARK}={folder}".encode()
-    end_all(lambda: marked(mark) + _titled(folder))
 
+    def started() -> list[int]:
+        found = list(marked(mark))
+        for path in Path("/proc").glob("[0-9]*"):  # a process title of Ray has overwritten the environment
+            with suppress(OSError):
+                is_ray = (path / "cmdline").read_bytes().startswith(TITLE)
+                if is_ray and any(one.readlink().is_relative_to(folder) for one in (path / "fd").iterdir()):
+                    found.append(int(path.name))
+        return found
 
-def _titled(folder: Path) -> list[int]:
-    """Ray processes that write below the folder. Their process title has overwritten their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            is_ray = (path / "cmdline").read_bytes().startswith(TITLE)
-            if is_ray and any(one.readlink().is_relative_to(folder) for one in (path / "fd").iterdir()):
-                found.append(int(path.name))
-    return found
+    end_all(started)
 
 
 def main() -> None:

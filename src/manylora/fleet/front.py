@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from typing import Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -18,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from manylora.fleet.calls import LOST, NOT_TAKEN, Relay, ask_all, call_all, not_taken
+from manylora.fleet.calls import LOST, NOT_TAKEN, Relay, call_all, not_taken
 from manylora.fleet.member import Changed, RemoteRequest, RemoteResponse, change_response
 from manylora.fleet.merged_exports import fleet_status, merge_metrics
 from manylora.fleet.options import FleetOptions
@@ -45,6 +46,7 @@ from manylora.openai.serving.transport import (
     watch,
 )
 
+Answers = dict[str, tuple[RemoteResponse, dict[str, Any]]]
 Handler = Callable[[Request], Awaitable[Response]]
 APPLICATION, DEPLOYMENT = "manylora", "Replicas"
 STATES_AGE_S = 1.0
@@ -192,33 +194,45 @@ class _Front:
             raise ApiError(503, "engine_unavailable", "No replica is ready", retry_after=1)
         return JSONResponse({"status": "ready"})
 
+    async def _ask_all(self, request: Request) -> tuple[Response | None, Answers, tuple[str, ...]]:
+        """The answers of all replicas that answer within ALL_S, with their reports, by name, and those that
+        do not. First a refusal, if there is one: all judge a request and its key in the same way."""
+        call = RemoteRequest.of(request)
+        # Replicas number their points differently, so request all of them.
+        call = replace(call, scope={**call.scope, "query_string": b""})
+        given, missing = await call_all(self._replicas, "whole_answer", call)
+        if not given:
+            raise ApiError(503, "engine_unavailable", "No replica answers at the moment", retry_after=1)
+        for answer, _ in given.values():
+            if answer.status != 200:
+                refused = Response(answer.body, answer.status)
+                refused.raw_headers = answer.headers
+                return refused, given, missing
+        return None, given, missing
+
     async def metrics(self, request: Request) -> Response:
-        found = await ask_all(self._replicas, RemoteRequest.of(request, b""))
-        if found.refused is not None:
-            return _as_response(found.refused)
+        refused, given, missing = await self._ask_all(request)
+        if refused is not None:
+            return refused
         states = (await self._replica_states()).items()
         counts = [(f'state="{state.lower()}"', count) for state, count in states]
         lines = _gauge("manylora_fleet_replicas", "Replicas by Ray's name of their state", counts)
-        names = sorted({*found.reports, *found.missing})
-        present = [(f'replica="{name}"', int(name in found.reports)) for name in names]
+        present = [(f'replica="{name}"', int(name in given)) for name in sorted({*given, *missing})]
         help_text = "1: this replica's metrics are here; 0: it has not answered in time"
         lines += _gauge("manylora_fleet_replica_up", help_text, present)
         for name, text in Relay.COUNTERS.items():
             lines += [f"# HELP {name} {text}", f"# TYPE {name} counter", f"{name} {self._counts[name]}"]
-        merged = merge_metrics({one.replica: one.body.decode() for one in found.answers})
+        merged = merge_metrics({answer.replica: answer.body.decode() for answer, _ in given.values()})
         return PlainTextResponse(merged + "\n".join(lines) + "\n", media_type=CONTENT_TYPE)
 
     async def cache(self, request: Request) -> Response:
-        # Replicas number their points differently, so request all of them.
-        call = RemoteRequest.of(request, b"")
-        call = replace(call, scope={**call.scope, "query_string": b""})
-        found = await ask_all(self._replicas, call)
-        if found.refused is not None:
-            return _as_response(found.refused)
+        refused, given, missing = await self._ask_all(request)
+        if refused is not None:
+            return refused
         after = query_number(request, "points_after")
-        states = await self._replica_states()
-        status = fleet_status(found.answers, found.reports, states, time.time(), after)
-        status["missing"] = list(found.missing)
+        answers, reports = [one for one, _ in given.values()], {name: one for name, (_, one) in given.items()}
+        status = fleet_status(answers, reports, await self._replica_states(), time.time(), after)
+        status["missing"] = list(missing)
         return JSONResponse(status, headers={"Cache-Control": "no-store"})
 
     async def _replica_states(self) -> dict[str, int]:
@@ -251,9 +265,3 @@ def _gauge(name: str, help_text: str, samples: Sequence[tuple[str, int]]) -> lis
     """Lines of a Prometheus text. Empty without samples. samples: labels and value."""
     lines = [f"{name}{{{labels}}} {value}" for labels, value in samples]
     return [f"# HELP {name} {help_text}", f"# TYPE {name} gauge", *lines] if lines else []
-
-
-def _as_response(answer: RemoteResponse) -> Response:
-    response = Response(answer.body, answer.status)
-    response.raw_headers = answer.headers
-    return response

@@ -21,6 +21,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 from math import ceil
 from typing import Any
@@ -96,17 +97,14 @@ class AffinityRouting:
         self.total = Count()
         self.turn = 0
         self.seen: OrderedDict[str, Seen] = OrderedDict()
-        self.hashes: dict[str, int] = {}  # for the replicas of the last call
-        self.homes: OrderedDict[str, tuple[str, ...]] = OrderedDict()  # for the same replicas
 
     def choose(self, adapter: str | None, replicas: Sequence[Replica], now: float) -> list[Replica]:
         """The replicas in order of preference. `adapter`: name or digest; None: base model. Has no effect
         on later answers: call it as often as you like, then call `sent` once."""
         turn = self.turn  # for ties a different order for every request
-        self._know(replicas)
 
         def least_busy(replica: Replica) -> tuple[float, int]:
-            return replica.busy, mix(self.hashes[replica.name] ^ turn)
+            return replica.busy, mix(hash_of(replica.name) ^ turn)
 
         order = sorted(replicas, key=least_busy)
         if adapter is None or len(replicas) < 2:
@@ -144,16 +142,9 @@ class AffinityRouting:
 
     def first_homes(self, adapter: str, replicas: Sequence[Replica], count: int) -> list[str]:
         """The names of the adapter's first `count` replicas by rendezvous hashing."""
-        self._know(replicas)
-        homes = self.homes.get(adapter, ())
-        if len(homes) < min(count, len(replicas)):
-            own = hash_of(adapter)
-            homes = tuple(heapq.nlargest(max(count, 8), self.hashes, key=lambda n: mix(own ^ self.hashes[n])))
-            self.homes[adapter] = homes
-        self.homes.move_to_end(adapter)
-        while len(self.homes) > self.settings.remembered:
-            self.homes.popitem(last=False)
-        return list(homes[:count])
+        own = hash_of(adapter)
+        names = (replica.name for replica in replicas)
+        return heapq.nlargest(count, names, key=lambda name: mix(own ^ hash_of(name)))
 
     def _preferred(
         self,
@@ -173,7 +164,14 @@ class AffinityRouting:
         # A replica that is this busy counts as overloaded.
         mean = sum(replica.busy for replica in replicas) / len(replicas)
         limit = max(self.settings.overload, self.settings.imbalance * mean)
-        levels = self._levels(adapter, replicas, now)
+        # Which replicas hold the adapter: 0 on the device, 1 on the host or loading.
+        placed, oldest = self.seen.get(adapter, Seen()).placed, now - self.settings.loading
+        levels = {}
+        for replica in replicas:
+            if adapter in replica.device:
+                levels[replica.name] = 0
+            elif adapter in replica.host or placed.get(replica.name, oldest) > oldest:
+                levels[replica.name] = 1
         free = sorted((r for r in replicas if r.name in levels and r.busy < limit), key=least_busy)
         if len(levels) > copies:  # more copies than needed: keep those at home, let the others age
             places = {home.name: place for place, home in enumerate(homes)}
@@ -184,27 +182,8 @@ class AffinityRouting:
         better = fresh and (not free or fresh[0].busy + self.settings.target < free[0].busy)
         return fresh[:1] + free + fresh[1:] if better and len(levels) < copies else free + fresh
 
-    def _levels(self, adapter: str, replicas: Sequence[Replica], now: float) -> dict[str, int]:
-        """The replicas that hold the adapter: 0 on the device, 1 on the host or loading."""
-        seen = self.seen.get(adapter)
-        placed = seen.placed if seen else {}
-        oldest = now - self.settings.loading
-        levels = {}
-        for replica in replicas:
-            if adapter in replica.device:
-                levels[replica.name] = 0
-            elif adapter in replica.host or placed.get(replica.name, oldest) > oldest:
-                levels[replica.name] = 1
-        return levels
 
-    def _know(self, replicas: Sequence[Replica]) -> None:
-        """The set of replicas changed: compute new hashes, and drop the homes found so far."""
-        names = [replica.name for replica in replicas]
-        if len(names) != len(self.hashes) or any(name not in self.hashes for name in names):
-            self.hashes = {name: hash_of(name) for name in names}
-            self.homes.clear()
-
-
+@lru_cache(2**14)
 def hash_of(name: str) -> int:
     """64 bits that depend only on the name: equal in every process."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
@@ -230,9 +209,9 @@ class Reports:
     def note(self, numbers: Mapping[str, int], now: float) -> None:
         """numbers: of the last report of every existing replica. A different number means a new report."""
         last = {name: self._last.get(name, (number, now)) for name, number in numbers.items()}
-        self._last = {
-            name: seen if seen[0] == numbers[name] else (numbers[name], now) for name, seen in last.items()
-        }
+        for name, number in numbers.items():
+            last[name] = last[name] if last[name][0] == number else (number, now)
+        self._last = last
         newest = max((at for _, at in self._last.values()), default=now)
         self.silent = frozenset(name for name, (_, at) in self._last.items() if newest - at >= self._silent_s)
 

@@ -24,8 +24,7 @@ from manylora.errors import ManyloraError
 from manylora.kernels.device import open_device
 from manylora.lora.convert import write_runtime_tensors
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.llgtrt import write_llgtrt
-from manylora.lora.formats.npy import write_npy
+from manylora.lora.formats.npy import write_llgtrt, write_npy
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules

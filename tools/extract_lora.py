@@ -9,7 +9,7 @@ from pathlib import Path
 
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.lora.convert import ALLOW_BIN, STORAGE_TYPES, base_weights, convert_source
-from manylora.lora.formats.llgtrt import write_llgtrt
+from manylora.lora.formats.npy import write_llgtrt
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.modules import MODULE_NAMES
 

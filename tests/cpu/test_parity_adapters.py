@@ -27,8 +27,7 @@ from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import open_device
 from manylora.kernels.spec import AttentionBatch
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.llgtrt import write_llgtrt
-from manylora.lora.formats.npy import write_npy
+from manylora.lora.formats.npy import write_llgtrt, write_npy
 from manylora.lora.store import AdapterStore
 from manylora.model.batch import ForwardBatch, make_kv
 from manylora.model.checkpoint import read_model_config

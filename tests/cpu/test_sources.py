@@ -21,9 +21,8 @@ from selection import extended
 from tiny_models import read_adapter_folder
 
 from manylora.errors import AdapterInvalidError
-from manylora.lora.formats.llgtrt import write_llgtrt
 from manylora.lora.formats.nemo import find_nemo, nemo_num_layers
-from manylora.lora.formats.npy import write_npy
+from manylora.lora.formats.npy import write_llgtrt, write_npy
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_source, source_dtype
 

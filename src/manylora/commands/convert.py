@@ -13,8 +13,7 @@ from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.convert import ALLOW_BIN, STORAGE_TYPES, convert_source
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.llgtrt import write_llgtrt
-from manylora.lora.formats.npy import write_npy
+from manylora.lora.formats.npy import write_llgtrt, write_npy
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from manylora.errors import AdapterInvalidError, ConfigError, printable
 from manylora.lora.catalog.names import MAX_FOLDERS, is_folder_name, name_problem
-from manylora.lora.formats.llgtrt import is_llgtrt
+from manylora.lora.formats.npy import is_llgtrt
 from manylora.lora.formats.peft.settings import is_one_file
 from manylora.lora.formats.sources import find_source
 

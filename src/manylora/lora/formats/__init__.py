@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["one_line"]
-
 
 def one_line(error: Exception) -> str:
     """The text of an exception from outside this package, in one line and without a path of this machine."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,17 +50,16 @@ class BaseWeights:
     model_dir: Path
     hold: Hold | None = None
 
-    @contextmanager
-    def open(self) -> Iterator[BaseReader]:
-        with ExitStack() as stack:
-            yield BaseReader(Path(self.model_dir), stack, self.hold)
+    def open(self) -> BaseReader:
+        return BaseReader(Path(self.model_dir), self.hold)
 
 
-class BaseReader:
+class BaseReader(ExitStack):
     """Reads tensors of a base model. Its files are opened when the first tensor is asked for."""
 
-    def __init__(self, model_dir: Path, stack: ExitStack, hold: Hold | None = None) -> None:
-        self._model_dir, self._stack, self._hold = model_dir, stack, hold
+    def __init__(self, model_dir: Path, hold: Hold | None = None) -> None:
+        super().__init__()
+        self._model_dir, self._hold = model_dir, hold
         self._files: dict[str, Any] | None = None
         self._names: set[str] = set()
         self._stored: CheckpointWeights | None = None
@@ -202,12 +201,12 @@ class BaseReader:
             if linked := linked_files(self._model_dir):
                 from manylora.gguf.file import GgufFile
 
-                gguf = self._stack.enter_context(GgufFile(linked[0]))
+                gguf = self.enter_context(GgufFile(linked[0]))
                 found.update(dict.fromkeys(gguf.keys(), gguf))
             for name in [] if linked else indexed_files(self._model_dir) or [WEIGHTS]:
                 from safetensors import safe_open  # as in safetensors_file.py
 
-                file = self._stack.enter_context(safe_open(self._model_dir / name, framework="pt"))
+                file = self.enter_context(safe_open(self._model_dir / name, framework="pt"))
                 found.update(dict.fromkeys(file.keys(), file))
         except Exception as error:  # safetensors has no common class for all it raises
             reason = one_line(error).replace(f"{self._model_dir}/", "")  # a client may read it

@@ -232,9 +232,8 @@ def _without_unused(tensors: Mapping[str, RawTensor], options: ReadOptions) -> M
     unused = []
     for key in tensors:
         name = names.LORA_NAMES.find(key, modules)
-        if name is None or name.stack is not None or name.module_id is None or name.module_id not in modules:
-            continue
-        if name.number in modules[name.module_id].unused:
+        module = None if name is None or name.module_id is None else modules.get(name.module_id)
+        if name is not None and name.stack is None and module is not None and name.number in module.unused:
             unused.append(key)
     if unused:
         more = f" and {len(unused) - 1} other tensors are" if len(unused) > 1 else " is"

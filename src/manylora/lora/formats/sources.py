@@ -11,9 +11,8 @@ from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import Encoding
 from manylora.lora.extras import take_invocation
 from manylora.lora.formats import npy, one_line
-from manylora.lora.formats.llgtrt import is_llgtrt, read_llgtrt
 from manylora.lora.formats.nemo import find_nemo, is_tar, nemo_tensors, read_nemo
-from manylora.lora.formats.npy import read_npy, read_npy_invocation
+from manylora.lora.formats.npy import is_llgtrt, read_llgtrt, read_npy, read_npy_invocation
 from manylora.lora.formats.peft.settings import CONFIG, is_one_file
 from manylora.lora.formats.peft_folder import peft_tensors, read_peft, read_peft_whole
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
@@ -38,35 +37,28 @@ def find_source(path: Path) -> Source:
     Raises AdapterInvalidError when there is none.
     """
     try:
-        return _find(path)
-    except AdapterInvalidError:
-        raise
+        if path.is_file():
+            if is_llgtrt(path):
+                return Source("llgtrt", path)
+            if path.suffix == ".nemo" or is_tar(path):
+                return Source("nemo", path)
+            if is_one_file(path):
+                return Source("peft", path)
+            raise AdapterInvalidError(
+                f"{path.name} is neither a .nemo archive nor an llgtrt .safetensors file, nor one of PEFT "
+                "with adapter_config in its metadata"
+            )
+        if not path.is_dir():
+            reason = "is neither a file nor a directory" if path.exists() else "does not exist"
+            raise AdapterInvalidError(f"{path.name} {reason}")
+        for kind, file in (("npy", npy.WEIGHTS), ("peft", CONFIG)):
+            if is_plain(path / file):
+                return Source(kind, path)
+        if list_files(path, ".nemo"):
+            return Source("nemo", find_nemo(path))
+        found = [file for file in list_files(path, ".safetensors") if is_llgtrt(file)]
     except (OSError, RuntimeError, ValueError) as error:
         raise AdapterInvalidError(f"{path.name[:80]} cannot be read: {one_line(error)}") from error
-
-
-def _find(path: Path) -> Source:
-    if path.is_file():
-        if is_llgtrt(path):
-            return Source("llgtrt", path)
-        if path.suffix == ".nemo" or is_tar(path):
-            return Source("nemo", path)
-        if is_one_file(path):
-            return Source("peft", path)
-        raise AdapterInvalidError(
-            f"{path.name} is neither a .nemo archive nor an llgtrt .safetensors file, nor one of PEFT with "
-            "adapter_config in its metadata"
-        )
-    if not path.is_dir():
-        reason = "is neither a file nor a directory" if path.exists() else "does not exist"
-        raise AdapterInvalidError(f"{path.name} {reason}")
-    if is_plain(path / npy.WEIGHTS):
-        return Source("npy", path)
-    if is_plain(path / CONFIG):
-        return Source("peft", path)
-    if list_files(path, ".nemo"):
-        return Source("nemo", find_nemo(path))
-    found = [file for file in list_files(path, ".safetensors") if is_llgtrt(file)]
     if len(found) > 1:
         raise AdapterInvalidError(f"folder {path.name} holds {len(found)} adapters: name one of them")
     if found:

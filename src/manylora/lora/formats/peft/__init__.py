@@ -1,3 +1,1 @@
 """A PEFT directory: its settings, the names of its tensors, and its rows and extras."""
-
-from __future__ import annotations

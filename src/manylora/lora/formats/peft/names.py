@@ -64,9 +64,9 @@ INPUT_IDS = {
     "altup.correction_coefs": Id.ALTUP_CORRECTION_COEFS, "altup_projections": Id.ALTUP_PROJECTIONS,
     "altup_unembed_projections": Id.ALTUP_UNEMBED_PROJECTIONS,
 }  # fmt: skip
-LATENT_IDS = {"fc1_latent_proj": Id.MOE_LATENT_FC1, "fc2_latent_proj": Id.MOE_LATENT_FC2}
 CONV_IDS = {"in_proj": Id.MAMBA_IN_PROJ, "out_proj": Id.MAMBA_OUT_PROJ}
-MIXER_IDS = {**ATTENTION_IDS, **MLP_IDS, **CONV_IDS, **LATENT_IDS}  # whatever a layer of Nemotron-H is
+MIXER_IDS = ATTENTION_IDS | MLP_IDS | CONV_IDS  # whatever a layer of Nemotron-H is
+MIXER_IDS |= {"fc1_latent_proj": Id.MOE_LATENT_FC1, "fc2_latent_proj": Id.MOE_LATENT_FC2}
 # Names under which some families stack [q; k; v], or such parts, once for each group of heads, others once.
 GROUPED = ("query_key_value", "wqkv", "in_proj_qkvz", "in_proj_ba")
 STACK_ATTENTION_IDS = {
@@ -250,6 +250,14 @@ class ModuleNames:
 
 
 LORA_NAMES = ModuleNames(LORA)
+
+
+def module_of(path: str, modules: Modules) -> LoraModule | None:
+    """The model's module at `path`; None: not known."""
+    name = LORA_NAMES.find(f"{path}.lora_A.weight", modules)
+    return None if name is None else name.module(modules)
+
+
 BIAS_NAMES = ModuleNames(r"(?P<part>(?:base_layer|lora_B)\.bias|bias)")
 
 

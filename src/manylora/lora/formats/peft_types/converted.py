@@ -13,7 +13,7 @@ import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.base_weights import BaseReader
-from manylora.lora.formats.peft.names import EXPERT_KEY, LORA_NAMES
+from manylora.lora.formats.peft.names import EXPERT_KEY, LORA_NAMES, module_of
 from manylora.lora.formats.peft.settings import CONFIG, PeftConfig, config_of, peft_type
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.tensor_files import RawTensor, decode
@@ -112,8 +112,7 @@ class Pairs:
 
     def module(self, path: str) -> LoraModule | None:
         """The model's module at this path; None: not known."""
-        name = LORA_NAMES.find(f"{path}.lora_A.weight", self.files.options.modules)
-        return None if name is None else name.module(self.files.options.modules)
+        return module_of(path, self.files.options.modules)
 
     def known_module(self, path: str) -> LoraModule:
         """The same, for a module whose tensors do not show its number of inputs."""
@@ -137,7 +136,7 @@ class Pairs:
             raise unfit(path) from error
         if a.shape != (rank, in_dim) or b.shape != (out_dim, rank):
             raise unfit(path)
-        self._put(path, raw(a), raw(b))
+        self._made |= {f"{path}.lora_A.weight": raw(a), f"{path}.lora_B.weight": raw(b)}
 
     def add_shared(self, path: str, a: np.ndarray, b: np.ndarray, of_b: np.ndarray, of_d: np.ndarray) -> None:
         """Add a module with the change diag(of_b) b diag(of_d) a. a [rank, in] and b [out, rank] are slices
@@ -153,7 +152,7 @@ class Pairs:
         if (in_dim, out_dim) not in self._common:
             self._check(path, rank, rank * (in_dim + out_dim))
             self._common[in_dim, out_dim] = raw(a), raw(b)
-        self._put(path, *self._common[in_dim, out_dim])
+        self._made[key], self._made[f"{path}.lora_B.weight"] = self._common[in_dim, out_dim]
         self._vectors[key] = of_b, of_d
 
     def _check(self, path: str, rank: int, numbers: int) -> None:
@@ -167,9 +166,6 @@ class Pairs:
             )
         self._elements += numbers
         bounds.check_elements(self._elements)
-
-    def _put(self, path: str, a: RawTensor, b: RawTensor) -> None:
-        self._made[f"{path}.lora_A.weight"], self._made[f"{path}.lora_B.weight"] = a, b
 
     def check_rank(self, path: str, found: int) -> None:
         """found: the module's rank by its tensors. Refuses other settings."""

@@ -32,7 +32,8 @@ PROMPT = "prompt_embeddings"
 def read_norms(files: PeftFiles) -> LoraForm:
     """LN tuning: norms, as if they had been saved as whole modules."""
     tensors = {key.replace("ln_tuning_layers.", ""): tensor for key, tensor in files.tensors.items()}
-    return LoraForm(_config(files), tensors)
+    config = PeftConfig(1.0, modules_to_save=saved_modules(files.settings))
+    return LoraForm(config, tensors)
 
 
 def read_diagonal(files: PeftFiles) -> LoraForm:
@@ -64,11 +65,8 @@ def read_diagonal(files: PeftFiles) -> LoraForm:
         extras += convert(_Module(path, where, number, module, values, files))
     if len({extra.name for extra in extras}) < len(extras):
         raise AdapterInvalidError("the adapter has two tensors for the same module")
-    return LoraForm(_config(files), others, extras)
-
-
-def _config(files: PeftFiles) -> PeftConfig:
-    return PeftConfig(1.0, modules_to_save=saved_modules(files.settings))
+    config = PeftConfig(1.0, modules_to_save=saved_modules(files.settings))
+    return LoraForm(config, others, extras)
 
 
 @dataclass(frozen=True)

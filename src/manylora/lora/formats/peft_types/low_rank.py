@@ -17,7 +17,7 @@ import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.peft.extras import TOKENS
-from manylora.lora.formats.peft.names import LORA_NAMES, SIDE
+from manylora.lora.formats.peft.names import SIDE, module_of
 from manylora.lora.formats.peft.settings import CONFIG, config_of, initial_kind
 from manylora.lora.formats.peft_types.converted import (
     LoraForm,
@@ -88,12 +88,8 @@ def _qalora(files: PeftFiles) -> Tensors:
         raise AdapterInvalidError(f"{CONFIG}: qalora_group_size must be a positive number")
 
     def is_plain(path: str) -> bool:
-        key, modules = f"{path}.lora_A.weight", files.options.modules
-        name = LORA_NAMES.find(key, modules)
-        module = None if name is None or name.stack is not None else name.module(modules)
-        return (
-            module is not None and key in files.tensors and files.tensors[key].shape[-1:] == (module.in_dim,)
-        )
+        module, tensor = module_of(path, files.options.modules), files.tensors.get(f"{path}.lora_A.weight")
+        return module is not None and tensor is not None and tensor.shape[-1:] == (module.in_dim,)
 
     def spread(path: str, side: str, values: np.ndarray) -> np.ndarray:
         if side == "B" or is_plain(path):

@@ -16,6 +16,8 @@ from manylora.bench.datasets import BenchRequest, write_dataset
 from manylora.cli import main
 from manylora.commands.bench import ENGINE_FLAGS
 from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.config.repository import PARAMETERS as TRITON_ROWS
+from manylora.config.repository import engine_config
 from manylora.config.resolve import QUANT_KEYS, resolve
 from manylora.errors import ConfigError
 from manylora.llmapi import llm as llm_module
@@ -23,8 +25,6 @@ from manylora.llmapi.options import ARGUMENTS, llm_arguments
 from manylora.openai.arguments import parse_options
 from manylora.openai.options import LLM_ARGUMENTS
 from manylora.system.lifeline import WORLD_SIZE
-from manylora.wire.parameters import PARAMETERS as TRITON_ROWS
-from manylora.wire.parameters import engine_config
 
 LLM_NAMES = {name: row.name for name, row in ARGUMENTS.items()}
 PARAMETERS = {name: row.name for name, row in TRITON_ROWS.items()}

@@ -28,6 +28,7 @@ from tiny_models import (
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, SamplingParams
 from manylora.cli import main
 from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.config.repository import quant_config
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, RequestError
 from manylora.generation.tokenizer import Tokenizer
@@ -41,7 +42,6 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import EffectiveWeights
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.wire.parameters import quant_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.config.repository import engine_config
 from manylora.engine.engine import Engine
 from manylora.engine.graphs import DecodeGraphs, buckets_for, width_class
 from manylora.engine.inputs import StepInputs
@@ -32,7 +33,6 @@ from manylora.model.checkpoint import read_model_config
 from manylora.quant.config import QuantConfig
 from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.wire.metrics import engine_samples
-from manylora.wire.parameters import engine_config
 
 CPU = torch.device("cpu")
 KINDS = ((8, ("q_proj", "v_proj")), (20, ("q_proj", "down_proj")))

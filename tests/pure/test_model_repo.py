@@ -13,8 +13,8 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from manylora.config.repository import engine_config
 from manylora.errors import ConfigError
-from manylora.wire.parameters import engine_config
 from manylora.wire.tensor_table import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]

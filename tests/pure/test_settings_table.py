@@ -12,11 +12,11 @@ import pytest
 
 from manylora.cli import main
 from manylora.config.engine import QUANT_SETTINGS, SETTINGS, EngineConfig, LoraCacheConfig
+from manylora.config.repository import PARAMETERS
 from manylora.config.resolve import rename
 from manylora.config.settings import Setting, rows
 from manylora.errors import ConfigError
 from manylora.llmapi.options import ARGUMENTS
-from manylora.wire.parameters import PARAMETERS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parameters.md"
 WRONG: dict[str, Any] = {"int": "many", "float": "x", "bool": "maybe", "str": 5, "Path": 5}

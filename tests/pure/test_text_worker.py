@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from server_response import ServerResponse
 
+from manylora.config.repository import engine_context
 from manylora.errors import RequestError
 from manylora.system.lifeline import Lifeline
 from manylora.system.text_threads import LONG
 from manylora.wire.client_errors import check_parameters, client_message
-from manylora.wire.parameters import engine_context
 from manylora.wire.text_worker import TextWorker
 
 

@@ -15,11 +15,11 @@ from recorded import Replay, without
 from tensor_scenarios import TENSORS, World, settled
 
 from manylora.commands.convert import main as convert
+from manylora.config.repository import engine_config
 from manylora.engine.loop import EngineLoop
 from manylora.lora.formats.npy import read_npy
 from manylora.system.lifeline import Lifeline
 from manylora.wire.engine_worker import EngineModelOptions, EngineWorker
-from manylora.wire.parameters import engine_config
 from manylora.wire.server_types import FINAL
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"

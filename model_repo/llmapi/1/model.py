@@ -10,13 +10,13 @@ from pathlib import Path
 
 import triton_python_backend_utils as pb_utils
 
+from manylora.config.repository import parameters_of
 from manylora.contracts.llmapi_model import LlmapiModel
 from manylora.contracts.prompts import EngineSetup, PromptRunner
 from manylora.errors import ConfigError
 from manylora.lora.catalog.texts import repository_folders
 from manylora.system.lifeline import Lifeline
 from manylora.wire.bls_worker import BlsWorker
-from manylora.wire.parameters import parameters_of
 from manylora.wire.server_calls import ServerCalls
 from manylora.wire.server_types import release
 from manylora.wire.shape_guard import check_shapes

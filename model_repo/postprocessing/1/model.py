@@ -10,12 +10,12 @@ from threading import get_ident
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from manylora.config.repository import flag, parameters_of
 from manylora.errors import ConfigError
 from manylora.lora.catalog.texts import RepositoryTexts
 from manylora.system.lifeline import Lifeline
 from manylora.wire.engine_worker import DisconnectReporter
 from manylora.wire.item_text import open_tokenizer
-from manylora.wire.parameters import flag, parameters_of
 from manylora.wire.postprocessing import Postprocessor
 from manylora.wire.server_types import Arrays, release
 from manylora.wire.shape_guard import check_shapes

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import triton_python_backend_utils as pb_utils
 
+from manylora.config.repository import engine_context, flag, parameters_of
 from manylora.errors import ConfigError
 from manylora.lora.catalog.texts import RepositoryTexts
 from manylora.system.lifeline import Lifeline
 from manylora.wire.item_text import open_tokenizer
-from manylora.wire.parameters import engine_context, flag, parameters_of
 from manylora.wire.preprocessing import Preprocessor
 from manylora.wire.server_types import Arrays, release
 from manylora.wire.shape_guard import check_shapes

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import triton_python_backend_utils as pb_utils
 
+from manylora.config.repository import flag, parameters_of, value_of
 from manylora.errors import ConfigError
 from manylora.system.lifeline import Lifeline
 from manylora.wire.bls import TextGenerator
 from manylora.wire.bls_worker import BlsWorker
-from manylora.wire.parameters import flag, parameters_of, value_of
 from manylora.wire.server_calls import ServerCalls
 from manylora.wire.server_types import release
 from manylora.wire.shape_guard import check_shapes

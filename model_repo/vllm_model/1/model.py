@@ -10,6 +10,7 @@ from pathlib import Path
 
 import triton_python_backend_utils as pb_utils
 
+from manylora.config.repository import flag, names_file, parameters_beside, parameters_of
 from manylora.contracts.prompts import EngineSetup, PromptRunner
 from manylora.contracts.vllm_metrics import VllmMetrics
 from manylora.contracts.vllm_model import VllmModel, takes_adapters
@@ -17,7 +18,6 @@ from manylora.errors import ConfigError
 from manylora.lora.catalog.names import read_names
 from manylora.system.lifeline import Lifeline
 from manylora.wire.bls_worker import BlsWorker
-from manylora.wire.parameters import flag, names_file, parameters_beside, parameters_of
 from manylora.wire.server_calls import ServerCalls
 from manylora.wire.server_types import release
 from manylora.wire.shape_guard import check_shapes

@@ -11,6 +11,7 @@ import numpy as np
 
 from manylora.config.model import ModelConfig
 from manylora.config.pooling import PoolingSettings, read_pooling_settings
+from manylora.config.repository import ENGINE, engine_context, parameters_beside, value_of
 from manylora.errors import ConfigError, RequestCancelledError, RequestError
 from manylora.generation.decoding import Decoding, decoding_of
 from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
@@ -24,7 +25,6 @@ from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, LoraMix, Pooling, Request
 from manylora.wire.bls import CallModel, ClientRequest, stop_request
 from manylora.wire.engine_client import AnswerReader, request_tensors
-from manylora.wire.parameters import ENGINE, engine_context, parameters_beside, value_of
 from manylora.wire.tensor_table import STATISTICS
 
 STATISTICS_NAMES = tuple(tensor.name for tensor in STATISTICS)

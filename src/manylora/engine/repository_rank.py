@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from manylora.config.repository import repository_config
 from manylora.engine.follower import follow
 from manylora.errors import ConfigError
 from manylora.group.rank_info import RANK_0_GONE, find_rank
-from manylora.wire.parameters import repository_config
 
 
 def main(arguments: Sequence[str]) -> int:

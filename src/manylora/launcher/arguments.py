@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from manylora.config.foreign import LAUNCH_SCRIPT, LAUNCHER
+from manylora.config.repository import ENGINE, repository_config
 from manylora.errors import ConfigError
 from manylora.group.rank_info import RankInfo, find_rank, is_one_of_several
 from manylora.launcher.processes import why_taken
 from manylora.launcher.templates import FOLDER, check_filled
 from manylora.system.command_line import Parser
-from manylora.wire.parameters import ENGINE, repository_config
 
 PORTS = ("http_port", "grpc_port", "metrics_port")
 

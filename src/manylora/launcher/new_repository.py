@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from manylora.config.model_folder import check_model_folder
+from manylora.config.repository import ENGINE, engine_config, written_parameters
 from manylora.config.values import boolean, whole_number
 from manylora.errors import ConfigError, printable
 from manylora.generation.tokenizer import Tokenizer
 from manylora.launcher import templates
-from manylora.wire.parameters import ENGINE, engine_config, written_parameters
 
 MARK = "manylora-repo.json"  # marks a repository written by this command, which may be overwritten
 CONFIG = "config.pbtxt"

@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.config.pooling import read_pooling_settings
+from manylora.config.repository import quant_config
 from manylora.errors import AdapterError, ConfigError
 from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi.engine_config import modules_to_read, parameter_names
@@ -50,7 +51,6 @@ from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import Keyring
 from manylora.openai.serving.metrics import Metrics
 from manylora.openai.serving.protocol import BoundedHttp
-from manylora.wire.parameters import quant_config
 
 logger = logging.getLogger("manylora")
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 import numpy as np
 
+from manylora.config.repository import flag, logits_dtype, milliseconds, parameters_of, value_of
 from manylora.errors import DrainingError, RequestError
 from manylora.request import Event, FinishReason, LoraInput, LoraMix
 from manylora.stats import EngineStats
@@ -29,7 +30,6 @@ from manylora.system.lifeline import RUN_DIR, Lifeline
 from manylora.wire.client_errors import check_parameters, client_error
 from manylora.wire.decode import decode_requests, is_stop
 from manylora.wire.encode import Item, ResponseEncoder, adapter_told, merge_waiting
-from manylora.wire.parameters import flag, logits_dtype, milliseconds, parameters_of, value_of
 from manylora.wire.server_types import FINAL, Arrays, Response, ResponseSender, ServerRequest, send
 from manylora.wire.shape_guard import read_inputs
 

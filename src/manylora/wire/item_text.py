@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from manylora.config.hub import model_folder
+from manylora.config.repository import value_of
 from manylora.errors import ConfigError, RequestError
 from manylora.generation.tokenizer import Tokenizer
-from manylora.wire.parameters import value_of
 from manylora.wire.server_types import Arrays
 from manylora.wire.texts import utf8
 

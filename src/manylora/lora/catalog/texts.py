@@ -12,6 +12,7 @@ from pathlib import Path
 
 from manylora.config.hub import model_folder
 from manylora.config.model_folder import read_json
+from manylora.config.repository import ENGINE, names_file, parameters_beside, value_of
 from manylora.errors import AdapterError, AdapterInvalidError, ConfigError, printable
 from manylora.generation.tokenizer import Tokenizer
 from manylora.lora.catalog.files import AdapterFolders, Fingerprint, fingerprint, is_due
@@ -20,7 +21,6 @@ from manylora.lora.formats.safe_files import is_folder
 from manylora.lora.text.adapter_text import TOKENIZER_BYTES, AdapterText, AdapterTexts, OwnText, TrustedFolder
 from manylora.request import LoraInput, LoraMix
 from manylora.wire.item_text import ItemText
-from manylora.wire.parameters import ENGINE, names_file, parameters_beside, value_of
 
 MAX_KNOWN = 4096
 BETWEEN = ";"  # separates folders in the parameter lora_trust

@@ -1,5 +1,5 @@
-"""Converts model parameters of config.pbtxt to an EngineConfig. Empty text and an unfilled `${…}` mean the
-default.
+"""Reads model parameters of a Triton repository's config.pbtxt, and converts them to an EngineConfig. Empty
+text and an unfilled `${…}` mean the default.
 """
 
 from __future__ import annotations

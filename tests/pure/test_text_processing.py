@@ -12,10 +12,10 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
 from manylora.errors import AdapterInvalidError, RequestError
+from manylora.generation.defaults import GenerationDefaults, OwnText
 from manylora.generation.tokenizer import Tokenizer
 from manylora.system.text_threads import LONG
 from manylora.wire.encode import adapter_told
-from manylora.wire.item_text import ItemText
 from manylora.wire.postprocessing import MAX_TOKENS, Postprocessor
 from manylora.wire.preprocessing import MAX_WORDS, WORD_COST, Preprocessor
 from manylora.wire.texts import decode_word_list, encode_word_lists
@@ -145,10 +145,10 @@ class Own:
     """The adapter `shift` has a tokenizer whose ids are one higher, and ends of its own."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        sampling = {"temperature": 0.5, "min_tokens": 9}
-        self.text = ItemText(tokenizer, (3,), (4,), ("ab",), sampling)
+        fields = {"temperature": 0.5, "min_tokens": 9, "stop": ["ab"], "stop_token_ids": [4]}
+        self.text = OwnText(tokenizer, GenerationDefaults(fields, end_ids=(3,)))
 
-    def find(self, name: str | None, task_id: int | None) -> ItemText | None:
+    def find(self, name: str | None, task_id: int | None) -> OwnText | None:
         if name == "bad":
             raise AdapterInvalidError("adapter bad: its tokenizer.json is no tokenizer")
         return self.text if name == "shift" or task_id == 7 else None
@@ -180,7 +180,7 @@ def test_each_text_is_in_the_tokens_of_its_adapter(tmp_path: Path) -> None:
     assert first == (tuple(other.encode("ab")), (4,), (other.eos_id,))
     assert second == ()
     told = [json.loads(one[0] or "{}") for one in outputs["OUT_SAMPLING_DEFAULTS"]]
-    assert told == [{"temperature": 0.5, "min_tokens": 9}, {}]
+    assert told == [{"temperature": 0.5, "min_tokens": 9, "top_p": 1.0}, {}]
     own = inputs(LORA_NAME=names, STOP_WORDS_DICT=texts(["c"], ["c"]), END_ID=np.array([[1], [2]]))
     outputs = made.run(own)
     assert list(map(words_of, outputs["STOP_WORDS_IDS"])) == [

@@ -14,13 +14,12 @@ from manylora.config.pooling import PoolingSettings, read_pooling_settings
 from manylora.config.repository import ENGINE, engine_context, parameters_beside, value_of
 from manylora.errors import ConfigError, RequestCancelledError, RequestError
 from manylora.generation.decoding import Decoding, decoding_of
-from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
+from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults, OwnText
 from manylora.generation.generation import Generation
 from manylora.generation.outputs import CompletionOutput, TokenLogprob
 from manylora.generation.sampling import SamplingParams
 from manylora.generation.tokenizer import Tokenizer
 from manylora.lora.catalog.texts import RepositoryTexts
-from manylora.lora.text.adapter_text import OwnText
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, LoraMix, Pooling, Request
 from manylora.wire.bls import CallModel, ClientRequest, stop_request

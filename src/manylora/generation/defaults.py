@@ -1,4 +1,6 @@
-"""GenerationDefaults: values from a generation_config.json for requests that do not set them."""
+"""GenerationDefaults: values from a generation_config.json for requests that do not set them. OwnText: the
+defaults and the tokenizer of an adapter.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from math import isfinite
 from typing import Any
 
 from manylora.generation.sampling import Parameter, parameters_of
+from manylora.generation.tokenizer import Tokenizer
 
 MAX_END_IDS, MAX_STOP_IDS = 64, 64
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
@@ -74,6 +77,14 @@ class GenerationDefaults:
 
 
 NO_DEFAULTS = GenerationDefaults()
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """How the text of one request with an adapter is processed. tokenizer: with its chat template."""
+
+    tokenizer: Tokenizer
+    defaults: GenerationDefaults
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 from manylora.errors import ConfigError
 from manylora.generation.chat_template import ROLES, ChatTemplate, call_arguments
+from manylora.generation.defaults import OwnText
 from manylora.generation.sampling import SamplingParams
 from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi.lora import is_choice
 from manylora.llmapi.outputs import GenerationResult, RequestOutput
 from manylora.llmapi.prompts import ChatText
-from manylora.lora.text.adapter_text import OwnText
 
 Messages = Sequence[Mapping[str, Any]]
 OWN = ("messages", "tools", "add_generation_prompt", "continue_final_message")

@@ -21,6 +21,7 @@ from manylora.engine.engine import open_engine
 from manylora.engine.loop import EngineLoop
 from manylora.errors import AdapterNotCachedError, ConfigError, RequestError
 from manylora.generation.decoding import Decoding, decoding_of, with_defaults
+from manylora.generation.defaults import OwnText
 from manylora.generation.sampling import SamplingParams
 from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi.adapters import AdapterRegistry, NamedAdapters, with_requests
@@ -35,7 +36,7 @@ from manylora.llmapi.prompts import ChatText, Input, Prompt, PromptReader, as_pr
 from manylora.llmapi.service import LlmGeneration, Service
 from manylora.lora.catalog.texts import trusted_texts
 from manylora.lora.modules import lora_modules
-from manylora.lora.text.adapter_text import TOKENIZER_BYTES, OwnText
+from manylora.lora.text.adapter_text import TOKENIZER_BYTES
 from manylora.model.checkpoint import read_model_config
 from manylora.request import AdapterVersion, LoraInput
 from manylora.stats import EngineStats

@@ -11,6 +11,7 @@ import numpy as np
 
 from manylora.config.pooling import PoolingSettings
 from manylora.errors import RequestCancelledError
+from manylora.generation.defaults import OwnText
 from manylora.generation.pooled import (
     PooledGeneration,
     PoolingParams,
@@ -33,7 +34,6 @@ from manylora.llmapi.outputs import (
 )
 from manylora.llmapi.prompts import Prompt, as_prompts, for_each
 from manylora.llmapi.service import Service
-from manylora.lora.text.adapter_text import OwnText
 from manylora.request import Event, Pooling
 
 TASKS = ("embed", "classify", "token_embed", "token_classify")

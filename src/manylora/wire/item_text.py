@@ -12,6 +12,7 @@ import numpy as np
 from manylora.config.hub import model_folder
 from manylora.config.repository import value_of
 from manylora.errors import ConfigError, RequestError
+from manylora.generation.defaults import OwnText
 from manylora.generation.tokenizer import Tokenizer
 from manylora.wire.server_types import Arrays
 from manylora.wire.texts import utf8
@@ -32,11 +33,23 @@ class ItemText:
     stop: tuple[str, ...] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, own: OwnText) -> ItemText:
+        fields = dict(own.defaults.fields)
+        stop, stop_ids = tuple(fields.pop("stop", ())), tuple(fields.pop("stop_token_ids", ()))
+        if fields.get("top_p") == 0:
+            fields |= {"top_p": 1.0, "top_k": 1}  # greedy
+        elif "top_k" in fields:
+            fields["top_k"] = max(0, fields["top_k"])
+        if fields.get("temperature") and not (fields.get("top_k") or "top_p" in fields):
+            fields["top_p"] = 1.0  # the engine samples only if top_k or top_p ask for it
+        return cls(own.tokenizer, own.defaults.end_ids or (), stop_ids, stop, fields)
+
 
 class OwnTexts(Protocol):
     """What comes with adapters, by name or task id."""
 
-    def find(self, name: str | None, task_id: int | None) -> ItemText | None:
+    def find(self, name: str | None, task_id: int | None) -> OwnText | None:
         """None: use the base model's. May read files. Raises AdapterInvalidError."""
 
     def is_at_hand(self, name: str | None, task_id: int | None) -> bool:

@@ -102,7 +102,8 @@ class Preprocessor:
         base = ItemText(self._tokenizer)
         if self._own is None:
             return [base] * count
-        return [self._own.find(*one) or base for one in adapters_of(inputs, count)]
+        found = [self._own.find(*one) for one in adapters_of(inputs, count)]
+        return [base if own is None else ItemText.of(own) for own in found]
 
     def _decoder_prompts(self, inputs: Arrays, items: Sequence[ItemText], pad: int) -> list[list[int]]:
         """For an encoder-decoder model: the decoder's start id, followed by the ids of its text."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from manylora.errors import AdapterError, printable
+from manylora.generation.defaults import OwnText
 from manylora.lora.catalog.entry import AdapterEntry, EntryReader, Terms, Version
 from manylora.lora.catalog.errors import CatalogError, not_found, unusable
 from manylora.lora.catalog.files import (
@@ -30,7 +31,7 @@ from manylora.lora.catalog.reader import AdapterReader
 from manylora.lora.catalog.uploads import Uploads
 from manylora.lora.catalog.versions import Versions
 from manylora.lora.tensors import Adapter, FileAdapter
-from manylora.lora.text.adapter_text import AdapterTexts, OwnText
+from manylora.lora.text.adapter_text import AdapterTexts
 from manylora.system.waits import cancel_and_wait
 
 logger = logging.getLogger("manylora")

@@ -14,13 +14,13 @@ from manylora.config.hub import model_folder
 from manylora.config.model_folder import read_json
 from manylora.config.repository import ENGINE, names_file, parameters_beside, value_of
 from manylora.errors import AdapterError, AdapterInvalidError, ConfigError, printable
+from manylora.generation.defaults import OwnText
 from manylora.generation.tokenizer import Tokenizer
 from manylora.lora.catalog.files import AdapterFolders, Fingerprint, fingerprint, is_due
 from manylora.lora.catalog.names import read_names
 from manylora.lora.formats.safe_files import is_folder
-from manylora.lora.text.adapter_text import TOKENIZER_BYTES, AdapterText, AdapterTexts, OwnText, TrustedFolder
+from manylora.lora.text.adapter_text import TOKENIZER_BYTES, AdapterText, AdapterTexts, TrustedFolder
 from manylora.request import LoraInput, LoraMix
-from manylora.wire.item_text import ItemText
 
 MAX_KNOWN = 4096
 BETWEEN = ";"  # separates folders in the parameter lora_trust
@@ -176,20 +176,16 @@ class RepositoryTexts:
         AdapterInvalidError.
         """
         acting = [] if lora is None else [one for one, scale in lora.members if scale]
-        return self._own(acting[0].name, acting[0].task_id) if len(acting) == 1 else None
+        return self.find(acting[0].name, acting[0].task_id) if len(acting) == 1 else None
 
-    def find(self, name: str | None, task_id: int | None) -> ItemText | None:
+    def find(self, name: str | None, task_id: int | None) -> OwnText | None:
         """As in `OwnTexts`."""
-        own = self._own(name, task_id)
-        return None if own is None else item_text(own)
+        place = self._place(name, task_id)
+        return None if place is None else self._texts.find(*place)
 
     def is_at_hand(self, name: str | None, task_id: int | None) -> bool:
         place = self._place(name, task_id)
         return place is None or self._texts.is_at_hand(*place)
-
-    def _own(self, name: str | None, task_id: int | None) -> OwnText | None:
-        place = self._place(name, task_id)
-        return None if place is None else self._texts.find(*place)
 
     def _place(self, name: str | None, task_id: int | None) -> tuple[str, Path] | None:
         """Label and folder. None: there is none, which the engine will report."""
@@ -200,18 +196,6 @@ class RepositoryTexts:
         else:
             return None
         return None if folder is None or not is_folder(folder) else (label, folder)
-
-
-def item_text(own: OwnText) -> ItemText:
-    fields = dict(own.defaults.fields)
-    stop, stop_ids = tuple(fields.pop("stop", ())), tuple(fields.pop("stop_token_ids", ()))
-    if fields.get("top_p") == 0:
-        fields |= {"top_p": 1.0, "top_k": 1}  # greedy
-    elif "top_k" in fields:
-        fields["top_k"] = max(0, fields["top_k"])
-    if fields.get("temperature") and not (fields.get("top_k") or "top_p" in fields):
-        fields["top_p"] = 1.0  # the engine samples if top_k or top_p ask for it; here the temperature does
-    return ItemText(own.tokenizer, own.defaults.end_ids or (), stop_ids, stop, fields)
 
 
 def _vocab_size(model: Path) -> int | None:

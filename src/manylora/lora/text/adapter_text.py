@@ -189,14 +189,6 @@ class AdapterText:
     own: TokenizerFile | None = None
 
 
-@dataclass(frozen=True)
-class OwnText:
-    """How the text of one request with an adapter is processed. tokenizer: with its chat template."""
-
-    tokenizer: Tokenizer
-    defaults: GenerationDefaults
-
-
 class AdapterTexts:
     """Reads what comes with adapters. Thread-safe.
 

@@ -33,7 +33,7 @@ from manylora.config.hub import local_model
 from manylora.engine.sizing import usable_bytes
 from manylora.errors import ConfigError
 from manylora.lora.catalog.catalog import AdapterCatalog
-from manylora.lora.catalog.errors import CatalogError
+from manylora.lora.catalog.entry import CatalogError
 from manylora.openai.arguments import parse_options
 from manylora.system.progress import Progress, size
 

@@ -14,8 +14,7 @@ import pytest
 
 from manylora.lora.catalog import files
 from manylora.lora.catalog.catalog import AdapterCatalog
-from manylora.lora.catalog.entry import Terms
-from manylora.lora.catalog.errors import CatalogError
+from manylora.lora.catalog.entry import CatalogError, Terms
 from manylora.lora.catalog.files import AdapterFolders, find_adapters, fingerprint
 from manylora.lora.catalog.library import MAX_IDS, PRUNE, AdapterLibrary
 from manylora.lora.catalog.names import LATEST, is_name, name_problem

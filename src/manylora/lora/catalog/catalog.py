@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,8 +13,15 @@ from types import MappingProxyType
 
 from manylora.errors import AdapterError, printable
 from manylora.generation.defaults import OwnText
-from manylora.lora.catalog.entry import AdapterEntry, EntryReader, Terms, Version
-from manylora.lora.catalog.errors import CatalogError, not_found, unusable
+from manylora.lora.catalog.entry import (
+    AdapterEntry,
+    CatalogError,
+    EntryReader,
+    Terms,
+    Version,
+    not_found,
+    unusable,
+)
 from manylora.lora.catalog.files import (
     NO_FOLDERS,
     Fingerprint,
@@ -41,7 +47,9 @@ MAX_QUIET_S = 1.0  # after the last change of files, before they are read
 
 
 class AdapterCatalog:
-    """Belongs to the event loop; files are read on threads, each adapter once at a time.
+    """Belongs to the event loop; files are read on threads, each adapter once at a time. num_failures: failed
+    readings by error code. unloaded: the files of adapters that were unloaded, by name; they are not loaded
+    again from a root until these change.
 
     texts:      reads the template, defaults and tokenizer that come with an adapter.
     roots:      scanned for adapters. allowed: more folders in which a client may name adapters by path.
@@ -90,11 +98,12 @@ class AdapterCatalog:
         self.versions = versions or Versions()
         self._entries: dict[str, AdapterEntry] = {}
         self._leaving: list[AdapterEntry] = []  # withdrawn, with requests under way
-        self._unloaded: dict[str, Fingerprint] = {}  # by name: they come back only when their files change
+        self.unloaded: dict[str, Fingerprint] = {}
         within = reader.within([*self._allowed, *self._sent, *folders_of(named.values())])
         quiet_s = min(MAX_QUIET_S, refresh_s / 4)
         disk = disk or DiskLevel(0)
         self._reader = EntryReader(self._entries, within, texts, self.versions, quiet_s, keep_bytes, disk)
+        self.num_failures = self._reader.num_failures
         self._watching: asyncio.Task[None] | None = None
 
     def on_change(self, publish: Callable[[Version, Adapter | FileAdapter, str], None]) -> None:
@@ -115,11 +124,6 @@ class AdapterCatalog:
     async def close(self) -> None:
         await cancel_and_wait(self._watching)
         await self._reader.close()
-
-    @property
-    def num_failures(self) -> Counter[str]:
-        """Failed readings by error code."""
-        return self._reader.num_failures
 
     def entries(self) -> list[AdapterEntry]:
         return sorted(self._entries.values(), key=lambda entry: entry.name)
@@ -155,7 +159,8 @@ class AdapterCatalog:
             if entry.path == path:
                 return entry.name
         name = str(path.relative_to(root).with_suffix("") if path.is_file() else path.relative_to(root))
-        if problem := self._unusable(name):
+        taken = "another adapter is called so" if self.has(name) or name in self.aliases else ""
+        if problem := name_problem(name, self._names_of_base) or taken:
             text = f"lora_path: the adapter there would be called {name!r}, but {problem}: ask for it by "
             text += "name, or have it loaded under another one (POST /v1/load_lora_adapter)"
             raise CatalogError("invalid_adapter_name", printable(text), "lora_path")
@@ -169,11 +174,6 @@ class AdapterCatalog:
             reason += "--lora-root or --lora-allowed-path, absolute or relative to that folder"
             raise CatalogError("adapter_not_found", reason, "lora_path")
         return found
-
-    def _unusable(self, name: str) -> str:
-        """Why a new adapter cannot have this name; "": it can."""
-        taken = name in self._entries or name in self.aliases
-        return name_problem(name, self._names_of_base) or ("another adapter is called so" if taken else "")
 
     async def version(self, name: str, *, fresh: bool = False) -> Version:
         """The current version of an adapter; waits for its first reading. fresh: checks its files now.
@@ -225,10 +225,6 @@ class AdapterCatalog:
         read = await self._reader.read(entry)
         assert entry.version is not None
         return entry.version, read.adapter
-
-    def unloaded_files(self, name: str) -> Fingerprint:
-        """Of an adapter that was unloaded: it is not loaded again from a root until these change."""
-        return self._unloaded.get(name, ())
 
     def enter(self, name: str) -> AdapterEntry | None:
         """Count a request in; None for a name that is gone."""
@@ -288,7 +284,7 @@ class AdapterCatalog:
             entry.found = entry.tried = await self._reader.on_thread(fingerprint, entry.path)
         if old is not None and old.scanned and old.path == entry.path:
             entry.scanned = True
-        self._unloaded.pop(name, None)
+        self.unloaded.pop(name, None)
         entry.used_at = time.monotonic()
         self._entries[name] = entry
         self._reader.announce(entry, read, number)
@@ -300,7 +296,7 @@ class AdapterCatalog:
         Raises CatalogError for a name that no adapter may have.
         """
         self._check_name(name)
-        self._unloaded.pop(name, None)
+        self.unloaded.pop(name, None)
         self._entries[name] = AdapterEntry(name, path.resolve(), False, fingerprint(path), terms=terms)
 
     def load_alias(self, name: str, target: str, *, replace: bool, later: bool = False) -> None:
@@ -338,8 +334,6 @@ class AdapterCatalog:
     async def _watch(self) -> None:
         while True:
             try:
-                if not self._is_shared:
-                    self._unload_expired()
                 await self._scan()
                 await self._reader.read_changed()
                 await self._reader.free_memory()
@@ -347,24 +341,40 @@ class AdapterCatalog:
                 logger.exception("scanning the lora roots failed")
             await asyncio.sleep(self._refresh_s / 2)
 
-    def _unload_expired(self) -> None:
-        for entry in [one for one in self._entries.values() if one.has_expired]:
-            logger.info("adapter %s is unloaded: it was idle for its time to live", entry.name)
-            self._withdraw(entry)
-            if self._uploads is not None:
-                self._uploads.discard(entry.name)
-
     def _withdraw(self, entry: AdapterEntry) -> None:
         """Until its files change."""
-        self._unloaded[entry.name] = entry.found
+        self.unloaded[entry.name] = entry.found
         del self._entries[entry.name]
         self.versions.withdraw(entry.name)
         if entry.num_open:
             self._leaving.append(entry)
 
     async def _scan(self) -> None:
-        """Look at all roots, and at the files of the entries that come from elsewhere."""
-        found, complete = await self._find()
+        """Unload what is idle for its time to live, and look at all roots and at the files of the entries
+        that come from elsewhere. Of two adapters with one name the first one counts; uploaded ones, which
+        are single files, come first.
+        """
+        for entry in [] if self._is_shared else list(self._entries.values()):
+            if entry.has_expired:
+                logger.info("adapter %s is unloaded: it was idle for its time to live", entry.name)
+                self._withdraw(entry)
+                if self._uploads is not None:
+                    self._uploads.discard(entry.name)
+        known = {entry.path: entry.found for entry in self._entries.values()}
+        found: dict[str, Found] = {}
+        complete = True
+        sent = [] if self._is_shared else self._sent
+        for root, only_files in [*((one, True) for one in sent), *((one, False) for one in self._roots)]:
+            asked = root, known, self._allowed, self._names_of_base, only_files
+            try:
+                below = await self._reader.on_thread(find_adapters, *asked)
+            except Exception as error:  # the other roots are scanned, and no adapter is withdrawn
+                logger.warning("lora root: it cannot be scanned now: %s", error)
+                complete = False
+            else:
+                for name, one in below.items():
+                    if name not in self.aliases:
+                        found.setdefault(name, one)
         for name, one in found.items():
             self._note_found(name, one)
         told = self._sent if self._is_shared else []
@@ -378,31 +388,10 @@ class AdapterCatalog:
             elif entry.name not in found and complete:
                 self._note_missing(entry)
 
-    async def _find(self) -> tuple[dict[str, Found], bool]:
-        """What is below the roots, and whether all of them could be scanned. Of two adapters with one name
-        the first one counts; uploaded ones, which are single files, come first.
-        """
-        known = {entry.path: entry.found for entry in self._entries.values()}
-        found: dict[str, Found] = {}
-        complete = True
-        sent = [] if self._is_shared else self._sent
-        for root, only_files in [*((one, True) for one in sent), *((one, False) for one in self._roots)]:
-            asked = root, known, self._allowed, self._names_of_base, only_files
-            try:
-                below = await self._reader.on_thread(find_adapters, *asked)
-            except Exception as error:  # the other roots are scanned, and no adapter is withdrawn
-                logger.warning("lora root: it cannot be scanned now: %s", error)
-                complete = False
-                continue
-            for name, one in below.items():
-                if name not in self.aliases:
-                    found.setdefault(name, one)
-        return found, complete
-
     def _note_found(self, name: str, found: Found) -> None:
-        if self._unloaded.get(name) == found.fingerprint:
+        if self.unloaded.get(name) == found.fingerprint:
             return
-        self._unloaded.pop(name, None)
+        self.unloaded.pop(name, None)
         entry = self._entries.get(name)
         if entry is None:
             terms = Terms() if self._uploads is None else self._uploads.terms_of(found.path)

@@ -1,10 +1,13 @@
-"""AdapterEntry: a name in the catalog, and how its files become a version that is served."""
+"""AdapterEntry: a name in the catalog, and how its files become a version that is served. CatalogError: why
+an adapter cannot be served, loaded or changed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -13,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from manylora.errors import AdapterError
-from manylora.lora.catalog.errors import CatalogError, unusable
+from manylora.errors import AdapterError, RequestError
 from manylora.lora.catalog.files import Fingerprint, age_s, fingerprint, is_passing
 from manylora.lora.catalog.levels import DiskLevel, MemoryLevel
 from manylora.lora.catalog.library import task_id_of
@@ -26,8 +28,42 @@ from manylora.system.threads import lower_priority
 
 logger = logging.getLogger("manylora")
 
+# Adapter readers raise a single exception type. The first pattern that matches its message gives the error
+# code.
+ADAPTER_CODES = (
+    ("adapter_too_large", r"too large for the LoRA cache"),
+    ("adapter_rank_too_large", r"low_rank|rank .*(limit|larger)"),
+    (
+        "adapter_wrong_base",
+        r"another model|of this model|enabled for this model|numModelLayers|in the base model",
+    ),
+    ("adapter_unsupported", r"support|would be|pickle|not served|cannot be served"),
+)
 RETRY_S = 0.05  # before changing files are read again
 Result = TypeVar("Result")
+
+
+class CatalogError(RequestError):
+    """code: stable, for programs. message: for people, without paths of this server. param: the field of a
+    request that is wrong. retry_after: seconds after which it may work; None: it will not.
+    """
+
+    def __init__(
+        self, code: str, message: str, param: str | None = None, retry_after: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code, self.message, self.param, self.retry_after = code, message, param, retry_after
+
+
+def unusable(name: str, reason: str) -> CatalogError:
+    """An adapter that exists but cannot be used."""
+    code = next((code for code, pattern in ADAPTER_CODES if re.search(pattern, reason)), "adapter_broken")
+    return CatalogError(code, f"adapter {name!r} cannot be served: {reason}", "model")
+
+
+def not_found(name: str, field: str) -> CatalogError:
+    """field: of the request, that names it."""
+    return CatalogError("adapter_not_found", f"adapter {name!r} does not exist", field)
 
 
 @dataclass(frozen=True)
@@ -93,12 +129,10 @@ class AdapterEntry:
 
 
 class EntryReader:
-    """Reads entries, each at most once at a time, and keeps copies of what it read. Belongs to the event
-    loop; files are read on threads of its own.
+    """Reads the catalog's entries, each at most once at a time, and keeps copies of what it read. Belongs to
+    the event loop; files are read on threads of its own.
 
-    entries: of the catalog, by name. texts: reads the text settings of adapters. versions: counts the
-    contents of each name. quiet_s: how long files must be unchanged before an error in them counts.
-    keep_bytes: of copies in memory. disk: of copies on disk.
+    quiet_s: how long files must be unchanged before an error in them counts. The rest as in `AdapterCatalog`.
     """
 
     def __init__(
@@ -165,7 +199,9 @@ class EntryReader:
         """The content with this digest: from memory, from its files if they can be read without checking
         them, or from disk. None: there is none of these.
         """
-        return self._memory.get(digest) or await self.on_thread(self._find_copy, digest, path)
+        return self._memory.get(digest) or await self.on_thread(
+            lambda: self._find_stored(digest, path) or self._disk.get(digest)
+        )
 
     async def free_memory(self) -> None:
         """Drop copies in memory of adapters whose files can be read straight into the cache, if a copy on
@@ -173,16 +209,10 @@ class EntryReader:
         """
         for entry in list(self._entries.values()):
             digest = entry.version.digest if entry.version else ""
-            if await self.on_thread(self._is_needless, digest, entry.path):
-                self._memory.drop(digest)
-
-    def _find_copy(self, digest: str, path: Path | None) -> Adapter | FileAdapter | None:
-        return self._find_stored(digest, path) or self._disk.get(digest)
-
-    def _is_needless(self, digest: str, path: Path) -> bool:
-        if digest not in self._memory or self._find_stored(digest, path) is None:
-            return False
-        return self._disk.has(digest)
+            if digest in self._memory:
+                stored = await self.on_thread(self._find_stored, digest, entry.path)
+                if stored is not None and await self.on_thread(self._disk.has, digest):
+                    self._memory.drop(digest)
 
     def _find_stored(self, digest: str, path: Path | None) -> Adapter | FileAdapter | None:
         with contextlib.suppress(AdapterError, OSError):  # the copy may be good
@@ -198,8 +228,13 @@ class EntryReader:
             except CatalogError:
                 raise
             except Exception as error:
-                raise self._report(entry, _problem(entry, error)) from error
-            self._set_version(entry, read, text)
+                raise self._problem(entry, error) from error
+            digest, facts, old = read.adapter.digest, read.facts, entry.version
+            if old is None or old.digest != digest or old.text != text:
+                entry.version = Version(entry.name, digest, task_id_of(digest), facts, int(time.time()), text)
+                logger.info("adapter %s: %s, rank %d, %s", entry.name, facts.kind, facts.rank, digest[:12])
+                self.announce(entry, read)
+            entry.problem = None
             if isinstance(read.adapter, Adapter):
                 # Digests that files no longer hold.
                 orphans = {e.version.digest for e in self._entries.values() if e.version and e.problem}
@@ -218,13 +253,14 @@ class EntryReader:
             entry.tried = before = await self.on_thread(fingerprint, entry.path)
             entry.note_files(before)
             failure: AdapterError | None = None
-            try:
-                read = await self.on_thread(self._read_files, entry.name, entry.path)
+            try:  # the text first, because it is small
+                text = await self.on_thread(self._texts.read, entry.name, entry.path)
+                read = await self.on_thread(self._reader.read, entry.path)
             except AdapterError as error:
                 failure = error
             if await self.on_thread(fingerprint, entry.path) == before:
                 if failure is None:
-                    return read
+                    return read, text
                 if age_s(before) >= self._quiet_s:
                     raise failure
             if time.monotonic() > give_up:
@@ -233,36 +269,22 @@ class EntryReader:
                 raise CatalogError("adapter_changing", reason, "model", retry_after=1)
             await asyncio.sleep(RETRY_S)
 
-    def _read_files(self, name: str, path: Path) -> tuple[ReadAdapter, AdapterText | None]:
-        text = self._texts.read(name, path)  # first, because it is small
-        return self._reader.read(path), text
-
-    def _set_version(self, entry: AdapterEntry, read: ReadAdapter, text: AdapterText | None) -> None:
-        digest, facts, old = read.adapter.digest, read.facts, entry.version
-        if old is None or old.digest != digest or old.text != text:
-            entry.version = Version(entry.name, digest, task_id_of(digest), facts, int(time.time()), text)
-            logger.info("adapter %s: %s, rank %d, %s", entry.name, facts.kind, facts.rank, digest[:12])
-            self.announce(entry, read)
-        entry.problem = None
-
-    def _report(self, entry: AdapterEntry, problem: CatalogError) -> CatalogError:
+    def _problem(self, entry: AdapterEntry, error: Exception) -> CatalogError:
+        """Note and log why a read failed. If that is temporary, the next scan reads the files again."""
+        of_files = isinstance(error, AdapterError | OSError)
+        if of_files and (is_passing(error) or is_passing(error.__cause__)):
+            entry.tried = ()
+            reason = f"adapter {entry.name!r} cannot be read at the moment, try again"
+            problem = CatalogError("adapter_unreadable", reason, "model", retry_after=1)
+        else:
+            reason = str(error) if isinstance(error, AdapterError) else "its files cannot be read"
+            if not of_files:
+                logger.exception("reading adapter %s failed", entry.name)
+                reason += f": {type(error).__name__}"
+            problem = unusable(entry.name, reason)
         self.num_failures[problem.code] += 1
         if entry.problem is None or entry.problem.message != problem.message:
             goes_on = "; its last good version goes on serving" if entry.version else ""
             logger.warning("%s%s", problem.message, goes_on)
         entry.problem = problem
         return problem
-
-
-def _problem(entry: AdapterEntry, error: Exception) -> CatalogError:
-    """The error for a failed read. If the failure is temporary, the next scan reads the files again."""
-    of_files = isinstance(error, AdapterError | OSError)
-    if of_files and (is_passing(error) or is_passing(error.__cause__)):
-        entry.tried = ()
-        reason = f"adapter {entry.name!r} cannot be read at the moment, try again"
-        return CatalogError("adapter_unreadable", reason, "model", retry_after=1)
-    reason = str(error) if isinstance(error, AdapterError) else "its files cannot be read"
-    if not of_files:
-        logger.exception("reading adapter %s failed", entry.name)
-        reason += f": {type(error).__name__}"
-    return unusable(entry.name, reason)

@@ -109,8 +109,40 @@ def find_adapters(
     scanned. Nor is a link back to a parent folder. bases: as of `name_problem`. only_files: each adapter is
     one file, and no folder is one. Raises OSError if a scan now would miss files.
     """
+
+    def below(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, Found]]:
+        try:
+            with os.scandir(folder) as entries:
+                visible = sorted((e for e in entries if not e.name.startswith(".")), key=lambda e: e.name)
+        except OSError as error:
+            if is_passing(error):
+                raise
+            logger.warning("lora root: a folder cannot be read: %s", error.strerror)
+            return
+        for entry in visible:
+            path = Path(entry.path)
+            if entry_is(entry.is_dir):
+                yield from at(path, prefix + entry.name, depth, link=entry.is_symlink())
+            elif path.suffix in SUFFIXES[1:]:
+                seen = fingerprint(path)
+                is_nemo = path.suffix == ".nemo"
+                if known.get(path) == seen or is_nemo or is_llgtrt(path) or is_one_file(path):
+                    yield prefix + path.stem, Found(path, seen)
+
+    def at(path: Path, name: str, depth: int, *, link: bool) -> Iterator[tuple[str, Found]]:
+        seen = fingerprint(path)
+        depth = 0 if link and not _may_follow(path, allowed) else depth
+        if only_files:
+            yield from below(path, name + "/", depth - 1) if depth > 0 else ()
+        elif seen and (path in known or _is_adapter(path)):
+            yield name, Found(path, seen)
+        elif depth > 0 and _has_more(path):
+            yield from below(path, name + "/", depth - 1)
+        elif seen:  # a leaf that is not an adapter: reading it reports why
+            yield name, Found(path, seen)
+
     found = {}
-    for name, one in _Scan(known, allowed, only_files).below(root, "", MAX_FOLDERS):
+    for name, one in below(root, "", MAX_FOLDERS):
         if problem := name_problem(name, bases):
             _report_skipped(name, problem)
         else:
@@ -172,11 +204,10 @@ class AdapterFolders:
         folder = self._named.get(name)
         if folder is None and self.catalog is not None and is_folder_name(name):
             folder = self.catalog / name
-        return folder or self._below_roots(name)
-
-    def of_task(self, task_id: int) -> Path | None:
-        """The folder for this id, which may not exist."""
-        return None if self.by_id is None else self.by_id / str(task_id)
+        if folder is not None or not self._roots or name_problem(name):
+            return folder
+        below = (path_below([root], name + suffix) for root in self._roots for suffix in SUFFIXES)
+        return next((found[0] for found in below if found is not None), None)
 
     def name_of(self, path: str) -> str | None:
         """The name of a folder that is in the catalog, or is named. None: a client may not name it."""
@@ -185,60 +216,13 @@ class AdapterFolders:
             return wanted.name
         return next((name for name, one in self._named.items() if wanted == _without_dots(one)), None)
 
-    def _below_roots(self, name: str) -> Path | None:
-        if not self._roots or name_problem(name):
-            return None
-        for root in self._roots:
-            for suffix in SUFFIXES:
-                found = path_below([root], name + suffix)
-                if found is not None:
-                    return found[0]
-        return None
 
-
-@dataclass(frozen=True)
-class _Scan:
-    known: Mapping[Path, Fingerprint]
-    allowed: Sequence[Path]
-    only_files: bool
-
-    def below(self, folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, Found]]:
-        try:
-            with os.scandir(folder) as found:
-                entries = sorted((e for e in found if not e.name.startswith(".")), key=lambda e: e.name)
-        except OSError as error:
-            if is_passing(error):
-                raise
-            logger.warning("lora root: a folder cannot be read: %s", error.strerror)
-            return
-        for entry in entries:
-            path = Path(entry.path)
-            if entry_is(entry.is_dir):
-                yield from self._at(path, prefix + entry.name, depth, link=entry.is_symlink())
-            elif path.suffix in (".nemo", ".safetensors"):
-                seen = fingerprint(path)
-                if self.known.get(path) == seen or path.suffix == ".nemo" or _is_one_file(path):
-                    yield prefix + path.stem, Found(path, seen)
-
-    def _at(self, path: Path, name: str, depth: int, *, link: bool) -> Iterator[tuple[str, Found]]:
-        seen = fingerprint(path)
-        if link and not self._may_follow(path):
-            depth = 0
-        if self.only_files:
-            yield from self.below(path, name + "/", depth - 1) if depth > 0 else ()
-        elif seen and (path in self.known or _is_adapter(path)):
-            yield name, Found(path, seen)
-        elif depth > 0 and _has_more(path):
-            yield from self.below(path, name + "/", depth - 1)
-        elif seen:  # a leaf that is not an adapter: reading it reports why
-            yield name, Found(path, seen)
-
-    def _may_follow(self, link: Path) -> bool:
-        try:
-            target, here = link.resolve(), link.parent.resolve()
-        except (OSError, RuntimeError):
-            return False
-        return not here.is_relative_to(target) and any(target.is_relative_to(one) for one in self.allowed)
+def _may_follow(link: Path, allowed: Sequence[Path]) -> bool:
+    try:
+        target, here = link.resolve(), link.parent.resolve()
+    except (OSError, RuntimeError):
+        return False
+    return not here.is_relative_to(target) and any(target.is_relative_to(one) for one in allowed)
 
 
 def _without_dots(path: str | Path) -> Path:
@@ -259,16 +243,10 @@ def _is_adapter(path: Path) -> bool:
     return True
 
 
-def _is_one_file(path: Path) -> bool:
-    return is_llgtrt(path) or is_one_file(path)
-
-
 def _has_more(path: Path) -> bool:
     """Whether there may be adapters deeper down, in folders or as single files."""
     try:
         with os.scandir(path) as entries:
-            return any(
-                entry_is(entry.is_dir) or entry.name.endswith((".nemo", ".safetensors")) for entry in entries
-            )
+            return any(entry_is(entry.is_dir) or entry.name.endswith(SUFFIXES[1:]) for entry in entries)
     except OSError:
         return False

@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.lora.catalog.files import is_passing
 from manylora.lora.formats.tensor_files import NUMPY_TYPES, RawTensor, read_safetensors, write_safetensors
-from manylora.lora.shared import SharedMatrices, share
+from manylora.lora.shared import share
 from manylora.lora.tensors import Adapter, AdapterRow, FileAdapter, adapter_from_rows
 from manylora.request import LoraExtra
 from manylora.system.folders import make_temporary, remove_temporary
@@ -93,8 +93,17 @@ class DiskLevel:
             if not self._pending.acquire(timeout=PENDING_S):
                 self._fail("the disk is too slow")
                 return
+
+            def write() -> None:
+                try:
+                    self.put(adapter)
+                except Exception:
+                    logger.exception("a copy of an adapter could not be written")
+                finally:
+                    self._pending.release()
+
             try:
-                self._writer.submit(self._put_pending, adapter)
+                self._writer.submit(write)
             except RuntimeError:  # closed
                 self._pending.release()
 
@@ -144,14 +153,6 @@ class DiskLevel:
         if self._temporary and self._folder is not None:
             remove_temporary(self._folder)
 
-    def _put_pending(self, adapter: Adapter) -> None:
-        try:
-            self.put(adapter)
-        except Exception:
-            logger.exception("a copy of an adapter could not be written")
-        finally:
-            self._pending.release()
-
     def _fail(self, reason: str | None) -> None:
         """Log the failure once, until writing works again. Pauses writing, because partial copies fill a
         disk, too.
@@ -161,25 +162,19 @@ class DiskLevel:
             logger.warning("lora disk level: copies cannot be written, serving goes on without: %s", reason)
         self._failing = True
 
-    def _files(self) -> Iterator[tuple[int, int, Path]]:
-        """Time of last use, size and path of every file of ours, including unfinished ones."""
-        if self._folder is None:
-            return
-        for entry in os.scandir(self._folder):
-            with contextlib.suppress(FileNotFoundError):  # another process deleted it first
-                if OURS.fullmatch(entry.name):
-                    at = entry.stat()
-                    yield at.st_mtime_ns, at.st_size, Path(entry.path)
-
     def _make_space(self, num_bytes: int) -> None:
-        """Raises OSError."""
+        """Delete files of ours, including unfinished ones, the least recently used first. Raises OSError."""
         with self._lock:
             if self._folder is None:
                 self._folder = make_temporary("adapters")
             self._folder.mkdir(parents=True, exist_ok=True)
-            files = sorted(self._files())
+            files = []
+            for entry in os.scandir(self._folder):
+                with contextlib.suppress(FileNotFoundError):  # another process deleted it first
+                    if OURS.fullmatch(entry.name):
+                        files.append((entry.stat().st_mtime_ns, entry.stat().st_size, Path(entry.path)))
             surplus = sum(size for _, size, _ in files) + num_bytes - self._max_bytes
-            for _, size, path in files:
+            for _, size, path in sorted(files):
                 if surplus <= 0:
                     break
                 path.unlink(missing_ok=True)
@@ -196,20 +191,13 @@ class DiskLevel:
         path = self._path(adapter.digest)
         part = path.with_name(f"{path.name}.part-{os.getpid()}-{threading.get_ident()}")
         shared = {row.shared.key: row.shared for row in adapter.rows if row.shared is not None}
+        rows = []
+        for row in adapter.rows:
+            form, keys = row.format, [row.shared.key] if row.shared else []
+            place = row.module_id, row.layer
+            rows.append((*place, form.rank, form.dora, form.encoding, form.scale, *keys))
         about = {
-            "rows": [
-                (
-                    r.module_id,
-                    r.layer,
-                    f.rank,
-                    f.dora,
-                    f.encoding,
-                    f.scale,
-                    *([r.shared.key] if r.shared else []),
-                )
-                for r in adapter.rows
-                for f in [r.format]
-            ],
+            "rows": rows,
             "shared": {one.key: (one.rank, one.in_dim) for one in shared.values()},
             "extras": [(e.name, e.values.shape, e.token_ids) for e in adapter.extras],
         }
@@ -231,34 +219,22 @@ def _read(path: Path) -> Adapter:
     """Raises AdapterInvalidError, ValueError, LookupError, TypeError."""
     tensors = read_safetensors(path)
     about = json.loads(bytes(tensors["about"].data))
-    shared = {
-        key: _checked(key, rank, in_dim, _values(tensors[f"shared.{key}"]))
-        for key, (rank, in_dim) in about.get("shared", {}).items()
-    }
-    rows = [
-        AdapterRow(
-            module_id,
-            layer,
-            RowFormat(rank, dora, Encoding(encoding), scale, shared=bool(key)),
-            _values(tensors[f"row.{i}"]),
-            shared=shared[key[0]] if key else None,
-        )
-        for i, (module_id, layer, rank, dora, encoding, scale, *key) in enumerate(about["rows"])
-    ]
+    shared = {}
+    for key, (rank, in_dim) in about.get("shared", {}).items():
+        a, b = np.split(_values(tensors[f"shared.{key}"]), [rank * in_dim])
+        shared[key] = share(a.reshape(rank, in_dim), b.reshape(-1, rank))
+        if shared[key].key != key:
+            raise AdapterInvalidError("its matrices are of other content than they should be")
+    rows = []
+    for i, (module_id, layer, rank, dora, encoding, scale, *keys) in enumerate(about["rows"]):
+        form = RowFormat(rank, dora, Encoding(encoding), scale, shared=bool(keys))
+        matrices = shared[keys[0]] if keys else None
+        rows.append(AdapterRow(module_id, layer, form, _values(tensors[f"row.{i}"]), shared=matrices))
     extras = [
         LoraExtra(name, _values(tensors[f"extra.{i}"]).reshape(shape), tuple(token_ids))
         for i, (name, shape, token_ids) in enumerate(about["extras"])
     ]
     return adapter_from_rows(rows, extras=extras, finite=True)
-
-
-def _checked(key: str, rank: int, in_dim: int, values: np.ndarray) -> SharedMatrices:
-    """Raises AdapterInvalidError if the content does not match the key."""
-    a, b = np.split(values, [rank * in_dim])
-    found = share(a.reshape(rank, in_dim), b.reshape(-1, rank))
-    if found.key != key:
-        raise AdapterInvalidError("its matrices are of other content than they should be")
-    return found
 
 
 def _raw(values: np.ndarray) -> RawTensor:

@@ -139,8 +139,11 @@ class AdapterLibrary:
         return replace(lora, task_id=self.id_of(lora.name, lora.source), source=None)
 
     def bind(self, task_id: int, digest: str, keep: Callable[[str], bool]) -> None:
-        """Bind a task id to a digest. keep: whether a digest can still be served; ids of other digests are
-        forgotten after a while, so that ids that never return do not accumulate.
+        """Bind a task id to a digest. keep: whether a digest can still be served.
+
+        Ids that never return must not accumulate: after a while those of other digests are forgotten, and,
+        because any number of ids may refer to one adapter, the oldest that no folder has. Clients that use a
+        forgotten id are asked to send tensors again.
         """
         with self._lock:
             self._digests.pop(task_id, None)
@@ -149,24 +152,19 @@ class AdapterLibrary:
             source = self._sources.get(task_id)
             if source is not None and source.may_be_sent:
                 source.replaced = digest != source.digest
-            if len(self._digests) >= self._prune_at:
-                self._prune(keep)
-
-    def _prune(self, keep: Callable[[str], bool]) -> None:
-        """Forget ids whose adapters are gone. Because any number of ids may refer to one adapter, also forget
-        the oldest ids that no folder has. Clients that use a forgotten id are asked to send tensors again.
-        """
-        sent = []
-        for task_id, digest in list(self._digests.items())[:-1]:
-            if digest in self._owners:
-                continue
-            if keep(digest):
-                sent.append(task_id)
-            else:
-                del self._digests[task_id]
-        for task_id in sent[: max(0, len(sent) - MAX_IDS // 2)] if len(sent) >= MAX_IDS else []:
-            del self._digests[task_id]
-        self._prune_at = len(self._digests) + PRUNE
+            if len(self._digests) < self._prune_at:
+                return
+            sent = []
+            for known, digest in list(self._digests.items())[:-1]:
+                if digest in self._owners:
+                    continue
+                if keep(digest):
+                    sent.append(known)
+                else:
+                    del self._digests[known]
+            for known in sent[: max(0, len(sent) - MAX_IDS // 2)] if len(sent) >= MAX_IDS else []:
+                del self._digests[known]
+            self._prune_at = len(self._digests) + PRUNE
 
     def bound(self) -> list[tuple[int, str]]:
         """Every known id with its digest."""
@@ -197,38 +195,32 @@ class AdapterLibrary:
         if it is in neither place, AdapterError if the files have no usable adapter.
         """
         with self._lock:
-            digest = self._digests.get(task_id)
-            source = self._source_of(task_id, digest)
-            own = source is self._sources.get(task_id)
+            digest, own = self._digests.get(task_id), self._sources.get(task_id)
+            source = own
+            if own is None or own.replaced:  # other files with the same content
+                source = self._sources.get(self._owners[digest]) if digest in self._owners else None
+        found: Adapter | FileAdapter | None = None
         failure: AdapterError = AdapterNotCachedError(task_id)
         if source is not None:
             try:
-                adapter = source.read()
+                found = source.read()
             except AdapterError as error:
                 if digest is None:
                     raise
                 failure = failure if source.may_be_sent else error
                 logger.warning("lora task %d cannot be read again from %s: %s", task_id, source.path, error)
             else:
-                if own or adapter.digest == digest:
-                    self._note(source, task_id, digest, adapter.digest)
-                    return self._count(adapter)
-        copy = self._disk.get(digest) if digest is not None else None
-        if copy is None:
+                if source is own or found.digest == digest:
+                    self._note(source, task_id, digest, found.digest)
+                else:
+                    found = None
+        if found is None and digest is not None:
+            found = self._disk.get(digest)
+        if found is None:
             raise failure
-        return self._count(copy)
-
-    def _count(self, adapter: Adapter | FileAdapter) -> Adapter | FileAdapter:
         with self._lock:
             self.num_loads += 1
-        return adapter
-
-    def _source_of(self, task_id: int, digest: str | None) -> _Source | None:
-        """The files to read for an id: its own, or others with the same content. Call with the lock held."""
-        own = self._sources.get(task_id)
-        if own is not None and not own.replaced:
-            return own
-        return self._sources.get(self._owners[digest]) if digest in self._owners else None
+        return found
 
     def _note(self, source: _Source, task_id: int, old: str | None, new: str) -> None:
         if old not in (None, new):

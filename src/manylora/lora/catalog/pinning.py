@@ -10,8 +10,7 @@ from typing import Protocol
 
 from manylora.errors import AdapterCacheFullError, AdapterNotCachedError, RequestError
 from manylora.lora.catalog.catalog import AdapterCatalog
-from manylora.lora.catalog.entry import AdapterEntry
-from manylora.lora.catalog.errors import CatalogError
+from manylora.lora.catalog.entry import AdapterEntry, CatalogError
 from manylora.system.waits import cancel_and_wait, engine_answer
 
 logger = logging.getLogger("manylora")

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from manylora.lora.catalog.entry import Terms
-from manylora.lora.catalog.errors import CatalogError
+from manylora.lora.catalog.entry import CatalogError, Terms
 from manylora.lora.catalog.files import Fingerprint
 
 FILE, LOCK = ".terms.json", ".lock"

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from manylora.errors import RequestError
 from manylora.lora.catalog.catalog import AdapterCatalog
-from manylora.lora.catalog.entry import AdapterEntry
-from manylora.lora.catalog.errors import CatalogError
+from manylora.lora.catalog.entry import AdapterEntry, CatalogError
 from manylora.lora.catalog.names import is_name
 from manylora.lora.catalog.pinning import Pinning
 from manylora.lora.catalog.record import (
@@ -153,7 +152,7 @@ class SharedAdapters:
             return Kept("alias", target=catalog.aliases.target(name), version=number)
         if not catalog.has(name):
             older = self._record.names.get(name)
-            stamp = stamp_of(catalog.unloaded_files(name))
+            stamp = stamp_of(catalog.unloaded.get(name, ()))
             if older is not None and older.kind in ("sent", "alias"):
                 stamp = ()
             return Kept("gone", version=number, stamp=stamp)

@@ -192,7 +192,8 @@ class RepositoryTexts:
         if name is not None:
             label, folder = name, self._folders.find(name)
         elif task_id is not None:
-            label, folder = str(task_id), self._folders.of_task(task_id)
+            by_id = self._folders.by_id
+            label, folder = str(task_id), None if by_id is None else by_id / str(task_id)
         else:
             return None
         return None if folder is None or not is_folder(folder) else (label, folder)

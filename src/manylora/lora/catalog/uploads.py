@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
-from manylora.lora.catalog.entry import Terms
-from manylora.lora.catalog.errors import CatalogError
+from manylora.lora.catalog.entry import CatalogError, Terms
 from manylora.lora.catalog.record import SUFFIX, AdapterRecord, Kept, sent_file, unwritable
 from manylora.lora.formats.peft.settings import EMBEDDED
 from manylora.lora.formats.tensor_files import with_metadata

@@ -19,7 +19,7 @@ from manylora.errors import (
     QueueFullError,
     RequestError,
 )
-from manylora.lora.catalog.errors import CatalogError, unusable
+from manylora.lora.catalog.entry import CatalogError, unusable
 from manylora.lora.catalog.names import is_name
 
 ERROR_TYPES = {

@@ -178,7 +178,7 @@ def main() -> None:
             catalog_dir=catalog,
         )
         time.sleep(2 * SETTLED_NS / 1e9)  # the catalog trusts modification times only once they are this old
-        store = AdapterStore.open(read_model_config(model), config, open_device("cpu").torch, dtype, 0)
+        store = AdapterStore(read_model_config(model), config, open_device("cpu").torch, dtype, 0)
         copies = Copies(nbytes)
         for name in ("one", "two", "one", "two"):
             bring(store, name)  # afterwards the caches are resident, and the catalog knows both

@@ -177,7 +177,7 @@ def test_the_cache_keeps_bytes_and_gives_them_back(
     small, wide = pair
     config = read_model_config(model)
     cache = LoraCacheConfig(gpu_memory_bytes=2**21, host_memory_bytes=2**21, max_adapter_size=8)
-    store = AdapterStore.open(config, cache, torch.device("cpu"), dtype, 2**30)
+    store = AdapterStore(config, cache, torch.device("cpu"), dtype, 2**30)
     layouts = {}
     for task_id, path in enumerate(pair):
         lora = read(model, path, task_id)
@@ -202,7 +202,7 @@ def test_an_adapter_that_gives_way_comes_back_the_same(model: Path, pair: tuple[
     config = read_model_config(model)
     given = check(model, read(model, pair[0], 1))
     cache = LoraCacheConfig(gpu_memory_bytes=2**21, host_memory_bytes=2**18, max_adapter_size=8)
-    store = AdapterStore.open(config, cache, torch.device("cpu"), torch.float32, 2**30)
+    store = AdapterStore(config, cache, torch.device("cpu"), torch.float32, 2**30)
     pages = store.stats().host_pages
     first = store.acquire(read(model, pair[0], 1), store.prepare(read(model, pair[0], 1)))
     others = []

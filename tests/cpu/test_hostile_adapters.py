@@ -43,9 +43,7 @@ def open_store(model_dir: Path, **options: object) -> AdapterStore:
     sizes = {"max_adapter_size": 8, "host_memory_bytes": 2**24, "gpu_memory_bytes": 2**24}
     cache = LoraCacheConfig(**sizes, **options)  # type: ignore[arg-type]
     base = BaseWeights(model_dir)
-    return AdapterStore.open(
-        read_model_config(model_dir), cache, torch.device("cpu"), torch.float32, 2**30, base
-    )
+    return AdapterStore(read_model_config(model_dir), cache, torch.device("cpu"), torch.float32, 2**30, base)
 
 
 @pytest.fixture(scope="module")

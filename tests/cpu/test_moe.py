@@ -461,7 +461,7 @@ def test_a_cache_too_small_for_experts_serves_the_other_modules(
 
     def opened(*targets: str) -> AdapterStore:
         cache = LoraCacheConfig(target_modules=targets, **least)  # type: ignore[arg-type]
-        return AdapterStore.open(config, cache, torch.device("cpu"), torch.float32, 2**30)
+        return AdapterStore(config, cache, torch.device("cpu"), torch.float32, 2**30)
 
     module = lora_modules(config)[13]
     row = AdapterRow(13, 0, RowFormat(1), np.ones(module.row_elements(RowFormat(1)), np.float32))

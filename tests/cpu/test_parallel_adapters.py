@@ -63,8 +63,7 @@ def open_stores(model: ModelConfig, host_bytes: int) -> list[tuple[AdapterStore,
     cpu = torch.device("cpu")
     slicers = [AdapterSlicer(model, mapping) for mapping in RANKS]
     return [
-        (AdapterStore.open(model, cache, cpu, torch.float32, 2**30, slicer=slicer), slicer)
-        for slicer in slicers
+        (AdapterStore(model, cache, cpu, torch.float32, 2**30, slicer=slicer), slicer) for slicer in slicers
     ]
 
 
@@ -198,7 +197,7 @@ def test_one_that_cannot_be_divided_is_skipped_at_start(
     config = read_model_config(model)
     cache = LoraCacheConfig(gpu_memory_bytes=2**24, prefetch_dir=tmp_path / "adapters")
     slicer, cpu = AdapterSlicer(config, RANKS[0]), torch.device("cpu")
-    store = AdapterStore.open(config, cache, cpu, torch.float32, 2**30, slicer=slicer)
+    store = AdapterStore(config, cache, cpu, torch.float32, 2**30, slicer=slicer)
     assert (store.resident(1), store.resident(2)) == (False, True)
     assert "lora task 1 is skipped: attn_k: each rank has 16 outputs" in caplog.text
     with pytest.raises(AdapterInvalidError, match="cuts groups of 32 apart"):

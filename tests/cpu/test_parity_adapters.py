@@ -99,7 +99,7 @@ def mixed_logits(model: Path, inputs: Sequence[LoraInput | None]) -> list[torch.
 
 def open_store(config: ModelConfig, **options: object) -> AdapterStore:
     cache = LoraCacheConfig(max_adapter_size=LARGEST, gpu_memory_bytes=2**25, **options)  # type: ignore[arg-type]
-    return AdapterStore.open(config, cache, torch.device("cpu"), torch.float32, 2**30)
+    return AdapterStore(config, cache, torch.device("cpu"), torch.float32, 2**30)
 
 
 @pytest.mark.parametrize("family", ["llama-biases", "qwen2"])

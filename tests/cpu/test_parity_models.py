@@ -339,7 +339,7 @@ def test_the_text_of_a_multimodal_gemma3(workshop: Path) -> None:
     assert inspect([str(vision_too), "--base", str(model), "--lora-text-only"]) == 0
     for text_only in (False, True):
         cache = LoraCacheConfig(gpu_memory_bytes=2**22, text_only=text_only)
-        store = AdapterStore.open(read_model_config(model), cache, torch.device("cpu"), torch.float32, 2**30)
+        store = AdapterStore(read_model_config(model), cache, torch.device("cpu"), torch.float32, 2**30)
         if text_only:
             assert store.reader(store.modules).read(vision_too).facts.rank == 3
         else:

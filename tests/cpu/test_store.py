@@ -63,7 +63,7 @@ def open_store(
         target_modules=("attn_q",),
         **options,  # type: ignore[arg-type]
     )
-    store = AdapterStore.open(model, cache, torch.device("cpu"), dtype, 2**30)
+    store = AdapterStore(model, cache, torch.device("cpu"), dtype, 2**30)
     assert (store.stats().host_pages, store.stats().device_pages) == (host, device)
     return store
 

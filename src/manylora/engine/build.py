@@ -257,7 +257,7 @@ def build_parts(config: EngineConfig, info: RankInfo) -> EngineParts:
 def _rank_0(rank: RankParts, leader: Leader | None) -> EngineParts:
     config, model, device = rank.config, rank.model, rank.device
     base = BaseWeights(config.model_dir, EffectiveWeights(model, config.quant, rank.dtype))
-    adapters = AdapterStore.open(
+    adapters = AdapterStore(
         model,
         config.lora,
         device.torch,

@@ -80,6 +80,13 @@ def cache_geometry(
     )
 
 
+def geometry_of(modules: Iterable[LoraModule], num_layers: int, config: LoraCacheConfig) -> CacheGeometry:
+    """`cache_geometry` with the ranks of the settings."""
+    limit = config.rank_limit
+    optimal, largest = min(config.optimal_adapter_size, limit), min(config.max_adapter_size, limit)
+    return cache_geometry(modules, num_layers, optimal, largest)
+
+
 @dataclass(frozen=True)
 class CachePlan:
     """Geometry and size of both levels."""
@@ -96,15 +103,9 @@ class CachePlan:
 
 def pages_of_rank(geometry: CacheGeometry, modules: Iterable[LoraModule], num_layers: int, rank: int) -> int:
     """Pages of an adapter of this rank with all counted modules."""
-    row = RowFormat(rank)
-    rows = [
-        RowShape(m.at(layer), layer, row)
-        for m in modules
-        if m.counted
-        for layer in range(num_layers)
-        if m.is_on(layer)
-    ]
-    return place_rows(rows, geometry)[1]
+    row, counted = RowFormat(rank), [module for module in modules if module.counted]
+    places = ((module, layer) for module in counted for layer in range(num_layers) if module.is_on(layer))
+    return place_rows([RowShape(one.at(layer), layer, row) for one, layer in places], geometry)[1]
 
 
 def usual_bytes(
@@ -116,8 +117,7 @@ def usual_bytes(
 ) -> int:
     """Bytes of `num_adapters` of the optimal rank and one of the largest, with all counted modules."""
     modules, limit = tuple(modules), config.rank_limit
-    optimal, largest = min(config.optimal_adapter_size, limit), min(config.max_adapter_size, limit)
-    geometry = cache_geometry(modules, num_layers, optimal, largest)
+    optimal, geometry = min(config.optimal_adapter_size, limit), geometry_of(modules, num_layers, config)
     ranks = ((optimal, num_adapters), (limit, 1))
     pages = sum(count * pages_of_rank(geometry, modules, num_layers, rank) for rank, count in ranks)
     least = _ceil(geometry.min_total_slots, geometry.slots_per_page)
@@ -137,8 +137,7 @@ def plan_cache(
     Raises ConfigError if a level cannot hold one adapter of the largest rank.
     """
     modules, limit = tuple(modules), config.rank_limit
-    optimal, largest = min(config.optimal_adapter_size, limit), min(config.max_adapter_size, limit)
-    geometry = cache_geometry(modules, num_layers, optimal, largest)
+    geometry = geometry_of(modules, num_layers, config)
     device_bytes = config.gpu_memory_bytes
     if device_bytes is None:
         device_bytes = int(config.gpu_memory_fraction * free_bytes)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -17,7 +16,7 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft.settings import form_of, read_settings
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import Source, find_source, read_lora, read_whole, source_dtype
-from manylora.lora.geometry import Layout, cache_geometry, is_virtual
+from manylora.lora.geometry import Layout, geometry_of, is_virtual
 from manylora.lora.modules import FUSED, LoraModule, lora_modules, module_name
 from manylora.lora.number_types import BY_NAME
 from manylora.lora.rules import NOTHING, AdapterRules, check_shapes
@@ -94,61 +93,47 @@ def inspect_adapter(
 
 
 def _read(report: AdapterReport, source: Source, base: BaseModel | None, options: ReadOptions) -> None:
-    adapter: Adapter | None = None
+    rules = adapter = None
+    if base is not None and options.modules is not None:
+        half = base.config.dtype == "float16"
+        rules = AdapterRules(options.modules, base.config.num_layers, base.cache.rank_limit, half)
     if source.kind in ("peft", "nemo"):
         found = read_whole(source, options)
         adapter = adapter_from_rows(found.rows, extras=found.extras)
-        table = [(row.module_id, row.layer, row.format.rank, row.format.dora) for row in adapter.rows]
-        _describe(report, table, adapter.extras)
-        if base is not None:
-            adapter = _rules(base).check_rows(found.rows, found.extras)
+        rows = [[row.module_id, row.layer, row.format.rank, row.format.dora] for row in adapter.rows]
+        report.extras = adapter.extras
     else:
         lora = read_lora(source, 0, options)
         weights, config = check_shapes(lora)
-        _describe(report, config.tolist(), lora.extras)
-        report.num_bytes = weights.nbytes
-        adapter = _rules(base).check(lora) if base is not None else None
-    assert report.dtype is not None
-    if base is not None and adapter is not None:
-        _judge(report, base, adapter)
+        rows, report.extras, report.num_bytes = config.tolist(), lora.extras, weights.nbytes
+    report.modules = {}
+    for module_id, layer, rank, *dora in rows:
+        report.modules.setdefault(module_name(module_id), {})[layer] = rank
+        report.num_dora += bool(dora and dora[0])
+    if rules is not None and base is not None:
+        adapter = rules.check(lora) if adapter is None else rules.check_rows(found.rows, found.extras)
+        _add_costs(report, base, rules.modules, adapter)
         report.notes = () if adapter.acts else (NOTHING,)
-    if adapter is not None:
+    if adapter is not None and report.dtype is not None:
         report.digest = adapter.digest
         report.num_bytes = adapter.num_elements * BY_NAME[report.dtype].dtype.itemsize
 
 
-def _describe(report: AdapterReport, rows: Iterable[Sequence[int]], extras: tuple[LoraExtra, ...]) -> None:
-    """rows: module id, layer, rank, and optionally whether it is DoRA."""
-    found: dict[str, dict[int, int]] = defaultdict(dict)
-    for module_id, layer, rank, *dora in rows:
-        found[module_name(module_id)][layer] = rank
-        report.num_dora += bool(dora and dora[0])
-    report.modules = dict(found)
-    report.extras = extras
-
-
-def _rules(base: BaseModel) -> AdapterRules:
-    model, cache = base.config, base.cache
-    modules = lora_modules(model, cache.target_modules)
-    return AdapterRules(modules, model.num_layers, cache.rank_limit, model.dtype == "float16")
-
-
-def _judge(report: AdapterReport, base: BaseModel, adapter: Adapter) -> None:
+def _add_costs(
+    report: AdapterReport, base: BaseModel, modules: Mapping[int, LoraModule], adapter: Adapter
+) -> None:
     """Add the facts that depend on the cache: pages and cost, for one device."""
-    model, cache, limit = base.config, base.cache, base.cache.rank_limit
-    modules = lora_modules(model, cache.target_modules)
-    optimal, largest = min(cache.optimal_adapter_size, limit), min(cache.max_adapter_size, limit)
-    geometry = cache_geometry(modules.values(), model.num_layers, optimal, largest)
-    item_bytes = BY_NAME[model.dtype].dtype.itemsize
+    num_layers = base.config.num_layers
+    geometry = geometry_of(modules.values(), num_layers, base.cache)
+    item_bytes = BY_NAME[base.config.dtype].dtype.itemsize
     layout = Layout.of(adapter.shapes(modules), geometry, item_bytes)
     layout = with_extras(layout, adapter.extras, geometry)
     report.num_pages, report.num_virtual = layout.num_pages, layout.num_virtual
     report.page_parts = layout.need.parts
     report.shared_bytes = adapter.shared_bytes // 4 * item_bytes
-    report.shared_pages = Fraction(0)
-    for one in layout.need.shared.values():
-        report.shared_pages += Fraction(one.pages, one.parts or 1)
-    report.cost = token_cost(adapter, modules, model.num_layers)
+    shared = layout.need.shared.values()
+    report.shared_pages = sum((Fraction(one.pages, one.parts or 1) for one in shared), Fraction(0))
+    report.cost = token_cost(adapter, modules, num_layers)
     report.page_bytes = geometry.page_elements * item_bytes
 
 

@@ -18,7 +18,6 @@ from manylora.config.model import ModelConfig
 from manylora.errors import AdapterCacheFullError, AdapterError, AdapterNotCachedError, RequestError
 from manylora.kernels.spec import LoraBatch
 from manylora.lora.cache import AdapterCache
-from manylora.lora.catalog.library import AdapterLibrary
 from manylora.lora.catalog.reader import AdapterReader
 from manylora.lora.extras import with_extras
 from manylora.lora.formats.base_weights import BaseWeights
@@ -28,7 +27,7 @@ from manylora.lora.modules import LoraModule
 from manylora.lora.pages import least_pages, most_pages
 from manylora.lora.pool import LoadedAdapter, Mixes, lora_batch
 from manylora.lora.slicing import AdapterPart, Slicer
-from manylora.lora.store_sizing import StoreParts, build_parts
+from manylora.lora.store_sizing import build_parts
 from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.lora.transfers import AdapterLoader, OtherRanks, Transfers
 from manylora.request import LoraInput, LoraMix
@@ -41,31 +40,17 @@ NOT_LOADED = LoadedAdapter({}, {})
 
 
 class AdapterStore:
-    """Call methods on the engine's thread unless they say otherwise."""
+    """Call methods on the engine's thread unless they say otherwise.
+
+    Sizes the levels, allocates them, and prefetches. Raises ConfigError.
+    dtype: of the pages. free_bytes: of the device, after weights and KV cache; the device level takes its
+    fraction of these. base: weights with which DoRA magnitudes of PEFT directories are normalised; None
+    refuses such adapters. slicer: selects this rank's part of an adapter, if several ranks share adapters.
+    others: the other ranks, which do the same with their parts.
+    """
 
     def __init__(
         self,
-        parts: StoreParts,
-        library: AdapterLibrary,
-        slicer: Slicer | None = None,
-        others: OtherRanks | None = None,
-    ) -> None:
-        self.library, self.rules = library, parts.rules
-        self._parts, self._slicer, self._others = parts, slicer, others
-        plan, self._pool = parts.plan, parts.pool
-        self._cache: AdapterCache[Layout, LoadedAdapter] = AdapterCache(plan.host_pages, plan.device_pages)
-        self._transfers = Transfers(self._cache, self._pool, slicer, others)
-        most = max(LEAST_LOADED_BYTES, plan.host_pages * self._pool.page_bytes)
-        self.loader = AdapterLoader(library, parts.rules, self._cache, most)
-        self._waiting: dict[str, set[AdapterLease]] = {}  # by digests of adapters on the host
-        self._pins: dict[int, AdapterLease] = {}  # by task id
-        self._largest = parts.largest_pages  # of any adapter so far: as much must remain beside pins
-        self._mixes = Mixes()
-        self._residents: tuple[tuple[int, ...], tuple[Resident, ...]] = ((), ())  # state of the cache, list
-
-    @classmethod
-    def open(
-        cls,
         model: ModelConfig,
         config: LoraCacheConfig,
         device: torch.device,
@@ -74,21 +59,22 @@ class AdapterStore:
         base: BaseWeights | None = None,
         slicer: Slicer | None = None,
         others: OtherRanks | None = None,
-    ) -> AdapterStore:
-        """Size the levels, allocate them, and prefetch. Raises ConfigError.
-
-        dtype: of the pages.
-        free_bytes: of the device, after weights and KV cache; the device level takes its fraction of these.
-        slicer: selects this rank's part of an adapter, if several ranks share adapters.
-        base: weights with which DoRA magnitudes of PEFT directories are normalised; None refuses such
-        adapters.
-        others: the other ranks, which do the same with their parts.
-        """
-        parts = build_parts(model, config, device, dtype, free_bytes, base, slicer)
-        store = cls(parts, parts.library(config), slicer, others)
+    ) -> None:
+        self._parts = parts = build_parts(model, config, device, dtype, free_bytes, base, slicer)
+        self.library, self.rules = parts.library(config), parts.rules
+        self._slicer, self._others = slicer, others
+        plan, self._pool = parts.plan, parts.pool
+        self._cache: AdapterCache[Layout, LoadedAdapter] = AdapterCache(plan.host_pages, plan.device_pages)
+        self._transfers = Transfers(self._cache, self._pool, slicer, others)
+        most = max(LEAST_LOADED_BYTES, plan.host_pages * self._pool.page_bytes)
+        self.loader = AdapterLoader(self.library, parts.rules, self._cache, most)
+        self._waiting: dict[str, set[AdapterLease]] = {}  # by digests of adapters on the host
+        self._pins: dict[int, AdapterLease] = {}  # by task id
+        self._largest = parts.largest_pages  # of any adapter so far: as much must remain beside pins
+        self._mixes = Mixes()
+        self._residents: tuple[tuple[int, ...], tuple[Resident, ...]] = ((), ())  # state of the cache, list
         if config.prefetch_dir is not None:
-            store._prefetch(config.prefetch_dir)
-        return store
+            self._prefetch(config.prefetch_dir)
 
     @property
     def modules(self) -> Mapping[int, LoraModule]:
@@ -152,7 +138,14 @@ class AdapterStore:
                     check_mixable(one.name or f"of task {one.task_id}", leases[-1].layout)
             if isinstance(lora, LoraMix):
                 check_changes(leases)
-            self._check_room(leases)
+            needs = {lease.digest: lease.layout.need for lease in leases}
+            if not self._cache.can_ever_hold(least_pages(needs.values())):
+                pages = " + ".join(str(least_pages([one])) for one in needs.values())
+                raise AdapterCacheFullError(
+                    f"PEFT Cache is full. Could not store taskIds "
+                    f"{', '.join(str(lease.task_id) for lease in leases)} together: they need {pages} pages, "
+                    f"{self._cache.sizes}"
+                )
         except BaseException:
             for lease in leases:
                 self.release(lease)
@@ -180,18 +173,27 @@ class AdapterStore:
             raise AdapterNotCachedError(lora.task_id)
         if adapter is not None:
             self.library.bind(lora.task_id, digest, self.loader.is_servable)
-        lease = AdapterLease(digest, lora.task_id, layout, adapter, tier=self._tier(digest, lora))
-        if lease.tier == "device":
+        lease = AdapterLease(digest, lora.task_id, layout, adapter)
+        if self._cache.on_device(digest):
+            lease.tier = "device"
             self._cache.device.count_hit(digest)
+        elif self._cache.on_host(digest):
+            lease.tier = "host"
+        else:
+            lease.tier = "wire" if lora.has_tensors else "disk"
         if self._bring_to_host(lease, force=False):
             self._wait(lease)
         return lease
 
     def admit(self, lease: Lease) -> bool:
         """`_admit_one` for all members or none, so that two leases can never wait for each other."""
-        members = [one for one, _ in lease.members]
-        if len(members) > 1 and not self._has_room(members):
-            return False
+        members, device = [one for one, _ in lease.members], self._cache.device
+        if len(members) > 1:  # the device must have pages for all, so that none is loaded in vain
+            missing = {
+                one.digest: one.layout.need for one in members if not self._cache.on_device(one.digest)
+            }
+            if device.victims(list(missing.values()), {one.digest for one in members}) is None:
+                return False
         for count, one in enumerate(members):
             if not self._admit_one(one):
                 for earlier in members[:count]:
@@ -255,7 +257,14 @@ class AdapterStore:
             return
         lease = self.acquire(LoraInput(task_id), None)
         try:
-            self._check_room_beside(lease)
+            pages = most_pages([lease.layout.need])
+            left, needed = self._cache.unkept_pages - pages, self._largest
+            held = any(one.digest == lease.digest for one in self._pins.values())
+            if left < needed and not held:  # every accepted adapter must still be able to run
+                raise AdapterCacheFullError(
+                    f"it needs {pages} pages, which would leave {max(0, left)} of the adapter cache for all "
+                    f"others, and {needed} must stay for the largest: unpin another, or make the cache larger"
+                )
             if not self.admit(lease):
                 raise AdapterNotCachedError(task_id)
         except BaseException:
@@ -352,48 +361,9 @@ class AdapterStore:
             assert leases and self._cache.on_host(digest)
             assert not any(lease.admitted or lease.carried for lease in leases)
 
-    def _check_room(self, leases: Sequence[AdapterLease]) -> None:
-        """Raises AdapterCacheFullError if these leases could never be admitted together."""
-        needs = {lease.digest: lease.layout.need for lease in leases}
-        if self._cache.can_ever_hold(least_pages(needs.values())):
-            return
-        pages = [least_pages([one]) for one in needs.values()]
-        raise AdapterCacheFullError(
-            f"PEFT Cache is full. Could not store taskIds "
-            f"{', '.join(str(lease.task_id) for lease in leases)} together: they need "
-            f"{' + '.join(map(str, pages))} pages, {self._cache.sizes}"
-        )
-
-    def _check_room_beside(self, lease: AdapterLease) -> None:
-        """Raises AdapterCacheFullError if too little space would remain for others beside this pin, so that
-        every accepted adapter can still run.
-        """
-        if any(one.digest == lease.digest for one in self._pins.values()):
-            return
-        pages = most_pages([lease.layout.need])
-        left, needed = self._cache.unkept_pages - pages, self._largest
-        if left < needed:
-            raise AdapterCacheFullError(
-                f"it needs {pages} pages, which would leave {max(0, left)} of the adapter cache for all "
-                f"others, and {needed} must stay for the largest: unpin another, or make the cache larger"
-            )
-
     def _count_kept(self) -> None:
         needs = {lease.digest: lease.layout.need for lease in self._pins.values()}
         self._cache.kept_pages = most_pages(needs.values())
-
-    def _has_room(self, leases: Sequence[AdapterLease]) -> bool:
-        """Whether the device has pages for all of them, so that none is loaded in vain."""
-        device = self._cache.device
-        missing = {one.digest: one.layout.need for one in leases if not self._cache.on_device(one.digest)}
-        return device.victims(list(missing.values()), {one.digest for one in leases}) is not None
-
-    def _tier(self, digest: str, lora: LoraInput) -> str:
-        if self._cache.on_device(digest):
-            return "device"
-        if self._cache.on_host(digest):
-            return "host"
-        return "wire" if lora.has_tensors else "disk"
 
     def _make_layout(self, adapter: Adapter | FileAdapter, task_id: int) -> Layout:
         geometry, element_bytes = self._pool.geometry, self._pool.element_bytes

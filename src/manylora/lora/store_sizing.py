@@ -54,13 +54,11 @@ class StoreParts:
         may be narrowed to the pages' dtype.
         """
         pages = self.pool.dtype_name
-        narrow = narrow and pages == "bfloat16"
-        bounds = self.bounds.within(roots)
         options = ReadOptions(
             modules,
             self.base,
-            bounds,
-            bfloat16=narrow,
+            self.bounds.within(roots),
+            bfloat16=narrow and pages == "bfloat16",
             text_only=self.text_only,
             shared=not self.in_parts,
             layouts=KnownLayouts(),
@@ -87,13 +85,29 @@ def build_parts(
     base: BaseWeights | None,
     slicer: Slicer | None = None,
 ) -> StoreParts:
-    """Size the levels and allocate them, as in `AdapterStore.open`. Raises ConfigError."""
-    modules, held, plan = _plan(model, config, dtype, free_bytes, slicer)
+    """Size the levels and allocate them, as in `AdapterStore`. Raises ConfigError."""
+    modules = held = lora_modules(model, config.target_modules)
+    num_layers = model.num_layers
+    agree: Callable[[int], int] = int
+    if slicer is not None:  # held: the modules as this rank has them
+        held = {number: slicer.modules[number] for number in modules if number in slicer.modules}
+        num_layers, agree = slicer.num_layers, slicer.agree
+    sizes = num_layers, config, dtype.itemsize, agree(free_bytes)
+    try:
+        plan = plan_cache(held.values(), *sizes)
+    except ConfigError as error:
+        if config.target_modules or model.moe is None:
+            raise
+        modules, held = beside_experts(modules), beside_experts(held)
+        plan = plan_cache(held.values(), *sizes)
+        logger.warning("adapters on routed experts are off: %s", error)
+    # Everything on the device is also on the host: additional device pages could never be used.
+    host, device_pages = agree(plan.host_pages), agree(plan.device_pages)
+    plan = replace(plan, host_pages=host, device_pages=min(host, device_pages))
     native.load()  # now, so that the first adapter does not wait for the compiler
     pool = AdapterPool(plan.geometry, plan.host_pages, plan.device_pages, dtype, device)
-    num_layers = model.num_layers if slicer is None else slicer.num_layers
-    on_host, on_device = plan.adapters_of_rank(held.values(), num_layers, config.rank_limit)
     pages = pages_of_rank(plan.geometry, held.values(), num_layers, config.rank_limit)
+    on_device = plan.device_pages // pages
     logger.info(
         "LoRA cache: host %d pages, device %d pages of %d bytes; adapters of rank %d with every module: "
         "%d on the host, %d on the device",
@@ -101,7 +115,7 @@ def build_parts(
         plan.device_pages,
         pool.page_bytes,
         config.rank_limit,
-        on_host,
+        plan.host_pages // pages,
         on_device,
     )
     rules = AdapterRules(modules, model.num_layers, config.rank_limit, dtype == torch.float16)
@@ -119,31 +133,3 @@ def build_parts(
         text_only=config.text_only,
         in_parts=slicer is not None,
     )
-
-
-def _plan(
-    model: ModelConfig,
-    config: LoraCacheConfig,
-    dtype: torch.dtype,
-    free_bytes: int,
-    slicer: Slicer | None,
-) -> tuple[Mapping[int, LoraModule], Mapping[int, LoraModule], CachePlan]:
-    """The modules that adapters may have, the same as held by this rank, and the sizes of both levels."""
-    modules = held = lora_modules(model, config.target_modules)
-    num_layers = model.num_layers
-    agree: Callable[[int], int] = int
-    if slicer is not None:
-        held = {number: slicer.modules[number] for number in modules if number in slicer.modules}
-        num_layers, agree = slicer.num_layers, slicer.agree
-    sizes = num_layers, config, dtype.itemsize, agree(free_bytes)
-    try:
-        plan = plan_cache(held.values(), *sizes)
-    except ConfigError as error:
-        if config.target_modules or model.moe is None:
-            raise
-        modules, held = beside_experts(modules), beside_experts(held)
-        plan = plan_cache(held.values(), *sizes)
-        logger.warning("adapters on routed experts are off: %s", error)
-    # Everything on the device is also on the host: additional device pages could never be used.
-    host, on_device = agree(plan.host_pages), agree(plan.device_pages)
-    return modules, held, replace(plan, host_pages=host, device_pages=min(host, on_device))

@@ -104,7 +104,11 @@ class Pinning:
         for _ in range(ATTEMPTS):
             await self._load(name)
             version = await self._catalog.version(name)
-            problem = await self._ask(self._engine, version.task_id)
+            try:
+                problem = await engine_answer(partial(self._engine.pin, version.task_id), ANSWER_S)
+            except TimeoutError:
+                self._engine.unpin(version.task_id)
+                problem = RequestError("the engine does not answer")
             if problem is None:
                 self._let_go(name, but=version.task_id)
                 self._pinned[name] = version.task_id
@@ -120,14 +124,6 @@ class Pinning:
             why = str(problem)
         text = f"adapter {name!r} cannot be pinned: {why}"
         raise CatalogError("adapter_cache_busy", text, "pinned", retry_after=1)
-
-    @staticmethod
-    async def _ask(engine: EnginePins, task_id: int) -> RequestError | None:
-        try:
-            return await engine_answer(partial(engine.pin, task_id), ANSWER_S)
-        except TimeoutError:
-            engine.unpin(task_id)
-            return RequestError("the engine does not answer")
 
     def _let_go(self, name: str, but: int | None = None) -> None:
         """Unpin the version of a name, unless another name has the same version pinned."""

@@ -121,7 +121,12 @@ class AdapterReader:
         known = self._unchanged(path)
         now, before = time.time_ns(), fingerprint(path)
         notes: list[str] = []
-        adapter, rows = self._read_values(source, known.digest if known else None, notes)
+        rows, digest = None, known.digest if known else None
+        if source.kind in SOURCES_WITH_ROWS:
+            found = read_whole(source, replace(self._options, digest=digest is None, tell=notes.append))
+            adapter, rows = self._rules.check_rows(found.rows, found.extras, digest), found.stored
+        else:
+            adapter = self._rules.check(read_lora(source, 0, self._options))
         after = fingerprint(path)
         if known is not None:
             if after == known.files:
@@ -136,14 +141,6 @@ class AdapterReader:
                 if len(self._known) > MAX_KNOWN:
                     del self._known[next(iter(self._known))]
         return ReadAdapter(adapter, facts)
-
-    def _read_values(
-        self, source: Source, digest: str | None, notes: list[str]
-    ) -> tuple[Adapter, FileRows | None]:
-        if source.kind not in SOURCES_WITH_ROWS:
-            return self._rules.check(read_lora(source, 0, self._options)), None
-        found = read_whole(source, replace(self._options, digest=digest is None, tell=notes.append))
-        return self._rules.check_rows(found.rows, found.extras, digest), found.stored
 
 
 @contextmanager

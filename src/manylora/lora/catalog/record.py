@@ -93,7 +93,13 @@ class AdapterRecord:
         if path.stat().st_size > MAX_BYTES:
             raise OSError(errno.EFBIG, f"{FILE} has more than {MAX_BYTES} bytes")
         try:
-            revision, names = _parse(json.loads(path.read_text()))
+            found = json.loads(path.read_text())
+            revision = found.get("revision")
+            if isinstance(revision, int):
+                names = {str(name): Kept.of(one) for name, one in found["adapters"].items()}
+            else:  # an older file, with the terms of uploaded adapters
+                revision = 0
+                names = {str(name): Kept("sent", Terms(**one)) for name, one in found.items()}
         except (ValueError, TypeError, AttributeError, KeyError):
             text = f"{FILE} is not readable, and says whose these adapters are"
             raise OSError(errno.EINVAL, text) from None
@@ -129,22 +135,23 @@ class AdapterRecord:
         except OSError as error:
             raise unwritable(error) from error
         try:
-            await _lock(descriptor)
+            end = time.monotonic() + LOCK_S
+            while not _try_lock(descriptor):
+                if time.monotonic() > end:
+                    text = "Another server is changing adapters, try again"
+                    raise CatalogError("adapters_busy", text, retry_after=1)
+                await asyncio.sleep(RETRY_S)
             yield
         finally:
             os.close(descriptor)
 
 
-async def _lock(descriptor: int) -> None:
-    end = time.monotonic() + LOCK_S
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > end:
-                text = "Another server is changing adapters, try again"
-                raise CatalogError("adapters_busy", text, retry_after=1) from None
-        await asyncio.sleep(RETRY_S)
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def sent_file(folder: Path, name: str) -> Path:
@@ -163,10 +170,3 @@ def unwritable(error: OSError) -> CatalogError:
 def _identity(path: Path) -> tuple[int, int, int]:
     stat = path.stat()
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def _parse(found: Any) -> tuple[int, dict[str, Kept]]:
-    """Older files without a revision hold the terms of uploaded adapters."""
-    if not isinstance(found.get("revision"), int):
-        return 0, {str(name): Kept("sent", Terms(**one)) for name, one in found.items()}
-    return found["revision"], {str(name): Kept.of(one) for name, one in found["adapters"].items()}

@@ -80,7 +80,11 @@ class SharedAdapters:
         with contextlib.suppress(CatalogError, OSError):
             async with self._record.locked():
                 self._record.read()
-                self._adopt()
+                for path in sorted(self._folder.rglob(f"*{SUFFIX}")):  # left by a single server
+                    name = str(path.relative_to(self._folder).with_suffix(""))
+                    hidden = any(part.startswith(".") for part in Path(name).parts)
+                    if not hidden and is_name(name) and name not in self._record.names:
+                        self._record.set(name, Kept("sent"))
         await self._follow(at_once=False)
         self._watching = asyncio.create_task(self._watch())
 
@@ -164,14 +168,6 @@ class SharedAdapters:
             return Kept("found", entry.terms)
         return Kept("path", entry.terms, str(entry.path), number, digest)
 
-    def _adopt(self) -> None:
-        """Adopt files that a single server has left in the folder. Raises OSError."""
-        for path in sorted(self._folder.rglob(f"*{SUFFIX}")):
-            name = str(path.relative_to(self._folder).with_suffix(""))
-            hidden = any(part.startswith(".") for part in Path(name).parts)
-            if not hidden and is_name(name) and name not in self._record.names:
-                self._record.set(name, Kept("sent"))
-
     async def _follow(self, *, at_once: bool = True) -> None:
         """at_once: read new adapters now rather than at the first request."""
         wanted = dict(self._record.names)
@@ -215,30 +211,27 @@ class SharedAdapters:
             if entry is not None:
                 entry.terms = replace(kept.terms)
         else:
-            await self._follow_files(name, kept, entry, at_once=at_once)
+            path = sent_file(self._folder, name) if kept.kind == "sent" else Path(kept.target)
+            version = entry.version if entry is not None and entry.path == path.resolve() else None
+            if entry is not None and version is not None and version.digest == kept.digest:
+                entry.terms = replace(kept.terms)
+            elif entry is None and not at_once:
+                catalog.put(name, path, replace(kept.terms))
+                catalog.versions.seed(name, kept.version, kept.digest)
+            else:
+                await self._load(name, kept, str(path))
 
-    async def _follow_files(
-        self, name: str, kept: Kept, entry: AdapterEntry | None, *, at_once: bool
-    ) -> None:
+    async def _load(self, name: str, kept: Kept, path: str) -> None:
         """Raises CatalogError."""
-        catalog = self._catalog
-        path = sent_file(self._folder, name) if kept.kind == "sent" else Path(kept.target)
-        there = entry is not None and entry.path == path.resolve()
-        if there and entry is not None and entry.version is not None and entry.version.digest == kept.digest:
-            entry.terms = replace(kept.terms)
-        elif entry is None and not at_once:
-            catalog.put(name, path, replace(kept.terms))
-            catalog.versions.seed(name, kept.version, kept.digest)
-        else:
-            for _ in range(TRIES):
-                terms, number = replace(kept.terms), kept.version
-                version = await catalog.load(name, str(path), replace=True, terms=terms, number=number)
-                if kept.digest in ("", version.digest) or kept.kind == "path":
-                    return
-                await asyncio.sleep(RETRY_S / 2)
-                if self._record.read():  # the file is newer: the next round follows it
-                    return
-            logger.warning("adapter %s: its file differs from the recorded one; it is served anyway", name)
+        for _ in range(TRIES):
+            terms, number = replace(kept.terms), kept.version
+            version = await self._catalog.load(name, path, replace=True, terms=terms, number=number)
+            if kept.digest in ("", version.digest) or kept.kind == "path":
+                return
+            await asyncio.sleep(RETRY_S / 2)
+            if self._record.read():  # the file is newer: the next round follows it
+                return
+        logger.warning("adapter %s: its file differs from the recorded one; it is served anyway", name)
 
     async def _watch(self) -> None:
         while True:
@@ -252,7 +245,13 @@ class SharedAdapters:
     async def _unload_idle(self) -> None:
         """Unload adapters with a time to live that no server has used for that long."""
         for entry in [one for one in self._catalog.entries() if one.terms.idle_ttl_seconds is not None]:
-            self._touch(entry)
+            used = time.monotonic() if entry.num_open else entry.used_at
+            if self._touched.get(entry.name) != used:  # tell the other servers
+                self._touched[entry.name] = used
+                with contextlib.suppress(OSError):
+                    marker = self._marker(entry.name)
+                    marker.parent.mkdir(exist_ok=True)
+                    marker.touch()
             if not (entry.has_expired and self._is_idle(entry)):
                 continue
             async with self.changing():
@@ -262,16 +261,6 @@ class SharedAdapters:
                     self.note(entry.name)
                     sent_file(self._folder, entry.name).unlink(missing_ok=True)
                     self._marker(entry.name).unlink(missing_ok=True)
-
-    def _touch(self, entry: AdapterEntry) -> None:
-        """Tell the other servers when it was used here."""
-        used = time.monotonic() if entry.num_open else entry.used_at
-        if self._touched.get(entry.name) != used:
-            self._touched[entry.name] = used
-            with contextlib.suppress(OSError):
-                marker = self._marker(entry.name)
-                marker.parent.mkdir(exist_ok=True)
-                marker.touch()
 
     def _is_idle(self, entry: AdapterEntry) -> bool:
         """Whether the other servers have not used it either. Each records its use every half refresh_s."""

@@ -114,7 +114,10 @@ class CurrentTexts:
             known.looked = now
             return known.text
         try:
-            text = self._read(name, folder)
+            read = self._texts.read(name, folder)
+            if read is None:  # a link was changed in between
+                raise AdapterInvalidError("its folder has moved, try again")
+            text = read
         except AdapterError as error:
             if known is None:
                 raise
@@ -126,12 +129,6 @@ class CurrentTexts:
                 self._known.popitem(last=False)
         return text
 
-    def _read(self, name: str, folder: Path) -> AdapterText:
-        text = self._texts.read(name, folder)
-        if text is None:  # a link was changed in between
-            raise AdapterInvalidError("its folder has moved, try again")
-        return text
-
 
 def repository_folders(folder: Path, engine: str = ENGINE) -> AdapterFolders:
     """The adapters that are named by the parameters of the engine's model in a Triton repository. folder: of
@@ -141,9 +138,8 @@ def repository_folders(folder: Path, engine: str = ENGINE) -> AdapterFolders:
     catalog, prefetch = (value_of(beside, f"lora_{name}_dir") for name in ("catalog", "prefetch"))
     file = names_file(beside, folder)
     named = read_names(file) if file is not None else {}
-    return AdapterFolders(
-        named, Path(catalog) if catalog else None, by_id=Path(prefetch) if prefetch else None
-    )
+    by_id = Path(prefetch) if prefetch else None
+    return AdapterFolders(named, Path(catalog) if catalog else None, by_id=by_id)
 
 
 class RepositoryTexts:

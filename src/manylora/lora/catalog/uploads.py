@@ -40,22 +40,24 @@ class Uploads:
         self._record = record or AdapterRecord(folder or Path())
         if max_bytes:
             try:
-                self.folder = self._open(folder)
+                self._open(folder or make_temporary("uploads"))
             except OSError as error:  # the server works without it
                 logger.warning("lora_upload_dir: no adapters in requests: %s", error.strerror)
 
-    def _open(self, given: Path | None) -> Path:
+    def _open(self, folder: Path) -> None:
+        incoming = folder / INCOMING
         if self.shared:
-            assert given is not None
-            _remove_abandoned(given / INCOMING)
-            return given
-        folder = given or make_temporary("uploads")
-        shutil.rmtree(folder / INCOMING, ignore_errors=True)
-        (folder / INCOMING).mkdir(parents=True, exist_ok=True)
-        self._record = AdapterRecord(folder)
-        self._record.read()
-        self.num_bytes = _size_of(folder)
-        return folder
+            with contextlib.suppress(OSError):
+                for one in incoming.iterdir():
+                    if time.time() - one.stat().st_mtime > ABANDONED_S:
+                        one.unlink()
+        else:
+            shutil.rmtree(incoming, ignore_errors=True)
+            incoming.mkdir(parents=True, exist_ok=True)
+            self._record = AdapterRecord(folder)
+            self._record.read()
+            self.num_bytes = _size_of(folder)
+        self.folder = folder
 
     @property
     def root(self) -> Path | None:
@@ -75,27 +77,23 @@ class Uploads:
         if self.shared:
             self.num_bytes = _size_of(self.folder)
         self._check(length)
+        incoming, received = self.folder / INCOMING, 0
+        path = incoming / f"{secrets.token_hex(8)}{SUFFIX}"
         try:
-            return await self._write(self.folder, stream)
-        except OSError as error:
-            logger.warning("an adapter in a request cannot be written: %s", error.strerror)
-            raise unwritable(error) from error
-
-    async def _write(self, folder: Path, stream: AsyncIterator[bytes]) -> Path:
-        (folder / INCOMING).mkdir(parents=True, exist_ok=True)  # a cleanup may have removed it
-        path = folder / INCOMING / f"{secrets.token_hex(8)}{SUFFIX}"
-        received = 0
-        try:
+            incoming.mkdir(parents=True, exist_ok=True)  # a cleanup may have removed it
             with path.open("xb") as file:
                 async for piece in stream:
                     self._check(len(piece))
                     received += len(piece)
                     self.num_bytes += len(piece)
                     file.write(piece)
-        except BaseException:
+        except BaseException as error:
             self.num_bytes -= received
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                logger.warning("an adapter in a request cannot be written: %s", error.strerror)
+                raise unwritable(error) from error
             raise
         return path
 
@@ -190,10 +188,3 @@ def _size_of(folder: Path, *, placed: bool = False) -> int:
             with contextlib.suppress(FileNotFoundError):
                 total += one.stat().st_size
     return total
-
-
-def _remove_abandoned(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        for one in folder.iterdir():
-            if time.time() - one.stat().st_mtime > ABANDONED_S:
-                one.unlink()

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Generic, TypeVar
 
@@ -48,30 +48,19 @@ class CachedAdapter(Generic[Content]):
         return self.held.shared
 
 
-@dataclass
-class _Journal:
-    """The latest changes of both levels, for observers."""
-
-    changes: deque[CacheChange] = field(default_factory=lambda: deque(maxlen=MAX_CHANGES))
-    numbers: count[int] = field(default_factory=lambda: count(1))
-
-    def note(self, level: str, loaded: bool, digest: str, pages: int) -> None:
-        change = CacheChange(next(self.numbers), time.monotonic(), level, loaded, digest, (), pages)
-        self.changes.append(change)
+Note = Callable[[str, bool, str, int], None]
+"""Told of each change of a level: its name, whether an adapter came, its digest and pages."""
 
 
 class CacheLevel(Generic[Content]):
     """One level: its pages, and entries in order of release, oldest first."""
 
-    def __init__(self, name: str, num_pages: int, journal: _Journal) -> None:
-        self._name, self._journal = name, journal
+    def __init__(self, name: str, num_pages: int, note: Note) -> None:
+        self._name, self._note = name, note
         self._space = Space(num_pages)
+        self.pages: PageAllocator = self._space.pages
         self.entries: OrderedDict[str, CachedAdapter[Content]] = OrderedDict()
         self.num_stores = self.num_hits = self.num_evictions = 0
-
-    @property
-    def pages(self) -> PageAllocator:
-        return self._space.pages
 
     @property
     def num_pinned(self) -> int:
@@ -105,23 +94,19 @@ class CacheLevel(Generic[Content]):
     def put(self, digest: str, need: Need | int, content: Content) -> CachedAdapter[Content]:
         """Claim pages for an adapter, for which there is room."""
         entry = self.entries[digest] = CachedAdapter(self._space.claim(_need(need)), content)
-        self._journal.note(self._name, True, digest, len(entry.pages))
+        self._note(self._name, True, digest, len(entry.pages))
         self.num_stores += 1
         return entry
-
-    def count_hit(self, digest: str) -> None:
-        self.entries[digest].hits += 1
-        self.num_hits += 1
 
     def evict(self, digest: str) -> None:
         entry = self.entries.pop(digest)
         self._space.release(entry.held)
-        self._journal.note(self._name, False, digest, len(entry.pages))
+        self._note(self._name, False, digest, len(entry.pages))
         self.num_evictions += 1
 
     def check(self) -> None:
         """Assert that pages add up."""
-        self._space.check(entry.held for entry in self.entries.values())
+        self._space.check([entry.held for entry in self.entries.values()])
 
 
 def _need(need: Need | int) -> Need:
@@ -129,18 +114,21 @@ def _need(need: Need | int) -> Need:
 
 
 class AdapterCache(Generic[OnHost, OnDevice]):
-    """Host and device level with the same page geometry. Each has its own type of content."""
+    """Host and device level with the same page geometry. Each has its own type of content.
+
+    changes: the latest of both levels, oldest first, without names.
+    """
 
     def __init__(self, host_pages: int, device_pages: int) -> None:
-        self._journal = _Journal()
+        self.changes: deque[CacheChange] = deque(maxlen=MAX_CHANGES)
+        self._numbers = count(1)
         self.kept_pages = 0  # of adapters kept until they are unpinned
-        self.host: CacheLevel[OnHost] = CacheLevel("host", host_pages, self._journal)
-        self.device: CacheLevel[OnDevice] = CacheLevel("device", device_pages, self._journal)
+        self.host: CacheLevel[OnHost] = CacheLevel("host", host_pages, self._note)
+        self.device: CacheLevel[OnDevice] = CacheLevel("device", device_pages, self._note)
 
-    @property
-    def changes(self) -> tuple[CacheChange, ...]:
-        """The latest changes, oldest first, without names."""
-        return tuple(self._journal.changes)
+    def _note(self, level: str, loaded: bool, digest: str, pages: int) -> None:
+        change = CacheChange(next(self._numbers), time.monotonic(), level, loaded, digest, (), pages)
+        self.changes.append(change)
 
     @property
     def unkept_pages(self) -> int:

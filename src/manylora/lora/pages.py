@@ -190,22 +190,20 @@ class Space:
             del begun[int(part)]
             self.pages.release([int(part)])
 
-    def check(self, held: Iterable[Held]) -> None:
+    def check(self, held: Sequence[Held]) -> None:
         """Assert that these hold everything in use, and nothing twice."""
         self.pages.check()
-        held = list(held)
         users = Counter(key for one in held for key in one.shared)
         assert users == Counter({key: one.users for key, one in self._shared.items()})
+        whole: list[int] = []
+        parts: list[tuple[int, int, int]] = []
         given = [(one.need, one.pages) for one in held]
-        given += [(one.need, one.pages) for one in self._shared.values()]
-        whole = [page for need, pages in given if not need.parts for page in pages]
-        parts = [
-            (need.parts, int(page), page.slot // need.part_slots)
-            for need, pages in given
-            if need.parts
-            for page in pages
-            if isinstance(page, PagePart)
-        ]
+        for need, pages in given + [(one.need, one.pages) for one in self._shared.values()]:
+            for page in pages:
+                if isinstance(page, PagePart):
+                    parts.append((need.parts, int(page), page.slot // need.part_slots))
+                else:
+                    whole.append(page)
         begun = {page for pages in self._parts.values() for page in pages}
         assert len(whole) == len(set(whole)) and not begun & set(whole)
         assert len(whole) + len(begun) == self.pages.num_used

@@ -20,11 +20,17 @@ from manylora.kernels.loading import FILE_ROW, can_lay_out, lay_out, read_rows
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment
 from manylora.kernels.transfer import upload
-from manylora.lora.geometry import CacheGeometry, ExtraPiece, ExtraPlace, Layout, Placement, is_virtual
+from manylora.lora.geometry import CacheGeometry, ExtraPiece, Layout, Placement, is_virtual
 from manylora.lora.number_types import BFLOAT16, NUMBER_TYPES, is_bfloat16
 from manylora.lora.pages import PagePart, SharedPages
-from manylora.lora.shared import SharedMatrices, find, restore
-from manylora.lora.tensors import Adapter, AdapterRow, FileAdapter
+from manylora.lora.tensors import (
+    Adapter,
+    AdapterRow,
+    FileAdapter,
+    SharedMatrices,
+    find_shared,
+    restore,
+)
 from manylora.request import LoraExtra
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes per element
@@ -50,6 +56,8 @@ class AdapterPool:
     unchanged, several of them per page element.
 
     Memory that was never written is not resident, so an empty cache on a CPU uses no memory for its pages.
+
+    dtype_name: the pages' dtype, by torch's name.
     """
 
     def __init__(
@@ -60,8 +68,9 @@ class AdapterPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._geometry = geometry
-        size = geometry.page_elements
+        self.geometry = geometry
+        self.element_bytes, size = dtype.itemsize, geometry.page_elements
+        self.page_bytes, self.dtype_name = size * dtype.itemsize, str(dtype).removeprefix("torch.")
         try:
             self._host = host_tensor((host_pages, size), dtype, device)
             self._shared = device.type == "cpu"
@@ -73,33 +82,11 @@ class AdapterPool:
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(
                 f"the LoRA cache of {host_pages} host and {device_pages} device pages of "
-                f"{size * dtype.itemsize} bytes cannot be allocated; lower lora_cache_host_memory_bytes or "
+                f"{self.page_bytes} bytes cannot be allocated; lower lora_cache_host_memory_bytes or "
                 "lora_cache_gpu_memory_fraction"
             ) from error
         self._device_pages = self.flat.view(-1, size)
         self._copies = CopyStream(device)
-
-    @property
-    def alignment(self) -> int:
-        """The offset of every row is a multiple of this, in elements."""
-        return self._geometry.page_width
-
-    @property
-    def geometry(self) -> CacheGeometry:
-        return self._geometry
-
-    @property
-    def dtype_name(self) -> str:
-        """The pages' dtype, by torch's name."""
-        return str(self.flat.dtype).removeprefix("torch.")
-
-    @property
-    def element_bytes(self) -> int:
-        return self.flat.dtype.itemsize
-
-    @property
-    def page_bytes(self) -> int:
-        return self._geometry.page_elements * self.flat.dtype.itemsize
 
     def write_host(self, adapter: Adapter | FileAdapter, layout: Layout, pages: Sequence[int]) -> None:
         """Convert an adapter to the pages' dtype and write it to its host pages. Raises AdapterChangedError
@@ -107,7 +94,7 @@ class AdapterPool:
         """
         self._copies.finish()  # these pages may still be the source of a copy
         if isinstance(adapter, FileAdapter):
-            self._read_rows(adapter, layout, pages)
+            self._read_file(adapter, layout, pages)
             return
         rows = list(zip(adapter.rows, layout.placements, strict=True))
         for kind in {row.payload.dtype for row in adapter.rows}:
@@ -120,7 +107,7 @@ class AdapterPool:
             for piece, part in zip(where.pieces, parts, strict=True):
                 self._slots(pages, piece)[: part.size].copy_(_tensor(part))
 
-    def _read_rows(self, adapter: FileAdapter, layout: Layout, pages: Sequence[int]) -> None:
+    def _read_file(self, adapter: FileAdapter, layout: Layout, pages: Sequence[int]) -> None:
         stored, places = adapter.stored, layout.placements
         table = np.empty(len(places), FILE_ROW)
         for name in ("a", "b", "rank", "scale"):
@@ -137,7 +124,7 @@ class AdapterPool:
 
     def _offset(self, pages: Sequence[int], place: Placement | ExtraPiece) -> int:
         """Offset of its first element."""
-        geometry, page = self._geometry, pages[place.page]
+        geometry, page = self.geometry, pages[place.page]
         return page * geometry.page_elements + (_first_slot(page) + place.slot) * geometry.page_width
 
     def _write_rows(
@@ -176,20 +163,19 @@ class AdapterPool:
         row = AdapterRow(0, 0, RowFormat(matrices.rank), matrices.values)
         self._write_rows([(row, layout.placements[0])], matrices.values.dtype, pages)
 
-    def _read_shared(self, key: str, layout: Layout, pages: Sequence[int]) -> SharedMatrices:
-        """The matrices if they are in memory, otherwise a copy from their pages."""
-        if (known := find(key)) is not None:
-            return known
-        [row] = self.read_host("", layout, pages).rows
-        rank, place = row.format.rank, layout.placements[0]
-        return restore(key, rank, place.in_size // rank, row.payload)
-
     def read_host(
         self, digest: str, layout: Layout, pages: Sequence[int], shared: SharedOf = NOTHING_SHARED
     ) -> Adapter:
         """A copy of the adapter in these pages, in their dtype. shared: the pages of its shared matrices."""
-        matrices = {key: self._read_shared(key, one, shared[key].pages) for key, one in layout.shared.items()}
-        rows = []
+        matrices, rows = {}, []
+        for key, one in layout.shared.items():
+            known = find_shared(key)
+            if known is None:
+                [row] = self.read_host("", one, shared[key].pages).rows
+                known = restore(
+                    key, row.format.rank, one.placements[0].in_size // row.format.rank, row.payload
+                )
+            matrices[key] = known
         for place in layout.placements:
             stored = self._slots(pages, place)[: place.size]
             payload = _array(_turn_b(stored, torch.empty_like(stored), place, back=True))
@@ -197,7 +183,13 @@ class AdapterPool:
                 payload = payload.view(ENCODED[place.format.encoding])
             common = matrices.get(place.key)
             rows.append(AdapterRow(place.module_id, place.layer, place.format, payload, shared=common))
-        return Adapter(digest, tuple(rows), tuple(self._read_extra(place, pages) for place in layout.extras))
+        extras = []
+        for where in layout.extras:
+            parts = [self._slots(pages, piece)[: piece.rows * where.columns] for piece in where.pieces]
+            values = _array(torch.cat(parts)) if parts else np.empty(0, np.float32)
+            shaped = values.reshape(-1, where.columns) if parts and where.is_matrix else values
+            extras.append(LoraExtra(where.name, shaped, where.token_ids))
+        return Adapter(digest, tuple(rows), tuple(extras))
 
     def load(
         self, layout: Layout, host_pages: Sequence[int], device_pages: Sequence[int]
@@ -211,7 +203,7 @@ class AdapterPool:
 
         def copy() -> None:
             for source, target, slots in zip(host_pages, device_pages, layout.used_slots, strict=True):
-                width = self._geometry.page_width
+                width = self.geometry.page_width
                 old_first, first = _first_slot(target) * width, _first_slot(source) * width
                 for old, new in zip(
                     self._device_pages[int(target), old_first : old_first + slots * width].split(piece),
@@ -264,18 +256,10 @@ class AdapterPool:
             found[place.name] = Extra(flat, views, upload(starts, torch.long, flat.device), ids)
         return found
 
-    def _read_extra(self, place: ExtraPlace, pages: Sequence[int]) -> LoraExtra:
-        if not place.pieces:
-            return LoraExtra(place.name, np.empty(0, np.float32), place.token_ids)
-        parts = [self._slots(pages, piece)[: piece.rows * place.columns] for piece in place.pieces]
-        values = _array(torch.cat(parts))
-        shaped = values.reshape(-1, place.columns) if place.is_matrix else values
-        return LoraExtra(place.name, shaped, place.token_ids)
-
     def _slots(self, pages: Sequence[int], place: Placement | ExtraPiece) -> Tensor:
         """From its first element to the end of the page. As bytes if the row has its own encoding."""
         page = pages[place.page]
-        found = self._host[int(page), (_first_slot(page) + place.slot) * self._geometry.page_width :]
+        found = self._host[int(page), (_first_slot(page) + place.slot) * self.geometry.page_width :]
         encoded = isinstance(place, Placement) and place.format.encoding is not Encoding.PLAIN
         return found.view(torch.uint8) if encoded else found
 
@@ -395,7 +379,7 @@ def lora_batch(pool: AdapterPool, segments: Iterable[tuple[int, int, LoadedAdapt
     return LoraBatch(
         pool.flat,
         tuple(LoraSegment(start, stop, one.rows) for start, stop, one in loaded),
-        pool.alignment,
+        pool.geometry.page_width,  # the offset of every row is a multiple of this
         tuple(ExtraSegment(start, stop, one.extras) for start, stop, one in loaded if one.extras),
     )
 

@@ -176,7 +176,8 @@ class AdapterStore:
         lease = AdapterLease(digest, lora.task_id, layout, adapter)
         if self._cache.on_device(digest):
             lease.tier = "device"
-            self._cache.device.count_hit(digest)
+            self._cache.device.entries[digest].hits += 1
+            self._cache.device.num_hits += 1
         elif self._cache.on_host(digest):
             lease.tier = "host"
         else:

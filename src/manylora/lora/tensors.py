@@ -6,11 +6,13 @@ FileAdapter: the same for values that are still in a file, from where they are r
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
+from weakref import WeakValueDictionary
 
 import numpy as np
 from blake3 import blake3
@@ -20,18 +22,59 @@ from manylora.kernels.loading import all_finite
 from manylora.kernels.row_format import RowFormat
 from manylora.lora.geometry import RowShape
 from manylora.lora.modules import LoraModule, module_name
-from manylora.lora.number_types import (
-    BY_DTYPE,
-    is_bfloat16,
-    widen_bfloat16,
-)
-from manylora.lora.shared import SharedMatrices, shared_bytes
+from manylora.lora.number_types import BY_DTYPE, is_bfloat16, widen_bfloat16
 from manylora.request import CheckedAdapter, LoraExtra, LoraInput
 
 FLOAT16_MAX = 65504.0
 CHUNK = 2**22  # elements of an extra that are widened at a time
 PARALLEL_BYTES = 2**23  # adapters from this size on are digested by several threads
 THREADS = 4
+
+
+_lock = threading.Lock()
+_known: WeakValueDictionary[str, SharedMatrices] = WeakValueDictionary()  # by key
+
+
+@dataclass(frozen=True, eq=False)
+class SharedMatrices:
+    """A and B used by many rows, within one or many adapters. Each content is in memory once.
+
+    values: A [rank, in], then B [out, rank], flat; in float32, or as read back from pages. key: digest of
+    the float32 values.
+    """
+
+    key: str
+    rank: int
+    in_dim: int
+    values: np.ndarray
+
+    @property
+    def a(self) -> np.ndarray:
+        return self.values[: self.rank * self.in_dim].reshape(self.rank, self.in_dim)
+
+    @property
+    def b(self) -> np.ndarray:
+        return self.values[self.rank * self.in_dim :].reshape(-1, self.rank)
+
+
+def share(a: np.ndarray, b: np.ndarray) -> SharedMatrices:
+    """The matrices with this content that are already in memory, or new ones. A [rank, in], B [out, rank] in
+    float32. Thread-safe."""
+    values = np.concatenate((a.ravel(), b.ravel()))
+    digest = blake3(repr((a.shape, b.shape)).encode())
+    key = digest.update(values.view(np.uint8).data).hexdigest(20)
+    return restore(key, a.shape[0], a.shape[1], values)
+
+
+def restore(key: str, rank: int, in_dim: int, values: np.ndarray) -> SharedMatrices:
+    """As `share`, for values that were read back from pages. Thread-safe."""
+    with _lock:
+        return _known.setdefault(key, SharedMatrices(key, rank, in_dim, values))
+
+
+def find_shared(key: str) -> SharedMatrices | None:
+    with _lock:
+        return _known.get(key)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,18 +117,15 @@ class Adapter(CheckedAdapter):
     @property
     def shared_bytes(self) -> int:
         """Bytes of the matrices that its rows share, each counted once."""
-        return shared_bytes(row.shared for row in self.rows)
+        found = {id(row.shared): row.shared for row in self.rows if row.shared is not None}
+        return sum(one.values.nbytes for one in found.values())
 
     def shapes(self, modules: Mapping[int, LoraModule]) -> list[RowShape]:
         """The shapes of its rows in pages. modules: the model's."""
+        keys = ["" if row.shared is None else row.shared.key for row in self.rows]
         return [
-            RowShape(
-                modules[row.module_id].at(row.layer),
-                row.layer,
-                row.format,
-                row.shared.key if row.shared else "",
-            )
-            for row in self.rows
+            RowShape(modules[row.module_id].at(row.layer), row.layer, row.format, key)
+            for row, key in zip(self.rows, keys, strict=True)
         ]
 
 
@@ -181,8 +221,13 @@ def digest_values(values: np.ndarray) -> bytes:
 
 def _digest(rows: list[AdapterRow], extras: list[LoraExtra]) -> str:
     """Digest of rows and extras in canonical order: identity, type, and all bytes, without padding."""
+    if sum(0 if row.content else row.payload.nbytes for row in rows) < PARALLEL_BYTES:
+        contents = [row.content or digest_values(row.payload) for row in rows]
+    else:
+        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+            contents = list(pool.map(lambda row: row.content or digest_values(row.payload), rows))
     digest = blake3()
-    for row, content in zip(rows, _contents(rows), strict=True):
+    for row, content in zip(rows, contents, strict=True):
         digest.update(repr((int(row.module_id), row.layer, *row.format.identity())).encode())
         digest.update(content)
         if row.shared is not None:
@@ -191,13 +236,6 @@ def _digest(rows: list[AdapterRow], extras: list[LoraExtra]) -> str:
         digest.update(repr((extra.name, extra.values.shape, extra.token_ids)).encode())
         digest.update(digest_values(extra.values))
     return digest.hexdigest(20)
-
-
-def _contents(rows: list[AdapterRow]) -> list[bytes]:
-    if sum(0 if row.content else row.payload.nbytes for row in rows) < PARALLEL_BYTES:
-        return [row.content or digest_values(row.payload) for row in rows]
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-        return list(pool.map(lambda row: row.content or digest_values(row.payload), rows))
 
 
 def type_name(values: np.ndarray) -> str:

@@ -32,6 +32,7 @@ logger = logging.getLogger("manylora")
 
 BRIEF_BYTES = 2**23  # adapters up to this size are written faster than a step without them would run
 BRIEF_S = 0.005  # how long a step waits for such a write, once
+POLL_S = 0.005  # between two looks at how much was read
 StoredAdapters = AdapterCache[Layout, LoadedAdapter]
 
 READY_BYTES = 2**23  # least amount of pages whose memory is prepared before they are written
@@ -102,8 +103,16 @@ class Transfers:
             self._ready = pages
             self._unready = deque(piece for page in pages for piece in self._pool.pieces(page))
         if self._unready:
+            unready = self._unready
+
+            def make_pieces_resident() -> None:
+                while unready:
+                    make_resident(unready.popleft())
+                    if not is_idle():
+                        return
+
             with suppress(RuntimeError):  # the interpreter ends: no thread starts work any more
-                self._writer.submit(_make_resident, self._unready, is_idle)
+                self._writer.submit(make_pieces_resident)
 
     def load(self, digest: str) -> None:
         """Start to copy an adapter to its device pages as soon as it is on the host."""
@@ -133,8 +142,11 @@ class Transfers:
             return False
         error = writing.exception()
         del self._writing[digest]
-        if error is not None:
-            self._note_failure(digest, error)
+        if isinstance(error, AdapterError):
+            self.lost[digest] = error
+        elif error is not None:
+            logger.error("an adapter could not be written into the cache", exc_info=error)
+            self.lost[digest] = RequestError(f"The adapter could not be loaded: {type(error).__name__}")
         elif digest in self._to_copy and self._cache.on_device(digest):
             self._copy(digest)
         self._to_copy.discard(digest)
@@ -193,22 +205,6 @@ class Transfers:
         event = self._pool.load(host.content, host.pages, device.pages)
         if event is not None:
             self._loading[digest] = event
-
-    def _note_failure(self, digest: str, error: BaseException) -> None:
-        if not isinstance(error, AdapterError):
-            logger.error("an adapter could not be written into the cache", exc_info=error)
-            error = RequestError(f"The adapter could not be loaded: {type(error).__name__}")
-        self.lost[digest] = error
-
-
-def _make_resident(pieces: deque[torch.Tensor], is_idle: Callable[[], bool]) -> None:
-    while pieces:
-        make_resident(pieces.popleft())
-        if not is_idle():
-            return
-
-
-POLL_S = 0.005
 
 
 class AdapterLoader:
@@ -271,13 +267,12 @@ class AdapterLoader:
         """Wait while too many bytes have not reached the cache. For threads that are about to read an
         adapter. Never call it on the engine's thread, which frees that memory.
         """
-        while self._count_bytes() >= self._max_bytes and not self._closing.wait(POLL_S):
-            pass
+        while not self._closing.is_set():
+            with self._lock:
+                if sum(adapter.nbytes for adapter in self._read) < self._max_bytes:
+                    return
+            self._closing.wait(POLL_S)
 
     def end_waits(self) -> None:
         """Wake all waiting threads, and let no one wait any more."""
         self._closing.set()
-
-    def _count_bytes(self) -> int:
-        with self._lock:
-            return sum(adapter.nbytes for adapter in self._read)

@@ -22,8 +22,7 @@ from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.lora.catalog.files import is_passing
 from manylora.lora.formats.tensor_files import NUMPY_TYPES, RawTensor, read_safetensors, write_safetensors
-from manylora.lora.shared import share
-from manylora.lora.tensors import Adapter, AdapterRow, FileAdapter, adapter_from_rows
+from manylora.lora.tensors import Adapter, AdapterRow, FileAdapter, adapter_from_rows, share
 from manylora.request import LoraExtra
 from manylora.system.folders import make_temporary, remove_temporary
 from manylora.system.threads import lower_priority

@@ -26,8 +26,15 @@ from manylora.lora.formats.safe_files import OpenFile
 from manylora.lora.formats.tensor_files import RawTensor, check_type, decode, read_encoded
 from manylora.lora.modules import EXPERT_IDS, LoraModuleId, not_enabled
 from manylora.lora.number_types import BFLOAT16, NumberType
-from manylora.lora.shared import SharedMatrices, share
-from manylora.lora.tensors import AdapterRow, FileRows, check_dims, check_layer, digest_values
+from manylora.lora.tensors import (
+    AdapterRow,
+    FileRows,
+    SharedMatrices,
+    check_dims,
+    check_layer,
+    digest_values,
+    share,
+)
 
 SPECIAL_MODULES = (*EXPERT_IDS, LoraModuleId.CROSS_ATTN_QKV)  # modules whose rows are not one pair each
 LAYOUT_TYPES = {"F32": "float32", "BF16": "bfloat16"}  # of files that have a layout

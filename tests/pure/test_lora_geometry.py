@@ -30,22 +30,22 @@ LAYOUT = """(0,0,128,192,0,0,8,5) (0,5,128,192,0,1,8,5) (0,10,64,32,1,0,4,2) (0,
 (1,10,64,128,12,0,8,3) (1,13,64,128,12,1,8,3)"""
 
 
-def rows(dora: bool = False) -> list[RowShape]:
+def rows(dora: bool = False, tp: int = 2) -> list[RowShape]:
     small = {1, 2, 3, 9, 10, 11}
     formats = {m: RowFormat(4 if m in small else 8, dora) for m in MODULES}
-    return [RowShape(MODULES[m], layer, formats[m]) for m in MODULES for layer in (0, 1)]
+    return [RowShape(MODULES[m].share(tp), layer, formats[m]) for m in MODULES for layer in (0, 1)]
 
 
 def test_the_layout_of_an_adapter() -> None:
     expected = [tuple(map(int, entry.strip("()").split(","))) for entry in LAYOUT.split()]
-    placed, pages = place_rows(rows(), CacheGeometry(64, 64, 0, 0), tp=2)
+    placed, pages = place_rows(rows(), CacheGeometry(64, 64, 0, 0))
     found = [
         (p.page, p.slot, p.in_size, p.out_size, p.module_id, p.layer, p.format.rank, p.num_slots)
         for p in placed
     ]
     assert found == expected
     assert pages == 2
-    last = place_rows(rows(dora=True), CacheGeometry(64, 64, 0, 0), tp=2)[0][-1]
+    last = place_rows(rows(dora=True), CacheGeometry(64, 64, 0, 0))[0][-1]
     assert (last.page, last.slot, last.num_slots) == (1, 28, 4)
 
 
@@ -91,19 +91,20 @@ def test_pages_of_a_whole_adapter_of_8_bits(optimal: int, packed: int, wide: int
     modules = [LoraModule(1, 4096, 4096, B), LoraModule(2, 4096, 1024, B), LoraModule(3, 4096, 1024, B)]
     geometry = cache_geometry(modules, 32, optimal, 64)
     counts = [
-        place_rows([RowShape(m, n, row) for n in range(32) for m in modules], geometry, 1, packed)[1]
+        place_rows([RowShape(m, n, row) for n in range(32) for m in modules], geometry, packed)[1]
         for row in (RowFormat(8), RowFormat(8, encoding=Encoding.FLOAT8))
     ]
     assert counts == [wide, narrow]
 
 
 def test_geometry_from_the_model() -> None:
-    geometry = cache_geometry(MODULES.values(), 2, optimal_rank=8, max_rank=64, tp=2)
+    halves = [module.share(2) for module in MODULES.values()]
+    geometry = cache_geometry(halves, 2, optimal_rank=8, max_rank=64)
     assert (geometry.page_width, geometry.slots_per_page) == (24, 288)
     host = geometry.slots_for(0, 4, 65536)
     device = geometry.slots_for(0, 4, 16584)
     assert (geometry.pages_for("host", host), geometry.pages_for("device", device)) == (456, 116)
-    small = cache_geometry(MODULES.values(), 2, 8, 8, tp=2)
+    small = cache_geometry(halves, 2, 8, 8)
     assert small.pages_for("host", small.slots_for(100_000_000, 4)) == 3617
     with pytest.raises(
         ConfigError, match="Not enough space allocated to host LoRA cache to hold 1 max sized"
@@ -124,7 +125,7 @@ def test_geometry_from_the_model() -> None:
 )
 def test_capacity_in_adapters(kv: int, tp: int, rank: int, loras: int, expected: tuple) -> None:
     modules = [LoraModule(1, 4096, 4096, B), LoraModule(2, 4096, kv, B), LoraModule(3, 4096, kv, B)]
-    geometry = cache_geometry(modules, 32, min(8, rank), min(64, rank), tp)
+    geometry = cache_geometry([one.share(tp) for one in modules], 32, min(8, rank), min(64, rank))
     slots = geometry.slots_for(0, 2, rank * 96 * loras)
     pages = geometry.pages_for("device", slots)
     assert (geometry.page_width, geometry.slots_per_page, slots, pages, geometry.min_total_slots) == expected

@@ -37,7 +37,7 @@ def random_row(module: LoraModule, rank: int, dora: bool) -> AdapterRow:
     [(1, False, (2, 16)), (1, True, (4, 7)), (2, False, (2, 6)), (2, True, (2, 14))],
 )
 def test_the_last_row_of_the_page_images(tp: int, dora: bool, place: tuple[int, int]) -> None:
-    last = place_rows(rows(dora), CacheGeometry(128, 18, 0, 0), tp)[0][-1]
+    last = place_rows(rows(dora, tp), CacheGeometry(128, 18, 0, 0))[0][-1]
     assert (last.module_id, last.layer) == (12, 1)
     assert (last.page, last.slot) == place
 
@@ -47,12 +47,13 @@ def test_the_last_row_of_the_page_images(tp: int, dora: bool, place: tuple[int, 
 def test_a_slice_has_the_sizes_of_the_layout(module_id: int, dora: bool) -> None:
     module = MODULES[module_id]
     row = random_row(module, 8, dora)
-    [place], _ = place_rows([RowShape(module, 0, RowFormat(8, dora))], CacheGeometry(64, 64, 0, 0), tp=2)
+    half = module.share(2)
+    [place], _ = place_rows([RowShape(half, 0, RowFormat(8, dora))], CacheGeometry(64, 64, 0, 0))
     for rank in range(2):
-        part = slice_row(row, module, module.share(2), 2, rank)
-        a, b, m = matrices(part, module.local_in(2), module.local_out(2))
+        part = slice_row(row, module, half, 2, rank)
+        a, b, m = matrices(part, half.in_dim, half.out_dim)
         assert (a.size, b.size) == (place.in_size, place.out_size)
-        assert part.payload.size == module.row_elements(RowFormat(8, dora), tp=2)
+        assert part.payload.size == half.row_elements(RowFormat(8, dora))
         if dora and module.split is Split.A_COLS:
             assert m.size == module.out_dim  # the whole magnitude
 
@@ -124,7 +125,8 @@ def test_the_ranks_together_are_the_whole(tp: int) -> None:
         row, x = random_row(module, 5, dora=True), np.linspace(-1, 1, module.in_dim)
         a, b, m = matrices(row, module.in_dim, module.out_dim)
         parts = [slice_row(row, module, module.share(tp), tp, rank) for rank in range(tp)]
-        local = [matrices(part, module.local_in(tp), module.local_out(tp)) for part in parts]
+        share = module.share(tp)
+        local = [matrices(part, share.in_dim, share.out_dim) for part in parts]
         if module.split is Split.A_COLS:
             shares = zip(local, np.split(x, tp), strict=True)
             found = np.sum([b_ @ (a_ @ x_) for (a_, b_, _), x_ in shares], axis=0)

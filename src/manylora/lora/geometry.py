@@ -59,7 +59,7 @@ class CacheGeometry:
 
 
 def cache_geometry(
-    modules: Iterable[LoraModule], num_layers: int, optimal_rank: int, max_rank: int, tp: int = 1
+    modules: Iterable[LoraModule], num_layers: int, optimal_rank: int, max_rank: int
 ) -> CacheGeometry:
     """Geometry from the modules of one rank. `num_layers`: on this pipeline rank.
 
@@ -68,10 +68,10 @@ def cache_geometry(
     """
     modules = tuple(modules)
     forms = [form for m in modules if m.counted for form in m.forms(num_layers)]
-    sizes = [(m.local_in(tp) + m.local_out(tp), layers) for m, layers in forms]
+    sizes = [(m.in_dim + m.out_dim, layers) for m, layers in forms]
     width = min(size for size, _ in sizes)
     total = sum(layers * optimal_rank * _ceil(size, width) for size, layers in sizes)
-    least = max(_ceil(m.row_elements(RowFormat(max_rank), tp), width) for m in modules)
+    least = max(_ceil(m.row_elements(RowFormat(max_rank)), width) for m in modules)
     return CacheGeometry(
         page_width=width,
         slots_per_page=max(total, least),
@@ -277,7 +277,7 @@ class Layout:
 
 
 def place_rows(
-    rows: Iterable[RowShape], geometry: CacheGeometry, tp: int = 1, element_bytes: int = 1
+    rows: Iterable[RowShape], geometry: CacheGeometry, element_bytes: int = 1
 ) -> tuple[tuple[Placement, ...], int]:
     """Placements of rows in order, and the number of pages they take (at least 1).
 
@@ -287,7 +287,7 @@ def place_rows(
     page = slot = 0
     placed: list[Placement] = []
     for module, layer, row, key in rows:
-        sizes = module.row_sizes(row, tp)
+        sizes = module.row_sizes(row)
         size = sum(sizes)
         count = _ceil(size, geometry.page_width * row.numbers_per_element(element_bytes))
         if count > geometry.slots_per_page:

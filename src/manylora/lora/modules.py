@@ -196,12 +196,6 @@ class LoraModule:
     def name(self) -> str:
         return MODULE_NAMES[self.module_id]
 
-    def local_in(self, tp: int = 1) -> int:
-        return self.in_dim // tp if self.split is Split.A_COLS else self.in_dim
-
-    def local_out(self, tp: int = 1) -> int:
-        return self.out_dim // tp if self.split is Split.B_ROWS else self.out_dim
-
     def share(self, tp: int) -> LoraModule:
         """The module on one of `tp` ranks, among which every part of it is divided. Raises ConfigError if
         that is not possible in equal shares.
@@ -214,17 +208,16 @@ class LoraModule:
                     f"{self.name} has a dimension of {size}, which {tp} ranks cannot share equally"
                 )
         if self.split is Split.B_ROWS:
-            parts = tuple(part // tp for part in self.parts)
-            return replace(self, out_dim=self.local_out(tp), parts=parts)
-        return replace(self, in_dim=self.local_in(tp))
+            return replace(self, out_dim=self.out_dim // tp, parts=tuple(part // tp for part in self.parts))
+        return replace(self, in_dim=self.in_dim // tp if self.split is Split.A_COLS else self.in_dim)
 
-    def row_sizes(self, row: RowFormat, tp: int = 1) -> tuple[int, int, int]:
-        """Numbers in A, B and the magnitude on one of `tp` ranks."""
-        return row.sizes(self.local_in(tp), self.local_out(tp))
+    def row_sizes(self, row: RowFormat) -> tuple[int, int, int]:
+        """Numbers in A, B and the magnitude."""
+        return row.sizes(self.in_dim, self.out_dim)
 
-    def row_elements(self, row: RowFormat, tp: int = 1) -> int:
-        """All numbers of a row on one of `tp` ranks."""
-        return sum(self.row_sizes(row, tp))
+    def row_elements(self, row: RowFormat) -> int:
+        """All numbers of a row."""
+        return sum(self.row_sizes(row))
 
 
 def module_name(module_id: int) -> str:
@@ -254,7 +247,13 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
         kinds.setdefault(shape, []).append(layer)
     shaped = [model.of_layer(layers[0]) for layers in kinds.values()]
     known = {name: None for one in shaped for name in module_sizes(one)}
-    wanted = {name for given in names for name in _find_targets(given, known)} or set(known)
+    wanted = set[str]()
+    for name in names:
+        meant = {name, SHARED.get(name, name)} & known.keys()
+        if not meant:
+            raise ConfigError(f"Invalid LoRA module {name}: this model has {', '.join(known)}")
+        wanted |= meant
+    wanted = wanted or set(known)
     if wanted & QKV:
         wanted |= QKV
     if wanted & CROSS:
@@ -295,18 +294,20 @@ def _modules(model: ModelConfig, wanted: set[str], allowed: tuple[str, ...]) -> 
         fused = FUSED.get(name, ())
         if name in wanted or (fused and wanted.issuperset(fused)):
             module_id = LoraModuleId[name.upper()]
-            experts = model.moe.num_experts if model.moe and module_id in EXPERT_IDS else 1
+            is_fused = bool(fused) and wanted.issuperset(fused)
+            moe = model.moe if module_id in EXPERT_IDS else None
+            experts = moe.num_experts if moe else 1
+            parts = tuple(dims[part][1] for part in fused) or (out_dim,) * (experts if experts > 1 else 0)
+            groups, parts = grouped.get(name, (1, parts))
             found[module_id] = LoraModule(
                 module_id,
                 in_dim * experts,
                 out_dim * experts,
                 split,
-                counted=not (fused and wanted.issuperset(fused)),
-                parts=grouped[name][1]
-                if name in grouped
-                else tuple(dims[part][1] for part in fused) or (out_dim,) * (experts if experts > 1 else 0),
-                groups=grouped[name][0] if name in grouped else 1,
-                transposed=model.moe.transposed if model.moe and experts > 1 else model.transposed_weights,
+                counted=not is_fused,
+                parts=parts,
+                groups=groups,
+                transposed=moe.transposed if moe and experts > 1 else model.transposed_weights,
                 experts=experts,
                 layers=_layers(name, model),
                 encoder_layers=model.encoder.num_layers if model.encoder else 0,
@@ -317,14 +318,6 @@ def _modules(model: ModelConfig, wanted: set[str], allowed: tuple[str, ...]) -> 
                 layer_inputs=model.layer_inputs is not None,
                 allowed=allowed,
             )
-    return found
-
-
-def _find_targets(name: str, dims: Mapping[str, object]) -> set[str]:
-    """The modules that a target name means on a model with these modules."""
-    found = {name, SHARED.get(name, name)} & dims.keys()
-    if not found:
-        raise ConfigError(f"Invalid LoRA module {name}: this model has {', '.join(dims)}")
     return found
 
 

@@ -58,16 +58,14 @@ class Bounds:
         """
         places = [(m, num_layers if m.layers is None else len(m.layers)) for m in modules.values()]
         row = RowFormat(rank, dora=True)
-        largest = sum(m.row_elements(row) * count for m, count in places)
+        largest, rows = sum(m.row_elements(row) * count for m, count in places), sum(n for _, n in places)
+        tensors = OF_LAYER * num_layers + sum(OF_ROW * m.experts * count for m, count in places)
         return cls(
             rank=rank,
-            rows=max(LEAST_ROWS, sum(count for _, count in places)),
+            rows=max(LEAST_ROWS, rows),
             elements=largest if elements is None else elements,
-            padded=max((m.row_elements(row) for m in modules.values()), default=0)
-            * sum(n for _, n in places),
-            tensors=max(
-                LEAST_TENSORS, OF_LAYER * num_layers + sum(OF_ROW * m.experts * count for m, count in places)
-            ),
+            padded=max((m.row_elements(row) for m, _ in places), default=0) * rows,
+            tensors=max(LEAST_TENSORS, tensors),
             packed=packed,
             work=MOST_WORK,
             num_layers=num_layers,
@@ -81,13 +79,8 @@ class Bounds:
     def of_any_rank(cls, modules: Mapping[int, LoraModule], num_layers: int) -> Bounds:
         """For tools: any rank. The server decides what it serves."""
         largest = cls.of(modules, num_layers, LARGEST_RANK)
-        return replace(
-            largest,
-            rank=cls.rank,
-            elements=max(cls.elements, largest.elements),
-            work=cls.work,
-            num_layers=None,
-        )
+        elements = max(cls.elements, largest.elements)
+        return replace(largest, rank=cls.rank, elements=elements, work=cls.work, num_layers=None)
 
     @property
     def header_bytes(self) -> int:
@@ -96,7 +89,7 @@ class Bounds:
     @property
     def checkpoint_bytes(self) -> int:
         """Maximum size of a file that must be read completely before its content is known."""
-        return SMALL_HEADER + OF_TENSOR * self.tensors + MAX_ITEM * self.elements
+        return self.header_bytes + MAX_ITEM * self.elements
 
     def check_rank(self, rank: int) -> None:
         """Raises AdapterInvalidError, with TensorRT-LLM's text."""
@@ -130,8 +123,8 @@ class Bounds:
         rows = max(shape[1] if len(shape) > 1 else 1 for shape in (weights, config))
         if rows > self.rows or math.prod(config) > MAX_COLUMNS * self.rows:
             raise AdapterInvalidError(
-                f"lora_config of shape {_short(config)} beside lora_weights of {_short(weights)}: an adapter "
-                f"of this model has at most {self.rows} rows"
+                f"lora_config of shape {str(list(config))[:80]} beside lora_weights of "
+                f"{str(list(weights))[:80]}: an adapter of this model has at most {self.rows} rows"
             )
         if math.prod(weights) > self.padded:
             self.check_elements(math.prod(weights), float8=float8)
@@ -147,7 +140,3 @@ class Bounds:
 
 
 ANY_MODEL = Bounds()
-
-
-def _short(shape: tuple[int, ...]) -> str:
-    return str(list(shape))[:80]

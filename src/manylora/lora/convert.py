@@ -6,10 +6,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -35,9 +34,13 @@ MODEL_CONFIG = "config.json"
 def find_model_config(adapter: Path, base: Path | None) -> Path | None:
     """config.json of the base model: in `base` if it is given; otherwise beside the adapter, or in the
     directory that adapter_config.json names as the base. None: there is none."""
-    folders = [base] if base is not None else [adapter, _named_base(adapter)]
-    files = [folder / MODEL_CONFIG for folder in folders if folder is not None]
-    return next((file for file in files if file.is_file()), None)
+    folders = [adapter] if base is None else [base]
+    if base is None:
+        with suppress(AttributeError, OSError, ValueError, RecursionError):  # its reader says what is wrong
+            named = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+            if isinstance(named, str) and named and "\0" not in named:
+                folders.append(Path(named))
+    return next((file for folder in folders if (file := folder / MODEL_CONFIG).is_file()), None)
 
 
 def read_fused_rows(file: Path) -> dict[int, LoraModule]:
@@ -47,10 +50,17 @@ def read_fused_rows(file: Path) -> dict[int, LoraModule]:
     """
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-        counts = _heads_and_groups(raw)
-        if counts is None:
+        kind = raw.get("model_type")
+        if kind not in ("falcon", "RefinedWeb", "RefinedWebModel", "gpt_neox", "bloom", "internlm2"):
             return {}
-        heads, kv_heads = counts
+        heads = kv_heads = int(raw.get("n_head") or raw["num_attention_heads"])  # groups have a key head each
+        if kind == "internlm2":
+            kv_heads = int(raw.get("num_key_value_heads") or heads)
+        elif kind not in ("gpt_neox", "bloom"):
+            if raw.get("new_decoder_architecture", kind == "RefinedWeb"):
+                kv_heads = int(raw.get("num_kv_heads") or raw.get("n_head_kv") or heads)
+            elif raw.get("multi_query", True):
+                kv_heads = 1
         hidden = int(raw.get("n_embed") or raw["hidden_size"])
         size = hidden // heads
         if hidden % heads or heads % kv_heads:
@@ -62,29 +72,6 @@ def read_fused_rows(file: Path) -> dict[int, LoraModule]:
     parts = (hidden, kv_heads * size, kv_heads * size)
     fused = LoraModuleId.ATTN_QKV
     return {fused: LoraModule(fused, hidden, sum(parts), Split.B_ROWS, parts=parts, groups=kv_heads)}
-
-
-def _heads_and_groups(raw: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The number of query heads, and of groups with one key head each, in which the rows are stored."""
-    kind = raw.get("model_type")
-    if kind not in ("falcon", "RefinedWeb", "RefinedWebModel", "gpt_neox", "bloom", "internlm2"):
-        return None
-    heads = int(raw.get("n_head") or raw["num_attention_heads"])
-    if kind == "internlm2":
-        return heads, int(raw.get("num_key_value_heads") or heads)
-    if kind in ("gpt_neox", "bloom"):
-        return heads, heads
-    if raw.get("new_decoder_architecture", kind == "RefinedWeb"):
-        return heads, int(raw.get("num_kv_heads") or raw.get("n_head_kv") or heads)
-    return heads, 1 if raw.get("multi_query", True) else heads
-
-
-def _named_base(adapter: Path) -> Path | None:
-    try:
-        named = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (AttributeError, OSError, ValueError, RecursionError):
-        return None  # the reader of the adapter says what is wrong
-    return Path(named) if isinstance(named, str) and named and "\0" not in named else None
 
 
 STORAGE_TYPES = ("float32", "float16", "bfloat16")
@@ -105,7 +92,11 @@ def convert_source(
     """
     source = find_source(Path(path))
     weights, config = read_source(source, replace(options, float8=False, allow_bin=True), invocation)
-    _check_config(check_shapes(LoraInput(0, weights, config))[1])
+    for module_id, layer, rank, *_ in check_shapes(LoraInput(0, weights, config))[1].tolist():
+        if not 0 <= module_id < len(MODULE_NAMES):
+            raise AdapterInvalidError(f"lora module {module_name(module_id)} is not known")
+        if layer < 0 or rank <= 0:
+            raise AdapterInvalidError(f"Expected adapterSize to be > 0, got {rank} in layer {layer}")
     kind = source_dtype(source, replace(options, allow_bin=True))
     # The scaling is folded into B here, for which 8-bit encodings have too few bits.
     storage_type = storage_type or (kind if kind in STORAGE_TYPES else "bfloat16")
@@ -206,15 +197,6 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _check_config(config: np.ndarray) -> None:
-    """Checks of rows that do not need a model."""
-    for module_id, layer, rank in config[:, :3].tolist():
-        if not 0 <= module_id < len(MODULE_NAMES):
-            raise AdapterInvalidError(f"lora module {module_name(module_id)} is not known")
-        if layer < 0 or rank <= 0:
-            raise AdapterInvalidError(f"Expected adapterSize to be > 0, got {rank} in layer {layer}")
-
-
 ADAPTER = MODULE.rpartition(".")[2]
 
 
@@ -249,20 +231,16 @@ def write_transposed(archive: Path, out_dir: Path, storage_type: str, key: str) 
     out_dir.mkdir(parents=True, exist_ok=True)
     for name, tensor in nemo_tensors(archive).items():
         layer, _ = nemo_key(name)
+        if "/" in name or "\0" in name or len(name) > 200:  # it becomes a file's name
+            raise AdapterInvalidError(f"{name[:80]} cannot be the name of a file")
         transposed = decode(name, tensor).T
         place = np.array([[[LoraModuleId.ATTN_QKV, layer]] * len(transposed)])  # for error messages
         stored = store_as(transposed[None], place, storage_type)
-        (out_dir / f"model.{_file_name(name)}.bin").write_bytes(stored.tobytes())
+        file = out_dir / f"model.{name.replace(ADAPTER, f'{ADAPTER}.0')}.bin"  # with the adapter's number
+        file.write_bytes(stored.tobytes())
     lora = {
         "lora_kqv_adapter": {"0": {"key": key, "low_rank": rows[0].format.rank}},
         "precision": storage_type,
     }
     (out_dir / "lora_weights.json").write_text(json.dumps({"lora_config": lora}, indent=2) + "\n")
     return [(row.layer, row.format.rank) for row in rows]
-
-
-def _file_name(key: str) -> str:
-    """The key with the adapter's number inserted. It becomes a file name, so it must not be a path."""
-    if "/" in key or "\0" in key or len(key) > 200:
-        raise AdapterInvalidError(f"{key[:80]} cannot be the name of a file")
-    return key.replace(ADAPTER, f"{ADAPTER}.0")

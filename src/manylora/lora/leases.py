@@ -63,8 +63,8 @@ class MixLease:
 
     @classmethod
     def of(cls, members: Sequence[tuple[AdapterLease, float]]) -> MixLease:
-        ordered = sorted(members, key=lambda member: (member[0].digest, member[1]))
-        return cls(digest_of_mix((lease.digest, scale) for lease, scale in ordered), tuple(ordered))
+        ordered = tuple(sorted(members, key=lambda member: (member[0].digest, member[1])))
+        return cls(digest_of_mix((lease.digest, scale) for lease, scale in ordered), ordered)
 
     @property
     def num_virtual(self) -> int:
@@ -94,15 +94,13 @@ def check_mixable(name: str, layout: Layout) -> None:
     """Raises AdapterInvalidError for an adapter that can only act alone and with scale 1, because what it
     trains besides linear layers cannot be part of a sum.
     """
-    extras = sorted(place.name for place in layout.extras)
-    if not extras:
-        return
-    what = f"trains {extras[0]}"
-    if layout.invocation:
-        what = "is an activated LoRA, which acts from a place of its own on"
-    raise AdapterInvalidError(
-        f"adapter {name} {what}: it cannot be mixed or scaled, ask for it alone and with a scale of 1"
-    )
+    if layout.extras:
+        what = f"trains {min(place.name for place in layout.extras)}"
+        if layout.invocation:
+            what = "is an activated LoRA, which acts from a place of its own on"
+        raise AdapterInvalidError(
+            f"adapter {name} {what}: it cannot be mixed or scaled, ask for it alone and with a scale of 1"
+        )
 
 
 def check_changes(leases: Iterable[AdapterLease]) -> None:

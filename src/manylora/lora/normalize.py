@@ -5,7 +5,6 @@ result.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ from manylora.lora.formats.peft.names import LORA_NAMES, is_extra
 from manylora.lora.formats.peft.settings import (
     CONFIG,
     NORMALIZED,
-    PeftConfig,
     config_of,
     is_plain_lora,
     read_settings,
@@ -25,7 +23,7 @@ from manylora.lora.formats.peft.settings import (
 from manylora.lora.formats.peft_folder import peft_tensors
 from manylora.lora.formats.pickled import write_torch
 from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.formats.tensor_files import RawTensor, decode, encode, write_safetensors
+from manylora.lora.formats.tensor_files import decode, encode, write_safetensors
 from manylora.lora.number_types import BY_SAFETENSORS
 from manylora.lora.tensors import check_dims
 
@@ -47,20 +45,32 @@ def normalize_dora(in_dir: Path, base_model: Path, out_dir: Path, *, strip: bool
     if config.dora_normalized:
         raise AdapterInvalidError(f"{CONFIG} sets {NORMALIZED}: the magnitudes are normalised already")
     tensors = peft_tensors(in_dir, ReadOptions(allow_bin=True))
-    magnitudes = {key: path for key in tensors if (path := _magnitude_path(key)) is not None}
+    magnitudes = {}  # by name: the path of the linear layer
+    for key in tensors:
+        found = LORA_NAMES.find(key)
+        if found is None and (not is_extra(key) or "magnitude" in key):
+            raise AdapterInvalidError(f"Encountered unknown weight: {key}")
+        if found is not None and found.part is None:  # those of embedding and head are copied, too
+            magnitudes[key] = found.path
     if strip:
         changed = {key: tensor for key, tensor in tensors.items() if key not in magnitudes}
     else:
         changed = dict(tensors)
         with BaseWeights(base_model).open() as base:
             for key, path in magnitudes.items():
-                a, b = _matrices(path, tensors, config)
+                names = [f"{path}.lora_{side}.weight" for side in "AB"]
+                for name in names:
+                    if name not in tensors:
+                        lacking = name.removeprefix(path + ".")
+                        raise AdapterInvalidError(f"{path} has a DoRA magnitude, but no {lacking}")
+                a, b = (decode(name, tensors[name]) for name in names)
+                check_dims(path, a.shape, b.shape, None)
+                b = b * np.float32(config.scale(path, a.shape[0]))
                 magnitude = decode(key, tensors[key])
                 if magnitude.size != len(b):
                     raise AdapterInvalidError(f"{key} has {magnitude.size} values, the module {len(b)} rows")
-                normal = magnitude / base.row_norms(path, a, b, config.fan_in_fan_out).reshape(
-                    magnitude.shape
-                )
+                norms = base.row_norms(path, a, b, config.fan_in_fan_out)
+                normal = magnitude / norms.reshape(magnitude.shape)
                 dtype = tensors[key].dtype
                 coarse = dtype in BY_SAFETENSORS and BY_SAFETENSORS[dtype].encoding is not Encoding.PLAIN
                 changed[key] = encode(key, normal, "F32" if coarse else dtype)
@@ -80,26 +90,3 @@ def _suffix(folder: Path, stem: str) -> str:
         if (folder / f"{stem}{suffix}").is_file() or (folder / f"{stem}{suffix}.index.json").is_file():
             return suffix
     raise AdapterInvalidError(f"{folder} does not contain .safetensors or .bin weights")
-
-
-def _magnitude_path(key: str) -> str | None:
-    """Path of the linear layer whose magnitude this is. None: another tensor, which is copied unchanged.
-    Magnitudes of embedding and head are copied, too.
-    """
-    found = LORA_NAMES.find(key)
-    if found is None and (not is_extra(key) or "magnitude" in key):
-        raise AdapterInvalidError(f"Encountered unknown weight: {key}")
-    return found.path if found is not None and found.part is None else None
-
-
-def _matrices(
-    path: str, tensors: Mapping[str, RawTensor], config: PeftConfig
-) -> tuple[np.ndarray, np.ndarray]:
-    """A [rank, in], and B [out, rank] with the scaling folded in."""
-    keys = [f"{path}.lora_{side}.weight" for side in "AB"]
-    for key in keys:
-        if key not in tensors:
-            raise AdapterInvalidError(f"{path} has a DoRA magnitude, but no {key.removeprefix(path + '.')}")
-    a, b = (decode(key, tensors[key]) for key in keys)
-    check_dims(path, a.shape, b.shape, None)
-    return a, b * np.float32(config.scale(path, a.shape[0]))

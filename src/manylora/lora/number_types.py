@@ -35,16 +35,11 @@ def narrow_to_bfloat16(values: np.ndarray) -> np.ndarray:
     return bits.view(BFLOAT16)
 
 
-def _float8_values() -> np.ndarray:
-    """float32 [256]: the value of each byte."""
-    size = np.arange(128)
-    exponent, mantissa = size >> 3, size & 7
-    numbers = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
-    numbers[FLOAT8_NAN] = np.nan
-    return np.concatenate((numbers, -numbers)).astype(np.float32)
-
-
-FLOAT8_VALUES = _float8_values()
+_SIZES, _FRACTIONS = np.arange(128) >> 3, np.arange(128) & 7  # exponent and mantissa of each positive byte
+_POSITIVE = np.where(_SIZES == 0, _FRACTIONS * 2.0**-9, (8 + _FRACTIONS) * 2.0 ** (_SIZES - 10.0))
+_POSITIVE[FLOAT8_NAN] = np.nan
+FLOAT8_VALUES = np.concatenate((_POSITIVE, -_POSITIVE)).astype(np.float32)
+"""float32 [256]: the value of each byte."""
 
 
 def widen_float8(values: np.ndarray) -> np.ndarray:

@@ -34,7 +34,22 @@ def has_effect(
     if any(not extra.name.endswith(NEUTRAL) or _differs(extra) for extra in extras):
         return True
     random = np.random.default_rng(0)
-    return any(_acts(row, modules[row.module_id].at(row.layer), random) for row in rows)
+    for row in rows:
+        module, rank = modules[row.module_id].at(row.layer), row.format.rank
+        parts = np.split(row.payload, np.cumsum(module.row_sizes(row.format)))
+        a, b, magnitude = (_wide(part) for part in parts[:3])
+        if row.format.dora and np.abs(magnitude - 1).max() > LEAST:
+            return True
+        if row.shared is not None:
+            of_b, of_d = np.split(magnitude, [module.out_dim])
+            a, b = _wide(row.shared.a), _wide(row.shared.b) * of_b[:, None] * of_d
+        a, b = a.reshape(module.experts, rank, -1), b.reshape(module.experts, -1, rank)
+        with np.errstate(over="ignore", invalid="ignore"):  # an overflow counts as an effect
+            inner = a @ random.standard_normal((a.shape[2], 1), np.float32)
+            given, most = np.abs(b @ inner), np.abs(b) @ np.abs(inner)
+            if not (given <= LEAST * most.max(initial=0)).all():
+                return True
+    return False
 
 
 def _differs(extra: LoraExtra) -> bool:
@@ -44,22 +59,6 @@ def _differs(extra: LoraExtra) -> bool:
         size = values.shape[1]
         return bool(np.any(values.reshape(-1, size, size) != np.eye(size)))
     return bool(np.any(values != extra.name.endswith("scale")))
-
-
-def _acts(row: AdapterRow, module: LoraModule, random: np.random.Generator) -> bool:
-    sizes = np.cumsum(module.row_sizes(row.format))
-    a, b, magnitude = (_wide(part) for part in np.split(row.payload, sizes)[:3])
-    if row.format.dora and np.abs(magnitude - 1).max() > LEAST:
-        return True
-    rank, experts = row.format.rank, module.experts
-    if row.shared is not None:
-        of_b, of_d = np.split(magnitude, [module.out_dim])
-        a, b = _wide(row.shared.a), _wide(row.shared.b) * of_b[:, None] * of_d
-    a, b = a.reshape(experts, rank, -1), b.reshape(experts, -1, rank)
-    with np.errstate(over="ignore", invalid="ignore"):  # an overflow counts as an effect
-        inner = a @ random.standard_normal((a.shape[2], 1), np.float32)
-        given, most = np.abs(b @ inner), np.abs(b) @ np.abs(inner)
-        return not bool((given <= LEAST * most.max(initial=0)).all())
 
 
 def _wide(values: np.ndarray) -> np.ndarray:
@@ -99,8 +98,14 @@ class AdapterRules:
             row = RowFormat(rank, bool(dora), encoding, scale)
             size = self.check_row(module_id, layer, row, len(values))
             rows.append(AdapterRow(module_id, layer, row, values[:size]))
-        adapter = self._probed(adapter_from_rows(self._separate(rows), self.half, lora.extras))
-        _check_surplus(weights, max((row.payload.size for row in rows), default=0))
+        adapter = self._with_effect(adapter_from_rows(self._separate(rows), self.half, lora.extras))
+        needed = max((row.payload.size for row in rows), default=0)
+        bits = weights.view(f"u{weights.itemsize}") if weights.dtype.kind == "V" else weights
+        _require(
+            not any(row[needed:].any() for row in bits),
+            f"lora_weights has too many values: this model's rows need at most {needed}, and there are "
+            f"values up to {weights.shape[1]}; the adapter was made for another model",
+        )
         return adapter
 
     def check_rows(
@@ -115,9 +120,9 @@ class AdapterRules:
         for row in rows:
             self.check_row(row.module_id, row.layer, row.format, row.payload.size)
         made = adapter_from_rows(self._separate(rows), self.half, extras, finite=True, digest=digest)
-        return made if digest else self._probed(made)
+        return made if digest else self._with_effect(made)
 
-    def _probed(self, adapter: Adapter) -> Adapter:
+    def _with_effect(self, adapter: Adapter) -> Adapter:
         return replace(adapter, acts=has_effect(adapter.rows, adapter.extras, self.modules))
 
     def check_row(self, module_id: int, layer: int, row: RowFormat, elements: int) -> int:
@@ -136,8 +141,8 @@ class AdapterRules:
             module.is_on(layer),
             f"lora module {name} does not exist in layer {layer} of this model",
         )
-        experts = module_id in EXPERT_IDS
-        _require(not (experts and row.dora), f"DoRA with MoE is not supported: {name} has is_dora 1")
+        dora = module_id in EXPERT_IDS and row.dora
+        _require(not dora, f"DoRA with MoE is not supported: {name} has is_dora 1")
         size = module.at(layer).row_elements(row)
         _require(
             size <= elements,
@@ -219,16 +224,6 @@ def _check_scales(lora: LoraInput, weights: np.ndarray, count: int) -> list[floa
     encoded = BY_DTYPE[weights.dtype].name in kinds
     _require(encoded, f"scales go with {' or '.join(kinds)} weights only: fold them into B")
     return [float(scale) for scale in scales]
-
-
-def _check_surplus(weights: np.ndarray, needed: int) -> None:
-    if weights.dtype.kind == "V":
-        weights = weights.view(f"u{weights.itemsize}")
-    _require(
-        not any(row[needed:].any() for row in weights),
-        f"lora_weights has too many values: this model's rows need at most {needed}, and there are values "
-        f"up to {weights.shape[1]}; the adapter was made for another model",
-    )
 
 
 def _require(ok: bool, text: str) -> None:

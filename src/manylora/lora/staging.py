@@ -28,7 +28,8 @@ def take(elements: int, dtype: np.dtype = FLOAT32) -> np.ndarray:
         return np.empty(elements, dtype)
     memory = _pop()
     if memory is None or len(memory) < size:
-        memory = _map(size)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _advise(memory, "MADV_HUGEPAGE")
     owner = (ctypes.c_char * len(memory)).from_buffer(memory)
     weakref.finalize(owner, _give_back, memory).atexit = False
     return np.frombuffer(memoryview(owner), dtype, elements)
@@ -47,19 +48,11 @@ def _pop() -> mmap.mmap | None:
 
 def _give_back(memory: mmap.mmap) -> None:
     """Allow the system to reclaim its pages if it is short of memory."""
-    if hasattr(mmap, "MADV_FREE"):
-        _advise(memory, mmap.MADV_FREE)
+    _advise(memory, "MADV_FREE")
     _spare.append(memory)
 
 
-def _map(size: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        _advise(memory, mmap.MADV_HUGEPAGE)
-    return memory
-
-
-def _advise(memory: mmap.mmap, what: int) -> None:
+def _advise(memory: mmap.mmap, what: str) -> None:
     """Advice that the system does not know is ignored."""
-    with suppress(OSError):
-        memory.madvise(what)
+    with suppress(AttributeError, OSError):
+        memory.madvise(getattr(mmap, what))

@@ -56,7 +56,7 @@ class NamedAdapters:
 
     def names(self) -> list[str]:
         """Names of everything below the roots now, and the aliases."""
-        return sorted(self._folders.names() | {name for name, _ in self._aliases.items()})
+        return sorted(self._folders.names() | self._aliases.keys())
 
     def find(self, name: str, replace: Callable[[LoRARequest], None]) -> LoRARequest:
         """The request for a name. Changed files take effect now; if they are broken, the previous content

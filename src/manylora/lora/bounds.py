@@ -53,9 +53,7 @@ class Bounds:
         elements: int | None = None,
         packed: int = 1,
     ) -> Bounds:
-        """Bounds for adapters of a model. elements: capacity of its cache; None: the size of the largest
-        adapter.
-        """
+        """Bounds for adapters of a model. elements: its cache's capacity; None: the largest adapter's."""
         places = [(m, num_layers if m.layers is None else len(m.layers)) for m in modules.values()]
         row = RowFormat(rank, dora=True)
         largest, rows = sum(m.row_elements(row) * count for m, count in places), sum(n for _, n in places)
@@ -117,9 +115,7 @@ class Bounds:
             )
 
     def check_table(self, weights: tuple[int, ...], config: tuple[int, ...], *, float8: bool = False) -> None:
-        """Check the shapes [1, rows, W] and [1, rows, 3 or 4] of padded tensors. Raises
-        AdapterInvalidError.
-        """
+        """Check shapes [1, rows, W] and [1, rows, 3 or 4] of padded tensors. Raises AdapterInvalidError."""
         rows = max(shape[1] if len(shape) > 1 else 1 for shape in (weights, config))
         if rows > self.rows or math.prod(config) > MAX_COLUMNS * self.rows:
             raise AdapterInvalidError(

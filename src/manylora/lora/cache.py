@@ -152,9 +152,7 @@ class AdapterCache(Generic[OnHost, OnDevice]):
         return digest in self.device.entries
 
     def host_victims(self, need: Need | int, waited_for: Container[str], *, force: bool) -> list[str] | None:
-        """What to evict from the host to make room. None: impossible. waited_for: adapters evicted only if
-        `force` is set and nothing else suffices.
-        """
+        """What to evict from the host; None: impossible. waited_for: evicted last, and only if `force`."""
         victims = self.host.victims(need, waited_for)
         return self.host.victims(need) if victims is None and force else victims
 

@@ -126,8 +126,7 @@ def convert_peft(
 
 
 def store_as(weights: np.ndarray, config: np.ndarray, storage_type: str) -> np.ndarray:
-    """Convert weights [1, rows, W] to another type. Raises AdapterInvalidError naming a row that is not
-    finite in it."""
+    """Convert weights [1, rows, W] to another type. Raises AdapterInvalidError for a row not finite in it."""
     values = widen_bfloat16(weights) if is_bfloat16(weights.dtype) else weights
     with np.errstate(over="ignore"):
         stored = narrow_to_bfloat16(values) if storage_type == "bfloat16" else values.astype(storage_type)

@@ -42,9 +42,7 @@ LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 def check_extras(extras: Iterable[LoraExtra], num_layers: int) -> None:
-    """Raises AdapterInvalidError for an extra of a layer that the model lacks, and for an invalid invocation
-    sequence.
-    """
+    """Raises AdapterInvalidError for extras of layers that the model lacks, or an invalid invocation."""
     prefixes = 0
     for extra in extras:
         if extra.name == INVOCATION:

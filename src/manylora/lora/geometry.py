@@ -89,8 +89,6 @@ def geometry_of(modules: Iterable[LoraModule], num_layers: int, config: LoraCach
 
 @dataclass(frozen=True)
 class CachePlan:
-    """Geometry and size of both levels."""
-
     geometry: CacheGeometry
     host_pages: int
     device_pages: int
@@ -254,9 +252,7 @@ class Layout:
 
     @property
     def need(self) -> Need:
-        """The space it takes of a cache level. Parts of a page are powers of two, so that there are few
-        different sizes.
-        """
+        """The space it takes of a level. Parts of a page are powers of two: few different sizes."""
         shared = {key: one.need for key, one in self.shared.items()}
         most = self.page_slots // max(1, self.used_slots[0]) if self.num_pages == 1 else 0
         parts = 1 << most.bit_length() >> 1

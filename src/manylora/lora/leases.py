@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import ClassVar
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.geometry import Layout
@@ -55,26 +56,19 @@ class MixLease:
     """One sequence's claims on adapters that act together, each with its scale. All of them are admitted, or
     none.
 
-    digest: of their contents and scales, independent of their order.
+    digest: of their contents and scales, independent of their order. num_virtual, invocation: of none, since
+    adapters with virtual tokens and activated LoRAs cannot be mixed.
     """
 
     digest: str
     members: tuple[tuple[AdapterLease, float], ...]
+    num_virtual: ClassVar[int] = 0
+    invocation: ClassVar[tuple[int, ...]] = ()
 
     @classmethod
     def of(cls, members: Sequence[tuple[AdapterLease, float]]) -> MixLease:
         ordered = tuple(sorted(members, key=lambda member: (member[0].digest, member[1])))
         return cls(digest_of_mix((lease.digest, scale) for lease, scale in ordered), ordered)
-
-    @property
-    def num_virtual(self) -> int:
-        """0: adapters with virtual tokens cannot be mixed."""
-        return sum(lease.num_virtual for lease, _ in self.members)
-
-    @property
-    def invocation(self) -> tuple[int, ...]:
-        """Empty: an activated LoRA cannot be mixed."""
-        return ()
 
     @property
     def carried(self) -> Adapter | FileAdapter | None:
@@ -91,9 +85,7 @@ Lease = AdapterLease | MixLease
 
 
 def check_mixable(name: str, layout: Layout) -> None:
-    """Raises AdapterInvalidError for an adapter that can only act alone and with scale 1, because what it
-    trains besides linear layers cannot be part of a sum.
-    """
+    """Raises AdapterInvalidError for an adapter that trains more than linear layers: that has no sum."""
     if layout.extras:
         what = f"trains {min(place.name for place in layout.extras)}"
         if layout.invocation:

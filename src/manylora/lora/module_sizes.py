@@ -21,9 +21,7 @@ ROWS, COLUMNS, WHOLE = Split.B_ROWS, Split.A_COLS, Split.NONE
 
 
 def module_sizes(model: ModelConfig) -> Sizes:
-    """Input and output size of each module, for a model whose layers are equal. For routed experts, the sizes
-    of one expert.
-    """
+    """Input and output size of each module of a model with equal layers; for experts, of one expert."""
     hidden, inner = model.hidden_size, model.intermediate_size
     dims = _attention_sizes(model)
     if model.mlp_layers:
@@ -114,9 +112,7 @@ def _expert_sizes(hidden: int, moe: MoeConfig) -> Sizes:
 
 
 def grouped_parts(model: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """For modules whose rows have several parts, which a checkpoint may store in groups: the number of
-    groups, and the parts.
-    """
+    """For modules of several parts: in how many groups a checkpoint stores them, and the parts."""
     found: dict[str, tuple[int, tuple[int, ...]]]
     found = {"attn_qkv": (model.qkv_groups, (model.q_rows, model.kv_size, model.kv_size))}
     own = model.recurrent

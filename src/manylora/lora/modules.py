@@ -1,6 +1,4 @@
-"""The LoRA modules: ids (from TensorRT-LLM's loraModule.h), names, which of them a model has, and when those
-of routed experts may be target modules.
-"""
+"""The LoRA modules: ids (from TensorRT-LLM's loraModule.h), names, and which of them a model has."""
 
 from __future__ import annotations
 
@@ -184,7 +182,6 @@ class LoraModule:
         return next((one for one in self.others if one.layers and layer in one.layers), self)
 
     def is_on(self, layer: int) -> bool:
-        """Whether this layer has the module."""
         return self.layers is None or layer in self.layers
 
     def forms(self, count: int) -> list[tuple[LoraModule, int]]:
@@ -197,9 +194,7 @@ class LoraModule:
         return MODULE_NAMES[self.module_id]
 
     def share(self, tp: int) -> LoraModule:
-        """The module on one of `tp` ranks, among which every part of it is divided. Raises ConfigError if
-        that is not possible in equal shares.
-        """
+        """The module on one of `tp` ranks. Raises ConfigError if they cannot have equal shares."""
         parts = self.parts or (self.out_dim,)
         sizes = {Split.NONE: (), Split.B_ROWS: parts, Split.A_COLS: (self.in_dim // self.experts,)}
         for size in sizes[self.split]:
@@ -216,7 +211,6 @@ class LoraModule:
         return row.sizes(self.in_dim, self.out_dim)
 
     def row_elements(self, row: RowFormat) -> int:
-        """All numbers of a row."""
         return sum(self.row_sizes(row))
 
 
@@ -276,7 +270,6 @@ def join_layers(forms: Mapping[int, LoraModule], num_layers: int) -> LoraModule:
 
 
 def _together(forms: list[LoraModule], num_layers: int) -> LoraModule:
-    """Join the forms on different layers to one module."""
     sized: dict[tuple[int, int], LoraModule] = {}
     for one in forms:
         known = sized.get((one.in_dim, one.out_dim))
@@ -392,5 +385,4 @@ def targets_beside_quantised_experts(
 
 
 def beside_experts(modules: Mapping[int, LoraModule]) -> dict[int, LoraModule]:
-    """All modules except those of routed experts."""
     return {module_id: module for module_id, module in modules.items() if module_id not in EXPERT_IDS}

@@ -1,6 +1,4 @@
-"""Divides the DoRA magnitudes of a PEFT directory by the row norms of the adapted base, and writes the
-result.
-"""
+"""Divides the DoRA magnitudes of a PEFT directory by the row norms of the adapted base."""
 
 from __future__ import annotations
 

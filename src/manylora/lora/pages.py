@@ -127,8 +127,6 @@ class SharedPages:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """The space given to an adapter."""
-
     need: Need
     pages: Sequence[int]
     shared: Mapping[str, SharedPages]

@@ -74,11 +74,9 @@ class AdapterPool:
         try:
             self._host = host_tensor((host_pages, size), dtype, device)
             self._shared = device.type == "cpu"
-            self.flat = (
-                self._host.view(-1)
-                if self._shared
-                else torch.empty(device_pages * size, dtype=dtype, device=device)
-            )
+            self.flat = self._host.view(-1)
+            if not self._shared:
+                self.flat = torch.empty(device_pages * size, dtype=dtype, device=device)
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(
                 f"the LoRA cache of {host_pages} host and {device_pages} device pages of "
@@ -123,14 +121,12 @@ class AdapterPool:
                 raise AdapterInvalidError(f"{stored.file} was cut short, or holds a NaN or an infinity")
 
     def _offset(self, pages: Sequence[int], place: Placement | ExtraPiece) -> int:
-        """Offset of its first element."""
         geometry, page = self.geometry, pages[place.page]
         return page * geometry.page_elements + (_first_slot(page) + place.slot) * geometry.page_width
 
     def _write_rows(
         self, rows: Sequence[tuple[AdapterRow, Placement]], kind: np.dtype, pages: Sequence[int]
     ) -> None:
-        """Write rows whose payloads have the same type."""
         target = self.dtype_name
         source = "bfloat16" if is_bfloat16(kind) else kind.name
         if not can_lay_out(target, source):
@@ -152,9 +148,7 @@ class AdapterPool:
         lay_out(table, target, source, min(THREADS, os.cpu_count() or 1) if large else 1)
 
     def pieces(self, page: int) -> Sequence[Tensor]:
-        """A host page in parts small enough for the system to allocate at once. Empty beside a GPU, where
-        memory is already allocated.
-        """
+        """A host page in parts that are quick to allocate. Empty beside a GPU: memory is allocated there."""
         return self._host[page].split(HUGE_BYTES // self.element_bytes) if self._shared else ()
 
     def write_shared(self, matrices: SharedMatrices, layout: Layout, pages: Sequence[int]) -> None:
@@ -194,21 +188,18 @@ class AdapterPool:
     def load(
         self, layout: Layout, host_pages: Sequence[int], device_pages: Sequence[int]
     ) -> torch.Event | None:
-        """Start to copy an adapter's used slots (not whole pages) from host to device. None: nothing to
-        copy.
-        """
+        """Start to copy the used slots of an adapter from host to device. None: nothing to copy."""
         if self._shared:
             return None
         piece = PIECE_BYTES // self.element_bytes
 
         def copy() -> None:
+            width = self.geometry.page_width
             for source, target, slots in zip(host_pages, device_pages, layout.used_slots, strict=True):
-                width = self.geometry.page_width
-                old_first, first = _first_slot(target) * width, _first_slot(source) * width
+                start, first, size = _first_slot(target) * width, _first_slot(source) * width, slots * width
+                to = self._device_pages[int(target), start : start + size].split(piece)
                 for old, new in zip(
-                    self._device_pages[int(target), old_first : old_first + slots * width].split(piece),
-                    self._host[int(source), first : first + slots * width].split(piece),
-                    strict=True,
+                    to, self._host[int(source), first : first + size].split(piece), strict=True
                 ):
                     old.copy_(new, non_blocking=True)
 
@@ -225,20 +216,15 @@ class AdapterPool:
     def rows(
         self, layout: Layout, pages: Sequence[int], shared: SharedOf = NOTHING_SHARED
     ) -> dict[tuple[int, int], LoraRow]:
-        """Location of each (layer, module id) of an adapter with these pages of `flat`. shared: as in
-        `read_host`.
-        """
+        """Location of each (layer, module id) in these pages of `flat`. shared: as in `read_host`."""
         found = {}
-        matrices = {
-            key: self._offset(shared[key].pages, one.placements[0]) for key, one in layout.shared.items()
-        }
         for place in layout.placements:
-            if place.key:
-                vectors = self._offset(pages, place)
-                found[place.layer, place.module_id] = LoraRow(matrices[place.key], place.format, (), vectors)
-                continue
-            first = self._offset(pages, place) * place.format.numbers_per_element(self.element_bytes)
-            found[place.layer, place.module_id] = LoraRow(first, place.format)
+            offset, form = self._offset(pages, place), place.format
+            row = LoraRow(offset * form.numbers_per_element(self.element_bytes), form)
+            if place.key:  # its matrices are elsewhere, here are only its vectors
+                matrices = layout.shared[place.key].placements[0]
+                row = LoraRow(self._offset(shared[place.key].pages, matrices), form, (), offset)
+            found[place.layer, place.module_id] = row
         return found
 
     def extras(self, layout: Layout, pages: Sequence[int]) -> dict[str, Extra]:
@@ -329,25 +315,6 @@ class LoadedAdapter:
         """pages, including those of shared matrices, are pages of the pool's `flat`."""
         return cls(pool.rows(layout, pages, shared), pool.extras(layout, pages))
 
-    @classmethod
-    def mixed(cls, members: Sequence[tuple[LoadedAdapter, float]]) -> LoadedAdapter:
-        """Several adapters that act together, each with the factor on its change of a layer. None of them has
-        extras.
-
-        Only tables are built: the adapters are stored once for all their mixes.
-        """
-        found: dict[tuple[int, int], list[LoraRow]] = {}
-        for one, scale in members:
-            formats: dict[RowFormat, RowFormat] = {}
-            for place, row in one.rows.items():
-                known = formats.get(row.format)
-                if known is None:
-                    scaled = replace(row.format, scale=row.format.scale * scale, mixed=True)
-                    known = formats[row.format] = scaled
-                found.setdefault(place, []).append(replace(row, format=known))
-        rows = {place: replace(first, more=tuple(more)) for place, (first, *more) in found.items()}
-        return cls(rows, {}, tuple(one for one, _ in members))
-
 
 class Mixes:
     """The mixes of the last steps. An adapter's table is the same object in consecutive steps, by which
@@ -358,13 +325,25 @@ class Mixes:
         self._known: OrderedDict[tuple[tuple[int, float], ...], LoadedAdapter] = OrderedDict()
 
     def find(self, members: Sequence[tuple[LoadedAdapter, float]]) -> LoadedAdapter:
-        """members: as in `LoadedAdapter.mixed`. A single member with scale 1 is returned itself."""
+        """members: several adapters that act together, each with the factor on its change of a layer; none of
+        them has extras. Only tables are built: adapters are stored once for all their mixes. A single member
+        with scale 1 is returned itself.
+        """
         if len(members) == 1 and members[0][1] == 1:
             return members[0][0]
         key = tuple((id(one), scale) for one, scale in members)  # `members` keeps these objects alive
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = LoadedAdapter.mixed(members)
+            rows: dict[tuple[int, int], list[LoraRow]] = {}
+            for one, scale in members:
+                formats: dict[RowFormat, RowFormat] = {}
+                for place, row in one.rows.items():
+                    if row.format not in formats:
+                        scaled = replace(row.format, scale=row.format.scale * scale, mixed=True)
+                        formats[row.format] = scaled
+                    rows.setdefault(place, []).append(replace(row, format=formats[row.format]))
+            mixed = {place: replace(first, more=tuple(more)) for place, (first, *more) in rows.items()}
+            found = self._known[key] = LoadedAdapter(mixed, {}, tuple(one for one, _ in members))
             if len(self._known) > MAX_MIXES:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)

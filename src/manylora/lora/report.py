@@ -122,7 +122,6 @@ def _read(report: AdapterReport, source: Source, base: BaseModel | None, options
 def _add_costs(
     report: AdapterReport, base: BaseModel, modules: Mapping[int, LoraModule], adapter: Adapter
 ) -> None:
-    """Add the facts that depend on the cache: pages and cost, for one device."""
     num_layers = base.config.num_layers
     geometry = geometry_of(modules.values(), num_layers, base.cache)
     item_bytes = BY_NAME[base.config.dtype].dtype.itemsize

@@ -1,6 +1,4 @@
-"""AdapterRules: the conditions under which a model can serve an adapter. has_effect: whether an adapter
-changes anything.
-"""
+"""AdapterRules: what a model can serve. has_effect: whether an adapter changes anything."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ LEAST = 1e-5  # relative magnitude below which a product is only rounding
 def has_effect(
     rows: Sequence[AdapterRow], extras: Sequence[LoraExtra], modules: Mapping[int, LoraModule]
 ) -> bool:
-    """rows: checked rows of these modules. Biases of zeros and scales of ones have no effect; all other
-    extras do.
-    """
+    """rows: checked rows of these modules. Biases of zeros and scales of ones have no effect."""
     if any(not extra.name.endswith(NEUTRAL) or _differs(extra) for extra in extras):
         return True
     random = np.random.default_rng(0)
@@ -53,7 +49,6 @@ def has_effect(
 
 
 def _differs(extra: LoraExtra) -> bool:
-    """Whether this extra changes any value."""
     values = extra.values if extra.values.dtype.kind == "f" else _wide(extra.values)
     if extra.name.endswith(".input_turn"):
         size = values.shape[1]
@@ -111,8 +106,7 @@ class AdapterRules:
     def check_rows(
         self, rows: Iterable[AdapterRow], extras: Iterable[LoraExtra], digest: str | None = None
     ) -> Adapter:
-        """Make rows from a reader canonical, whose sizes and values it has checked. digest: of all rows, if
-        known."""
+        """Make rows canonical whose values a reader has checked. digest: of all rows, if known."""
         rows, extras = list(rows), list(extras)
         self._check_extras(extras)
         if not (rows or extras):
@@ -163,9 +157,7 @@ class AdapterRules:
         )
 
     def _separate(self, rows: Iterable[AdapterRow]) -> Iterable[AdapterRow]:
-        """Split cross-attention's fused module into its three modules. They share A, but have different
-        inputs.
-        """
+        """Split cross-attention's fused module into its three, which share A but have different inputs."""
         for row in rows:
             if row.module_id != LoraModuleId.CROSS_ATTN_QKV:
                 yield row
@@ -214,7 +206,6 @@ def check_shapes(lora: LoraInput) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _check_scales(lora: LoraInput, weights: np.ndarray, count: int) -> list[float]:
-    """One scale for each of `count` rows."""
     if lora.scales is None:
         return [1.0] * count
     scales = np.asarray(lora.scales)

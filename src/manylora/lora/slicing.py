@@ -20,9 +20,7 @@ from manylora.lora.tensors import Adapter, AdapterRow, FileAdapter
 
 @dataclass(frozen=True, eq=False)
 class AdapterPart(Adapter):
-    """One rank's part of an adapter, with the digest of the whole. num_pages: pages it takes on each rank; 0:
-    unknown.
-    """
+    """One rank's part of an adapter, with the whole's digest. num_pages: on each rank; 0: unknown."""
 
     num_pages: int = 0
 

@@ -299,9 +299,7 @@ class AdapterStore:
             self.release(old)
 
     def drop(self, digest: str) -> None:
-        """Free the pages of an adapter that no name refers to any more. No effect while there is a lease on
-        it.
-        """
+        """Free the pages of an adapter that no name refers to any more, unless there is a lease on it."""
         entry = self._cache.host.entries.get(digest)
         if entry is not None and not entry.pins and digest not in self._waiting:
             self._cache.evict(digest)
@@ -354,9 +352,7 @@ class AdapterStore:
         self.library.close()
 
     def check(self) -> None:
-        """Assert that both levels add up, and that every adapter that is waited for is on the host or
-        carried.
-        """
+        """Assert that both levels add up, and that waiting adapters are on the host or carried."""
         self._cache.check()
         for digest, leases in self._waiting.items():
             assert leases and self._cache.on_host(digest)
@@ -383,7 +379,6 @@ class AdapterStore:
         return layout
 
     def _wait(self, lease: AdapterLease) -> None:
-        """The lease is not admitted, and its adapter is on the host."""
         self._waiting.setdefault(lease.digest, set()).add(lease)
 
     def _stop_waiting(self, lease: AdapterLease) -> None:

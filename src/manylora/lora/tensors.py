@@ -58,8 +58,7 @@ class SharedMatrices:
 
 
 def share(a: np.ndarray, b: np.ndarray) -> SharedMatrices:
-    """The matrices with this content that are already in memory, or new ones. A [rank, in], B [out, rank] in
-    float32. Thread-safe."""
+    """The matrices of this content, [rank, in] and [out, rank] in float32, each once. Thread-safe."""
     values = np.concatenate((a.ravel(), b.ravel()))
     digest = blake3(repr((a.shape, b.shape)).encode())
     key = digest.update(values.view(np.uint8).data).hexdigest(20)

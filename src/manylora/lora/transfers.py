@@ -132,9 +132,7 @@ class Transfers:
         self.lost.pop(digest, None)
 
     def is_written(self, digest: str, *, wait: bool) -> bool:
-        """Whether an adapter was completely written to the host, or lost. Its copy to the device then starts
-        if due.
-        """
+        """Whether it is on the host, or lost. Its copy to the device then starts if due."""
         writing = self._writing.get(digest)
         if writing is None:
             return True
@@ -168,9 +166,7 @@ class Transfers:
         return digest not in self._loading
 
     def require(self, digest: str) -> None:
-        """Wait until it is on the host. The next pass in the queue waits, on the device, until it is
-        there.
-        """
+        """Wait until it is on the host; the next pass waits, on the device, until it is there."""
         if not self._writing and not self._loading:
             return
         self.is_written(digest, wait=True)

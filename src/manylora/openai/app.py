@@ -201,7 +201,7 @@ class _Routes:
         known = {card["id"]: card for card in cards} | {
             name: self._base_card(name) for name in self._inference.bases
         }
-        for alias, name in self._catalog.aliases.items():
+        for alias, name in self._catalog.aliases.resolved():
             if name in known and self._inference.may_use(alias, key):
                 cards.append({**known[name], "id": alias})
         return JSONResponse({"object": "list", "data": cards})

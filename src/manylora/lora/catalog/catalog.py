@@ -107,9 +107,7 @@ class AdapterCatalog:
         self._watching: asyncio.Task[None] | None = None
 
     def on_change(self, publish: Callable[[Version, Adapter | FileAdapter, str], None]) -> None:
-        """Call this when a name that was served means another content: with its new version, its adapter, and
-        the old digest.
-        """
+        """Call this when a served name means other content: its new version, its adapter, the old digest."""
         self._reader.publish = publish
 
     async def start(self) -> None:
@@ -251,7 +249,6 @@ class AdapterCatalog:
             raise CatalogError("adapter_exists", text, "lora_name")
 
     def _check_name(self, name: str) -> None:
-        """Raises CatalogError."""
         if problem := name_problem(name, self._names_of_base):
             reason = f"{name!r} cannot be the name of an adapter: {problem}"
             raise CatalogError("invalid_adapter_name", printable(reason), "lora_name")
@@ -312,13 +309,12 @@ class AdapterCatalog:
             raise CatalogError("alias_circle", f"{target!r} stands for {name!r} already", "alias_of")
         if not self.aliases.has_room_for(name):
             raise CatalogError("invalid_value", f"There are {MAX_ALIASES} aliases already", "alias_of")
-        self.aliases.set(name, target)
+        self.aliases[name] = target
 
     async def unload(self, name: str, timeout_s: float) -> int:
-        """Take no more requests for it and wait for those under way. Returns how many are left. Of an alias
-        only the name goes."""
+        """Take no more requests for it and wait for those under way. Returns how many are left."""
         if name in self.aliases:
-            self.aliases.remove(name)
+            del self.aliases[name]
             return 0
         self._withdraw(self.entry(name))
         return await self.drained(name, timeout_s)

@@ -153,7 +153,6 @@ class EntryReader:
         self.publish: Callable[[Version, Adapter | FileAdapter, str], None] | None = None
 
     async def on_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call a function that works with files."""
         return await asyncio.get_running_loop().run_in_executor(self._files, function, *arguments)
 
     async def close(self) -> None:
@@ -185,9 +184,7 @@ class EntryReader:
                     logger.exception("reading adapter %s failed", entry.name)
 
     def announce(self, entry: AdapterEntry, read: ReadAdapter, number: int = 0) -> None:
-        """Count the version of an entry that serves, and publish one that took another's place. number: of
-        this version; 0: the next one.
-        """
+        """Count and publish the version that an entry serves. number: of this version; 0: the next one."""
         if entry.version is None or self._entries.get(entry.name) is not entry:
             return
         number, old = self._versions.put(entry.name, entry.version.digest, number)
@@ -196,17 +193,13 @@ class EntryReader:
             self.publish(entry.version, read.adapter, old)
 
     async def copy(self, digest: str, path: Path | None) -> Adapter | FileAdapter | None:
-        """The content with this digest: from memory, from its files if they can be read without checking
-        them, or from disk. None: there is none of these.
-        """
+        """The content with this digest, read without checking it: from memory, its files or disk."""
         return self._memory.get(digest) or await self.on_thread(
             lambda: self._find_stored(digest, path) or self._disk.get(digest)
         )
 
     async def free_memory(self) -> None:
-        """Drop copies in memory of adapters whose files can be read straight into the cache, if a copy on
-        disk survives them.
-        """
+        """Drop copies in memory of adapters that can be read from their files, and from disk after these."""
         for entry in list(self._entries.values()):
             digest = entry.version.digest if entry.version else ""
             if digest in self._memory:
@@ -245,9 +238,7 @@ class EntryReader:
             entry.reading = None
 
     async def _read_quiet(self, entry: AdapterEntry) -> tuple[ReadAdapter, AdapterText | None]:
-        """Files that are being written are read until they no longer change. Raises AdapterError,
-        CatalogError.
-        """
+        """Read files until they no longer change meanwhile. Raises AdapterError, CatalogError."""
         give_up = time.monotonic() + 2 * self._quiet_s + 1
         while True:
             entry.tried = before = await self.on_thread(fingerprint, entry.path)

@@ -36,9 +36,7 @@ PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, er
 
 
 def is_passing(error: BaseException | None) -> bool:
-    """Whether an error says nothing about the files: the machine lacks a resource, or a disk is
-    unavailable.
-    """
+    """Whether an error says nothing about the files: the machine lacks a resource or a disk."""
     return isinstance(error, OSError) and error.errno in PASSING
 
 
@@ -79,9 +77,7 @@ def age_s(found: Fingerprint) -> float:
 
 
 def entry_is(test: Callable[[], bool]) -> bool:
-    """`is_file` or `is_dir` of a directory entry. False for a link that is dangling, cyclic, or not
-    accessible.
-    """
+    """`is_file` or `is_dir` of a directory entry. False for a link that leads nowhere."""
     try:
         return test()
     except OSError:

@@ -1,6 +1,4 @@
-"""Copies of adapters: in memory, of those that could not be read again, and in a folder, of those that are
-nowhere else any more.
-"""
+"""Copies of adapters: in memory, if they could not be read again; in a folder, if nothing else has them."""
 
 from __future__ import annotations
 
@@ -153,9 +151,7 @@ class DiskLevel:
             remove_temporary(self._folder)
 
     def _fail(self, reason: str | None) -> None:
-        """Log the failure once, until writing works again. Pauses writing, because partial copies fill a
-        disk, too.
-        """
+        """Log the failure once, until writing works again, and pause: partial copies fill a disk, too."""
         self._retry_at = time.monotonic() + RETRY_S
         if not self._failing:
             logger.warning("lora disk level: copies cannot be written, serving goes on without: %s", reason)
@@ -184,9 +180,7 @@ class DiskLevel:
         return self._folder / f"{digest}.safetensors"
 
     def _write(self, adapter: Adapter) -> None:
-        """Write it completely or not at all: other processes and later starts may read this folder. Raises
-        OSError.
-        """
+        """Write it completely or not at all: others may read this folder. Raises OSError."""
         path = self._path(adapter.digest)
         part = path.with_name(f"{path.name}.part-{os.getpid()}-{threading.get_ident()}")
         shared = {row.shared.key: row.shared for row in adapter.rows if row.shared is not None}

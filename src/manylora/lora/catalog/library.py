@@ -1,6 +1,4 @@
-"""AdapterLibrary: which adapter a task id or name refers to, and where it is reloaded from after an
-eviction.
-"""
+"""AdapterLibrary: which adapter a task id or name refers to, and where it is read again."""
 
 from __future__ import annotations
 

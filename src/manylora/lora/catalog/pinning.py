@@ -24,9 +24,7 @@ class EnginePins(Protocol):
     """Pins adapters in the engine's cache."""
 
     def pin(self, task_id: int, answer: Callable[[RequestError | None], None]) -> None:
-        """Pin an adapter that is in the cache now. `answer` is called, from any thread, with the reason if
-        that fails, or None.
-        """
+        """Pin an adapter in the cache. answer: called from any thread, with the reason if that fails."""
         ...
 
     def unpin(self, task_id: int) -> None: ...
@@ -94,7 +92,6 @@ class Pinning:
                     self._told[name] = str(error)
 
     async def _bring(self, entry: AdapterEntry) -> None:
-        """Raises RequestError."""
         name = entry.name
         if self._engine is None:
             reason = f"adapter {name!r} cannot be pinned: its cache is Triton's"

@@ -100,9 +100,7 @@ class AdapterReader:
             raise AdapterInvalidError(f"its files cannot be read: {error.strerror}") from error
 
     def find_stored(self, path: Path) -> ReadAdapter | None:
-        """The adapter of files that were read before, are unchanged, and can be read directly into pages.
-        Raises AdapterInvalidError, OSError.
-        """
+        """Unchanged files that can be read straight into pages. Raises AdapterInvalidError, OSError."""
         known = self._unchanged(path)
         if known is None or not self._pages or known.facts.kind != "peft":
             return None

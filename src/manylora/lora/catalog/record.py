@@ -59,9 +59,7 @@ class Kept:
 
 
 def stamp_of(found: Fingerprint) -> Stamp:
-    """The part of a fingerprint that is equal on every host: name, size and modification time of each
-    file.
-    """
+    """The part of a fingerprint that is equal on every host: each file's name, size and time."""
     return tuple((name, size, changed) for name, _, _, size, changed, _ in found)
 
 
@@ -126,9 +124,7 @@ class AdapterRecord:
 
     @contextlib.asynccontextmanager
     async def locked(self) -> AsyncIterator[None]:
-        """Hold the lock against other servers. Raises CatalogError. The system releases the lock of a process
-        that has ended.
-        """
+        """Hold the lock against other servers; it ends with its process. Raises CatalogError."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

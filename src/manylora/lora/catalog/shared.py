@@ -93,9 +93,7 @@ class SharedAdapters:
 
     @contextlib.asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
-        """No other server changes adapters meanwhile, and earlier changes have been followed. Raises
-        CatalogError.
-        """
+        """No other server changes adapters meanwhile, and this one has followed. Raises CatalogError."""
         async with self._lock, self._record.locked():
             try:
                 self._record.read(fresh=True)
@@ -153,7 +151,7 @@ class SharedAdapters:
     def _kept(self, name: str) -> Kept:
         catalog, number = self._catalog, self._catalog.versions.number(name)
         if name in catalog.aliases:
-            return Kept("alias", target=catalog.aliases.target(name), version=number)
+            return Kept("alias", target=catalog.aliases[name], version=number)
         if not catalog.has(name):
             older = self._record.names.get(name)
             stamp = stamp_of(catalog.unloaded.get(name, ()))
@@ -200,7 +198,7 @@ class SharedAdapters:
             catalog.load_alias(name, kept.target, replace=True, later=True)
             return
         if name in catalog.aliases:
-            catalog.aliases.remove(name)
+            del catalog.aliases[name]
         entry = catalog.entry(name) if catalog.has(name) else None
         if kept.kind == "gone":
             if entry is not None and (not entry.scanned or kept.stamp == stamp_of(entry.found)):
@@ -222,7 +220,6 @@ class SharedAdapters:
                 await self._load(name, kept, str(path))
 
     async def _load(self, name: str, kept: Kept, path: str) -> None:
-        """Raises CatalogError."""
         for _ in range(TRIES):
             terms, number = replace(kept.terms), kept.version
             version = await self._catalog.load(name, path, replace=True, terms=terms, number=number)

@@ -7,8 +7,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from manylora.config.hub import model_folder
 from manylora.config.model_folder import read_json
@@ -63,9 +65,7 @@ def trusted_texts(
 
 
 class CurrentTexts:
-    """Thread-safe. Changed files are read again within LOOK_S. If they are broken, the last good text
-    stays.
-    """
+    """Thread-safe. Changed files are read again within LOOK_S; if they are broken, the last text stays."""
 
     def __init__(self, texts: AdapterTexts) -> None:
         self._texts = texts
@@ -73,9 +73,7 @@ class CurrentTexts:
         self._known: OrderedDict[tuple[str, Path], _Known] = OrderedDict()
 
     def find(self, name: str, folder: Path) -> OwnText | None:
-        """The text of the adapter in a folder. None: it uses the base model's. Raises AdapterInvalidError if
-        there never was a good one.
-        """
+        """The text of the adapter in a folder; None: the base model's. Raises AdapterInvalidError."""
         if self._texts.source(name, folder) is None:
             return None
         try:
@@ -159,18 +157,18 @@ class RepositoryTexts:
             return None
         folders, model = repository_folders(folder, engine), value_of(beside, "gpt_model_path")
         roots = [one for one in (folders.catalog, folders.by_id) if one is not None]
-        try:
-            size = _vocab_size(model_folder(Path(model))) if model else None
-        except ConfigError:
-            size = None  # the engine's model reports what is wrong with it
-        texts = trusted_texts(trusted.split(BETWEEN), roots, base, size or base.vocab_size)
+        config: dict[str, Any] = {}
+        with suppress(ConfigError):  # the engine's model reports what is wrong with it
+            config = (read_json(model_folder(Path(model)) / "config.json") if model else None) or {}
+        text = config.get("text_config")
+        size = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+        size = size if isinstance(size, int) and size else base.vocab_size
+        texts = trusted_texts(trusted.split(BETWEEN), roots, base, size)
         assert texts is not None
         return cls(texts, folders)
 
     def of(self, lora: LoraInput | LoraMix | None) -> OwnText | None:
-        """Text of the adapter, if exactly one acts. None: the base model's is used. Raises
-        AdapterInvalidError.
-        """
+        """Text of the only adapter that acts; None: the base model's. Raises AdapterInvalidError."""
         acting = [] if lora is None else [one for one, scale in lora.members if scale]
         return self.find(acting[0].name, acting[0].task_id) if len(acting) == 1 else None
 
@@ -193,10 +191,3 @@ class RepositoryTexts:
         else:
             return None
         return None if folder is None or not is_folder(folder) else (label, folder)
-
-
-def _vocab_size(model: Path) -> int | None:
-    config = read_json(model / "config.json") or {}
-    text = config.get("text_config")
-    found = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
-    return found if isinstance(found, int) else None

@@ -34,8 +34,6 @@ PARTS = ("chat_template", "generation_config", "tokenizer")
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """A tokenizer.json with this content."""
-
     digest: str
     path: Path = field(compare=False)
     bounds: Bounds = field(compare=False)
@@ -88,13 +86,28 @@ class Tokenizers:
         return self._add(file.digest, content)
 
     def _add(self, digest: str, content: bytes) -> Tokenizer:
-        """Raises AdapterInvalidError."""
         with self._opening:
             with self._lock:
                 known = self._held.get(digest)
             if known is not None:
                 return known[0]
-            made, size = self._check(content), IN_MEMORY * len(content)
+            try:
+                made = Tokenizer.parse(content.decode("utf-8"))
+            except ValueError as error:
+                raise AdapterInvalidError(f"its tokenizer.json is no tokenizer: {error}") from error
+            own = made.vocabulary()
+            for token, number in self._base.vocabulary().items():
+                if own.get(token) != number:
+                    raise AdapterInvalidError(
+                        f"its tokenizer.json has {own.get(token, 'no')} as the id of {token[:40]!r}, which "
+                        f"is {number} in the base model: it may add tokens, and change none"
+                    )
+            if (last := max(own.values(), default=0)) >= self._vocab_size:
+                raise AdapterInvalidError(
+                    f"its tokenizer.json has {len(own)} tokens, with ids to {last}: the base model has room "
+                    f"for ids below {self._vocab_size}"
+                )
+            size = IN_MEMORY * len(content)
             with self._lock:
                 self._held[digest] = made, size
                 self.num_bytes += size
@@ -102,26 +115,6 @@ class Tokenizers:
                     _, (_, freed) = self._held.popitem(last=False)
                     self.num_bytes -= freed
             return made
-
-    def _check(self, content: bytes) -> Tokenizer:
-        """Raises AdapterInvalidError."""
-        try:
-            made = Tokenizer.parse(content.decode("utf-8"))
-        except ValueError as error:
-            raise AdapterInvalidError(f"its tokenizer.json is no tokenizer: {error}") from error
-        own = made.vocabulary()
-        for token, number in self._base.vocabulary().items():
-            if own.get(token) != number:
-                raise AdapterInvalidError(
-                    f"its tokenizer.json has {own.get(token, 'no')} as the id of {token[:40]!r}, which is "
-                    f"{number} in the base model: it may add tokens, and change none"
-                )
-        if max(own.values(), default=0) >= self._vocab_size:
-            raise AdapterInvalidError(
-                f"its tokenizer.json has {len(own)} tokens, with ids to {max(own.values())}: the base model "
-                f"has room for ids below {self._vocab_size}"
-            )
-        return made
 
 
 def _read(path: Path, bounds: Bounds) -> bytes:
@@ -241,20 +234,19 @@ class AdapterTexts:
         """The tokenizer of a text. wait: False: return None if its file would have to be read. Raises
         AdapterInvalidError, also if the file has changed.
         """
-        found: Tokenizer | None = self._base
-        if text.own is not None:
-            found = self.tokenizers.get(text.own) if not wait else self.tokenizers.open(text.own)
+        find = self.tokenizers.open if wait else self.tokenizers.get
+        found = self._base if text.own is None else find(text.own)
         return None if found is None else found.with_parts(text.settings, text.template)
 
     def _tokenizer(self, source: TextSource, folder: Path) -> tuple[TokenizerFile | None, Mapping[str, Any]]:
         given = source.tokenizer
         place = given if isinstance(given, Path) else folder
-        if given is False or not (is_plain(place / TOKENIZER_FILE) or given is not True or source.required):
+        there = is_plain(place / TOKENIZER_FILE)
+        if given is False or not (there or given is not True or source.required):
             return None, self._base.settings
-        bounds = self._bounds if given is True else Bounds()
-        if not is_plain(place / TOKENIZER_FILE):
+        if not there:
             raise AdapterInvalidError(f"it has no {TOKENIZER_FILE}")
-        own = self.tokenizers.find(place / TOKENIZER_FILE, bounds)
+        own = self.tokenizers.find(place / TOKENIZER_FILE, self._bounds if given is True else Bounds())
         settings = self._settings(place) if is_plain(place / SETTINGS_FILE) else self._base.settings
         return own, settings
 
@@ -264,8 +256,7 @@ class AdapterTexts:
             return None
         file = given if isinstance(given, Path) else folder / TEMPLATE_FILE
         if isinstance(given, Path) or is_plain(file):
-            text = self._read(file, given)
-            return {"default": text}
+            return {"default": self._read(file, given)}
         found = sources_in(self._settings(folder))
         if not found and source.required:
             raise AdapterInvalidError(

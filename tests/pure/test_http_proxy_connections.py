@@ -12,7 +12,7 @@ import pytest
 
 from manylora.launcher import http_proxy
 from manylora.launcher.http_proxy import ClientConnection, HttpProxy, Probe
-from manylora.launcher.probes import ProxyProbe
+from manylora.launcher.server import ProxyProbe
 from manylora.system.connections import OpenConnections, address_of
 
 GENERATE = b"/v2/models/m/generate"

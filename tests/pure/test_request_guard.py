@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from manylora.launcher import installation
+from manylora.launcher.installation import KNOWN, preload_guard
 from manylora.system.compiler import find_compiler
-from manylora.wire import request_guard
-from manylora.wire.request_guard import KNOWN, preload_guard
 
 CORE = """
 #include <string.h>
@@ -122,7 +122,7 @@ def test_without_it_the_server_starts_and_one_line_says_so(
     server.write_bytes(b"" if why == "form" else b"\x7fELF" + KNOWN)
     folder.mkdir()
     library = None if why == "compiler" else server
-    monkeypatch.setattr(request_guard, "find_common_library", lambda source: library)
+    monkeypatch.setattr(installation, "find_common_library", lambda source: library)
     with caplog.at_level(logging.WARNING, "manylora.launcher"):
         assert preload_guard(server, {"a": "b"}, folder) == {"a": "b"}
     assert len(caplog.messages) == 1

@@ -20,10 +20,9 @@ from waiting import wait_for_named as wait_for
 
 from manylora.errors import ConfigError
 from manylora.launcher import supervisor as supervisor_module
-from manylora.launcher.logs import ServerLog, limit_size, open_log
-from manylora.launcher.probes import MemoryLimit, Silence
 from manylora.launcher.processes import end_marked, free_port, raise_open_files, stat_of
-from manylora.launcher.run_directory import RunDirectory
+from manylora.launcher.run_directory import RunDirectory, ServerLog, limit_size, open_log
+from manylora.launcher.server import MemoryLimit, Silence
 from manylora.launcher.supervisor import StoppedError, Supervisor
 from manylora.system import lifeline
 from manylora.system.compiler import load_library
@@ -32,8 +31,7 @@ from manylora.system.lifeline import RUN_DIR, Report, read_reports
 PROGRAM = "import socket, time; s = socket.create_server(('127.0.0.1', {port})); time.sleep(600)"
 KEEP = """
 import logging, sys
-from manylora.launcher.programs import ServeProgram
-from manylora.launcher.supervisor import Supervisor
+from manylora.launcher.supervisor import ServeProgram, Supervisor
 logging.basicConfig(level="INFO")
 child = ServeProgram([sys.executable, "-c", sys.argv[1]], "127.0.0.1", int(sys.argv[2]), 5)
 supervisor = Supervisor(child)

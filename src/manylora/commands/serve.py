@@ -7,8 +7,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from manylora.launcher.programs import ServeProgram
-from manylora.launcher.supervisor import Supervisor
+from manylora.launcher.supervisor import ServeProgram, Supervisor
 
 if TYPE_CHECKING:
     from manylora.openai.options import ServeOptions

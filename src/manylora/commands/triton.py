@@ -10,8 +10,7 @@ from pathlib import Path
 from manylora.commands import repo
 from manylora.config.foreign import TRITON_COMMAND
 from manylora.errors import ConfigError
-from manylora.launcher import arguments as launcher
-from manylora.launcher.cli import run
+from manylora.launcher import cli as launcher
 from manylora.launcher.new_repository import known_values, write_repository
 from manylora.system.command_line import Parser
 
@@ -22,21 +21,21 @@ WRITING = {"repo": "--repo", "lora_root": "--lora-root", "models": "--models", "
 def main(arguments: list[str] | None = None) -> int:
     options = argument_parser().parse_args(arguments)
     if options.stop or options.status:
-        return run(options)
+        return launcher.run(options)
     try:
         _check(options)
     except ConfigError as error:
         print(f"manylora triton: {error}", file=sys.stderr)
         return 1
     if options.model is None:
-        return run(options)
+        return launcher.run(options)
 
     def write(run_dir: Path) -> Path:
         folder = options.repo or run_dir / OWN
         write_repository(repo.plan_of(options), folder)
         return folder
 
-    return run(options, write)
+    return launcher.run(options, write)
 
 
 def argument_parser() -> Parser:

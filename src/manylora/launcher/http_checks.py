@@ -16,7 +16,7 @@ from typing import Any
 import httptools
 import numpy as np
 
-from manylora.launcher.management_access import MANAGEMENT_HEADER
+from manylora.launcher.server_command import MANAGEMENT_HEADER
 
 MAX_HEADERS = 128
 SHORT_HEAD = 1024  # bytes

@@ -20,6 +20,7 @@ from manylora.errors import ConfigError
 
 PR_SET_PDEATHSIG = 1
 GONE_S = 5.0  # for killed processes to disappear
+STOPPED_S = 5.0  # a process stopped by a signal for this long counts as hung
 PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")  # ephemeral ports
 PORTS = range(20000, 32000)  # candidates, below the ephemeral range
 MIN_FILES = 256

@@ -1,28 +1,41 @@
-"""The service that the launcher supervises: tritonserver, its HTTP proxy and its models' processes."""
+"""The service that the launcher supervises: tritonserver, its HTTP proxy and its models' processes. When it
+hangs, and when it has too much memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import logging
 import math
 import os
 import re
+import select
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from manylora.errors import ConfigError
 from manylora.launcher.installation import Installation
-from manylora.launcher.logs import ServerLog, open_log
-from manylora.launcher.management_access import MANAGEMENT_HEADER
-from manylora.launcher.probes import STOPPED_S, MemoryLimit, ProxyProbe, Silence, http_answers, processor_time
-from manylora.launcher.processes import exit_text, free_port, kill_child, raise_open_files, spawn, stat_of
+from manylora.launcher.processes import (
+    STOPPED_S,
+    exit_text,
+    free_port,
+    kill_child,
+    raise_open_files,
+    spawn,
+    stat_of,
+)
+from manylora.launcher.run_directory import ServerLog, open_log
 from manylora.launcher.server_command import (
     ALLOCATOR,
+    MANAGEMENT_HEADER,
+    SECRET_FILE,
     ServerOptions,
-    http_proxy_command,
     remove_leftovers,
     server_command,
     shared_memory,
@@ -44,8 +57,85 @@ logger = logging.getLogger("manylora.launcher")
 UNCLAIMED_S = 1.0  # a dead model process the server ignores for this long was not noticed by it
 PROBE_S = 0.5
 LOOK_S = 2.0  # of `OwnClock`: the most that one check, which may wait for HTTP, can add
-RESIDENT = 21  # index of resident pages in `stat_of`
-PAGE = os.sysconf("SC_PAGE_SIZE")
+SILENCE_S = 30.0  # a process without an answer for this long counts as hung, unless it computes
+BUSY = 1 / 30  # processor time per second from which a process computes; an idle tritonserver takes 1/500
+PATIENCE = 10  # a process that computes may be silent for this many times as long
+QUIET_S = 2.0  # idle time before a server that has grown is restarted
+USER, SYSTEM, RESIDENT = 11, 12, 21  # indices of processor time and resident pages in `stat_of`
+PAGE, TICK = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
+
+
+class Silence:
+    """Decides when a process that does not answer hangs.
+
+    One that uses the processor may be busy: all of its threads with large requests, say. Ending it would end
+    the requests of others.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._answered = self._moved = now
+        self._used = 0.0
+
+    def of(self, answered: bool, used: float, now: float, limit: float) -> float | None:
+        """For how many seconds it has not answered, if it hangs; otherwise None.
+
+        answered: since the last call. used: seconds of processor time. limit: seconds. now: of any clock.
+        """
+        limit = min(limit, SILENCE_S)
+        if answered:
+            self._answered = now
+        if answered or used - self._used >= BUSY * limit:
+            self._moved, self._used = now, used
+        silent = now - self._answered
+        return silent if now - self._moved > limit or silent > PATIENCE * limit else None
+
+
+class MemoryLimit:
+    """Decides when tritonserver is restarted because of its memory. limit: bytes, 0 for none.
+
+    The server never frees the memory of large tensors and refused gRPC requests.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._quiet_since: float | None = None
+
+    def exceeded(self, resident: int, held: int, now: float) -> str | None:
+        """The reason to restart now: over the limit and idle for a moment, or over twice the limit.
+
+        resident: bytes of the server. held: open requests. now: seconds of a monotonic clock.
+        """
+        if held or not self._limit or resident <= self._limit:
+            self._quiet_since = None
+        elif self._quiet_since is None:
+            self._quiet_since = now
+        is_quiet = self._quiet_since is not None and now - self._quiet_since > QUIET_S
+        if is_quiet or 0 < 2 * self._limit < resident:
+            return f"tritonserver holds {resident >> 20} MiB, of at most {self._limit >> 20}"
+        return None
+
+
+class ProxyProbe:
+    """A connected pair of sockets: the HTTP proxy sends back what the launcher sends.
+
+    other: the proxy's; close it once the proxy has it.
+    """
+
+    def __init__(self) -> None:
+        self._own, self.other = socket.socketpair()
+        self._own.setblocking(False)
+
+    def answered(self) -> bool:
+        """Whether it has answered since the last call. Asks again."""
+        answered = False
+        with contextlib.suppress(OSError):  # nothing is there
+            answered = bool(self._own.recv(2**10))
+        with contextlib.suppress(OSError):  # it does not read
+            self._own.send(b"?")
+        return answered
+
+    def close(self) -> None:
+        self._own.close()
 
 
 class TritonServer:
@@ -101,19 +191,18 @@ class TritonServer:
             self._process = spawn(command, environment, log, widen_stacks)
             self._started.append(self._process)
             with self._proxy_probe.other as probe:
-                command = http_proxy_command(o, self._inner_port, self._run_dir, probe.fileno())
+                command = [sys.executable, "-m", "manylora.launcher.http_proxy", f"--address={o.address}"]
+                command += [f"--port={o.http_port}", f"--inner-port={self._inner_port}"]
+                command += [f"--secret-file={self._run_dir / SECRET_FILE}", f"--probe={probe.fileno()}"]
+                command += ["--open"] if o.open_management else []
                 self._proxy = spawn(command, os.environ | mark, log, pass_fds=[probe.fileno()])
             self._started.append(self._proxy)
         finally:
             os.close(log)
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def processes(self) -> list[int]:
         """Ids of the server, its proxy and its models' processes."""
-        return [self.pid, self._proxy.pid, *sorted(self._models)]
+        return [self._process.pid, self._proxy.pid, *sorted(self._models)]
 
     def _wait_ready(self, stopping: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self._options.start_timeout
@@ -121,11 +210,17 @@ class TritonServer:
         def going() -> bool:
             return not stopping() and self._broken() is None and time.monotonic() < deadline
 
+        # One token through the ensemble, if there is one.
+        canary = json.dumps({"text_input": "a", "max_tokens": 1})
+        has_ensemble = (self._options.model_repo / "ensemble").is_dir()
         proxy_answered = False
         while going():
             # Polled within the loop, because a server whose models died may never respond.
             proxy_answered = proxy_answered or self._proxy_probe.answered()
-            if proxy_answered and self._answers("/v2/health/ready", going) and self._canary(going):
+            ready = proxy_answered and self._answers("/v2/health/ready", going)
+            if ready and has_ensemble:
+                ready = self._answers("/v2/models/ensemble/generate", going, canary)
+            if ready:
                 with contextlib.suppress(OSError):
                     for region in shared_memory(self._options.http_port):
                         region.chmod(0o600)  # Triton makes them world-readable, whatever the umask
@@ -162,8 +257,7 @@ class TritonServer:
             ended = fields is not None and fields[0] == "Z"
             if self._lasts("ended", pid, ended) > UNCLAIMED_S and not self._log.refusal():
                 return RuntimeError(f"{model}'s process ended{_how(fields)} while loading")
-            limit = min(self._options.hang_timeout or math.inf, STOPPED_S)
-            if self._lasts("stopped", pid, fields is not None and fields[0] == "T") > limit:
+            if self._stopped(pid, fields):
                 return RuntimeError(f"{model}'s process was stopped by a signal while loading")
         return None
 
@@ -175,6 +269,11 @@ class TritonServer:
         at = self._clock.read()
         return at - self._since.setdefault((what, pid), at)
 
+    def _stopped(self, pid: int, fields: list[str] | None) -> bool:
+        """Whether a process has been stopped by a signal for too long. fields: from `stat_of`."""
+        lasts = self._lasts("stopped", pid, fields is not None and fields[0] == "T")
+        return lasts > min(self._options.hang_timeout or math.inf, STOPPED_S)
+
     def loss(self) -> str | None:
         """The reason why the server has to be restarted, or None."""
         self._clock.read()
@@ -185,7 +284,10 @@ class TritonServer:
         self._last_probe = time.monotonic()
         if self._options.loads_models:
             self._find_models()
-        return self._hangs() or self._has_grown()
+        if (loss := self._hangs()) is not None or (fields := stat_of(self._process.pid)) is None:
+            return loss
+        held = sum(report.held for report in read_reports(self._run_dir, self._models).values())
+        return self._memory.exceeded(int(fields[RESIDENT]) * PAGE, held, time.monotonic())
 
     def _died(self) -> str | None:
         for name, process in (("tritonserver", self._process), ("the HTTP proxy", self._proxy)):
@@ -209,18 +311,17 @@ class TritonServer:
         limit = self._options.hang_timeout
         if not limit:
             return None
-        names = {self.pid: "tritonserver", self._proxy.pid: "the HTTP proxy"}
+        names = {self._process.pid: "tritonserver", self._proxy.pid: "the HTTP proxy"}
         names |= {pid: f"{m}'s process" for pid, m in self._models.items()}
         for pid, name in names.items():
-            fields = stat_of(pid)
-            if self._lasts("stopped", pid, fields is not None and fields[0] == "T") > min(limit, STOPPED_S):
+            if self._stopped(pid, stat_of(pid)):
                 return f"{name} was stopped by a signal"
         now, until = self._clock.read(), time.monotonic() + 1
         answered = self._answers("/v2/health/live", lambda: time.monotonic() < until)
-        silence = self._silence.of(answered, processor_time(self.pid), now, limit)
+        silence = self._silence.of(answered, _processor_time(self._process.pid), now, limit)
         if silence is not None:
             return f"tritonserver has not answered for {silence:.0f} s"
-        used = processor_time(self._proxy.pid)
+        used = _processor_time(self._proxy.pid)
         if (silence := self._proxy_silence.of(self._proxy_probe.answered(), used, now, limit)) is not None:
             return f"the HTTP proxy has not answered for {silence:.0f} s"
         reports = read_reports(self._run_dir, self._models)
@@ -236,13 +337,6 @@ class TritonServer:
         if now - self._last_progress > limit:
             return f"the engine has not moved for {now - self._last_progress:.0f} s with {held} requests open"
         return None
-
-    def _has_grown(self) -> str | None:
-        fields = stat_of(self.pid)
-        if fields is None:
-            return None
-        held = sum(report.held for report in read_reports(self._run_dir, self._models).values())
-        return self._memory.exceeded(int(fields[RESIDENT]) * PAGE, held, time.monotonic())
 
     def _drain(self, hurry: Callable[[], bool]) -> None:
         """Make the server refuse new requests, and wait until all models are idle, at most for the drain
@@ -283,7 +377,7 @@ class TritonServer:
 
     def _children(self) -> Iterator[int]:
         with contextlib.suppress(OSError):
-            for task in Path(f"/proc/{self.pid}/task").iterdir():
+            for task in Path(f"/proc/{self._process.pid}/task").iterdir():
                 with contextlib.suppress(OSError):
                     yield from map(int, (task / "children").read_text(encoding="utf-8").split())
 
@@ -297,17 +391,29 @@ class TritonServer:
                     if found:  # otherwise it is not yet the model's process
                         self._models[pid] = found[1].decode(errors="replace")
 
-    def _canary(self, going: Callable[[], bool]) -> bool:
-        """Send one token through the ensemble, if there is one."""
-        if not (self._options.model_repo / "ensemble").is_dir():
-            return True
-        body = json.dumps({"text_input": "a", "max_tokens": 1})
-        return self._answers("/v2/models/ensemble/generate", going, body)
-
     def _answers(self, path: str, going: Callable[[], bool], body: str | None = None) -> bool:
-        """Whether tritonserver itself does: the public port may be full."""
+        """Whether tritonserver itself answers with success: the public port may be full.
+
+        going: called several times a second; False: give up.
+        """
+        connection = http.client.HTTPConnection("127.0.0.1", self._inner_port, timeout=1)
         headers = {MANAGEMENT_HEADER: self._options.management_secret}
-        return http_answers(self._inner_port, path, headers, going, body)
+        try:
+            connection.request("POST" if body else "GET", path, body, headers)
+            while not select.select([connection.sock], [], [], 0.1)[0]:
+                if not going():
+                    return False
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+
+def _processor_time(pid: int) -> float:
+    """Seconds that a process has used. 0 if there is none."""
+    fields = stat_of(pid)
+    return (int(fields[USER]) + int(fields[SYSTEM])) / TICK if fields else 0.0
 
 
 def _how(fields: list[str] | None) -> str:

@@ -1,23 +1,30 @@
-"""How a tritonserver is started: the user's options, its command line and limits, its shared memory."""
+"""How a tritonserver is started: the user's options, its command line and limits, who may use which of its
+interfaces, its shared memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import secrets
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from manylora.errors import ConfigError
 from manylora.launcher.installation import Installation
-from manylora.launcher.management_access import SECRET_FILE, management_flags
 from manylora.launcher.processes import end_marked
 from manylora.system.lifeline import RUN_DIR
 
 # Makes glibc return the memory of large requests to the system.
 ALLOCATOR = {"MALLOC_ARENA_MAX": 2, "MALLOC_MMAP_THRESHOLD_": 2**17, "MALLOC_TRIM_THRESHOLD_": 2**17}
 STACK = 128 * 2**20  # stack bytes per tritonserver thread; only used pages take memory
+# Clients with access to these can touch other programs' memory, load models, or fill the disk with logs.
+MANAGEMENT = "shared-memory,model-repository,trace,logging"
+PUBLIC = "health,metadata,inference,model-config,statistics"
+MANAGEMENT_HEADER = "manylora-management"
+SECRET_FILE = "management.secret"
 
 
 @dataclass(frozen=True)
@@ -54,30 +61,21 @@ def server_command(installation: Installation, o: ServerOptions, http_port: int)
     grpc, metrics = (f"[{o.address}]", f"ipv6:{o.address}") if is_v6 else (o.address, o.address)
     command += [f"--grpc-port={o.grpc_port}", f"--grpc-address={grpc}"]
     command += [f"--metrics-port={o.metrics_port}", f"--metrics-address={metrics}"]
-    command += [
-        "--disable-auto-complete-config",
-        f"--backend-config=python,shm-region-prefix-name={_prefix(o.http_port)}{secrets.token_hex(8)}_",
-        f"--exit-timeout-secs={o.exit_timeout}",
-    ]
+    shared = f"{_prefix(o.http_port)}{secrets.token_hex(8)}_"
+    command += [f"--exit-timeout-secs={o.exit_timeout}", "--disable-auto-complete-config"]
+    command.append(f"--backend-config=python,shm-region-prefix-name={shared}")
     if not Path("/dev/nvidiactl").exists():
         command += ["--pinned-memory-pool-byte-size=0", "--allow-gpu-metrics=false"]
     if o.verbose_log:
         command += ["--log-verbose=3", f"--log-file={o.verbose_log}"]
-    return [
-        *command,
-        *management_flags(o.management_secret, o.open_management, o.triton_args),
-        *o.triton_args,
-    ]
-
-
-def http_proxy_command(o: ServerOptions, inner_port: int, run_dir: Path, probe: int) -> list[str]:
-    """inner_port: tritonserver's own. probe: the descriptor of the socket on which the proxy answers the
-    launcher.
-    """
-    command = [sys.executable, "-m", "manylora.launcher.http_proxy", f"--address={o.address}"]
-    command += [f"--port={o.http_port}", f"--inner-port={inner_port}", f"--probe={probe}"]
-    command += [f"--secret-file={run_dir / SECRET_FILE}"]
-    return [*command, *(["--open"] if o.open_management else [])]
+    access = {"--http-restricted-api": f"{MANAGEMENT},{PUBLIC}"}  # the HTTP port is behind our proxy
+    if not o.open_management:
+        access["--grpc-restricted-protocol"] = MANAGEMENT
+    given = {argument.split("=", 1)[0] for argument in o.triton_args}
+    for flag, names in access.items():
+        if flag not in given:
+            command.append(f"{flag}={names}:{MANAGEMENT_HEADER}={o.management_secret}")
+    return [*command, *o.triton_args]
 
 
 def widen_stacks() -> None:
@@ -85,6 +83,40 @@ def widen_stacks() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_STACK)
     wanted = STACK if most == resource.RLIM_INFINITY else min(STACK, most)
     resource.setrlimit(resource.RLIMIT_STACK, (wanted, most))
+
+
+def management_secret(run_dir: Path, file: Path | None) -> str:
+    """The secret that clients must send for management: the content of `file`, or a new one.
+
+    It is also written to `run_dir`, readable by this user only. Raises ConfigError.
+    """
+    secret = secrets.token_hex(32)
+    if file is not None:
+        try:
+            secret = file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--management-secret-file {file} cannot be read: {error}") from error
+        if not re.fullmatch(r"[\w.-]{16,}", secret, re.ASCII):
+            raise ConfigError(
+                f"--management-secret-file {file} must hold 16 or more letters, digits, '_', '.' or '-'"
+            )
+    path = run_dir / SECRET_FILE
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w") as written:
+        written.write(secret)
+    return secret
+
+
+def describe_access(address: str, run_dir: Path, management_is_open: bool) -> str:
+    """Text for the terminal: which interfaces are open to whom."""
+    local = address in ("127.0.0.1", "::1", "localhost")
+    who = "anybody on this machine" if local else f"anybody who reaches {address}"
+    if management_is_open:
+        rest = "so are management calls, which read and write memory of this machine (--open-management)"
+    else:
+        rest = f"management calls need the secret in {run_dir / SECRET_FILE}"
+    return f"requests and metrics are open to {who}; {rest}"
 
 
 def remove_leftovers(run_dir: Path, http_port: int | None) -> None:

@@ -1,4 +1,4 @@
-/* Preloaded into tritonserver, between its HTTP and gRPC front ends and its core; see request_guard.py. */
+/* Preloaded into tritonserver, between its HTTP and gRPC front ends and its core; see installation.py. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stddef.h>

@@ -14,7 +14,7 @@ from server_response import ServerResponse
 
 from manylora.errors import RequestError
 from manylora.system.lifeline import Lifeline
-from manylora.wire.bls import ClientRequest, StopWords, TextGenerator, Values, speculate
+from manylora.wire.bls import ClientRequest, StopWords, TextGenerator, Values
 from manylora.wire.bls_worker import BlsWorker
 from manylora.wire.server_types import FINAL
 
@@ -169,19 +169,23 @@ def test_the_target_confirms_what_the_draft_guesses() -> None:
     assert all(one["temperature"] == 0.5 for one in models.asked)
 
 
+class Confirming(Models):
+    """The draft model is right about the first token, and the engine ends with g."""
+
+    def _generate(self, ids: list[int], request_id: str) -> Iterator[Mapping[str, Tensor]]:
+        asked = self.asked[-1]
+        new = [ids[-1] + 1, 0][: asked["request_output_len"].item()]
+        if asked["model"] == "engine":
+            drafted = asked["draft_input_ids"][0].tolist() if "draft_input_ids" in asked else []
+            new = list(range(ids[-1] + 1, ids[-1] + 2 + (drafted[:1] == [ids[-1] + 1])))
+        reason = b"stop_words" if ord("g") in new else b""
+        yield tensors(output_ids=np.array([[new]], np.int32), finish_reason=np.array([[reason]], np.object_))
+
+
 def test_speculation_ends_with_the_sequence_or_at_the_limit() -> None:
-    text = list(range(100, 110))
-
-    def confirm(ids: list[int], draft: list[int]) -> tuple[list[int], bool]:
-        new = text[len(ids) - 1 :]
-        new = new[: 1 + sum(a == b for a, b in zip(draft, new, strict=False))]
-        return new, 103 in new
-
-    def guess(ids: list[int], count: int) -> list[int]:
-        return [text[len(ids) - 1], 0][:count]
-
-    assert speculate([1], 10, 2, guess, confirm) == [100, 101, 102, 103]
-    assert speculate([1], 3, 2, guess, confirm) == [100, 101, 102]
+    for most, text in ((10, b"abcdefg"), (3, b"abcd")):
+        asked = text_request("a", max_tokens=most, num_draft_tokens=2)
+        assert text_of(run(Confirming(), asked, draft="draft")) == [text]
 
 
 class Client:

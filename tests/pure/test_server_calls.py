@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from manylora.errors import RequestError
-from manylora.wire import server_calls
-from manylora.wire.server_calls import ServerCalls
+from manylora.wire import bls_worker
+from manylora.wire.bls_worker import ServerCalls
 
 
 class Responses:
@@ -56,7 +56,7 @@ def test_responses_outlive_their_call(monkeypatch: pytest.MonkeyPatch, fails: bo
     call()
     gc.collect()
     assert all(one() is not None for one in given)
-    monkeypatch.setattr(server_calls, "KEPT_S", -1.0)
+    monkeypatch.setattr(bls_worker, "KEPT_S", -1.0)
     call()
     gc.collect()
     assert given[0]() is None and given[1]() is None

@@ -16,8 +16,7 @@ from manylora.generation.defaults import GenerationDefaults, OwnText
 from manylora.generation.tokenizer import Tokenizer
 from manylora.system.text_threads import LONG
 from manylora.wire.encode import adapter_told
-from manylora.wire.postprocessing import MAX_TOKENS, Postprocessor
-from manylora.wire.preprocessing import MAX_WORDS, WORD_COST, Preprocessor
+from manylora.wire.text_models import MAX_TOKENS, MAX_WORDS, WORD_COST, Postprocessor, Preprocessor
 from manylora.wire.texts import decode_word_list, encode_word_lists
 
 

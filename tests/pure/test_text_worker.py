@@ -18,7 +18,7 @@ from manylora.errors import RequestError
 from manylora.system.lifeline import Lifeline
 from manylora.system.text_threads import LONG
 from manylora.wire.client_errors import check_parameters, client_message
-from manylora.wire.text_worker import TextWorker
+from manylora.wire.text_models import TextWorker
 
 
 class Sent:

@@ -16,8 +16,7 @@ from manylora.contracts.prompts import EngineSetup, PromptRunner
 from manylora.errors import ConfigError
 from manylora.lora.catalog.texts import repository_folders
 from manylora.system.lifeline import Lifeline
-from manylora.wire.bls_worker import BlsWorker
-from manylora.wire.server_calls import ServerCalls
+from manylora.wire.bls_worker import BlsWorker, ServerCalls
 from manylora.wire.server_types import release
 from manylora.wire.shape_guard import check_shapes
 

@@ -20,8 +20,8 @@ from manylora.config.repository import engine_config, parameters_of
 from manylora.engine.loop import EngineLoop
 from manylora.errors import ConfigError
 from manylora.system.lifeline import Lifeline
+from manylora.wire.bls_worker import ServerCalls
 from manylora.wire.engine_worker import EngineModelOptions, EngineWorker, Outputs
-from manylora.wire.server_calls import ServerCalls
 from manylora.wire.server_types import release
 from manylora.wire.shape_guard import check_shapes
 

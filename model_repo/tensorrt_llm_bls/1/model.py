@@ -13,8 +13,7 @@ from manylora.config.repository import flag, parameters_of, value_of
 from manylora.errors import ConfigError
 from manylora.system.lifeline import Lifeline
 from manylora.wire.bls import TextGenerator
-from manylora.wire.bls_worker import BlsWorker
-from manylora.wire.server_calls import ServerCalls
+from manylora.wire.bls_worker import BlsWorker, ServerCalls
 from manylora.wire.server_types import release
 from manylora.wire.shape_guard import check_shapes
 

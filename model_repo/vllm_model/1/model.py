@@ -17,8 +17,7 @@ from manylora.contracts.vllm_model import VllmModel, takes_adapters
 from manylora.errors import ConfigError
 from manylora.lora.catalog.names import read_names
 from manylora.system.lifeline import Lifeline
-from manylora.wire.bls_worker import BlsWorker
-from manylora.wire.server_calls import ServerCalls
+from manylora.wire.bls_worker import BlsWorker, ServerCalls
 from manylora.wire.server_types import release
 from manylora.wire.shape_guard import check_shapes
 

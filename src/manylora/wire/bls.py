@@ -156,9 +156,19 @@ class TextGenerator:
         """
         check_inputs(inputs, self._accumulate, self._draft is not None)
         batch = items(inputs)
-        weights = lora_weights_of_items(lora_weights, len(batch))
-        if len(batch) == 1:
-            return self._item(client, batch[0], weights[0], None)
+        if len(batch) == 1:  # its weights are passed through, because NumPy has no bfloat16
+            return self._item(client, batch[0], lora_weights, None)
+        weights: list[np.ndarray | None] = [None] * len(batch)
+        if lora_weights is not None:
+            try:
+                given = read_inputs([lora_weights])["lora_weights"]
+            except RequestError:
+                raise
+            except Exception:
+                raise RequestError(
+                    "lora_weights as BF16 can be sent with a batch of one only: send it once before the batch"
+                ) from None
+            weights = [given[i : i + 1] for i in range(len(batch))]
         rows = enumerate(zip(batch, weights, strict=True))
         return _interleaved([self._item(client, *row, index) for index, row in rows])
 
@@ -182,7 +192,9 @@ class TextGenerator:
             return
         streaming = bool(_number(inputs, "stream"))
         whole = self._accumulate and streaming
-        stops = _stop_words(inputs, streaming, whole)
+        words = [word.decode() for word in inputs.get("stop_words", np.array([])).reshape(-1)]
+        echoed = not streaming and not _number(inputs, "exclude_input_in_output")
+        stops = StopWords(words, len(inputs["text_input"].reshape(-1)[0].decode()) if echoed else 0, whole)
         so_far: dict[int, np.ndarray] = {}
         with client.engine_request(self._engine) as request_id:
             for response in self._call(self._engine, engine_inputs, ENGINE_OUTPUTS, request_id):
@@ -198,10 +210,7 @@ class TextGenerator:
                     so_far[sequence] = ids
                     outputs = _with_ids(response, ids)
                 counts = _counts(inputs, engine_inputs, outputs)
-                yield {
-                    **_response(stops.cut(sequence, self._texts(outputs)), outputs, index),
-                    **counts,
-                }
+                yield {**_response(stops.cut(sequence, self._texts(outputs)), outputs, index), **counts}
                 if stops.all_stopped:
                     self.stop(self._engine, request_id)
 
@@ -220,38 +229,37 @@ class TextGenerator:
     def _speculate(
         self, client: ClientRequest, inputs: Arrays, engine_inputs: Values, index: int | None
     ) -> Values:
-        """The whole answer in one response: that of the last step, with all ids."""
+        """The whole answer in one response: that of the last step, with all ids. In each step the draft model
+        guesses tokens, and the engine confirms some of them and adds one of its own.
+        """
         prompt = _array(engine_inputs["input_ids"]).reshape(-1).tolist()
         common = dict(engine_inputs) | {"exclude_input_in_output": np.array([[True]])}
         plain = {name: value for name, value in common.items() if not name.startswith("lora_")}
-        last: Mapping[str, ServerTensor] = {}
+        limit, most = _number(inputs, "max_tokens"), _number(inputs, "num_draft_tokens")
 
         def first_response(model: str, sent: Values) -> Mapping[str, ServerTensor]:
             with client.engine_request(model) as request_id:
                 return next(iter(self._call(model, sent, ENGINE_OUTPUTS, request_id)))
 
-        def step(ids: list[int], count: int) -> dict[str, np.ndarray]:
-            """Each step's prompt includes the output so far, so positions counted from the prompt's end
-            shift.
-            """
-            moved = _prompt(ids, count)
+        output: list[int] = []
+        draft: list[int]
+        last: Mapping[str, ServerTensor] = {}
+        ended = False
+        while len(output) < limit and not ended:
+            # The prompt includes the output so far, so positions counted from the prompt's end shift.
+            moved: dict[str, np.ndarray] = {}
             if "prompt_ignore_length" in inputs:
                 moved["prompt_ignore_length"] = np.minimum(inputs["prompt_ignore_length"], len(prompt))
             if "min_length" in inputs:
-                moved["min_length"] = np.maximum(inputs["min_length"] - (len(ids) - len(prompt)), 0)
-            return moved
-
-        def guess(ids: list[int], count: int) -> list[int]:
-            return _ids_of(first_response(str(self._draft), plain | step(ids, count)))
-
-        def confirm(ids: list[int], draft: list[int]) -> tuple[list[int], bool]:
-            nonlocal last
-            more = {"draft_input_ids": np.array([draft], np.int32)} if draft else {}
-            last = first_response(self._engine, common | step(ids, len(draft) + 1) | more)
-            return _ids_of(last), last["finish_reason"].as_numpy().reshape(-1)[0] not in (b"", b"length")
-
-        wanted = _number(inputs, "max_tokens"), _number(inputs, "num_draft_tokens")
-        output = speculate(prompt, *wanted, guess, confirm)
+                moved["min_length"] = np.maximum(inputs["min_length"] - len(output), 0)
+            ids, count, draft = [*prompt, *output], min(most, limit - len(output) - 1), []
+            if count > 0:
+                draft = _ids_of(first_response(str(self._draft), plain | _prompt(ids, count) | moved))
+            if draft:
+                moved["draft_input_ids"] = np.array([draft], np.int32)
+            last = first_response(self._engine, common | _prompt(ids, len(draft) + 1) | moved)
+            output += _ids_of(last)
+            ended = last["finish_reason"].as_numpy().reshape(-1)[0] not in (b"", b"length")
         ids = output if _number(inputs, "exclude_input_in_output") else prompt + output
         outputs = _with_ids(last, np.array([[ids]], np.int32))
         return _response(self._texts(outputs), outputs, index)
@@ -290,12 +298,6 @@ def _interleaved(streams: Sequence[Iterator[T]]) -> Iterator[T]:
             yield one
     if failure is not None:
         raise failure
-
-
-def _stop_words(inputs: Arrays, streaming: bool, repeated: bool) -> StopWords:
-    words = [word.decode() for word in inputs.get("stop_words", np.array([])).reshape(-1)]
-    echoed = not streaming and not _number(inputs, "exclude_input_in_output")
-    return StopWords(words, len(inputs["text_input"].reshape(-1)[0].decode()) if echoed else 0, repeated)
 
 
 def _prompt(ids: list[int], count: int) -> dict[str, np.ndarray]:
@@ -393,106 +395,48 @@ def items(values: Arrays) -> list[dict[str, np.ndarray]]:
                 f"Expected batch size doesn't match batch size for tensor {name}. "
                 f"Expected {count} got {len(array)}"
             )
-    return [{name: _slice(array, index) for name, array in values.items()} for index in range(count)]
-
-
-def lora_weights_of_items(tensor: ServerTensor | None, count: int) -> list[np.ndarray | ServerTensor | None]:
-    """One per item of a batch. For a single item it is passed through, because NumPy has no bfloat16."""
-    if tensor is None or count == 1:
-        return [tensor] * count
-    try:
-        rows = read_inputs([tensor])["lora_weights"]
-    except RequestError:
-        raise
-    except Exception:
-        raise RequestError(
-            "lora_weights as BF16 can be sent with a batch of one only: send it once before the batch"
-        ) from None
-    return [rows[index : index + 1] for index in range(count)]
+    rows = {name: array.reshape(-1, 1) if array.ndim == 1 else array for name, array in values.items()}
+    return [{name: array[i : i + 1] for name, array in rows.items()} for i in range(count)]
 
 
 class StopWords:
     """Stop words for all sequences of a request. They are matched on text, so it does not matter how a word
-    is tokenised.
+    is tokenised. The stop word itself stays in the output, as for words matched on tokens.
 
-    skip: as in TextStop. repeated: every text starts from the beginning again, as with accumulated tokens.
+    skip: characters at the start in which no word counts (the prompt, if it is echoed). repeated: every text
+    starts from the beginning again, as with accumulated tokens.
     """
 
     def __init__(self, words: Sequence[str], skip: int = 0, repeated: bool = False) -> None:
-        self._words, self._skip, self._repeated = words, skip, repeated
-        self._sequences: dict[tuple[int, int], TextStop] = {}
+        self._words, self._skip, self._repeated = StopTexts(words), skip, repeated
+        self._seen: dict[tuple[int, int], str] = {}  # (sequence, beam) -> its text so far
+        self._stopped: set[tuple[int, int]] = set()
 
     @property
     def all_stopped(self) -> bool:
         """Whether every sequence with text has reached a stop word."""
-        return bool(self._sequences) and all(stop.stopped for stop in self._sequences.values())
+        return bool(self._seen) and self._stopped == self._seen.keys()
 
     def cut(self, sequence: int, texts: Sequence[str]) -> list[str]:
-        """The next text of each beam of a sequence, cut after a stop word."""
+        """The next text of each beam of a sequence: up to the end of the first stop word, and nothing after
+        it.
+        """
         if not self._words:
             return list(texts)
         cut = []
         for beam, text in enumerate(texts):
             place = (sequence, beam)
-            if self._repeated or place not in self._sequences:
-                self._sequences[place] = TextStop(self._words, self._skip)
-            cut.append(self._sequences[place].feed(text))
+            if self._repeated:
+                self._seen.pop(place, None)
+                self._stopped.discard(place)
+            if place in self._stopped:
+                cut.append("")
+                continue
+            before = self._seen.get(place, "")
+            self._seen[place] = seen = before + text
+            start = max(self._skip, len(before) - self._words.longest + 1)
+            ends = [at + len(word) - len(before) for at, word in self._words.find(seen, start)]
+            if ends:
+                self._stopped.add(place)
+            cut.append(text[: min(ends)] if ends else text)
         return cut
-
-
-class TextStop:
-    """Stop words for one sequence. The stop word itself stays in the output, as for words matched on tokens.
-
-    skip: characters at the start in which no word counts (the prompt, if it is echoed).
-    """
-
-    def __init__(self, words: Sequence[str], skip: int = 0) -> None:
-        self._words = StopTexts(words)
-        self._skip = skip
-        self._tail = ""
-        self.stopped = False
-
-    def feed(self, text: str) -> str:
-        """The part of the next text that is output: up to the end of the first stop word, and nothing after
-        it.
-        """
-        if self.stopped or not self._words:
-            return "" if self.stopped else text
-        passed = min(self._skip, len(text))
-        self._skip -= passed
-        seen = self._tail + text[passed:]
-        ends = [at + len(word) for at, word in self._words.find(seen)]
-        if ends:
-            self.stopped = True
-            return text[: passed + min(ends) - len(self._tail)]
-        longest = self._words.longest
-        self._tail = seen[-(longest - 1) :] if longest > 1 else ""
-        return text
-
-
-def speculate(
-    prompt: list[int],
-    max_tokens: int,
-    draft_tokens: int,
-    guess: Callable[[list[int], int], list[int]],
-    confirm: Callable[[list[int], list[int]], tuple[list[int], bool]],
-) -> list[int]:
-    """The new tokens of speculative decoding: one model drafts, the other verifies.
-
-    guess: (all tokens so far, count) -> at most `count` tokens of the draft model. confirm: (all tokens so
-    far, drafted tokens) -> the tokens that the target model accepts with one of its own, and whether the
-    sequence has ended.
-    """
-    output: list[int] = []
-    ended = False
-    while len(output) < max_tokens and not ended:
-        tokens = [*prompt, *output]
-        count = min(draft_tokens, max_tokens - len(output) - 1)
-        new, ended = confirm(tokens, guess(tokens, count) if count > 0 else [])
-        output += new
-    return output
-
-
-def _slice(array: np.ndarray, index: int) -> np.ndarray:
-    one = array[index : index + 1]
-    return one.reshape(1, 1) if one.ndim == 1 else one

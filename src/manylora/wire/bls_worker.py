@@ -1,5 +1,5 @@
-"""BlsWorker: answers requests of models that call the engine's model, such as `tensorrt_llm_bls`, on threads,
-and ends abandoned ones.
+"""For models that call the engine's model, such as `tensorrt_llm_bls`. BlsWorker: answers their requests on
+threads, and ends abandoned ones. ServerCalls: requests to other models and their responses.
 """
 
 from __future__ import annotations
@@ -9,11 +9,16 @@ import logging
 import queue
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, Protocol
 
+import numpy as np
+
+from manylora.errors import RequestCancelledError, RequestError, UnavailableError
 from manylora.system.compiler import Source, load_library
 from manylora.system.lifeline import Lifeline
 from manylora.wire.bls import ClientRequest, Values
@@ -30,6 +35,13 @@ OF_PYTHON = (
 )  # fmt: skip
 
 
+THREADS = 64
+PERIOD_S = 0.1  # between checks for disconnected clients
+STATUSES = ((UnavailableError, "UNAVAILABLE"), (RequestCancelledError, "CANCELLED"))
+"""Errors with their own Triton status. All others are INTERNAL."""
+KEPT_S = 1.0  # how long a call's responses are kept after its end
+
+
 def share_lock() -> None:
     """Keep Triton's stub from deadlocking when several threads read streams of another model. Without a
     compiler nothing changes, and the launcher restarts a server with a blocked process.
@@ -39,9 +51,9 @@ def share_lock() -> None:
     all streams. A thread that opens a stream waits for the latter while it holds the GIL. This is a
     deadlock. With this a thread that has to wait for a mutex of the stub releases the GIL meanwhile.
     """
-    if not _is_stub():
-        return
     try:
+        if Path("/proc/self/exe").readlink().name != STUB:
+            return
         library = load()
         if library is not None and not library.install():
             logger.warning("%s has another form than is known: its mutexes are as they were", STUB)
@@ -58,17 +70,6 @@ def load() -> ctypes.CDLL | None:
         return None
     library.set_python(*(ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in OF_PYTHON))
     return library
-
-
-def _is_stub() -> bool:
-    try:
-        return Path("/proc/self/exe").readlink().name == STUB
-    except OSError:
-        return False
-
-
-THREADS = 64
-PERIOD_S = 0.1  # between checks for disconnected clients
 
 
 class LastOutputs(dict[str, Any]):
@@ -129,7 +130,10 @@ class BlsWorker(Generic[Response]):
     def execute(self, requests: Sequence[ServerRequest[Response]]) -> None:
         for request in requests:
             sender = request.get_response_sender()
-            self._pool.submit(self._answer, request, sender, self._begin(sender.is_cancelled))
+            client = ClientRequest(sender.is_cancelled)
+            with self._lock:
+                self._clients.add(client)
+            self._pool.submit(self._answer, request, sender, client)
 
     def close(self) -> None:
         """Afterwards no thread runs here: releasing a metric too late would crash the process."""
@@ -138,17 +142,6 @@ class BlsWorker(Generic[Response]):
         self._outbox.put(None)
         for thread in self._threads:
             thread.join()
-
-    def _begin(self, is_cancelled: Callable[[], bool]) -> ClientRequest:
-        client = ClientRequest(is_cancelled)
-        with self._lock:
-            self._clients.add(client)
-        return client
-
-    def _end(self, client: ClientRequest) -> None:
-        with self._lock:
-            self._clients.discard(client)
-        client.finish()
 
     def _answer(
         self, request: ServerRequest[Response], sender: ResponseSender[Response], client: ClientRequest
@@ -167,7 +160,9 @@ class BlsWorker(Generic[Response]):
                     self._outbox.put((client, sender, self._respond(outputs), 0))
             except Exception as error:
                 last = self._fail(client_error(error, self._name))
-            self._end(client)
+            with self._lock:
+                self._clients.discard(client)
+            client.finish()
             self._outbox.put((client, sender, last, FINAL))
 
     def _send_all(self) -> None:
@@ -201,3 +196,67 @@ class BlsWorker(Generic[Response]):
                         self._generator.stop(model, request_id)
                 except Exception as error:
                     client_message(error, self._name)  # for the log
+
+
+class ServerCalls:
+    """pb_utils: triton_python_backend_utils, which only models can import.
+
+    streams: whether the model itself may return several responses; then called models may, too.
+    """
+
+    def __init__(self, pb_utils: Any, streams: bool = True) -> None:
+        self._pb_utils, self._streams = pb_utils, streams
+        self._lock = threading.Lock()
+        self._ended: deque[tuple[float, Any]] = deque()  # end time, and the responses
+
+    def call(
+        self, model: str, inputs: Values, outputs: Sequence[str], request_id: str = ""
+    ) -> Iterator[Mapping[str, Any]]:
+        """As `CallModel`."""
+        request = self._pb_utils.InferenceRequest(
+            model_name=model,
+            inputs=self._tensors(inputs),
+            requested_output_names=outputs,
+            request_id=request_id,
+        )
+        streams = self._streams and request_id
+        responses = request.exec(decoupled=True) if streams else [request.exec()]
+        try:
+            for response in responses:
+                if response.has_error():
+                    error, kinds = response.error(), self._pb_utils.TritonError
+                    kind = UnavailableError if error.code() == kinds.UNAVAILABLE else RequestError
+                    raise kind(error.message())
+                tensors = {tensor.name(): tensor for tensor in response.output_tensors()}
+                if tensors:
+                    yield tensors
+        finally:
+            if streams:
+                self._keep(responses)
+
+    def _keep(self, responses: Any) -> None:
+        """Keep a call's responses alive for a while, and free them here. Thread-safe.
+
+        The stub releases them on a thread that runs concurrently with Python code. If that were the last
+        reference, they would be freed there, which occasionally crashes the process.
+        """
+        now, old = time.monotonic(), []
+        with self._lock:
+            self._ended.append((now, responses))
+            while self._ended and now - self._ended[0][0] > KEPT_S:
+                old.append(self._ended.popleft())
+
+    def respond(self, outputs: Values) -> Any:
+        return self._pb_utils.InferenceResponse(self._tensors(outputs))
+
+    def fail(self, error: Exception) -> Any:
+        kinds = self._pb_utils.TritonError
+        code = next(
+            (getattr(kinds, name) for kind, name in STATUSES if isinstance(error, kind)), kinds.INTERNAL
+        )
+        return self._pb_utils.InferenceResponse(error=kinds(str(error), code))
+
+    def _tensors(self, values: Values) -> list[Any]:
+        """An array becomes a tensor. A tensor of the server's is passed through."""
+        make = self._pb_utils.Tensor
+        return [make(name, one) if isinstance(one, np.ndarray) else one for name, one in values.items()]

@@ -41,16 +41,16 @@ def config(model: str) -> model_config_pb2.ModelConfig:
 def test_table_and_config_say_the_same(model: str) -> None:
     found, table = config(model), MODELS[model]
     ragged = model != "ensemble"  # an ensemble does not batch
-    assert [
-        (t.name, model_config_pb2.DataType.Name(t.data_type), tuple(t.dims), t.optional,
-         t.HasField("reshape"), t.allow_ragged_batch)
+    name = model_config_pb2.DataType.Name
+    assert sorted(
+        (t.name, name(t.data_type), tuple(t.dims), t.optional, t.HasField("reshape"), t.allow_ragged_batch)
         for t in found.input
-    ] == [
+    ) == sorted(
         (t.name, _type(t.dtype), t.dims, t.optional, t.scalar, t.ragged and ragged) for t in table.inputs
-    ]  # fmt: skip
-    assert [(t.name, model_config_pb2.DataType.Name(t.data_type), tuple(t.dims)) for t in found.output] == [
+    )
+    assert sorted((t.name, name(t.data_type), tuple(t.dims)) for t in found.output) == sorted(
         (t.name, _type(t.dtype), t.dims) for t in table.outputs
-    ]
+    )
 
 
 def _type(dtype: str) -> str:

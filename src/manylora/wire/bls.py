@@ -19,7 +19,7 @@ from manylora.generation.sampling import parameters_of
 from manylora.wire.client_errors import check_parameters
 from manylora.wire.server_types import Arrays, ServerRequest, ServerTensor
 from manylora.wire.shape_guard import read_inputs
-from manylora.wire.tensor_table import ENSEMBLE_OUTPUTS
+from manylora.wire.tensor_table import ENSEMBLE
 
 TO_PREPROCESSING = {
     "text_input": "QUERY",
@@ -71,7 +71,7 @@ TO_POSTPROCESSING = {
     "finish_reason": "FINISH_REASON",
     "lora_text": "LORA_TEXT",
 }
-PASSED_ON = [tensor.name for tensor in ENSEMBLE_OUTPUTS if tensor.name != "text_output"]
+PASSED_ON = [tensor.name for tensor in ENSEMBLE.outputs if tensor.name != "text_output"]
 """Outputs of the engine's model that are passed to the client unchanged."""
 REFUSED = ("image_input", "image_bytes_input", "image_url_input", "video_bytes_input")
 ENGINE_OUTPUTS = [*TO_POSTPROCESSING, *PASSED_ON]

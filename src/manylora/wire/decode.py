@@ -32,9 +32,11 @@ from manylora.wire.texts import decode_word_list, utf8
 
 DEFAULTED = {one.name: one.kind for one in parameters_of("files")}
 
-RETENTION = (  # inputs, each of which may be used alone
-    "token_range_starts", "token_range_ends", "token_range_priorities", "token_range_durations_ms",
-    "decode_priority", "decode_duration_ms",
+RANGES = tuple(f"retention_token_range_{name}" for name in ("starts", "ends", "priorities", "durations_ms"))
+RETENTION = (*RANGES, "retention_decode_priority", "retention_decode_duration_ms")  # each may be used alone
+ONE_ADAPTER = (  # inputs that do not go with a mix
+    "lora_task_id", "lora_name", "lora_weights", "lora_config", "lora_invocation_tokens", "lora_ckpt_source",
+    "lora_version",
 )  # fmt: skip
 
 
@@ -86,11 +88,6 @@ class _Item:
         return row.reshape(-1).tolist()
 
 
-def is_stop(arrays: Arrays) -> bool:
-    """Whether this is a stop request. Checked before anything else."""
-    return "stop" in arrays and bool(np.any(arrays["stop"]))
-
-
 def decode_requests(
     arrays: Arrays,
     request_id: str,
@@ -133,6 +130,7 @@ def _decode(item: _Item, request_id: str, decoupled: bool, has_encoder: bool) ->
     if sequences > 1 and width == 1 and not decoupled:
         raise RequestError("num_return_sequences > 1 is only supported in decoupled mode.")
     table = item.row("prompt_embedding_table")
+    mode, head = item.scalar("pooling"), bool(item.scalar("classification_head", False))
     prompt = _prompt(item, "input")
     if prompt is None:
         raise RequestError("A value is required for input_ids")
@@ -149,7 +147,7 @@ def _decode(item: _Item, request_id: str, decoupled: bool, has_encoder: bool) ->
         draft=tuple(item.ids("draft_input_ids", item.longest)),
         prompt_table=None if table is None or not table.size else table,
         retention=_retention(item),
-        pooling=_pooling(item),
+        pooling=Pooling(mode or "last", head) if mode or head else None,
     )
     exclude = item.scalar("exclude_input_in_output")
     return Decoded(
@@ -157,11 +155,6 @@ def _decode(item: _Item, request_id: str, decoupled: bool, has_encoder: bool) ->
         None if exclude is None else bool(exclude),
         bool(item.scalar("return_perf_metrics", False) or item.scalar("return_kv_cache_reuse_stats", False)),
     )
-
-
-def _pooling(item: _Item) -> Pooling | None:
-    mode, head = item.scalar("pooling"), bool(item.scalar("classification_head", False))
-    return Pooling(mode or "last", head) if mode or head else None
 
 
 def _prompt(item: _Item, name: str) -> tuple[int, ...] | None:
@@ -234,11 +227,10 @@ def _guide(item: _Item) -> Guide | None:
 
 
 def _retention(item: _Item) -> Retention | None:
-    if not any(item.size(f"retention_{name}") for name in RETENTION):
+    if not any(item.size(name) for name in RETENTION):
         return None
-    starts, ends = (item.ids(f"retention_token_range_{name}", MAX_RANGES) for name in ("starts", "ends"))
-    priorities = item.ids("retention_token_range_priorities", MAX_RANGES)
-    durations = item.ids("retention_token_range_durations_ms", MAX_RANGES) or [-1] * len(starts)
+    starts, ends, priorities, durations = (item.ids(name, MAX_RANGES) for name in RANGES)
+    durations = durations or [-1] * len(starts)
     decode = item.scalar("retention_decode_priority")
     if not len(starts) == len(ends) == len(priorities) == len(durations):
         raise RequestError(
@@ -256,34 +248,21 @@ def _retention(item: _Item) -> Retention | None:
 
 def _lora(item: _Item) -> LoraInput | LoraMix | None:
     names = [name for name in ("lora_mix_task_ids", "lora_mix_names") if item.size(name)]
-    if item.size("lora_mix_scales") and not names:
-        raise RequestError("lora_mix_scales need lora_mix_task_ids or lora_mix_names")
-    return _mixed(item, names) if names else _one_lora(item)
-
-
-def _mixed(item: _Item, names: list[str]) -> LoraInput | LoraMix | None:
-    """names: of the inputs that name adapters."""
-    alone = (
-        "lora_task_id",
-        "lora_name",
-        "lora_weights",
-        "lora_config",
-        "lora_invocation_tokens",
-        "lora_ckpt_source",
-        "lora_version",
-    )
-    others = [name for name in alone if item.size(name)]
+    if not names:
+        if item.size("lora_mix_scales"):
+            raise RequestError("lora_mix_scales need lora_mix_task_ids or lora_mix_names")
+        return _one_lora(item)
+    field, others = names[0], [name for name in ONE_ADAPTER if item.size(name)]
     if len(names) > 1 or others:
-        raise RequestError(f"{names[0]} stands alone: leave {', '.join([*names[1:], *others])} out")
-    given = item.ids(names[0], MAX_MIXED)
+        raise RequestError(f"{field} stands alone: leave {', '.join([*names[1:], *others])} out")
+    given: list[int | bytes | str] = [*item.ids(field, MAX_MIXED)]
     scales: Sequence[float] = item.ids("lora_mix_scales", MAX_MIXED) or [1.0] * len(given)
     if len(scales) != len(given):
-        raise RequestError(f"lora_mix_scales must have one value for each of {names[0]}: {len(given)}")
-    return mix([(_named(one, names[0]), scale) for one, scale in zip(given, scales, strict=True)], names[0])
-
-
-def _named(given: int | bytes | str, field: str) -> LoraInput:
-    return LoraInput(given) if isinstance(given, int) else LoraInput(None, name=utf8(given, field))
+        raise RequestError(f"lora_mix_scales must have one value for each of {field}: {len(given)}")
+    members = [
+        LoraInput(one) if isinstance(one, int) else LoraInput(None, name=utf8(one, field)) for one in given
+    ]
+    return mix(list(zip(members, scales, strict=True)), field)
 
 
 def _one_lora(item: _Item) -> LoraInput | None:

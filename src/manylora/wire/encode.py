@@ -128,23 +128,6 @@ def _versions(event: Event) -> str:
     )
 
 
-def merge(events: Sequence[Event]) -> Event:
-    """Join consecutive events of a sequence."""
-    last = events[-1]
-    return replace(
-        last,
-        token_ids=tuple(token for event in events for token in event.token_ids),
-        log_probs=tuple(value for event in events for value in event.log_probs),
-        context_logits=events[0].context_logits,
-        generation_logits=_joined([event.generation_logits for event in events]),
-    )
-
-
-def _joined(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    rows = [part for part in parts if part is not None]
-    return np.concatenate(rows) if rows else None
-
-
 def merge_waiting(batch: Sequence[Item[Call]]) -> list[Item[Call]]:
     """Join neighbouring events of each streaming sequence. The order within each request is kept."""
     result: list[Item[Call]] = []
@@ -156,7 +139,15 @@ def merge_waiting(batch: Sequence[Item[Call]]) -> list[Item[Call]]:
             continue
         place, before = latest.get(id(encoder), (0, None))
         if before is not None and before.sequence_index == event.sequence_index:
-            event = merge([before, event])
+            both = (before.generation_logits, event.generation_logits)
+            logits = [rows for rows in both if rows is not None]
+            event = replace(
+                event,
+                token_ids=before.token_ids + event.token_ids,
+                log_probs=before.log_probs + event.log_probs,
+                context_logits=before.context_logits,
+                generation_logits=np.concatenate(logits) if logits else None,
+            )
             result[place] = (call, encoder, event)
         else:
             place = len(result)

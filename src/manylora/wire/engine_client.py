@@ -72,14 +72,21 @@ class AnswerReader:
     def read(self, tensors: Mapping[str, np.ndarray], final: bool) -> list[Event]:
         """tensors: outputs of one response; empty: the response is only a final flag."""
         events = [self._event(tensors)] if "output_ids" in tensors and not self.done else []
-        if final and self._open:
-            events += self._endings()
+        # NVIDIA's server sends only a final response, without finish reasons.
+        for index in sorted(self._open) if final else ():
+            self._open.discard(index)
+            full = self._lengths.get(index, 0) >= self.request.params.max_tokens
+            reason = FinishReason.LENGTH if full and index not in self._stopped else FinishReason.STOP
+            metrics = self._metrics(index, "")
+            events.append(Event((), (), index, reason, last=self.done, metrics=metrics))
         return events
 
     def _event(self, tensors: Mapping[str, np.ndarray]) -> Event:
-        index = _number(tensors, "sequence_index") or 0
+        sequence = tensors.get("sequence_index", np.empty(0)).reshape(-1)
+        index = int(sequence[0]) if sequence.size else 0
         length = tensors["sequence_length"].reshape(-1)[0] if "sequence_length" in tensors else None
-        ids = _first_row(tensors["output_ids"])[:length].tolist()
+        rows = tensors["output_ids"]
+        ids = rows[(0,) * (rows.ndim - 1)][:length].tolist()
         if "finish_reason" not in tensors and ids and ids[-1] == self.request.params.end_id:
             self._stopped.add(index)  # some servers include the end id in the output, ours does not
             ids.pop()
@@ -88,6 +95,10 @@ class AnswerReader:
         log_probs: list[float] = []
         if self.request.params.return_log_probs and "output_log_probs" in tensors and ids:
             log_probs = tensors["output_log_probs"].reshape(-1)[-len(ids) :].tolist()
+        pooling, pooled = self.request.pooling, tensors.get("pooled_output")
+        if pooled is not None:
+            pooled = pooled.reshape(pooled.shape[-2:])
+            pooled = None if pooling is None else pooled if pooling.mode == "all" else pooled[0]
         reason = _text(tensors, "finish_reason")
         if reason:
             self._open.discard(index)
@@ -99,28 +110,9 @@ class AnswerReader:
             last=self.done,
             context_logits=_rows(tensors, "context_logits"),
             generation_logits=_rows(tensors, "generation_logits"),
-            pooled=self._pooled(tensors),
+            pooled=pooled,
             metrics=self._metrics(index, _text(tensors, "lora_cache_tier")),
         )
-
-    def _pooled(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray | None:
-        pooling = self.request.pooling
-        if pooling is None or "pooled_output" not in tensors:
-            return None
-        rows: np.ndarray = tensors["pooled_output"].reshape(tensors["pooled_output"].shape[-2:])
-        return rows if pooling.mode == "all" else rows[0]
-
-    def _endings(self) -> list[Event]:
-        """Endings for sequences without a finish reason: NVIDIA's server sends only a final response."""
-        params = self.request.params
-        events = []
-        for index in sorted(self._open):
-            self._open.discard(index)
-            full = self._lengths.get(index, 0) >= params.max_tokens and index not in self._stopped
-            reason = FinishReason.LENGTH if full else FinishReason.STOP
-            metrics = self._metrics(index, "")
-            events.append(Event((), (), index, reason, last=self.done, metrics=metrics))
-        return events
 
     def _metrics(self, index: int, tier: str) -> RequestMetrics:
         return RequestMetrics(
@@ -189,14 +181,6 @@ def _one(value: object, dtype: type | None) -> np.ndarray:
 
 def _bytes(text: str) -> np.ndarray:
     return np.array([[text.encode()]], np.object_)
-
-
-def _first_row(array: np.ndarray) -> np.ndarray:
-    return array[(0,) * (array.ndim - 1)]
-
-
-def _number(tensors: Mapping[str, np.ndarray], name: str) -> int | None:
-    return int(tensors[name].reshape(-1)[0]) if name in tensors and tensors[name].size else None
 
 
 def _text(tensors: Mapping[str, np.ndarray], name: str) -> str:

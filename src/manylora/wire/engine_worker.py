@@ -4,7 +4,6 @@ thread.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -28,7 +27,7 @@ from manylora.request import Event, FinishReason, LoraInput, LoraMix
 from manylora.stats import EngineStats
 from manylora.system.lifeline import RUN_DIR, Lifeline
 from manylora.wire.client_errors import check_parameters, client_error
-from manylora.wire.decode import decode_requests, is_stop
+from manylora.wire.decode import decode_requests
 from manylora.wire.encode import Item, ResponseEncoder, adapter_told, merge_waiting
 from manylora.wire.server_types import FINAL, Arrays, Response, ResponseSender, ServerRequest, send
 from manylora.wire.shape_guard import read_inputs
@@ -40,6 +39,17 @@ if TYPE_CHECKING:
 NUMBER = "REQUEST_NUMBER"  # input of postprocessing
 SOCKET = "disconnects"
 PERIOD_S = 0.005  # a check is a round trip to the server
+NAME = "tensorrt_llm"
+STALLED_S = 5.0  # without progress, the engine's thread counts as busy even without requests
+LAST_RESPONSES_S = 5.0  # to send responses to open requests after the engine ended
+SENT_S = 0.5  # for the last response to reach the server
+# A check whether a request was cancelled is a round trip to the server, during which responses wait.
+CHECKS_AT_ONCE = 16
+UNREAD = LoraInput(None)  # for requests refused before their adapter is known
+
+logger = logging.getLogger("manylora")
+
+Outputs = Sequence[tuple[str, np.ndarray]]
 
 
 class DisconnectReporter:
@@ -67,7 +77,7 @@ class DisconnectReporter:
         request = requests[int(now * 1e6) % len(requests)]
         for tensor in request.inputs():
             if tensor.name() == NUMBER and request.is_cancelled():
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     self._socket.sendto(b"%d" % tensor.as_numpy().reshape(-1)[0], str(self._path))
 
 
@@ -92,20 +102,6 @@ def listen(disconnected: Callable[[int], None]) -> None:
 def _path() -> Path | None:
     folder = os.environ.get(RUN_DIR)
     return Path(folder) / SOCKET if folder else None
-
-
-NAME = "tensorrt_llm"
-STALLED_S = 5.0  # without progress, the engine's thread counts as busy even without requests
-LAST_RESPONSES_S = 5.0  # to send responses to open requests after the engine ended
-SENT_S = 0.5  # for the last response to reach the server
-# A check whether a request was cancelled is a round trip to the server, during which responses wait.
-CHECKS_AT_ONCE = 16
-
-UNREAD = LoraInput(None)  # for requests refused before their adapter is known
-
-logger = logging.getLogger("manylora")
-
-Outputs = Sequence[tuple[str, np.ndarray]]
 
 
 class MetricsExporter(Protocol):
@@ -157,53 +153,6 @@ class TritonCall(Generic[Response]):
     done: bool = False
 
 
-class OpenCalls(Generic[Response]):
-    """The requests that are not answered yet. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._numbers = count(1)
-        self._calls: set[TritonCall[Response]] = set()
-        self._by_id: dict[str, set[TritonCall[Response]]] = {}
-        self._unchecked: list[TritonCall[Response]] = []  # in the current round of `next_to_check`
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def new(self, request_id: str, sender: ResponseSender[Response]) -> TritonCall[Response]:
-        """A call that is not open yet. A refused call is never opened."""
-        return TritonCall(request_id, sender, np.array([[next(self._numbers)]], np.int64))
-
-    def add(self, call: TritonCall[Response]) -> None:
-        with self._lock:
-            self._calls.add(call)
-            self._by_id.setdefault(call.request_id, set()).add(call)
-
-    def discard(self, call: TritonCall[Response]) -> None:
-        with self._lock:
-            self._calls.discard(call)
-            same = self._by_id.get(call.request_id, set())
-            same.discard(call)
-            if not same:
-                self._by_id.pop(call.request_id, None)
-
-    def with_id(self, request_id: str) -> Sequence[TritonCall[Response]]:
-        with self._lock:
-            return list(self._by_id.get(request_id, ()))
-
-    def with_number(self, number: int) -> Sequence[TritonCall[Response]]:
-        with self._lock:
-            return [call for call in self._calls if call.number.item() == number]
-
-    def next_to_check(self, most: int) -> Sequence[TritonCall[Response]]:
-        """At most `most` calls, different ones at each call until all had their turn. For one thread."""
-        if not self._unchecked:
-            with self._lock:
-                self._unchecked = list(self._calls)
-        chosen, self._unchecked = self._unchecked[:most], self._unchecked[most:]
-        return [call for call in chosen if not call.done]
-
-
 class EngineWorker(Generic[Response]):
     """lifeline: gets the number of open requests and the engine's progress.
 
@@ -223,12 +172,15 @@ class EngineWorker(Generic[Response]):
     ) -> None:
         self._engine, self._options, self._lifeline, self._metrics = engine, options, lifeline, metrics
         self._respond, self._fail, self._read_bfloat16 = respond, fail, read_bfloat16
-        self._calls: OpenCalls[Response] = OpenCalls()
+        self._lock, self._numbers = threading.Lock(), count(1)
+        self._calls: set[TritonCall[Response]] = set()  # not answered yet
+        self._unchecked: list[TritonCall[Response]] = []  # in this round of `_cancel_abandoned`
         self._outbox: queue.SimpleQueue[Item[TritonCall[Response]] | None] = queue.SimpleQueue()
         lifeline.activity = self._activity
         self._sender = threading.Thread(target=self._send_all, name="manylora-send", daemon=True)
         self._sender.start()
-        listen(self._client_left)
+        # Clients of the ensemble: Triton tells only postprocessing that they have left.
+        listen(lambda number: self._cancel_those(lambda call: call.number.item() == number))
 
     def execute(self, requests: Sequence[ServerRequest[Response]]) -> None:
         for request in requests:
@@ -246,12 +198,15 @@ class EngineWorker(Generic[Response]):
         return len(self._calls) or int(self._engine.stalled_s > STALLED_S), self._engine.stats().steps
 
     def _take(self, request: ServerRequest[Response]) -> None:
-        call = self._calls.new(request.request_id(), request.get_response_sender())
+        number = np.array([[next(self._numbers)]], np.int64)
+        call = TritonCall(request.request_id(), request.get_response_sender(), number)
         try:
             check_parameters(request.parameters())
             arrays = read_inputs(request.inputs(), self._read_bfloat16)
-            if is_stop(arrays):
-                self._stop(call.request_id)
+            if "stop" in arrays and np.any(arrays["stop"]):
+                if not call.request_id:
+                    raise RequestError("Trying to stop a request but request ID is not provided")
+                self._cancel_those(lambda one: one.request_id == call.request_id)
                 self._outbox.put((call, None, Event(last=True)))
                 return
             if self._lifeline.draining:
@@ -267,7 +222,8 @@ class EngineWorker(Generic[Response]):
         options, limits = self._options, (self._engine.has_encoder, self._engine.max_seq_len)
         decoded = decode_requests(arrays, call.request_id, options.decoupled, *limits)
         call.open = len(decoded)
-        self._calls.add(call)
+        with self._lock:
+            self._calls.add(call)
         for index, one in enumerate(decoded):
             exclude = options.exclude_input if one.exclude_input is None else one.exclude_input
             place = index if len(decoded) > 1 else None
@@ -277,15 +233,10 @@ class EngineWorker(Generic[Response]):
     def _sink(self, call: TritonCall[Response], encoder: ResponseEncoder, event: Event) -> None:
         self._outbox.put((call, encoder, event))
 
-    def _stop(self, request_id: str) -> None:
-        if not request_id:
-            raise RequestError("Trying to stop a request but request ID is not provided")
-        for call in self._calls.with_id(request_id):
-            self._cancel(call)
-
-    def _client_left(self, number: int) -> None:
-        """A client of the ensemble has left. Triton tells only postprocessing."""
-        for call in self._calls.with_number(number):
+    def _cancel_those(self, is_meant: Callable[[TritonCall[Response]], bool]) -> None:
+        with self._lock:
+            calls = [call for call in self._calls if is_meant(call)]
+        for call in calls:
             self._cancel(call)
 
     def _cancel(self, call: TritonCall[Response]) -> None:
@@ -364,24 +315,31 @@ class EngineWorker(Generic[Response]):
 
     def _finish(self, call: TritonCall[Response], response: Response) -> None:
         if not call.done:
-            self._calls.discard(call)
-            call.done = True
+            self._close(call)
             send(call.sender, response, FINAL)
+
+    def _close(self, call: TritonCall[Response]) -> None:
+        with self._lock:
+            self._calls.discard(call)
+        call.done = True
 
     def _give_up(self, call: TritonCall[Response], error: Exception) -> None:
         """A response could not be created or sent: stop its request."""
         refusal = client_error(error, NAME)
         self._cancel(call)
-        self._calls.discard(call)
-        call.done = True
+        self._close(call)
         with suppress(Exception):
             send(call.sender, self._fail(refusal), FINAL)
 
     def _cancel_abandoned(self) -> None:
         """Check for some calls whether their client is still there; the others follow in later periods."""
-        for call in self._calls.next_to_check(CHECKS_AT_ONCE):
+        if not self._unchecked:
+            with self._lock:
+                self._unchecked = list(self._calls)
+        chosen, self._unchecked = self._unchecked[:CHECKS_AT_ONCE], self._unchecked[CHECKS_AT_ONCE:]
+        for call in chosen:
             try:
-                if call.sender.is_cancelled():
+                if not call.done and call.sender.is_cancelled():
                     self._cancel(call)
             except Exception as error:
                 self._give_up(call, error)

@@ -32,61 +32,55 @@ class MetricFamily:
     buckets: tuple[float, ...] = ()
 
 
-FAMILIES = {
-    REQUESTS: MetricFamily("TRT LLM request metrics"),
-    MEMORY: MetricFamily("TRT LLM runtime memory metrics"),
-    KV_BLOCKS: MetricFamily("TRT LLM KV cache block metrics"),
-    BATCHER: MetricFamily("TRT LLM inflight_batcher-specific metrics"),
-    GENERAL: MetricFamily("General TRT LLM metrics"),
-    "nv_llm_input_token_len": MetricFamily("TRT LLM response metrics", "histogram", TOKEN_BUCKETS),
-    "nv_llm_output_token_len": MetricFamily("TRT LLM response metrics", "histogram", TOKEN_BUCKETS),
-    LORA_INFO: MetricFamily("Adapters on the device and waited for; the value is when it was written"),
+GAUGES = {
+    REQUESTS: "TRT LLM request metrics",
+    MEMORY: "TRT LLM runtime memory metrics",
+    KV_BLOCKS: "TRT LLM KV cache block metrics",
+    BATCHER: "TRT LLM inflight_batcher-specific metrics",
+    GENERAL: "General TRT LLM metrics",
+    LORA_INFO: "Adapters on the device and waited for; the value is when it was written",
     # Names of vLLM's pull request 54830, which llm-d's scorer reads.
-    RESIDENT: MetricFamily("1 for each adapter and level of the cache that holds it"),
-    "vllm:num_gpu_loaded_lora_adapters": MetricFamily("Adapters on the device level of the cache"),
-    "vllm:num_cpu_loaded_lora_adapters": MetricFamily("Adapters on the host level of the cache"),
-    "vllm:max_gpu_lora_adapters": MetricFamily(
-        "Adapters of the largest rank with every module that fit the device level"
+    RESIDENT: "1 for each adapter and level of the cache that holds it",
+    "vllm:num_gpu_loaded_lora_adapters": "Adapters on the device level of the cache",
+    "vllm:num_cpu_loaded_lora_adapters": "Adapters on the host level of the cache",
+    "vllm:max_gpu_lora_adapters": "Adapters of the largest rank with every module that fit the device level",
+    "manylora_lora_cache_pages": "Pages of the LoRA cache by level and state",
+    "manylora_lora_cache_page_bytes": "Bytes of one page of the LoRA cache",
+    "manylora_lora_cache_adapters": "Adapters in the LoRA cache by level",
+    "manylora_adapter_resident_bytes": "Bytes of an adapter's pages by level",
+}
+COUNTERS = {
+    "manylora_lora_cache_evictions_total": "Adapters evicted from the LoRA cache by level",
+    "manylora_inert_adapter_loads_total": "Adapters that came to the LoRA cache and change nothing, such as "
+    "untrained ones",
+    "manylora_lora_cache_loads_total": "Adapters written to the LoRA cache by level",
+    "manylora_lora_version_changes_total": "Names and task ids that came to mean another content",
+    "manylora_lora_sequence_swaps_total": "Sequences under way that went on under a newer version of their "
+    "adapter",
+    "manylora_adapter_requests_total": "Requests answered by adapter and finish reason",
+    "manylora_pooled_requests_total": "Requests answered with an embedding, labels or a score in place of "
+    "text, by adapter",
+    "manylora_adapter_tokens_total": "Tokens by adapter, of prompts and of outputs",
+    "manylora_activated_tokens_total": "Tokens of activated LoRAs' requests: before one acts, of these "
+    "shared, and where it acts",
+    "manylora_adapter_cold_loads_total": "Requests that found their adapter beneath the device, by adapter "
+    "and tier",
+    "manylora_draft_tokens_total": "Tokens of drafts, and those of them accepted",
+    "manylora_cuda_graphs_recorded_total": "CUDA graphs that were recorded",
+    "manylora_decode_steps_total": "Decode steps on a GPU by how they were launched",
+}
+HISTOGRAMS = {
+    "nv_llm_input_token_len": ("TRT LLM response metrics", TOKEN_BUCKETS),
+    "nv_llm_output_token_len": ("TRT LLM response metrics", TOKEN_BUCKETS),
+    "manylora_adapter_ttft_seconds": ("Time to first token by adapter", SECONDS_BUCKETS),
+    "manylora_adapter_queue_seconds": (
+        "Time that a request waited before its first step, by adapter", SECONDS_BUCKETS
     ),
-    "manylora_lora_cache_pages": MetricFamily("Pages of the LoRA cache by level and state"),
-    "manylora_lora_cache_page_bytes": MetricFamily("Bytes of one page of the LoRA cache"),
-    "manylora_lora_cache_adapters": MetricFamily("Adapters in the LoRA cache by level"),
-    "manylora_lora_cache_evictions_total": MetricFamily(
-        "Adapters evicted from the LoRA cache by level", "counter"
-    ),
-    "manylora_inert_adapter_loads_total": MetricFamily(
-        "Adapters that came to the LoRA cache and change nothing, such as untrained ones", "counter"
-    ),
-    "manylora_lora_cache_loads_total": MetricFamily("Adapters written to the LoRA cache by level", "counter"),
-    "manylora_lora_version_changes_total": MetricFamily(
-        "Names and task ids that came to mean another content", "counter"
-    ),
-    "manylora_lora_sequence_swaps_total": MetricFamily(
-        "Sequences under way that went on under a newer version of their adapter", "counter"
-    ),
-    "manylora_adapter_requests_total": MetricFamily(
-        "Requests answered by adapter and finish reason", "counter"
-    ),
-    "manylora_pooled_requests_total": MetricFamily(
-        "Requests answered with an embedding, labels or a score in place of text, by adapter", "counter"
-    ),
-    "manylora_adapter_tokens_total": MetricFamily("Tokens by adapter, of prompts and of outputs", "counter"),
-    "manylora_activated_tokens_total": MetricFamily(
-        "Tokens of activated LoRAs' requests: before one acts, of these shared, and where it acts", "counter"
-    ),
-    "manylora_adapter_cold_loads_total": MetricFamily(
-        "Requests that found their adapter beneath the device, by adapter and tier", "counter"
-    ),
-    "manylora_adapter_ttft_seconds": MetricFamily(
-        "Time to first token by adapter", "histogram", SECONDS_BUCKETS
-    ),
-    "manylora_adapter_queue_seconds": MetricFamily(
-        "Time that a request waited before its first step, by adapter", "histogram", SECONDS_BUCKETS
-    ),
-    "manylora_draft_tokens_total": MetricFamily("Tokens of drafts, and those of them accepted", "counter"),
-    "manylora_adapter_resident_bytes": MetricFamily("Bytes of an adapter's pages by level"),
-    "manylora_cuda_graphs_recorded_total": MetricFamily("CUDA graphs that were recorded", "counter"),
-    "manylora_decode_steps_total": MetricFamily("Decode steps on a GPU by how they were launched", "counter"),
+}  # fmt: skip
+FAMILIES = {
+    **{name: MetricFamily(text) for name, text in GAUGES.items()},
+    **{name: MetricFamily(text, "counter") for name, text in COUNTERS.items()},
+    **{name: MetricFamily(text, "histogram", buckets) for name, (text, buckets) in HISTOGRAMS.items()},
 }
 MAX_ADAPTERS = 100  # label values; further adapters are counted together
 STAMP = "Timestamp"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from manylora.generation.sampling import PARAMETERS, parameters_of
 
@@ -30,15 +31,17 @@ def _many(dtype: str, names: str, dims: tuple[int, ...] = (1,), **flags: bool) -
     return [Tensor(name, dtype, dims, **flags) for name in names.split()]
 
 
-def _with_parameters(model: Model, inputs: Mapping[str, type]) -> Model:
-    """The model with those inputs of sampling parameters that it lacks. inputs: names with Python's types."""
-    scalar = any(tensor.scalar for tensor in model.inputs)
-    known = {tensor.name for tensor in model.inputs}
-    more = [Tensor(name, DTYPES[one], scalar=scalar) for name, one in inputs.items() if name not in known]
-    return replace(model, inputs=(*model.inputs, *more))
+_required, _scalars = partial(_many, optional=False), partial(_many, scalar=True)
+_ragged = partial(_many, ragged=True)
 
 
-DTYPES = {bool: "BOOL", int: "INT32", float: "FP32"}
+def _parameters(inputs: Mapping[str, type], scalar: bool = False) -> list[Tensor]:
+    """Inputs for sampling parameters, but for those of 64 bits. inputs: names with Python's types."""
+    types = {bool: "BOOL", int: "INT32", float: "FP32"}
+    names = [name for name in inputs if not name.endswith("seed")]
+    return [Tensor(name, types[inputs[name]], scalar=scalar) for name in names]
+
+
 LOGITS = "${logits_datatype}"
 STATISTICS = [
     *_many("INT32", "kv_cache_alloc_new_blocks kv_cache_reused_blocks kv_cache_alloc_total_blocks"),
@@ -46,188 +49,124 @@ STATISTICS = [
     *_many("FP32", "acceptance_rate"),
     *_many("INT32", "total_accepted_draft_tokens total_draft_tokens"),
 ]
-LORA = [
-    Tensor("lora_weights", "${lora_weights_data_type}", (-1, -1), ragged=True),
-    Tensor("lora_config", "INT32", (-1, -1), ragged=True),
-    Tensor("lora_invocation_tokens", "INT32", (-1,), ragged=True),  # ours: for activated LoRA
+ADAPTERS_AND_GUIDES = [
+    *_ragged("${lora_weights_data_type}", "lora_weights", (-1, -1)),
+    *_ragged("INT32", "lora_config", (-1, -1)),
+    *_ragged("STRING", "guided_decoding_guide_type guided_decoding_guide"),
+    # Ours: for activated LoRA; an adapter by its name; several adapters together, or one with a scale.
+    *_ragged("INT32", "lora_invocation_tokens", (-1,)),
+    *_ragged("STRING", "lora_name lora_ckpt_source lora_version"),
+    *_ragged("UINT64", "lora_mix_task_ids", (-1,)),
+    *_ragged("STRING", "lora_mix_names", (-1,)),
+    *_ragged("FP32", "lora_mix_scales", (-1,)),
 ]
-GUIDES = _many("STRING", "guided_decoding_guide_type guided_decoding_guide", ragged=True)
-CATALOG = _many("STRING", "lora_name lora_ckpt_source", ragged=True)  # ours: an adapter by its name
-MIX = [  # ours: several adapters together, or one with a scale
-    Tensor("lora_mix_task_ids", "UINT64", (-1,), ragged=True),
-    Tensor("lora_mix_names", "STRING", (-1,), ragged=True),
-    Tensor("lora_mix_scales", "FP32", (-1,), ragged=True),
-]
-VERSION = _many("STRING", "lora_version", ragged=True)  # ours
-REASON_AND_TIER = _many("STRING", "finish_reason lora_cache_tier lora_versions")  # ours
 RESULTS = [
-    Tensor("cum_log_probs", "FP32", (-1,)),
-    Tensor("output_log_probs", "FP32", (-1, -1)),
-    Tensor("context_logits", LOGITS, (-1, -1)),
-    Tensor("generation_logits", LOGITS, (-1, -1, -1)),
-    Tensor("batch_index", "INT32"),
-    Tensor("sequence_index", "INT32"),
+    *_many("FP32", "cum_log_probs", (-1,)),
+    *_many("FP32", "output_log_probs", (-1, -1)),
+    *_many(LOGITS, "context_logits", (-1, -1)),
+    *_many(LOGITS, "generation_logits", (-1, -1, -1)),
+    *_many("INT32", "batch_index sequence_index"),
+    *STATISTICS,
+    *_many("STRING", "finish_reason lora_cache_tier lora_versions"),  # ours
 ]
 
 PREPROCESSING = Model(
     inputs=(
-        Tensor("QUERY", "STRING", optional=False),
-        Tensor("DECODER_QUERY", "STRING"),
-        *_many("UINT8", "IMAGE_BYTES", (-1, -1, -1, -1)),
-        Tensor("IMAGE_URL", "STRING"),
-        *_many("UINT8", "VIDEO_BYTES", (-1, -1, -1, -1)),
-        Tensor("REQUEST_OUTPUT_LEN", "INT32", optional=False),
+        *_required("STRING", "QUERY"),
+        *_required("INT32", "REQUEST_OUTPUT_LEN"),
+        *_many("STRING", "DECODER_QUERY IMAGE_URL"),
+        *_many("UINT8", "IMAGE_BYTES VIDEO_BYTES", (-1, -1, -1, -1)),
         *_many("STRING", "BAD_WORDS_DICT STOP_WORDS_DICT EMBEDDING_BIAS_WORDS", (-1,)),
-        Tensor("EMBEDDING_BIAS_WEIGHTS", "FP32", (-1,)),
+        *_many("FP32", "EMBEDDING_BIAS_WEIGHTS", (-1,)),
         *_many("INT32", "END_ID PAD_ID"),
-        Tensor("PROMPT_TABLE_EXTRA_ID", "UINT64"),
-        *_many("UINT64", "LORA_TASK_ID"),  # ours: the adapter whose tokenizer is used
-        *_many("STRING", "LORA_NAME"),
+        *_many("UINT64", "PROMPT_TABLE_EXTRA_ID LORA_TASK_ID"),
+        *_many("STRING", "LORA_NAME"),  # ours, as LORA_TASK_ID: the adapter whose tokenizer is used
     ),
     outputs=(
-        Tensor("INPUT_ID", "INT32", (-1,)),
-        Tensor("REQUEST_INPUT_LEN", "INT32"),
-        Tensor("DECODER_INPUT_ID", "INT32", (-1,)),
-        Tensor("REQUEST_DECODER_INPUT_LEN", "INT32"),
+        *_many("INT32", "INPUT_ID DECODER_INPUT_ID REQUEST_OUTPUT_LEN", (-1,)),
+        *_many("INT32", "REQUEST_INPUT_LEN REQUEST_DECODER_INPUT_LEN OUT_END_ID OUT_PAD_ID"),
         *_many("INT32", "BAD_WORDS_IDS STOP_WORDS_IDS", (2, -1)),
-        Tensor("EMBEDDING_BIAS", "FP32", (-1,)),
-        Tensor("REQUEST_OUTPUT_LEN", "INT32", (-1,)),
-        *_many("INT32", "OUT_END_ID OUT_PAD_ID"),
-        Tensor("OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", (-1,)),
-        Tensor("OUT_SAMPLING_DEFAULTS", "STRING"),  # ours: defaults of the adapter, as JSON
+        *_many("FP32", "EMBEDDING_BIAS", (-1,)),
+        *_many("UINT64", "OUT_PROMPT_TABLE_EXTRA_IDS", (-1,)),
+        *_many("STRING", "OUT_SAMPLING_DEFAULTS"),  # ours: defaults of the adapter, as JSON
     ),
 )
 
-TENSORRT_LLM = _with_parameters(
-    Model(
-        inputs=(
-            Tensor("input_ids", "INT32", (-1,), ragged=True),
-            Tensor("encoder_input_features", "${encoder_input_features_data_type}", (-1, -1), ragged=True),
-            Tensor("encoder_output_lengths", "INT32", scalar=True),
-            *_many("INT32", "input_lengths request_output_len", optional=False, scalar=True),
-            Tensor("num_return_sequences", "INT32", scalar=True),
-            *_many("INT32", "draft_input_ids decoder_input_ids", (-1,), ragged=True),
-            Tensor("decoder_input_lengths", "INT32", scalar=True),
-            Tensor("draft_logits", LOGITS, (-1, -1), ragged=True),
-            Tensor("draft_acceptance_threshold", "FP32", scalar=True),
-            *_many("INT32", "end_id pad_id", scalar=True),
-            *_many("INT32", "stop_words_list bad_words_list", (2, -1), ragged=True),
-            Tensor("embedding_bias", "FP32", (-1,), ragged=True),
-            Tensor("beam_width", "INT32", scalar=True),
-            Tensor("temperature", "FP32", scalar=True),
-            Tensor("runtime_top_k", "INT32", scalar=True),
-            *_many("FP32", "runtime_top_p runtime_top_p_min runtime_top_p_decay", scalar=True),
-            Tensor("runtime_top_p_reset_ids", "INT32", scalar=True),
-            Tensor("min_p", "FP32", scalar=True),  # ours
-            Tensor("use_drafts", "BOOL", scalar=True),  # ours
-            Tensor("sampling_defaults", "STRING", ragged=True),  # ours: JSON, for inputs that are not set
-            Tensor("len_penalty", "FP32", scalar=True),
-            Tensor("early_stopping", "BOOL", scalar=True),
-            Tensor("repetition_penalty", "FP32", scalar=True),
-            Tensor("min_length", "INT32", scalar=True),
-            *_many("FP32", "beam_search_diversity_rate presence_penalty frequency_penalty", scalar=True),
-            Tensor("prompt_ignore_length", "INT32", scalar=True),  # upstream since May 2026
-            Tensor("random_seed", "UINT64", scalar=True),
-            *_many("BOOL", "return_log_probs return_context_logits return_generation_logits", scalar=True),
-            *_many("BOOL", "return_perf_metrics return_kv_cache_reuse_stats", scalar=True),
-            *_many("BOOL", "exclude_input_in_output stop streaming", scalar=True),
-            Tensor("prompt_embedding_table", "FP16", (-1, -1), ragged=True),
-            Tensor("prompt_table_extra_ids", "UINT64", (-1,), ragged=True),
-            Tensor("prompt_vocab_size", "INT32", scalar=True),
-            Tensor("cross_attention_mask", "BOOL", (-1, -1), ragged=True),
-            Tensor("mrope_rotary_cos_sin", "FP32", (-1,)),
-            Tensor("mrope_position_deltas", "INT64"),
-            Tensor("lora_task_id", "UINT64", scalar=True),
-            *LORA,
-            *CATALOG,
-            *MIX,
-            *VERSION,
-            Tensor("context_phase_params", "UINT8", (-1,), ragged=True),
-            Tensor("skip_cross_attn_blocks", "BOOL", ragged=True),
-            *_many(
-                "INT32",
-                "retention_token_range_starts retention_token_range_ends retention_token_range_priorities "
-                "retention_token_range_durations_ms",
-                (-1,),
-                ragged=True,
-            ),
-            *_many("INT32", "retention_decode_priority retention_decode_duration_ms", ragged=True),
-            *GUIDES,
-            # Ours: hidden states or labels instead of tokens.
-            *_many("STRING", "pooling", ragged=True),
-            Tensor("classification_head", "BOOL", scalar=True),
-            *_many(
-                "INT32",
-                "lookahead_window_size lookahead_ngram_size lookahead_verification_set_size",
-                ragged=True,
-            ),
-        ),
-        outputs=(
-            Tensor("output_ids", "INT32", (-1, -1)),
-            Tensor("sequence_length", "INT32", (-1,)),
-            *RESULTS,
-            Tensor("context_phase_params", "UINT8", (-1,)),
-            *STATISTICS,
-            # Ours: stateless postprocessing needs this to stream exact text.
-            Tensor("previous_ids", "INT32", (-1, -1)),
-            Tensor("request_number", "INT64"),  # returned when the client has left
-            *REASON_AND_TIER,
-            Tensor("pooled_output", "FP32", (-1, -1)),
-            Tensor("lora_text", "STRING"),  # for postprocessing, which only sees this model's outputs
-        ),
+TENSORRT_LLM = Model(
+    inputs=(
+        *_scalars("INT32", "input_lengths request_output_len", optional=False),
+        *_ragged("INT32", "input_ids draft_input_ids decoder_input_ids", (-1,)),
+        *_scalars("INT32", "encoder_output_lengths decoder_input_lengths num_return_sequences beam_width"),
+        *_scalars("INT32", "end_id pad_id runtime_top_p_reset_ids prompt_vocab_size"),
+        *_scalars("UINT64", "random_seed lora_task_id"),
+        *_scalars("BOOL", "return_log_probs return_context_logits return_generation_logits"),
+        *_scalars("BOOL", "return_perf_metrics return_kv_cache_reuse_stats"),
+        *_scalars("BOOL", "exclude_input_in_output stop streaming"),
+        *_scalars("FP32", "draft_acceptance_threshold"),
+        *_parameters({one.tensor: one.kind for one in PARAMETERS}, scalar=True),
+        *ADAPTERS_AND_GUIDES,
+        *_ragged("${encoder_input_features_data_type}", "encoder_input_features", (-1, -1)),
+        *_ragged(LOGITS, "draft_logits", (-1, -1)),
+        *_ragged("INT32", "stop_words_list bad_words_list", (2, -1)),
+        *_ragged("FP32", "embedding_bias", (-1,)),
+        *_ragged("FP16", "prompt_embedding_table", (-1, -1)),
+        *_ragged("UINT64", "prompt_table_extra_ids", (-1,)),
+        *_ragged("BOOL", "cross_attention_mask", (-1, -1)),
+        *_ragged("BOOL", "skip_cross_attn_blocks"),
+        *_ragged("UINT8", "context_phase_params", (-1,)),
+        *_ragged("INT32", "retention_token_range_starts retention_token_range_ends", (-1,)),
+        *_ragged("INT32", "retention_token_range_priorities retention_token_range_durations_ms", (-1,)),
+        *_ragged("INT32", "retention_decode_priority retention_decode_duration_ms"),
+        *_ragged("INT32", "lookahead_window_size lookahead_ngram_size lookahead_verification_set_size"),
+        *_many("FP32", "mrope_rotary_cos_sin", (-1,)),
+        *_many("INT64", "mrope_position_deltas"),
+        # Ours: JSON, for inputs that are not set; hidden states or labels instead of tokens.
+        *_ragged("STRING", "sampling_defaults pooling"),
+        *_scalars("BOOL", "classification_head"),
     ),
-    {one.tensor: one.kind for one in PARAMETERS},
+    outputs=(
+        *_many("INT32", "output_ids", (-1, -1)),
+        *_many("INT32", "sequence_length", (-1,)),
+        *RESULTS,
+        *_many("UINT8", "context_phase_params", (-1,)),
+        # Ours, for stateless postprocessing: to stream exact text, to tell when the client has left, and the
+        # adapter whose tokenizer is used.
+        *_many("INT32", "previous_ids", (-1, -1)),
+        *_many("INT64", "request_number"),
+        *_many("STRING", "lora_text"),
+        *_many("FP32", "pooled_output", (-1, -1)),
+    ),
 )
 
 POSTPROCESSING = Model(
     inputs=(
-        Tensor("TOKENS_BATCH", "INT32", (-1, -1), optional=False, ragged=True),
-        Tensor("SEQUENCE_LENGTH", "INT32", (-1,), optional=False, ragged=True),
-        Tensor("PREVIOUS_IDS", "INT32", (-1, -1), ragged=True),
-        Tensor("FINISH_REASON", "STRING"),
-        Tensor("REQUEST_NUMBER", "INT64"),
-        Tensor("LORA_TEXT", "STRING", ragged=True),  # ours: the adapter whose tokenizer is used
+        *_ragged("INT32", "TOKENS_BATCH", (-1, -1), optional=False),
+        *_ragged("INT32", "SEQUENCE_LENGTH", (-1,), optional=False),
+        *_ragged("INT32", "PREVIOUS_IDS", (-1, -1)),
+        *_many("STRING", "FINISH_REASON"),
+        *_many("INT64", "REQUEST_NUMBER"),
+        *_ragged("STRING", "LORA_TEXT"),  # ours: the adapter whose tokenizer is used
     ),
     outputs=(Tensor("OUTPUT", "STRING", (-1,)),),
 )
 
-ENSEMBLE = _with_parameters(
-    Model(
-        inputs=(
-            Tensor("text_input", "STRING", optional=False),
-            Tensor("decoder_text_input", "STRING"),
-            Tensor("max_tokens", "INT32", optional=False),
-            Tensor("num_return_sequences", "INT32"),
-            *_many("STRING", "bad_words stop_words", (-1,)),
-            Tensor("exclude_input_in_output", "BOOL"),
-            *_many("INT32", "end_id pad_id top_k"),
-            *_many("FP32", "top_p temperature length_penalty repetition_penalty"),
-            Tensor("min_length", "INT32"),
-            *_many("FP32", "presence_penalty frequency_penalty"),
-            Tensor("prompt_ignore_length", "INT32"),
-            Tensor("random_seed", "UINT64"),
-            *_many("BOOL", "return_log_probs return_context_logits return_generation_logits"),
-            *_many("BOOL", "return_perf_metrics return_kv_cache_reuse_stats"),
-            Tensor("beam_width", "INT32"),
-            Tensor("stream", "BOOL"),
-            Tensor("prompt_embedding_table", "FP16", (-1, -1)),
-            Tensor("prompt_table_extra_id", "UINT64"),
-            Tensor("prompt_vocab_size", "INT32"),
-            Tensor("embedding_bias_words", "STRING", (-1,)),
-            Tensor("embedding_bias_weights", "FP32", (-1,)),
-            Tensor("lora_task_id", "UINT64"),
-            *LORA,
-            *CATALOG,
-            *MIX,
-            *VERSION,
-            *GUIDES,
-        ),
-        outputs=(Tensor("text_output", "STRING", (-1,)), *RESULTS, *STATISTICS, *REASON_AND_TIER),
+ENSEMBLE = Model(
+    inputs=(
+        *_required("STRING", "text_input"),
+        *_required("INT32", "max_tokens"),
+        *_many("STRING", "decoder_text_input"),
+        *_many("STRING", "bad_words stop_words embedding_bias_words", (-1,)),
+        *_many("FP32", "embedding_bias_weights", (-1,)),
+        *_many("INT32", "num_return_sequences beam_width end_id pad_id prompt_vocab_size"),
+        *_many("UINT64", "random_seed prompt_table_extra_id lora_task_id"),
+        *_many("BOOL", "return_log_probs return_context_logits return_generation_logits"),
+        *_many("BOOL", "return_perf_metrics return_kv_cache_reuse_stats exclude_input_in_output stream"),
+        *_many("FP16", "prompt_embedding_table", (-1, -1)),
+        *_parameters({one.text: one.kind for one in parameters_of("bls")}),
+        *ADAPTERS_AND_GUIDES,
     ),
-    {one.text: one.kind for one in parameters_of("bls")},
+    outputs=(Tensor("text_output", "STRING", (-1,)), *RESULTS),
 )
-
-ENSEMBLE_OUTPUTS = ENSEMBLE.outputs
 
 BLS_SCALARS = {
     "return_log_probs", "return_context_logits", "return_generation_logits", "return_perf_metrics",
@@ -235,71 +174,53 @@ BLS_SCALARS = {
 }  # fmt: skip
 TENSORRT_LLM_BLS = Model(
     inputs=(
-        *(replace(t, scalar=t.name in BLS_SCALARS) for t in ENSEMBLE.inputs),
-        Tensor("image_input", "FP16", (-1, 3, -1, -1)),
+        *(replace(one, scalar=one.name in BLS_SCALARS) for one in ENSEMBLE.inputs),
+        *_many("FP16", "image_input", (-1, 3, -1, -1)),
         *_many("UINT8", "image_bytes_input video_bytes_input", (-1, -1, -1, -1)),
-        Tensor("image_url_input", "STRING"),
-        Tensor("num_draft_tokens", "INT32"),
-        Tensor("use_draft_logits", "BOOL", scalar=True),
-        *_many("BOOL", "return_num_input_tokens return_num_output_tokens", scalar=True),
-        Tensor("seed", "UINT64"),  # names of random_seed and min_length in releases after 0.19
-        Tensor("min_tokens", "INT32"),
+        *_many("STRING", "image_url_input"),
+        *_many("INT32", "num_draft_tokens min_tokens"),
+        *_many("UINT64", "seed"),  # as min_tokens, a name in releases after 0.19
+        *_scalars("BOOL", "use_draft_logits return_num_input_tokens return_num_output_tokens"),
     ),
     outputs=(*ENSEMBLE.outputs, *_many("INT32", "num_input_tokens num_output_tokens")),
 )
 
 VLLM_MODEL = Model(
     inputs=(
-        Tensor("text_input", "STRING"),
-        Tensor("image", "STRING", (-1,)),
-        Tensor("stream", "BOOL"),
-        Tensor("sampling_parameters", "STRING"),
-        Tensor("exclude_input_in_output", "BOOL"),
-        *_many("BOOL", "return_finish_reason return_cumulative_logprob return_logprobs"),
-        *_many("BOOL", "return_num_input_tokens return_num_output_tokens"),
-        Tensor("embedding_request", "STRING"),
+        *_many("STRING", "text_input sampling_parameters embedding_request"),
+        *_many("STRING", "image", (-1,)),
+        *_many("BOOL", "stream exclude_input_in_output return_finish_reason return_cumulative_logprob"),
+        *_many("BOOL", "return_logprobs return_num_input_tokens return_num_output_tokens"),
     ),
     outputs=(
-        *_many("STRING", "text_output finish_reason", (-1,)),
-        Tensor("cumulative_logprob", "FP32", (-1,)),
-        Tensor("logprobs", "STRING", (-1,)),
-        Tensor("num_input_tokens", "UINT32"),
-        Tensor("num_output_tokens", "UINT32", (-1,)),
+        *_many("STRING", "text_output finish_reason logprobs", (-1,)),
+        *_many("FP32", "cumulative_logprob", (-1,)),
+        *_many("UINT32", "num_input_tokens"),
+        *_many("UINT32", "num_output_tokens", (-1,)),
     ),
 )
 """vllm_backend's model."""
 
-LLMAPI = _with_parameters(
-    Model(
-        inputs=(
-            Tensor("text_input", "STRING", (-1,), optional=False),
-            Tensor("image_url", "STRING", (-1,)),
-            Tensor("streaming", "BOOL"),
-            Tensor("sampling_param_best_of", "INT32"),
-            Tensor("sampling_param_temperature", "FP32"),
-            Tensor("sampling_param_top_k", "INT32"),
-            *_many("FP32", "sampling_param_top_p sampling_param_frequency_penalty"),
-            Tensor("sampling_param_presence_penalty", "FP32"),
-            Tensor("sampling_param_max_tokens", "INT32"),
-            Tensor("sampling_param_stop", "STRING", (-1,)),
-            Tensor("sampling_param_seed", "UINT64"),
-            *_many("BOOL", "sampling_param_exclude_input_from_output sampling_param_return_perf_metrics"),
-            Tensor("sampling_param_logits_post_processor_name", "STRING"),
-            *_many("BOOL", "return_finish_reason return_stop_reason return_cumulative_logprob stop"),
-            Tensor("lora_id", "UINT64"),
-            *_many("STRING", "lora_name lora_path lora_ckpt_source"),
-            *(replace(tensor, ragged=False) for tensor in MIX[1:]),  # ours
-        ),
-        outputs=(
-            *_many("STRING", "text_output finish_reason stop_reason", (-1,)),
-            Tensor("cumulative_logprob", "FP32", (-1,)),
-            *_many("INT32", "kv_cache_reused_block kv_cache_missed_block kv_cache_alloc_new_blocks", (-1,)),
-            Tensor("kv_cache_alloc_total_blocks", "INT32", (-1,)),
-            Tensor("kv_cache_hit_rate", "FP32", (-1,)),
-            *STATISTICS[3:],
-        ),
+LLMAPI = Model(
+    inputs=(
+        *_required("STRING", "text_input", (-1,)),
+        *_many("STRING", "image_url sampling_param_stop", (-1,)),
+        *_many("INT32", "sampling_param_best_of sampling_param_max_tokens"),
+        *_many("UINT64", "sampling_param_seed lora_id"),
+        *_parameters({f"sampling_param_{one.name}": one.kind for one in parameters_of("llmapi")}),
+        *_many("BOOL", "sampling_param_exclude_input_from_output sampling_param_return_perf_metrics"),
+        *_many("BOOL", "streaming return_finish_reason return_stop_reason return_cumulative_logprob stop"),
+        *_many("STRING", "sampling_param_logits_post_processor_name lora_name lora_path lora_ckpt_source"),
+        *_many("STRING", "lora_mix_names", (-1,)),  # ours
+        *_many("FP32", "lora_mix_scales", (-1,)),  # ours
     ),
-    {f"sampling_param_{one.name}": one.kind for one in parameters_of("llmapi")},
+    outputs=(
+        *_many("STRING", "text_output finish_reason stop_reason", (-1,)),
+        *_many("FP32", "cumulative_logprob kv_cache_hit_rate", (-1,)),
+        *_many("INT32", "kv_cache_reused_block kv_cache_missed_block", (-1,)),
+        *_many("INT32", "kv_cache_alloc_new_blocks kv_cache_alloc_total_blocks", (-1,)),
+        *STATISTICS[3:],
+    ),
 )
 """TensorRT-LLM's `llmapi` model."""
 
@@ -323,12 +244,10 @@ REFUSED_INPUTS = (
 
 SAMPLING_SCALARS = {one.name: one.tensor for one in PARAMETERS} | {
     "top_p_reset_id": "runtime_top_p_reset_ids",
-    **{
-        name: name
-        for name in (
-            "num_return_sequences", "beam_width", "return_log_probs", "return_context_logits",
-            "return_generation_logits",
-        )
-    },
-}  # fmt: skip
+    "num_return_sequences": "num_return_sequences",
+    "beam_width": "beam_width",
+    "return_log_probs": "return_log_probs",
+    "return_context_logits": "return_context_logits",
+    "return_generation_logits": "return_generation_logits",
+}
 """Fields of SamplingConfig that are single values, with the `tensorrt_llm` inputs that carry them."""

@@ -15,8 +15,16 @@ from manylora.config.pooling import PoolingSettings
 from manylora.contracts.llmapi_model import LlmapiModel
 from manylora.contracts.prompts import EngineSetup, PromptRequest, PromptRunner
 from manylora.contracts.vllm_metrics import families, samples
-from manylora.contracts.vllm_model import VllmModel, takes_adapters
-from manylora.contracts.vllm_sampling import NO_EFFECT, REFUSED, TAKEN, adapters, asked, read_parameters
+from manylora.contracts.vllm_model import (
+    NO_EFFECT,
+    REFUSED,
+    TAKEN,
+    VllmModel,
+    adapters,
+    asked,
+    read_parameters,
+    takes_adapters,
+)
 from manylora.errors import AdapterNotFoundError, ConfigError, RequestCancelledError, RequestError
 from manylora.generation.sampling import PARAMETERS
 from manylora.generation.tokenizer import Tokenizer

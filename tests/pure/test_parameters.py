@@ -12,7 +12,7 @@ import pytest
 
 from manylora.contracts.llmapi_model import AdapterFolders, LlmapiModel
 from manylora.contracts.prompts import PromptRequest
-from manylora.contracts.vllm_sampling import asked, read_parameters
+from manylora.contracts.vllm_model import asked, read_parameters
 from manylora.generation.decoding import decoding_of, with_defaults
 from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.generation.sampling import ENTRY_POINTS, PARAMETERS, Parameter, SamplingParams, parameters_of

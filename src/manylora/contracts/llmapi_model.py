@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
-from manylora.contracts.prompts import Answer, PromptRequest, PromptRunner
-from manylora.contracts.tensors import named_mix, refuse, scalar, text_tensor, texts
+from manylora.contracts.prompts import (
+    Answer,
+    PromptRequest,
+    PromptRunner,
+    named_mix,
+    refuse,
+    scalar,
+    text_tensor,
+    texts,
+)
 from manylora.errors import RequestCancelledError, RequestError
 from manylora.generation.decoding import with_defaults
 from manylora.generation.sampling import SamplingParams, parameters_of
@@ -27,18 +35,8 @@ FIELDS = ("best_of", "max_tokens", *(one.name for one in parameters_of("llmapi")
 ALONE = ("lora_id", "lora_name", "lora_path", "lora_ckpt_source")  # inputs that name one adapter
 MAX_SAMPLES = 128
 EXTRAS = ("return_finish_reason", "return_stop_reason", "return_cumulative_logprob")
-STATISTICS = {  # output -> the engine's output
-    "kv_cache_reused_block": "kv_cache_reused_blocks",
-    "kv_cache_missed_block": "kv_cache_alloc_total_blocks",
-    **{
-        name: name
-        for name in (
-            "kv_cache_alloc_new_blocks", "kv_cache_alloc_total_blocks", "arrival_time_ns",
-            "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns", "acceptance_rate",
-            "total_accepted_draft_tokens", "total_draft_tokens",
-        )
-    },
-}  # fmt: skip
+REUSED, TAKEN = "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks"  # outputs of the engine
+RENAMED = {"kv_cache_reused_block": REUSED, "kv_cache_missed_block": TAKEN}
 
 
 class LlmapiModel:
@@ -53,7 +51,12 @@ class LlmapiModel:
         check_parameters(request.parameters())
         arrays, name = read_inputs(request.inputs()), request.request_id()
         if scalar(arrays, "stop", False):
-            self._stop_all(name)
+            if not name:
+                raise RequestError("A request id must be provided for request cancellation")
+            with self._lock:
+                for other in self._open.get(name, ()):
+                    other.abandoned = True  # its generation is stopped; the output so far is the answer
+            raise RequestCancelledError("Request cancelled by client")
         try:
             asked, prompt = self._asked(arrays)
             extras = {extra for extra in EXTRAS if scalar(arrays, extra, False)}
@@ -66,14 +69,6 @@ class LlmapiModel:
 
     def stop(self, model: str, request_id: str) -> None:
         self._runner.stop(model, request_id)
-
-    def _stop_all(self, name: str) -> None:
-        if not name:
-            raise RequestError("A request id must be provided for request cancellation")
-        with self._lock:
-            for client in self._open.get(name, ()):
-                client.abandoned = True  # its generation is stopped; the output so far is the answer
-        raise RequestCancelledError("Request cancelled by client")
 
     @contextmanager
     def _named(self, name: str, client: ClientRequest) -> Iterator[None]:
@@ -148,16 +143,12 @@ def _response(answer: Answer, asked: PromptRequest, extras: set[str], prompt: st
         found["stop_reason"] = text_tensor(str(one.stop_reason) for one in outputs)
     if "return_cumulative_logprob" in extras:
         found["cumulative_logprob"] = np.array([one.cumulative_logprob for one in outputs], np.float32)
-    if asked.statistics and answer.finished and answer.statistics:
-        found |= _statistics(answer.statistics)
-    return found
-
-
-def _statistics(engine: Mapping[str, float]) -> dict[str, np.ndarray]:
-    found = {}
-    for name, source in STATISTICS.items():
-        kind = np.int64 if name.endswith("_ns") else np.float32 if name.endswith("_rate") else np.int32
-        found[name] = np.array([engine[source]], kind)
-    reused, missed = engine["kv_cache_reused_blocks"], engine["kv_cache_alloc_total_blocks"]
-    found["kv_cache_hit_rate"] = np.array([reused / max(1, reused + missed)], np.float32)
+    engine = answer.statistics if asked.statistics and answer.finished else {}
+    if engine:
+        sources = {name: name for name in engine if name != REUSED} | RENAMED
+        for name, source in sources.items():
+            kind = np.int64 if name.endswith("_ns") else np.float32 if name.endswith("_rate") else np.int32
+            found[name] = np.array([engine[source]], kind)
+        reused, missed = engine[REUSED], engine[TAKEN]
+        found["kv_cache_hit_rate"] = np.array([reused / max(1, reused + missed)], np.float32)
     return found

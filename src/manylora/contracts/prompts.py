@@ -1,11 +1,15 @@
-"""PromptRunner: runs one prompt on the engine's model, and returns its growing outputs."""
+"""PromptRunner: runs one prompt on the engine's model, and returns its growing outputs. How the inputs of a
+prompt are read.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,10 +25,12 @@ from manylora.generation.sampling import SamplingParams
 from manylora.generation.tokenizer import Tokenizer
 from manylora.lora.catalog.texts import RepositoryTexts
 from manylora.model.checkpoint import read_model_config
-from manylora.request import LoraInput, LoraMix, Pooling, Request
+from manylora.request import LoraInput, LoraMix, Pooling, Request, mix
 from manylora.wire.bls import CallModel, ClientRequest, stop_request
 from manylora.wire.engine_client import AnswerReader, request_tensors
+from manylora.wire.server_types import Arrays
 from manylora.wire.tensor_table import STATISTICS
+from manylora.wire.texts import utf8
 
 STATISTICS_NAMES = tuple(tensor.name for tensor in STATISTICS)
 OUTPUTS = [
@@ -32,6 +38,7 @@ OUTPUTS = [
     "finish_reason", "lora_cache_tier", *STATISTICS_NAMES,
 ]  # fmt: skip
 POOLED_OUTPUTS = ["output_ids", "sequence_index", "finish_reason", "pooled_output"]
+NEVER = -1e30  # added to a logit
 
 
 @dataclass(frozen=True)
@@ -120,13 +127,11 @@ class PromptRunner:
 
     def answers(self, client: ClientRequest, asked: PromptRequest) -> Iterator[Answer]:
         """One answer per part of a stream, otherwise only the finished one. Raises RequestError."""
-        own = self._own(asked.lora)
-        tokenizer, end_ids = self._engine.tokenizer, None
+        own, tokenizer, end_ids = self._own(asked.lora), self._engine.tokenizer, None
         if own is not None:
             tokenizer, end_ids = own.tokenizer, own.defaults.end_ids
-        ids, decoding = self._decoding(
-            asked, tokenizer, self._engine.model.eos_token_ids if end_ids is None else end_ids
-        )
+        end_ids = self._engine.model.eos_token_ids if end_ids is None else end_ids
+        ids, decoding = self._decoding(asked, tokenizer, end_ids)
         state = Generation(ids, decoding, tokenizer, asked.streaming)
         request = state.request(asked.lora)
         request = request if self._engine.streams else replace(request, streaming=False)
@@ -193,28 +198,22 @@ class PromptRunner:
             raise RequestError(str(error)) from None
         prompt = 1 if engine.model.encoder else len(ids)  # the encoder reads the prompt
         decoding = decoding.within(engine.context - prompt) if engine.context is not None else decoding
-        bias = self._bias(asked)
         made = decoding.params.with_output_penalties() if asked.output_penalties else decoding.params
         made = replace(made, return_generation_logits=asked.top is not None)
-        made = made if bias is None else replace(made, logit_bias=bias)
+        if asked.bias or asked.allowed:
+            size = engine.model.vocab_size
+            unknown = next((i for i in (*asked.allowed, *asked.bias) if not 0 <= i < size), None)
+            if unknown is not None:
+                name = "allowed_token_ids" if unknown in asked.allowed else "logit_bias"
+                raise RequestError(f"{name}: {unknown} is no token of this model, which has {size}")
+            bias = np.full(size, NEVER if asked.allowed else 0, np.float32)
+            bias[list(asked.allowed)] = 0
+            for token, value in asked.bias.items():
+                bias[token] += value
+            made = replace(made, logit_bias=bias)
         # At least one alternative: log probabilities then come with ranks.
         top = None if asked.top is None else max(1, asked.top)
         return tuple(ids), replace(decoding, params=made, top=top)
-
-    def _bias(self, asked: PromptRequest) -> np.ndarray | None:
-        """[vocabulary] float32."""
-        if not (asked.bias or asked.allowed):
-            return None
-        size = self._engine.model.vocab_size
-        unknown = next((i for i in (*asked.allowed, *asked.bias) if not 0 <= i < size), None)
-        if unknown is not None:
-            name = "allowed_token_ids" if unknown in asked.allowed else "logit_bias"
-            raise RequestError(f"{name}: {unknown} is no token of this model, which has {size}")
-        made = np.full(size, NEVER if asked.allowed else 0, np.float32)
-        made[list(asked.allowed)] = 0
-        for token, value in asked.bias.items():
-            made[token] += value
-        return made
 
     def _answer(
         self, state: Generation, asked: PromptRequest, statistics: dict[str, float], tokenizer: Tokenizer
@@ -231,4 +230,52 @@ class PromptRunner:
         yield Answer(outputs, found, state.prompt, state.finished, statistics, tokenizer)
 
 
-NEVER = -1e30  # added to a logit
+def scalar(arrays: Arrays, name: str, default: Any = None) -> Any:
+    """The single value of an input; bytes as text. Raises RequestError."""
+    if name not in arrays:
+        return default
+    array = arrays[name]
+    if array.size != 1:
+        raise RequestError(f"Expected a scalar tensor for tensor {name}, got {array.size} values")
+    value = array.reshape(-1)[0]
+    return utf8(value, name) if isinstance(value, bytes | str) else value.item()
+
+
+def texts(arrays: Arrays, name: str) -> list[str]:
+    """All values of an input. Raises RequestError."""
+    return [utf8(value, name) for value in arrays[name].reshape(-1)] if name in arrays else []
+
+
+def text_tensor(values: Iterable[str]) -> np.ndarray:
+    return np.array([value.encode() for value in values], np.object_)
+
+
+def read_json(text: str, name: str, most: int) -> Any:
+    """The value of an input that holds JSON. most: bytes. Raises RequestError."""
+    if len(text) > most:
+        raise RequestError(f"{name} must have at most {most} bytes, got {len(text)}")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise RequestError(f"{name} must be valid JSON, got {text!r:.80}") from None
+
+
+def refuse(arrays: Mapping[str, Any], *names: str) -> None:
+    """Raises RequestError for an input that is not supported."""
+    for name in names:
+        if name in arrays:
+            raise RequestError(f"input {name} is not supported by this server: leave it out")
+
+
+def named_mix(
+    names: Sequence[str] | None, scales: Sequence[float] | None, field: str
+) -> LoraInput | LoraMix | None:
+    """Adapters that act together. scales: None: 1 each. field: the field that names them. Raises
+    RequestError.
+    """
+    if names is None:
+        raise RequestError(f"{field.replace('names', 'scales')} need lora_mix_names")
+    if scales is not None and len(scales) != len(names):
+        raise RequestError(f"{field} must have one of lora_mix_scales for each: {len(names)}")
+    members = [LoraInput(None, name=name) for name in names]
+    return mix(list(zip(members, scales or [1.0] * len(names), strict=True)), field)

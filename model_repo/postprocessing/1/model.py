@@ -15,10 +15,9 @@ from manylora.errors import ConfigError
 from manylora.lora.catalog.texts import RepositoryTexts
 from manylora.system.lifeline import Lifeline
 from manylora.wire.engine_worker import DisconnectReporter
-from manylora.wire.item_text import open_tokenizer
 from manylora.wire.server_types import Arrays, release
 from manylora.wire.shape_guard import check_shapes
-from manylora.wire.text_models import Postprocessor, TextWorker
+from manylora.wire.text_models import Postprocessor, TextWorker, open_tokenizer
 
 SMALL_BYTES, CACHED = 64, 1024  # maximum size and number of texts whose tensors are cached
 

@@ -11,10 +11,9 @@ from manylora.config.repository import engine_context, flag, parameters_of
 from manylora.errors import ConfigError
 from manylora.lora.catalog.texts import RepositoryTexts
 from manylora.system.lifeline import Lifeline
-from manylora.wire.item_text import open_tokenizer
 from manylora.wire.server_types import Arrays, release
 from manylora.wire.shape_guard import check_shapes
-from manylora.wire.text_models import Preprocessor, TextWorker
+from manylora.wire.text_models import Preprocessor, TextWorker, open_tokenizer
 
 
 class TritonPythonModel:

@@ -119,9 +119,7 @@ class PromptRunner:
         return self._engine.pooling
 
     def defaults(self, lora: LoraInput | LoraMix | None) -> GenerationDefaults:
-        """Defaults of the adapter that acts, for values that a request does not set. Raises
-        AdapterInvalidError.
-        """
+        """Defaults of the adapter for values that a request does not set. Raises AdapterInvalidError."""
         own = self._own(lora)
         return NO_DEFAULTS if own is None else own.defaults
 
@@ -270,9 +268,7 @@ def refuse(arrays: Mapping[str, Any], *names: str) -> None:
 def named_mix(
     names: Sequence[str] | None, scales: Sequence[float] | None, field: str
 ) -> LoraInput | LoraMix | None:
-    """Adapters that act together. scales: None: 1 each. field: the field that names them. Raises
-    RequestError.
-    """
+    """Adapters that act together. scales: None: 1 each. field: names them. Raises RequestError."""
     if names is None:
         raise RequestError(f"{field.replace('names', 'scales')} need lora_mix_names")
     if scales is not None and len(scales) != len(names):

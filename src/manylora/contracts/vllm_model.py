@@ -359,9 +359,7 @@ def read_parameters(text: str, own: bool) -> dict[str, Any]:
 
 
 def adapters(given: Mapping[str, Any]) -> LoraInput | LoraMix | None:
-    """The adapter by name, or several that act together. given: from `read_parameters`. Raises
-    RequestError.
-    """
+    """The adapter by name, or several that act together. Raises RequestError."""
     names, scales = given.get("lora_mix_names"), given.get("lora_mix_scales")
     if names is None and scales is None:
         return LoraInput(None, name=given["lora_name"]) if "lora_name" in given else None

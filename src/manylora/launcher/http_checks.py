@@ -1,6 +1,4 @@
-"""Checks of HTTP requests before they reach tritonserver, with limits beyond which its own parsers may
-crash.
-"""
+"""Checks of HTTP requests before tritonserver, whose own parsers may crash beyond these limits."""
 
 from __future__ import annotations
 
@@ -163,9 +161,7 @@ class Head:
 
 
 def read_head(text: bytes) -> Head:
-    """text: without the empty line at its end. Raises RefusedError, also for what another reader could
-    understand in another way.
-    """
+    """text: without the empty line at its end. Raises RefusedError, also for what is ambiguous."""
     return _read_short_head(text) if len(text) <= SHORT_HEAD else _read_head(text)
 
 
@@ -238,9 +234,7 @@ def _body_length(values: Mapping[bytes, bytes], minor: bytes) -> int | None:
 
 
 def forwarded_head(head: Head, length: int, secret: bytes, is_open: bool) -> bytes:
-    """length: of the body to send. secret: added to requests that need no permission, and to all if
-    is_open.
-    """
+    """length: of the body to send. secret: for requests that need no permission; is_open: for all."""
     management = MANAGEMENT_HEADER.encode()
     is_public = is_open or PUBLIC.fullmatch(head.path)
     lines = [head.method + b" " + head.path + head.query + b" HTTP/1.1"]

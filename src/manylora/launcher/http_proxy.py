@@ -317,9 +317,7 @@ class ClientConnection(asyncio.Protocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Read on for a moment and close: closing now, with unread data, would make the system discard the
-        response (TCP reset).
-        """
+        """Read on for a moment, then close: unread data would make the system discard the response."""
         self._refused = True
         self._received.clear()
         self._chunks = None

@@ -137,9 +137,7 @@ def _quoted(name: str, value: str) -> str:
 
 
 def _bare(name: str, value: str) -> str:
-    """Raises ConfigError for text that Triton could not parse. Triton's own error does not name the
-    variable.
-    """
+    """Raises ConfigError for text that Triton could not parse: its error does not name the variable."""
     usual = BASICS.get(name, "1")
     try:
         if usual.startswith("TYPE_"):

@@ -103,9 +103,7 @@ def marked(mark: bytes) -> list[int]:
 
 
 def raise_open_files() -> None:
-    """Let this process and its children open as many files as the system allows, up to MAX_FILES. Raises
-    ConfigError if that is too few for tritonserver.
-    """
+    """Open as many files as allowed, up to MAX_FILES. Raises ConfigError if they are too few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
     if wanted < MIN_FILES:

@@ -49,9 +49,7 @@ class RunDirectory:
         return self.path / "server.log"
 
     def claim(self) -> None:
-        """Create and lock it. Its content may be that of a killed launcher. Raises ConfigError if another
-        launcher has it.
-        """
+        """Create and lock it, or take a killed launcher's. Raises ConfigError if another has it."""
         while True:
             try:
                 self.path.mkdir(mode=0o700, exist_ok=True)
@@ -80,16 +78,12 @@ class RunDirectory:
                 raise ConfigError(f"{self.path} is not a directory that only this user can use: remove it")
 
     def supervise(self) -> None:
-        """Mark this process as the supervisor. It must not open the state in another way from here on, as
-        closing it would release the lock.
-        """
+        """Mark this process as the supervisor. From here on, closing the state releases the lock."""
         self._state = os.open(self.path / STATE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         fcntl.lockf(self._state, fcntl.LOCK_EX)
 
     def supervisor(self) -> int:
-        """Process id of the supervisor, if it is another process. 0: there is none; -1: it is outside this
-        container.
-        """
+        """The supervisor's process id, if it is another process. 0: none; -1: outside this container."""
         try:
             descriptor = os.open(self.path / STATE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
@@ -170,9 +164,7 @@ def running_ports() -> list[int]:
 
 
 def open_log(path: Path) -> int:
-    """Open for appending, readable by this user only. If that fails, as on a full disk, output is
-    discarded.
-    """
+    """Open for appending, for this user only. If that fails (a full disk), output is discarded."""
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError:

@@ -139,9 +139,7 @@ class ProxyProbe:
 
 
 class TritonServer:
-    """A tritonserver with its HTTP proxy and models' processes: a service of the supervisor, started any
-    number of times on the same ports.
-    """
+    """A service of the supervisor, started any number of times on the same ports."""
 
     def __init__(self, installation: Installation, options: ServerOptions, run_dir: Path) -> None:
         self._installation = installation

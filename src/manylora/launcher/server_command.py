@@ -1,6 +1,4 @@
-"""How a tritonserver is started: the user's options, its command line and limits, who may use which of its
-interfaces, its shared memory.
-"""
+"""How a tritonserver is started: options, command line, limits, who may use what, shared memory."""
 
 from __future__ import annotations
 

@@ -207,9 +207,7 @@ def wait_for_ports(address: str, ports: Iterable[int], stopping: Callable[[], bo
 
 
 class Program:
-    """name: for messages. mark: environment variable by which its processes are found. stop_s: how long it
-    may take to exit.
-    """
+    """mark: environment variable by which its processes are found. stop_s: how long it may take to exit."""
 
     def __init__(self, name: str, command: Sequence[str], mark: tuple[str, str], stop_s: float) -> None:
         self._name, self._command, self._mark, self._stop_s = name, command, mark, stop_s

@@ -42,9 +42,7 @@ def bare_variables(text: str) -> list[str]:
 
 
 def check_filled(config: Path) -> None:
-    """Raises ConfigError that names the first template variable of a config.pbtxt without a required
-    value.
-    """
+    """Raises ConfigError that names the first variable of a config.pbtxt that has to be filled."""
     text = config.read_text(encoding="utf-8")
     quoted = [name for name in MANDATORY.get(config.parent.name, ()) if f"${{{name}}}" in text]
     missing = [name for name in (*bare_variables(text), *quoted) if name not in DEFAULTS]

@@ -1,6 +1,4 @@
-"""TextGenerator: text in, text out by calling the other models, as in `tensorrt_llm_bls`. ClientRequest: a
-request to a model that calls the engine's model.
-"""
+"""TextGenerator: text in, text out by calling the other models, as in `tensorrt_llm_bls`."""
 
 from __future__ import annotations
 
@@ -271,9 +269,7 @@ def stop_request(call: CallModel, model: str, request_id: str) -> None:
 
 
 def _interleaved(streams: Sequence[Iterator[T]]) -> Iterator[T]:
-    """Yield items of all streams as they arrive; each stream runs on its own thread. All run to their end.
-    After a failure nothing more is yielded, and the first failure is raised.
-    """
+    """Items of all streams as they arrive, each stream on its own thread. The first failure ends it."""
     merged: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
     end = (None, None)
 
@@ -418,9 +414,7 @@ class StopWords:
         return bool(self._seen) and self._stopped == self._seen.keys()
 
     def cut(self, sequence: int, texts: Sequence[str]) -> list[str]:
-        """The next text of each beam of a sequence: up to the end of the first stop word, and nothing after
-        it.
-        """
+        """The next text of each beam of a sequence, up to the end of the first stop word."""
         if not self._words:
             return list(texts)
         cut = []

@@ -62,9 +62,7 @@ def share_lock() -> None:
 
 
 def load() -> ctypes.CDLL | None:
-    """lock_guard.c; None without a compiler. Raises OSError, subprocess.SubprocessError, and AttributeError
-    if Python lacks a function.
-    """
+    """lock_guard.c; None without a compiler. Raises OSError, SubprocessError, AttributeError."""
     library = load_library(SOURCE)
     if library is None:
         return None

@@ -50,7 +50,13 @@ def check_parameters(parameters: str, *, log: bool = True) -> None:
         if ADAPTER.fullmatch(name) and not (name == "model" and value in list(MODELS)):
             raise RequestError(adapter_hint(name))
         if INPUTS.fullmatch(name):
-            raise RequestError(_input_hint(name))
+            takers = [model for model, spec in MODELS.items() if any(one.name == name for one in spec.inputs)]
+            told = "send what takes its place: no model has it"
+            told = f"ask {' or '.join(takers)} with it" if takers else told
+            raise RequestError(
+                f"{name:.80} is no input of this model, and as a request parameter it would be ignored: "
+                f"leave it out, or {told}"
+            )
         is_known = SERVERS_OWN.fullmatch(name) or name in (*EXPECTED, *_logged)
         if log and not is_known and len(_logged) < MOST_LOGGED:
             _logged.add(name)
@@ -66,15 +72,6 @@ def adapter_hint(name: str) -> str:
         f"{name:.80} is no input of this model, and the base model would answer: name the adapter in "
         "lora_name, or its id in lora_task_id (llmapi: lora_id); for vllm_model lora_name belongs in "
         "sampling_parameters"
-    )
-
-
-def _input_hint(name: str) -> str:
-    takers = [model for model, spec in MODELS.items() if any(one.name == name for one in spec.inputs)]
-    told = f"ask {' or '.join(takers)} with it" if takers else "send what takes its place: no model has it"
-    return (
-        f"{name:.80} is no input of this model, and as a parameter of the request it would be ignored: "
-        f"leave it out, or {told}"
     )
 
 

@@ -51,9 +51,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class _Item:
-    """One item of the batch: scalars and rows by name, None if absent. longest: maximum tokens of prompt and
-    output; None: unknown.
-    """
+    """One item of the batch. longest: maximum tokens of prompt and output; None: unknown."""
 
     arrays: Arrays
     index: int
@@ -77,9 +75,7 @@ class _Item:
         return self.arrays[name][self.index] if name in self.arrays else None
 
     def ids(self, name: str, most: int | None) -> list[int]:
-        """A row of numbers. most: checked before they become Python integers, which take 10 times the
-        memory.
-        """
+        """A row of numbers. most: checked before they become Python integers, ten times as large."""
         row = self.row(name)
         if row is None:
             return []

@@ -1,6 +1,4 @@
-"""EngineWorker: passes requests of `tensorrt_llm` to the engine, and its events to responses, sent by one
-thread.
-"""
+"""EngineWorker: passes requests of `tensorrt_llm` to the engine, and its events to responses."""
 
 from __future__ import annotations
 
@@ -82,9 +80,7 @@ class DisconnectReporter:
 
 
 def listen(disconnected: Callable[[int], None]) -> None:
-    """disconnected: called on a thread with the number of a request whose client has disconnected, possibly
-    repeatedly.
-    """
+    """disconnected: called on a thread with the number of a request whose client has left; may repeat."""
     path = _path()
     if path is None:
         return
@@ -244,9 +240,7 @@ class EngineWorker(Generic[Response]):
             self._engine.cancel(ticket)
 
     def _send_all(self) -> None:
-        """The sending thread. If it or the engine dies, the process is useless: it exits, and the launcher
-        starts another.
-        """
+        """If sending or the engine dies, the process is useless: it exits for the launcher to restart."""
         try:
             self._send_until_closed()
         except BaseException:

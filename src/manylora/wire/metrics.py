@@ -163,9 +163,7 @@ class RequestMeter:
     def samples(
         self, lora: LoraInput | LoraMix | None, event: Event, waited_s: float = 0.0
     ) -> Iterator[Sample]:
-        """In a mix, each adapter counts the request. waited_s: before the engine got it; it counts as
-        queueing time, and towards the first token.
-        """
+        """waited_s: before the engine got it; it counts as queueing time and towards the first token."""
         self._starting = self._starting and is_starting()
         if self._starting:
             return iter(())

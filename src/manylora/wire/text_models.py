@@ -8,19 +8,22 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Generic
+from pathlib import Path
+from typing import Any, Generic, Protocol
 
 import numpy as np
 
-from manylora.errors import AdapterError, RequestError
+from manylora.config.hub import model_folder
+from manylora.config.repository import value_of
+from manylora.errors import AdapterError, ConfigError, RequestError
+from manylora.generation.defaults import NO_DEFAULTS, OwnText
 from manylora.generation.tokenizer import Tokenizer
 from manylora.system.lifeline import Lifeline
 from manylora.system.text_threads import LONG, TextThreads
 from manylora.wire.bls import TO_PREPROCESSING
 from manylora.wire.client_errors import check_parameters, client_message
-from manylora.wire.item_text import ItemText, OwnTexts, adapters_of, adapters_told
 from manylora.wire.server_types import FINAL, Arrays, Response, ResponseSender, ServerRequest, send
 from manylora.wire.shape_guard import read_inputs
 from manylora.wire.texts import encode_word_lists, utf8
@@ -28,6 +31,7 @@ from manylora.wire.texts import encode_word_lists, utf8
 logger = logging.getLogger("manylora")
 
 REFUSED = ("IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES")
+TOLD = "LORA_TEXT"  # input of postprocessing: the result of `wire.encode.adapter_told`
 WORDS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
 SENT_AS = {ours: sent for sent, ours in TO_PREPROCESSING.items()}  # names of inputs in text requests
 MAX_WORDS = 16384  # maximum per request
@@ -70,7 +74,7 @@ class TextWorker(Generic[Response]):
             inputs = read_inputs(request.inputs())
             threads = self._threads.executor(self._length(inputs))
         except Exception as error:
-            return self._failure(error)
+            return self._fail(client_message(error, self._name))
         if threads is None:
             return self._response(inputs)
         busy = ExitStack()
@@ -89,10 +93,28 @@ class TextWorker(Generic[Response]):
         try:
             return self._respond(inputs)
         except Exception as error:
-            return self._failure(error)
+            return self._fail(client_message(error, self._name))
 
-    def _failure(self, error: Exception) -> Response:
-        return self._fail(client_message(error, self._name))
+
+class OwnTexts(Protocol):
+    """What comes with adapters, by name or task id."""
+
+    def find(self, name: str | None, task_id: int | None) -> OwnText | None:
+        """None: use the base model's. May read files. Raises AdapterInvalidError."""
+
+    def is_at_hand(self, name: str | None, task_id: int | None) -> bool:
+        """Whether `find` reads no large file."""
+
+
+def open_tokenizer(parameters: Mapping[str, str]) -> Tokenizer:
+    """The tokenizer that a model's parameters name. Raises ConfigError."""
+    directory = value_of(parameters, "tokenizer_dir")
+    if directory is None:
+        raise ConfigError("parameter tokenizer_dir must name the tokenizer's directory")
+    try:
+        return Tokenizer(model_folder(Path(directory)))
+    except ConfigError as error:
+        raise ConfigError(f"parameter tokenizer_dir: {error}") from error
 
 
 class Preprocessor:
@@ -113,9 +135,7 @@ class Preprocessor:
         self._add_special_tokens, self._context = add_special_tokens, context
 
     def length(self, inputs: Arrays) -> int:
-        """Characters of all texts. Raises RequestError if there are too many, or for an input that is not
-        supported.
-        """
+        """Characters of all texts. Raises RequestError for too many, and for unsupported inputs."""
         for name in REFUSED:
             if name in inputs:
                 raise RequestError(f"input {name} is not supported by this server: leave it out")
@@ -140,12 +160,10 @@ class Preprocessor:
         """Outputs by name. Raises RequestError."""
         special, queries = self._add_special_tokens, list(_sent(inputs, "QUERY").reshape(-1))
         count, pad, start = len(queries), self._tokenizer.pad_id or 0, self._tokenizer.decoder_start_id
-        texts = [ItemText(self._tokenizer)] * count
+        base = OwnText(self._tokenizer, NO_DEFAULTS)
+        texts = [base] * count
         if self._own is not None:
-            found = [self._own.find(*adapter) for adapter in adapters_of(inputs, count)]
-            texts = [
-                base if own is None else ItemText.of(own) for own, base in zip(found, texts, strict=True)
-            ]
+            texts = [self._own.find(*adapter) or base for adapter in adapters_of(inputs, count)]
         prompts = [
             text.tokenizer.encode(query, special, self._context)
             for text, query in zip(texts, queries, strict=True)
@@ -154,7 +172,8 @@ class Preprocessor:
         ends = []
         for text in texts:
             named = text.tokenizer.eos_id
-            ends.append(list(dict.fromkeys([*text.end_ids, *([] if named is None else [named])])))
+            ids = [*(text.defaults.end_ids or ()), *([] if named is None else [named])]
+            ends.append(list(dict.fromkeys(ids)))
         # For an encoder-decoder model: the decoder's start id, followed by the ids of its text.
         decoder_prompts = [[pad if start is None else start]] * count
         if "DECODER_QUERY" in inputs:
@@ -162,11 +181,11 @@ class Preprocessor:
                 raise RequestError("decoder_text_input is for encoder-decoder models: leave it out")
             pairs = zip(texts, _sent(inputs, "DECODER_QUERY").reshape(-1), strict=True)
             decoder_prompts = [[start, *_encode(text, query)] for text, query in pairs]
-        ids, lengths = _padded(prompts, pad)
+        prompt_ids, lengths = _padded(prompts, pad)
         decoder_ids, decoder_lengths = _padded(decoder_prompts, pad)
-        defaults = [json.dumps(dict(one.sampling)).encode() if one.sampling else b"" for one in texts]
+        defaults = [_sampling_defaults(text) for text in texts]
         outputs = {
-            "INPUT_ID": ids,
+            "INPUT_ID": prompt_ids,
             "REQUEST_INPUT_LEN": lengths,
             "DECODER_INPUT_ID": decoder_ids,
             "REQUEST_DECODER_INPUT_LEN": decoder_lengths,
@@ -179,12 +198,12 @@ class Preprocessor:
             "OUT_PAD_ID": inputs.get("PAD_ID", np.full((count, 1), pad, np.int32)),
         }
         if "PROMPT_TABLE_EXTRA_ID" in inputs:
-            virtual = ids >= self._tokenizer.vocab_size
+            virtual = prompt_ids >= self._tokenizer.vocab_size
             extra = inputs["PROMPT_TABLE_EXTRA_ID"].reshape(count, 1)
             outputs["OUT_PROMPT_TABLE_EXTRA_IDS"] = np.where(virtual, extra, 0).astype(np.uint64)
         return outputs
 
-    def _biases(self, inputs: Arrays, items: Sequence[ItemText]) -> np.ndarray:
+    def _biases(self, inputs: Arrays, items: Sequence[OwnText]) -> np.ndarray:
         """[count, vocab]: each weight, added to all tokens of its word. [count, 0] without words."""
         count = len(items)
         words, weights = (inputs.get(f"EMBEDDING_BIAS_{name}") for name in ("WORDS", "WEIGHTS"))
@@ -203,6 +222,30 @@ class Preprocessor:
         return table
 
 
+def adapters_of(inputs: Arrays, count: int) -> list[tuple[str | None, int | None]]:
+    """Name and task id in each item. Raises RequestError."""
+    names, ids = (_column(inputs, name, count) for name in ("LORA_NAME", "LORA_TASK_ID"))
+    decoded = [None if one is None else utf8(one, "lora_name") or None for one in names]
+    return list(zip(decoded, ids, strict=True))
+
+
+def _told(given: bytes | str | None) -> tuple[str | None, int | None]:
+    """Name and task id from the result of `adapter_told`."""
+    text = given.decode(errors="replace") if isinstance(given, bytes) else given or ""
+    kind, _, value = text.partition(" ")
+    if kind == "name":
+        return value, None
+    return None, int(value) if kind == "id" and value.isascii() and value.isdigit() else None
+
+
+def _column(inputs: Arrays, name: str, count: int) -> list[Any]:
+    if name not in inputs:
+        return [None] * count
+    if inputs[name].size != count:
+        raise RequestError(f"{name} must have one value for each text, got {inputs[name].size} for {count}")
+    return inputs[name].reshape(-1).tolist()
+
+
 Words = list[list[list[int]]]
 """Token ids of the words of each item."""
 
@@ -214,11 +257,11 @@ def _sent(inputs: Arrays, name: str) -> np.ndarray:
     return np.array(found, np.object_).reshape(given.shape)
 
 
-def _encode(item: ItemText, text: str) -> list[int]:
+def _encode(item: OwnText, text: str) -> list[int]:
     return item.tokenizer.encode(text, add_special_tokens=False)
 
 
-def _words(inputs: Arrays, name: str, items: Sequence[ItemText]) -> Words | None:
+def _words(inputs: Arrays, name: str, items: Sequence[OwnText]) -> Words | None:
     """None: there is no such input."""
     if name not in inputs:
         return None
@@ -226,15 +269,28 @@ def _words(inputs: Arrays, name: str, items: Sequence[ItemText]) -> Words | None
     return [[ids for word in row if word and (ids := _encode(item, word))] for item, row in rows]
 
 
-def _stops(inputs: Arrays, items: Sequence[ItemText], ends: Sequence[Sequence[int]]) -> Words | None:
+def _stops(inputs: Arrays, items: Sequence[OwnText], ends: Sequence[Sequence[int]]) -> Words | None:
     """Stop words, including those of the adapter."""
     given, asked = _words(inputs, "STOP_WORDS_DICT", items), "END_ID" in inputs
     found = []
     for index, (item, end_ids) in enumerate(zip(items, ends, strict=True)):
-        own = [_encode(item, word) for word in item.stop] if given is None else given[index]
-        more = [*item.stop_ids, *(() if asked else end_ids[1:])]
+        fields = item.defaults.fields
+        own = [_encode(item, word) for word in fields.get("stop", ())] if given is None else given[index]
+        more = [*fields.get("stop_token_ids", ()), *(() if asked else end_ids[1:])]
         found.append([ids for ids in [*own, *([token] for token in more)] if ids])
     return found if given is not None or any(found) else None
+
+
+def _sampling_defaults(text: OwnText) -> bytes:
+    """What comes with an adapter for fields of `SamplingConfig`, as JSON."""
+    fields = {k: v for k, v in text.defaults.fields.items() if k not in ("stop", "stop_token_ids")}
+    if fields.get("top_p") == 0:
+        fields |= {"top_p": 1.0, "top_k": 1}  # greedy
+    elif "top_k" in fields:
+        fields["top_k"] = max(0, fields["top_k"])
+    if fields.get("temperature") and not (fields.get("top_k") or "top_p" in fields):
+        fields["top_p"] = 1.0  # the engine samples only if top_k or top_p ask for it
+    return json.dumps(fields).encode() if fields else b""
 
 
 def _word_lists(words: Words | None, count: int) -> np.ndarray:
@@ -282,12 +338,12 @@ class Postprocessor:
         tokens, lengths = inputs["TOKENS_BATCH"], inputs["SEQUENCE_LENGTH"]
         windows, final = inputs.get("PREVIOUS_IDS"), "FINISH_REASON" in inputs
         texts = []
-        adapters = adapters_told(inputs, len(lengths)) if self._own is not None else []
+        adapters = _column(inputs, TOLD, len(lengths)) if self._own is not None else []
         for item, row in enumerate(lengths.tolist()):
             tokenizer = self._tokenizer
             if self._own is not None:
                 try:
-                    own = self._own.find(*adapters[item])
+                    own = self._own.find(*_told(adapters[item]))
                     tokenizer = tokenizer if own is None else own.tokenizer
                 except AdapterError as error:
                     # Preprocessing could read it. An error here would never free the ensemble's resources.

@@ -222,8 +222,8 @@ class Client:
 
 
 def worker(models: Models, decoupled: bool = True) -> BlsWorker[Any]:
-    generator = TextGenerator(models, "engine", None, False)
-    return BlsWorker("tensorrt_llm_bls", Lifeline("bls"), generator, decoupled, respond, fail)
+    answer = TextGenerator(models, "engine", None, False).answer
+    return BlsWorker("tensorrt_llm_bls", Lifeline("bls"), answer, decoupled, models, respond, fail)
 
 
 def respond(outputs: Values) -> ServerResponse:

@@ -36,9 +36,8 @@ class TritonPythonModel:
                 raise ConfigError("parameter multimodal_encoders_name: multimodal models are not supported")
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        self._worker = BlsWorker(
-            "tensorrt_llm_bls", lifeline, generator, decoupled, server.respond, server.fail
-        )
+        name, answer = "tensorrt_llm_bls", generator.answer
+        self._worker = BlsWorker(name, lifeline, answer, decoupled, server.call, server.respond, server.fail)
 
     def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> None:
         self._worker.execute(requests)

@@ -67,9 +67,6 @@ class LlmapiModel:
         except RequestError as error:
             raise RequestError(f"Error generating request: {error}") from None
 
-    def stop(self, model: str, request_id: str) -> None:
-        self._runner.stop(model, request_id)
-
     @contextmanager
     def _named(self, name: str, client: ClientRequest) -> Iterator[None]:
         """Context for a request that can be stopped by its id."""

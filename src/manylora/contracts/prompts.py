@@ -178,9 +178,6 @@ class PromptRunner:
             raise RequestCancelledError("The request was cancelled")
         return request.prompt, found
 
-    def stop(self, model: str, request_id: str) -> None:
-        stop_request(self._call, model, request_id)
-
     def _own(self, lora: LoraInput | LoraMix | None) -> OwnText | None:
         return self._engine.texts.of(lora) if self._engine.texts is not None else None
 

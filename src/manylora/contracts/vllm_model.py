@@ -148,9 +148,6 @@ class VllmModel:
                 text = f"Error generating stream: {text}"
             raise RequestError(text) from None
 
-    def stop(self, model: str, request_id: str) -> None:
-        self._runner.stop(model, request_id)
-
     def _given(self, arrays: Arrays, own: str) -> dict[str, Any]:
         """The result of `read_parameters`. own: the request's own parameters, used if there is no input."""
         sent = scalar(arrays, NAME)

@@ -170,10 +170,6 @@ class TextGenerator:
         rows = enumerate(zip(batch, weights, strict=True))
         return _interleaved([self._item(client, *row, index) for index, row in rows])
 
-    def stop(self, model: str, request_id: str) -> None:
-        """Stop a request to an engine's model."""
-        stop_request(self._call, model, request_id)
-
     def _item(
         self,
         client: ClientRequest,
@@ -181,7 +177,10 @@ class TextGenerator:
         lora_weights: np.ndarray | ServerTensor | None,
         index: int | None,
     ) -> Iterator[Values]:
-        engine_inputs: dict[str, np.ndarray | ServerTensor] = {**self._prepare(inputs)}
+        texts = {name: inputs[source] for source, name in TO_PREPROCESSING.items() if source in inputs}
+        [prepared] = self._call("preprocessing", texts, list(FROM_PREPROCESSING))
+        engine_inputs: dict[str, np.ndarray | ServerTensor] = {}
+        engine_inputs |= {FROM_PREPROCESSING[name]: one.as_numpy() for name, one in prepared.items()}
         engine_inputs |= {name: inputs[source] for source, name in TO_ENGINE.items() if source in inputs}
         if lora_weights is not None:
             engine_inputs["lora_weights"] = lora_weights
@@ -210,13 +209,7 @@ class TextGenerator:
                 counts = _counts(inputs, engine_inputs, outputs)
                 yield {**_response(stops.cut(sequence, self._texts(outputs)), outputs, index), **counts}
                 if stops.all_stopped:
-                    self.stop(self._engine, request_id)
-
-    def _prepare(self, inputs: Arrays) -> Arrays:
-        """Convert text to the inputs of the engine's model."""
-        texts = {name: inputs[source] for source, name in TO_PREPROCESSING.items() if source in inputs}
-        [outputs] = self._call("preprocessing", texts, list(FROM_PREPROCESSING))
-        return {FROM_PREPROCESSING[name]: tensor.as_numpy() for name, tensor in outputs.items()}
+                    stop_request(self._call, self._engine, request_id)
 
     def _texts(self, outputs: Values) -> list[str]:
         names = TO_POSTPROCESSING
@@ -239,10 +232,8 @@ class TextGenerator:
             with client.engine_request(model) as request_id:
                 return next(iter(self._call(model, sent, ENGINE_OUTPUTS, request_id)))
 
-        output: list[int] = []
-        draft: list[int]
+        output, ended = list[int](), False
         last: Mapping[str, ServerTensor] = {}
-        ended = False
         while len(output) < limit and not ended:
             # The prompt includes the output so far, so positions counted from the prompt's end shift.
             moved: dict[str, np.ndarray] = {}
@@ -250,7 +241,7 @@ class TextGenerator:
                 moved["prompt_ignore_length"] = np.minimum(inputs["prompt_ignore_length"], len(prompt))
             if "min_length" in inputs:
                 moved["min_length"] = np.maximum(inputs["min_length"] - len(output), 0)
-            ids, count, draft = [*prompt, *output], min(most, limit - len(output) - 1), []
+            ids, count, draft = [*prompt, *output], min(most, limit - len(output) - 1), list[int]()
             if count > 0:
                 draft = _ids_of(first_response(str(self._draft), plain | _prompt(ids, count) | moved))
             if draft:
@@ -269,9 +260,8 @@ def stop_request(call: CallModel, model: str, request_id: str) -> None:
 
 
 def _interleaved(streams: Sequence[Iterator[T]]) -> Iterator[T]:
-    """Items of all streams as they arrive, each stream on its own thread. The first failure ends it."""
+    """Items of all streams as they arrive, each on a thread of its own. The first failure is raised last."""
     merged: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
-    end = (None, None)
 
     def run(stream: Iterator[T]) -> None:
         try:
@@ -279,7 +269,7 @@ def _interleaved(streams: Sequence[Iterator[T]]) -> Iterator[T]:
                 merged.put((one, None))
         except Exception as error:
             merged.put((None, error))
-        merged.put(end)
+        merged.put((None, None))
 
     for stream in streams:
         threading.Thread(target=run, args=(stream,), daemon=True).start()

@@ -14,14 +14,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Generic, Protocol
+from typing import Any, Generic
 
 import numpy as np
 
 from manylora.errors import RequestCancelledError, RequestError, UnavailableError
 from manylora.system.compiler import Source, load_library
 from manylora.system.lifeline import Lifeline
-from manylora.wire.bls import ClientRequest, Values
+from manylora.wire.bls import CallModel, ClientRequest, Values, stop_request
 from manylora.wire.client_errors import client_error, client_message
 from manylora.wire.server_types import FINAL, Response, ResponseSender, ServerRequest, send
 
@@ -74,22 +74,13 @@ class LastOutputs(dict[str, Any]):
     """Outputs of a response that is known to be the last one. It is sent with the final flag."""
 
 
-class Generator(Protocol):
-    """Answers requests by calling the engine's model."""
-
-    def answer(self, client: ClientRequest, request: ServerRequest[Any]) -> Iterator[Values]:
-        """Outputs of each response, as they arrive; none after LastOutputs. Raises RequestError."""
-
-    def stop(self, model: str, request_id: str) -> None:
-        """Stop a request to an engine's model."""
-
-
 class BlsWorker(Generic[Response]):
-    """name: the model's, for the log. lifeline: gets the number of open requests.
+    """name: the model's, for the log. lifeline: gets the number of open requests. call: calls other models.
 
-    decoupled: any number of responses per request; otherwise only the first is sent. respond: converts
-    outputs to a response. fail: converts an error to one. before: called before each response, on the sending
-    thread, which is the only one that may write metrics.
+    answer: yields the outputs of each response to a request, as they arrive; none after LastOutputs. Raises
+    RequestError. decoupled: any number of responses per request; otherwise only the first is sent.
+    respond, fail: convert outputs or an error to a response. before: called before each response, on the
+    sending thread, which is the only one that may write metrics.
 
     All threads continue when a request fails. If a response cannot be sent, its request ends, and the engine
     stops generating for it.
@@ -99,15 +90,16 @@ class BlsWorker(Generic[Response]):
         self,
         name: str,
         lifeline: Lifeline,
-        generator: Generator,
+        answer: Callable[[ClientRequest, ServerRequest[Any]], Iterator[Values]],
         decoupled: bool,
+        call: CallModel,
         respond: Callable[[Values], Response],
         fail: Callable[[Exception], Response],
         before: Callable[[], None] = lambda: None,
     ) -> None:
         share_lock()
         self._name, self._lifeline = name, lifeline
-        self._generator, self._decoupled = generator, decoupled
+        self._answers, self._decoupled, self._call = answer, decoupled, call
         self._respond, self._fail, self._before = respond, fail, before
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="manylora-bls")
         # (client, sender, response, flags)
@@ -147,7 +139,7 @@ class BlsWorker(Generic[Response]):
         with self._lifeline.busy():
             last: Response | None = None
             try:
-                answers = self._generator.answer(client, request)
+                answers = self._answers(client, request)
                 if not self._decoupled:
                     [first, *_] = list(answers)
                     answers = iter([LastOutputs(first)])
@@ -191,7 +183,7 @@ class BlsWorker(Generic[Response]):
             for client in clients:
                 try:
                     for model, request_id in client.to_stop():
-                        self._generator.stop(model, request_id)
+                        stop_request(self._call, model, request_id)
                 except Exception as error:
                     client_message(error, self._name)  # for the log
 

@@ -6,8 +6,8 @@ import json
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -56,13 +56,26 @@ def check_json(text: bytes, inference: bool) -> None:
         raise RefusedError(400, f"the request's JSON is nested more than {MAX_DEPTH} deep")
     if keys > MAX_KEYS:
         raise RefusedError(400, f"the objects of a request's JSON may have at most {MAX_KEYS} keys together")
-    if inference:
-        if len(text) > MAX_INFER_JSON:
+    if not inference:
+        return
+    if len(text) > MAX_INFER_JSON:
+        raise RefusedError(
+            413, f"the JSON of an infer request may have at most {MAX_INFER_JSON} bytes: send binary tensors"
+        )
+    try:
+        told = json.loads(str(text, "utf-8"), object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(400, "failed to parse the request JSON buffer") from error
+    inputs = told.get("inputs") if isinstance(told, dict) else None
+    for tensor in inputs if isinstance(inputs, list) else ():
+        shape = tensor.get("shape") if isinstance(tensor, dict) else None
+        if not isinstance(shape, list) or "data" not in tensor:
+            continue
+        sizes = [size for size in shape if isinstance(size, int)]
+        if prod(size for size in sizes if size) > len(text):
             raise RefusedError(
-                413,
-                f"the JSON of an infer request may have at most {MAX_INFER_JSON} bytes: send binary tensors",
+                400, f"input {tensor.get('name')}: its data has fewer elements than its shape {sizes} says"
             )
-        _check_shapes(text)
 
 
 def _depth_and_keys(text: bytes) -> tuple[int, int]:
@@ -87,23 +100,6 @@ def _depth_and_keys(text: bytes) -> tuple[int, int]:
             break
         quotes, depth = int(inside[-1]) % 2, int(depths[-1])
     return deepest, keys
-
-
-def _check_shapes(text: bytes) -> None:
-    try:
-        told = json.loads(str(text, "utf-8"), object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(400, "failed to parse the request JSON buffer") from error
-    inputs = told.get("inputs") if isinstance(told, dict) else None
-    for tensor in inputs if isinstance(inputs, list) else ():
-        shape = tensor.get("shape") if isinstance(tensor, dict) else None
-        if not isinstance(shape, list) or "data" not in tensor:
-            continue
-        sizes = [size for size in shape if isinstance(size, int)]
-        if prod(size for size in sizes if size) > len(text):
-            raise RefusedError(
-                400, f"input {tensor.get('name')}: its data has fewer elements than its shape {sizes} says"
-            )
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -132,12 +128,14 @@ def inflate(body: bytes) -> bytes:
 class Head:
     """A request line and headers that have one meaning only.
 
-    headers: names in lower case, with values. length: of the body in bytes; None: it comes in chunks.
-    json_length: bytes of JSON at the start of an `infer` body, if given; tensors follow.
+    endpoint: `infer`, `generate`, …, if it is one of a model. headers: names in lower case, with values.
+    length: of the body in bytes; None: it comes in chunks. json_length: bytes of JSON at the start of an
+    `infer` body, if given; tensors follow.
     """
 
     method: bytes
     path: bytes
+    endpoint: bytes | None
     query: bytes
     headers: tuple[tuple[bytes, bytes], ...]
     length: int | None
@@ -145,12 +143,6 @@ class Head:
     compressed: bool
     keeps: bool  # the connection, for another request
     expects: bool  # that it is told to send the body
-
-    @cached_property
-    def endpoint(self) -> bytes | None:
-        """`infer`, `generate`, …, if it is one of a model."""
-        found = PUBLIC.fullmatch(self.path)
-        return found[1] if found else None
 
     @property
     def checked_length(self) -> int | None:
@@ -183,33 +175,37 @@ def _read_head(text: bytes) -> Head:
         if (field := FIELD.fullmatch(line)) is None:
             raise RefusedError(400, "each header must be one line NAME: VALUE")
         headers.append((field[1].lower(), field[2].rstrip(b" \t")))
-    values = dict(headers)
+    values, names = dict(headers), [name for name, _ in headers]
     if len(values) < len(headers):
-        names = [name for name, _ in headers]
         for name in SINGLE:
             if names.count(name) > 1:
                 raise RefusedError(400, f"header {name.decode()} comes twice")
     connection = b",".join(value for name, value in headers if name == b"connection").lower()
-    length = _body_length(values, minor)
+    length = None if CODING in values else _number(values, LENGTH, MAX_BODY) or 0
+    if CODING in values and values[CODING].lower() != b"chunked":
+        raise RefusedError(501, "header transfer-encoding may only be chunked")
+    if CODING in values and (LENGTH in values or minor == b"0"):
+        raise RefusedError(400, "transfer-encoding needs HTTP/1.1, and excludes content-length")
     coding = values.get(b"content-encoding", b"").lower()
     if coding not in (b"identity", b"", b"gzip", b"deflate"):
         raise RefusedError(415, "content-encoding must be gzip, deflate or identity")
     expect = values.get(b"expect", b"").lower()
     if expect not in (b"", b"100-continue"):
         raise RefusedError(417, "header expect may only be 100-continue")
+    endpoint = found[1] if (found := PUBLIC.fullmatch(path)) else None
+    has_json = JSON_LENGTH in values and endpoint == b"infer"  # the server ignores it elsewhere
     head = Head(
-        method,
-        path,
-        query,
-        tuple(headers),
-        length,
-        None,
-        coding in (b"gzip", b"deflate"),
-        minor == b"1" and b"close" not in [one.strip() for one in connection.split(b",")],
-        bool(expect),
+        method=method,
+        path=path,
+        endpoint=endpoint,
+        query=query,
+        headers=tuple(headers),
+        length=length,
+        json_length=_number(values, JSON_LENGTH, MAX_JSON) if has_json else None,
+        compressed=coding in (b"gzip", b"deflate"),
+        keeps=minor == b"1" and b"close" not in [one.strip() for one in connection.split(b",")],
+        expects=bool(expect),
     )
-    if JSON_LENGTH in values and head.endpoint == b"infer":  # the server ignores it elsewhere
-        head = replace(head, json_length=_number(values, JSON_LENGTH, MAX_JSON))
     if (head.checked_length or 0) > MAX_JSON:
         raise too_long()
     return head
@@ -221,16 +217,6 @@ _read_short_head = lru_cache(256)(_read_head)
 
 def too_long() -> RefusedError:
     return RefusedError(413, f"a body, or its part that is JSON, may have at most {MAX_JSON} bytes")
-
-
-def _body_length(values: Mapping[bytes, bytes], minor: bytes) -> int | None:
-    if CODING not in values:
-        return _number(values, LENGTH, MAX_BODY) or 0
-    if values[CODING].lower() != b"chunked":
-        raise RefusedError(501, "header transfer-encoding may only be chunked")
-    if LENGTH in values or minor == b"0":
-        raise RefusedError(400, "transfer-encoding needs HTTP/1.1, and excludes content-length")
-    return None
 
 
 def forwarded_head(head: Head, length: int, secret: bytes, is_open: bool) -> bytes:

@@ -134,9 +134,9 @@ class ClientConnection(asyncio.Protocol):
 
     def _wait(self) -> None:
         """Set the deadline, unless the connection is being closed."""
-        seconds = IDLE_S
         if self._closed or self._refused or self._transport.is_closing():
             return
+        seconds = IDLE_S
         if self._slow_reader or self._rest or (self._head is not None and not self._sent):
             seconds = SILENCE_S
         elif self._sent:
@@ -204,7 +204,7 @@ class ClientConnection(asyncio.Protocol):
         self._proxy.connections.mark_busy(self)
         server = None
         if len(body) <= SMALL and not head.compressed:
-            self._check(head, body)
+            _checked_body(head, body)
             server = self._proxy.idle_server()
         if server is None:
             self._transport.pause_reading()
@@ -228,18 +228,11 @@ class ClientConnection(asyncio.Protocol):
         if held and self._proxy.waiting_bytes > MAX_WAITING:
             self._refuse(RefusedError(503, "too many large requests come at once: try again"))
 
-    def _check(self, head: Head, body: bytes) -> bytes:
-        """The decompressed body. Raises RefusedError."""
-        if head.compressed:
-            body = inflate(body)
-        check_json(body[: head.json_length], head.endpoint == b"infer")
-        return body
-
     async def _start(self, head: Head, body: bytes) -> None:
         try:
             if len(body) > SMALL or head.compressed:
                 async with self._proxy.large:  # parsed JSON takes much more memory
-                    body = await asyncio.to_thread(self._check, head, body)
+                    body = await asyncio.to_thread(_checked_body, head, body)
                     release_free_memory()
             self._forward(head, body, self._proxy.idle_server() or await self._proxy.connect())
         except RefusedError as error:
@@ -326,6 +319,13 @@ class ClientConnection(asyncio.Protocol):
         self._release()
         self.deadline = self._proxy.time() + LINGER_S
         self._proxy.connections.mark_idle(self, self.deadline)
+
+
+def _checked_body(head: Head, body: bytes) -> bytes:
+    """Decompressed. Raises RefusedError."""
+    body = inflate(body) if head.compressed else body
+    check_json(body[: head.json_length], head.endpoint == b"infer")
+    return body
 
 
 class ServerConnection(asyncio.Protocol):

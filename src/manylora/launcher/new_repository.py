@@ -36,9 +36,7 @@ TYPES = ("TYPE_FP16", "TYPE_BF16", "TYPE_FP32")
 
 @dataclass(frozen=True)
 class RepositoryPlan:
-    """What to write.
-
-    model: a Hugging Face directory. lora_root: its subfolders are adapters, chosen by name, and by task id
+    """model: a Hugging Face directory. lora_root: its subfolders are adapters, chosen by name, and by task id
     where the name is a number. models: which templates; empty: all. values: template variables, which
     override everything else.
     """
@@ -63,7 +61,13 @@ def write_repository(plan: RepositoryPlan, folder: Path) -> list[str]:
     texts = _templates(plan.models)
     values = _values(plan, texts)
     filled = {name: templates.fill(text, values) for name, text in texts.items()}
-    _check(plan, filled)
+    # Values that the models would refuse at start.
+    check_model_folder(plan.model)
+    folders = {written_parameters(text).get("tokenizer_dir", "") for text in filled.values()}
+    for tokenizer in folders - {""}:
+        Tokenizer(Path(tokenizer))
+    if ENGINE in filled:
+        engine_config(written_parameters(filled[ENGINE]))
     old = _written_before(folder)
     folder.mkdir(parents=True, exist_ok=True)
     mark = {"models": sorted({*old, *filled}), "values": values}
@@ -107,11 +111,13 @@ def _values(plan: RepositoryPlan, texts: Mapping[str, str]) -> dict[str, str]:
     given |= {name: given.get(name, "1") for name in variables if name.endswith(INSTANCES)}
     if open_ones := sorted(name for name in bare if not given.get(name)):
         raise ConfigError(f"the variable {open_ones[0]} needs a value: --set {open_ones[0]}=VALUE")
-    return {
-        name: _bare(name, value) if name in bare else _quoted(name, value)
-        for name, value in given.items()
-        if name in variables
-    }
+    made = {name: value for name, value in given.items() if name in variables}
+    for name, value in made.items():
+        if name in bare:
+            made[name] = _bare(name, value)
+        elif not value.isprintable() or set(value) & set('"\\'):  # it stands between quotes
+            raise ConfigError(f"{name} must not contain quotes, backslashes or control characters: {value!r}")
+    return made
 
 
 def _adapters(root: Path | None) -> dict[str, str]:
@@ -129,13 +135,6 @@ def _adapters(root: Path | None) -> dict[str, str]:
     return found
 
 
-def _quoted(name: str, value: str) -> str:
-    """Raises ConfigError for text that cannot stand between quotes."""
-    if not value.isprintable() or set(value) & set('"\\'):
-        raise ConfigError(f"{name} must not contain quotes, backslashes or control characters: {value!r}")
-    return value
-
-
 def _bare(name: str, value: str) -> str:
     """Raises ConfigError for text that Triton could not parse: its error does not name the variable."""
     usual = BASICS.get(name, "1")
@@ -150,16 +149,6 @@ def _bare(name: str, value: str) -> str:
     except ValueError as error:
         raise ConfigError(f"{name} {error}") from None
     return value
-
-
-def _check(plan: RepositoryPlan, filled: Mapping[str, str]) -> None:
-    """Raises ConfigError for values that the models would refuse at start."""
-    check_model_folder(plan.model)
-    folders = {written_parameters(text).get("tokenizer_dir", "") for text in filled.values()}
-    for folder in folders - {""}:
-        Tokenizer(Path(folder))
-    if ENGINE in filled:
-        engine_config(written_parameters(filled[ENGINE]))
 
 
 def _written_before(folder: Path) -> list[str]:

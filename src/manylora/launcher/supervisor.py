@@ -123,8 +123,7 @@ class Supervisor:
             self._run_dir.write_state(self.status)
 
     def _on_signal(self, number: int, _: object) -> None:
-        self._signals += 1
-        self.last_signal = number
+        self._signals, self.last_signal = self._signals + 1, number
 
     def _stopping(self) -> bool:
         """Whether a signal came. This is called all the time, so regular work is done here, too."""

@@ -56,7 +56,11 @@ def check_filled(config: Path) -> None:
 def with_defaults(repo: Path, run_dir: Path) -> Path:
     """The repository itself, or one in `run_dir` that links to it with the defaults filled in."""
     texts = {path: path.read_text(encoding="utf-8") for path in sorted(repo.glob("*/config.pbtxt"))}
-    filled = {path: _filled(text) for path, text in texts.items()}
+    filled = {}
+    for path, text in texts.items():
+        values = {name: DEFAULTS[name] for name in bare_variables(text)}
+        text = fill(text, values) if values else text
+        filled[path] = re.sub(rf'^backend: "{CPP_BACKEND}"', 'backend: "python"', text, flags=re.MULTILINE)
     if filled == texts:
         return repo
     served = run_dir / "models"
@@ -68,9 +72,3 @@ def with_defaults(repo: Path, run_dir: Path) -> Path:
                 (model / entry.name).symlink_to(entry)
         (model / path.name).write_text(text, encoding="utf-8")
     return served
-
-
-def _filled(text: str) -> str:
-    values = {name: DEFAULTS[name] for name in bare_variables(text)}
-    text = fill(text, values) if values else text
-    return re.sub(rf'^backend: "{CPP_BACKEND}"', 'backend: "python"', text, flags=re.MULTILINE)

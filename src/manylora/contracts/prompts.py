@@ -160,10 +160,7 @@ class PromptRunner:
         pooling: Pooling,
         lora: LoraInput | LoraMix | None,
     ) -> tuple[tuple[int, ...], np.ndarray]:
-        """The prompt's ids, and the engine's result for them: [n], or [tokens, n] for all tokens, float32.
-
-        Raises RequestError.
-        """
+        """The prompt's ids, and the engine's result: [n], or [tokens, n], float32. Raises RequestError."""
         engine, own = self._engine, self._own(lora)
         tokenizer = engine.tokenizer if own is None else own.tokenizer
         ids = tokenizer.encode(prompt, context=engine.context) if isinstance(prompt, str) else prompt

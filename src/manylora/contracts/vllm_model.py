@@ -215,10 +215,8 @@ class VllmModel:
     def _logprobs(
         self, answer: Answer, output: CompletionOutput, top: int | None
     ) -> list[dict[str, Any]] | None:
-        """For each new token: the token itself and the `top` most probable ones, by id.
-
-        Their texts concatenate to the output's: a token that is part of a character has none, and its last
-        token has all of it.
+        """For each new token, by id: the token itself and the `top` most probable ones. Their texts
+        concatenate to the output's: of the tokens of one character, only the last has text.
         """
         if top is None:
             return None

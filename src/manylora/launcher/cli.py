@@ -204,8 +204,8 @@ def main(arguments: list[str] | None = None) -> int:
 def run(options: Namespace, write: Callable[[Path], Path] | None = None) -> int:
     """Run the launcher and return its exit status. options: of argument_parser.
 
-    write: writes the repository to serve, used instead of options.model_repo. It gets the run directory and
-    returns the folder of the repository. It is called once it is certain that no server runs there.
+    write: writes the repository to serve, instead of options.model_repo. It gets the run directory and
+    returns the folder; it is called once it is certain that no server runs there.
     """
     try:
         run_dir = RunDirectory(options.http_port, started_rank())

@@ -2,10 +2,8 @@
 handle.
 
 A single request can crash this version of Triton: JSON nested a million deep, a body of a million chunks, or
-a shape with more elements than fit in memory. This process therefore listens on the public port, checks
-requests, and forwards them; responses pass through unchanged. tritonserver's own port is bound to this
-machine and requires a secret that is new at each start. The proxy adds it to requests that any client may
-send.
+a shape with more elements than fit in memory. Responses pass through unchanged. tritonserver's own port is
+bound to this machine and requires a secret, which the proxy adds to requests that any client may send.
 """
 
 from __future__ import annotations
@@ -329,10 +327,7 @@ def _checked_body(head: Head, body: bytes) -> bytes:
 
 
 class ServerConnection(asyncio.Protocol):
-    """A connection to tritonserver. Its data is forwarded to the client unchanged.
-
-    client: whose request it has. None: it waits for the next.
-    """
+    """A connection to tritonserver. client: whose request it has; None: it waits for the next."""
 
     def __init__(self, proxy: HttpProxy) -> None:
         self._proxy = proxy

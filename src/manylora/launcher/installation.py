@@ -43,9 +43,7 @@ class Installation:
 
 def find_tritonserver(wanted: str | None, run_dir: Path) -> Installation:
     """wanted: the executable, or None to search. run_dir: gets the guard, and the backend directory if the
-    wheel is used.
-
-    Raises ConfigError that says what to install.
+    wheel is used. Raises ConfigError that says what to install.
     """
     if wanted is not None:
         found, path = shutil.which(wanted), Path(wanted)
@@ -74,10 +72,8 @@ def find_tritonserver(wanted: str | None, run_dir: Path) -> Installation:
 
 
 def _environment_of_wheel(server: Path, backend: Path) -> dict[str, str]:
-    """server: the folder of the nvidia-pytriton wheel with bin/tritonserver. backend: gets its
-    Python backend.
-
-    The wheel has one stub for each Python version, and its libraries in a separate folder.
+    """server: the folder of the nvidia-pytriton wheel, which has one stub for each Python version, and its
+    libraries in a separate folder. backend: gets its Python backend.
     """
     backend.mkdir(parents=True, exist_ok=True)
     for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
@@ -117,9 +113,7 @@ def _environment_of_wheel(server: Path, backend: Path) -> dict[str, str]:
 
 
 def preload_guard(binary: Path, environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """The environment with which `binary`, a tritonserver, is guarded; the same if it cannot be, which is
-    logged.
-
+    """The environment with which a tritonserver is guarded; the same if it cannot be, which is logged.
     folder: gets a copy of the library, because a cache may be emptied while the server runs.
     """
     guard = folder / f"{GUARD.name}.so"

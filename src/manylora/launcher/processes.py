@@ -35,9 +35,7 @@ def spawn(
     prepare: Callable[[], None] = lambda: None,
     pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen:
-    """Start a process in its own session, so that it gets no terminal signals. It is killed when its parent
-    ends.
-
+    """Start a process in its own session, without terminal signals. It is killed when its parent ends.
     prepare: called in the new process before the command runs.
     """
     parent = os.getpid()
@@ -68,10 +66,8 @@ def kill_child(process: subprocess.Popen | None) -> None:
 
 
 def end_marked(name: str, value: str) -> None:
-    """Kill every process of this user that was started with this environment variable, and wait until they
-    end.
-
-    Process ids may be reused. The environment a process was started with cannot change.
+    """Kill every process of this user that was started with this environment variable, which neither changes
+    nor is reused as process ids are. Wait until they end.
     """
     mark = f"{name}={value}".encode()
     end_all(lambda: marked(mark))

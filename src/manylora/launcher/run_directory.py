@@ -1,11 +1,9 @@
 """The run directory of a launcher, one per user and HTTP port: logs of limited size, reports, state of the
 service.
 
-Two locks show who uses it. The kernel releases them however their process ends, and names the holder, so no
-process id is read from a file, where it could belong to another process by now.
-
-- The launcher that starts a service locks the directory. A supervisor that it forks keeps the lock.
-- The supervisor locks the file with the state.
+Two locks show who uses it: the launcher that starts a service locks the directory, and a supervisor that it
+forks keeps the lock; the supervisor locks the file with the state. The kernel releases them however their
+process ends, and names the holder; a process id in a file could belong to another process by now.
 """
 
 from __future__ import annotations
@@ -172,9 +170,8 @@ def open_log(path: Path) -> int:
 
 
 def limit_size(path: Path, limit: int = LOG_BYTES) -> None:
-    """Truncate a file that has grown beyond `limit` bytes, after copying its last `limit` bytes to NAME.1.
-
-    It is not renamed, because other processes have it open and keep writing to it.
+    """Truncate a file beyond `limit` bytes, after copying its last `limit` bytes to NAME.1. It is not
+    renamed, because other processes have it open.
     """
     with suppress(OSError):
         if path.stat().st_size <= limit:

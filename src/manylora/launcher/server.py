@@ -66,10 +66,8 @@ PAGE, TICK = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
 
 
 class Silence:
-    """Decides when a process that does not answer hangs.
-
-    One that uses the processor may be busy: all of its threads with large requests, say. Ending it would end
-    the requests of others.
+    """Decides when a process that does not answer hangs. One that uses the processor may be busy with large
+    requests, and ending it would end the requests of others.
     """
 
     def __init__(self, now: float) -> None:
@@ -91,9 +89,8 @@ class Silence:
 
 
 class MemoryLimit:
-    """Decides when tritonserver is restarted because of its memory. limit: bytes, 0 for none.
-
-    The server never frees the memory of large tensors and refused gRPC requests.
+    """Decides when tritonserver, which never frees the memory of large tensors and refused gRPC requests, is
+    restarted because of its memory. limit: bytes, 0 for none.
     """
 
     def __init__(self, limit: int) -> None:
@@ -116,9 +113,8 @@ class MemoryLimit:
 
 
 class ProxyProbe:
-    """A connected pair of sockets: the HTTP proxy sends back what the launcher sends.
-
-    other: the proxy's; close it once the proxy has it.
+    """A pair of sockets: the HTTP proxy sends back what it gets. other: its end; close it once the proxy has
+    it.
     """
 
     def __init__(self) -> None:
@@ -338,9 +334,7 @@ class TritonServer:
 
     def _drain(self, hurry: Callable[[], bool]) -> None:
         """Make the server refuse new requests, and wait until all models are idle, at most for the drain
-        timeout.
-
-        Idle must last for two reports: a last response may be on its way from one model to the next.
+        timeout. Idle must last for two reports: a last response may be on its way from one model to the next.
         """
         try:
             (self._run_dir / DRAIN_FILE).touch()
@@ -390,10 +384,7 @@ class TritonServer:
                         self._models[pid] = found[1].decode(errors="replace")
 
     def _answers(self, path: str, going: Callable[[], bool], body: str | None = None) -> bool:
-        """Whether tritonserver itself answers with success: the public port may be full.
-
-        going: called several times a second; False: give up.
-        """
+        """Whether tritonserver itself answers: the public port may be full. going: False: give up."""
         connection = http.client.HTTPConnection("127.0.0.1", self._inner_port, timeout=1)
         headers = {MANAGEMENT_HEADER: self._options.management_secret}
         try:

@@ -56,8 +56,8 @@ class Service(Protocol):
     def start(self, stopping: Callable[[], bool]) -> None:
         """Start it, and return when it is ready. Calls `stopping` several times a second.
 
-        Raises ConfigError if it refuses to start, RuntimeError if it crashed, TimeoutError if it took too
-        long, StoppedError if `stopping` returned True.
+        Raises ConfigError if it refuses, RuntimeError if it crashed, TimeoutError, StoppedError if `stopping`
+        returned True.
         """
 
     def loss(self) -> str | None:
@@ -75,9 +75,7 @@ class Service(Protocol):
 
 class Supervisor:
     """tries: failed restarts in a row after which the service is given up. 0: never restart; None: never give
-    up. run_dir: gets the status, and its logs are kept small.
-
-    status: what `--status` shows. last_signal: the number of the signal that stopped it; 0: none.
+    up. run_dir: gets the status and logs. last_signal: the number of the signal that stopped it; 0: none.
     """
 
     def __init__(
@@ -259,10 +257,8 @@ class ServeProgram(Program):
 
 
 class FollowerProgram(Program):
-    """One rank of the engine in a tritonserver elsewhere. It is restarted with that server.
-
-    stop_s: how long rank 0, which needs this rank to finish its work, may take to exit once this host is
-    told to stop: usually both are.
+    """One rank of the engine in a tritonserver elsewhere. It is restarted with that server. stop_s: how long
+    rank 0, which needs this rank to finish its work, may take to exit: usually both are told to.
     """
 
     def __init__(

@@ -43,13 +43,13 @@ KEPT_S = 1.0  # how long a call's responses are kept after its end
 
 
 def share_lock() -> None:
-    """Keep Triton's stub from deadlocking when several threads read streams of another model. Without a
-    compiler nothing changes, and the launcher restarts a server with a blocked process.
+    """Keep Triton's stub from deadlocking when several threads read streams of another model, if it can be
+    compiled.
 
     A thread that takes a response from a stream waits for the GIL while it holds the stream's mutex. The
-    stub's own thread, which delivers the next response, waits for that mutex while it holds the mutex of
-    all streams. A thread that opens a stream waits for the latter while it holds the GIL. This is a
-    deadlock. With this a thread that has to wait for a mutex of the stub releases the GIL meanwhile.
+    stub's own thread, which delivers the next response, waits for that mutex while it holds the mutex of all
+    streams. A thread that opens a stream waits for the latter while it holds the GIL. With this a thread that
+    has to wait for a mutex of the stub releases the GIL meanwhile.
     """
     try:
         if Path("/proc/self/exe").readlink().name != STUB:
@@ -76,14 +76,11 @@ class LastOutputs(dict[str, Any]):
 
 class BlsWorker(Generic[Response]):
     """name: the model's, for the log. lifeline: gets the number of open requests. call: calls other models.
+    answer: yields the outputs of each response to a request; none after LastOutputs. decoupled: any number of
+    responses per request; otherwise only the first is sent. respond, fail: make a response. before: called
+    before each response, on the sending thread, which is the only one that may write metrics.
 
-    answer: yields the outputs of each response to a request, as they arrive; none after LastOutputs. Raises
-    RequestError. decoupled: any number of responses per request; otherwise only the first is sent.
-    respond, fail: convert outputs or an error to a response. before: called before each response, on the
-    sending thread, which is the only one that may write metrics.
-
-    All threads continue when a request fails. If a response cannot be sent, its request ends, and the engine
-    stops generating for it.
+    All threads continue when a request fails. If a response cannot be sent, its generation is stopped.
     """
 
     def __init__(
@@ -173,9 +170,8 @@ class BlsWorker(Generic[Response]):
                     client.abandoned = True
 
     def _watch(self) -> None:
-        """Stop the generations of disconnected clients: nothing else tells the engine's model.
-
-        Repeated, because a stop may arrive before the request it is for.
+        """Stop the generations of disconnected clients, again and again: a stop may arrive before its
+        request.
         """
         while not self._closing.wait(PERIOD_S):
             with self._lock:
@@ -189,9 +185,8 @@ class BlsWorker(Generic[Response]):
 
 
 class ServerCalls:
-    """pb_utils: triton_python_backend_utils, which only models can import.
-
-    streams: whether the model itself may return several responses; then called models may, too.
+    """pb_utils: triton_python_backend_utils. streams: whether this and called models may return several
+    responses.
     """
 
     def __init__(self, pb_utils: Any, streams: bool = True) -> None:
@@ -225,10 +220,9 @@ class ServerCalls:
                 self._keep(responses)
 
     def _keep(self, responses: Any) -> None:
-        """Keep a call's responses alive for a while, and free them here. Thread-safe.
-
-        The stub releases them on a thread that runs concurrently with Python code. If that were the last
-        reference, they would be freed there, which occasionally crashes the process.
+        """Keep a call's responses alive for a while, and free them here. Thread-safe. The stub would free the
+        last reference on a thread that runs concurrently with Python code, which occasionally crashes the
+        process.
         """
         now, old = time.monotonic(), []
         with self._lock:

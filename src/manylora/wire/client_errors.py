@@ -40,8 +40,7 @@ def client_error(error: Exception, model: str) -> RequestError:
 
 def check_parameters(parameters: str, *, log: bool = True) -> None:
     """Raises RequestError as `check_phase`, and for an adapter or a kind of output for which the model has no
-    input. Other parameters are ignored, because they may be meant for other programs; each name is logged
-    once.
+    input. Others are ignored, as they may be meant for other programs, and logged once.
 
     parameters: JSON, as given by Triton. log: false in a step of an ensemble beside the engine's.
     """
@@ -76,10 +75,7 @@ def adapter_hint(name: str) -> str:
 
 
 def check_phase(parameters: str) -> None:
-    """Raises RequestError if a request asks for only one phase of a generation, prefill or decode.
-
-    parameters: JSON, as given by Triton.
-    """
+    """Raises RequestError for a request for one phase only, prefill or decode. parameters: Triton's JSON."""
     if "request_type" not in parameters:  # fast path: most requests have none
         return
     kind = json.loads(parameters).get("request_type", WHOLE)

@@ -27,10 +27,7 @@ def adapter_told(name: str | None, task_id: int | None) -> bytes:
 
 @dataclass
 class ResponseEncoder:
-    """State for answering one Request: its index in the batch, and what was sent so far.
-
-    statistics: whether KV cache counts and times are requested.
-    """
+    """State for answering one Request. statistics: whether KV cache counts and times are requested."""
 
     request: Request
     batch_index: int | None  # None: the batch has one item

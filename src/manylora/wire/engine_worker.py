@@ -51,13 +51,12 @@ Outputs = Sequence[tuple[str, np.ndarray]]
 
 
 class DisconnectReporter:
-    """For postprocessing: tells the engine's model which clients of the ensemble have disconnected. Without
-    a launcher it does nothing, because nobody listens.
+    """For postprocessing: tells the engine's model which clients of the ensemble have disconnected, if there
+    is a launcher.
 
-    Triton does not tell that model: only steps that start afterwards are marked as cancelled, and in a
-    stream these are postprocessing's. Therefore postprocessing checks some of its requests, and sends the
-    engine's model the request number from the response that it processes, as a datagram through the
-    launcher's run directory. A lost datagram is sent again with the stream's next tokens.
+    Triton marks only steps that start afterwards as cancelled, which in a stream are postprocessing's. It
+    checks some of its requests, and sends their number as a datagram through the launcher's run directory. A
+    lost one is sent again with the stream's next tokens.
     """
 
     def __init__(self) -> None:
@@ -134,10 +133,9 @@ class EngineModelOptions:
 class TritonCall(Generic[Response]):
     """One request from Triton, whose items are requests to the engine.
 
-    request_id: the client's own; may be empty or repeated. number: [1, 1] int64, unique for this call;
-    postprocessing gets it and returns it when a client has left. tickets: of all requests to the engine.
-    open: number of these that have not ended. started: whether a response was sent. done: whether the final
-    one was sent.
+    request_id: the client's own; may be empty or repeated. number: [1, 1] int64, unique; see
+    DisconnectReporter. tickets: of the requests to the engine, of which `open` have not ended. started, done:
+    whether a response, or the final one, was sent.
     """
 
     request_id: str
@@ -150,10 +148,8 @@ class TritonCall(Generic[Response]):
 
 
 class EngineWorker(Generic[Response]):
-    """lifeline: gets the number of open requests and the engine's progress.
-
-    respond: converts outputs to a response. fail: converts an error to a response. read_bfloat16: reads a
-    tensor of this type, which NumPy does not have.
+    """lifeline: gets the number of open requests and the engine's progress. respond, fail: make a response.
+    read_bfloat16: reads a tensor of this type, which NumPy does not have.
     """
 
     def __init__(

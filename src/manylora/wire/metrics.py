@@ -1,7 +1,4 @@
-"""Prometheus metrics of the engine: TensorRT-LLM's families, and ours for adapters.
-
-Plain data: family, labels and value. The model's process passes it to Triton.
-"""
+"""Prometheus metrics of the engine as plain data: TensorRT-LLM's families, and ours for adapters."""
 
 from __future__ import annotations
 
@@ -89,9 +86,8 @@ BASE, OTHER = "base", "other"
 
 @dataclass(frozen=True)
 class Sample:
-    """increment: add to a counter; otherwise the value is a gauge's, a counter's total, or an observation.
-
-    logged: its name in TensorRT-LLM's log; empty for metrics of our own.
+    """increment: add to a counter; otherwise it is a gauge, a counter's total, or an observation. logged: its
+    name in TensorRT-LLM's log, if it has one.
     """
 
     family: str
@@ -149,11 +145,9 @@ def iteration_log(samples: Iterable[Sample]) -> dict[str, float | str]:
 
 
 class RequestMeter:
-    """Samples of finished sequences. There are at most MAX_ADAPTERS labels, including BASE and OTHER: the
-    first adapters with an answer have their own, the others are `other`. An adapter whose requests all failed
-    has none, because clients can send any name.
-
-    The launcher's trial request before the server is ready is not counted.
+    """Samples of finished sequences, but for the launcher's trial request. There are at most MAX_ADAPTERS
+    labels: the first adapters with an answer have their own, the others are OTHER. An adapter whose requests
+    all failed has none, because clients can send any name.
     """
 
     def __init__(self) -> None:

@@ -52,9 +52,8 @@ class ServerRequest(Protocol[Sent]):
 def send(sender: ResponseSender[Response], response: Response | None, flags: int = 0) -> None:
     """As the sender's own `send`. response: None only with the flag FINAL. Thread-safe.
 
-    The binding sends without holding the GIL, and drops outputs that the client did not request. Without
-    another reference it would free their arrays concurrently with running Python code, which occasionally
-    crashes the process later.
+    The binding sends without the GIL, and drops outputs that the client did not request. Freeing their arrays
+    then, concurrently with Python code, occasionally crashes the process later.
     """
     if response is None:
         sender.send(flags=flags)
@@ -65,11 +64,9 @@ def send(sender: ResponseSender[Response], response: Response | None, flags: int
 
 
 def release(model: object) -> None:
-    """Frees what a model refers to, at the end of its `finalize`.
-
-    Tensors, requests and metrics use the server's shared memory. The model and its threads refer to each
-    other, so without this they would be freed when the interpreter ends. By then the memory is gone, and
-    the process crashes.
+    """Frees what a model refers to, at the end of its `finalize`: tensors, requests and metrics, which are in
+    the server's shared memory. When the interpreter ends, that is gone, and freeing them would crash the
+    process.
     """
     vars(model).clear()
     gc.collect()

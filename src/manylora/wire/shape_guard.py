@@ -1,9 +1,8 @@
 """Protects a model's process from inputs with impossible shapes.
 
 The server compares a tensor's size with its shape modulo 2**64, so `[1, 2**63 - 1, 2**63 - 1]` with four
-bytes is accepted. Before it calls the model, the model's process creates a NumPy array of that shape. NumPy
-raises an error that nothing catches. `check_shapes` checks the shape before that, and `read_inputs` reports
-the error to the client.
+bytes is accepted. The model's process then creates a NumPy array of that shape, and nothing catches NumPy's
+error. `check_shapes` checks before that, and `read_inputs` tells the client.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ _functions: list[Any] = []  # kept alive: the binding calls them until the proce
 def check_shapes(pb_utils: Any) -> None:
     """Call this in a model's `initialize`, before anything creates a tensor.
 
-    pb_utils: triton_python_backend_utils. The binding looks up NumPy's functions once, at first use. It finds
-    our function in place of the one that creates arrays. All other code finds NumPy's.
+    The binding looks up NumPy's functions once, at first use, and finds ours in place of the one that creates
+    arrays.
     """
     entry = POINTER.from_address(_numpy_functions() + NEW_FROM_DESCR * ctypes.sizeof(POINTER))
     numpys_own = entry.value
@@ -56,10 +55,7 @@ def check_shapes(pb_utils: Any) -> None:
 def read_inputs(
     tensors: Iterable[Any], read_other: Callable[[Any], np.ndarray] | None = None
 ) -> dict[str, np.ndarray]:
-    """Tensors of a Triton request by name. Raises RequestError for an impossible shape.
-
-    read_other: reads a tensor whose dtype NumPy does not have.
-    """
+    """Tensors by name. read_other: for a dtype NumPy lacks. Raises RequestError for an impossible shape."""
     arrays = {}
     for tensor in tensors:
         try:

@@ -1,6 +1,5 @@
-"""The models that only process text. Preprocessor: converts inputs of `preprocessing` to its outputs.
-Postprocessor: converts inputs of `postprocessing` to texts. TextWorker: answers requests of both. Long texts
-are processed on other threads, so that short ones do not wait.
+"""The models that only process text: `preprocessing` and `postprocessing`. TextWorker answers their requests;
+long texts are processed on other threads, so that short ones do not wait.
 """
 
 from __future__ import annotations
@@ -40,11 +39,9 @@ MAX_TOKENS = 2**20  # maximum per request of postprocessing
 
 
 class TextWorker(Generic[Response]):
-    """name: the model's, for the log. lifeline: gets the number of open requests.
-
-    length: size of a request's texts, in characters or tokens; raises RequestError for invalid inputs.
-    respond: computes the response to a request's inputs; may raise. fail: converts an error's text to a
-    response.
+    """name: the model's, for the log. lifeline: gets the number of open requests. length: of a request's
+    texts, in characters or tokens; raises RequestError. respond, fail: make the response to inputs or an
+    error's text.
     """
 
     def __init__(
@@ -118,10 +115,8 @@ def open_tokenizer(parameters: Mapping[str, str]) -> Tokenizer:
 
 
 class Preprocessor:
-    """context: maximum sequence length of the engine; None: unknown. own: what comes with adapters; None: all
-    use the base model's text.
-
-    Raises ConfigError if the tokenizer's directory cannot be read.
+    """context: maximum sequence length of the engine; None: unknown. own: what comes with adapters, if
+    trusted.
     """
 
     def __init__(

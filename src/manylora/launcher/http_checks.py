@@ -79,7 +79,7 @@ def check_json(text: bytes, inference: bool) -> None:
 
 
 def _depth_and_keys(text: bytes) -> tuple[int, int]:
-    """Not less than they are; exactly, where there may be too many. In slices, so that little memory is used."""
+    """Not less than they are; exactly, where there may be too many. In slices, to use little memory."""
     opened, colons = text.count(b"[") + text.count(b"{"), text.count(b":")
     if opened <= MAX_DEPTH and colons <= MAX_KEYS:
         return opened, colons

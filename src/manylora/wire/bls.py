@@ -19,19 +19,16 @@ from manylora.wire.server_types import Arrays, ServerRequest, ServerTensor
 from manylora.wire.shape_guard import read_inputs
 from manylora.wire.tensor_table import ENSEMBLE
 
-TO_PREPROCESSING = {
+UPPER = (
+    "end_id", "pad_id", "prompt_table_extra_id", "embedding_bias_words", "embedding_bias_weights",
+    "lora_task_id", "lora_name",
+)  # fmt: skip
+TO_PREPROCESSING = {name: name.upper() for name in UPPER} | {
     "text_input": "QUERY",
     "decoder_text_input": "DECODER_QUERY",
     "max_tokens": "REQUEST_OUTPUT_LEN",
     "bad_words": "BAD_WORDS_DICT",
     "stop_words": "STOP_WORDS_DICT",
-    "embedding_bias_words": "EMBEDDING_BIAS_WORDS",
-    "embedding_bias_weights": "EMBEDDING_BIAS_WEIGHTS",
-    "end_id": "END_ID",
-    "pad_id": "PAD_ID",
-    "prompt_table_extra_id": "PROMPT_TABLE_EXTRA_ID",
-    "lora_task_id": "LORA_TASK_ID",
-    "lora_name": "LORA_NAME",
 }
 SAME = (
     "return_log_probs", "return_context_logits", "return_generation_logits", "return_perf_metrics",
@@ -62,17 +59,12 @@ FROM_PREPROCESSING = {
     "OUT_PROMPT_TABLE_EXTRA_IDS": "prompt_table_extra_ids",
     "OUT_SAMPLING_DEFAULTS": "sampling_defaults",
 }
-TO_POSTPROCESSING = {
-    "output_ids": "TOKENS_BATCH",
-    "sequence_length": "SEQUENCE_LENGTH",
-    "previous_ids": "PREVIOUS_IDS",
-    "finish_reason": "FINISH_REASON",
-    "lora_text": "LORA_TEXT",
-}
+TO_POSTPROCESSING = {name: name.upper() for name in ("sequence_length", "previous_ids", "finish_reason")}
+TO_POSTPROCESSING |= {"output_ids": "TOKENS_BATCH", "lora_text": "LORA_TEXT"}
+# Outputs of the engine's model that are passed to the client unchanged.
 PASSED_ON = [tensor.name for tensor in ENSEMBLE.outputs if tensor.name != "text_output"]
-"""Outputs of the engine's model that are passed to the client unchanged."""
-REFUSED = ("image_input", "image_bytes_input", "image_url_input", "video_bytes_input")
 ENGINE_OUTPUTS = [*TO_POSTPROCESSING, *PASSED_ON]
+REFUSED = ("image_input", "image_bytes_input", "image_url_input", "video_bytes_input")
 
 Values = Mapping[str, np.ndarray | ServerTensor]
 """Tensors by name. A tensor of the server's is only passed through."""

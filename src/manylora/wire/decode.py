@@ -146,11 +146,10 @@ def _decode(item: _Item, request_id: str, decoupled: bool, has_encoder: bool) ->
         pooling=Pooling(mode or "last", head) if mode or head else None,
     )
     exclude = item.scalar("exclude_input_in_output")
-    return Decoded(
-        request,
-        None if exclude is None else bool(exclude),
-        bool(item.scalar("return_perf_metrics", False) or item.scalar("return_kv_cache_reuse_stats", False)),
+    statistics = item.scalar("return_perf_metrics", False) or item.scalar(
+        "return_kv_cache_reuse_stats", False
     )
+    return Decoded(request, None if exclude is None else bool(exclude), bool(statistics))
 
 
 def _prompt(item: _Item, name: str) -> tuple[int, ...] | None:
@@ -178,6 +177,9 @@ def _params(item: _Item, sequences: int, width: int) -> SamplingConfig:
     bias = item.row("embedding_bias")
     if max_tokens is None:
         raise RequestError("A value is required for request_output_len")
+    kind, text = item.scalar("guided_decoding_guide_type"), item.scalar("guided_decoding_guide", "")
+    if text and not kind:
+        raise RequestError("guided_decoding_guide_type must be set beside guided_decoding_guide")
     found = _sampling_defaults(item, max_tokens)
     found |= {field: item.scalar(name) for field, name in SAMPLING_SCALARS.items() if name in item.arrays}
     if found.get("top_p", 1) <= 0:
@@ -189,7 +191,7 @@ def _params(item: _Item, sequences: int, width: int) -> SamplingConfig:
         stop_words=decode_word_list(item.row("stop_words_list"), "stop_words_list"),
         bad_words=decode_word_list(item.row("bad_words_list"), "bad_words_list"),
         logit_bias=None if bias is None or not bias.size else bias.reshape(-1),
-        guide=_guide(item),
+        guide=Guide(kind, text) if kind else None,
     )
 
 
@@ -211,15 +213,6 @@ def _sampling_defaults(item: _Item, max_tokens: int) -> dict[str, Any]:
         if kind is int and not isinstance(given.get(name, 0), int):
             raise RequestError(f"sampling_defaults: {name} must be a whole number, got {given[name]}")
     return given | ({"min_tokens": min(given["min_tokens"], max_tokens)} if "min_tokens" in given else {})
-
-
-def _guide(item: _Item) -> Guide | None:
-    kind, text = item.scalar("guided_decoding_guide_type"), item.scalar("guided_decoding_guide", "")
-    if not kind:
-        if text:
-            raise RequestError("guided_decoding_guide_type must be set beside guided_decoding_guide")
-        return None
-    return Guide(kind, text)
 
 
 def _retention(item: _Item) -> Retention | None:

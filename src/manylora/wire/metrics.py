@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
-from manylora.request import Event, FinishReason, LoraInput, LoraMix, RequestMetrics
+from manylora.request import Event, FinishReason, LoraInput, LoraMix
 from manylora.stats import EngineStats
 from manylora.system.lifeline import is_starting
 
@@ -134,7 +134,13 @@ def engine_samples(stats: EngineStats) -> Iterator[Sample]:
         yield Sample("manylora_cuda_graphs_recorded_total", (), graphs.recorded)
         yield Sample("manylora_decode_steps_total", (("launch", "graph"),), graphs.replayed)
         yield Sample("manylora_decode_steps_total", (("launch", "plain"),), graphs.plain)
-    yield _lora_info(stats)
+    # For endpoint pickers of the Kubernetes Gateway API: adapters on the device, and adapters waited for.
+    labels = (
+        ("max_lora", str(max(1, a.max_device_adapters))),
+        ("running_lora_adapters", ",".join(one.name for one in a.residents if one.on_device)),
+        ("waiting_lora_adapters", ",".join(stats.waiting_adapters)),
+    )
+    yield Sample(LORA_INFO, labels, time.time())
 
 
 def iteration_log(samples: Iterable[Sample]) -> dict[str, float | str]:
@@ -163,15 +169,12 @@ class RequestMeter:
             return iter(())
         members = lora.members if lora is not None else ()
         names = [one.name or str(one.task_id) for one, _ in members] or [BASE]
-        known = dict.fromkeys(self._known(name, event) for name in names)
-        return _request_samples(list(known), event, waited_s)
-
-    def _known(self, name: str, event: Event) -> str:
-        unproven = event.finish_reason is FinishReason.ERROR or len(self._names) >= MAX_ADAPTERS
-        if name not in self._names and unproven:
-            name = OTHER
-        self._names.add(name)
-        return name
+        known = []
+        for name in dict.fromkeys(names):
+            unproven = event.finish_reason is FinishReason.ERROR or len(self._names) >= MAX_ADAPTERS
+            known.append(OTHER if name not in self._names and unproven else name)
+            self._names.add(known[-1])
+        return _request_samples(list(dict.fromkeys(known)), event, waited_s)
 
 
 def _request_samples(names: list[str], event: Event, waited_s: float) -> Iterator[Sample]:
@@ -194,19 +197,15 @@ def _request_samples(names: list[str], event: Event, waited_s: float) -> Iterato
             for kind in ("before", "shared", "acted"):
                 count = getattr(metrics.activated, kind)
                 yield Sample("manylora_activated_tokens_total", (adapter, ("kind", kind)), count, True)
-        yield from _first_token(adapter, metrics, waited_s)
-
-
-def _first_token(adapter: tuple[str, str], metrics: RequestMetrics, waited_s: float) -> Iterator[Sample]:
-    if metrics.first_scheduled_ns or waited_s:
-        queued_ns = max(0, metrics.first_scheduled_ns - metrics.arrival_ns)
-        yield Sample("manylora_adapter_queue_seconds", (adapter,), waited_s + queued_ns / 1e9)
-    if metrics.first_token_ns:
-        seconds = waited_s + (metrics.first_token_ns - metrics.arrival_ns) / 1e9
-        yield Sample("manylora_adapter_ttft_seconds", (adapter,), seconds)
-    if metrics.adapter_tier not in ("", "device"):
-        tier = ("tier", metrics.adapter_tier)
-        yield Sample("manylora_adapter_cold_loads_total", (adapter, tier), 1, True)
+        if metrics.first_scheduled_ns or waited_s:
+            queued_ns = max(0, metrics.first_scheduled_ns - metrics.arrival_ns)
+            yield Sample("manylora_adapter_queue_seconds", (adapter,), waited_s + queued_ns / 1e9)
+        if metrics.first_token_ns:
+            seconds = waited_s + (metrics.first_token_ns - metrics.arrival_ns) / 1e9
+            yield Sample("manylora_adapter_ttft_seconds", (adapter,), seconds)
+        if metrics.adapter_tier not in ("", "device"):
+            tier = ("tier", metrics.adapter_tier)
+            yield Sample("manylora_adapter_cold_loads_total", (adapter, tier), 1, True)
 
 
 def _upstream(stats: EngineStats) -> Iterator[tuple[str, str, list[tuple[str, str, float]]]]:
@@ -248,14 +247,3 @@ def _upstream(stats: EngineStats) -> Iterator[tuple[str, str, list[tuple[str, st
         ("timestamp", STAMP, int(time.time() * 1e6)),
         ("iteration_counter", "Iteration Counter", stats.steps),
     ]  # fmt: skip
-
-
-def _lora_info(stats: EngineStats) -> Sample:
-    """For endpoint pickers of the Kubernetes Gateway API: adapters on the device, and adapters waited for."""
-    running = [one.name for one in stats.adapters.residents if one.on_device]
-    labels = (
-        ("max_lora", str(max(1, stats.adapters.max_device_adapters))),
-        ("running_lora_adapters", ",".join(running)),
-        ("waiting_lora_adapters", ",".join(stats.waiting_adapters)),
-    )
-    return Sample(LORA_INFO, labels, time.time())

@@ -14,7 +14,7 @@ from manylora.contracts.llmapi_model import AdapterFolders, LlmapiModel
 from manylora.contracts.prompts import PromptRequest
 from manylora.contracts.vllm_model import asked, read_parameters
 from manylora.generation.decoding import decoding_of, with_defaults
-from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
+from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults, OwnText
 from manylora.generation.sampling import ENTRY_POINTS, PARAMETERS, Parameter, SamplingParams, parameters_of
 from manylora.generation.tokenizer import Tokenizer
 from manylora.model.checkpoint import read_model_config
@@ -60,8 +60,8 @@ def by_llmapi(one: Parameter, value: Any) -> SamplingConfig:
     found: list[PromptRequest] = []
 
     class Runner:
-        def defaults(self, lora: object) -> GenerationDefaults:
-            return NO_DEFAULTS
+        def text_of(self, lora: object) -> OwnText:
+            return OwnText(TOKENIZER, NO_DEFAULTS)
 
         def answers(self, client: object, request: PromptRequest) -> Iterator[Any]:
             found.append(request)

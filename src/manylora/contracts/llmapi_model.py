@@ -45,7 +45,7 @@ class LlmapiModel:
     def __init__(self, runner: PromptRunner, folders: AdapterFolders, decoupled: bool) -> None:
         self._runner, self._folders, self._decoupled = runner, folders, decoupled
         self._lock = Lock()
-        self._open: dict[str, set[ClientRequest]] = {}  # by the client's own id
+        self._open: set[tuple[str, ClientRequest]] = set()  # with the client's own id
 
     def answer(self, client: ClientRequest, request: ServerRequest[Any]) -> Iterator[Values]:
         check_parameters(request.parameters())
@@ -54,8 +54,9 @@ class LlmapiModel:
             if not name:
                 raise RequestError("A request id must be provided for request cancellation")
             with self._lock:
-                for other in self._open.get(name, ()):
-                    other.abandoned = True  # its generation is stopped; the output so far is the answer
+                for other, open_client in self._open:
+                    if other == name:  # its generation is stopped; the output so far is the answer
+                        open_client.abandoned = True
             raise RequestCancelledError("Request cancelled by client")
         try:
             asked, prompt = self._asked(arrays)
@@ -71,14 +72,12 @@ class LlmapiModel:
     def _named(self, name: str, client: ClientRequest) -> Iterator[None]:
         """Context for a request that can be stopped by its id."""
         with self._lock:
-            self._open.setdefault(name, set()).add(client)
+            self._open.add((name, client))
         try:
             yield
         finally:
             with self._lock:
-                self._open[name].discard(client)
-                if not self._open[name]:
-                    del self._open[name]
+                self._open.discard((name, client))
 
     def _asked(self, arrays: Arrays) -> tuple[PromptRequest, str]:
         """The request, and the text to put before the output."""
@@ -95,7 +94,8 @@ class LlmapiModel:
             params = SamplingParams(
                 **given, stop=texts(arrays, f"{PREFIX}stop") or None, logprobs=0 if cumulative else None
             )
-            params = with_defaults(params, self._runner.defaults(lora), own_length="max_tokens" in given)
+            defaults = self._runner.text_of(lora).defaults
+            params = with_defaults(params, defaults, own_length="max_tokens" in given)
         except (ValueError, TypeError) as error:
             raise RequestError(str(error)) from None
         statistics = bool(scalar(arrays, f"{PREFIX}return_perf_metrics", False))

@@ -18,7 +18,7 @@ from manylora.config.pooling import PoolingSettings, read_pooling_settings
 from manylora.config.repository import ENGINE, engine_context, parameters_beside, value_of
 from manylora.errors import ConfigError, RequestCancelledError, RequestError
 from manylora.generation.decoding import Decoding, decoding_of
-from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults, OwnText
+from manylora.generation.defaults import NO_DEFAULTS, OwnText
 from manylora.generation.generation import Generation
 from manylora.generation.outputs import CompletionOutput, TokenLogprob
 from manylora.generation.sampling import SamplingParams
@@ -112,24 +112,18 @@ class EngineSetup:
 
 class PromptRunner:
     def __init__(self, call: CallModel, engine: EngineSetup) -> None:
-        self._call, self._engine = call, engine
+        self._call, self._engine, self.pooling = call, engine, engine.pooling
 
-    @property
-    def pooling(self) -> PoolingSettings:
-        return self._engine.pooling
-
-    def defaults(self, lora: LoraInput | LoraMix | None) -> GenerationDefaults:
-        """Defaults of the adapter for values that a request does not set. Raises AdapterInvalidError."""
-        own = self._own(lora)
-        return NO_DEFAULTS if own is None else own.defaults
+    def text_of(self, lora: LoraInput | LoraMix | None) -> OwnText:
+        """The tokenizer, and defaults for values that a request does not set. Raises AdapterInvalidError."""
+        own = self._engine.texts.of(lora) if self._engine.texts is not None else None
+        return own or OwnText(self._engine.tokenizer, NO_DEFAULTS)
 
     def answers(self, client: ClientRequest, asked: PromptRequest) -> Iterator[Answer]:
         """One answer per part of a stream, otherwise only the finished one. Raises RequestError."""
-        own, tokenizer, end_ids = self._own(asked.lora), self._engine.tokenizer, None
-        if own is not None:
-            tokenizer, end_ids = own.tokenizer, own.defaults.end_ids
-        end_ids = self._engine.model.eos_token_ids if end_ids is None else end_ids
-        ids, decoding = self._decoding(asked, tokenizer, end_ids)
+        own = self.text_of(asked.lora)
+        tokenizer = own.tokenizer
+        ids, decoding = self._decoding(asked, own)
         state = Generation(ids, decoding, tokenizer, asked.streaming)
         request = state.request(asked.lora)
         request = request if self._engine.streams else replace(request, streaming=False)
@@ -161,8 +155,7 @@ class PromptRunner:
         lora: LoraInput | LoraMix | None,
     ) -> tuple[tuple[int, ...], np.ndarray]:
         """The prompt's ids, and the engine's result: [n], or [tokens, n], float32. Raises RequestError."""
-        engine, own = self._engine, self._own(lora)
-        tokenizer = engine.tokenizer if own is None else own.tokenizer
+        engine, tokenizer = self._engine, self.text_of(lora).tokenizer
         ids = tokenizer.encode(prompt, context=engine.context) if isinstance(prompt, str) else prompt
         request = Request(tuple(ids), lora=lora, pooling=pooling)
         reader, found = AnswerReader(request), None
@@ -175,13 +168,9 @@ class PromptRunner:
             raise RequestCancelledError("The request was cancelled")
         return request.prompt, found
 
-    def _own(self, lora: LoraInput | LoraMix | None) -> OwnText | None:
-        return self._engine.texts.of(lora) if self._engine.texts is not None else None
-
-    def _decoding(
-        self, asked: PromptRequest, tokenizer: Tokenizer, end_ids: Sequence[int]
-    ) -> tuple[tuple[int, ...], Decoding]:
-        engine, params = self._engine, asked.params
+    def _decoding(self, asked: PromptRequest, own: OwnText) -> tuple[tuple[int, ...], Decoding]:
+        engine, params, tokenizer, end_ids = self._engine, asked.params, own.tokenizer, own.defaults.end_ids
+        end_ids = engine.model.eos_token_ids if end_ids is None else end_ids
         ids = tokenizer.encode(asked.text, params.add_special_tokens, engine.context)
         ids = ids[-params.truncate_prompt_tokens :] if params.truncate_prompt_tokens else ids
         try:

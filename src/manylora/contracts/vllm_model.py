@@ -79,11 +79,14 @@ def read_embedding_request(text: str, settings: PoolingSettings) -> tuple[str | 
     """
     given = read_json(text, EMBEDDING_REQUEST, MAX_EMBEDDING_BYTES)
     prompt: Any = _check_keys(given, EMBEDDING_REQUEST, ("input", "pooling_params")).get("input")
-    ids = prompt if isinstance(prompt, list) and prompt else [None]
-    if not isinstance(prompt, str) and not all(type(one) is int and 0 <= one <= MAX_ID for one in ids):
-        raise RequestError(f"{EMBEDDING_REQUEST}: input must be one text, or token ids, got {prompt!r:.80}")
-    if isinstance(prompt, str) and not is_unicode(prompt):
-        raise RequestError(f"{EMBEDDING_REQUEST}: input must be valid Unicode, got {prompt!r:.80}")
+    if isinstance(prompt, str):
+        right, wanted = is_unicode(prompt), "valid Unicode"
+    else:
+        ids = prompt if isinstance(prompt, list) and prompt else [None]
+        right = all(type(one) is int and 0 <= one <= MAX_ID for one in ids)
+        wanted = "one text, or token ids"
+    if not right:
+        raise RequestError(f"{EMBEDDING_REQUEST}: input must be {wanted}, got {prompt!r:.80}")
     params, name = given.get("pooling_params") or {}, f"{EMBEDDING_REQUEST}: pooling_params"
     dimensions = _check_keys(params, name, ("dimensions",)).get("dimensions")
     if isinstance(dimensions, list) and len(dimensions) == 1:
@@ -188,7 +191,7 @@ class VllmModel:
         if streaming and not exclude:
             raise RequestError("When streaming, `exclude_input_in_output` = False is not allowed.")
         lora = adapters(given)
-        defaults = self._runner.defaults(lora)
+        defaults = self._runner.text_of(lora).defaults
         made = asked(text, given, streaming, "return_cumulative_logprob" in extras, lora, defaults)
         made = replace(made, statistics=self._observe is not None)
         return made, "" if exclude else text

@@ -14,7 +14,7 @@ from running import with_command
 
 from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
 from manylora.bench.datasets import BenchRequest, write_dataset
-from manylora.bench.load import Record
+from manylora.bench.report import Record
 from manylora.bench.run import BenchOptions, run_bench
 from manylora.cli import main
 

@@ -27,9 +27,17 @@ from manylora.bench.datasets import (
     uniform_lengths,
     with_adapters,
 )
-from manylora.bench.load import Answer, Record, run_load
-from manylora.bench.report import dataset_details, issue_rate, measure, percentiles, tier_figures
-from manylora.bench.report_text import render
+from manylora.bench.report import (
+    Answer,
+    Record,
+    dataset_details,
+    issue_rate,
+    measure,
+    percentiles,
+    render,
+    tier_figures,
+)
+from manylora.bench.run import run_load
 from manylora.cli import COMMANDS, main
 from manylora.errors import ConfigError
 from manylora.llmapi.options import llm_arguments, read_options
@@ -250,11 +258,11 @@ class Fake:
 def test_a_closed_loop_keeps_its_concurrency_and_an_error_is_one_requests() -> None:
     fake, seen = Fake(0.01), []
     requests = [request(i) for i in range(9)]
-    records = asyncio.run(run_load(fake, requests, concurrency=3, on_done=seen.append))
+    records = asyncio.run(run_load(fake.send, requests, concurrency=3, on_done=seen.append))
     assert fake.most == 3 and len(seen) == 9
     assert [r.request.task_id for r in records] == list(range(9))
     assert [r.error for r in records] == [None, None, "no", *[None] * 6]
-    asyncio.run(run_load(fake, requests))
+    asyncio.run(run_load(fake.send, requests))
     assert fake.most == 9
 
 

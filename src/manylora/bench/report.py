@@ -1,16 +1,51 @@
-"""Throughput and latency figures, computed from the records of a run."""
+"""The records of a run, and the report made of them: its figures, and its text in the order and words of
+trtllm-bench, followed by a section about adapters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from manylora.bench.load import Answer, Record
+from manylora.bench.datasets import BenchRequest
 
 TIERS = {"device": "warm", "host": "host_cold", "disk": "disk_cold", "wire": "wire_cold"}
 """`Answer.adapter_tier` -> the name in reports."""
-
 RANKS = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A completed request. Times in seconds of `time.monotonic`.
+
+    first_token: None if not known. adapter_tier: where the adapter was found: device, host, disk, or wire
+    (its tensors came with the request); empty if not known.
+    """
+
+    first_token: float | None
+    num_input_tokens: int
+    num_output_tokens: int
+    token_ids: tuple[int, ...] = ()
+    text: str | None = None
+    adapter_tier: str = ""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One request. started: when it was sent. error: None if it was answered."""
+
+    request: BenchRequest
+    started: float
+    finished: float
+    answer: Answer | None
+    error: str | None = None
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """Milliseconds to the first token. None: not known."""
+        first = self.answer.first_token if self.answer else None
+        return None if first is None else (first - self.started) * 1e3
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -55,6 +90,29 @@ def measure(records: Sequence[Record], *, streaming: bool) -> dict[str, Any]:
     }
 
 
+def _answered(records: Sequence[Record]) -> list[tuple[Record, Answer]]:
+    return [(record, record.answer) for record in records if record.answer is not None]
+
+
+def _streaming(done: Sequence[tuple[Record, Answer]]) -> dict[str, dict[str, float]] | None:
+    """Percentiles of the time to first token, of each request's mean time between later tokens, and of its
+    tokens per second after the first token.
+    """
+    ttfts = [record.ttft_ms for record, _ in done if record.ttft_ms is not None]
+    if not ttfts:
+        return None
+    tpots = [
+        (record.finished - answer.first_token) * 1e3 / (answer.num_output_tokens - 1)
+        for record, answer in done
+        if answer.first_token is not None and answer.num_output_tokens > 1
+    ] or [0.0]
+    return {
+        "ttft_ms": percentiles(ttfts),
+        "tpot_ms": percentiles(tpots),
+        "output_speed_tok_s": percentiles([1e3 / tpot if tpot else 0.0 for tpot in tpots]),
+    }
+
+
 def issue_rate(records: Sequence[Record]) -> float | None:
     """Requests sent per second. None if all were sent at once."""
     started = [record.started for record, _ in _answered(records)]
@@ -67,18 +125,14 @@ def tier_figures(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
 
     Tiers without requests are omitted, and so are times if no first token is known.
     """
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        if record.answer is not None:
-            lora = record.request.lora
-            tier = TIERS.get(record.answer.adapter_tier, "unknown") if lora else "base"
-            groups.setdefault(tier, []).append(record)
+    groups: dict[str, list[Record]] = {tier: [] for tier in ("base", *TIERS.values(), "unknown")}
+    for record, answer in _answered(records):
+        groups[TIERS.get(answer.adapter_tier, "unknown") if record.request.lora else "base"].append(record)
     figures: dict[str, dict[str, Any]] = {}
-    for tier in ("base", *TIERS.values(), "unknown"):
-        if tier in groups:
-            figures[tier] = {"num_requests": len(groups[tier])}
-            times = [_ttft_ms(record) for record in groups[tier]]
-            known = [time for time in times if time is not None]
+    for tier, group in groups.items():
+        if group:
+            figures[tier] = {"num_requests": len(group)}
+            known = [record.ttft_ms for record in group if record.ttft_ms is not None]
             if known:
                 figures[tier]["ttft_ms"] = percentiles(known)
     return figures
@@ -97,31 +151,153 @@ def dataset_details(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def _answered(records: Sequence[Record]) -> list[tuple[Record, Answer]]:
-    return [(record, record.answer) for record in records if record.answer is not None]
+WIDTH = 63
+SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
+    "engine": (
+        "PYTORCH BACKEND",
+        {
+            "model": "Model",
+            "model_path": "Model Path",
+            "version": "manylora Version",
+            "dtype": "Dtype",
+            "kv_cache_dtype": "KV Cache Dtype",
+            "quantization": "Quantization",
+        },
+    ),
+    "machine": (
+        "MACHINE DETAILS",
+        {"name": "Machine", "device": "Device", "memory": "Memory (GiB)", "cores": "CPU cores"},
+    ),
+    "request_info": (
+        "REQUEST DETAILS",
+        {
+            "num_requests": "Number of requests",
+            "num_failed": "Number of failed requests",
+            "avg_num_concurrent_requests": "Number of concurrent requests",
+            "avg_input_length": "Average Input Length (tokens)",
+            "avg_output_length": "Average Output Length (tokens)",
+        },
+    ),
+    "world_info": (
+        "WORLD + RUNTIME INFORMATION",
+        {
+            "tp_size": "TP Size",
+            "pp_size": "PP Size",
+            "ep_size": "EP Size",
+            "max_batch_size": "Max Runtime Batch Size",
+            "max_num_tokens": "Max Runtime Tokens",
+            "scheduling_policy": "Scheduling Policy",
+            "kv_cache_percentage": "KV Memory Percentage",
+            "issue_rate": "Issue Rate (req/sec)",
+        },
+    ),
+    "performance": (
+        "PERFORMANCE OVERVIEW",
+        {
+            "request_throughput_req_s": "Request Throughput (req/sec)",
+            "system_output_throughput_tok_s": "Total Output Throughput (tokens/sec)",
+            "system_total_throughput_tok_s": "Total Token Throughput (tokens/sec)",
+            "total_latency_ms": "Total Latency (ms)",
+            "avg_request_latency_ms": "Average request latency (ms)",
+            "output_throughput_per_user_tok_s": "Per User Output Throughput [w/ ctx] (tps/user)",
+            "output_throughput_per_gpu_tok_s": "Per GPU Output Throughput (tps/gpu)",
+        },
+    ),
+    "decoding_stats": (
+        "DECODING",
+        {
+            "num_draft_tokens": "Draft tokens",
+            "num_accepted_draft_tokens": "Accepted draft tokens",
+            "draft_acceptance_rate": "Acceptance rate",
+            "acceptance_length": "Tokens of a step with a draft",
+        },
+    ),
+}
+STREAMING = {
+    "ttft_ms": ("Average time-to-first-token [TTFT] (ms)", "TTFT"),
+    "tpot_ms": ("Average time-per-output-token [TPOT] (ms)", "TPOT"),
+    "output_speed_tok_s": ("Per User Output Speed (tps/user)", "GTPS"),
+}
+DATASET = {"isl_stats": "Input", "osl_stats": "Output", "seq_len_stats": "Seq. Length"}
+TIER_NAMES = {
+    "base": "Base model",
+    "warm": "Warm (on the device)",
+    "host_cold": "Host-cold",
+    "disk_cold": "Disk-cold",
+    "wire_cold": "Wire-cold (sent along)",
+    "unknown": "Not known",
+}
+CACHE = {
+    "device_loads": "Host to device copies",
+    "host_evictions": "Evictions from the host",
+    "device_evictions": "Evictions from the device",
+}
 
 
-def _streaming(done: Sequence[tuple[Record, Answer]]) -> dict[str, dict[str, float]] | None:
-    """Percentiles of the time to first token, of each request's mean time between later tokens, and of its
-    tokens per second after the first token.
-    """
-    ttfts, tpots = [], []
-    for record, answer in done:
-        if answer.first_token is not None:
-            ttfts.append((answer.first_token - record.started) * 1e3)
-            if answer.num_output_tokens > 1:
-                rest = record.finished - answer.first_token
-                tpots.append(rest * 1e3 / (answer.num_output_tokens - 1))
-    if not ttfts:
-        return None
-    tpots = tpots or [0.0]
-    return {
-        "ttft_ms": percentiles(ttfts),
-        "tpot_ms": percentiles(tpots),
-        "output_speed_tok_s": percentiles([1e3 / tpot if tpot else 0.0 for tpot in tpots]),
-    }
+def render(report: Mapping[str, Any]) -> str:
+    """report: as written by `--report_json`."""
+    return "\n".join(_lines(report))
 
 
-def _ttft_ms(record: Record) -> float | None:
-    first = record.answer.first_token if record.answer else None
-    return None if first is None else (first - record.started) * 1e3
+def _lines(report: Mapping[str, Any]) -> Iterator[str]:
+    for key in ("engine", "machine", "request_info", "world_info", "performance"):
+        yield from _section(key, report)
+    streaming = report["streaming_metrics"]
+    if streaming:
+        for key, (name, _) in STREAMING.items():
+            yield _line(name, streaming[key]["average"])
+        for key, (_, short) in STREAMING.items():
+            yield from ("", f"-- Per-Request {short} percentiles")
+            yield from _percentiles(short, streaming[key])
+    yield from ("", "-- Request Latency Breakdown (ms) -----------------------", "")
+    yield from _percentiles("Latency", report["performance"]["request_latency_percentiles_ms"])
+    if report["decoding_stats"]:
+        yield from _section("decoding_stats", report)
+    adapters, dataset = report["adapters"], report["dataset"]
+    if adapters["num_distinct"]:
+        yield from _heading("ADAPTERS")
+        yield _line("Distinct adapters", adapters["num_distinct"])
+        yield _line("Requests with an adapter", adapters["num_requests"])
+        for key, name in CACHE.items():
+            yield _line(name, adapters["cache"][key])
+        for tier, figures in adapters["tiers"].items():
+            yield from ("", f"-- {TIER_NAMES[tier]}: {figures['num_requests']} requests")
+            if "ttft_ms" in figures:
+                yield from _percentiles("TTFT", figures["ttft_ms"])
+        if adapters["ratio"]:
+            yield ""
+            yield _line("Output throughput with adapters / without, same load", adapters["ratio"])
+    yield from _heading("DATASET DETAILS")
+    yield _line("Dataset Path", dataset["path"])
+    yield _line("Number of Sequences", dataset["num_sequences"])
+    yield from ("", "-- Percentiles statistics (tokens) ----------------------", "")
+    yield f"{'':<10}" + "".join(f"{name:>14}" for name in DATASET.values())
+    for name in dataset["isl_stats"]:
+        yield f"{name:<10}" + "".join(f"{_value(float(dataset[key][name])):>14}" for key in DATASET)
+
+
+def _section(key: str, report: Mapping[str, Any]) -> Iterator[str]:
+    title, labels = SECTIONS[key]
+    yield from _heading(title)
+    for name, label in labels.items():
+        if name in report[key]:
+            yield _line(label, report[key][name])
+
+
+def _heading(title: str) -> tuple[str, ...]:
+    return "", "=" * WIDTH, f"= {title}", "=" * WIDTH
+
+
+def _percentiles(name: str, values: Mapping[str, float]) -> Iterator[str]:
+    for key in (*RANKS, "minimum", "maximum", "average"):
+        yield f"[{name}] {key.upper():<8}: {_value(values[key])}"
+
+
+def _line(label: str, value: Any) -> str:
+    return f"{label + ':':<54} {_value(value)}"
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manylora.bench.datasets import BenchRequest, adapters_of, read_dataset, with_adapters
-from manylora.bench.load import LocalTarget, Record, Sample, Sampler, progress, run_load
-from manylora.bench.report import dataset_details, issue_rate, measure, tier_figures
-from manylora.stats import AdapterStats, EngineStats
+from manylora.bench.report import Answer, Record, dataset_details, issue_rate, measure, tier_figures
+from manylora.stats import EngineStats
 from manylora.version import __version__
 
 if TYPE_CHECKING:
     from manylora.llmapi import LLM
 
-CACHE_COUNTERS = (
-    "host_stores", "host_evictions", "device_loads", "device_evictions", "host_adapters", "device_adapters",
-)  # fmt: skip
+PERIOD_S = 0.02
+Sample = tuple[float, EngineStats]
+"""Seconds of `time.monotonic`, and the engine's statistics at that time."""
+COUNTERS = ("host_stores", "host_evictions", "device_loads", "device_evictions")
 
 
 @dataclass(frozen=True)
@@ -53,54 +57,131 @@ class BenchResult:
 
 def run_bench(options: BenchOptions) -> BenchResult:
     """Raises ConfigError for options that cannot be used, ValueError if no request was answered."""
-    requests = read_dataset(options.dataset, options.num_requests)
-    bare = with_adapters(requests, [None] * len(requests))
-    with _open_llm(options, requests) as llm:
-        target = LocalTarget(llm, options.streaming, options.sampling)
-        asyncio.run(run_load(target, bare[: options.warmup], concurrency=options.concurrency))
-        before = llm.stats().adapters
-        with Sampler(llm) as sampler:
-            records = _load(target, requests, options)
-        done = measure(records, streaming=options.streaming)
-        adapters = {
-            "num_distinct": len(adapters_of(requests)),
-            "num_requests": sum(request.lora is not None for request in requests),
-            "tiers": tier_figures(records),
-            "cache": _difference(before, llm.stats().adapters),
-            "ratio": None,
-        }
-        if options.compare_base and adapters["num_distinct"]:
-            plain = measure(_load(target, bare, options), streaming=options.streaming)
-            rates = [one["performance"]["system_output_throughput_tok_s"] for one in (done, plain)]
-            adapters["ratio"] = rates[0] / rates[1]
-        decoding = _decoding(sampler.samples[-1][1])
-        report = _report(options, llm, done, records) | {"adapters": adapters, "decoding_stats": decoding}
-    return BenchResult(report, records, sampler.samples)
-
-
-def _open_llm(options: BenchOptions, requests: Sequence[BenchRequest]) -> LLM:
-    """With adapters but no lora_config, every module is a target. Raises ConfigError."""
     from manylora.llmapi import LLM, LoraConfig
 
+    requests = read_dataset(options.dataset, options.num_requests)
+    bare = with_adapters(requests, [None] * len(requests))
+    has_adapters = bool(adapters_of(requests))
     tokenizer = options.keep_text or any(request.input_ids is None for request in requests)
     settings = {"skip_tokenizer_init": not tokenizer, **options.llm}
-    if adapters_of(requests):
-        settings.setdefault("lora_config", LoraConfig())
-    return LLM(options.model_dir, **settings)
+    if has_adapters:
+        settings.setdefault("lora_config", LoraConfig())  # every module is a target
+    with LLM(options.model_dir, **settings) as llm:
+
+        async def send(request: BenchRequest) -> Answer:
+            return await _send(llm, request, options)
+
+        def load(requests: Sequence[BenchRequest]) -> list[Record]:
+            with _progress(len(requests)) as advance:
+                return asyncio.run(run_load(send, requests, options.concurrency, advance))
+
+        asyncio.run(run_load(send, bare[: options.warmup], options.concurrency))
+        before = llm.stats().adapters
+        with _sampled(llm) as samples:
+            records = load(requests)
+        done = measure(records, streaming=options.streaming)
+        after, ratio = llm.stats().adapters, None
+        if options.compare_base and has_adapters:
+            plain = measure(load(bare), streaming=options.streaming)
+            rates = [one["performance"]["system_output_throughput_tok_s"] for one in (done, plain)]
+            ratio = rates[0] / rates[1]
+        report = _setup(options, llm, issue_rate(records))
+    cache = {name: getattr(after, name) - getattr(before, name) for name in COUNTERS}
+    adapters = {
+        "num_distinct": len(adapters_of(requests)),
+        "num_requests": sum(request.lora is not None for request in requests),
+        "tiers": tier_figures(records),
+        "cache": cache | {name: getattr(after, name) for name in ("host_adapters", "device_adapters")},
+        "ratio": ratio,
+    }
+    dataset = {"path": str(options.dataset), **dataset_details(records)}
+    decoding = _decoding(samples[-1][1])
+    report |= {**done, "dataset": dataset, "adapters": adapters, "decoding_stats": decoding}
+    return BenchResult(report, records, samples)
 
 
-def _load(target: LocalTarget, requests: Sequence[BenchRequest], options: BenchOptions) -> list[Record]:
-    with progress(len(requests)) as advance:
-        return asyncio.run(run_load(target, requests, concurrency=options.concurrency, on_done=advance))
+async def run_load(
+    send: Callable[[BenchRequest], Awaitable[Answer]],
+    requests: Sequence[BenchRequest],
+    concurrency: int = 0,
+    on_done: Callable[[Record], None] = lambda record: None,
+) -> list[Record]:
+    """Send all requests and wait for them. Returns records in the order of the requests.
+
+    send: may raise any exception for a request that fails. concurrency: requests running at one time; 0: no
+    limit.
+    """
+    gate = asyncio.Semaphore(concurrency or max(1, len(requests)))
+
+    async def one(request: BenchRequest) -> Record:
+        async with gate:
+            started = time.monotonic()
+            try:
+                answer = await send(request)
+            except Exception as error:
+                text = str(error) or type(error).__name__
+                record = Record(request, started, time.monotonic(), None, text)
+            else:
+                record = Record(request, started, time.monotonic(), answer)
+        on_done(record)
+        return record
+
+    return list(await asyncio.gather(*map(one, requests)))
 
 
-def _difference(before: AdapterStats, after: AdapterStats) -> dict[str, int]:
-    """Counters of the run, and the number of adapters in the cache afterwards."""
-    found = {name: getattr(after, name) for name in CACHE_COUNTERS}
-    for name in CACHE_COUNTERS:
-        if not name.endswith("_adapters"):
-            found[name] -= getattr(before, name)
-    return found
+async def _send(llm: LLM, request: BenchRequest, options: BenchOptions) -> Answer:
+    from manylora.llmapi import SamplingParams
+
+    params = SamplingParams(**{**options.sampling, "max_tokens": request.output_tokens})
+    prompt = request.prompt if request.input_ids is None else request.input_ids
+    assert prompt is not None
+    result = llm.generate_async(prompt, params, request.lora, options.streaming)
+    first: float | None = None
+    if options.streaming:
+        async for piece in result:
+            if first is None and piece.outputs[0].token_ids:
+                first = time.monotonic()
+    output = await result
+    if first is None and output.metrics is not None and output.metrics.first_token_ns:
+        first = output.metrics.first_token_ns * 1e-9
+    ids = tuple(output.outputs[0].token_ids)
+    text = output.outputs[0].text or None
+    return Answer(first, len(output.prompt_token_ids), len(ids), ids, text, output.adapter_tier)
+
+
+@contextmanager
+def _sampled(llm: LLM) -> Iterator[list[Sample]]:
+    """Yields a list to which the engine's statistics are added every PERIOD_S seconds, and at the end."""
+    samples: list[Sample] = []
+    stop = threading.Event()
+
+    def run() -> None:
+        going = True
+        while going:
+            going = not stop.wait(PERIOD_S)
+            samples.append((time.monotonic(), llm.stats()))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        stop.set()
+        thread.join()
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[Record], None]]:
+    """Yields a function that advances the progress bar. The bar is shown on a terminal if tqdm is
+    installed.
+    """
+    try:
+        tqdm = importlib.import_module("tqdm").tqdm
+    except ImportError:
+        yield lambda record: None
+        return
+    with tqdm(total=total, desc="Requests", dynamic_ncols=True, disable=None) as bar:
+        yield lambda record: bar.update()
 
 
 def _decoding(stats: EngineStats) -> dict[str, Any] | None:
@@ -116,9 +197,8 @@ def _decoding(stats: EngineStats) -> dict[str, Any] | None:
     }
 
 
-def _report(
-    options: BenchOptions, llm: LLM, done: dict[str, Any], records: Sequence[Record]
-) -> dict[str, Any]:
+def _setup(options: BenchOptions, llm: LLM, issue_rate: float | None) -> dict[str, Any]:
+    """The report's sections about model, machine and settings."""
     from manylora.config.build_record import weights_algo
     from manylora.kernels.device import open_device
     from manylora.model.checkpoint import read_model_config
@@ -128,6 +208,10 @@ def _report(
     dtype = compute_dtype(config.dtype, read_model_config(options.model_dir), device)
     name = str(dtype).removeprefix("torch.")
     fp8_kv = config.quant is not None and config.quant.fp8_kv_cache
+    cpu = "unknown"
+    if Path("/proc/cpuinfo").is_file():
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
     return {
         "engine": {
             "model": options.model,
@@ -139,7 +223,7 @@ def _report(
             "quantization": weights_algo(config.model_dir, config.quant),
         },
         "machine": {
-            "name": _cpu_name(),
+            "name": cpu,
             "device": device.name,
             "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
             "cores": os.cpu_count(),
@@ -153,16 +237,6 @@ def _report(
             "max_num_tokens": config.max_num_tokens,
             "scheduling_policy": config.batch_scheduler_policy,
             "kv_cache_percentage": 100 * config.kv_cache_free_gpu_mem_fraction,
-            "issue_rate": issue_rate(records),
+            "issue_rate": issue_rate,
         },
-        **done,
-        "dataset": {"path": str(options.dataset), **dataset_details(records)},
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return "unknown"
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")

@@ -9,18 +9,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from manylora.bench.load import Record, Sample
-from manylora.bench.report_text import render
+from manylora.bench.report import Record, render
 from manylora.bench.run import BenchOptions, BenchResult, run_bench
 from manylora.commands import prepare_dataset
 from manylora.config import foreign
 from manylora.config.engine import SETTINGS
 from manylora.config.hub import local_model
+from manylora.config.settings import add_flags
 from manylora.errors import ConfigError
 from manylora.llmapi.options import llm_arguments, read_options
 from manylora.system.command_line import Parser
@@ -47,7 +47,10 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         print(f"manylora bench: {error.filename} cannot be written: {error.strerror}", file=sys.stderr)
         return 1
-    return _failures(outcome.records)
+    errors = [record for record in outcome.records if record.error is not None]
+    for record in errors[:5]:
+        print(f"manylora bench: request {record.request.task_id}: {record.error}", file=sys.stderr)
+    return 1 if errors else 0
 
 
 def _common(**settings: Any) -> Parser:
@@ -57,14 +60,10 @@ def _common(**settings: Any) -> Parser:
 
 
 def _add_model(parser: argparse.ArgumentParser, **settings: Any) -> None:
-    parser.add_argument(
-        "--model",
-        help="Hugging Face directory or hub id; with --model_path only a name for the report",
-        **settings,
-    )
-    parser.add_argument(
-        "--model_path", type=Path, help="the model directory, if --model is only a name", **settings
-    )
+    named = "Hugging Face directory or hub id; with --model_path only a name for the report"
+    parser.add_argument("--model", help=named, **settings)
+    path = "the model directory, if --model is only a name"
+    parser.add_argument("--model_path", type=Path, help=path, **settings)
 
 
 def _parser() -> Parser:
@@ -75,69 +74,41 @@ def _parser() -> Parser:
     commands.add_parser("prepare-dataset", help="see manylora prepare-dataset --help")
     for command in (throughput, latency):
         _add_model(command, default=argparse.SUPPRESS)  # here too, as in vllm bench
-        _add_load(command)
-        _add_engine(command)
-        _add_reports(command)
+        _add_load(command.add_argument_group("load").add_argument)
+        _add_engine(command.add_argument_group("engine"))
+        add = command.add_argument_group("reports").add_argument
+        add("--report_json", type=Path, help="the report")
+        add("--output_json", type=Path, help="the answers")
+        add("--request_json", type=Path, help="each request's times")
+        add("--iteration_log", type=Path, help="write engine statistics every 20 ms as JSON Lines")
     latency.set_defaults(concurrency=1, streaming=True)
     return parser
 
 
-def _add_load(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("load")
-    group.add_argument("--dataset", type=Path, help="JSON Lines file, one request per line")
-    group.add_argument("--num_requests", type=int, default=0, help="use only the first N requests; 0: all")
-    group.add_argument("--warmup", type=int, default=2, help="warm-up requests to the base model; default 2")
-    group.add_argument(
-        "--concurrency",
-        type=int,
-        default=-1,
-        help="maximum number of concurrent requests; -1: no limit",
-    )
-    group.add_argument("--streaming", action="store_true", help="stream tokens; measures TTFT and TPOT")
-    group.add_argument(
-        "--eos_id", type=int, default=-1, help="id of the end token; -1: generate all output_tokens"
-    )
-    group.add_argument("--beam_width", type=int, default=1)
-    group.add_argument("--sampler_options", type=Path, help="YAML or JSON file with fields of SamplingParams")
-    group.add_argument(
-        "--compare_base", action="store_true", help="also run without adapters and report the ratio"
-    )
+def _add_load(add: Callable[..., Any]) -> None:
+    add("--dataset", type=Path, help="JSON Lines file, one request per line")
+    add("--num_requests", type=int, default=0, help="use only the first N requests; 0: all")
+    add("--warmup", type=int, default=2, help="warm-up requests to the base model; default 2")
+    add("--concurrency", type=int, default=-1, help="maximum number of concurrent requests; -1: no limit")
+    add("--streaming", action="store_true", help="stream tokens; measures TTFT and TPOT")
+    add("--eos_id", type=int, default=-1, help="id of the end token; -1: generate all output_tokens")
+    add("--beam_width", type=int, default=1)
+    add("--sampler_options", type=Path, help="YAML or JSON file with fields of SamplingParams")
+    add("--compare_base", action="store_true", help="also run without adapters and report the ratio")
 
 
-def _add_engine(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine")
+def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--backend", choices=("pytorch",), default="pytorch")
-    group.add_argument(
-        "--config",
-        "--extra_llm_api_options",
-        type=Path,
-        help="YAML or JSON file with arguments of LLM; flags override it",
-    )
-    group.add_argument("--device", help="auto, cpu, cuda, cuda:N")
-    group.add_argument("--dtype")
-    for name in ("max_batch_size", "max_num_tokens", "max_seq_len"):
-        group.add_argument(f"--{name}", type=int)
-    group.add_argument("--kv_cache_free_gpu_mem_fraction", type=float)
-    group.add_argument("--max_draft_len", type=int, help="length of n-gram drafts, in tokens")
-    group.add_argument("--scheduler_policy", choices=("guaranteed_no_evict", "max_utilization"))
+    file = "YAML or JSON file with arguments of LLM; flags override it"
+    group.add_argument("--config", "--extra_llm_api_options", type=Path, help=file)
+    for flag, row in ENGINE_FLAGS.items():
+        if row.kind != "bool":
+            add_flags(group, row, flag)
     chunks = group.add_mutually_exclusive_group()
-    chunks.add_argument(
-        "--enable_chunked_context", dest="enable_chunked_context", action="store_true", default=None
-    )
-    chunks.add_argument(
-        "--disable_chunked_context", dest="enable_chunked_context", action="store_false", default=None
-    )
+    for word, action in (("enable", "store_true"), ("disable", "store_false")):
+        flag = f"--{word}_chunked_context"
+        chunks.add_argument(flag, dest="enable_chunked_context", action=action, default=None)
     group.add_argument("--no_skip_tokenizer_init", action="store_true", help="detokenise the outputs")
-    for name in ("tp", "pp", "ep"):
-        group.add_argument(f"--{name}", type=int, help=ENGINE_FLAGS[name].help)
-
-
-def _add_reports(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("reports")
-    group.add_argument("--report_json", type=Path, help="the report")
-    group.add_argument("--output_json", type=Path, help="the answers")
-    group.add_argument("--request_json", type=Path, help="each request's times")
-    group.add_argument("--iteration_log", type=Path, help="write engine statistics every 50 ms as JSON Lines")
 
 
 def _plan(options: argparse.Namespace) -> BenchOptions:
@@ -149,12 +120,15 @@ def _plan(options: argparse.Namespace) -> BenchOptions:
     if not named:
         raise ConfigError("--model must name the model's directory")
     model_dir = local_model(named)
+    sampling = read_options(options.sampler_options) if options.sampler_options else {}
+    if options.beam_width > 1:
+        sampling |= {"use_beam_search": True, "n": 1, "best_of": options.beam_width}
     return BenchOptions(
         model=options.model or str(model_dir),
         model_dir=model_dir,
         dataset=options.dataset,
         llm=_llm_arguments(options),
-        sampling=_sampling(options),
+        sampling={**sampling, "end_id": options.eos_id},
         num_requests=options.num_requests,
         warmup=options.warmup,
         concurrency=max(0, options.concurrency),
@@ -179,27 +153,22 @@ def _llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
     return llm_arguments(found)
 
 
-def _sampling(options: argparse.Namespace) -> dict[str, Any]:
-    found = read_options(options.sampler_options) if options.sampler_options else {}
-    if options.beam_width > 1:
-        found |= {"use_beam_search": True, "n": 1, "best_of": options.beam_width}
-    return {**found, "end_id": options.eos_id}
-
-
 def _write(options: argparse.Namespace, outcome: BenchResult) -> None:
-    if options.report_json:
-        _write_json(options.report_json, outcome.report)
-    if options.output_json:
-        _write_json(options.output_json, [_output(record) for record in outcome.records])
-    if options.request_json:
-        _write_json(options.request_json, [_times(record) for record in outcome.records])
+    """Write the files that were asked for. Raises OSError."""
+    files: list[tuple[Path | None, Any]] = [
+        (options.report_json, outcome.report),
+        (options.output_json, [_output(record) for record in outcome.records]),
+        (options.request_json, [_times(record) for record in outcome.records]),
+    ]
+    for path, value in files:
+        if path:
+            path.write_text(json.dumps(value, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
     if options.iteration_log:
-        lines = [json.dumps(_figures(sample)) for sample in outcome.samples]
-        options.iteration_log.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+        with options.iteration_log.open("w", encoding="utf-8") as log:
+            for at, stats in outcome.samples:
+                figures = asdict(stats)
+                del figures["adapters"]["residents"]
+                log.write(json.dumps({"time_s": at, **figures}) + "\n")
 
 
 def _output(record: Record) -> dict[str, Any]:
@@ -214,7 +183,6 @@ def _output(record: Record) -> dict[str, Any]:
 
 def _times(record: Record) -> dict[str, Any]:
     request, answer = record.request, record.answer
-    first = answer.first_token if answer else None
     return {
         "task_id": request.task_id,
         "lora_name": request.lora.lora_name if request.lora else None,
@@ -223,20 +191,6 @@ def _times(record: Record) -> dict[str, Any]:
         "num_output_tokens": answer.num_output_tokens if answer else None,
         "start_s": record.started,
         "latency_ms": (record.finished - record.started) * 1e3,
-        "ttft_ms": None if first is None else (first - record.started) * 1e3,
+        "ttft_ms": record.ttft_ms,
         "error": record.error,
     }
-
-
-def _figures(sample: Sample) -> dict[str, Any]:
-    at, stats = sample
-    figures = asdict(stats)
-    del figures["adapters"]["residents"]
-    return {"time_s": at, **figures}
-
-
-def _failures(records: Sequence[Record]) -> int:
-    errors = [record for record in records if record.error is not None]
-    for record in errors[:5]:
-        print(f"manylora bench: request {record.request.task_id}: {record.error}", file=sys.stderr)
-    return 1 if errors else 0

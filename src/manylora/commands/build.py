@@ -5,58 +5,116 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from manylora.commands.trtllm_flags import (
-    check_flags,
-    enables_lora,
-    help_text,
-    max_input_len,
-    take_flags,
-    without_effect,
-)
 from manylora.config.build_record import LIMITS
+from manylora.config.engine import SETTINGS
+from manylora.config.foreign import TRTLLM_BUILD
 from manylora.config.hub import local_model
+from manylora.config.settings import add_flags
 from manylora.errors import ConfigError
-from manylora.quant.config import INTEGER, SERVED, QuantConfig
+from manylora.quant.config import QuantConfig
 from manylora.system.command_line import Parser
 
 LORA = ("lora_dir", "lora_target_modules", "lora_ckpt_source", "max_lora_rank")
+DISABLED = ("disable", "None")
+WITH_MEANING = ("lora_plugin", "max_input_len")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    theirs, ours = take_flags(sys.argv[1:] if arguments is None else arguments)
+    theirs, ours = _trtllm_parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(ours)
     try:
-        check_flags(theirs, options.trtllm_flags)
-        options.lora_plugin, options.max_input_len = enables_lora(theirs), max_input_len(theirs)
+        _take_trtllm_flags(vars(theirs), options)
         options.model_dir = local_model(options.model_dir)
         _check_ranks(options)
-        quant = QuantConfig(
-            quant_algo=options.quant_algo,
-            kv_cache_quant_algo=options.kv_cache_quant_algo,
-            group_size=options.group_size,
-            exclude_modules=options.exclude_modules,
-        )
-        print(_build(options, quant))
-        if line := without_effect(theirs):
-            print(line)
+        print(_build(options))
+        if ignored := [f"--{name}" for name in vars(theirs) if name != "lora_plugin"]:
+            print(f"without effect here: {', '.join(ignored)}")
     except (ConfigError, ValueError) as error:
-        print(f"manylora build: {_with_flags(str(error), vars(options))}", file=sys.stderr)
+        # The user knows settings by the flags.
+        text = re.sub(rf"(?<![\w/-])({'|'.join(vars(options))})\b(?![/.])", r"--\1", str(error))
+        print(f"manylora build: {text}", file=sys.stderr)
         return 1
     return 0
 
 
-def _with_flags(text: str, names: Iterable[str]) -> str:
-    """The text with setting names replaced by the flags that the user typed."""
-    return re.sub(rf"(?<![\w/-])({'|'.join(names)})\b(?![/.])", r"--\1", text)
+def _trtllm_parser() -> argparse.ArgumentParser:
+    """For the flags of trtllm-build that are not ours."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in (*TRTLLM_BUILD, *WITH_MEANING):
+        parser.add_argument(f"--{name}", nargs="?", const="", default=argparse.SUPPRESS)
+    return parser
 
 
-def _build(options: argparse.Namespace, quant: QuantConfig) -> str:
+def _parser() -> argparse.ArgumentParser:
+    listed = {
+        "taken": WITH_MEANING,
+        "refused unless they change nothing": TRTLLM_BUILD.refused,
+        "without effect": TRTLLM_BUILD.ignored,
+    }
+    theirs = (f"{what}: {' '.join(f'--{name}' for name in names)}" for what, names in listed.items())
+    parser = Parser(
+        prog="manylora build", description=__doc__, epilog="With --trtllm-flags: " + ". ".join(theirs)
+    )
+    add = parser.add_argument
+    model = "Hugging Face directory or hub id: org/name[@revision]"
+    add("--model_dir", "--checkpoint_dir", required=True, help=model)
+    add("--output_dir", type=Path, required=True, help="empty directory, or an earlier build")
+    for row in SETTINGS:
+        if row.build:
+            add_flags(parser, row, row.build, None if row.name in LIMITS else row.default)
+    add("--lora_dir", nargs="+", default=[], help="adapters to infer the target modules from")
+    add("--lora_ckpt_source", choices=("hf", "nemo"), default="hf")
+    meant = "also accept the other flags of trtllm-build that apply here"
+    add("--trtllm-flags", action="store_true", help=meant)
+    return parser
+
+
+def _take_trtllm_flags(given: dict[str, str], options: argparse.Namespace) -> None:
+    """Set lora_plugin and max_input_len. None: not given. Raises ConfigError for what cannot be taken."""
+    if given and not options.trtllm_flags:
+        names = ", ".join(f"--{name}" for name in given)
+        raise ConfigError(
+            f"leave out {names}, which trtllm-build takes for its engines, or add --trtllm-flags to take "
+            "what has a meaning here"
+        )
+    for name, value in given.items():
+        reason = TRTLLM_BUILD.refused.get(name)
+        if reason is not None and not TRTLLM_BUILD.allows(name, value):
+            raise ConfigError(f"{f'--{name} {value}'.strip()} cannot be had: {reason}; leave it out")
+    plugin, length = given.get("lora_plugin"), given.get("max_input_len")
+    options.lora_plugin = None if plugin is None else plugin not in DISABLED
+    if length is not None and not length.isdecimal():
+        raise ConfigError(f"--max_input_len must be a whole number, got {length or 'none'}")
+    options.max_input_len = None if length is None else int(length)
+
+
+def _check_ranks(options: argparse.Namespace) -> None:
+    """Raises ConfigError unless this many ranks can share the model."""
+    for name in ("tp_size", "pp_size"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    if options.tp_size == options.pp_size == 1:
+        return
+    from manylora.model.checkpoint import read_model_config
+    from manylora.parallel.mapping import Mapping, check_mapping
+
+    mapping = Mapping(options.tp_size * options.pp_size, 0, options.tp_size, options.pp_size)
+    check_mapping(read_model_config(options.model_dir), mapping)
+
+
+def _build(options: argparse.Namespace) -> str:
+    """Returns a line that says what was written."""
     from manylora.model.builder import BuildPlan, build
 
+    quant = QuantConfig(
+        quant_algo=options.quant_algo,
+        kv_cache_quant_algo=options.kv_cache_quant_algo,
+        group_size=options.group_size,
+        exclude_modules=options.exclude_modules,
+    )
     limits = {name: getattr(options, name) for name in LIMITS}
     if options.max_input_len is not None:
         limits["max_input_len"] = options.max_input_len
@@ -79,62 +137,6 @@ def _build(options: argparse.Namespace, quant: QuantConfig) -> str:
     return summary
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="manylora build", description=__doc__, epilog=help_text())
-    add = parser.add_argument
-    add(
-        "--model_dir", "--checkpoint_dir", required=True,
-        help="Hugging Face directory or hub id: org/name[@revision]",
-    )  # fmt: skip
-    add("--output_dir", type=Path, required=True, help="empty directory, or an earlier build")
-    add("--dtype", choices=("auto", "float32", "float16", "bfloat16"), default="auto")
-    add("--max_batch_size", type=int, help="maximum number of sequences in one step")
-    add(
-        "--max_seq_len",
-        "--max_decoder_seq_len",
-        type=int,
-        help="maximum tokens of prompt and output together",
-    )
-    add("--max_beam_width", type=int, help="maximum number of beams of one request")
-    add("--max_num_tokens", type=int, help="maximum number of tokens in one step")
-    add(
-        "--lora_target_modules",
-        nargs="+",
-        default=[],
-        metavar="MODULE",
-        help="for example attn_q attn_k attn_v",
-    )
-    add("--max_lora_rank", type=int, help="default: 64 when adapters are served")
-    add("--lora_dir", nargs="+", default=[], help="adapters to infer the target modules from")
-    add("--lora_ckpt_source", choices=("hf", "nemo"), default="hf")
-    add("--quant_algo", help=f"{', '.join((*SERVED, *INTEGER))}; default: no quantisation")
-    add("--kv_cache_quant_algo", help="FP8; default: the compute dtype")
-    add("--group_size", type=int, default=128, help="W4A16: number of inputs that share a scale")
-    add("--exclude_modules", nargs="+", metavar="PATTERN", help="linear layers that are not quantised")
-    add("--tp_size", type=int, default=1, help="tensor-parallel ranks; recorded for serving")
-    add("--pp_size", type=int, default=1, help="pipeline stages; recorded for serving")
-    add(
-        "--trtllm-flags",
-        action="store_true",
-        help="also accept the other flags of trtllm-build that apply here",
-    )
-    return parser
-
-
-def _check_ranks(options: argparse.Namespace) -> None:
-    """Raises ConfigError unless this many ranks can share the model."""
-    for name in ("tp_size", "pp_size"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name} must be at least 1, got {getattr(options, name)}")
-    if options.tp_size == options.pp_size == 1:
-        return
-    from manylora.model.checkpoint import read_model_config
-    from manylora.parallel.mapping import Mapping, check_mapping
-
-    mapping = Mapping(options.tp_size * options.pp_size, 0, options.tp_size, options.pp_size)
-    check_mapping(read_model_config(options.model_dir), mapping)
-
-
 def _lora(options: argparse.Namespace) -> dict[str, Any] | None:
     """Fields of LoraConfig, with target modules resolved. None if no flag mentions adapters."""
     from manylora.config.resolve import with_whole_qkv
@@ -144,7 +146,7 @@ def _lora(options: argparse.Namespace) -> dict[str, Any] | None:
     from manylora.lora.modules import MODULE_NAMES
     from manylora.model.checkpoint import read_model_config
 
-    given = [name for name in LORA if getattr(options, name) not in ([], None, "hf")]
+    given = [name for name in LORA if getattr(options, name) not in ([], (), None, "hf")]
     if options.lora_plugin is False and given:
         raise ConfigError(f"--lora_plugin disable and --{given[0]} contradict each other: leave one out")
     if not (given or options.lora_plugin):

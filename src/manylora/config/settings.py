@@ -6,6 +6,7 @@ arguments of `LLM` are read by these rows.
 
 from __future__ import annotations
 
+from argparse import _ActionsContainer
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -108,3 +109,13 @@ def check(settings: Any) -> None:
     """Raises ConfigError for the first value out of its row's bounds."""
     for name, row in rows(type(settings)).items():
         row.check(getattr(settings, name))
+
+
+def add_flags(parser: _ActionsContainer, row: Setting, names: str, default: Any = None) -> None:
+    """Add the flags of a row's value. names: separated by spaces, with underscores."""
+    how: dict[str, Any] = {"nargs": "+"} if row.repeats or row.type.startswith("list[") else {}
+    if kind := {"int": int, "float": float}.get(row.kind):
+        how["type"] = kind
+    if row.choices:
+        how["choices"] = row.choices
+    parser.add_argument(*(f"--{name}" for name in names.split()), default=default, help=row.help, **how)

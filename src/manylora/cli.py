@@ -12,26 +12,20 @@ from importlib import import_module
 import manylora
 
 COMMANDS = {
-    "bench": ("manylora.commands.bench", "measure throughput and latency with many adapters"),
-    "build": ("manylora.commands.build", "write a model directory, quantised and with limits"),
-    "chat": ("manylora.commands.chat", "talk to a model and its adapters in this terminal"),
-    "convert": ("manylora.commands.convert", "convert an adapter to the tensors that requests carry"),
-    "fleet": ("manylora.commands.fleet", "run several OpenAI servers behind one endpoint, on Ray Serve"),
-    "inspect": ("manylora.commands.inspect", "show an adapter and whether a base model can serve it"),
-    "prepare-dataset": ("manylora.commands.prepare_dataset", "write random requests for bench"),
-    "repo": ("manylora.commands.repo", "write a Triton model repository for a model and its adapters"),
-    "run-batch": (
-        "manylora.commands.run_batch",
-        "answer a file of requests in the form of OpenAI's Batch API",
-    ),
-    "serve": ("manylora.commands.serve", "serve a model and its adapters over HTTP (OpenAI API)"),
-    "tool": ("manylora.commands.tool", "run the scripts and clients known from tensorrtllm_backend"),
-    "triton": (
-        "manylora.commands.triton",
-        "start, stop or show a Triton server with a model and its adapters",
-    ),
+    "bench": "measure throughput and latency with many adapters",
+    "build": "write a model directory, quantised and with limits",
+    "chat": "talk to a model and its adapters in this terminal",
+    "convert": "convert an adapter to the tensors that requests carry",
+    "fleet": "run several OpenAI servers behind one endpoint, on Ray Serve",
+    "inspect": "show an adapter and whether a base model can serve it",
+    "prepare-dataset": "write random requests for bench",
+    "repo": "write a Triton model repository for a model and its adapters",
+    "run-batch": "answer a file of requests in the form of OpenAI's Batch API",
+    "serve": "serve a model and its adapters over HTTP (OpenAI API)",
+    "tool": "run the scripts and clients known from tensorrtllm_backend",
+    "triton": "start, stop or show a Triton server with a model and its adapters",
 }
-"""Name -> module with `main(arguments) -> exit status`, description."""
+"""Name -> description. A module of `manylora.commands` has `main(arguments) -> exit status`."""
 PAGE = "manylora serve MODEL has a page to try it, http://localhost:8000/, and any OpenAI client works"
 OTHERS = {
     "complete": PAGE,
@@ -46,6 +40,13 @@ OTHERS = {
     "train": "adapters are trained with PEFT or TRL; manylora serves them",
 }
 """Commands of other programs, and what to do here."""
+USAGE = f"""usage: manylora COMMAND [options]
+       manylora COMMAND --help
+       manylora --version
+
+{"".join(f"  {name:<17}{purpose}{chr(10)}" for name, purpose in COMMANDS.items())}
+To begin: manylora serve MODEL --lora-root FOLDER
+MODEL is a Hugging Face folder or id, or a GGUF file; each subfolder of FOLDER is an adapter."""
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells report it
 
 
@@ -71,40 +72,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(name: str, given: list[str]) -> int:
     if name in ("-h", "--help"):
-        print(_usage())
+        print(USAGE)
         return 0 if given else 2
     if name in ("-V", "--version"):
         print(f"manylora {manylora.__version__}")
         return 0
-    if name not in COMMANDS:
-        print(f"manylora: there is no command {name!r}; {_instead_of(name)}", file=sys.stderr)
-        return 2
-    return import_module(COMMANDS[name][0]).main(given[1:])
-
-
-def _instead_of(name: str) -> str:
-    if name.startswith("-"):
-        return "the command comes first: manylora COMMAND [options]"
-    if name in OTHERS:
-        return OTHERS[name]
+    if name in COMMANDS:
+        return import_module(f"manylora.commands.{name.replace('-', '_')}").main(given[1:])
     near = difflib.get_close_matches(name, COMMANDS, n=1)
-    return f"did you mean manylora {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
-
-
-def _usage() -> str:
-    lines = [f"  {name:<17}{purpose}" for name, (_, purpose) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: manylora COMMAND [options]",
-            "       manylora COMMAND --help",
-            "       manylora --version",
-            "",
-            *lines,
-            "",
-            "To begin: manylora serve MODEL --lora-root FOLDER",
-            "MODEL is a Hugging Face folder or id, or a GGUF file; each subfolder of FOLDER is an adapter.",
-        ]
-    )
+    hint = f"did you mean manylora {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+    if name.startswith("-"):
+        hint = "the command comes first: manylora COMMAND [options]"
+    print(f"manylora: there is no command {name!r}; {OTHERS.get(name, hint)}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -71,13 +71,9 @@ def to_line(request: BenchRequest) -> str:
     else:
         entry["prompt"] = request.prompt
     entry["output_tokens"] = request.output_tokens
-    if request.lora is not None:
-        lora = request.lora
-        entry["lora_request"] = {
-            "lora_name": lora.lora_name,
-            "lora_int_id": lora.lora_int_id,
-            "lora_path": lora.lora_path,
-        }
+    if (lora := request.lora) is not None:
+        names = ("lora_name", "lora_int_id", "lora_path")
+        entry["lora_request"] = {name: getattr(lora, name) for name in names}
     return json.dumps(entry, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -140,13 +136,6 @@ def random_requests(
         )
         for number, lora in enumerate(chosen)
     ]
-
-
-def adapter_named(lora_dir: Path, adapter_id: int) -> LoRARequest | None:
-    """The adapter in <lora_dir>/<id>; None, the base model, for -1. Raises ValueError if there is none."""
-    if adapter_id == -1:
-        return None
-    return LoRARequest(f"lora_{adapter_id}", adapter_id, str(lora_dir / str(adapter_id)))
 
 
 def _request(entry: Any) -> BenchRequest:

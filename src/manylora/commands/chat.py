@@ -26,6 +26,7 @@ HELP = """/lora NAME   answer with this adapter from now on; none: the base mode
 /reset       forget the conversation
 /help        show this
 /exit        leave, as Ctrl-D does; Ctrl-C stops an answer"""
+ADAPTER = "an adapter; the first one answers. Also a PATH, or a NAME in --lora-root; may be repeated"
 NONE = ("none", "base", "")  # for the base model
 MOST_TOKENS = 2**20  # of an answer: the context ends it earlier
 Pieces = Generator[str, None, None]
@@ -216,14 +217,15 @@ def _in_process(options: argparse.Namespace) -> tuple[InProcess, str | None]:
     from manylora.llmapi.model_defaults import LLAMA_CPP
 
     named = {name: LoRARequest(name, i, path) for i, (name, path) in enumerate(given, 1) if path}
-    limits = {name: getattr(options, name) for name in ("device", "dtype", "max_seq_len")}
     llm = LLM(
         options.model,
         lora_root=options.lora_root,
         enable_lora=True if given or options.lora_root else None,
         generation_config="auto",
         max_batch_size=1,
-        **limits,
+        device=options.device,
+        dtype=options.dtype,
+        max_seq_len=options.max_seq_len,
     )
     assert llm.tokenizer is not None
     if llm.tokenizer.chat_template is None:
@@ -243,10 +245,9 @@ def _server(options: argparse.Namespace) -> tuple[Server, str | None]:
     if refused or any("=" in one for one in options.lora):
         name = refused[0] if refused else "lora NAME=PATH"
         raise ConfigError(f"--{name.replace('_', '-')} has no effect with --url: the server has its own")
-    fields = {name: getattr(options, name) for name in ("temperature", "max_tokens")}
-    key = os.environ.get("OPENAI_API_KEY", "none")
-    fields = {name: value for name, value in fields.items() if value is not None}
-    server = Server(options.url, key, options.model, fields)
+    given = {"temperature": options.temperature, "max_tokens": options.max_tokens}
+    fields = {name: value for name, value in given.items() if value is not None}
+    server = Server(options.url, os.environ.get("OPENAI_API_KEY", "none"), options.model, fields)
     return server, options.lora[0] if options.lora else None
 
 
@@ -273,13 +274,7 @@ def _parser() -> Parser:
     )
     add: Callable[..., Any] = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="Hugging Face folder, GGUF file, or hub id org/name")
-    add(
-        "--lora",
-        action="append",
-        default=[],
-        metavar="NAME=PATH",
-        help="an adapter; the first one answers. Also a PATH, or a NAME in --lora-root; may be repeated",
-    )
+    add("--lora", action="append", default=[], metavar="NAME=PATH", help=ADAPTER)
     add("--lora-root", action="append", default=[], metavar="FOLDER", help="folder with adapters")
     add("--system", metavar="TEXT", help="system message")
     add("--temperature", type=float, metavar="X", help="default: the model's, or 0.8; 0: greedy")

@@ -19,25 +19,18 @@ from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.system.command_line import Parser
 
-FORMS = ("llgtrt", "npy")
-
 
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="manylora convert", description=__doc__)
-    parser.add_argument("-i", "--input", type=Path, required=True, help="adapter folder or file")
-    parser.add_argument(
-        "-o", "--output", type=Path, required=True, help="output folder (npy) or file (llgtrt)"
-    )
-    parser.add_argument("--to", choices=FORMS, default="npy")
-    parser.add_argument("--storage-type", choices=STORAGE_TYPES, help="default: the adapter's own dtype")
-    parser.add_argument(
-        "--base",
-        type=Path,
-        metavar="MODEL",
-        help="base model, needed to normalise PEFT's DoRA and to order fused rows",
-    )
-    parser.add_argument("--allow-bin", action="store_true", help=ALLOW_BIN)
-    parser.add_argument("--lora-text-only", action="store_true", help="drop the adapter's vision part")
+    add = parser.add_argument
+    add("-i", "--input", type=Path, required=True, help="adapter folder or file")
+    add("-o", "--output", type=Path, required=True, help="output folder (npy) or file (llgtrt)")
+    add("--to", choices=("llgtrt", "npy"), default="npy")
+    add("--storage-type", choices=STORAGE_TYPES, help="default: the adapter's own dtype")
+    base = "base model, needed to normalise PEFT's DoRA and to order fused rows"
+    add("--base", type=Path, metavar="MODEL", help=base)
+    add("--allow-bin", action="store_true", help=ALLOW_BIN)
+    add("--lora-text-only", action="store_true", help="drop the adapter's vision part")
     options = parser.parse_args(arguments)
     invocation: list[int] = []
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from manylora.config.engine import LoraCacheConfig
@@ -20,27 +21,23 @@ from manylora.request import INVOCATION, LoraExtra
 from manylora.system.command_line import Parser
 
 GATES = "5 is the gate and 7 is not; swapped, both still fit and nothing can tell: only the answers are wrong"
+RANKS = (8, 16, 64)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="manylora inspect", description=__doc__)
-    parser.add_argument("path", type=Path, metavar="PATH", help="folder or file of an adapter or a model")
-    parser.add_argument("--base", type=Path, metavar="MODEL", help="check it against this model directory")
-    parser.add_argument("--max-adapter-size", type=int, default=64, help="lora_cache_max_adapter_size")
-    parser.add_argument(
-        "--allow-bin", action="store_true", help="also read adapter_model.bin, as the converters do"
-    )
-    parser.add_argument(
-        "--tensors", action="store_true", help="describe the A and B matrices of each module id"
-    )
-    parser.add_argument("--lora-text-only", action="store_true", help="ignore the adapter's vision part")
+    add = parser.add_argument
+    add("path", type=Path, metavar="PATH", help="folder or file of an adapter or a model")
+    add("--base", type=Path, metavar="MODEL", help="check it against this model directory")
+    add("--max-adapter-size", type=int, default=64, help="lora_cache_max_adapter_size")
+    add("--allow-bin", action="store_true", help="also read adapter_model.bin, as the converters do")
+    add("--tensors", action="store_true", help="describe the A and B matrices of each module id")
+    add("--lora-text-only", action="store_true", help="ignore the adapter's vision part")
     options = parser.parse_args(arguments)
     base = None
     try:
         if _is_model(options.path):
-            from manylora.commands.model_facts import model_facts
-
-            for name, text in model_facts(local_model(options.path)):
+            for name, text in _model_facts(local_model(options.path)):
                 print(f"{name:<9}{text}")
             return 0
         if options.base:
@@ -149,3 +146,66 @@ def _layers(layers: list[int]) -> str:
     if len(layers) > 1 and layers == list(range(layers[0], layers[-1] + 1)):
         return f"layers {layers[0]} to {layers[-1]}"
     return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+
+
+def _model_facts(folder: Path) -> Iterator[tuple[str, str]]:
+    """What a model is and what a default start of it takes. Reads the configuration and headers only.
+
+    Raises ConfigError.
+    """
+    from manylora.config.model_folder import weight_files
+    from manylora.config.resolve import resolve
+    from manylora.engine.sizing import kv_cache_dtype, plan_memory
+    from manylora.kernels.device import open_device
+    from manylora.lora.geometry import plan_cache, usual_bytes
+    from manylora.model.batch import token_numbers
+    from manylora.model.weights import adapter_dtype, compute_dtype, weight_bytes
+
+    model, config, device = read_model_config(folder), resolve(folder, {}), open_device("auto")
+    dtype = compute_dtype(config.dtype, model, device)
+    kv_dtype, pages_dtype = kv_cache_dtype(config, dtype, device), adapter_dtype(config, model, dtype, device)
+    heads = f"{model.num_heads} heads over {model.num_kv_heads} of keys and values"
+    yield "model", f"{model.architecture}, {model.num_layers} layers of width {model.hidden_size}, {heads}"
+    name = str(dtype).removeprefix("torch.")
+    stored = sum(path.stat().st_size for path in weight_files(folder))
+    weights = weight_bytes(folder, model, dtype, device)
+    yield "weights", f"{_size(stored)} in files, about {_size(weights)} in memory; computes in {name}"
+    yield "context", f"{model.max_seq_len:,} tokens"
+    token = token_numbers(model) * kv_dtype.itemsize
+    if not model.bidirectional:
+        yield "kv", f"{token:,} bytes for each token, {_size(token * model.max_seq_len)} for a whole context"
+    if model.recurrent is not None:
+        yield "state", f"{_size(model.recurrent.state_bytes)} for each sequence"
+    modules, sizes = lora_modules(model, config.lora.target_modules).values(), []
+    for rank in RANKS:
+        lora = replace(config.lora, max_lora_rank=rank)
+        each = usual_bytes(modules, model.num_layers, lora, pages_dtype.itemsize, 0)
+        sizes.append(f"{_size(each)} at rank {rank}")
+    yield "adapter", f"{', '.join(sizes)}, on every module"
+    free = device.free_bytes()
+    left = max(0, free - weights)
+    plan = plan_memory(config, model, (kv_dtype, pages_dtype), device.torch, left)
+    cache = plan_cache(
+        modules, model.num_layers, plan.config.lora, pages_dtype.itemsize, left - plan.kv.num_bytes
+    )
+    page = cache.geometry.page_elements * pages_dtype.itemsize
+    yield "start", f"{_size(free)} are free on {device.name}: of these"
+    if not model.bidirectional:
+        tokens = plan.kv.num_bytes // token
+        yield "start", f"{_size(plan.kv.num_bytes)} for the KV cache: {tokens:,} tokens in all"
+        yield "start", f"{plan.kv.max_seq_len:,} tokens at most in one sequence"
+    most = plan.config.lora.rank_limit
+    _, fits = cache.adapters_of_rank(modules, model.num_layers, 8)
+    yield "start", f"{_size(page * cache.device_pages)} for adapters: {fits} of rank 8; rank {most} at most"
+    if device.torch.type == "cpu":
+        yield "start", "memory of these caches is taken when it is used, not before"
+    if weights > free:
+        yield "verdict", f"does not fit: its weights take {_size(weights)}, and {_size(free)} are free"
+
+
+def _size(count: float) -> str:
+    """In units of 1024."""
+    units = ["GiB", "MiB", "KiB", "bytes"]
+    while count >= 1000 and len(units) > 1:
+        count, _ = count / 1024, units.pop()
+    return f"{count:.0f} {units[-1]}" if count >= 100 or units[-1] == "bytes" else f"{count:.1f} {units[-1]}"

@@ -10,7 +10,6 @@ from pathlib import Path
 from manylora.bench.datasets import (
     POPULARITIES,
     Lengths,
-    adapter_named,
     normal_lengths,
     random_requests,
     to_line,
@@ -29,9 +28,12 @@ def main(arguments: list[str] | None = None, tokenizer: Path | None = None) -> i
     options = _parser(tokenizer).parse_args(arguments)
     rng = random.Random(options.random_seed)
     try:
+        if options.num_requests < 1:
+            raise ValueError(f"--num-requests must be at least 1, got {options.num_requests}")
         requests = random_requests(
             options.num_requests,
-            *_lengths(options),
+            _lengths(options, "input"),
+            _lengths(options, "output"),
             vocab_size=Tokenizer(local_model(options.tokenizer)).vocab_size,
             rng=rng,
             adapters=_adapters(options),
@@ -53,27 +55,17 @@ def main(arguments: list[str] | None = None, tokenizer: Path | None = None) -> i
 def _parser(tokenizer: Path | None) -> argparse.ArgumentParser:
     parser = Parser(prog="manylora prepare-dataset", description=__doc__)
     add = parser.add_argument
-    add(
-        "--tokenizer", type=Path, default=tokenizer, required=tokenizer is None, help="a model's directory",
-    )  # fmt: skip
+    required = tokenizer is None
+    add("--tokenizer", type=Path, default=tokenizer, required=required, help="a model's directory")
     add("--output", type=Path, default=Path("preprocessed_dataset.json"), help="JSON Lines")
     add("--stdout", action="store_true", help="print it instead")
     add("--random-seed", type=int, default=420)
     add("--task-id", type=int, default=-1, help="adapter id of every request; -1: no adapter")
-    add(
-        "--rand-task-id",
-        type=int,
-        nargs=2,
-        metavar=("LO", "HI"),
-        help="random adapter ids from LO to HI; -1: the base model",
-    )
+    ids = "random adapter ids from LO to HI; -1: the base model"
+    add("--rand-task-id", type=int, nargs=2, metavar=("LO", "HI"), help=ids)
     add("--lora-dir", type=Path, help="adapters are <lora-dir>/<id>")
-    add(
-        "--popularity",
-        choices=POPULARITIES,
-        default="uniform",
-        help="popularity of the adapters; default: uniform",
-    )
+    shape = "popularity of the adapters; default: uniform"
+    add("--popularity", choices=POPULARITIES, default="uniform", help=shape)
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     normal = kinds.add_parser("token-norm-dist", help="lengths from a normal distribution")
     uniform = kinds.add_parser("token-unif-dist", help="lengths from a uniform distribution")
@@ -87,22 +79,14 @@ def _parser(tokenizer: Path | None) -> argparse.ArgumentParser:
     return parser
 
 
-def _lengths(options: argparse.Namespace) -> tuple[Lengths, Lengths]:
-    if options.num_requests < 1:
-        raise ValueError(f"--num-requests must be at least 1, got {options.num_requests}")
+def _lengths(options: argparse.Namespace, side: str) -> Lengths:
+    """Of prompts or outputs. Raises ValueError."""
     if options.kind == "token-norm-dist":
-        return (
-            normal_lengths(options.input_mean, options.input_stdev),
-            normal_lengths(options.output_mean, options.output_stdev),
-        )
-    for side in ("input", "output"):
-        low, high = getattr(options, f"{side}_min"), getattr(options, f"{side}_max")
-        if not 1 <= low <= high:
-            raise ValueError(f"--{side}-min must be from 1 to --{side}-max ({high}), got {low}")
-    return (
-        uniform_lengths(options.input_min, options.input_max),
-        uniform_lengths(options.output_min, options.output_max),
-    )
+        return normal_lengths(getattr(options, f"{side}_mean"), getattr(options, f"{side}_stdev"))
+    low, high = getattr(options, f"{side}_min"), getattr(options, f"{side}_max")
+    if not 1 <= low <= high:
+        raise ValueError(f"--{side}-min must be from 1 to --{side}-max ({high}), got {low}")
+    return uniform_lengths(low, high)
 
 
 def _adapters(options: argparse.Namespace) -> list[LoRARequest | None]:
@@ -111,4 +95,6 @@ def _adapters(options: argparse.Namespace) -> list[LoRARequest | None]:
         raise ValueError(f"adapter ids must be -1 or more, the lower one first, got {low} and {high}")
     if high >= 0 and options.lora_dir is None:
         raise ValueError("--task-id and --rand-task-id need --lora-dir")
-    return [adapter_named(options.lora_dir or Path(), number) for number in range(low, high + 1)]
+    paths = {number: options.lora_dir / str(number) for number in range(max(0, low), high + 1)}
+    base: list[LoRARequest | None] = [None] if low < 0 else []
+    return [*base, *(LoRARequest(f"lora_{number}", number, str(path)) for number, path in paths.items())]

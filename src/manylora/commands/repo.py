@@ -14,19 +14,17 @@ from manylora.lora.catalog.files import find_adapters
 from manylora.system.command_line import Parser
 
 MODEL = "Hugging Face directory or hub id: org/name[@revision]"
+ROOT = (
+    "its subfolders are adapters: requests choose one by lora_name, or by lora_task_id where that is a number"
+)
+SET = "set a template variable in every model that has it; may be repeated"
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="manylora repo", description=__doc__)
     parser.add_argument("model", metavar="MODEL", help=MODEL)
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="a new folder, or one that this command wrote before",
-    )
+    folder = "a new folder, or one that this command wrote before"
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help=folder)
     add_arguments(parser)
     options = parser.parse_args(arguments)
     try:
@@ -44,24 +42,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments that say how a repository is filled, besides MODEL."""
-    parser.add_argument(
-        "--lora-root",
-        "--lora_root",
-        type=Path,
-        metavar="DIR",
-        help="its subfolders are adapters: requests choose one by lora_name, or by lora_task_id where that "
-        "is a number",
-    )
-    parser.add_argument("--models", type=_names, default=(), metavar="A,B,…", help="default: all templates")
-    parser.add_argument(
-        "--set",
-        dest="values",
-        type=_pair,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="set a template variable in every model that has it; may be repeated",
-    )
+    add = parser.add_argument
+    add("--lora-root", "--lora_root", type=Path, metavar="DIR", help=ROOT)
+    add("--models", type=_names, default=(), metavar="A,B,…", help="default: all templates")
+    add("--set", dest="values", type=_pair, action="append", default=[], metavar="NAME=VALUE", help=SET)
 
 
 def plan_of(options: argparse.Namespace) -> RepositoryPlan:

@@ -36,16 +36,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _usage(scripts: dict[str, Path]) -> str:
-    lines = [f"  {name:<29}{_purpose(path)}" for name, path in scripts.items()]
-    return "\n".join(
-        ["usage: manylora tool NAME [options]", "", *lines, "", f"the templates are in {TEMPLATES}"]
-    )
-
-
-def _purpose(path: Path) -> str:
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    first = " ".join(text.partition("\n\n")[0].split())
-    return re.split(r"(?<=\.) |: ", first)[0]
+    lines = ["usage: manylora tool NAME [options]", ""]
+    for name, path in scripts.items():
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        first = " ".join(text.partition("\n\n")[0].split())
+        lines.append(f"  {name:<29}{re.split(r'(?<=[.]) |: ', first)[0]}")
+    return "\n".join([*lines, "", f"the templates are in {TEMPLATES}"])
 
 
 if __name__ == "__main__":

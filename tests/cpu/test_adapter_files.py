@@ -19,7 +19,7 @@ from tiny_models import make_adapter, make_model, reference_logits
 from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.device import open_device
-from manylora.llmapi.engine_config import modules_to_read
+from manylora.llmapi.options import modules_to_read
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora

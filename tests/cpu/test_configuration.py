@@ -20,7 +20,7 @@ from manylora.config.repository import PARAMETERS as TRITON_ROWS
 from manylora.config.repository import engine_config
 from manylora.config.resolve import QUANT_KEYS, resolve
 from manylora.errors import ConfigError
-from manylora.llmapi import llm as llm_module
+from manylora.llmapi import base as llm_module
 from manylora.llmapi.options import ARGUMENTS, llm_arguments
 from manylora.openai.arguments import parse_options
 from manylora.openai.options import LLM_ARGUMENTS

@@ -20,8 +20,8 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import open_device
-from manylora.llmapi.engine_config import engine_config
 from manylora.llmapi.lora import LoraConfig as OurLoraConfig
+from manylora.llmapi.options import engine_config
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules

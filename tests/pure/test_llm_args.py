@@ -26,8 +26,15 @@ from manylora.config.resolve import resolve
 from manylora.errors import ConfigError, RequestError
 from manylora.generation.decoding import decoding_of
 from manylora.generation.tokenizer import Tokenizer
-from manylora.llmapi.engine_config import NO_ADAPTERS, engine_config, inferred_targets
-from manylora.llmapi.options import KNOWN, OTHER_NAMES, PARTS, check_known
+from manylora.llmapi.options import (
+    KNOWN,
+    NO_ADAPTERS,
+    OTHER_NAMES,
+    PARTS,
+    check_known,
+    engine_config,
+    inferred_targets,
+)
 from manylora.lora.geometry import plan_cache
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from manylora.errors import ConfigError
-from manylora.llmapi.model_defaults import LLAMA_CPP, model_defaults
+from manylora.generation.defaults import LLAMA_CPP, model_defaults
 
 
 def folder(path: Path, **settings: Any) -> Path:

@@ -140,8 +140,8 @@ def _build(options: argparse.Namespace) -> str:
 def _lora(options: argparse.Namespace) -> dict[str, Any] | None:
     """Fields of LoraConfig, with target modules resolved. None if no flag mentions adapters."""
     from manylora.config.resolve import with_whole_qkv
-    from manylora.llmapi.engine_config import inferred_targets
     from manylora.llmapi.lora import LoraConfig
+    from manylora.llmapi.options import inferred_targets
     from manylora.lora.formats.base_weights import BaseWeights
     from manylora.lora.modules import MODULE_NAMES
     from manylora.model.checkpoint import read_model_config

@@ -212,9 +212,9 @@ def _in_process(options: argparse.Namespace) -> tuple[InProcess, str | None]:
     """The model, and the name of the adapter to begin with. Raises ConfigError, ValueError."""
     given = [_adapter(one, below_root=bool(options.lora_root)) for one in options.lora]
     print(f"Loading {options.model} …", file=sys.stderr, flush=True)  # now: to import torch takes seconds
+    from manylora.generation.defaults import LLAMA_CPP
     from manylora.llmapi.llm import LLM
     from manylora.llmapi.lora import LoRARequest
-    from manylora.llmapi.model_defaults import LLAMA_CPP
 
     named = {name: LoRARequest(name, i, path) for i, (name, path) in enumerate(given, 1) if path}
     llm = LLM(

@@ -4,13 +4,24 @@ defaults and the tokenizer of an adapter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
 from math import isfinite
 from typing import Any
-
-from manylora.generation.sampling import Parameter, parameters_of
+from manylora.generation.sampling import Parameter
+from manylora.generation.sampling import parameters_of
 from manylora.generation.tokenizer import Tokenizer
+import logging
+from pathlib import Path
+from types import MappingProxyType
+from manylora.config.values import read_settings
+from manylora.errors import ConfigError
+from manylora.gguf.folder import linked_files
+
+
+logger = logging.getLogger("manylora")
 
 MAX_END_IDS, MAX_STOP_IDS = 64, 64
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
@@ -33,6 +44,13 @@ NEUTRAL = {
     "generation_kwargs", "auto_map", "chat_format", "max_window_size",
 }  # fmt: skip
 NEUTRAL_PREFIXES = ("_", "output_", "assistant_", "num_assistant_")
+FILE = "generation_config.json"
+NONE = "vllm"  # vLLM's word for: do not read the model's file
+DRAWING = ("temperature", "top_k", "top_p", "min_p", "do_sample")
+# llama.cpp's own defaults: its files have none, and small models fall apart at temperature 1 without cuts.
+LLAMA_CPP: Mapping[str, Any] = MappingProxyType(
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+)
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})  # values without effect
 OFF_AT_ONE = {
     "num_beams", "num_beam_groups", "num_return_sequences", "typical_p", "guidance_scale",
@@ -155,3 +173,42 @@ def _end_ids(given: Any) -> tuple[int, ...]:
     if len(ids) > MAX_END_IDS or not all(type(one) is int and 0 <= one < 2**31 for one in ids):
         raise ValueError(f"eos_token_id must be a token id, or at most {MAX_END_IDS} in a list")
     return tuple(dict.fromkeys(ids))
+
+
+def model_defaults(
+    folder: Path, vocab_size: int, source: str = "auto", override: Mapping[str, Any] | None = None
+) -> GenerationDefaults:
+    """folder: of the model. source: auto (the model's file; for a GGUF file whose metadata says nothing,
+    LLAMA_CPP), vllm (none), or a folder with a generation_config.json. override: settings that replace those.
+
+    Settings of the model's own file that are not supported are left out and logged. Raises ConfigError for
+    others.
+    """
+    found: dict[str, Any] = {}
+    if source == "auto":
+        for name, value in read_settings(folder / FILE).items():
+            try:
+                GenerationDefaults.parse({name: value}, vocab_size)
+                found[name] = value
+            except ValueError as error:
+                logger.warning("the model's %s: %s: it is not used", FILE, error)
+        if linked_files(folder) and not any(name in found for name in DRAWING):
+            found |= LLAMA_CPP
+    elif source != NONE:
+        if not (Path(source) / FILE).is_file():
+            raise ConfigError(
+                f"generation_config {source} has no {FILE}: give auto, vllm, or a folder that has one"
+            )
+        found = read_settings(Path(source) / FILE)
+        _parse(found, vocab_size, f"generation_config {Path(source) / FILE}")
+    override = override or {}
+    if "temperature" in override and "do_sample" not in override:
+        found.pop("do_sample", None)  # false would mean temperature 0
+    return _parse({**found, **override}, vocab_size, "override_generation_config")
+
+
+def _parse(given: Mapping[str, Any], vocab_size: int, what: str) -> GenerationDefaults:
+    try:
+        return GenerationDefaults.parse(dict(given), vocab_size)
+    except ValueError as error:
+        raise ConfigError(f"{what}: {error}") from error

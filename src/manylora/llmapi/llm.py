@@ -3,56 +3,43 @@
 from __future__ import annotations
 
 import importlib
-import itertools
-import logging
-import threading
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
-
-from manylora.config.build_record import read_build_record
-from manylora.config.engine import EngineConfig
-from manylora.config.hub import local_model
-from manylora.config.pooling import read_pooling_settings
-from manylora.engine.engine import open_engine
-from manylora.engine.loop import EngineLoop
-from manylora.errors import AdapterNotCachedError, ConfigError, RequestError
-from manylora.generation.decoding import Decoding, decoding_of, with_defaults
+from typing import Any
+from manylora.errors import AdapterNotCachedError
+from manylora.errors import ConfigError
+from manylora.errors import RequestError
+from manylora.generation.decoding import Decoding
+from manylora.generation.decoding import decoding_of
+from manylora.generation.decoding import with_defaults
 from manylora.generation.defaults import OwnText
 from manylora.generation.sampling import SamplingParams
-from manylora.generation.tokenizer import Tokenizer
-from manylora.llmapi.adapters import AdapterRegistry, NamedAdapters, with_requests
-from manylora.llmapi.chat import ChatRequests
-from manylora.llmapi.engine_config import NO_ADAPTERS, engine_config, modules_to_read, parameter_names
-from manylora.llmapi.lora import LoRAChoice, LoraConfig, LoRARequest, is_choice, members_of
-from manylora.llmapi.model_defaults import NONE, model_defaults
-from manylora.llmapi.options import LlmArguments, check_known
-from manylora.llmapi.outputs import GenerationResult, RequestOutput
-from manylora.llmapi.pooled import PooledRequests, hidden_state
-from manylora.llmapi.prompts import ChatText, Input, Prompt, PromptReader, as_prompts, for_each
-from manylora.llmapi.service import LlmGeneration, Service
-from manylora.lora.catalog.texts import trusted_texts
-from manylora.lora.modules import lora_modules
-from manylora.lora.text.adapter_text import TOKENIZER_BYTES
-from manylora.model.checkpoint import read_model_config
-from manylora.request import AdapterVersion, LoraInput
-from manylora.stats import EngineStats
+from manylora.llmapi.lora import LoRAChoice
+from manylora.llmapi.lora import LoRARequest
+from manylora.llmapi.lora import is_choice
+from manylora.llmapi.outputs import GenerationResult
+from manylora.llmapi.outputs import RequestOutput
+from manylora.llmapi.pooled import PooledRequests
+from manylora.llmapi.prompts import ChatText
+from manylora.llmapi.prompts import Input
+from manylora.llmapi.prompts import as_prompts
+from manylora.llmapi.prompts import for_each
+from manylora.llmapi.service import LlmGeneration
+from importlib.util import find_spec
+from manylora.generation.chat_template import ChatTemplate
+from manylora.generation.chat_template import Messages
+from manylora.llmapi.prompts import chat_variables
+from manylora.llmapi.prompts import shown_message
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-logger = logging.getLogger("manylora")
 
 PIN_ATTEMPTS = 3
 Known = dict[int, tuple[SamplingParams, Decoding]]
 """By the id() of the parameters, within one call."""
-NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 
 
-class LLM(ChatRequests, PooledRequests):
+class LLM(PooledRequests):
     """One base model and any number of its adapters, in this process. A context manager; thread-safe.
 
     model:     a Hugging Face directory or a hub id, org/name or org/name@revision, which is downloaded.
@@ -91,89 +78,6 @@ class LLM(ChatRequests, PooledRequests):
     Raises ConfigError for a configuration that cannot be served, and for an unknown argument.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        tokenizer: str | Path | Tokenizer | None = None,
-        skip_tokenizer_init: bool = False,
-        revision: str | None = None,
-        tokenizer_revision: str | None = None,
-        lora_root: str | Path | Sequence[str | Path] = (),
-        lora_trust: str | Sequence[str] = (),
-        lora_alias: Mapping[str, str] = NO_ALIASES,
-        lora_tokenizer_bytes: int = TOKENIZER_BYTES,
-        generation_config: str | Path = NONE,
-        override_generation_config: Mapping[str, Any] | None = None,
-        **arguments: Unpack[LlmArguments],
-    ) -> None:
-        check_known(arguments)
-        folder, lora_config = local_model(model, revision), arguments.get("lora_config")
-        if lora_config is None and arguments.get("enable_lora"):
-            lora_config = arguments["lora_config"] = LoraConfig()
-        elif arguments.get("enable_lora"):
-            logger.warning("enable_lora is ignored when lora_config is provided for pytorch backend.")
-        try:
-            self._serves_lora = lora_config is not None or bool(read_build_record(folder).lora)
-            if arguments.get("peft_cache_config") is not None and not self._serves_lora:
-                raise ConfigError(
-                    "LLM: peft_cache_config needs a lora_config: without one no adapter is served"
-                )
-            settings = {} if self._serves_lora else dict(NO_ADAPTERS)
-            self._model = read_model_config(folder)
-            self._pooling = read_pooling_settings(folder)
-            asked = str(generation_config), override_generation_config
-            self._defaults = model_defaults(folder, self._model.vocab_size, *asked)
-            chosen = folder if tokenizer is None else tokenizer
-            self._tokenizer = None if skip_tokenizer_init else _open_tokenizer(chosen, tokenizer_revision)
-            if arguments.get("guided_decoding_backend") is not None:
-                if self._tokenizer is None:
-                    raise ConfigError(
-                        "guided_decoding_backend needs a tokenizer: leave skip_tokenizer_init out"
-                    )
-                settings["tokenizer_dir"] = self._tokenizer.directory
-            roots = [Path(one) for one in _listed(lora_root)]
-            if roots and not self._serves_lora:
-                raise ConfigError("lora_root needs a lora_config: without one no adapter is served")
-            self._adapters = NamedAdapters(roots, lora_alias)
-            trusted, known = _listed(lora_trust), (self._tokenizer, self._model.vocab_size)
-            self._texts = trusted_texts(trusted, roots, *known, lora_tokenizer_bytes)
-            config = engine_config(folder, arguments, **settings)
-            if lora_config is not None and not (arguments.get("enable_lora") or config.lora.target_modules):
-                logger.warning(
-                    "Both lora_dir and lora_target_modules are empty, so all LoRA modules will be expected: "
-                    "the cache is sized for each of them"
-                )
-            engine = open_engine(config)
-        except ConfigError as error:
-            raise ConfigError(parameter_names(str(error))) from error
-        self._config = config
-        self._max_seq_len = engine.max_seq_len
-        self._prompts = PromptReader(self._model, engine.max_seq_len)
-        self._loop = EngineLoop(engine)
-        modules = modules_to_read(lora_modules(self._model, config.lora.target_modules), lora_config)
-        registry = AdapterRegistry(engine.library, engine.adapter_reader(modules))
-        self._service = Service(self._loop, registry, engine.is_resident)
-        self._ids = itertools.count()
-        self._finalizer = weakref.finalize(self, _dispose, self._service)
-
-    @property
-    def config(self) -> EngineConfig:
-        """The engine's configuration."""
-        return self._config
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """SamplingParams() with the values of `generation_config` and `override_generation_config`."""
-        return with_defaults(SamplingParams(), self._defaults, own_length=False)
-
-    def lora_names(self) -> list[str]:
-        """Current names of adapters, from `lora_root` and `lora_alias`."""
-        return self._adapters.names()
-
     def generate(
         self,
         inputs: Input | Sequence[Input] | Sequence[ChatText],
@@ -204,9 +108,13 @@ class LLM(ChatRequests, PooledRequests):
             for generation in made:
                 self._service.discard(generation)
             raise
-        results = [self._service.submit(generation) for generation in made]
+        results = [self._submit(generation) for generation in made]
         try:
-            outputs = [result.result() for result in _with_progress(results, use_tqdm)]
+            shown: Iterable[GenerationResult] = results
+            if use_tqdm and find_spec("tqdm") is not None:
+                tqdm = importlib.import_module("tqdm").tqdm
+                shown = tqdm(results, desc="Processed requests", dynamic_ncols=True, disable=None)
+            outputs = [result.result() for result in shown]
         except BaseException:
             for result in results:
                 result.abort()
@@ -226,7 +134,93 @@ class LLM(ChatRequests, PooledRequests):
         detect are raised by the result.
         """
         made = self._make(inputs, sampling_params, self._named(lora_request), streaming, {})
-        return self._service.submit(made)
+        return self._submit(made)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: Any = None,
+        use_tqdm: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Answer one conversation, or several at once, and wait. Returns a list for several.
+
+        messages: each with `role` and `content`, which is a text or a list of parts
+            {"type": "text", "text": …}, and `tool_calls` as in OpenAI's API. Other keys are passed to the
+            template.
+        chat_template: text of a template; None: the adapter's if it has a trusted one, else the model's.
+        tools: as in OpenAI's API, shown by the template. For a template that does not know tools, they and
+            the calls and results in messages are shown as text.
+        add_generation_prompt: end the prompt with the start of an answer.
+        continue_final_message: continue the last message instead.
+        chat_template_kwargs: further variables of the template.
+
+        The other arguments and the exceptions are those of `generate`.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message needs add_generation_prompt=False")
+        variables = {
+            "add_generation_prompt": add_generation_prompt,
+            **chat_variables(chat_template_kwargs),
+        }
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        chats: list[Any] = [messages] if single else list(messages)
+        adapters = self._named(lora_request)
+        each = for_each(chats, "lora_request", adapters, is_choice(adapters))
+        how = tools, chat_template, variables, continue_final_message
+        prompts = [self._chat_prompt(chat, adapter, *how) for chat, adapter in zip(chats, each, strict=True)]
+        outputs = self.generate(prompts, sampling_params, adapters, use_tqdm)
+        assert isinstance(outputs, list)
+        return outputs[0] if single else outputs
+
+    def chat_async(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        lora_request: Any = None,
+        streaming: bool = False,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> GenerationResult:
+        """Start to answer one conversation, and return at once, as `generate_async`."""
+        variables = {"add_generation_prompt": True, **chat_variables(chat_template_kwargs)}
+        adapter = self._named(lora_request)
+        prompt = self._chat_prompt(messages, adapter, tools, chat_template, variables, False)
+        return self.generate_async(prompt, sampling_params, adapter, streaming)
+
+    def _chat_prompt(
+        self,
+        chat: Messages,
+        adapter: LoRAChoice | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        template: str | None,
+        variables: Mapping[str, Any],
+        continues: bool,
+    ) -> ChatText:
+        """Raises ValueError, RequestError."""
+        if not all(isinstance(tool, Mapping) for tool in tools or ()):
+            raise ValueError('tools: each must be like {"type": "function", "function": {"name": "f"}}')
+        tokenizer = self._tokenizer_for(adapter)
+        if tokenizer is None:
+            raise ValueError("chat needs a tokenizer: leave skip_tokenizer_init out")
+        if template is not None:
+            try:
+                made = ChatTemplate({"default": template}, tokenizer.settings)
+            except ConfigError as error:
+                raise ValueError(f"chat_template: {error}") from error
+            tokenizer = tokenizer.with_parts(tokenizer.settings, made)
+        shown = [shown_message(message) for message in chat]
+        if not shown:
+            raise ValueError("messages: there is none")
+        return ChatText(tokenizer.chat(shown, tools or (), self._max_seq_len, variables, continues))
 
     def pin_lora(self, lora_request: LoRARequest | str) -> None:
         """Keep an adapter on both levels of the cache until `unpin_lora`. Reads it if necessary.
@@ -237,7 +231,7 @@ class LLM(ChatRequests, PooledRequests):
         request: LoRARequest = self._named(lora_request)
         for _ in range(PIN_ATTEMPTS):
             if self._model.encoder is None:
-                hidden_state(self, 0, request)  # an adapter with a classification head generates no text
+                self._hidden_state(0, request)  # an adapter with a classification head generates no text
             else:
                 self.generate([0], SamplingParams(max_tokens=1), request, use_tqdm=False)
             problem = self._service.pin(request.lora_int_id)
@@ -245,43 +239,6 @@ class LLM(ChatRequests, PooledRequests):
                 break
         if problem is not None:
             raise problem
-
-    def unpin_lora(self, lora_request: LoRARequest | str) -> None:
-        """Allow its eviction again. No effect for an adapter that is not pinned."""
-        self._loop.unpin(self._named(lora_request).lora_int_id)
-
-    def load_adapter(
-        self, lora_request: LoRARequest, tensors: Mapping[str, Any], config: Mapping[str, Any]
-    ) -> AdapterVersion:
-        """Load a trainer's tensors under an adapter's id, which may be new or in use.
-
-        Returns once later requests will use them. Running requests keep their version, or follow.
-
-        tensors: named as PEFT saves them (`get_peft_model_state_dict`), on any device; they are copied and
-            stay in memory, so that an eviction loses nothing.
-        config: the content of PEFT's adapter_config.json, as from `LoraConfig.to_dict()`.
-
-        Raises RequestError.
-        """
-        if not self._serves_lora:
-            raise RequestError("load_adapter needs an LLM with a lora_config: this one serves no adapters")
-        adapter = self._service.registry.put(lora_request, tensors, config)
-        version = self._service.publish(LoraInput(lora_request.lora_int_id, checked=adapter))
-        return replace(version, name=lora_request.lora_name)
-
-    def stats(self) -> EngineStats:
-        """Statistics of the engine after its last step."""
-        return self._loop.stats()
-
-    def shutdown(self) -> None:
-        """Cancel open requests and free the model. Idempotent."""
-        self._finalizer()
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
 
     def _make(
         self,
@@ -324,7 +281,7 @@ class LLM(ChatRequests, PooledRequests):
             name, most = "max_beam_width", self._config.max_beam_width
         if decoding.num_results > most:
             raise ValueError(f"n and best_of must be at most {name} ({most}), got {decoding.num_results}")
-        prompt = self._prompts.read(inputs, params, tokenizer)
+        prompt = self._read(inputs, params, tokenizer)
         decoding = decoding.within(self._max_seq_len - prompt.length)
         made = LlmGeneration(
             next(self._ids), prompt, decoding, lora_request, streaming, tokenizer, self._abort
@@ -333,66 +290,10 @@ class LLM(ChatRequests, PooledRequests):
         self._claim(lora_request)
         return made
 
-    def _claim(self, lora_request: LoRAChoice | None) -> None:
-        if lora_request is not None and not self._serves_lora:
-            raise RequestError(
-                "lora_request needs an LLM with a lora_config: this one serves no adapters; give "
-                "LLM(…, lora_config=LoraConfig()) or enable_lora=True"
-            )
-        self._service.registry.claim_all([one for one, _ in members_of(lora_request)])
-
-    def _named(self, lora_request: Any) -> Any:
-        """`lora_request` with names replaced by requests."""
-        return with_requests(lora_request, lambda name: self._adapters.find(name, self._replace))
-
-    def _text_of(self, lora_request: LoRAChoice | None) -> OwnText | None:
-        """Text settings of the only adapter that acts. None: the model's. Raises AdapterInvalidError."""
-        acting = {one: scale for one, scale in members_of(lora_request) if scale}
-        if self._texts is None or len(acting) != 1:
-            return None
-        [request] = acting
-        path = self._service.registry.path_of(request)
-        return None if path is None else self._texts.find(request.lora_name, path)
-
-    def _replace(self, lora_request: LoRARequest) -> None:
-        """Serve the current content of an adapter's files. Raises AdapterError."""
-        adapter = self._service.registry.replace(lora_request)
-        if adapter is not None:
-            self._service.publish(LoraInput(lora_request.lora_int_id, checked=adapter))
-
-    def _encode(self, inputs: Input, params: SamplingParams, lora_request: LoRAChoice | None) -> Prompt:
-        own = self._text_of(lora_request)
-        return self._prompts.read(inputs, params, self._tokenizer if own is None else own.tokenizer)
-
-    @property
-    def _is_cross_encoder(self) -> bool:
-        return self._model.num_labels == 1
+    def _submit(self, generation: LlmGeneration) -> GenerationResult:
+        """Raises RequestError after `shutdown`. All other errors are set on the result."""
+        self._service.send(generation)
+        return generation.result
 
     def _abort(self, generation: LlmGeneration) -> None:
         self._service.abort(generation)
-
-
-def _dispose(service: Service) -> None:
-    """Close, but not on a thread that would wait for itself: the garbage collector runs on any thread."""
-    if threading.current_thread().name.startswith("manylora-"):
-        threading.Thread(target=service.close, daemon=True).start()
-    else:
-        service.close()
-
-
-def _listed(given: Any) -> list[Any]:
-    return [given] if isinstance(given, str | Path) else list(given)
-
-
-def _open_tokenizer(tokenizer: str | Path | Tokenizer, revision: str | None) -> Tokenizer:
-    return tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(local_model(tokenizer, revision))
-
-
-def _with_progress(results: list[GenerationResult], use_tqdm: bool) -> Iterable[GenerationResult]:
-    if not use_tqdm:
-        return results
-    try:
-        tqdm = importlib.import_module("tqdm").tqdm
-    except ImportError:
-        return results
-    return tqdm(results, desc="Processed requests", dynamic_ncols=True, disable=None)

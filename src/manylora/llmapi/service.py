@@ -1,5 +1,5 @@
-"""LlmGeneration: one request of an LLM, from prompt to RequestOutput. Service: passes requests to one engine
-loop, with a thread that turns its events into text.
+"""One request of an LLM, from prompt to output: LlmGeneration, LlmPooledGeneration. Service: passes requests
+to one engine loop, with a thread that turns its events into text.
 """
 
 from __future__ import annotations
@@ -10,18 +10,27 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from concurrent.futures import Future
+
+import numpy as np
 
 from manylora.engine.loop import EngineLoop
-from manylora.errors import AdapterError, AdapterNotFiniteError, ManyloraError, RequestError
+from manylora.errors import (
+    AdapterError,
+    AdapterNotFiniteError,
+    ManyloraError,
+    RequestCancelledError,
+    RequestError,
+)
 from manylora.generation.decoding import Decoding
 from manylora.generation.generation import Generation
+from manylora.generation.pooled import PooledGeneration
 from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi.adapters import AdapterRegistry
 from manylora.llmapi.lora import LoRAChoice, lora_of, members_of
 from manylora.llmapi.outputs import GenerationResult, RequestOutput, RequestTimings
 from manylora.llmapi.prompts import Prompt
-from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, LoraMix, Request
+from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, Pooling
 
 
 class LlmGeneration(Generation):
@@ -49,7 +58,12 @@ class LlmGeneration(Generation):
         self.task_ids = [one.lora_int_id for one, _ in members]
         self.from_disk = False  # its adapter was not in the cache
         this = weakref.ref(self)  # avoids a reference cycle: dropping the last result frees the LLM at once
-        self.result = GenerationResult(request_id, lambda: _abort_if_open(this(), abort))
+
+        def abort_if_open() -> None:
+            if (generation := this()) is not None:
+                abort(generation)
+
+        self.result = GenerationResult(request_id, abort_if_open)
         self._prompt = prompt
         self._arrived = time.monotonic()
         self._first_token: float | None = None
@@ -72,7 +86,12 @@ class LlmGeneration(Generation):
         self.result.fail(error)
 
     def _output(self) -> RequestOutput:
-        total = time.monotonic() - self._arrived if self.finished else None
+        first, tier = self._first_token, ""
+        if first is None and self.metrics and self.metrics.first_token_ns:
+            first = self.metrics.first_token_ns * 1e-9 - self._arrived
+        if self.lora_request is not None:
+            # Whether it was read for this request or another one, this request waited for the disk.
+            tier = "disk" if self.from_disk else self.metrics.adapter_tier if self.metrics else ""
         return RequestOutput(
             request_id=self.result.request_id,
             prompt=self._prompt.text,
@@ -80,51 +99,45 @@ class LlmGeneration(Generation):
             outputs=self.report(),
             finished=self.finished,
             lora_request=self.lora_request,
-            timings=RequestTimings(self._first_token_s(), total),
-            adapter_tier=self._tier(),
+            timings=RequestTimings(first, time.monotonic() - self._arrived if self.finished else None),
+            adapter_tier=tier,
             metrics=self.metrics,
             context_logits=self.context_logits,
         )
 
-    def _first_token_s(self) -> float | None:
-        if self._first_token is None and self.metrics and self.metrics.first_token_ns:
-            return self.metrics.first_token_ns * 1e-9 - self._arrived
-        return self._first_token
 
-    def _tier(self) -> str:
-        if self.lora_request is None:
-            return ""
-        # Whether it was read for this request or another one, this request waited for the disk.
-        return "disk" if self.from_disk else self.metrics.adapter_tier if self.metrics else ""
+class LlmPooledGeneration(PooledGeneration):
+    """A prompt of an LLM. result: its values."""
 
+    def __init__(
+        self, request_id: int, prompt: tuple[int, ...], pooling: Pooling, lora_request: LoRAChoice | None
+    ) -> None:
+        super().__init__(prompt, pooling, str(request_id))
+        self.lora_request, self.lora = lora_request, lora_of(lora_request)
+        self.task_ids = [one.lora_int_id for one, _ in members_of(lora_request)]
+        self.from_disk = False
+        self.result: Future[np.ndarray] = Future()
 
-def _abort_if_open(generation: LlmGeneration | None, abort: Callable[[LlmGeneration], None]) -> None:
-    if generation is not None:
-        abort(generation)
+    def take(self, event: Event) -> None:
+        super().take(event)
+        if self.values is not None and not self.result.done():
+            self.result.set_result(self.values)
+        elif self.error is not None and not self.result.done():
+            cancelled = RequestCancelledError("The request was cancelled")
+            self.result.set_exception(event.error or cancelled)
+
+    def fail(self, error: Exception) -> None:
+        super().fail(error)
+        if not self.result.done():
+            self.result.set_exception(error)
 
 
 SHUT_DOWN = "this LLM has been shut down"
 ALIVE_S = 0.5  # interval of checks whether an answer can still come
 CLOSING_S = 10.0  # for callers that are just entering to be refused
+Sendable = LlmGeneration | LlmPooledGeneration
 
 logger = logging.getLogger("manylora")
-
-
-class Sendable(Protocol):
-    """An `LlmGeneration`, or a request for pooled outputs. task_ids: of its adapters."""
-
-    from_disk: bool
-    lora: LoraInput | LoraMix | None
-    task_ids: list[int]
-
-    @property
-    def complete(self) -> bool: ...
-
-    def request(self, lora: LoraInput | LoraMix | None) -> Request: ...
-
-    def take(self, event: Event) -> None: ...
-
-    def fail(self, error: Exception) -> None: ...
 
 
 class Service:
@@ -146,13 +159,8 @@ class Service:
         self._texts = threading.Thread(target=self._run, name="manylora-text", daemon=True)
         self._texts.start()
 
-    def submit(self, generation: LlmGeneration) -> GenerationResult:
-        """Raises RequestError after `close`. All other errors are set on the generation's result."""
-        self.send(generation)
-        return generation.result
-
     def send(self, generation: Sendable) -> None:
-        """As `submit`, for anything that can be sent."""
+        """Raises RequestError after `close`. All other errors are set on the generation's result."""
         generation.from_disk = not all(map(self._resident, generation.task_ids))
         request = generation.request(generation.lora)
         with self._lock:

@@ -23,7 +23,7 @@ from manylora.errors import ConfigError
 from manylora.gguf.container import NAMED
 from manylora.gguf.folder import is_gguf
 from manylora.llmapi import options as llm
-from manylora.llmapi.engine_config import engine_config
+from manylora.llmapi.options import engine_config
 from manylora.lora.catalog.names import Aliases, is_name, name_problem
 from manylora.lora.text.adapter_text import PARTS, TOKENIZER_BYTES, TextSource, TrustedFolder
 from manylora.openai.serving.connections import HttpLimits

@@ -20,9 +20,9 @@ from manylora.config.model import ModelConfig
 from manylora.config.pooling import read_pooling_settings
 from manylora.config.repository import quant_config
 from manylora.errors import AdapterError, ConfigError
+from manylora.generation.defaults import model_defaults
 from manylora.generation.tokenizer import Tokenizer
-from manylora.llmapi.engine_config import modules_to_read, parameter_names
-from manylora.llmapi.model_defaults import model_defaults
+from manylora.llmapi.options import modules_to_read, parameter_names
 from manylora.lora.bounds import Bounds
 from manylora.lora.catalog.catalog import AdapterCatalog
 from manylora.lora.catalog.files import folders_of

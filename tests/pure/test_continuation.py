@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from test_text import TEXTS, byte_fallback, byte_level
 
-from manylora.generation.continuation import Continuation
 from manylora.generation.decoding import StopRules
+from manylora.generation.generation import Continuation
 from manylora.generation.tokenizer import Tokenizer
 from manylora.request import FinishReason
 

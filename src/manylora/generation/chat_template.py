@@ -43,7 +43,10 @@ def with_tools_as_text(
                 content = f"{shown.pop()['content']}\n{content}"
         elif calls := message.get("tool_calls"):
             names |= {call.get("id"): call["function"]["name"] for call in calls}
-            content = "\n".join(filter(None, (content, _calls(calls))))
+            # In the form of `_instructions`; several as a list.
+            found = [{one: call["function"][one] for one in ("name", "arguments")} for call in calls]
+            text = json.dumps(found[0] if len(found) == 1 else found, ensure_ascii=False)
+            content = "\n".join(filter(None, (content, text)))
             message = {name: value for name, value in message.items() if name != "tool_calls"}
         shown.append({**message, "content": content})
         follows_result = is_result
@@ -56,10 +59,6 @@ def with_tools_as_text(
         texts = [*own, _instructions(tools)] if has_system else [_instructions(tools), *own]
         shown.insert(first, {"role": role, "content": "\n\n".join(texts)})
     return shown
-
-
-def has_tool_use(messages: Messages) -> bool:
-    return any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
 
 
 def call_arguments(given: Any) -> dict[str, Any]:
@@ -78,12 +77,6 @@ def _instructions(tools: Sequence[Mapping[str, Any]]) -> str:
     how = 'To call one, answer with nothing but JSON: {"name": its name, "arguments": {its arguments}}'
     then = f"The next message then has its result: {RESULT.format(name='its name', content='…')}"
     return "\n".join(["You can call these functions:", *lines, how, then])
-
-
-def _calls(calls: Sequence[Mapping[str, Any]]) -> str:
-    """In the form of `_instructions`; several as a list."""
-    found = [{name: call["function"][name] for name in ("name", "arguments")} for call in calls]
-    return json.dumps(found[0] if len(found) == 1 else found, ensure_ascii=False)
 
 
 FILE = "chat_template.jinja"
@@ -146,7 +139,8 @@ class ChatTemplate:
         to the template, which may include add_generation_prompt. Tools, calls and results that the template
         does not know are shown as text. Raises RequestError.
         """
-        if not self.takes_tools and (tools or (not self._shows_calls and has_tool_use(messages))):
+        has_calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
+        if not self.takes_tools and (tools or (has_calls and not self._shows_calls)):
             messages, tools = with_tools_as_text(messages, tools, not tools or self._has_system), ()
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template = self._templates.get(name)

@@ -110,7 +110,12 @@ def decoding_of(
 ) -> Decoding:
     """tokenizer: None if prompts are token ids. Raises ValueError, and RequestError for single values."""
     params.check()
-    end_ids = _end_ids(params, tokenizer, model_end_ids)
+    end_ids: list[int] = []  # the first is the engine's end_id, the others become stop words
+    if params.end_id is not None and params.end_id != -1 and not params.ignore_eos:
+        end_ids = [params.end_id]
+    elif params.end_id is None and not params.ignore_eos:
+        named = tokenizer.eos_id if tokenizer else None
+        end_ids = list(dict.fromkeys([*([] if named is None else [named]), *model_end_ids]))
     stop_ids, stop_texts = _stops(params, tokenizer)
     rules = StopRules(
         end_ids=frozenset(end_ids[1:]),
@@ -134,7 +139,6 @@ def decoding_of(
 def _engine_params(
     params: SamplingParams, rules: StopRules, end_ids: list[int], bad_words: tuple[tuple[int, ...], ...]
 ) -> engine.SamplingConfig:
-    """end_ids: the engine stops at the first. The others become stop words, like the rules' stop ids."""
     given = {name: getattr(params, name) for name in COPIED_FIELDS}
     # torch would treat a whole number as an integer, and NumPy numbers are not accepted.
     given |= {name: float(given[name]) for name in FLOATS & given.keys() if given[name] is not None}
@@ -143,7 +147,6 @@ def _engine_params(
     samples, beams = params.num_samples, params.use_beam_search
     # The engine samples if top_k or top_p ask for it. Here a temperature does so, too.
     unlimited = not (params.greedy or params.top_k or params.top_p)
-    bias = params.embedding_bias
     return engine.SamplingConfig(
         **{name: value for name, value in given.items() if value is not None},
         end_id=end_ids[0] if end_ids else None,
@@ -155,7 +158,7 @@ def _engine_params(
         num_return_sequences=1 if beams else samples,
         beam_width=samples if beams else 1,
         early_stopping=params.early_stopping is None or bool(params.early_stopping),
-        logit_bias=None if bias is None else _bias(bias),
+        logit_bias=None if params.embedding_bias is None else _bias(params.embedding_bias),
         guide=params.guided_decoding.guide() if params.guided_decoding else None,
         return_log_probs=params.logprobs is not None or samples > params.n,
     )
@@ -170,16 +173,6 @@ def _bias(values: Any) -> np.ndarray:
     if bias.ndim != 1:
         raise ValueError(f"embedding_bias must have one dimension, got shape {bias.shape}")
     return bias
-
-
-def _end_ids(params: SamplingParams, tokenizer: Tokenizer | None, model: Sequence[int]) -> list[int]:
-    """End tokens; the first is the engine's `end_id`."""
-    if params.ignore_eos or params.end_id == -1:
-        return []
-    if params.end_id is not None:
-        return [params.end_id]
-    named = tokenizer.eos_id if tokenizer else None
-    return list(dict.fromkeys([*([named] if named is not None else []), *model]))
 
 
 def _stops(

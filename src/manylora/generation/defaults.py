@@ -4,25 +4,24 @@ defaults and the tokenizer of an adapter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
-from math import isfinite
-from typing import Any
-from manylora.generation.sampling import Parameter
-from manylora.generation.sampling import parameters_of
-from manylora.generation.tokenizer import Tokenizer
 import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
+
 from manylora.config.values import read_settings
 from manylora.errors import ConfigError
+from manylora.generation.sampling import Parameter, parameters_of
+from manylora.generation.tokenizer import Tokenizer
 from manylora.gguf.folder import linked_files
-
 
 logger = logging.getLogger("manylora")
 
+Rule = tuple[Callable[[Any], bool], str]
+"""Whether a value is valid, and what valid ones are."""
 MAX_END_IDS, MAX_STOP_IDS = 64, 64
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
 MAX_COUNT = 2**31 - 1
@@ -34,6 +33,7 @@ FIELDS = {
     "min_new_tokens": "min_tokens",
     "max_new_tokens": "max_tokens",
 }
+OWN = ("eos_token_id", "do_sample")
 # Fields about beams, files, speed or returned values. max_length was replaced by max_new_tokens.
 NEUTRAL = {
     "transformers_version", "bos_token_id", "pad_token_id", "decoder_start_token_id", "max_length",
@@ -75,18 +75,31 @@ class GenerationDefaults:
             raise ValueError("it must be a JSON object")
         found = {FIELDS[name]: value for name, value in given.items() if name in FIELDS and value is not None}
         for name, value in given.items():
-            if not (name in FIELDS or name in ("eos_token_id", "do_sample") or _is_neutral(name, value)):
+            known = name in (*FIELDS, *NEUTRAL, "eos_token_id", "do_sample") or name.startswith(
+                NEUTRAL_PREFIXES
+            )
+            is_off = any(value == one for one in OFF) or (name in OFF_AT_ONE and value == 1)
+            if not (known or is_off):
                 raise ValueError(f"{name[:60]} is not supported")
         if given.get("do_sample") is False:
             found["temperature"] = 0.0
-        found = {name: RULES[name].read(name, value) for name, value in found.items()}
-        ids = [*found.get("stop_token_ids", ()), *(end_ids := _end_ids(given.get("eos_token_id")))]
+        if isinstance(found.get("stop"), str):
+            found["stop"] = [found["stop"]]
+        for name, value in found.items():
+            is_right, must = RULES[name]
+            if not is_right(value):
+                raise ValueError(f"{name} must be {must}, got {str(value)[:40]!r}")
+        ends = given.get("eos_token_id")
+        ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        if len(ends) > MAX_END_IDS or not _are_ids(ends):
+            raise ValueError(f"eos_token_id must be a token id, or at most {MAX_END_IDS} in a list")
+        ids = [*found.get("stop_token_ids", ()), *ends]
         if max(ids, default=0) >= vocab_size:
             raise ValueError(f"{max(ids)} is no token of the model, which has {vocab_size}")
         max_tokens = found.pop("max_tokens", None)
         if max_tokens == 0:
             raise ValueError("max_new_tokens must be at least 1")
-        return cls(found, max_tokens, end_ids or None)
+        return cls(found, max_tokens, tuple(dict.fromkeys(ends)) or None)
 
     def over(self, base: GenerationDefaults) -> GenerationDefaults:
         """These, and those of `base` where they are not set."""
@@ -105,37 +118,15 @@ class OwnText:
     defaults: GenerationDefaults
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """is_right: whether a value is valid. must: description of valid values."""
-
-    is_right: Callable[[Any], bool]
-    must: str
-
-    def read(self, name: str, value: Any) -> Any:
-        """The value; a stop text as a list. Raises ValueError."""
-        value = [value] if name == "stop" and isinstance(value, str) else value
-        if not self.is_right(value):
-            raise ValueError(f"{name} must be {self.must}, got {str(value)[:40]!r}")
-        return value
-
-
-def _number(least: float, most: float) -> _Rule:
-    return _Rule(
-        lambda v: type(v) in (int, float) and isfinite(v) and least <= v <= most,
-        f"a number from {least:g} to {most:g}",
-    )
-
-
-def _count(least: int) -> _Rule:
-    return _Rule(lambda v: type(v) is int and least <= v <= MAX_COUNT, f"a whole number of at least {least}")
-
-
-def _rule(parameter: Parameter) -> _Rule:
+def _rule(parameter: Parameter) -> Rule:
     least, most = parameter.least or 0, parameter.most or 0
     if parameter.kind is bool:
-        return _Rule(lambda value: isinstance(value, bool), "true or false")
-    return _count(int(least)) if parameter.kind is int else _number(least, most)
+        return lambda v: isinstance(v, bool), "true or false"
+    if parameter.kind is int:
+        must = f"a whole number of at least {int(least)}"
+        return lambda v: type(v) is int and least <= v <= MAX_COUNT, must
+    must = f"a number from {least:g} to {most:g}"
+    return lambda v: type(v) in (int, float) and isfinite(v) and least <= v <= most, must
 
 
 def _are_ids(value: Any) -> bool:
@@ -148,31 +139,18 @@ def _are_texts(value: Any) -> bool:
     )
 
 
-RULES = {
+RULES: dict[str, Rule] = {
     **{one.name: _rule(one) for one in parameters_of("files")},
-    "max_tokens": _count(0),
-    "stop": _Rule(
+    "max_tokens": _rule(Parameter("max_tokens", int)),
+    "stop": (
         lambda v: _are_texts(v) and len(v) <= MAX_STOPS,
         f"a text, or at most {MAX_STOPS}, of 1 to {MAX_STOP_CHARACTERS} characters",
     ),
-    "stop_token_ids": _Rule(
-        lambda v: _are_ids(v) and len(v) <= MAX_STOP_IDS, f"a list of at most {MAX_STOP_IDS} token ids"
+    "stop_token_ids": (
+        lambda v: _are_ids(v) and len(v) <= MAX_STOP_IDS,
+        f"a list of at most {MAX_STOP_IDS} token ids",
     ),
 }
-
-
-def _is_neutral(name: str, value: Any) -> bool:
-    if name in NEUTRAL or name.startswith(NEUTRAL_PREFIXES):
-        return True
-    return any(value == one for one in OFF) or (name in OFF_AT_ONE and value == 1)
-
-
-def _end_ids(given: Any) -> tuple[int, ...]:
-    """Raises ValueError."""
-    ids = given if isinstance(given, list) else [] if given is None else [given]
-    if len(ids) > MAX_END_IDS or not all(type(one) is int and 0 <= one < 2**31 for one in ids):
-        raise ValueError(f"eos_token_id must be a token id, or at most {MAX_END_IDS} in a list")
-    return tuple(dict.fromkeys(ids))
 
 
 def model_defaults(

@@ -120,15 +120,13 @@ class GuidedDecodingParams:
             return Guide("regex", self.regex)
         if self.grammar is not None:
             return Guide("ebnf_grammar", self.grammar)
-        return Guide("json_schema", self.json if isinstance(self.json, str) else json.dumps(self._schema()))
-
-    def _schema(self) -> Any:
-        if isinstance(self.json, Mapping):
-            return self.json
-        make = getattr(self.json, "model_json_schema", None)
-        if make is None:
-            raise ValueError(f"json must be a schema or a pydantic model, got {self.json!r:.80}")
-        return make()
+        schema = self.json
+        if not isinstance(schema, str | Mapping):
+            make = getattr(schema, "model_json_schema", None)
+            if make is None:
+                raise ValueError(f"json must be a schema or a pydantic model, got {schema!r:.80}")
+            schema = make()
+        return Guide("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
 
 
 def is_unicode(value: Any) -> bool:
@@ -182,6 +180,8 @@ TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "list[int]": (_is_list_of(lambda one: _is_whole(one) and 0 <= one <= MOST), "a list of token ids"),
 }
 """By a field's annotation: a check of the value's type, and what it must be."""
+LEAST = {"max_tokens": 1, "n": 1, "best_of": 1, "end_id": -1, "truncate_prompt_tokens": 1}
+LEAST |= dict.fromkeys(("top_k", "min_tokens", "logprobs", "prompt_ignore_length"), 0)
 FLAGS = ("early_stopping",)  # numbers that may be True or False
 
 
@@ -290,18 +290,19 @@ class SamplingParams:
         """Raises ValueError for values that are wrong, not implemented, or cannot be combined."""
         for name, accepted in IGNORED_FIELDS.items():
             value = getattr(self, name)
-            if not any(value is other or (_is_scalar(value) and value == other) for other in accepted):
+            is_scalar = isinstance(value, bool | int | float | str)  # == of arrays compares each element
+            if not any(value is other or (is_scalar and value == other) for other in accepted):
                 raise ValueError(f"SamplingParams: {name} is not supported, got {value!r}; leave it out")
         self._check_types()
         self._check_counts()
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
-        if self.top_p is not None and not 0 <= self.top_p <= 1:
-            raise ValueError(f"top_p must be in [0, 1], got {self.top_p}")
+        for name, share in (("min_p", self.min_p), ("top_p", self.top_p)):
+            if share is not None and not 0 <= share <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {share}")
         if self.early_stopping not in (None, 0, 1):
             raise ValueError(f"early_stopping must be None, 0 or 1, got {self.early_stopping}")
-        if self.use_beam_search:
-            self._check_beams()
+        for name in ("guided_decoding", "return_generation_logits"):
+            if self.use_beam_search and getattr(self, name):
+                raise ValueError(f"use_beam_search cannot be combined with {name}")
         guide = self.guided_decoding
         if not (guide is None or isinstance(guide, GuidedDecodingParams)):
             raise ValueError(f"guided_decoding must be a GuidedDecodingParams, got {guide!r:.80}")
@@ -326,19 +327,8 @@ class SamplingParams:
             if kind == "int" and name != "seed" and value > MOST:
                 raise ValueError(f"{name} must be <= {MOST}, got {value!r:.80}")
 
-    def _check_beams(self) -> None:
-        for name, asked in (
-            ("guided_decoding", self.guided_decoding),
-            ("return_generation_logits", self.return_generation_logits),
-        ):
-            if asked:
-                raise ValueError(f"use_beam_search cannot be combined with {name}")
-
     def _check_counts(self) -> None:
-        at_least = {"max_tokens": 1, "n": 1, "best_of": 1, "end_id": -1} | dict.fromkeys(
-            ("top_k", "min_tokens", "logprobs", "prompt_ignore_length"), 0
-        )
-        for name, least in at_least.items():
+        for name, least in LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be >= {least}, got {value}")
@@ -349,16 +339,9 @@ class SamplingParams:
                 "Greedy decoding in the LLM API does not allow multiple returns. Ask for sampling with "
                 f"temperature, top_k or top_p, got best_of={self.num_samples}"
             )
-        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens < 1:
-            raise ValueError(f"truncate_prompt_tokens must be >= 1, got {self.truncate_prompt_tokens}")
 
 
 def _texts(value: str | Sequence[str] | None) -> list[str]:
     if value is None:
         return []
     return [value] if isinstance(value, str) else list(value)
-
-
-def _is_scalar(value: Any) -> bool:
-    """Whether == is safe. Tensors and arrays compare element by element."""
-    return isinstance(value, bool | int | float | str)

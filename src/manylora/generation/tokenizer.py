@@ -99,7 +99,12 @@ def characters_per_token(spec: Mapping[str, Any]) -> int | None:
         return None
     shrink = _shrink(spec.get("normalizer"))
     longest = _longest(spec)
-    if shrink is None or longest is None or not _keeps(spec.get("pre_tokenizer")):
+    keeps = all(
+        part.get("type") in KEEP_ALL
+        or (part.get("type") in KEEP_UNLESS_REMOVED and part.get("behavior") != "Removed")
+        for part in _parts(spec.get("pre_tokenizer"))
+    )
+    if shrink is None or longest is None or not keeps:
         return None
     return shrink * max([longest, *(len(token.get("content", "")) for token in added)])
 
@@ -126,24 +131,14 @@ def _shrink(normalizer: Mapping[str, Any] | None) -> int | None:
     """The most characters that become one. None: any number."""
     factor = 1
     for part in _parts(normalizer):
-        one = _replaced(part) if part.get("type") == "Replace" else FACTORS.get(str(part.get("type")))
+        one = FACTORS.get(str(part.get("type")))
+        found, content = (part.get("pattern") or {}).get("String"), part.get("content")
+        if part.get("type") == "Replace" and found and content:
+            one = -(-len(found) // len(content))
         if one is None:
             return None
         factor *= one
     return factor
-
-
-def _replaced(part: Mapping[str, Any]) -> int | None:
-    found, content = (part.get("pattern") or {}).get("String"), part.get("content")
-    return -(-len(found) // len(content)) if found and content else None
-
-
-def _keeps(pre_tokenizer: Mapping[str, Any] | None) -> bool:
-    return all(
-        part.get("type") in KEEP_ALL
-        or (part.get("type") in KEEP_UNLESS_REMOVED and part.get("behavior") != "Removed")
-        for part in _parts(pre_tokenizer)
-    )
 
 
 def _parts(found: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
@@ -193,7 +188,7 @@ def _readable() -> Iterator[None]:
 class Tokenizer:
     """tokenizer.json and tokenizer_config.json of a Hugging Face directory. Raises ConfigError.
 
-    chat_template: a file to use instead of the directory's own.
+    chat_template: a file to use instead of the directory's own. settings: of tokenizer_config.json.
     """
 
     _lower = False  # what sentence-transformers does before it tokenises a text
@@ -209,9 +204,9 @@ class Tokenizer:
                 raise
             raise ConfigError(f"{path} is not a tokenizer: {error}") from error
         release_free_memory()  # a vocabulary of 262,144 takes 325 MiB to read, and 136 afterwards
-        self._settings = read_settings(Path(directory) / "tokenizer_config.json")
+        self.settings: Mapping[str, Any] = read_settings(self.directory / "tokenizer_config.json")
         self._lower = read_settings(self.directory / "sentence_bert_config.json").get("do_lower_case") is True
-        self._chat = ChatTemplate.read(Path(directory), self._settings, chat_template)
+        self.template = ChatTemplate.read(self.directory, self.settings, chat_template)
 
     @classmethod
     def parse(cls, text: str) -> Tokenizer:
@@ -240,12 +235,8 @@ class Tokenizer:
     def with_parts(self, settings: Mapping[str, Any], template: ChatTemplate) -> Tokenizer:
         """The same vocabulary with other settings and another template. Cheap."""
         other = copy(self)
-        other._settings, other._chat = dict(settings), template
+        other.settings, other.template = dict(settings), template
         return other
-
-    @property
-    def template(self) -> ChatTemplate:
-        return self._chat
 
     def vocabulary(self) -> dict[str, int]:
         """All tokens with their ids, including added ones."""
@@ -266,14 +257,9 @@ class Tokenizer:
         return self.eos_id if pad is None else pad
 
     @property
-    def settings(self) -> Mapping[str, Any]:
-        """The content of tokenizer_config.json."""
-        return self._settings
-
-    @property
     def chat_template(self) -> str | None:
         """The text of the default template."""
-        return self._chat.source
+        return self.template.source
 
     @property
     def decoder_start_id(self) -> int | None:
@@ -281,15 +267,13 @@ class Tokenizer:
 
         generation_config.json takes precedence. None: there is no such model.
         """
-        settings = [
-            read_settings(self.directory / f"{name}.json") for name in ("config", "generation_config")
-        ]
-        if not settings[0].get("is_encoder_decoder"):
+        config = read_settings(self.directory / "config.json")
+        if not config.get("is_encoder_decoder"):
             return None
-        found = [
-            one["decoder_start_token_id"] for one in settings if one.get("decoder_start_token_id") is not None
-        ]
-        return found[-1] if found else self.pad_id
+        for settings in (read_settings(self.directory / "generation_config.json"), config):
+            if (found := settings.get("decoder_start_token_id")) is not None:
+                return int(found)
+        return self.pad_id
 
     def encode(self, text: str, add_special_tokens: bool = True, context: int | None = None) -> list[int]:
         """The text's ids. A long text does not block other Python threads.
@@ -331,8 +315,11 @@ class Tokenizer:
         concatenate to the decoded text of all ids. With a decoder that allows no such rule, all text is held
         back until the end, and is exact for outputs of up to WINDOW tokens.
         """
-        if self._rules.whole:
-            return self._held(window, new, final, skip_special_tokens)
+        if self._rules.whole:  # once ids are missing from the window, its text cannot be exact
+            if not final and len(window) + len(new) < WINDOW:
+                return ""
+            before = self.decode(window, skip_special_tokens) if len(window) >= WINDOW else ""
+            return self.decode([*window, *new], skip_special_tokens)[len(before) :]
         new = [i for i in new if self._is_shown(i, skip_special_tokens)]
         window = self._suffix(window, skip_special_tokens)
         ids = [*window, *new]
@@ -366,7 +353,7 @@ class Tokenizer:
         """
         if continues:
             variables = {**variables, "add_generation_prompt": False, "continue_final_message": True}
-        text = self._chat.render(messages, tools, longest_text(context), variables)
+        text = self.template.render(messages, tools, longest_text(context), variables)
         return up_to_last_message(text, messages) if continues else text
 
     def _encode(self, text: str, special: bool, most: int | None) -> tuple[list[int], int]:
@@ -422,22 +409,16 @@ class Tokenizer:
             text = text.removesuffix(last) + last[: next(same)]
         return text
 
-    def _held(self, window: Sequence[int], new: Sequence[int], final: bool, skip: bool) -> str:
-        """As `delta`, for a decoder whose text may change until the end. Once ids are missing from the
-        window, its text cannot be exact.
-        """
-        if not final and len(window) + len(new) < WINDOW:
-            return ""
-        before = self.decode(window, skip) if len(window) >= WINDOW else ""
-        return self.decode([*window, *new], skip)[len(before) :]
-
     def _ends_inside_character(self, ids: Sequence[int]) -> bool:
         tail = b"".join(self._bytes_of(i) for i in ids[-4:])[-4:]
         for length in range(1, min(3, len(tail)) + 1):
-            lead = tail[-length]
-            if lead & 0xC0 == 0x80:
+            if tail[-length] & 0xC0 == 0x80:  # not a character's first byte
                 continue
-            return _is_unfinished(tail[-length:])
+            try:
+                tail[-length:].decode()
+            except UnicodeDecodeError as error:  # the decoder's own rules say whether it may go on
+                return error.reason == "unexpected end of data"
+            return False
         return False
 
     def _bytes_of(self, token_id: int) -> bytes:
@@ -449,18 +430,6 @@ class Tokenizer:
         return found
 
     def _named_id(self, key: str) -> int | None:
-        content = self._content(key)
+        value = self.settings.get(key)
+        content = value.get("content") if isinstance(value, dict) else value
         return self._library.token_to_id(content) if content else None
-
-    def _content(self, key: str) -> str | None:
-        value = self._settings.get(key)
-        return value.get("content") if isinstance(value, dict) else value
-
-
-def _is_unfinished(tail: bytes) -> bool:
-    """Whether more bytes could make one character of these; decided by the decoder's own rules."""
-    try:
-        tail.decode()
-    except UnicodeDecodeError as error:
-        return error.reason == "unexpected end of data"
-    return False

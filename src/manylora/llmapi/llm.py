@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
-from manylora.errors import AdapterNotCachedError
-from manylora.errors import ConfigError
-from manylora.errors import RequestError
-from manylora.generation.decoding import Decoding
-from manylora.generation.decoding import decoding_of
-from manylora.generation.decoding import with_defaults
-from manylora.generation.defaults import OwnText
-from manylora.generation.sampling import SamplingParams
-from manylora.llmapi.lora import LoRAChoice
-from manylora.llmapi.lora import LoRARequest
-from manylora.llmapi.lora import is_choice
-from manylora.llmapi.outputs import GenerationResult
-from manylora.llmapi.outputs import RequestOutput
-from manylora.llmapi.pooled import PooledRequests
-from manylora.llmapi.prompts import ChatText
-from manylora.llmapi.prompts import Input
-from manylora.llmapi.prompts import as_prompts
-from manylora.llmapi.prompts import for_each
-from manylora.llmapi.service import LlmGeneration
 from importlib.util import find_spec
-from manylora.generation.chat_template import ChatTemplate
-from manylora.generation.chat_template import Messages
-from manylora.llmapi.prompts import chat_variables
-from manylora.llmapi.prompts import shown_message
+from typing import Any
 
+from manylora.errors import AdapterNotCachedError, ConfigError, RequestError
+from manylora.generation.chat_template import ChatTemplate, Messages
+from manylora.generation.decoding import Decoding, decoding_of, with_defaults
+from manylora.generation.sampling import SamplingParams
+from manylora.llmapi.lora import LoRAChoice, LoRARequest, is_choice
+from manylora.llmapi.outputs import GenerationResult, RequestOutput
+from manylora.llmapi.pooled import PooledRequests
+from manylora.llmapi.prompts import ChatText, Input, as_prompts, chat_variables, for_each, shown_message
+from manylora.llmapi.service import LlmGeneration
 
 PIN_ATTEMPTS = 3
 Known = dict[int, tuple[SamplingParams, Decoding]]

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from manylora.generation.defaults import OwnText
-from manylora.generation.pooled import PoolingParams
-from manylora.generation.pooled import embedding
-from manylora.generation.pooled import pair_score
-from manylora.generation.pooled import pair_up
-from manylora.generation.pooled import pooling_of
-from manylora.generation.pooled import probabilities
-from manylora.generation.pooled import similarity
-from manylora.generation.sampling import SamplingParams
-from manylora.llmapi.lora import LoRAChoice
-from manylora.llmapi.lora import is_choice
-from manylora.llmapi.outputs import ClassificationOutput
-from manylora.llmapi.outputs import EmbeddingOutput
-from manylora.llmapi.outputs import PoolingOutput
-from manylora.llmapi.outputs import PoolingRequestOutput
-from manylora.llmapi.outputs import ScoringOutput
-from manylora.llmapi.prompts import as_prompts
-from manylora.llmapi.prompts import for_each
-from manylora.request import Pooling
-from manylora.llmapi.base import BaseLLM
-from manylora.llmapi.service import LlmPooledGeneration
 
+from manylora.generation.pooled import (
+    PoolingParams,
+    embedding,
+    pair_score,
+    pair_up,
+    pooling_of,
+    probabilities,
+    similarity,
+)
+from manylora.generation.sampling import SamplingParams
+from manylora.llmapi.base import BaseLLM
+from manylora.llmapi.lora import LoRAChoice, is_choice
+from manylora.llmapi.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+)
+from manylora.llmapi.prompts import as_prompts, for_each
+from manylora.llmapi.service import LlmPooledGeneration
+from manylora.request import Pooling
 
 TASKS = ("embed", "classify", "token_embed", "token_classify")
 Loras = str | LoRAChoice | Sequence[str | LoRAChoice | None] | None

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from manylora.errors import RequestError
-from manylora.generation.continuation import StopTexts
+from manylora.generation.generation import StopTexts
 from manylora.generation.sampling import parameters_of
 from manylora.wire.client_errors import check_parameters
 from manylora.wire.server_types import Arrays, ServerRequest, ServerTensor

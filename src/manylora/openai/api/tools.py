@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from manylora.generation.continuation import overlap
+from manylora.generation.generation import overlap
 from manylora.generation.guides import closed, json_guide
 from manylora.openai.api.errors import ApiError, invalid_value
 from manylora.openai.api.schema import AllowedToolChoice, AllowedTools, ChatRequest, NamedToolChoice, Tool

@@ -14,6 +14,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,14 +87,8 @@ def _fetch(name: str, revision: str | None, cache: Path | None, files: tuple[str
 
     disable_progress_bars()  # our own is also shown in logs
     place = Path(cache or constants.HF_HUB_CACHE).expanduser()
-    get: Callable[..., Any] = partial(
-        snapshot_download,
-        name,
-        revision=revision,
-        cache_dir=place,
-        allow_patterns=list(files),
-        ignore_patterns=list(NOT_READ),
-    )
+    patterns = {"allow_patterns": list(files), "ignore_patterns": list(NOT_READ)}
+    get: Callable[..., Any] = partial(snapshot_download, name, revision=revision, cache_dir=place, **patterns)
     shown = name if revision is None else f"{name}@{revision}"
     try:
         todo = sum(one.file_size for one in get(dry_run=True) if one.will_download)
@@ -139,11 +134,9 @@ def _download(get: Callable[[], str], shown: str, place: Path, todo: int) -> str
 def _stored(folder: Path) -> int:
     """Bytes of the files in a folder, complete or not."""
     count = 0
-    try:
+    with suppress(OSError):  # not created yet, or just renamed
         for one in folder.iterdir():
             count += one.stat().st_blocks * 512
-    except OSError:  # not created yet, or just renamed
-        pass
     return count
 
 
@@ -151,35 +144,36 @@ def _problem(shown: str, place: Path, error: BaseException) -> str:
     """One line that says why it cannot be fetched, and what to do."""
     from huggingface_hub import constants, errors
 
-    if isinstance(error, ConfigError):
-        return str(error)
-    name, _, revision = shown.partition("@")
-    if isinstance(error, errors.GatedRepoError):
-        return (
-            f"{name} is gated: accept its terms on {constants.ENDPOINT}/{name}, and set HF_TOKEN to a token "
-            "of yours (or: hf auth login)"
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return (
-            f"{name} has no revision {revision!r} on {constants.ENDPOINT}: give one of its branches or tags"
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            f"there is no folder {name} here, and no {name} on {constants.ENDPOINT}; if that is private, set "
-            "HF_TOKEN (or: hf auth login)"
-        )
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{shown}: the disk of {place} is full: free some of it, or set HF_HOME to a folder elsewhere"
-    if isinstance(error, PermissionError):
-        return f"{shown}: {error.filename or place} may not be written: set HF_HOME to a folder of yours"
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return (
-            f"there is no folder {name} here, and it is not whole in the cache {place} while HF_HUB_OFFLINE "
-            f"is set: unset it, or run once with a network: hf download {name}"
-        )
+    hub, (name, _, revision) = constants.ENDPOINT, shown.partition("@")
+    match error:
+        case ConfigError():
+            return str(error)
+        case errors.GatedRepoError():
+            return (
+                f"{name} is gated: accept its terms on {hub}/{name}, and set HF_TOKEN to a token of yours "
+                "(or: hf auth login)"
+            )
+        case errors.RevisionNotFoundError():
+            return f"{name} has no revision {revision!r} on {hub}: give one of its branches or tags"
+        case errors.RepositoryNotFoundError():
+            return (
+                f"there is no folder {name} here, and no {name} on {hub}; if that is private, set HF_TOKEN "
+                "(or: hf auth login)"
+            )
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            return (
+                f"{shown}: the disk of {place} is full: free some of it, or set HF_HOME to a folder elsewhere"
+            )
+        case PermissionError():
+            return f"{shown}: {error.filename or place} may not be written: set HF_HOME to a folder of yours"
+        case errors.OfflineModeIsEnabled():
+            return (
+                f"there is no folder {name} here, and it is not whole in the cache {place} while "
+                f"HF_HUB_OFFLINE is set: unset it, or run once with a network: hf download {name}"
+            )
     return (
-        f"there is no folder {name} here, and it cannot be had from {constants.ENDPOINT}: {_reason(error)}; "
-        f"without a network give a folder, or fill the cache elsewhere: hf download {name}"
+        f"there is no folder {name} here, and it cannot be had from {hub}: {_reason(error)}; without a "
+        f"network give a folder, or fill the cache elsewhere: hf download {name}"
     )
 
 

@@ -21,6 +21,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 SPM = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 LFS = b"version https://git-lfs"
 MOST_LISTED = 5
+AGAIN = "copy or download it again, whole"
 
 
 def check_model_folder(folder: Path, *, weights: bool = True) -> None:
@@ -47,11 +48,22 @@ def weight_files(folder: Path) -> list[Path]:
     ConfigError.
     """
     with readable(folder):
-        names = _weights_of(folder)
-        if not names:
+        names = indexed_files(folder) or [WEIGHTS] * (folder / WEIGHTS).is_file()
+        files = [folder / name for name in names] or [folder / file.name for file in linked_files(folder)]
+        if not files:
             raise ConfigError(_no_weights(folder))
-        _check_files(folder, names)
-    return [folder / name for name in names]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            lost = f"{len(missing)} of its {len(files)} files of weights are missing"
+            raise ConfigError(f"{folder} lacks {missing[0]} ({lost}): {AGAIN}")
+        for path in files:
+            with path.open("rb") as file:
+                if file.read(len(LFS)) == LFS:
+                    raise ConfigError(
+                        f"{path} is a pointer of Git LFS, not the file itself: "
+                        f"git -C {shlex.quote(str(folder))} lfs pull"
+                    )
+    return files
 
 
 def check_tokenizer_folder(folder: Path) -> None:
@@ -60,8 +72,7 @@ def check_tokenizer_folder(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise ConfigError(_no_folder(folder))
-    if any((folder / one).is_file() for one in SPM):
-        older = next(one for one in SPM if (folder / one).is_file())
+    if older := next((one for one in SPM if (folder / one).is_file()), None):
         raise ConfigError(
             f"{folder} has no tokenizer.json, only {older}: make one with {_python(folder, 'AutoTokenizer')}"
         )
@@ -71,13 +82,6 @@ def check_tokenizer_folder(folder: Path) -> None:
         f"{folder} has no tokenizer (no tokenizer.json): copy it from the model this one was made from, "
         "or name the folder of another (--tokenizer, tokenizer=)"
     )
-
-
-def _weights_of(folder: Path) -> list[str]:
-    """Names of the files that the checkpoint should have. Raises ConfigError."""
-    if found := indexed_files(folder):
-        return found
-    return [WEIGHTS] if (folder / WEIGHTS).is_file() else [file.name for file in linked_files(folder)]
 
 
 def indexed_files(folder: Path) -> list[str]:
@@ -92,22 +96,6 @@ def indexed_files(folder: Path) -> list[str]:
         raise ConfigError(f"{index} is not a safetensors index: {error}") from error
 
 
-def _check_files(folder: Path, names: list[str]) -> None:
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise ConfigError(
-            f"{folder} lacks {missing[0]} ({len(missing)} of its {len(names)} files of weights are missing): "
-            "copy or download it again, whole"
-        )
-    for name in names:
-        with (folder / name).open("rb") as file:
-            if file.read(len(LFS)) == LFS:
-                raise ConfigError(
-                    f"{folder / name} is a pointer of Git LFS, not the file itself: "
-                    f"git -C {shlex.quote(str(folder))} lfs pull"
-                )
-
-
 def _no_model(folder: Path) -> str:
     """Why a path without a config.json is not a model's folder."""
     if not folder.exists():
@@ -120,9 +108,8 @@ def _no_model(folder: Path) -> str:
     names = _names(folder)
     if not names:
         return f"{folder} is empty: give the folder of a Hugging Face model"
-    inside = [
-        one for one in (*folder.glob("snapshots/*"), *folder.glob("*")) if (one / "config.json").is_file()
-    ]
+    below = (*folder.glob("snapshots/*"), *folder.glob("*"))
+    inside = [one for one in below if (one / "config.json").is_file()]
     if inside:
         others = f" (or one of {len(inside) - 1} more)" if len(inside) > 1 else ""
         return f"{folder} is no model, but has one in it: give {inside[0]}{others}"
@@ -148,9 +135,8 @@ def _no_folder(folder: Path, what: str = "model's folder") -> str:
     hint, is_file = "", folder.suffix == ".gguf"
     if parent == folder.absolute().parent:
         names = [name for name in _names(parent) if not is_file or name.endswith(".gguf")]
-        near = difflib.get_close_matches(
-            folder.name, names, n=3 if is_file else 1, cutoff=0.4 if is_file else 0.6
-        )
+        most, cutoff = (3, 0.4) if is_file else (1, 0.6)
+        near = difflib.get_close_matches(folder.name, names, most, cutoff)
         hint = f" (did you mean {' or '.join(str(folder.parent / one) for one in near)}?)" if near else ""
     else:
         hint = f"; of its path there is only {parent}"
@@ -198,9 +184,9 @@ def _no_weights(folder: Path) -> str:
     if found := [name for name in names if name.endswith(".safetensors")]:
         return (
             f"{folder} has {found[0]}, but neither {WEIGHTS} nor {INDEX}, which say where the weights are: "
-            "copy or download it again, whole"
+            f"{AGAIN}"
         )
-    return f"{folder} has a config.json but no weights ({WEIGHTS}): copy or download it again, whole"
+    return f"{folder} has a config.json but no weights ({WEIGHTS}): {AGAIN}"
 
 
 def _gguf(file: Path) -> str:
@@ -216,12 +202,9 @@ def _engine(folder: Path) -> str:
 
 def _python(folder: Path, *classes: str) -> str:
     """The command that makes transformers save it as safetensors and tokenizer.json."""
-    out = folder.absolute().name + ("-safetensors" if len(classes) > 1 else "")
-    target = str(folder) if len(classes) == 1 else out
-    steps = "; ".join(
-        f"t.{one}.from_pretrained({str(folder)!r}).save_pretrained({target!r})" for one in classes
-    )
-    return f'python -c "import transformers as t; {steps}"'
+    target = str(folder) if len(classes) == 1 else f"{folder.absolute().name}-safetensors"
+    calls = (f"t.{one}.from_pretrained({str(folder)!r}).save_pretrained({target!r})" for one in classes)
+    return f'python -c "import transformers as t; {"; ".join(calls)}"'
 
 
 def _names(folder: Path) -> list[str]:

@@ -91,13 +91,18 @@ def read_pooling_settings(folder: Path) -> PoolingSettings:
     if attends_both_ways(raw):
         mode = "mean"
     if "Pooling" in modules or "Normalize" in modules:
-        mode = _mode(folder, modules)
+        mode = _mode(folder / modules.get("Pooling", "1_Pooling") / "config.json")
         normalise = "Normalize" in modules
+    dimensions = None  # of a matryoshka embedding, as vLLM reads them
+    if raw.get("matryoshka_dimensions"):
+        dimensions = tuple(map(int, raw["matryoshka_dimensions"]))
+    elif raw.get("is_matryoshka"):
+        dimensions = tuple(range(1, int(raw.get("hidden_size") or 0) + 1))
     named = raw.get("id2label") or {}
     labels = tuple(str(named.get(str(number), f"LABEL_{number}")) for number in range(len(named)))
     prompts = read_settings(folder / "config_sentence_transformers.json").get("prompts") or {}
     problem = _activation(folder, raw) or str(raw.get("problem_type") or "")
-    return PoolingSettings(mode, head_mode, normalise, _dimensions(raw), labels, problem, prompts)
+    return PoolingSettings(mode, head_mode, normalise, dimensions, labels, problem, prompts)
 
 
 def longest_text(folder: Path) -> int | None:
@@ -177,8 +182,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     return found
 
 
-def _mode(folder: Path, modules: Mapping[str, str]) -> str:
-    path = folder / modules.get("Pooling", "1_Pooling") / "config.json"
+def _mode(path: Path) -> str:
     if not path.is_file():
         raise ConfigError(f"{path} is missing, which modules.json names: copy or download the folder whole")
     raw = read_settings(path)
@@ -189,11 +193,3 @@ def _mode(folder: Path, modules: Mapping[str, str]) -> str:
     if len(chosen) != 1 or len(others) != 1:
         raise ConfigError(f"{path} must choose one of {', '.join(POOLINGS)}")
     return chosen[0]
-
-
-def _dimensions(raw: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Sizes of a matryoshka embedding, read from config.json as vLLM does."""
-    named = raw.get("matryoshka_dimensions")
-    if named:
-        return tuple(map(int, named))
-    return tuple(range(1, int(raw.get("hidden_size") or 0) + 1)) if raw.get("is_matryoshka") else None

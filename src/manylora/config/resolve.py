@@ -54,7 +54,13 @@ def resolve(model_dir: Path, settings: Settings, defaults: Settings = NOTHING) -
     settings = {name: value for name, value in settings.items() if value not in (None, ())}
     recorded = read_build_record(model_dir).settings()
     found = {**defaults, **recorded, **settings}
-    _check_limits(settings, recorded)
+    for name in (*LIMITS, "max_lora_rank"):
+        asked, built = settings.get(name), recorded.get(name)
+        if asked is not None and built is not None and asked > built:
+            raise ConfigError(
+                f"{name} ({asked}) is larger than the directory was built for ({built}): lower it, or build "
+                f"again with --{name} {asked}"
+            )
     if "target_modules" in settings:
         found["target_modules"] = _targets(settings["target_modules"], recorded.get("target_modules"))
     batch = found.setdefault("max_batch_size", EngineConfig.max_batch_size)
@@ -87,16 +93,6 @@ def with_whole_qkv(targets: tuple[str, ...]) -> tuple[str, ...]:
         name for group in QKV_GROUPS if set(group) & set(targets) for name in group if name not in targets
     ]
     return (*targets, *missing)
-
-
-def _check_limits(settings: Settings, recorded: Settings) -> None:
-    for name in (*LIMITS, "max_lora_rank"):
-        asked, built = settings.get(name), recorded.get(name)
-        if asked is not None and built is not None and asked > built:
-            raise ConfigError(
-                f"{name} ({asked}) is larger than the directory was built for ({built}): lower it, or build "
-                f"again with --{name} {asked}"
-            )
 
 
 def _targets(asked: tuple[str, ...], built: tuple[str, ...] | None) -> tuple[str, ...]:

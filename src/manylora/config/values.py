@@ -60,10 +60,6 @@ def whole_number(value: Any) -> int:
     return int(_parsed(value, int, (int, str), "a whole number"))
 
 
-def _number(value: Any) -> float:
-    return float(_parsed(value, float, (int, float, str), "a number"))
-
-
 def _text(value: Any) -> str:
     return str(_parsed(value, str, (str,), "a text"))
 
@@ -92,7 +88,7 @@ def _items(value: Any) -> list[Any]:
 CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "bool": boolean,
     "int": whole_number,
-    "float": _number,
+    "float": lambda value: float(_parsed(value, float, (int, float, str), "a number")),
     "str": _text,
     "Path": _path,
     "tuple[str, ...]": lambda value: tuple(map(_text, _items(value))),

@@ -9,9 +9,7 @@ MAX_TEXT = 1000  # characters
 
 
 def printable(text: str) -> str:
-    """Text from outside as one line of limited length. Characters that a terminal or log would act on are
-    escaped.
-    """
+    """Text from outside as one line of limited length, with control characters escaped."""
     short = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"
     return short if short.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in short)
 
@@ -21,9 +19,7 @@ class ManyloraError(Exception):
 
 
 class ConfigError(ManyloraError, ValueError):
-    """A setting, checkpoint or repository with which the service cannot start. A ValueError, as callers of
-    TensorRT-LLM's and vLLM's `LLM` expect.
-    """
+    """A setting or file with which nothing can start. A ValueError, as callers of vLLM's `LLM` expect."""
 
 
 class EngineDeadError(ManyloraError):
@@ -72,10 +68,7 @@ class TextTooLongError(RequestError):
 
 
 class AdapterError(RequestError):
-    """The request cannot be served because of its adapter.
-
-    The text may quote names from the adapter, so it is made one printable line.
-    """
+    """Caused by its adapter. The text may quote names from it, so it is made one printable line."""
 
     def __init__(self, text: str) -> None:
         super().__init__(printable(text))
@@ -107,9 +100,8 @@ class AdapterNotFoundError(AdapterError):
 
 
 class AdapterNotCachedError(AdapterError):
-    """The request has only a task id, and its adapter is not, or no longer, in the cache.
-
-    Clients match the words "Please send LoRA weights with request" to send the tensors again.
+    """The request has only a task id, whose adapter is not in the cache. Clients match the words "Please send
+    LoRA weights with request" to send the tensors again.
     """
 
     def __init__(self, task_id: int) -> None:

@@ -23,10 +23,7 @@ ZIPF = 1.5
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One line of a dataset. task_id: the request's number, not the adapter's. prompt: unused if input_ids
-    are given.
-    output_tokens: number to generate. lora: None is the base model.
-    """
+    """task_id: the request's number, not the adapter's. prompt: unused if input_ids are given."""
 
     task_id: int
     prompt: str | None
@@ -90,10 +87,8 @@ def with_adapters(
 
 
 def spread(popularity: str, adapters: Sequence[T], count: int, rng: random.Random) -> list[T]:
-    """An adapter for each of `count` requests.
-
-    distinct:  round robin, so that neighbouring requests differ. identical: the first adapter for all.
-    uniform:   all are equally likely. zipf: the k-th has the weight k ** -1.5.
+    """An adapter for each of `count` requests. distinct: round robin. identical: the first adapter for all.
+    uniform: all are equally likely. zipf: the k-th has the weight k ** -1.5.
     """
     if popularity == "distinct":
         return [adapters[i % len(adapters)] for i in range(count)]

@@ -1,6 +1,4 @@
-"""The records of a run, and the report made of them: its figures, and its text in the order and words of
-trtllm-bench, followed by a section about adapters.
-"""
+"""Records of a run, and the report of them: figures, and text in the order and words of trtllm-bench."""
 
 from __future__ import annotations
 
@@ -17,11 +15,7 @@ RANKS = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 
 @dataclass(frozen=True)
 class Answer:
-    """A completed request. Times in seconds of `time.monotonic`.
-
-    first_token: None if not known. adapter_tier: where the adapter was found: device, host, disk, or wire
-    (its tensors came with the request); empty if not known.
-    """
+    """A completed request. Times in seconds of `time.monotonic`; None and empty: not known."""
 
     first_token: float | None
     num_input_tokens: int
@@ -95,9 +89,7 @@ def _answered(records: Sequence[Record]) -> list[tuple[Record, Answer]]:
 
 
 def _streaming(done: Sequence[tuple[Record, Answer]]) -> dict[str, dict[str, float]] | None:
-    """Percentiles of the time to first token, of each request's mean time between later tokens, and of its
-    tokens per second after the first token.
-    """
+    """Percentiles of the time to first token, of the mean time between later ones, and of its inverse."""
     ttfts = [record.ttft_ms for record, _ in done if record.ttft_ms is not None]
     if not ttfts:
         return None
@@ -121,10 +113,7 @@ def issue_rate(records: Sequence[Record]) -> float | None:
 
 
 def tier_figures(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Number of requests and time to first token, by where the adapter was found, and for the base model.
-
-    Tiers without requests are omitted, and so are times if no first token is known.
-    """
+    """Number of requests and time to first token by where the adapter was found. Empty ones are left out."""
     groups: dict[str, list[Record]] = {tier: [] for tier in ("base", *TIERS.values(), "unknown")}
     for record, answer in _answered(records):
         groups[TIERS.get(answer.adapter_tier, "unknown") if record.request.lora else "base"].append(record)

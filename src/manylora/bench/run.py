@@ -29,9 +29,7 @@ COUNTERS = ("host_stores", "host_evictions", "device_loads", "device_evictions")
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """model_dir: a Hugging Face directory. llm: arguments of `LLM`. sampling: fields of SamplingParams for
-    every request. concurrency: 0 is no limit. compare_base: also run without adapters.
-    """
+    """llm: arguments of `LLM`. sampling: fields of SamplingParams. concurrency: 0 is no limit."""
 
     model: str
     model_dir: Path
@@ -106,11 +104,7 @@ async def run_load(
     concurrency: int = 0,
     on_done: Callable[[Record], None] = lambda record: None,
 ) -> list[Record]:
-    """Send all requests and wait for them. Returns records in the order of the requests.
-
-    send: may raise any exception for a request that fails. concurrency: requests running at one time; 0: no
-    limit.
-    """
+    """Send all requests. Returns records in their order. concurrency: requests at one time; 0: no limit."""
     gate = asyncio.Semaphore(concurrency or max(1, len(requests)))
 
     async def one(request: BenchRequest) -> Record:
@@ -172,9 +166,7 @@ def _sampled(llm: LLM) -> Iterator[list[Sample]]:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[Record], None]]:
-    """Yields a function that advances the progress bar. The bar is shown on a terminal if tqdm is
-    installed.
-    """
+    """Yields a function that advances a progress bar, if there are a terminal and tqdm."""
     try:
         tqdm = importlib.import_module("tqdm").tqdm
     except ImportError:

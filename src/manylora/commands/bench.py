@@ -139,9 +139,7 @@ def _plan(options: argparse.Namespace) -> BenchOptions:
 
 
 def _llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of LLM: flags override the file. Prefix reuse is off by default because datasets repeat
-    prompts.
-    """
+    """Flags override the file. Prefix reuse is off by default because datasets repeat prompts."""
     found = read_options(options.config) if options.config else {}
     llm_arguments(found)  # raises an error that names a wrong key of the file
     found["kv_cache_config"] = {"enable_block_reuse": False} | (found.get("kv_cache_config") or {})

@@ -13,14 +13,11 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from manylora.config.hub import is_hub_id
 from manylora.errors import ConfigError, RequestError
 from manylora.system.command_line import Parser
-
-if TYPE_CHECKING:
-    from manylora.generation.sampling import SamplingParams
 
 HELP = """/lora NAME   answer with this adapter from now on; none: the base model; without NAME: list them
 /reset       forget the conversation
@@ -43,23 +40,36 @@ class Model(Protocol):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = _parser()
+    parser = Parser(
+        prog="manylora chat",
+        description="Talk to a model and its adapters. Piped input is answered line by line.",
+        epilog=f"in the conversation:\n{HELP}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add: Callable[..., Any] = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="Hugging Face folder, GGUF file, or hub id org/name")
+    add("--lora", action="append", default=[], metavar="NAME=PATH", help=ADAPTER)
+    add("--lora-root", action="append", default=[], metavar="FOLDER", help="folder with adapters")
+    add("--system", metavar="TEXT", help="system message")
+    add("--temperature", type=float, metavar="X", help="default: the model's, or 0.8; 0: greedy")
+    add("--max-tokens", type=int, metavar="N", help="of an answer; default: what the context has room for")
+    add("--max-seq-len", "--max-model-len", type=int, metavar="N", help="tokens of the whole conversation")
+    add("--device", help="auto, cpu, cuda, cuda:N")
+    add("--dtype", help="auto, float32, float16, bfloat16")
+    add("--url", metavar="ADDRESS", help="use a running server instead; its key: OPENAI_API_KEY")
     options = parser.parse_args(arguments)
     if options.model is None and options.url is None:
         parser.error("give MODEL, or --url ADDRESS of a running server")
     try:
-        model, chosen = _server(options) if options.url else _in_process(options)
-        with closing(model):
-            return Conversation(model, options.system, chosen).run(sys.stdin.isatty())
+        with closing(Server(options) if options.url else InProcess(options)) as model:
+            return Conversation(model, options.system, model.first).run(sys.stdin.isatty())
     except (RequestError, ValueError) as error:
         print(f"manylora chat: {error}", file=sys.stderr)
         return 1
 
 
 class Conversation:
-    """model: answers. system: text of the system message; None: the template's own. adapter: its name; None:
-    the base model.
-    """
+    """system: text of the system message; None: the template's own. adapter: None: the base model."""
 
     def __init__(self, model: Model, system: str | None, adapter: str | None) -> None:
         self._model = model
@@ -70,9 +80,7 @@ class Conversation:
             self._choose(adapter)
 
     def run(self, terminal: bool) -> int:
-        """Until the input ends. terminal: show a prompt. Returns the exit status: 1 if, without a terminal, a
-        question was not answered.
-        """
+        """Until the input ends. Returns status 1 if, without a terminal, a question was not answered."""
         if terminal:
             with suppress(ImportError):
                 import readline  # noqa: F401 - input() then has line editing and a history
@@ -144,10 +152,39 @@ class Conversation:
 
 
 class InProcess:
-    """An LLM in this process. named: adapters by name; it may also have some in `lora_root`."""
+    """An LLM in this process. first: its first adapter. Raises ConfigError, ValueError."""
 
-    def __init__(self, llm: Any, named: dict[str, Any], params: SamplingParams) -> None:
-        self._llm, self._named, self._params = llm, named, params
+    def __init__(self, options: argparse.Namespace) -> None:
+        root = options.lora_root
+        given = [_adapter(one, below_root=bool(root)) for one in options.lora]
+        self.first = given[0][0] if given else None
+        print(f"Loading {options.model} …", file=sys.stderr, flush=True)  # now: to import torch takes seconds
+        from manylora.generation.defaults import LLAMA_CPP
+        from manylora.llmapi.llm import LLM
+        from manylora.llmapi.lora import LoRARequest
+
+        self._named = {name: LoRARequest(name, i, path) for i, (name, path) in enumerate(given, 1) if path}
+        self._llm = LLM(
+            options.model,
+            lora_root=root,
+            enable_lora=True if given or root else None,
+            generation_config="auto",
+            max_batch_size=1,
+            device=options.device,
+            dtype=options.dtype,
+            max_seq_len=options.max_seq_len,
+        )
+        assert self._llm.tokenizer is not None
+        if self._llm.tokenizer.chat_template is None:
+            self.close()
+            raise ConfigError(f"{options.model} has no chat template, so it cannot chat")
+        params = self._llm.get_default_sampling_params()
+        if params.temperature is None and params.top_k is None and params.top_p is None:
+            params = replace(params, **LLAMA_CPP)
+        if options.temperature is not None:
+            params.temperature = options.temperature
+        params.max_tokens = options.max_tokens or MOST_TOKENS
+        self._params = params
 
     @property
     def adapters(self) -> Sequence[str]:
@@ -168,15 +205,21 @@ class InProcess:
 
 
 class Server:
-    """A server with OpenAI's API. fields: of every request."""
+    """A running server with OpenAI's API. Raises ConfigError, RequestError. first: as in `InProcess`."""
 
-    def __init__(self, url: str, key: str, model: str | None, fields: dict[str, Any]) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1") + "/v1"
-        self._key, self._fields = key, fields
+    def __init__(self, options: argparse.Namespace) -> None:
+        refused = [name for name in ("lora_root", "device", "dtype", "max_seq_len") if getattr(options, name)]
+        if refused or any("=" in one for one in options.lora):
+            name = refused[0] if refused else "lora NAME=PATH"
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect with --url: the server has its own")
+        self.first = options.lora[0] if options.lora else None
+        self._url = options.url.rstrip("/").removesuffix("/v1") + "/v1"
+        given = {"temperature": options.temperature, "max_tokens": options.max_tokens}
+        self._fields = {name: value for name, value in given.items() if value is not None}
         with self._open("models") as answer:
             cards = json.load(answer)["data"]
         bases = [card["id"] for card in cards if not card.get("parent")]
-        self._base = model or next(iter(bases), "")
+        self._base = options.model or next(iter(bases), "")
         self.adapters = [card["id"] for card in cards if card["id"] not in bases]
 
     def answer(self, messages: Sequence[dict[str, str]], adapter: str | None) -> Pieces:
@@ -196,7 +239,8 @@ class Server:
 
     def _open(self, path: str, body: bytes | None = None) -> Any:
         """Raises RequestError."""
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
+        key = os.environ.get("OPENAI_API_KEY", "none")
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
         request = urllib.request.Request(f"{self._url}/{path}", body, headers)
         try:
             return urllib.request.urlopen(request)
@@ -208,53 +252,8 @@ class Server:
             raise RequestError(f"{self._url} does not answer: {getattr(error, 'reason', error)}") from None
 
 
-def _in_process(options: argparse.Namespace) -> tuple[InProcess, str | None]:
-    """The model, and the name of the adapter to begin with. Raises ConfigError, ValueError."""
-    given = [_adapter(one, below_root=bool(options.lora_root)) for one in options.lora]
-    print(f"Loading {options.model} …", file=sys.stderr, flush=True)  # now: to import torch takes seconds
-    from manylora.generation.defaults import LLAMA_CPP
-    from manylora.llmapi.llm import LLM
-    from manylora.llmapi.lora import LoRARequest
-
-    named = {name: LoRARequest(name, i, path) for i, (name, path) in enumerate(given, 1) if path}
-    llm = LLM(
-        options.model,
-        lora_root=options.lora_root,
-        enable_lora=True if given or options.lora_root else None,
-        generation_config="auto",
-        max_batch_size=1,
-        device=options.device,
-        dtype=options.dtype,
-        max_seq_len=options.max_seq_len,
-    )
-    assert llm.tokenizer is not None
-    if llm.tokenizer.chat_template is None:
-        llm.shutdown()
-        raise ConfigError(f"{options.model} has no chat template, so it cannot chat")
-    params = llm.get_default_sampling_params()
-    if params.temperature is None and params.top_k is None and params.top_p is None:
-        params = replace(params, **LLAMA_CPP)
-    if options.temperature is not None:
-        params.temperature = options.temperature
-    params.max_tokens = options.max_tokens or MOST_TOKENS
-    return InProcess(llm, named, params), given[0][0] if given else None
-
-
-def _server(options: argparse.Namespace) -> tuple[Server, str | None]:
-    refused = [name for name in ("lora_root", "device", "dtype", "max_seq_len") if getattr(options, name)]
-    if refused or any("=" in one for one in options.lora):
-        name = refused[0] if refused else "lora NAME=PATH"
-        raise ConfigError(f"--{name.replace('_', '-')} has no effect with --url: the server has its own")
-    given = {"temperature": options.temperature, "max_tokens": options.max_tokens}
-    fields = {name: value for name, value in given.items() if value is not None}
-    server = Server(options.url, os.environ.get("OPENAI_API_KEY", "none"), options.model, fields)
-    return server, options.lora[0] if options.lora else None
-
-
 def _adapter(given: str, below_root: bool) -> tuple[str, str]:
-    """The name and path of NAME=PATH, or of a path or hub id alone. Empty: a name in --lora-root. Raises
-    ConfigError.
-    """
+    """Name and path of NAME=PATH, of a path or of a hub id. No path: a name in --lora-root."""
     name, equals, path = given.partition("=")
     if equals:
         return name, path
@@ -263,27 +262,6 @@ def _adapter(given: str, below_root: bool) -> tuple[str, str]:
     if not below_root:
         raise ConfigError(f"--lora {given} does not exist: give NAME=PATH, or --lora-root FOLDER too")
     return given, ""
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="manylora chat",
-        description="Talk to a model and its adapters. Piped input is answered line by line.",
-        epilog=f"in the conversation:\n{HELP}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add: Callable[..., Any] = parser.add_argument
-    add("model", nargs="?", metavar="MODEL", help="Hugging Face folder, GGUF file, or hub id org/name")
-    add("--lora", action="append", default=[], metavar="NAME=PATH", help=ADAPTER)
-    add("--lora-root", action="append", default=[], metavar="FOLDER", help="folder with adapters")
-    add("--system", metavar="TEXT", help="system message")
-    add("--temperature", type=float, metavar="X", help="default: the model's, or 0.8; 0: greedy")
-    add("--max-tokens", type=int, metavar="N", help="of an answer; default: what the context has room for")
-    add("--max-seq-len", "--max-model-len", type=int, metavar="N", help="tokens of the whole conversation")
-    add("--device", help="auto, cpu, cuda, cuda:N")
-    add("--dtype", help="auto, float32, float16, bfloat16")
-    add("--url", metavar="ADDRESS", help="use a running server instead; its key: OPENAI_API_KEY")
-    return parser
 
 
 if __name__ == "__main__":

@@ -12,11 +12,8 @@ from manylora.errors import ConfigError
 def close_ray() -> None:
     """Protect the Ray instance that this process starts: only processes with our token may connect.
 
-    Call this before ray is imported, because ray reads these variables at import. A token that Ray generates
-    itself would stay in the home folder.
-
-    A replica that does not answer is killed at once. Otherwise its requests would wait for the whole drain
-    time.
+    To be called before ray is imported, which reads these variables then. A token of Ray's own would stay in
+    the home folder. A replica that does not answer is killed at once, rather than after the whole drain time.
     """
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
     os.environ["RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"] = "1"

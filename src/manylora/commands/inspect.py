@@ -1,6 +1,4 @@
-"""manylora inspect: shows whether a base model can serve an adapter, or what memory a model takes. Its exit
-status is 0 if it can be served.
-"""
+"""manylora inspect: whether a model can serve an adapter (status 0 if so), or what memory a model takes."""
 
 from __future__ import annotations
 
@@ -149,10 +147,7 @@ def _layers(layers: list[int]) -> str:
 
 
 def _model_facts(folder: Path) -> Iterator[tuple[str, str]]:
-    """What a model is and what a default start of it takes. Reads the configuration and headers only.
-
-    Raises ConfigError.
-    """
+    """What a model is and what a default start of it takes, from its headers. Raises ConfigError."""
     from manylora.config.model_folder import weight_files
     from manylora.config.resolve import resolve
     from manylora.engine.sizing import kv_cache_dtype, plan_memory

@@ -1,6 +1,4 @@
-"""Configurations of blocks that only few families have: latent attention (MLA), recurrent layers, and the
-routing of tokens to experts. All are frozen.
-"""
+"""Configurations of blocks that few families have: MLA, recurrent layers, routing. All are frozen."""
 
 from __future__ import annotations
 
@@ -20,10 +18,8 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """DeepSeek's attention (MLA). Keys and values of all heads are projections of one vector per token, its
-    latent.
-
-    Sizes in elements; those of queries and values are per head.
+    """DeepSeek's attention (MLA): keys and values of all heads are projections of one vector per token, its
+    latent. Sizes in elements; those of queries and values are per head.
     """
 
     q_rank: int  # size of the latent for queries; 0: queries come from the hidden states
@@ -45,9 +41,7 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class LayerInputsConfig:
-    """Per-layer embeddings: each layer gets a vector per token, the sum of a lookup and of a projection of
-    the token's embedding.
-    """
+    """A vector per token for each layer: the sum of a lookup and of a projection of its embedding."""
 
     dim: int  # size of the vector of one layer
     vocab_size: int  # rows of the table; tokens beyond it use row 0
@@ -66,10 +60,8 @@ class AltUpConfig:
 
 @dataclass(frozen=True)
 class HeadLayerConfig:
-    """The layer between an encoder's hidden states and a single-layer classification head.
-
-    activation: a name in `kernels.activations`, tanh, or empty for none. norm: whether a norm follows it.
-    each: whether it also runs before the labels of each token, not only before those of a whole prompt.
+    """Between an encoder's hidden states and a classification head. activation: empty for none. norm: one
+    follows. each: it also runs before the labels of each token, not only before those of a whole prompt.
     """
 
     activation: str
@@ -112,9 +104,7 @@ class RecurrentConfig:
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of one sequence's state in one layer, float32: the convolution's last inputs, the heads'
-        memory.
-        """
+        """One sequence and layer, float32: the convolution's last inputs, the heads' memory."""
         raise NotImplementedError
 
     @property
@@ -189,10 +179,7 @@ class Mamba2Config(RecurrentConfig):
 
 @dataclass(frozen=True)
 class BesideConfig:
-    """Layers in which attention and a recurrent layer read the same input and their outputs are added.
-
-    The fields are the factors on their inputs and outputs.
-    """
+    """Attention and a recurrent layer with one input, whose outputs are added: factors on these."""
 
     attention_in: float = 1.0
     attention_out: float = 1.0

@@ -18,11 +18,9 @@ LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens", "max_beam_width")
 
 @dataclass(frozen=True)
 class BuildRecord:
-    """None means not recorded. max_seq_len and max_num_tokens in tokens; target modules as attn_q, empty:
-    all.
-
-    quant_algo: of the weights; None: not quantised. kv_cache_quant_algo: of keys and values. lora: the
-    recorded fields of a LoraConfig. tp_size: tensor-parallel ranks. pp_size: pipeline stages.
+    """None: not recorded. Lengths in tokens; target modules as attn_q, empty: all. quant_algo: of the
+    weights. lora: the recorded fields of a LoraConfig. tp_size: tensor-parallel ranks. pp_size: pipeline
+    stages.
     """
 
     max_batch_size: int | None = None
@@ -47,19 +45,14 @@ class BuildRecord:
 
 
 def weights_algo(model_dir: Path, quant: QuantConfig | None) -> str | None:
-    """The quant_algo of a model's weights, requested or recorded.
-
-    None: not quantised, or quantised by another tool. Raises ConfigError.
-    """
+    """The quant_algo of a model's weights, requested or recorded; None: neither. Raises ConfigError."""
     asked = quant.quant_algo if quant is not None and quant.any_weights else None
     return asked or read_build_record(model_dir).quant_algo
 
 
 def read_build_record(model_dir: Path) -> BuildRecord:
-    """Read the record. All fields are None for a directory that `manylora build` did not write.
-
-    They are None, too, for a directory that does not exist: opening the model reports that. Raises
-    ConfigError for a record that cannot be read.
+    """Read the record: all fields are None for a directory that `manylora build` did not write, or that does
+    not exist, which opening the model reports. Raises ConfigError for a record that cannot be read.
     """
     path = Path(model_dir) / "config.json"
     raw = read_json(path) or {}

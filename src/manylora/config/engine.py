@@ -1,6 +1,4 @@
-"""The table of the engine's settings: EngineConfig and LoraCacheConfig, frozen. Each field is a row of the
-table (`config.settings`), with its bounds and its name at each door.
-"""
+"""The table of the engine's settings: each field of these frozen classes is a row (`config.settings`)."""
 
 # ruff: noqa: RUF009 - `setting` makes a dataclass field, nothing that instances would share.
 
@@ -231,10 +229,8 @@ class EngineConfig:
 
     @property
     def chunk_tokens(self) -> int:
-        """Where a prompt that does not fit one step is split: at multiples of this, a power of two.
-
-        A prompt's chunks therefore do not depend on the other sequences in a step. One chunk always fits a
-        step beside all other sequences.
+        """A prompt that does not fit one step is split at multiples of this, a power of two, whatever other
+        sequences a step has. One chunk always fits beside all of them.
         """
         fits = self.max_num_tokens - self.max_batch_size + 1
         return 1 << min(MAX_CHUNK, fits).bit_length() - 1

@@ -1,8 +1,5 @@
-"""Names of other programs' settings, and what each door says to them.
-
-A name that only means one of our settings is in that setting's row (`config.engine`). Here are the others:
-those that are taken without effect, those of which only some values change nothing, and those that are
-refused, with what to do instead.
+"""Names of other programs' settings that are not only another name of one of ours (`config.engine`): taken
+without effect, taken with values that change nothing, or refused with what to do instead.
 """
 
 from __future__ import annotations
@@ -14,9 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ForeignNames:
-    """The foreign names that one door knows.
-
-    ignored: without effect, with any value. accepted: values that change nothing; others are refused.
+    """Of one door. ignored: without effect. accepted: values that change nothing; others are refused.
     refused: what to do instead. A name that is also in `accepted` is refused with other values only.
     """
 

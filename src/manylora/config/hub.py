@@ -1,8 +1,6 @@
-"""Models and adapters by their id on the Hugging Face hub: `org/name` or `org/name@revision`.
-
-huggingface_hub does the work, with its own cache and environment variables: HF_HOME, HF_TOKEN, HF_ENDPOINT
-and HF_HUB_OFFLINE. Only files that we read are fetched, never pickles or code. Only code that starts a
-process calls this, never a request to a server.
+"""Models and adapters by their id on the Hugging Face hub, `org/name` or `org/name@revision`, which
+huggingface_hub fetches with its own cache and variables. Only files that we read are fetched, never pickles
+or code, and only by code that starts a process, never for a request to a server.
 """
 
 from __future__ import annotations
@@ -35,9 +33,7 @@ LOOK_S = 0.5  # between two checks of the download's progress
 
 
 def is_hub_id(given: str | Path) -> bool:
-    """Whether this may be a hub id: it has the form of one, and is not a path on this machine, nor that of a
-    GGUF file that is missing in a folder.
-    """
+    """Whether it has the form of a hub id, and is no path here, nor of a GGUF file that a folder lacks."""
     path = Path(given)
     is_path = path.exists() or (path.suffix == ".gguf" and path.parent.is_dir())
     return ID.fullmatch(str(given)) is not None and not is_path
@@ -49,11 +45,8 @@ def hub_name(given: str | Path) -> str:
 
 
 def local_model(given: str | Path, revision: str | None = None, cache: Path | None = None) -> Path:
-    """Return the folder of a model or tokenizer.
-
-    A folder is returned as it is, a GGUF file as the folder that stands for it. The files of a hub id are
-    downloaded unless they are in the cache. revision: branch, tag or commit of an id. cache: used instead of
-    huggingface_hub's own. Raises ConfigError.
+    """The folder of a model or tokenizer. That of a hub id is downloaded unless it is in the cache, that of a
+    GGUF file stands for it. revision: branch, tag or commit of an id. cache: folder. Raises ConfigError.
     """
     return model_folder(_local(given, revision, cache, MODEL_FILES))
 

@@ -47,9 +47,7 @@ class MoeConfig:
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """The encoder of an encoder-decoder model, and how decoding starts. Encoder and decoder have the same
-    sizes, except for `head_dim`.
-    """
+    """The encoder of an encoder-decoder model, of the decoder's sizes, and how decoding starts."""
 
     num_layers: int  # encoder layers; they are numbered before the decoder's
     decoder_start_id: int  # decoder prompt of a request without one
@@ -242,18 +240,14 @@ class ModelConfig:
 
     @property
     def rope_limit(self) -> int | None:
-        """Length in tokens beyond which a sequence's length changes how its tokens are rotated. None: it
-        never does.
-        """
+        """Length in tokens beyond which a sequence's length changes how its tokens are rotated."""
         scaling = self.rope_scaling or {}
         if scaling.get("rope_type") == "longrope":
             return int(scaling["original_max_position_embeddings"])
         return self.max_position_embeddings if scaling.get("rope_type") == "dynamic" else None
 
     def rope_length(self, num_prompt: int) -> int:
-        """The length that determines the rotation of all tokens of such a prompt. 0: only each token's
-        position does.
-        """
+        """The length that determines the rotation of such a prompt. 0: only each token's position does."""
         limit = self.rope_limit
         if limit is None or num_prompt <= limit:
             return 0

@@ -1,7 +1,4 @@
-"""Checks of a path that was given as a model. The error says in one line what it is and what to do.
-
-All entry points use this: `serve`, `LLM`, `build`, `bench`, and the models of Triton's repository.
-"""
+"""Checks of a path that was given as a model. The error says in one line what it is and what to do."""
 
 from __future__ import annotations
 
@@ -44,9 +41,7 @@ def check_adapter_path(path: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The checkpoint's safetensors files, all of which exist, or the parts of the GGUF file. Raises
-    ConfigError.
-    """
+    """The safetensors files, or the parts of the GGUF file. Raises ConfigError if one is missing."""
     with readable(folder):
         names = indexed_files(folder) or [WEIGHTS] * (folder / WEIGHTS).is_file()
         files = [folder / name for name in names] or [folder / file.name for file in linked_files(folder)]

@@ -29,10 +29,7 @@ DENSE_ACTIVATIONS = {"Identity": "", "Tanh": "tanh", "GELU": "gelu", "ReLU": "re
 
 @dataclass(frozen=True)
 class DenseModule:
-    """A dense layer that sentence-transformers applies after pooling.
-
-    folder: of its weights. activation: as in `HeadLayerConfig`; empty: none.
-    """
+    """Dense layer that sentence-transformers applies after pooling. folder: of its weights."""
 
     folder: Path
     inputs: int
@@ -45,10 +42,9 @@ class DenseModule:
 class PoolingSettings:
     """How hidden states become embeddings, and logits become probabilities.
 
-    mode: a `Pooling`, for embeddings. head_mode: for labels. normalise: scale embeddings to length 1.
-    dimensions: sizes to which embeddings may be cut; None: they may not. labels: names of the base model's
-    labels.
-    problem: transformers' problem_type. prompts: sentence-transformers' texts before an input, by name.
+    mode: a `Pooling`, for embeddings. head_mode: for labels. dimensions: sizes to which embeddings may be
+    cut; None: they may not. labels: the base model's. problem: transformers' problem_type. prompts: texts of
+    sentence-transformers before an input, by name.
     """
 
     mode: str = "last"
@@ -73,9 +69,7 @@ def num_labels(raw: Mapping[str, Any]) -> int:
 
 
 def attends_both_ways(raw: Mapping[str, Any]) -> bool:
-    """Whether every token attends to all others. With `vision` only an image's tokens do; text stays
-    causal.
-    """
+    """Whether every token attends to all others. With `vision` only an image's tokens do."""
     return raw.get("use_bidirectional_attention") not in (None, False, "vision")
 
 
@@ -149,10 +143,7 @@ def read_dense_modules(folder: Path) -> list[DenseModule]:
 
 
 def read_score_tokens(folder: Path) -> tuple[str | int, str | int] | None:
-    """The tokens against and for, as texts or ids, whose logits give a text model's score.
-
-    None: the model gives no scores. Raises ConfigError.
-    """
+    """Tokens against and for, whose logits give a text model's score; None: no score. Raises ConfigError."""
     named = read_settings(folder / "config.json").get("classifier_from_token")
     if named is None:
         path = next((path for kind, path in _modules(folder) if kind == "LogitScore"), None)

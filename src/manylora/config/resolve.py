@@ -1,7 +1,5 @@
 """The only way to an EngineConfig: the user's settings override the build record, which overrides defaults.
-
-Triton's parameters, `LLM`, `manylora serve` and `manylora bench` each have their own names for the rows of
-SETTINGS. `rename` translates these, and `resolve` does everything else.
+`rename` translates what each door calls the rows of SETTINGS, and `resolve` does everything else.
 """
 
 from __future__ import annotations
@@ -26,10 +24,9 @@ NOTHING: Settings = MappingProxyType({})
 
 
 def rename(given: Mapping[str, Any], names: Mapping[str, Setting], what: str = "") -> dict[str, Any]:
-    """Translate a door's settings to `resolve`'s.
+    """Translate a door's settings to `resolve`'s. Raises ConfigError.
 
-    given: values as text or as parsed from YAML; None: not set. names: the door's names of the rows.
-    what: prefix of a name in errors. Raises ConfigError.
+    given: values as text or as parsed from YAML; None: not set. what: prefix of a name in errors.
     """
     settings: dict[str, Any] = {}
     for name, row in names.items():
@@ -43,13 +40,11 @@ def rename(given: Mapping[str, Any], names: Mapping[str, Setting], what: str = "
 
 
 def resolve(model_dir: Path, settings: Settings, defaults: Settings = NOTHING) -> EngineConfig:
-    """Each setting comes from `settings`, else the build record of model_dir, else `defaults`, else the
-    field's default.
+    """Each setting comes from `settings`, else the build record, else `defaults`, else the field's default.
 
-    None in settings means not set. max_beam_width None means max_batch_size. Unless set, max_num_tokens is
-    raised to max_batch_size, and max_adapter_size to max_lora_rank.
-
-    Raises ConfigError, also if a setting exceeds what model_dir was built for.
+    max_beam_width None means max_batch_size. Unless set, max_num_tokens is raised to max_batch_size, and
+    max_adapter_size to max_lora_rank. Raises ConfigError, also if a setting exceeds what model_dir was built
+    for.
     """
     settings = {name: value for name, value in settings.items() if value not in (None, ())}
     recorded = read_build_record(model_dir).settings()

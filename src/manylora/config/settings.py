@@ -1,7 +1,5 @@
-"""Setting: one row of a table of settings. Each field of a settings class that is made by `setting` is a row.
-
-The rows of the engine are in `config.engine`. Command lines, their help, the parameters of Triton and the
-arguments of `LLM` are read by these rows.
+"""Setting: one row of a table of settings, by which command lines, their help, Triton's parameters and LLM's
+arguments are read. Each field that `setting` makes is a row. Those of the engine are in `config.engine`.
 """
 
 from __future__ import annotations

@@ -25,10 +25,9 @@ RESULT = "Result of {name}: {content}"
 def with_tools_as_text(
     messages: Messages, tools: Sequence[Mapping[str, Any]], has_system: bool = True
 ) -> list[Mapping[str, Any]]:
-    """Messages of only the roles system, user and assistant, each with a content.
+    """Messages of only the roles system, user and assistant. Results that follow each other become one.
 
-    tools: as chat templates take them. has_system: whether the template shows system messages. Results that
-    follow each other become one message.
+    tools: as chat templates take them. has_system: whether the template shows system messages.
     """
     shown: list[Mapping[str, Any]] = []
     names: dict[Any, str] = {}  # of the functions, by the ids of their calls
@@ -135,9 +134,10 @@ class ChatTemplate:
         most: int = MOST,
         variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> str:
-        """The prompt, ready for the assistant's answer. most: maximum number of characters. variables: passed
-        to the template, which may include add_generation_prompt. Tools, calls and results that the template
-        does not know are shown as text. Raises RequestError.
+        """The prompt, ready for the assistant's answer. Raises RequestError.
+
+        most: maximum number of characters. Tools, calls and results that the template does not know become
+        text.
         """
         has_calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
         if not self.takes_tools and (tools or (has_calls and not self._shows_calls)):
@@ -179,9 +179,7 @@ class ChatTemplate:
 
 
 def up_to_last_message(text: str, messages: Messages) -> str:
-    """The start of a rendered chat up to the end of the last message's content, so that the answer continues
-    it. Raises RequestError if the template does not show that content.
-    """
+    """A rendered chat up to the end of its last message's content. Raises RequestError if that is missing."""
     content = str(messages[-1].get("content") or "")
     at = text.rfind(content.strip()) if content.strip() else -1
     if at < 0:

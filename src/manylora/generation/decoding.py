@@ -25,9 +25,8 @@ OF_DRAWING = ("temperature", "top_k", "top_p", "min_p")
 class StopRules:
     """When an output ends, and how its text is made.
 
-    end_ids: end the output and are never part of it. ids: stop token ids, with the stop reason that each
-    reports. texts: end the output wherever they appear. Nothing ends it before min_tokens tokens. include:
-    keep stop ids and stop texts in the output.
+    end_ids: end it and are never part of it. ids: stop token ids, with the stop reasons. texts: end it
+    wherever they appear. min_tokens: nothing ends it before. include: keep stop ids and texts in the output.
     """
 
     end_ids: frozenset[int] = frozenset()
@@ -43,9 +42,8 @@ class StopRules:
 class Decoding:
     """How one prompt is continued. n: number of outputs to return, out of the engine's num_results.
 
-    top: number of alternatives to return per token, from logits; None: no log probabilities. prompt_top: the
-    same for tokens of the prompt. prompt_only: only the prompt is wanted; the engine generates one token that
-    is not shown. cache_salt: as in `Request`.
+    top: number of alternatives per token, from logits; None: no log probabilities. prompt_top: the same for
+    the prompt. prompt_only: the engine generates one token that is not shown. cache_salt: as in `Request`.
     """
 
     params: engine.SamplingConfig
@@ -63,10 +61,7 @@ class Decoding:
         return max(self.params.beam_width, self.params.num_return_sequences)
 
     def within(self, num_tokens: int) -> Decoding:
-        """The same with at most this many new tokens, so that truncated beams are recognised.
-
-        Unchanged for 0 or less: the engine refuses such a prompt.
-        """
+        """At most this many new tokens, so that truncated beams are recognised. Unchanged for 0 or less."""
         if not 0 < num_tokens < self.params.max_tokens:
             return self
         return replace(self, params=replace(self.params, max_tokens=num_tokens))
@@ -81,10 +76,8 @@ class Decoding:
 def with_defaults(
     params: SamplingParams, defaults: GenerationDefaults, *, own_length: bool
 ) -> SamplingParams:
-    """The same with default values for fields that are None. own_length: `max_tokens` was set by the
-    caller.
-
-    Beam search ignores the sampling defaults. Raises ValueError if the defaults do not fit the other fields.
+    """The same with defaults for fields that are None, except in beam search those of sampling. own_length:
+    `max_tokens` was set by the caller. Raises ValueError if the defaults do not fit the other fields.
     """
     found = {**defaults.fields, **({} if own_length else {"max_tokens": defaults.max_tokens})}
     if "top_k" in found:
@@ -178,10 +171,7 @@ def _bias(values: Any) -> np.ndarray:
 def _stops(
     params: SamplingParams, tokenizer: Tokenizer | None
 ) -> tuple[dict[int, int | str], tuple[str, ...]]:
-    """Stop ids with their stop reasons, and stop texts.
-
-    A text that is one special token becomes an id, because the output's text may omit special tokens.
-    """
+    """Stop ids with their reasons, and texts. One special token is an id: the text may omit it."""
     ids: dict[int, int | str] = {}
     texts: list[str] = []
     for text in params.stop_texts:

@@ -60,9 +60,7 @@ OFF_AT_ONE = {
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """fields: the ones that are set, of PARAMETERS, stop (texts) and stop_token_ids. max_tokens: new tokens;
-    None: the usual default. end_ids: end tokens, instead of the model's; None: the model's.
-    """
+    """fields: those that are set. max_tokens: new ones; None: the usual. end_ids: None: the model's."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
@@ -156,11 +154,10 @@ RULES: dict[str, Rule] = {
 def model_defaults(
     folder: Path, vocab_size: int, source: str = "auto", override: Mapping[str, Any] | None = None
 ) -> GenerationDefaults:
-    """folder: of the model. source: auto (the model's file; for a GGUF file whose metadata says nothing,
-    LLAMA_CPP), vllm (none), or a folder with a generation_config.json. override: settings that replace those.
+    """source: auto (the file of the model in `folder`; for a GGUF file that says nothing, LLAMA_CPP), vllm
+    (none), or a folder with a generation_config.json. override: settings that replace those.
 
-    Settings of the model's own file that are not supported are left out and logged. Raises ConfigError for
-    others.
+    Unsupported settings of the model's own file are left out and logged. Raises ConfigError for others.
     """
     found: dict[str, Any] = {}
     if source == "auto":

@@ -1,6 +1,4 @@
-"""Generation: the state of one prompt that is being continued, whoever asks for it. Continuation: one of its
-outputs. StopTexts finds texts that end an output.
-"""
+"""Generation: the state of one prompt that is being continued. Continuation: one of its outputs."""
 
 from __future__ import annotations
 
@@ -42,10 +40,8 @@ def overlap(text: str, word: str, start: int = 0) -> int:
 
 
 class Continuation:
-    """tokenizer: None leaves the text empty.
-
-    Text that may become a stop text, or is half a character, is withheld until that is known. Reported text
-    therefore never changes.
+    """tokenizer: None leaves the text empty. What may become a stop text, or is half a character, is withheld
+    until that is known, so that reported text never changes.
     """
 
     def __init__(self, rules: StopRules, tokenizer: Tokenizer | None) -> None:
@@ -71,9 +67,7 @@ class Continuation:
     def extend(
         self, token_ids: Sequence[int], log_probs: Sequence[float], finish: FinishReason | None
     ) -> None:
-        """Add tokens from the engine. finish: why the engine ended the output. No effect after the output has
-        ended.
-        """
+        """Add tokens from the engine. finish: why it ended the output. No effect after the end."""
         if self.finish_reason is not None:
             return
         start = len(self.token_ids)
@@ -96,9 +90,7 @@ class Continuation:
             self._add_text(start, final=False)
 
     def report(self, index: int, log_probs: bool, cumulative: bool) -> CompletionOutput:
-        """The output so far, and what is new since the last report. log_probs, cumulative: whether to include
-        them.
-        """
+        """The output so far, and what is new since the last report."""
         num_chars, num_tokens = self._reported
         text = self._text[: self._safe] if self._rules.detokenize else ""
         self._reported = (len(text), len(self.token_ids))
@@ -156,9 +148,7 @@ class Continuation:
             self._safe = len(self._text)
 
     def _find_stop(self) -> bool:
-        """End the output at the first stop text. Without one, mark text that cannot belong to a stop text as
-        safe.
-        """
+        """End the output at the first stop text, or mark as safe what cannot belong to one."""
         if len(self.token_ids) < self._rules.min_tokens:
             self._search_from = self._safe = len(self._text)
             return False
@@ -271,9 +261,7 @@ class Generation:
             self.error = error
 
     def report(self) -> list[CompletionOutput]:
-        """The n outputs to return in their current state, with what is new in each. With best_of > n, the n
-        best once all are complete.
-        """
+        """The n outputs in their current state; with best_of > n, the n best once all are complete."""
         decoding = self.decoding
         beams = decoding.params.beam_width > 1  # they arrive best first, by a score with a length penalty
         if self.complete and decoding.n < len(self._order):
@@ -292,9 +280,7 @@ class Generation:
         return self._outputs[: self.decoding.n]
 
     def alternatives(self, index: int) -> Sequence[TokenLogprob]:
-        """Alternatives for each token of the output that `report` returns at `index`. Empty unless
-        requested.
-        """
+        """For each token of the output that `report` returns at `index`. Empty unless requested."""
         return self._alternatives[self._order[index]]
 
     def _take_tokens(self, event: Event) -> bool:

@@ -10,9 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Logprob:
-    """Natural log of a token's probability, after penalties and temperature. rank 1: the most probable
-    token.
-    """
+    """Natural log, after penalties and temperature. rank 1: the most probable token."""
 
     logprob: float
     rank: int | None = None
@@ -20,9 +18,7 @@ class Logprob:
 
 @dataclass(frozen=True)
 class LoraVersion:
-    """Tokens [start, end) of an output and the adapter content that generated them. version: counts the
-    contents of the name, from 1.
-    """
+    """Which version of an adapter, counted from 1, generated the tokens [start, end)."""
 
     name: str
     version: int
@@ -66,9 +62,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """logprob: None for the first token of a prompt. top: (token id, log probability), best first. rank: 1
-    for the most probable token; None: unknown.
-    """
+    """logprob: None for a prompt's first token. top: (token id, log probability), best first."""
 
     token_id: int
     logprob: float | None

@@ -14,9 +14,7 @@ from manylora.request import Event, LoraInput, LoraMix, Pooling, Request, Reques
 
 @dataclass(frozen=True)
 class PoolingParams:
-    """dimensions: cut embeddings to this length. use_activation: normalise embeddings as the model's folder
-    says, and convert logits to probabilities.
-    """
+    """dimensions: cut embeddings to this length. use_activation: normalise them, make probabilities."""
 
     dimensions: int | None = None
     use_activation: bool = True
@@ -25,10 +23,7 @@ class PoolingParams:
 
 
 class PooledGeneration:
-    """A prompt for which hidden states or labels are computed. The rest is as in `Generation`.
-
-    values: float32, [n] or [tokens, n]; None until computed.
-    """
+    """As `Generation`. values: float32, [n] or [tokens, n]; None until computed."""
 
     num_sequences = 1
 
@@ -96,10 +91,9 @@ def check_dimensions(dimensions: int, settings: PoolingSettings) -> None:
 
 
 def probabilities(logits: np.ndarray, settings: PoolingSettings, activate: bool = True) -> np.ndarray:
-    """logits [..., labels] to probabilities, with softmax.
-
-    With sigmoid for one label, and if problem_type in config.json is multi_label_classification. Unchanged if
-    it is regression. problem_type applies only to heads with as many labels as the base model's.
+    """logits [..., labels] to probabilities, with softmax; with sigmoid for one label or problem_type
+    multi_label_classification; unchanged for regression. problem_type is for heads with the base model's
+    labels.
     """
     count = logits.shape[-1]
     problem = settings.problem if len(settings.labels or (0, 0)) == count else ""

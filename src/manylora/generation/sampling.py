@@ -1,6 +1,4 @@
-"""Sampling parameters: PARAMETERS, the table that every entry point reads its names from; SamplingParams and
-GuidedDecodingParams, with TensorRT-LLM's fields.
-"""
+"""PARAMETERS, from which every entry point takes its names; SamplingParams, with TensorRT-LLM's fields."""
 
 from __future__ import annotations
 
@@ -19,14 +17,12 @@ from manylora.request import MOST, MOST_FLOAT, Guide
 class Parameter:
     """A sampling parameter that is a single value, and what each entry point calls it.
 
-    name:     field of SamplingConfig and of SamplingParams; key in HTTP bodies, in `sampling_parameters` of
-              `vllm_model` and in an adapter's generation_config.json; input sampling_param_NAME of `llmapi`.
+    name: field of SamplingConfig and of SamplingParams; key in HTTP bodies, in `sampling_parameters` of
+        `vllm_model` and in an adapter's generation_config.json; input sampling_param_NAME of `llmapi`.
     default, least, most: in HTTP bodies. The bounds apply to generation_config.json, too.
-    tensor:   input of `tensorrt_llm`; empty: name.
-    text:     input of `tensorrt_llm_bls` and of the ensemble; empty: name.
-    option:   key of Ollama's options; empty: name. option_default: Ollama's default; None: default.
-    anthropic_most: largest value in Anthropic's API; None: most.
-    without:  entry points that do not take it, of ENTRY_POINTS.
+    tensor: input of `tensorrt_llm`. text: input of `tensorrt_llm_bls` and of the ensemble. option: key of
+        Ollama's options. Empty: name. option_default: Ollama's default; None: default.
+    anthropic_most: largest value in Anthropic's API; None: most. without: entry points that do not take it.
     """
 
     name: str
@@ -87,10 +83,8 @@ def parameters_of(entry_point: str) -> list[Parameter]:
 class GuidedDecodingParams:
     """Set exactly one field; otherwise raises ValueError. A guide that does not compile fails its request.
 
-    json:        a JSON schema, as text, a mapping, or a pydantic model.
-    regex:       a regular expression that the whole output matches.
-    grammar:     an EBNF grammar in llama.cpp's notation, starting at `root`.
-    json_object: any JSON value.
+    json: a JSON schema, as text, a mapping, or a pydantic model. regex: matches the whole output. grammar:
+    EBNF in llama.cpp's notation, starting at `root`. json_object: any JSON value.
     """
 
     json: str | Mapping[str, Any] | type | None = None
@@ -192,31 +186,28 @@ class SamplingParams:
     Greedy unless `temperature`, `top_k` or `top_p` asks for sampling. Checked when created and again when
     used. Raises ValueError, also for fields of TensorRT-LLM that this engine does not implement.
 
-    end_id:       generation stops at this token, which is not part of the output. None: the model's end
-                  tokens; -1: none.
-    stop:         texts that end the output wherever they appear.
-    stop_token_ids: tokens that end it. Neither is part of the output, unless include_stop_str_in_output.
-    bad, bad_token_ids: texts and tokens that are never generated; texts as the tokenizer splits them.
+    end_id: generation stops at this token, which is not part of the output. None: the model's end tokens; -1:
+        none. stop, stop_token_ids: texts and tokens that end the output, and are part of it only with
+        include_stop_str_in_output. bad, bad_token_ids: texts and tokens that are never generated; texts as
+        the tokenizer splits them.
     repetition_penalty: > 1 lowers the logits of tokens in prompt and output. presence_penalty,
-                  frequency_penalty: subtracted from them, once or per occurrence, after the temperature.
-                  prompt_ignore_length: ignore this many tokens at the prompt's start for these two.
-    min_p:        when sampling, exclude tokens less probable than this factor times the most probable one.
-    min_tokens:   nothing ends the output before this many tokens.
-    n, best_of:   return the n of best_of samples with the highest cumulative log probability, best first.
+        frequency_penalty: subtracted from them, once or per occurrence, after the temperature.
+        prompt_ignore_length: ignore this many tokens at the prompt's start for these two.
+    min_p: when sampling, exclude tokens less probable than this factor times the most probable one.
+    min_tokens: nothing ends the output before this many tokens.
+    n, best_of: return the n of best_of samples with the highest cumulative log probability, best first.
     use_beam_search: best_of is the number of beams, of which the best n are returned. A beam's score is log
-                  probability / length ** length_penalty. early_stopping: 1 ends when best_of beams have
-                  ended, 0 when no other can become better. beam_search_diversity_rate: rank a
-                  beam's n-th best token n * rate lower. These three need use_beam_search.
+        probability / length ** length_penalty. early_stopping: 1 ends when best_of beams have ended, 0 when
+        no other can become better. beam_search_diversity_rate: rank a beam's n-th best token n * rate lower.
     top_p_min, top_p_decay, top_p_reset_ids: top_p is multiplied by top_p_decay after every token, down to
-                  top_p_min, and is reset after the token top_p_reset_ids.
-    embedding_bias: [vocabulary or fewer], added to the logits.
-    guided_decoding: a constraint on the output.
+        top_p_min, and is reset after the token top_p_reset_ids.
+    embedding_bias: [vocabulary or fewer], added to the logits. guided_decoding: a constraint on the output.
     return_context_logits, return_generation_logits: for each prompt token, and for each output token.
-    logprobs:     0: log probability of each output token. 1: the same, for greedy decoding only, where the
-                  output token is the most probable one.
+    logprobs: 0: log probability of each output token. 1: the same, for greedy decoding only, where the output
+        token is the most probable one.
     truncate_prompt_tokens: use only this many tokens, from the end of the prompt.
-    use_drafts:   False: do not use n-gram drafts, even if they are enabled.
-    seed:         None is 0, so a repeated request gives the same output.
+    use_drafts: False: do not use n-gram drafts, even if they are enabled.
+    seed: None is 0, so a repeated request gives the same output.
     """
 
     end_id: int | None = None

@@ -18,9 +18,8 @@ class DecoderRules:
     """What the text of a token depends on, from the `decoder` of a tokenizer.json.
 
     byte_level: tokens are bytes. only_bytes: and nothing else is done to them. byte_tokens: tokens such as
-    `<0xE2>` are bytes. last: the last token's text depends on whether another follows. stripped: the text
-    loses characters at its start. whole: no rule says which part of the text is final, so that all of it
-    is held back until the end.
+    `<0xE2>` are bytes. last: whether another token follows changes it. stripped: the text loses characters at
+    its start. whole: no rule says which part of the text is final; all of it is held back until the end.
     """
 
     byte_level: bool = False
@@ -72,10 +71,7 @@ def _keeps_bytes(step: Mapping[str, Any]) -> bool:
 
 
 class ByteStream:
-    """For byte-level tokenizers: every id is bytes of UTF-8, so only an incomplete character is held back.
-
-    bytes_of: returns an id's bytes, empty for an id without token. skipped: ids that are not shown.
-    """
+    """Every id is bytes of UTF-8 (`bytes_of`), so that only an incomplete character is held back."""
 
     def __init__(self, bytes_of: Callable[[int], bytes], skipped: Container[int]) -> None:
         self._bytes_of, self._skipped = bytes_of, skipped
@@ -90,9 +86,8 @@ class ByteStream:
 class WindowStream:
     """For any tokenizer: a window of the last ids is decoded again with the new ones.
 
-    stable:  from ids to the part of their text that cannot change any more. whole: to their full text.
-    suffix:  the end of a window that determines the transition to what follows.
-    is_shown: whether an id has text; others would make the window grow forever.
+    stable: from ids to the final part of their text. whole: to their full text. suffix: the end of a window
+    that determines the transition to what follows. is_shown: others would make the window grow forever.
     """
 
     def __init__(

@@ -44,8 +44,7 @@ class TextLimits:
     def check(self, length: int, context: int | None, whole: bool = True) -> None:
         """Raises TextTooLongError if a text of this length must have more than `context` tokens.
 
-        context: None: unknown. whole: False: the text need not fit the context. In both cases the limit is
-        `longest_text`.
+        whole: False: it need not fit the context; then, and for None, the limit is `longest_text`.
         """
         if context is None or not whole:
             most = longest_text(context)
@@ -60,10 +59,9 @@ class TextLimits:
             )
 
     def probe(self, text: str, context: int, count: Callable[[str], int]) -> None:
-        """Raises TextTooLongError if the start of a text already has clearly more than `context` tokens.
-
-        This is cheaper than tokenising all of it. A text whose length usually fits is not checked. count:
-        returns the number of tokens of a text.
+        """Raises TextTooLongError if a text's start already has clearly more than `context` tokens, which is
+        cheaper to find than to tokenise all. A text whose length usually fits is not checked. count: tokens
+        of a text.
         """
         size = max(FREE, 4 * context)
         while 2 * size <= len(text):
@@ -87,12 +85,9 @@ def most_listed(context: int) -> int:
 
 
 def characters_per_token(spec: Mapping[str, Any]) -> int | None:
-    """The most characters of a text that one token can represent.
-
-    None: any number, because a normalizer or pre-tokenizer drops some, or one token represents a run of
-    unknown characters.
-    spec: a tokenizer.json. Counts characters, not bytes, because normal forms change the number of bytes both
-    ways.
+    """The most characters of a text that one token can represent; None: any number, because some are dropped,
+    or one token represents a run of unknown ones. spec: a tokenizer.json. Normal forms change the number of
+    bytes both ways, so characters are counted.
     """
     added = spec.get("added_tokens") or []
     if any(token.get("lstrip") or token.get("rstrip") for token in added):
@@ -186,10 +181,7 @@ def _readable() -> Iterator[None]:
 
 
 class Tokenizer:
-    """tokenizer.json and tokenizer_config.json of a Hugging Face directory. Raises ConfigError.
-
-    chat_template: a file to use instead of the directory's own. settings: of tokenizer_config.json.
-    """
+    """Of a Hugging Face directory. Raises ConfigError. settings: tokenizer_config.json."""
 
     _lower = False  # what sentence-transformers does before it tokenises a text
 
@@ -263,10 +255,7 @@ class Tokenizer:
 
     @property
     def decoder_start_id(self) -> int | None:
-        """The first token of an encoder-decoder model's decoder, from the configuration beside the tokenizer.
-
-        generation_config.json takes precedence. None: there is no such model.
-        """
+        """The first token of an encoder-decoder model's decoder. None: there is no such model."""
         config = read_settings(self.directory / "config.json")
         if not config.get("is_encoder_decoder"):
             return None
@@ -276,10 +265,10 @@ class Tokenizer:
         return self.pad_id
 
     def encode(self, text: str, add_special_tokens: bool = True, context: int | None = None) -> list[int]:
-        """The text's ids. A long text does not block other Python threads.
+        """The text's ids. A long text does not block other Python threads. Raises RequestError.
 
-        context: tokens that fit: a text that certainly has more is not tokenised completely. The result may
-        still have more. Raises RequestError.
+        context: tokens that fit. A text that certainly has more is not tokenised; the result may still have
+        more.
         """
         if context is not None:
             self.limits.check(len(text), context)
@@ -291,9 +280,7 @@ class Tokenizer:
         return ids
 
     def encode_pair(self, first: str, second: str, context: int | None = None) -> tuple[list[int], int]:
-        """The ids of two texts, joined as the tokenizer does, and how many of them belong to the first.
-        Raises RequestError.
-        """
+        """The ids of two texts, and how many of them belong to the first. Raises RequestError."""
         self.limits.check(len(first) + len(second), context)
         with _readable():
             encoded = self._library.encode(first, second)
@@ -310,10 +297,10 @@ class Tokenizer:
     ) -> str:
         """The text that `new` ids add to a stream whose preceding ids were `window`.
 
-        Text that may still change is held back until it is final, or `final` is set: an incomplete character
-        of byte-level tokens, and a run of byte-fallback tokens, which are decoded together. All deltas
-        concatenate to the decoded text of all ids. With a decoder that allows no such rule, all text is held
-        back until the end, and is exact for outputs of up to WINDOW tokens.
+        Text that may still change is held back unless `final`: an incomplete character, and a run of
+        byte-fallback tokens, which are decoded together. All deltas concatenate to the decoded text of all
+        ids. With a decoder without such rules, all is held back; it is exact for outputs of up to WINDOW
+        tokens.
         """
         if self._rules.whole:  # once ids are missing from the window, its text cannot be exact
             if not final and len(window) + len(new) < WINDOW:
@@ -348,8 +335,7 @@ class Tokenizer:
     ) -> str:
         """Messages through the chat template, ready for the assistant's answer. Raises RequestError.
 
-        context: tokens there is room for; None: it is not known. variables: that the template sees besides.
-        continues: the answer continues the last message.
+        context: tokens that fit; None: not known. continues: the answer continues the last message.
         """
         if continues:
             variables = {**variables, "add_generation_prompt": False, "continue_final_message": True}
@@ -378,9 +364,7 @@ class Tokenizer:
         return self._library.id_to_token(token_id) is not None
 
     def _suffix(self, window: Sequence[int], skip: bool) -> list[int]:
-        """The last CONTEXT ids, and more until the first is no byte token, and until they have text where the
-        decoder removes some at the start.
-        """
+        """The last CONTEXT ids, and more until the first is no byte token and the text is not stripped."""
         kept: list[int] = []
         for i in reversed(window):
             if not self._is_shown(i, skip):

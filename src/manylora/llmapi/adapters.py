@@ -1,6 +1,4 @@
-"""AdapterRegistry: which files each adapter id of an LLM refers to. NamedAdapters: adapters that have names,
-in the folders that the LLM was given.
-"""
+"""AdapterRegistry: the files of each adapter id. NamedAdapters: adapters in the folders of an LLM."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ class _Named:
 
 
 class NamedAdapters:
-    """Thread-safe. roots: folders; a name is a path below the first one that has it. aliases: name -> its
-    target. Raises ConfigError.
-    """
+    """Thread-safe. A name is a path below the first root that has it, or an alias. Raises ConfigError."""
 
     def __init__(self, roots: Sequence[Path], aliases: Mapping[str, str]) -> None:
         self._folders = AdapterFolders(roots=roots)
@@ -59,11 +55,9 @@ class NamedAdapters:
         return sorted(self._folders.names() | self._aliases.keys())
 
     def find(self, name: str, replace: Callable[[LoRARequest], None]) -> LoRARequest:
-        """The request for a name. Changed files take effect now; if they are broken, the previous content
-        stays.
+        """Changed files take effect now, by `replace`; if they are broken, the previous content stays.
 
-        replace: serves the current content of a request's files if the request was served before; raises
-        AdapterError. Raises AdapterNotFoundError.
+        Raises AdapterNotFoundError.
         """
         meant, now = self._aliases.resolve(name), time.monotonic()
         with self._lock:
@@ -102,9 +96,7 @@ def with_requests(given: Any, find: Any) -> Any:
 
 
 def _kind(path: Path) -> str:
-    """The value for `LoRARequest.lora_ckpt_source`. Files that are not an adapter raise an error when
-    read.
-    """
+    """For `LoRARequest`. Files that are not an adapter raise an error when read."""
     try:
         return "nemo" if find_source(path).kind == "nemo" else "hf"
     except AdapterError:
@@ -121,12 +113,8 @@ class _Registered:
 
 
 class AdapterRegistry:
-    """Thread-safe. An id belongs to one path. The id of a refused adapter is forgotten and may be given
-    another path.
-
-    A hub id is downloaded at its first read, and refers to the same files from then on.
-
-    library: the engine's, which reads an adapter when it is not in the cache. reader: for `lora_config`.
+    """Thread-safe. An id belongs to one path until it is refused. A hub id is downloaded at its first read,
+    and refers to the same files from then on.
     """
 
     def __init__(self, library: AdapterLibrary, reader: AdapterReader) -> None:
@@ -137,10 +125,8 @@ class AdapterRegistry:
         self._labels: dict[Path, int] = {}  # by place: labels of the last head that was read
 
     def claim(self, request: LoRARequest) -> None:
-        """Bind the request's id to its path. Call `release` when the request ends.
-
-        Raises AdapterInvalidError if the id has another path, AdapterNotCachedError if the request has no
-        path and the id is unknown.
+        """Bind the request's id to its path, until `release`. Raises AdapterInvalidError if it has another
+        path, AdapterNotCachedError if it is unknown and the request has no path.
         """
         task_id, source = request.lora_int_id, request.lora_ckpt_source
         path = None if request.lora_path is None else _place(request.lora_path)
@@ -161,9 +147,7 @@ class AdapterRegistry:
     def put(
         self, request: LoRARequest, tensors: Mapping[str, Any], config: Mapping[str, Any]
     ) -> Adapter | FileAdapter:
-        """Bind the request's id to these tensors, which stay in memory. Raises AdapterInvalidError and
-        changes nothing then.
-        """
+        """Bind the request's id to these tensors, which stay in memory. Raises AdapterInvalidError."""
         from safetensors.torch import save_file
 
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -184,10 +168,7 @@ class AdapterRegistry:
         return adapter
 
     def replace(self, request: LoRARequest) -> Adapter | FileAdapter | None:
-        """Bind the request's id to the current content of its path. None: the id is not in use.
-
-        Raises AdapterInvalidError and changes nothing then.
-        """
+        """Bind its id to the current content of its path. None: not in use. Raises AdapterInvalidError."""
         assert request.lora_path is not None
         task_id, path, source = request.lora_int_id, _place(request.lora_path), request.lora_ckpt_source
         with self._lock:
@@ -241,9 +222,7 @@ class AdapterRegistry:
             raise
 
     def release(self, task_ids: Sequence[int], accepted: bool) -> None:
-        """Call this when a request has ended. accepted: its adapters were not the cause, so their ids keep
-        their paths.
-        """
+        """To be called when a request has ended. accepted: its adapters' ids keep their paths."""
         with self._lock:
             for task_id in task_ids:
                 entry = self._entries[task_id]

@@ -32,31 +32,25 @@ class LLM(PooledRequests):
     skip_tokenizer_init: prompts and outputs are token ids.
     lora_config: required for requests with adapters. peft_cache_config: size of the adapter cache.
     lora_root: folder or folders with named adapters; a name is the path below it. lora_alias: more names.
-    lora_trust: FOLDER, or FOLDER=PART,PART, or several: adapters in it are used with their own
-               chat_template, generation_config and tokenizer (the PARTs), where they have them.
-    lora_tokenizer_bytes: memory for these tokenizers; each counts as eight times its file.
-    generation_config: where values come from for fields that SamplingParams leave None: vllm (nowhere: greedy
-               decoding), auto (the model's generation_config.json), or a folder that has such a file.
+    lora_trust: FOLDER, or FOLDER=PART,PART, or several: adapters in it are used with their own chat_template,
+               generation_config and tokenizer (the PARTs). lora_tokenizer_bytes: memory for these tokenizers;
+               each counts as eight times its file.
+    generation_config: where values come from for fields that SamplingParams leave None: vllm (nowhere), auto
+               (the model's generation_config.json), or a folder that has such a file.
     override_generation_config: such values, instead of those: {"temperature": 0.6}.
     quant_config: quantise the weights; None: leave them as stored.
     guided_decoding_backend: llguidance or xgrammar, which are equivalent here; None: no guided decoding.
     moe_backend: CUTLASS or None; there is only one implementation of experts.
 
-    Engine settings; None: the default. For a directory that `manylora build` wrote, its limits are the
-    defaults and upper bounds.
-    dtype:     auto, float32, float16, bfloat16. device: auto, cpu, cuda, cuda:N.
-    max_batch_size: sequences in one step. max_num_tokens: tokens in one step; None: 2048, at least
-               max_batch_size. max_seq_len: tokens of prompt and output; None: what the model allows.
-    max_beam_width: beams of one request; None: max_batch_size. max_queue_size: waiting requests; 0: no limit.
-    gpu_memory_utilization: share of the device's memory for weights, KV cache and adapters; None: no limit.
-    enable_chunked_prefill: process long prompts in chunks, alongside decoding.
-    batch_scheduler_policy: guaranteed_no_evict or max_utilization.
+    The others are settings of the engine. None: the limit that `manylora build` recorded, or the default.
+    max_batch_size: sequences in one step. max_num_tokens: tokens in one step; 2048, at least max_batch_size.
+    max_seq_len: tokens of prompt and output. max_beam_width: beams of one request; max_batch_size.
+    max_queue_size: waiting requests; 0: no limit. stream_interval: new tokens per streamed output; 1.
+    gpu_memory_utilization: share of the device's memory for weights, KV cache and adapters; no limit.
     disable_overlap_scheduler: on a GPU, wait for a step's tokens before launching the next step.
-    enable_cuda_graph, cuda_graph_cache_size: capture decode steps; None: if supported; 0: 128 graphs.
-    tensor_parallel_size: ranks that share each layer. pipeline_parallel_size: stages of such ranks, each with
-               a part of the layers. Each rank is a process with its own GPU. moe_expert_parallel_size: how
-               many of the ranks that share a layer divide whole experts among them.
-    stream_interval: new tokens per streamed output; the first is sent at once. None: 1.
+    enable_cuda_graph, cuda_graph_cache_size: capture decode steps, where supported; 0: 128 graphs.
+    tensor_parallel_size: ranks that share each layer. pipeline_parallel_size: stages of such ranks.
+    moe_expert_parallel_size: how many of the ranks that share a layer divide whole experts among them.
     wrap_input_ids: wrap token ids beyond the vocabulary (modulo its size) instead of refusing them.
 
     Raises ConfigError for a configuration that cannot be served, and for an unknown argument.
@@ -72,9 +66,9 @@ class LLM(PooledRequests):
         """Continue one prompt, or several at once, and wait. Returns a list for several.
 
         sampling_params, lora_request: one for all prompts, or a list with one per prompt; None in the list is
-        the base model. Prompts of a batch may use different adapters. (LoRARequest, scale) is an adapter with
-        a scale. A list of up to 8 such pairs is a mix of adapters that act together. A name in `lora_root`
-        may replace a LoRARequest. use_tqdm: show a progress bar on a terminal if tqdm is installed.
+        the base model. (LoRARequest, scale) is an adapter with a scale, a list of up to 8 such pairs a mix of
+        adapters that act together; a name in `lora_root` may replace a LoRARequest. use_tqdm: show a progress
+        bar on a terminal if tqdm is installed.
 
         Raises RequestError or ValueError for the first prompt that cannot be served; the others are
         cancelled.
@@ -112,10 +106,8 @@ class LLM(PooledRequests):
         lora_request: str | LoRAChoice | None = None,
         streaming: bool = False,
     ) -> GenerationResult:
-        """Start to continue one prompt, and return at once.
-
-        Raises RequestError or ValueError for a request that cannot be served. Errors that only the engine can
-        detect are raised by the result.
+        """Start to continue one prompt, and return at once. Raises RequestError or ValueError; errors that
+        only the engine can detect are raised by the result.
         """
         made = self._make(inputs, sampling_params, self._named(lora_request), streaming, {})
         return self._submit(made)
@@ -135,12 +127,11 @@ class LLM(PooledRequests):
     ) -> RequestOutput | list[RequestOutput]:
         """Answer one conversation, or several at once, and wait. Returns a list for several.
 
-        messages: each with `role` and `content`, which is a text or a list of parts
-            {"type": "text", "text": …}, and `tool_calls` as in OpenAI's API. Other keys are passed to the
-            template.
+        messages: each with `role` and `content`, a text or a list of parts {"type": "text", "text": …}, and
+            `tool_calls` as in OpenAI's API. Other keys are passed to the template.
         chat_template: text of a template; None: the adapter's if it has a trusted one, else the model's.
-        tools: as in OpenAI's API, shown by the template. For a template that does not know tools, they and
-            the calls and results in messages are shown as text.
+        tools: as in OpenAI's API. For a template that does not know them, tools, calls and results are shown
+            as text.
         add_generation_prompt: end the prompt with the start of an answer.
         continue_final_message: continue the last message instead.
         chat_template_kwargs: further variables of the template.
@@ -207,9 +198,8 @@ class LLM(PooledRequests):
         return ChatText(tokenizer.chat(shown, tools or (), self._max_seq_len, variables, continues))
 
     def pin_lora(self, lora_request: LoRARequest | str) -> None:
-        """Keep an adapter on both levels of the cache until `unpin_lora`. Reads it if necessary.
-
-        Raises RequestError, also if too little space would be left for other adapters.
+        """Keep an adapter on both levels of the cache until `unpin_lora`. Reads it if necessary. Raises
+        RequestError, also if too little space would be left for other adapters.
         """
         problem: RequestError | None = None
         request: LoRARequest = self._named(lora_request)
@@ -242,10 +232,8 @@ class LLM(PooledRequests):
                     f"sampling_params must be a SamplingParams, got {sampling_params!r:.80}: give, for "
                     "example, SamplingParams(max_tokens=64)"
                 )
-            params, defaults = (
-                replace(sampling_params) if sampling_params else SamplingParams(),
-                self._defaults,
-            )
+            params = replace(sampling_params) if sampling_params else SamplingParams()
+            defaults = self._defaults
             if own is not None:
                 tokenizer, defaults = own.tokenizer, own.defaults.over(defaults)
             params = with_defaults(params, defaults, own_length=sampling_params is not None)

@@ -27,12 +27,11 @@ NGRAM_METHODS = ("ngram", "[ngram]", "NGram")
 class PeftCacheConfig(Options):
     """Size of the two-level adapter cache. Sizes in bytes. Raises ValueError.
 
-    num_host_module_layer, num_device_module_layer: if > 0, size of the level in rank-1 rows of the widest
-    module, instead of bytes. device_cache_percent: fraction in (0, 1] of the device memory left after weights
-    and KV cache.
-    max_adapter_size: each level must hold an adapter of this rank; LoraConfig.max_lora_rank raises it.
-    device_cache_size: bytes, instead of the fraction. disk_cache_dir: stores copies of adapters, up to
-    disk_cache_size bytes; None: no disk level. Workers, streams and pages per block have no effect here.
+    num_host_module_layer, num_device_module_layer: if > 0, size in rank-1 rows of the widest module, instead
+    of bytes. device_cache_percent: fraction in (0, 1] of the memory left after weights and KV cache.
+    device_cache_size: bytes, instead of the fraction. max_adapter_size: each level must hold an adapter of
+    this rank; LoraConfig.max_lora_rank raises it. disk_cache_dir: stores copies of adapters, up to
+    disk_cache_size; None: no disk level. Workers, streams and pages per block have no effect here.
     """
 
     num_host_module_layer: int = 0
@@ -72,12 +71,10 @@ class PeftCacheConfig(Options):
 class KvCacheConfig(Options):
     """Size and reuse of the KV cache. Raises ValueError.
 
-    enable_block_reuse:       compute common prompt prefixes once per adapter.
-    max_tokens:               upper bound of the cache, in tokens.
-    free_gpu_memory_fraction: of the device memory left after the weights, in (0, 1].
-    tokens_per_block:         tokens.
-    dtype:                    auto or fp8; the latter equals QuantConfig's kv_cache_quant_algo FP8.
-    Partial reuse and onboarding have no effect here. All other fields are refused if set.
+    enable_block_reuse: compute common prompt prefixes once per adapter. max_tokens: upper bound in tokens.
+    free_gpu_memory_fraction: of the device memory left after the weights, in (0, 1]. dtype: auto, or fp8,
+    which equals QuantConfig's kv_cache_quant_algo FP8. Partial reuse and onboarding have no effect here. All
+    other fields are refused if set.
     """
 
     enable_block_reuse: bool = EngineConfig.enable_kv_cache_reuse

@@ -17,10 +17,7 @@ MAX_ID = 2**64 - 1
 
 
 class Options:
-    """Base of dataclasses that record which fields were set. Only these override a build record.
-
-    `dataclasses.replace` marks all fields of its copy as set.
-    """
+    """Records which fields were set (`dataclasses.replace` sets all): only these override a build record."""
 
     given: frozenset[str]
 
@@ -89,9 +86,8 @@ class LoRARequest:
     """An adapter: its id, and the path to read it from. Raises ValueError.
 
     lora_int_id: 0 to 2**64 - 1; identifies the adapter for the lifetime of the LLM.
-    lora_path:   a PEFT directory, a directory with the two converted .npy files, or a hub id
-                 org/name, which is downloaded at its first use. None: the path of an earlier request
-                 with this id, or the tensors that `LLM.load_adapter` stored under it.
+    lora_path: a PEFT directory, a directory with the two converted .npy files, or a hub id org/name, which is
+        downloaded at its first use. None: as earlier for this id, or the tensors of `LLM.load_adapter`.
     lora_version: keep: the request uses one version of the adapter; follow: it switches to newer ones.
     """
 
@@ -153,10 +149,7 @@ def members_of(given: LoRAChoice | None) -> list[tuple[LoRARequest, float]]:
 
 
 def lora_of(given: LoRAChoice | None, follow: bool = False) -> LoraInput | LoraMix | None:
-    """The adapters by id, as the engine gets them. follow: switch to newer versions if they ask for it.
-
-    Raises RequestError, ValueError.
-    """
+    """By id, as the engine gets them. follow: to newer versions if asked. Raises RequestError, ValueError."""
     adapters = [
         (LoraInput(one.lora_int_id, follow=follow and one.lora_version == "follow"), scale)
         for one, scale in members_of(given)

@@ -213,10 +213,8 @@ def modules_to_read(modules: Mapping[int, LoraModule], lora: LoraConfig | None) 
 
 
 def engine_config(model_dir: Path, arguments: Mapping[str, Any], **settings: Any) -> EngineConfig:
-    """arguments: of `LLM`. settings: of `resolve`, which override them.
-
-    Raises ConfigError for a configuration that cannot be served, ValueError for a lora_dir that is not an
-    adapter.
+    """settings: of `resolve`, which override the arguments. Raises ConfigError, and ValueError for a lora_dir
+    that is not an adapter.
     """
     backend, moe = arguments.get("guided_decoding_backend"), arguments.get("moe_backend")
     if backend is not None and backend not in GUIDE_BACKENDS:
@@ -234,10 +232,7 @@ def engine_config(model_dir: Path, arguments: Mapping[str, Any], **settings: Any
 
 
 def inferred_targets(lora: LoraConfig, model: ModelConfig, base: BaseWeights | None) -> tuple[str, ...]:
-    """Names of the modules in the adapters of lora_dir. base: the base model's weights, for DoRA.
-
-    Raises ConfigError, ValueError.
-    """
+    """Modules of the adapters in lora_dir. base: for DoRA. Raises ConfigError, ValueError."""
     nemo, options = lora.lora_ckpt_source == "nemo", ReadOptions(lora_modules(model), base)
     options = replace(options, text_only=lora.lora_text_only)
     names = {name for folder in lora.lora_dir for name in _modules_of(Path(folder), nemo, options)}

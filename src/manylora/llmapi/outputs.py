@@ -1,6 +1,4 @@
-"""What an LLM returns: RequestOutput, with a CompletionOutput for each output of a prompt; GenerationResult,
-its future and stream; embeddings, labels and scores, with vLLM's names.
-"""
+"""What an LLM returns: RequestOutput; GenerationResult, its future and stream; pooled outputs."""
 
 from __future__ import annotations
 
@@ -21,9 +19,8 @@ from manylora.request import RequestMetrics
 
 @dataclass(frozen=True)
 class RequestTimings:
-    """Seconds since the request was created, including the time to read its adapter. None: not reached yet.
-
-    first_token: when it was published to the caller; without streaming, when the engine generated it.
+    """Seconds since the request was created; None: not reached yet. first_token: when it was published;
+    without streaming, when the engine generated it.
     """
 
     first_token: float | None = None
@@ -34,9 +31,8 @@ class RequestTimings:
 class RequestOutput:
     """A prompt with its n outputs in their current state.
 
-    prompt: None for a prompt of token ids. prompt_token_ids: after truncation.
-    adapter_tier: where the adapter was found: "device", "host" or "disk"; empty without an adapter.
-    metrics: the engine's times and counts for the sequence that ended last; None before the first ends.
+    prompt: None for token ids. prompt_token_ids: after truncation. adapter_tier: where the adapter was found:
+    "device", "host" or "disk"; empty without one. metrics: the engine's, of the sequence that ended last.
     context_logits: [prompt, vocabulary] float32, if requested.
     """
 

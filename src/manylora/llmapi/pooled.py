@@ -33,10 +33,8 @@ Loras = str | LoRAChoice | Sequence[str | LoRAChoice | None] | None
 
 
 class PooledRequests(BaseLLM):
-    """Every method waits. Several prompts are a list and may use different adapters, one
-    choice each.
-
-    Raises RequestError or ValueError for the first prompt that cannot be served.
+    """Every method waits. Several prompts are a list, with one adapter or a list of them. Raises RequestError
+    or ValueError for the first prompt that cannot be served.
     """
 
     def embed(

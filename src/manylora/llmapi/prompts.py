@@ -24,10 +24,7 @@ SET_HERE = ("messages", "tools", "add_generation_prompt", "continue_final_messag
 
 @dataclass(frozen=True)
 class Prompt:
-    """text: None for a prompt of token ids. token_ids: as they are used.
-
-    decoder_ids: the tokens with which the decoder of an encoder-decoder model starts; None: decoder only.
-    """
+    """text: None for token ids. decoder_ids: with which an encoder-decoder model's decoder starts."""
 
     text: str | None
     token_ids: tuple[int, ...]
@@ -53,10 +50,7 @@ def read_prompt(
     encoder: EncoderConfig | None,
     max_seq_len: int,
 ) -> Prompt:
-    """tokenizer: None if prompts are token ids. max_seq_len: prompt and output, in tokens.
-
-    Raises ValueError, RequestError.
-    """
+    """max_seq_len: prompt and output, in tokens. Raises ValueError, RequestError."""
     if isinstance(inputs, Mapping):
         known = [name for name in ("prompt", "prompt_token_ids") if inputs.get(name) is not None]
         if len(known) != 1 or inputs.keys() - {"prompt", "prompt_token_ids", DECODER_IDS}:

@@ -1,6 +1,4 @@
-"""One request of an LLM, from prompt to output: LlmGeneration, LlmPooledGeneration. Service: passes requests
-to one engine loop, with a thread that turns its events into text.
-"""
+"""Requests of an LLM from prompt to output, and Service, which passes them to an engine loop."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, Poo
 
 
 class LlmGeneration(Generation):
-    """Publishes what each event brings on its `result`. Raises RequestError for adapters that exclude each
-    other.
-    """
+    """Publishes on its `result` what each event brings. Raises RequestError."""
 
     def __init__(
         self,
@@ -141,12 +137,10 @@ logger = logging.getLogger("manylora")
 
 
 class Service:
-    """Sends Generations through a loop. Thread-safe.
+    """Sends requests through a loop. Thread-safe. resident: whether a task id's adapter is in the cache now.
 
-    Requests name their adapter by id only. The engine reads an adapter from the registry's path when it is
-    not in the cache, so an eviction is invisible to the caller.
-
-    resident: whether a task id's adapter is in the cache now.
+    The engine reads an adapter from the registry's path when it is not in the cache, so that an eviction is
+    invisible to the caller.
     """
 
     def __init__(self, loop: EngineLoop, registry: AdapterRegistry, resident: Callable[[int], bool]) -> None:
@@ -229,11 +223,7 @@ class Service:
                 logger.exception("an answer was lost")
 
     def _take_news(self) -> bool:
-        """Pass one event to its generation.
-
-        This is a separate function because the local variables of a waiting thread stay alive, and a
-        generation refers to its LLM.
-        """
+        """Pass one event on. Apart, because a waiting thread keeps its local variables, and so the LLM."""
         news = self._news.get()
         if news is None:
             return False

@@ -16,8 +16,8 @@ from tiny_models import make_adapter, make_model
 
 from manylora import LLM, LoraConfig, LoRARequest, QuantConfig, SamplingParams
 from manylora.cli import main
-from manylora.config.build_record import BuildRecord, read_build_record
 from manylora.config.repository import engine_config
+from manylora.config.resolve import BuildRecord, read_build_record
 from manylora.errors import ConfigError
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"

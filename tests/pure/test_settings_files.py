@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from manylora.config.model_folder import check_model_folder
-from manylora.config.values import read_settings
+from manylora.config.settings import read_settings
 from manylora.errors import ConfigError
 from manylora.openai.arguments import parse_options
 

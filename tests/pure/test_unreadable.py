@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from manylora.config.model_folder import check_adapter_path, check_model_folder
-from manylora.config.values import read_settings
+from manylora.config.settings import read_settings
 from manylora.errors import ConfigError
 from manylora.openai.options import ServeOptions
 

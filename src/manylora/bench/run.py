@@ -191,7 +191,7 @@ def _decoding(stats: EngineStats) -> dict[str, Any] | None:
 
 def _setup(options: BenchOptions, llm: LLM, issue_rate: float | None) -> dict[str, Any]:
     """The report's sections about model, machine and settings."""
-    from manylora.config.build_record import weights_algo
+    from manylora.config.resolve import weights_algo
     from manylora.kernels.device import open_device
     from manylora.model.checkpoint import read_model_config
     from manylora.model.weights import compute_dtype

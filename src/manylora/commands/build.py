@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from manylora.config.build_record import LIMITS
 from manylora.config.engine import SETTINGS
 from manylora.config.foreign import TRTLLM_BUILD
 from manylora.config.hub import local_model
+from manylora.config.resolve import LIMITS
 from manylora.config.settings import add_flags
 from manylora.errors import ConfigError
 from manylora.quant.config import QuantConfig

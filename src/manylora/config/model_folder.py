@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.config.hub import is_hub_id
-from manylora.config.values import read_json, readable
+from manylora.config.settings import read_json, readable
 from manylora.errors import ConfigError, printable
 from manylora.gguf.folder import linked_files
 

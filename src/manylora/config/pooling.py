@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manylora.config.values import read_settings
+from manylora.config.settings import read_settings
 from manylora.errors import ConfigError
 
 DEFAULT_LABELS = 2  # the default of transformers

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from manylora.config import foreign
-from manylora.config.build_record import read_build_record
 from manylora.config.engine import SETTINGS, EngineConfig
 from manylora.config.hub import model_folder
 from manylora.config.model import stretched
-from manylora.config.resolve import QUANT_KEYS, quant_settings, rename, resolve
-from manylora.config.settings import Setting
-from manylora.config.values import boolean, read_json, whole_number
+from manylora.config.resolve import QUANT_KEYS, quant_settings, read_build_record, rename, resolve
+from manylora.config.settings import Setting, boolean, read_json, whole_number
 from manylora.errors import ConfigError
 from manylora.quant.config import QuantConfig
 from manylora.system.lifeline import WORLD_SIZE

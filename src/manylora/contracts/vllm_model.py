@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from manylora.config.pooling import PoolingSettings
-from manylora.config.values import read_settings
+from manylora.config.settings import read_settings
 from manylora.contracts.prompts import (
     Answer,
     PromptRequest,

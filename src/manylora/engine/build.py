@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed import Store
 
-from manylora.config.build_record import weights_algo
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.config.model_folder import weight_files
 from manylora.config.pooling import longest_text
+from manylora.config.resolve import weights_algo
 from manylora.engine.guide import Guides
 from manylora.engine.runner import Runner
 from manylora.engine.sizing import (

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from manylora.config.values import read_settings
+from manylora.config.settings import read_settings
 from manylora.errors import ConfigError
 from manylora.generation.sampling import Parameter, parameters_of
 from manylora.generation.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers.pre_tokenizers import ByteLevel
 
 from manylora.config.model_folder import check_tokenizer_folder
-from manylora.config.values import read_settings
+from manylora.config.settings import read_settings
 from manylora.errors import ConfigError, RequestError, TextTooLongError
 from manylora.generation.chat_template import NO_VARIABLES, ChatTemplate, up_to_last_message
 from manylora.generation.stream import WINDOW, ByteStream, DecoderRules, TextStream, WindowStream

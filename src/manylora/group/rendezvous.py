@@ -25,7 +25,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
-from manylora.config.values import CONVERTERS
+from manylora.config.settings import CONVERTERS
 from manylora.errors import ConfigError
 from manylora.group.channel import Channel, ChannelClosedError, Message
 from manylora.group.rank_info import RankInfo

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from manylora.config.model_folder import check_model_folder
 from manylora.config.repository import ENGINE, engine_config, written_parameters
-from manylora.config.values import boolean, whole_number
+from manylora.config.settings import boolean, whole_number
 from manylora.errors import ConfigError, printable
 from manylora.generation.tokenizer import Tokenizer
 from manylora.launcher import templates

@@ -12,10 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from manylora.config.build_record import read_build_record
 from manylora.config.engine import EngineConfig
 from manylora.config.hub import local_model
 from manylora.config.pooling import read_pooling_settings
+from manylora.config.resolve import read_build_record
 from manylora.engine.engine import open_engine
 from manylora.engine.loop import EngineLoop
 from manylora.errors import ConfigError, RequestError

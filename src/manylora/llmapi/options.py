@@ -16,7 +16,7 @@ from manylora.config import foreign
 from manylora.config.engine import SETTINGS, EngineConfig
 from manylora.config.model import ModelConfig
 from manylora.config.resolve import rename, resolve
-from manylora.config.values import CONVERTERS
+from manylora.config.settings import CONVERTERS
 from manylora.errors import AdapterError, ConfigError
 from manylora.llmapi.llm_args import KvCacheConfig, NGramDecodingConfig, PeftCacheConfig
 from manylora.llmapi.lora import LoraConfig

@@ -10,7 +10,7 @@ from typing import Any
 from manylora.config.model import ModelConfig
 from manylora.config.model_folder import check_model_folder, weight_files
 from manylora.config.pooling import attends_both_ways, num_labels, read_score_tokens
-from manylora.config.values import read_settings
+from manylora.config.settings import read_settings
 from manylora.errors import ConfigError
 from manylora.generation.tokenizer import Tokenizer
 from manylora.model.families import FAMILIES

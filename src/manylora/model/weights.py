@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manylora.config.build_record import weights_algo
 from manylora.config.engine import EngineConfig
 from manylora.config.model import ModelConfig
 from manylora.config.model_folder import weight_files
+from manylora.config.resolve import weights_algo
 from manylora.errors import ConfigError
 from manylora.gguf.container import block_sizes
 from manylora.gguf.file import GgufFile, PlainTensor

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 from manylora.config.engine import SETTINGS
 from manylora.config.foreign import ONE_COPY, SERVE, SERVE_SWITCHES, SERVE_VARIABLES
-from manylora.config.settings import Setting, rows
-from manylora.config.values import CONVERTERS
+from manylora.config.settings import CONVERTERS, Setting, rows
 from manylora.errors import ConfigError
 from manylora.llmapi import options as llm
 from manylora.openai.options import LLM_ARGUMENTS, ServeOptions, json_object

@@ -17,8 +17,7 @@ from manylora.config.engine import SETTINGS, EngineConfig, LoraCacheConfig
 from manylora.config.foreign import LLM
 from manylora.config.hub import hub_name, is_hub_id, local_adapter, local_model
 from manylora.config.model_folder import check_adapter_path, check_model_folder, check_tokenizer_folder
-from manylora.config.settings import check, setting
-from manylora.config.values import readable
+from manylora.config.settings import check, readable, setting
 from manylora.errors import ConfigError
 from manylora.gguf.container import NAMED
 from manylora.gguf.folder import is_gguf

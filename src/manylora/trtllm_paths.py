@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -36,13 +36,10 @@ def register() -> None:
             module.__path__ = []  # lets `import` look for modules below it
             setattr(parent, part, module)
             parent = module
-        vars(parent).update(__all__=list(names), __getattr__=_finder(full, names))
+        vars(parent).update(__all__=list(names), __getattr__=partial(_find, full, names))
 
 
-def _finder(module: str, names: dict[str, str]) -> Callable[[str], Any]:
-    def find(name: str) -> Any:
-        if name not in names:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(names[name]), name)
-
-    return find
+def _find(module: str, names: dict[str, str], name: str) -> Any:
+    if name not in names:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(names[name]), name)

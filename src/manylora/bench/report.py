@@ -141,66 +141,49 @@ def dataset_details(records: Sequence[Record]) -> dict[str, Any]:
 
 
 WIDTH = 63
-SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
-    "engine": (
-        "PYTORCH BACKEND",
-        {
-            "model": "Model",
-            "model_path": "Model Path",
-            "version": "manylora Version",
-            "dtype": "Dtype",
-            "kv_cache_dtype": "KV Cache Dtype",
-            "quantization": "Quantization",
-        },
-    ),
-    "machine": (
-        "MACHINE DETAILS",
-        {"name": "Machine", "device": "Device", "memory": "Memory (GiB)", "cores": "CPU cores"},
-    ),
-    "request_info": (
-        "REQUEST DETAILS",
-        {
-            "num_requests": "Number of requests",
-            "num_failed": "Number of failed requests",
-            "avg_num_concurrent_requests": "Number of concurrent requests",
-            "avg_input_length": "Average Input Length (tokens)",
-            "avg_output_length": "Average Output Length (tokens)",
-        },
-    ),
-    "world_info": (
-        "WORLD + RUNTIME INFORMATION",
-        {
-            "tp_size": "TP Size",
-            "pp_size": "PP Size",
-            "ep_size": "EP Size",
-            "max_batch_size": "Max Runtime Batch Size",
-            "max_num_tokens": "Max Runtime Tokens",
-            "scheduling_policy": "Scheduling Policy",
-            "kv_cache_percentage": "KV Memory Percentage",
-            "issue_rate": "Issue Rate (req/sec)",
-        },
-    ),
-    "performance": (
-        "PERFORMANCE OVERVIEW",
-        {
-            "request_throughput_req_s": "Request Throughput (req/sec)",
-            "system_output_throughput_tok_s": "Total Output Throughput (tokens/sec)",
-            "system_total_throughput_tok_s": "Total Token Throughput (tokens/sec)",
-            "total_latency_ms": "Total Latency (ms)",
-            "avg_request_latency_ms": "Average request latency (ms)",
-            "output_throughput_per_user_tok_s": "Per User Output Throughput [w/ ctx] (tps/user)",
-            "output_throughput_per_gpu_tok_s": "Per GPU Output Throughput (tps/gpu)",
-        },
-    ),
-    "decoding_stats": (
-        "DECODING",
-        {
-            "num_draft_tokens": "Draft tokens",
-            "num_accepted_draft_tokens": "Accepted draft tokens",
-            "draft_acceptance_rate": "Acceptance rate",
-            "acceptance_length": "Tokens of a step with a draft",
-        },
-    ),
+TITLES = {
+    "engine": "PYTORCH BACKEND",
+    "machine": "MACHINE DETAILS",
+    "request_info": "REQUEST DETAILS",
+    "world_info": "WORLD + RUNTIME INFORMATION",
+    "performance": "PERFORMANCE OVERVIEW",
+    "decoding_stats": "DECODING",
+}
+LABELS = {  # in the order in which they are shown
+    "model": "Model",
+    "model_path": "Model Path",
+    "version": "manylora Version",
+    "dtype": "Dtype",
+    "kv_cache_dtype": "KV Cache Dtype",
+    "quantization": "Quantization",
+    "name": "Machine",
+    "device": "Device",
+    "memory": "Memory (GiB)",
+    "cores": "CPU cores",
+    "num_requests": "Number of requests",
+    "num_failed": "Number of failed requests",
+    "avg_num_concurrent_requests": "Number of concurrent requests",
+    "avg_input_length": "Average Input Length (tokens)",
+    "avg_output_length": "Average Output Length (tokens)",
+    "tp_size": "TP Size",
+    "pp_size": "PP Size",
+    "ep_size": "EP Size",
+    "max_batch_size": "Max Runtime Batch Size",
+    "max_num_tokens": "Max Runtime Tokens",
+    "scheduling_policy": "Scheduling Policy",
+    "kv_cache_percentage": "KV Memory Percentage",
+    "issue_rate": "Issue Rate (req/sec)",
+    "request_throughput_req_s": "Request Throughput (req/sec)",
+    "system_output_throughput_tok_s": "Total Output Throughput (tokens/sec)",
+    "system_total_throughput_tok_s": "Total Token Throughput (tokens/sec)",
+    "total_latency_ms": "Total Latency (ms)",
+    "avg_request_latency_ms": "Average request latency (ms)",
+    "output_throughput_per_user_tok_s": "Per User Output Throughput [w/ ctx] (tps/user)",
+    "output_throughput_per_gpu_tok_s": "Per GPU Output Throughput (tps/gpu)",
+    "num_draft_tokens": "Draft tokens",
+    "num_accepted_draft_tokens": "Accepted draft tokens",
+    "draft_acceptance_rate": "Acceptance rate",
+    "acceptance_length": "Tokens of a step with a draft",
 }
 STREAMING = {
     "ttft_ms": ("Average time-to-first-token [TTFT] (ms)", "TTFT"),
@@ -266,9 +249,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _section(key: str, report: Mapping[str, Any]) -> Iterator[str]:
-    title, labels = SECTIONS[key]
-    yield from _heading(title)
-    for name, label in labels.items():
+    yield from _heading(TITLES[key])
+    for name, label in LABELS.items():
         if name in report[key]:
             yield _line(label, report[key][name])
 

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -70,7 +71,10 @@ class NamedAdapters:
                 self._known.pop(meant, None)
                 raise AdapterNotFoundError(name)
             is_same = known is not None and known.files == files
-            made = LoRARequest(meant, task_id_of(f"name {meant}"), str(path), _kind(path))
+            kind = "hf"
+            with suppress(AdapterError):  # files that are not an adapter raise it again when they are read
+                kind = "nemo" if find_source(path).kind == "nemo" else "hf"
+            made = LoRARequest(meant, task_id_of(f"name {meant}"), str(path), kind)
             if known is None:
                 known = self._known[meant] = _Named(made, files, now)
             known.looked, known.files = now, files  # only one caller reads changed files
@@ -93,14 +97,6 @@ def with_requests(given: Any, find: Any) -> Any:
     if isinstance(given, list | tuple):
         return type(given)(with_requests(one, find) for one in given)
     return given
-
-
-def _kind(path: Path) -> str:
-    """For `LoRARequest`. Files that are not an adapter raise an error when read."""
-    try:
-        return "nemo" if find_source(path).kind == "nemo" else "hf"
-    except AdapterError:
-        return "hf"
 
 
 @dataclass
@@ -150,8 +146,14 @@ class AdapterRegistry:
         """Bind the request's id to these tensors, which stay in memory. Raises AdapterInvalidError."""
         from safetensors.torch import save_file
 
+        def as_json(value: Any) -> Any:
+            """A value of PEFT's `LoraConfig.to_dict`: sets, and enumerations of text."""
+            return (
+                sorted(value) if isinstance(value, set | frozenset) else str(getattr(value, "value", value))
+            )
+
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        settings = json.dumps(dict(config), default=_as_json)
+        settings = json.dumps(dict(config), default=as_json)
         with temporary_folder("tensors") as folder:
             path = folder / "adapter.safetensors"
             save_file(plain, path, {EMBEDDED: settings})
@@ -234,7 +236,14 @@ class AdapterRegistry:
     def _read(self, path: Path, ckpt_source: str) -> Adapter | FileAdapter:
         """ckpt_source: "nemo", or "hf" for every other kind of checkpoint. Raises AdapterInvalidError."""
         try:
-            place, path = path, self._local(path)
+            place = path
+            if not path.is_absolute():  # a hub id
+                with self._lock:
+                    path = self._downloaded.get(place, place)
+                if path is place:
+                    path = local_adapter(place)
+                with self._lock:
+                    self._downloaded[place] = path
             source = find_source(path)
             if (source.kind == "nemo") != (ckpt_source == "nemo"):
                 raise AdapterInvalidError(
@@ -246,23 +255,6 @@ class AdapterRegistry:
         with self._lock:
             self._labels[place] = read.facts.labels
         return read.adapter
-
-    def _local(self, path: Path) -> Path:
-        """Raises ConfigError for a hub id that cannot be fetched."""
-        if path.is_absolute():
-            return path
-        with self._lock:
-            found = self._downloaded.get(path)
-        if found is None:
-            found = local_adapter(path)
-            with self._lock:
-                self._downloaded[path] = found
-        return found
-
-
-def _as_json(value: Any) -> Any:
-    """Convert a value of PEFT's `LoraConfig.to_dict`: sets, and enumerations of text."""
-    return sorted(value) if isinstance(value, set | frozenset) else str(getattr(value, "value", value))
 
 
 def _place(given: str) -> Path:

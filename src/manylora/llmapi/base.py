@@ -12,7 +12,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from manylora.config.engine import EngineConfig
 from manylora.config.hub import local_model
 from manylora.config.pooling import read_pooling_settings
 from manylora.config.resolve import read_build_record
@@ -51,7 +50,7 @@ NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 
 
 class BaseLLM:
-    """The arguments are described at `LLM`."""
+    """The arguments are described at `LLM`. config: the engine's configuration. tokenizer: None: no texts."""
 
     def __init__(
         self,
@@ -86,23 +85,23 @@ class BaseLLM:
             self._pooling = read_pooling_settings(folder)
             asked = str(generation_config), override_generation_config
             self._defaults = model_defaults(folder, self._model.vocab_size, *asked)
-            self._tokenizer: Tokenizer | None = None
+            self.tokenizer: Tokenizer | None = None
             if isinstance(tokenizer, Tokenizer):
-                self._tokenizer = None if skip_tokenizer_init else tokenizer
+                self.tokenizer = None if skip_tokenizer_init else tokenizer
             elif not skip_tokenizer_init:
                 chosen = folder if tokenizer is None else tokenizer
-                self._tokenizer = Tokenizer(local_model(chosen, tokenizer_revision))
+                self.tokenizer = Tokenizer(local_model(chosen, tokenizer_revision))
             if arguments.get("guided_decoding_backend") is not None:
-                if self._tokenizer is None:
+                if self.tokenizer is None:
                     raise ConfigError(
                         "guided_decoding_backend needs a tokenizer: leave skip_tokenizer_init out"
                     )
-                settings["tokenizer_dir"] = self._tokenizer.directory
+                settings["tokenizer_dir"] = self.tokenizer.directory
             roots = [Path(one) for one in _listed(lora_root)]
             if roots and not self._serves_lora:
                 raise ConfigError("lora_root needs a lora_config: without one no adapter is served")
             self._adapters = NamedAdapters(roots, lora_alias)
-            trusted, known = _listed(lora_trust), (self._tokenizer, self._model.vocab_size)
+            trusted, known = _listed(lora_trust), (self.tokenizer, self._model.vocab_size)
             self._texts = trusted_texts(trusted, roots, *known, lora_tokenizer_bytes)
             config = engine_config(folder, arguments, **settings)
             if lora_config is not None and not (arguments.get("enable_lora") or config.lora.target_modules):
@@ -113,7 +112,7 @@ class BaseLLM:
             engine = open_engine(config)
         except ConfigError as error:
             raise ConfigError(parameter_names(str(error))) from error
-        self._config = config
+        self.config = config
         self._max_seq_len = engine.max_seq_len
         self._loop = EngineLoop(engine)
         modules = modules_to_read(lora_modules(self._model, config.lora.target_modules), lora_config)
@@ -121,15 +120,6 @@ class BaseLLM:
         self._service = Service(self._loop, registry, engine.is_resident)
         self._ids = itertools.count()
         self._finalizer = weakref.finalize(self, _dispose, self._service)
-
-    @property
-    def config(self) -> EngineConfig:
-        """The engine's configuration."""
-        return self._config
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """SamplingParams() with the values of `generation_config` and `override_generation_config`."""
@@ -205,7 +195,7 @@ class BaseLLM:
 
     def _tokenizer_for(self, lora_request: LoRAChoice | None) -> Tokenizer | None:
         own = self._text_of(lora_request)
-        return self._tokenizer if own is None else own.tokenizer
+        return self.tokenizer if own is None else own.tokenizer
 
     def _read(self, inputs: Input | ChatText, params: SamplingParams, tokenizer: Tokenizer | None) -> Prompt:
         return read_prompt(inputs, params, tokenizer, self._model.encoder, self._max_seq_len)

@@ -223,7 +223,7 @@ class LLM(PooledRequests):
         known: Known,
     ) -> LlmGeneration:
         """known: conversions of parameters in this call, without an adapter's text settings."""
-        tokenizer, own = self._tokenizer, self._text_of(lora_request)
+        tokenizer, own = self.tokenizer, self._text_of(lora_request)
         if own is None and id(sampling_params) in known:
             params, decoding = known[id(sampling_params)]
         else:
@@ -245,12 +245,12 @@ class LLM(PooledRequests):
             raise ValueError(f"best_of ({params.best_of}) must equal n ({params.n}) when streaming")
         if streaming and decoding.params.beam_width > 1:
             raise ValueError("use_beam_search cannot stream: beams may still change their beginning")
-        if params.guided_decoding and self._config.tokenizer_dir is None:
+        if params.guided_decoding and self.config.tokenizer_dir is None:
             raise ValueError("guided_decoding needs LLM(guided_decoding_backend='llguidance')")
         # Checked before anything is created for each prompt.
-        name, most = "max_batch_size", self._config.max_batch_size
+        name, most = "max_batch_size", self.config.max_batch_size
         if params.use_beam_search:
-            name, most = "max_beam_width", self._config.max_beam_width
+            name, most = "max_beam_width", self.config.max_beam_width
         if decoding.num_results > most:
             raise ValueError(f"n and best_of must be at most {name} ({most}), got {decoding.num_results}")
         prompt = self._read(inputs, params, tokenizer)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from manylora.generation.pooled import (
     PoolingParams,
     embedding,
@@ -41,31 +43,21 @@ class PooledRequests(BaseLLM):
         self, prompts: Any, *, pooling_params: PoolingParams | None = None, lora_request: Loras = None
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
         """An embedding of each prompt, pooled and normalised as configured in the model's folder."""
-        params = pooling_params or PoolingParams()
-        made = self._run(prompts, "embed", params, lora_request)
-        found = [embedding(one.result.result(), self._pooling, params) for one in made]
-        return [
-            _output(one, EmbeddingOutput(values.tolist())) for one, values in zip(made, found, strict=True)
-        ]
+        found = self._pooled(prompts, "embed", pooling_params, lora_request)
+        return [_output(one, EmbeddingOutput(values.tolist())) for one, values in found]
 
     def classify(
         self, prompts: Any, *, pooling_params: PoolingParams | None = None, lora_request: Loras = None
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """Probabilities of the labels of the adapter's classification head, or else of the model's own."""
-        params = pooling_params or PoolingParams()
-        made = self._run(prompts, "classify", params, lora_request)
-        found = [probabilities(one.result.result(), self._pooling, params.use_activation) for one in made]
-        return [
-            _output(one, ClassificationOutput(values.tolist()))
-            for one, values in zip(made, found, strict=True)
-        ]
+        found = self._pooled(prompts, "classify", pooling_params, lora_request)
+        return [_output(one, ClassificationOutput(values.tolist())) for one, values in found]
 
     def reward(
         self, prompts: Any, *, pooling_params: PoolingParams | None = None, lora_request: Loras = None
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """The head's raw output for the last token."""
-        params = pooling_params or PoolingParams()
-        made = self._run(prompts, "classify", params, lora_request)
+        made = self._run(prompts, "classify", pooling_params or PoolingParams(), lora_request)
         return [_output(one, PoolingOutput(one.result.result())) for one in made]
 
     def encode(
@@ -79,17 +71,8 @@ class PooledRequests(BaseLLM):
         """pooling_task: embed, classify, token_embed or token_classify."""
         if pooling_task not in TASKS:
             raise ValueError(f"pooling_task must be one of {', '.join(TASKS)}, got {pooling_task!r:.40}")
-        params = pooling_params or PoolingParams()
-        made = self._run(prompts, pooling_task, params, lora_request)
-        outputs = []
-        for one in made:
-            values = one.result.result()
-            if one.pooling.head:
-                values = probabilities(values, self._pooling, params.use_activation)
-            else:
-                values = embedding(values, self._pooling, params)
-            outputs.append(_output(one, PoolingOutput(values)))
-        return outputs
+        found = self._pooled(prompts, pooling_task, pooling_params, lora_request)
+        return [_output(one, PoolingOutput(values)) for one, values in found]
 
     def score(
         self,
@@ -116,19 +99,30 @@ class PooledRequests(BaseLLM):
                 for ids, first in joined
             ]
             made = self._submit_all(prompts, _loras_of(prompts, lora))
-            return [
-                _output(one, ScoringOutput(pair_score(one.result.result(), self._pooling, params)))
-                for one in made
-            ]
+            scores = [pair_score(one.result.result(), self._pooling, params) for one in made]
+            return [_output(one, ScoringOutput(score)) for one, score in zip(made, scores, strict=True)]
         flat = [text for pair in pairs for text in pair]
-        embedded = self._run(flat, "embed", params, lora)
-        values = [embedding(one.result.result(), self._pooling, params) for one in embedded]
+        found = self._pooled(flat, "embed", params, lora)
         outputs = []
-        for first, second, a, b in zip(embedded[::2], embedded[1::2], values[::2], values[1::2], strict=True):
+        for (first, a), (second, b) in zip(found[::2], found[1::2], strict=True):
             ids = [*first.prompt, *second.prompt]
             score = ScoringOutput(similarity(a, b))
             outputs.append(PoolingRequestOutput(int(first.request_id), score, ids, lora))
         return outputs
+
+    def _pooled(
+        self, prompts: Any, task: str, params: PoolingParams | None, lora_request: Loras
+    ) -> list[tuple[LlmPooledGeneration, np.ndarray]]:
+        """Each with its probabilities or its embedding."""
+        params, found = params or PoolingParams(), []
+        for one in self._run(prompts, task, params, lora_request):
+            values = one.result.result()
+            if one.pooling.head:
+                values = probabilities(values, self._pooling, params.use_activation)
+            else:
+                values = embedding(values, self._pooling, params)
+            found.append((one, values))
+        return found
 
     def _run(
         self, prompts: Any, task: str, params: PoolingParams, lora_request: Loras

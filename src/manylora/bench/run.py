@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,63 +26,52 @@ Sample = tuple[float, EngineStats]
 COUNTERS = ("host_stores", "host_evictions", "device_loads", "device_evictions")
 
 
-@dataclass(frozen=True)
-class BenchOptions:
-    """llm: arguments of `LLM`. sampling: fields of SamplingParams. concurrency: 0 is no limit."""
+def run_bench(
+    model: str,
+    model_dir: Path,
+    dataset: Path,
+    arguments: dict[str, Any],
+    sampling: dict[str, Any],
+    num_requests: int = 0,
+    warmup: int = 2,
+    concurrency: int = 0,
+    streaming: bool = False,
+    compare_base: bool = False,
+    keep_text: bool = False,
+) -> tuple[dict[str, Any], list[Record], list[Sample]]:
+    """Returns the report, and records and samples of the run with adapters. Raises ConfigError, ValueError.
 
-    model: str
-    model_dir: Path
-    dataset: Path
-    llm: dict[str, Any] = field(default_factory=dict)
-    sampling: dict[str, Any] = field(default_factory=dict)
-    num_requests: int = 0
-    warmup: int = 2
-    concurrency: int = 0
-    streaming: bool = False
-    compare_base: bool = False
-    keep_text: bool = False
-
-
-@dataclass(frozen=True)
-class BenchResult:
-    """records, samples: of the run with adapters."""
-
-    report: dict[str, Any]
-    records: list[Record]
-    samples: list[Sample]
-
-
-def run_bench(options: BenchOptions) -> BenchResult:
-    """Raises ConfigError for options that cannot be used, ValueError if no request was answered."""
+    arguments: of `LLM`. sampling: fields of SamplingParams. concurrency: 0 is no limit.
+    """
     from manylora.llmapi import LLM, LoraConfig
 
-    requests = read_dataset(options.dataset, options.num_requests)
+    requests = read_dataset(dataset, num_requests)
     bare = with_adapters(requests, [None] * len(requests))
     has_adapters = bool(adapters_of(requests))
-    tokenizer = options.keep_text or any(request.input_ids is None for request in requests)
-    settings = {"skip_tokenizer_init": not tokenizer, **options.llm}
+    tokenizer = keep_text or any(request.input_ids is None for request in requests)
+    settings = {"skip_tokenizer_init": not tokenizer, **arguments}
     if has_adapters:
         settings.setdefault("lora_config", LoraConfig())  # every module is a target
-    with LLM(options.model_dir, **settings) as llm:
+    with LLM(model_dir, **settings) as llm:
 
         async def send(request: BenchRequest) -> Answer:
-            return await _send(llm, request, options)
+            return await _send(llm, request, streaming, sampling)
 
         def load(requests: Sequence[BenchRequest]) -> list[Record]:
             with _progress(len(requests)) as advance:
-                return asyncio.run(run_load(send, requests, options.concurrency, advance))
+                return asyncio.run(run_load(send, requests, concurrency, advance))
 
-        asyncio.run(run_load(send, bare[: options.warmup], options.concurrency))
+        asyncio.run(run_load(send, bare[:warmup], concurrency))
         before = llm.stats().adapters
         with _sampled(llm) as samples:
             records = load(requests)
-        done = measure(records, streaming=options.streaming)
+        done = measure(records, streaming=streaming)
         after, ratio = llm.stats().adapters, None
-        if options.compare_base and has_adapters:
-            plain = measure(load(bare), streaming=options.streaming)
+        if compare_base and has_adapters:
+            plain = measure(load(bare), streaming=streaming)
             rates = [one["performance"]["system_output_throughput_tok_s"] for one in (done, plain)]
             ratio = rates[0] / rates[1]
-        report = _setup(options, llm, issue_rate(records))
+        report = _setup(model, model_dir, llm, issue_rate(records))
     cache = {name: getattr(after, name) - getattr(before, name) for name in COUNTERS}
     adapters = {
         "num_distinct": len(adapters_of(requests)),
@@ -92,10 +80,10 @@ def run_bench(options: BenchOptions) -> BenchResult:
         "cache": cache | {name: getattr(after, name) for name in ("host_adapters", "device_adapters")},
         "ratio": ratio,
     }
-    dataset = {"path": str(options.dataset), **dataset_details(records)}
+    details = {"path": str(dataset), **dataset_details(records)}
     decoding = _decoding(samples[-1][1])
-    report |= {**done, "dataset": dataset, "adapters": adapters, "decoding_stats": decoding}
-    return BenchResult(report, records, samples)
+    report |= {**done, "dataset": details, "adapters": adapters, "decoding_stats": decoding}
+    return report, records, samples
 
 
 async def run_load(
@@ -123,15 +111,15 @@ async def run_load(
     return list(await asyncio.gather(*map(one, requests)))
 
 
-async def _send(llm: LLM, request: BenchRequest, options: BenchOptions) -> Answer:
+async def _send(llm: LLM, request: BenchRequest, streaming: bool, sampling: dict[str, Any]) -> Answer:
     from manylora.llmapi import SamplingParams
 
-    params = SamplingParams(**{**options.sampling, "max_tokens": request.output_tokens})
+    params = SamplingParams(**{**sampling, "max_tokens": request.output_tokens})
     prompt = request.prompt if request.input_ids is None else request.input_ids
     assert prompt is not None
-    result = llm.generate_async(prompt, params, request.lora, options.streaming)
+    result = llm.generate_async(prompt, params, request.lora, streaming)
     first: float | None = None
-    if options.streaming:
+    if streaming:
         async for piece in result:
             if first is None and piece.outputs[0].token_ids:
                 first = time.monotonic()
@@ -189,7 +177,7 @@ def _decoding(stats: EngineStats) -> dict[str, Any] | None:
     }
 
 
-def _setup(options: BenchOptions, llm: LLM, issue_rate: float | None) -> dict[str, Any]:
+def _setup(model: str, model_dir: Path, llm: LLM, issue_rate: float | None) -> dict[str, Any]:
     """The report's sections about model, machine and settings."""
     from manylora.config.resolve import weights_algo
     from manylora.kernels.device import open_device
@@ -197,7 +185,7 @@ def _setup(options: BenchOptions, llm: LLM, issue_rate: float | None) -> dict[st
     from manylora.model.weights import compute_dtype
 
     config, device = llm.config, open_device(llm.config.device)
-    dtype = compute_dtype(config.dtype, read_model_config(options.model_dir), device)
+    dtype = compute_dtype(config.dtype, read_model_config(model_dir), device)
     name = str(dtype).removeprefix("torch.")
     fp8_kv = config.quant is not None and config.quant.fp8_kv_cache
     cpu = "unknown"
@@ -206,8 +194,8 @@ def _setup(options: BenchOptions, llm: LLM, issue_rate: float | None) -> dict[st
         cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
     return {
         "engine": {
-            "model": options.model,
-            "model_path": str(options.model_dir),
+            "model": model,
+            "model_path": str(model_dir),
             "backend": "pytorch",
             "version": __version__,
             "dtype": name,

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from manylora.bench.report import Record, render
-from manylora.bench.run import BenchOptions, BenchResult, run_bench
+from manylora.bench.run import Sample, run_bench
 from manylora.commands import prepare_dataset
-from manylora.config import foreign
 from manylora.config.engine import SETTINGS
+from manylora.config.foreign import BENCH
 from manylora.config.hub import local_model
 from manylora.config.settings import add_flags
 from manylora.errors import ConfigError
@@ -37,24 +37,24 @@ def main(arguments: list[str] | None = None) -> int:
         return prepare_dataset.main(given[at + 1 :], options.model_path or Path(options.model or ""))
     options = _parser().parse_args(given)
     try:
-        outcome = run_bench(_plan(options))
+        report, records, samples = _run(options)
     except (ConfigError, ValueError) as error:
         print(f"manylora bench: {error}", file=sys.stderr)
         return 1
-    print(render(outcome.report))
+    print(render(report))
     try:
-        _write(options, outcome)
+        _write(options, report, records, samples)
     except OSError as error:
         print(f"manylora bench: {error.filename} cannot be written: {error.strerror}", file=sys.stderr)
         return 1
-    errors = [record for record in outcome.records if record.error is not None]
+    errors = [record for record in records if record.error is not None]
     for record in errors[:5]:
         print(f"manylora bench: request {record.request.task_id}: {record.error}", file=sys.stderr)
     return 1 if errors else 0
 
 
 def _common(**settings: Any) -> Parser:
-    parser = Parser(prog="manylora bench", instead=foreign.BENCH.refused, **settings)
+    parser = Parser(prog="manylora bench", instead=BENCH, **settings)
     _add_model(parser)
     return parser
 
@@ -74,7 +74,16 @@ def _parser() -> Parser:
     commands.add_parser("prepare-dataset", help="see manylora prepare-dataset --help")
     for command in (throughput, latency):
         _add_model(command, default=argparse.SUPPRESS)  # here too, as in vllm bench
-        _add_load(command.add_argument_group("load").add_argument)
+        add: Callable[..., Any] = command.add_argument_group("load").add_argument
+        add("--dataset", type=Path, help="JSON Lines file, one request per line")
+        add("--num_requests", type=int, default=0, help="use only the first N requests; 0: all")
+        add("--warmup", type=int, default=2, help="warm-up requests to the base model; default 2")
+        add("--concurrency", type=int, default=-1, help="maximum number of concurrent requests; -1: no limit")
+        add("--streaming", action="store_true", help="stream tokens; measures TTFT and TPOT")
+        add("--eos_id", type=int, default=-1, help="id of the end token; -1: generate all output_tokens")
+        add("--beam_width", type=int, default=1)
+        add("--sampler_options", type=Path, help="YAML or JSON file with fields of SamplingParams")
+        add("--compare_base", action="store_true", help="also run without adapters and report the ratio")
         _add_engine(command.add_argument_group("engine"))
         add = command.add_argument_group("reports").add_argument
         add("--report_json", type=Path, help="the report")
@@ -83,18 +92,6 @@ def _parser() -> Parser:
         add("--iteration_log", type=Path, help="write engine statistics every 20 ms as JSON Lines")
     latency.set_defaults(concurrency=1, streaming=True)
     return parser
-
-
-def _add_load(add: Callable[..., Any]) -> None:
-    add("--dataset", type=Path, help="JSON Lines file, one request per line")
-    add("--num_requests", type=int, default=0, help="use only the first N requests; 0: all")
-    add("--warmup", type=int, default=2, help="warm-up requests to the base model; default 2")
-    add("--concurrency", type=int, default=-1, help="maximum number of concurrent requests; -1: no limit")
-    add("--streaming", action="store_true", help="stream tokens; measures TTFT and TPOT")
-    add("--eos_id", type=int, default=-1, help="id of the end token; -1: generate all output_tokens")
-    add("--beam_width", type=int, default=1)
-    add("--sampler_options", type=Path, help="YAML or JSON file with fields of SamplingParams")
-    add("--compare_base", action="store_true", help="also run without adapters and report the ratio")
 
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:
@@ -111,7 +108,8 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--no_skip_tokenizer_init", action="store_true", help="detokenise the outputs")
 
 
-def _plan(options: argparse.Namespace) -> BenchOptions:
+def _run(options: argparse.Namespace) -> tuple[dict[str, Any], list[Record], list[Sample]]:
+    """Raises ConfigError, ValueError."""
     if options.dataset is None:
         raise ConfigError("--dataset is missing: manylora prepare-dataset writes one")
     if options.concurrency == 0 or options.concurrency < -1:
@@ -123,12 +121,12 @@ def _plan(options: argparse.Namespace) -> BenchOptions:
     sampling = read_options(options.sampler_options) if options.sampler_options else {}
     if options.beam_width > 1:
         sampling |= {"use_beam_search": True, "n": 1, "best_of": options.beam_width}
-    return BenchOptions(
-        model=options.model or str(model_dir),
-        model_dir=model_dir,
-        dataset=options.dataset,
-        llm=_llm_arguments(options),
-        sampling={**sampling, "end_id": options.eos_id},
+    return run_bench(
+        options.model or str(model_dir),
+        model_dir,
+        options.dataset,
+        _llm_arguments(options),
+        {**sampling, "end_id": options.eos_id},
         num_requests=options.num_requests,
         warmup=options.warmup,
         concurrency=max(0, options.concurrency),
@@ -151,19 +149,21 @@ def _llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
     return llm_arguments(found)
 
 
-def _write(options: argparse.Namespace, outcome: BenchResult) -> None:
+def _write(
+    options: argparse.Namespace, report: dict[str, Any], records: list[Record], samples: list[Sample]
+) -> None:
     """Write the files that were asked for. Raises OSError."""
     files: list[tuple[Path | None, Any]] = [
-        (options.report_json, outcome.report),
-        (options.output_json, [_output(record) for record in outcome.records]),
-        (options.request_json, [_times(record) for record in outcome.records]),
+        (options.report_json, report),
+        (options.output_json, [_output(record) for record in records]),
+        (options.request_json, [_times(record) for record in records]),
     ]
     for path, value in files:
         if path:
             path.write_text(json.dumps(value, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
     if options.iteration_log:
         with options.iteration_log.open("w", encoding="utf-8") as log:
-            for at, stats in outcome.samples:
+            for at, stats in samples:
                 figures = asdict(stats)
                 del figures["adapters"]["residents"]
                 log.write(json.dumps({"time_s": at, **figures}) + "\n")

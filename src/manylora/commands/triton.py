@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
 def argument_parser() -> Parser:
     """The launcher's arguments, and those that say how a repository is filled."""
     parser = launcher.argument_parser(
-        {**{one: f"use --set {one}=VALUE" for one in known_values()}, **TRITON_COMMAND.refused}
+        {**{one: f"use --set {one}=VALUE" for one in known_values()}, **TRITON_COMMAND}
     )
     parser.prog, parser.description = "manylora triton", __doc__
     parser.add_argument("model", nargs="?", metavar="MODEL", help=repo.MODEL)

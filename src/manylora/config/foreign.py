@@ -247,37 +247,32 @@ LAUNCH_SCRIPT = ForeignNames(
     }
 )
 # Flags of other servers for `manylora triton`, besides the launcher's.
-TRITON_COMMAND = ForeignNames(
-    refused={
-        "config": "use --set NAME=VALUE for each setting",
-        "gpu_memory_utilization": "use --set kv_cache_free_gpu_mem_fraction=VALUE",
-        "lora_modules": ADAPTERS_FOLDER,
-        "max_batch_size": "use --set max_num_sequences=N for one step, triton_max_batch_size=N for one "
-        "request",
-        "max_model_len": "use --set max_seq_len=N",
-        "max_num_seqs": "use --set max_num_sequences=N",
-        "max_num_batched_tokens": "use --set max_num_tokens=N",
-        "tokenizer": "use --set tokenizer_dir=FOLDER",
-    }
-)
+TRITON_COMMAND = {
+    "config": "use --set NAME=VALUE for each setting",
+    "gpu_memory_utilization": "use --set kv_cache_free_gpu_mem_fraction=VALUE",
+    "lora_modules": ADAPTERS_FOLDER,
+    "max_batch_size": "use --set max_num_sequences=N for one step, triton_max_batch_size=N for one request",
+    "max_model_len": "use --set max_seq_len=N",
+    "max_num_seqs": "use --set max_num_sequences=N",
+    "max_num_batched_tokens": "use --set max_num_tokens=N",
+    "tokenizer": "use --set tokenizer_dir=FOLDER",
+}
 
 MEASURE_SERVER = "to measure a running server, use aiperf or guidellm (docs/benchmarks.md shows how)"
 WRITE_DATASET = "write a dataset with manylora prepare-dataset, and give it with --dataset"
 # Commands and flags of trtllm-bench and `vllm bench`.
-BENCH = ForeignNames(
-    refused={
-        "serve": MEASURE_SERVER,
-        "low_latency": "it is called latency here",
-        "build": "nothing has to be built; manylora build quantises a model",
-        **dict.fromkeys(("base_url", "endpoint", "host", "port", "request_rate", "url"), MEASURE_SERVER),
-        **dict.fromkeys(("dataset_name", "dataset_path"), WRITE_DATASET),
-        **dict.fromkeys(("input_len", "output_len", "random_input_len", "random_output_len"), WRITE_DATASET),
-        "num_prompts": "use --num_requests",
-        "max_concurrency": "use --concurrency",
-        "max_model_len": "use --max_seq_len",
-        **dict.fromkeys(("lora_dir", "lora_path"), "name adapters in the dataset: see prepare-dataset"),
-        "result_filename": "use --report_json FILE",
-        "save_result": "use --report_json FILE",
-        "tokenizer": "the tokenizer of --model is used",
-    }
-)
+BENCH = {
+    "serve": MEASURE_SERVER,
+    "low_latency": "it is called latency here",
+    "build": "nothing has to be built; manylora build quantises a model",
+    **dict.fromkeys(("base_url", "endpoint", "host", "port", "request_rate", "url"), MEASURE_SERVER),
+    **dict.fromkeys(("dataset_name", "dataset_path"), WRITE_DATASET),
+    **dict.fromkeys(("input_len", "output_len", "random_input_len", "random_output_len"), WRITE_DATASET),
+    "num_prompts": "use --num_requests",
+    "max_concurrency": "use --concurrency",
+    "max_model_len": "use --max_seq_len",
+    **dict.fromkeys(("lora_dir", "lora_path"), "name adapters in the dataset: see prepare-dataset"),
+    "result_filename": "use --report_json FILE",
+    "save_result": "use --report_json FILE",
+    "tokenizer": "the tokenizer of --model is used",
+}

@@ -243,9 +243,12 @@ class Generation:
         if event.context_logits is not None:
             self.context_logits = event.context_logits
         if self.decoding.top and event.token_ids:
-            self._take_alternatives(event)
-            if self.error is not None:
+            if event.generation_logits is None:  # NVIDIA's engine may not return them
+                self.error = RequestError("The engine gives no logits: alternatives cannot be shown")
                 return
+            rows = event.generation_logits[-len(event.token_ids) :]
+            found = from_logits(event.token_ids, rows, self.decoding.top)
+            self._alternatives[event.sequence_index] += found
         ended = self._take_beams(event) if event.beams else self._take_tokens(event)
         if event.last:
             # A request that is cancelled before it starts has no event per output.
@@ -309,11 +312,3 @@ class Generation:
         if self._adapter is None:
             return event.versions
         return tuple(replace(one, name=self._adapter) for one in event.versions)
-
-    def _take_alternatives(self, event: Event) -> None:
-        if event.generation_logits is None:  # NVIDIA's engine may not return them
-            self.error = RequestError("The engine gives no logits: alternatives cannot be shown")
-            return
-        rows = event.generation_logits[-len(event.token_ids) :]
-        found = from_logits(event.token_ids, rows, self.decoding.top or 0)
-        self._alternatives[event.sequence_index] += found

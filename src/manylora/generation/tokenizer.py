@@ -79,11 +79,6 @@ def longest_text(context: int | None) -> int:
     return max(LONGEST_TEXT, GENEROUS * (context or 0))
 
 
-def most_listed(context: int) -> int:
-    """Maximum length of a token list. Creating it blocks other threads, unlike tokenising."""
-    return max(context, FREE)
-
-
 def characters_per_token(spec: Mapping[str, Any]) -> int | None:
     """The most characters of a text that one token can represent; None: any number, because some are dropped,
     or one token represents a run of unknown ones. spec: a tokenizer.json. Normal forms change the number of
@@ -273,7 +268,8 @@ class Tokenizer:
         if context is not None:
             self.limits.check(len(text), context)
             self.limits.probe(text, context, lambda part: self._encode(part, False, 0)[1])
-        most = None if context is None else most_listed(context)
+        # Creating a longer list would block other threads, unlike tokenising.
+        most = None if context is None else max(context, FREE)
         ids, count = self._encode(text, add_special_tokens, most)
         if most is not None and count > most:
             raise TextTooLongError(f"The text has {count} tokens: the context has room for {context}")

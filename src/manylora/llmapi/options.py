@@ -221,7 +221,18 @@ def engine_config(model_dir: Path, arguments: Mapping[str, Any], **settings: Any
         raise ConfigError(f"guided_decoding_backend must be one of {GUIDE_BACKENDS}, got {backend!r}")
     given, lora = engine_settings(arguments), arguments.get("lora_config")
     if lora is not None:
-        _check_module_names(lora)
+        # Names that the reader already knows may be repeated. It does not accept others.
+        known: dict[str, list[str]] = {}
+        for hf_name, module_id in [*ATTENTION_IDS.items(), *MLP_IDS.items(), *EXPERT_PATHS.items()]:
+            known.setdefault(MODULE_NAMES[module_id], []).append(hf_name)
+        for name, theirs in lora.trtllm_modules_to_hf_modules.items():
+            given_names, known_names = [theirs] if isinstance(theirs, str) else theirs, known.get(name, [])
+            wrong = [one for one in given_names if one not in known_names]
+            if wrong:
+                raise ConfigError(
+                    f"trtllm_modules_to_hf_modules: {name} as {wrong[0]!r} is not supported; known are "
+                    + (", ".join(known_names) or "none")
+                )
         if lora.lora_dir and not lora.lora_target_modules:
             model = read_model_config(model_dir)
             given["target_modules"] = inferred_targets(lora, model, BaseWeights(model_dir))
@@ -266,17 +277,3 @@ def _modules_of(folder: Path, nemo: bool, options: ReadOptions) -> set[str]:
         raise ConfigError(f"lora_dir {folder}: {error}") from error
     assert rows is not None
     return {MODULE_NAMES[module_id] for module_id in rows[0, :, 0].tolist()}
-
-
-def _check_module_names(lora: LoraConfig) -> None:
-    """Names that the reader already knows may be repeated. It does not accept others."""
-    known: dict[str, list[str]] = {}
-    for hf_name, module_id in [*ATTENTION_IDS.items(), *MLP_IDS.items(), *EXPERT_PATHS.items()]:
-        known.setdefault(MODULE_NAMES[module_id], []).append(hf_name)
-    for name, theirs in lora.trtllm_modules_to_hf_modules.items():
-        for hf_name in [theirs] if isinstance(theirs, str) else theirs:
-            if hf_name not in known.get(name, ()):
-                raise ConfigError(
-                    f"trtllm_modules_to_hf_modules: {name} as {hf_name!r} is not supported; known are "
-                    + (", ".join(known.get(name, ())) or "none")
-                )

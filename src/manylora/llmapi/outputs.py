@@ -108,9 +108,11 @@ class GenerationResult:
 
     async def __anext__(self) -> RequestOutput:
         while True:
-            if output := self._take():
+            with self._changed:
+                output, ended = self._outputs.popleft() if self._outputs else None, self.finished
+            if output is not None:
                 return output
-            if self.finished:
+            if ended:
                 self._raise_error()
                 raise StopAsyncIteration
             await self._wait(lambda: not self._outputs and not self.finished)
@@ -119,15 +121,11 @@ class GenerationResult:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._outputs or self.finished)
-            output = self._take()
+                output = self._outputs.popleft() if self._outputs else None
             if output is None:
                 self._raise_error()
                 return
             yield output
-
-    def _take(self) -> RequestOutput | None:
-        with self._changed:
-            return self._outputs.popleft() if self._outputs else None
 
     async def _wait(self, needed: Callable[[], bool]) -> None:
         loop = asyncio.get_running_loop()

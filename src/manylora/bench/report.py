@@ -141,14 +141,6 @@ def dataset_details(records: Sequence[Record]) -> dict[str, Any]:
 
 
 WIDTH = 63
-TITLES = {
-    "engine": "PYTORCH BACKEND",
-    "machine": "MACHINE DETAILS",
-    "request_info": "REQUEST DETAILS",
-    "world_info": "WORLD + RUNTIME INFORMATION",
-    "performance": "PERFORMANCE OVERVIEW",
-    "decoding_stats": "DECODING",
-}
 LABELS = {  # in the order in which they are shown
     "model": "Model",
     "model_path": "Model Path",
@@ -212,8 +204,11 @@ def render(report: Mapping[str, Any]) -> str:
 
 
 def _lines(report: Mapping[str, Any]) -> Iterator[str]:
-    for key in ("engine", "machine", "request_info", "world_info", "performance"):
-        yield from _section(key, report)
+    yield from _section("PYTORCH BACKEND", report["engine"])
+    yield from _section("MACHINE DETAILS", report["machine"])
+    yield from _section("REQUEST DETAILS", report["request_info"])
+    yield from _section("WORLD + RUNTIME INFORMATION", report["world_info"])
+    yield from _section("PERFORMANCE OVERVIEW", report["performance"])
     streaming = report["streaming_metrics"]
     if streaming:
         for key, (name, _) in STREAMING.items():
@@ -224,7 +219,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield from ("", "-- Request Latency Breakdown (ms) -----------------------", "")
     yield from _percentiles("Latency", report["performance"]["request_latency_percentiles_ms"])
     if report["decoding_stats"]:
-        yield from _section("decoding_stats", report)
+        yield from _section("DECODING", report["decoding_stats"])
     adapters, dataset = report["adapters"], report["dataset"]
     if adapters["num_distinct"]:
         yield from _heading("ADAPTERS")
@@ -248,11 +243,9 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name:<10}" + "".join(f"{_value(float(dataset[key][name])):>14}" for key in DATASET)
 
 
-def _section(key: str, report: Mapping[str, Any]) -> Iterator[str]:
-    yield from _heading(TITLES[key])
-    for name, label in LABELS.items():
-        if name in report[key]:
-            yield _line(label, report[key][name])
+def _section(title: str, values: Mapping[str, Any]) -> Iterator[str]:
+    yield from _heading(title)
+    yield from (_line(label, values[name]) for name, label in LABELS.items() if name in values)
 
 
 def _heading(title: str) -> tuple[str, ...]:

@@ -23,7 +23,10 @@ WITH_MEANING = ("lora_plugin", "max_input_len")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    theirs, ours = _trtllm_parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    trtllm = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # for its flags that are not ours
+    for name in (*TRTLLM_BUILD, *WITH_MEANING):
+        trtllm.add_argument(f"--{name}", nargs="?", const="", default=argparse.SUPPRESS)
+    theirs, ours = trtllm.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(ours)
     try:
         _take_trtllm_flags(vars(theirs), options)
@@ -38,14 +41,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"manylora build: {text}", file=sys.stderr)
         return 1
     return 0
-
-
-def _trtllm_parser() -> argparse.ArgumentParser:
-    """For the flags of trtllm-build that are not ours."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in (*TRTLLM_BUILD, *WITH_MEANING):
-        parser.add_argument(f"--{name}", nargs="?", const="", default=argparse.SUPPRESS)
-    return parser
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -34,7 +34,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     base = None
     try:
-        if _is_model(options.path):
+        path = options.path
+        is_model = is_gguf(path) or is_hub_id(path)  # an id of the hub is taken as a model's
+        if path.is_dir():
+            is_model = (path / "config.json").is_file() and not (path / "adapter_config.json").exists()
+        if is_model:
             for name, text in _model_facts(local_model(options.path)):
                 print(f"{name:<9}{text}")
             return 0
@@ -54,13 +58,6 @@ def main(arguments: list[str] | None = None) -> int:
         for value in _tensors(report, lora_modules(base.config) if base else {}):
             print(f"{'tensors':<9}{value}")
     return 0 if report.problem is None else 1
-
-
-def _is_model(path: Path) -> bool:
-    """Whether it is a model rather than an adapter. An id of the hub is taken as a model's."""
-    if path.is_dir():
-        return (path / "config.json").is_file() and not (path / "adapter_config.json").exists()
-    return is_gguf(path) or is_hub_id(path)
 
 
 def _lines(report: AdapterReport, judged: bool) -> Iterator[tuple[str, object]]:

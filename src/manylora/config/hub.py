@@ -70,10 +70,7 @@ def _local(given: str | Path, revision: str | None, cache: Path | None, files: t
     name, _, own = str(given).partition("@")
     if own and revision not in (None, own):
         raise ConfigError(f"{given} names the revision {own}, and revision is {revision}: give one of them")
-    return _fetch(name, own or revision, cache, files)
-
-
-def _fetch(name: str, revision: str | None, cache: Path | None, files: tuple[str, ...]) -> Path:
+    revision = own or revision
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
     from huggingface_hub.utils import disable_progress_bars

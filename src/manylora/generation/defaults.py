@@ -131,17 +131,15 @@ def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(one) is int and 0 <= one <= MAX_COUNT for one in value)
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(one, str) and 0 < len(one) <= MAX_STOP_CHARACTERS for one in value
-    )
-
-
 RULES: dict[str, Rule] = {
     **{one.name: _rule(one) for one in parameters_of("files")},
     "max_tokens": _rule(Parameter("max_tokens", int)),
     "stop": (
-        lambda v: _are_texts(v) and len(v) <= MAX_STOPS,
+        lambda v: (
+            isinstance(v, list)
+            and len(v) <= MAX_STOPS
+            and all(isinstance(one, str) and 0 < len(one) <= MAX_STOP_CHARACTERS for one in v)
+        ),
         f"a text, or at most {MAX_STOPS}, of 1 to {MAX_STOP_CHARACTERS} characters",
     ),
     "stop_token_ids": (

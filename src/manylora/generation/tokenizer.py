@@ -87,14 +87,22 @@ def characters_per_token(spec: Mapping[str, Any]) -> int | None:
     added = spec.get("added_tokens") or []
     if any(token.get("lstrip") or token.get("rstrip") for token in added):
         return None
-    shrink = _shrink(spec.get("normalizer"))
+    shrink: int = 1  # the most characters that a normalizer makes one of
+    for part in _parts(spec.get("normalizer")):
+        factor = FACTORS.get(str(part.get("type")))
+        found, content = (part.get("pattern") or {}).get("String"), part.get("content")
+        if part.get("type") == "Replace" and found and content:
+            factor = -(-len(found) // len(content))
+        if factor is None:
+            return None
+        shrink *= factor
     longest = _longest(spec)
     keeps = all(
         part.get("type") in KEEP_ALL
         or (part.get("type") in KEEP_UNLESS_REMOVED and part.get("behavior") != "Removed")
         for part in _parts(spec.get("pre_tokenizer"))
     )
-    if shrink is None or longest is None or not keeps:
+    if longest is None or not keeps:
         return None
     return shrink * max([longest, *(len(token.get("content", "")) for token in added)])
 
@@ -115,20 +123,6 @@ def _longest(spec: Mapping[str, Any]) -> int | None:
     else:
         known = model.get("type") == "Unigram" and by_bytes
     return max(map(len, tokens)) if known else None
-
-
-def _shrink(normalizer: Mapping[str, Any] | None) -> int | None:
-    """The most characters that become one. None: any number."""
-    factor = 1
-    for part in _parts(normalizer):
-        one = FACTORS.get(str(part.get("type")))
-        found, content = (part.get("pattern") or {}).get("String"), part.get("content")
-        if part.get("type") == "Replace" and found and content:
-            one = -(-len(found) // len(content))
-        if one is None:
-            return None
-        factor *= one
-    return factor
 
 
 def _parts(found: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:

@@ -32,20 +32,15 @@ class Options:
 class LoraConfig(Options):
     """Settings for the adapters of one LLM. Raises ValueError for wrong values.
 
-    lora_dir:            adapter directories from which target modules are inferred if none are named.
-    lora_ckpt_source:    "hf" (PEFT directories) or "nemo".
-    max_lora_rank:       adapters of a larger rank are refused.
-    lora_target_modules: names such as attn_q; adapters with other modules are refused. Empty: inferred from
-                         lora_dir, or else all modules of the model.
+    lora_dir: adapter directories from which target modules are inferred if none are named. lora_ckpt_source:
+    "hf" (PEFT directories) or "nemo". max_lora_rank: adapters of a larger rank are refused.
+    lora_target_modules: names such as attn_q; adapters with others are refused. Empty: inferred, or else all.
     trtllm_modules_to_hf_modules: module name -> its name or names in the checkpoint. Empty: the usual ones.
-    max_loras:           capacity of the device cache, in adapters of the largest rank with every target
-                         module. None: the sizes of PeftCacheConfig.
-    max_cpu_loras:       the same for the host cache.
-    swap_gate_up_proj_lora_b_weight: order of fused gate and up projections in adapters: gate first, as PEFT
-                         writes them; False: up first, as in TensorRT-LLM's tensors.
-    lora_adapter_dtype:  dtype of adapters in memory: auto, float32, bfloat16 or float16.
-    lora_text_only:      serve the text part of a vision model's adapter; otherwise it is refused.
-    overlap_lora_and_base, cuda_graph_specialize_lora: accepted, without effect.
+    max_loras, max_cpu_loras: capacity of the device and host caches, in adapters of the largest rank with
+    every target module. None: the sizes of PeftCacheConfig. swap_gate_up_proj_lora_b_weight: adapters have
+    the gate first in fused rows, as PEFT writes them; False: up. lora_adapter_dtype: dtype in memory: auto,
+    float32, bfloat16 or float16. lora_text_only: serve the text part of a vision model's adapter; otherwise
+    it is refused. The last two have no effect.
     """
 
     lora_dir: list[str] = field(default_factory=list)
@@ -62,7 +57,8 @@ class LoraConfig(Options):
     cuda_graph_specialize_lora: bool = False
 
     def __post_init__(self) -> None:
-        _check_source("lora_ckpt_source must be one of 'hf' or 'nemo', got {}", self.lora_ckpt_source)
+        if self.lora_ckpt_source not in SOURCES:
+            raise ValueError(f"lora_ckpt_source must be one of 'hf' or 'nemo', got {self.lora_ckpt_source}")
         for name in ("lora_dir", "lora_target_modules"):
             if isinstance(getattr(self, name), str | Path):
                 raise ValueError(f"{name} must be a list, got {getattr(self, name)!r}")
@@ -101,7 +97,8 @@ class LoRARequest:
         path = self.lora_path
         if path is not None and (not str(path) or not (Path(path).exists() or is_hub_id(path))):
             raise ValueError(f"lora_path ({path}) does not exist.")
-        _check_source("lora_ckpt_source must be 'hf' or 'nemo', got '{}'", self.lora_ckpt_source)
+        if self.lora_ckpt_source not in SOURCES:
+            raise ValueError(f"lora_ckpt_source must be 'hf' or 'nemo', got '{self.lora_ckpt_source}'")
         if self.lora_version not in ("keep", "follow"):
             raise ValueError(f"lora_version must be 'keep' or 'follow', got {self.lora_version!r}")
         if not isinstance(self.lora_int_id, int) or not 0 <= self.lora_int_id <= MAX_ID:
@@ -161,8 +158,3 @@ def _is_scaled(given: object) -> bool:
     if not isinstance(given, list | tuple) or len(given) != 2 or not isinstance(given[0], LoRARequest):
         return False
     return isinstance(given[1], int | float) and not isinstance(given[1], bool)
-
-
-def _check_source(text: str, source: str) -> None:
-    if source not in SOURCES:
-        raise ValueError(text.format(source))

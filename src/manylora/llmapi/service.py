@@ -229,7 +229,13 @@ class Service:
             return False
         generation, event = news
         if event.last:  # first, so that a bad adapter's id is free once the result is known
-            self._forget(generation, event)
+            with self._lock:
+                self._tickets.pop(generation, None)
+                self._lock.notify_all()
+            # An adapter with overflowing logits is in the cache, under its id.
+            refused = isinstance(event.error, AdapterError)
+            accepted = not refused or isinstance(event.error, AdapterNotFiniteError)
+            self.registry.release(generation.task_ids, accepted)
         try:
             generation.take(event)
         except Exception as error:
@@ -238,12 +244,3 @@ class Service:
         if generation.complete and not event.last:  # ended by a stop text: the engine can stop
             self.abort(generation)
         return True
-
-    def _forget(self, generation: Sendable, event: Event) -> None:
-        with self._lock:
-            self._tickets.pop(generation, None)
-            self._lock.notify_all()
-        # An adapter with overflowing logits is in the cache, under its id.
-        refused = isinstance(event.error, AdapterError)
-        accepted = not refused or isinstance(event.error, AdapterNotFiniteError)
-        self.registry.release(generation.task_ids, accepted)

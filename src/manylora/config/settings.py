@@ -107,15 +107,13 @@ CONVERTERS: dict[str, Callable[[Any], Any]] = {
 class Setting:
     """What a setting is, which values it takes, and what each door calls it.
 
-    type: its annotation. help: one line for --help. least, most: bounds of a number; above: the value itself
-    is not allowed. choices: the only values. parse: reads one value from a text; it raises ArgumentTypeError.
-    many: the flag takes several values at once. named: its name in errors about its bounds.
+    type: its annotation. help: for --help. least, most: bounds of a number; above: the value itself is not
+    allowed. choices: the only values. parse: reads one value from a text; raises ArgumentTypeError. many: the
+    flag takes several values at once. named: its name in errors about its bounds.
 
-    triton: parameter of config.pbtxt; None: there is none.
-    llm: argument of `LLM`; PART.FIELD is a field of one of its nested configs. Empty: there is none.
-    llm_values: what the argument's values mean here, where they differ. None: not set.
-    serve: flags of `manylora serve`, separated by spaces: ours, then those of vLLM and trtllm-serve.
-    serve_values: the same for the flag and the argument of `LLM`.
+    triton: parameter of config.pbtxt; None: there is none. llm: argument of `LLM`; PART.FIELD is a field of a
+    nested config. serve: flags of `manylora serve`, separated by spaces: ours, then those of vLLM and
+    trtllm-serve. llm_values, serve_values: what their values mean here, where they differ. None: not set.
     bench, build: flags of `manylora bench` and `manylora build`, with the names of trtllm-bench and
     trtllm-build.
     """

@@ -167,16 +167,11 @@ class Continuation:
 class Generation:
     """Turns the events of one request into its outputs. `take` must be called from one thread only.
 
-    prompt:    token ids. encoder_prompt: for an encoder-decoder model; see `Request`.
-    tokenizer: None: outputs have no text.
-    adapter:   name of the adapter that acts, if the engine knows it by another name. None: the engine's.
-
-    error:     why it failed.
-    ended:     the engine will send no more events.
-    started:   the engine has sent an event without an error.
-    complete:  every output has ended, perhaps at a stop text, which the engine does not know.
-    metrics:   of the sequence that ended last.
-    context_logits: [prompt, vocabulary] float32, if requested.
+    encoder_prompt: see `Request`. tokenizer: None: outputs have no text. adapter: name of the one that acts,
+    if the engine knows it by another name. ended: the engine will send no more events. started: it has sent
+    one without an error. complete: every output has ended, perhaps at a stop text, which the engine does not
+    know. metrics: of the sequence that ended last. context_logits: [prompt, vocabulary] float32, if
+    requested.
     """
 
     def __init__(

@@ -26,12 +26,9 @@ COARSE = 1e-6  # finer bounds may need more decimals
 
 def closed(schema: Any) -> Any:
     """The same schema, so that a model cannot invent keys or write digits without end: an object with
-    `properties` allows no other keys unless it says so, and a number is at most LARGEST and a multiple of
-    SMALLEST, where it has no bounds of its own.
-
-    In a schema that combines several objects (a keyword of COMBINING beside `properties`, or `allOf` with
-    more than one) objects stay open: a key that is unknown to one part may belong to another. More than
-    MOST_NUMBERS stay as they are.
+    `properties` allows no other keys unless it says so, and a number without bounds is at most LARGEST and a
+    multiple of SMALLEST, unless there are more than MOST_NUMBERS. Where a schema combines several objects
+    (COMBINING or `allOf`), they stay open: a key that is unknown to one part may belong to another.
     """
     text = str(schema)
     few = sum(text.count(repr(kind)) for kind in LARGEST) <= MOST_NUMBERS

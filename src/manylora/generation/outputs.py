@@ -31,15 +31,12 @@ class LoraVersion:
 class CompletionOutput:
     """One output of a prompt so far.
 
-    token_ids:     without the end token, and without a stop token unless include_stop_str_in_output.
-    text_diff, token_ids_diff: new since the previous RequestOutput; everything if not streaming.
-    cumulative_logprob: sum over token_ids; None unless log probabilities were computed. For a beam it
-                   includes the end token.
-    logprobs:      per token, a mapping from its id; None unless requested.
-    finish_reason: None while running; then "stop", "length" or "cancelled".
-    stop_reason:   the `stop` text or the `stop_token_ids` id that ended it, otherwise None.
-    generation_logits: [length, vocabulary] float32, if finished and requested.
-    lora_versions: versions of its adapter, covering all tokens; empty for the base model.
+    token_ids: without the end token, and without a stop token unless include_stop_str_in_output. text_diff,
+    token_ids_diff: new since the previous RequestOutput. cumulative_logprob: None unless computed; for a beam
+    it includes the end token. logprobs: per token, a mapping from its id; None unless requested.
+    finish_reason: None while running; then "stop", "length" or "cancelled". stop_reason: the text or id of
+    `stop` or `stop_token_ids` that ended it. generation_logits: [length, vocabulary] float32, if finished and
+    requested. lora_versions: versions of its adapter, covering all tokens.
     """
 
     index: int

@@ -18,11 +18,11 @@ class Parameter:
     """A sampling parameter that is a single value, and what each entry point calls it.
 
     name: field of SamplingConfig and of SamplingParams; key in HTTP bodies, in `sampling_parameters` of
-        `vllm_model` and in an adapter's generation_config.json; input sampling_param_NAME of `llmapi`.
-    default, least, most: in HTTP bodies. The bounds apply to generation_config.json, too.
-    tensor: input of `tensorrt_llm`. text: input of `tensorrt_llm_bls` and of the ensemble. option: key of
-        Ollama's options. Empty: name. option_default: Ollama's default; None: default.
-    anthropic_most: largest value in Anthropic's API; None: most. without: entry points that do not take it.
+    `vllm_model` and in generation_config.json; input sampling_param_NAME of `llmapi`. default, least, most:
+    in HTTP bodies; the bounds apply to generation_config.json, too. Where another name is empty, it is this
+    one: tensor: input of `tensorrt_llm`. text: input of `tensorrt_llm_bls` and of the ensemble. option: key
+    of Ollama's options, with its default. anthropic_most: Anthropic's bound. without: entry points that do
+    not take it.
     """
 
     name: str
@@ -186,28 +186,23 @@ class SamplingParams:
     Greedy unless `temperature`, `top_k` or `top_p` asks for sampling. Checked when created and again when
     used. Raises ValueError, also for fields of TensorRT-LLM that this engine does not implement.
 
-    end_id: generation stops at this token, which is not part of the output. None: the model's end tokens; -1:
-        none. stop, stop_token_ids: texts and tokens that end the output, and are part of it only with
-        include_stop_str_in_output. bad, bad_token_ids: texts and tokens that are never generated; texts as
-        the tokenizer splits them.
+    end_id: generation stops at this token, which is not part of the output. None: the model's; -1: none.
+    stop, stop_token_ids: end the output, and are part of it only with include_stop_str_in_output. bad,
+    bad_token_ids: texts and tokens that are never generated; texts as the tokenizer splits them.
     repetition_penalty: > 1 lowers the logits of tokens in prompt and output. presence_penalty,
-        frequency_penalty: subtracted from them, once or per occurrence, after the temperature.
-        prompt_ignore_length: ignore this many tokens at the prompt's start for these two.
-    min_p: when sampling, exclude tokens less probable than this factor times the most probable one.
-    min_tokens: nothing ends the output before this many tokens.
-    n, best_of: return the n of best_of samples with the highest cumulative log probability, best first.
-    use_beam_search: best_of is the number of beams, of which the best n are returned. A beam's score is log
-        probability / length ** length_penalty. early_stopping: 1 ends when best_of beams have ended, 0 when
-        no other can become better. beam_search_diversity_rate: rank a beam's n-th best token n * rate lower.
-    top_p_min, top_p_decay, top_p_reset_ids: top_p is multiplied by top_p_decay after every token, down to
-        top_p_min, and is reset after the token top_p_reset_ids.
-    embedding_bias: [vocabulary or fewer], added to the logits. guided_decoding: a constraint on the output.
-    return_context_logits, return_generation_logits: for each prompt token, and for each output token.
-    logprobs: 0: log probability of each output token. 1: the same, for greedy decoding only, where the output
-        token is the most probable one.
-    truncate_prompt_tokens: use only this many tokens, from the end of the prompt.
-    use_drafts: False: do not use n-gram drafts, even if they are enabled.
-    seed: None is 0, so a repeated request gives the same output.
+    frequency_penalty: subtracted from them, once or per occurrence, after the temperature.
+    prompt_ignore_length: ignore this many tokens at the prompt's start for these two. min_p: exclude tokens
+    less probable than this factor times the most probable one. min_tokens: nothing ends the output before. n,
+    best_of: return the n of best_of samples with the highest cumulative log probability, best first.
+    use_beam_search: the n best of best_of beams, by log probability / length ** length_penalty.
+    early_stopping: 1 ends when best_of beams have ended, 0 when no other can become better.
+    beam_search_diversity_rate: rank a beam's n-th best token n * rate lower. top_p_min, top_p_decay,
+    top_p_reset_ids: top_p is multiplied by top_p_decay after every token, down to top_p_min, and is reset
+    after the token top_p_reset_ids. embedding_bias: [vocabulary or fewer], added to the logits.
+    guided_decoding: a constraint on the output. return_context_logits, return_generation_logits: for each
+    prompt token, and for each output token. logprobs: 0: of each output token. 1: the same, for greedy
+    decoding, where that is the most probable one. truncate_prompt_tokens: use only this many, from the end.
+    use_drafts: False: no n-gram drafts. seed: None is 0.
     """
 
     end_id: int | None = None

@@ -26,34 +26,20 @@ Known = dict[int, tuple[SamplingParams, Decoding]]
 class LLM(PooledRequests):
     """One base model and any number of its adapters, in this process. A context manager; thread-safe.
 
-    model:     a Hugging Face directory or a hub id, org/name or org/name@revision, which is downloaded.
-    tokenizer: the same, or a `manylora.generation.tokenizer.Tokenizer`; None: the model's own.
-    revision, tokenizer_revision: branch, tag or commit of a hub id.
-    skip_tokenizer_init: prompts and outputs are token ids.
-    lora_config: required for requests with adapters. peft_cache_config: size of the adapter cache.
-    lora_root: folder or folders with named adapters; a name is the path below it. lora_alias: more names.
-    lora_trust: FOLDER, or FOLDER=PART,PART, or several: adapters in it are used with their own chat_template,
-               generation_config and tokenizer (the PARTs). lora_tokenizer_bytes: memory for these tokenizers;
-               each counts as eight times its file.
-    generation_config: where values come from for fields that SamplingParams leave None: vllm (nowhere), auto
-               (the model's generation_config.json), or a folder that has such a file.
-    override_generation_config: such values, instead of those: {"temperature": 0.6}.
-    quant_config: quantise the weights; None: leave them as stored.
-    guided_decoding_backend: llguidance or xgrammar, which are equivalent here; None: no guided decoding.
-    moe_backend: CUTLASS or None; there is only one implementation of experts.
+    model: a Hugging Face directory or a hub id, org/name or org/name@revision, which is downloaded.
+    tokenizer: the same, or a `manylora.generation.tokenizer.Tokenizer`. revision, tokenizer_revision: of a
+    hub id. skip_tokenizer_init: prompts and outputs are token ids. lora_config: required for requests with
+    adapters. peft_cache_config: size of the adapter cache. lora_root: folder or folders with named adapters;
+    a name is the path below it. lora_alias: more names. lora_trust: FOLDER, or FOLDER=PART,PART, or several:
+    adapters in it are used with their own chat_template, generation_config and tokenizer (the PARTs).
+    lora_tokenizer_bytes: memory for these tokenizers. generation_config: where values come from for fields
+    that SamplingParams leave None: vllm (nowhere), auto (the model's generation_config.json), or a folder.
+    override_generation_config: values instead of those. quant_config: quantise the weights.
+    guided_decoding_backend: llguidance or xgrammar, which are equivalent here.
 
-    The others are settings of the engine. None: the limit that `manylora build` recorded, or the default.
-    max_batch_size: sequences in one step. max_num_tokens: tokens in one step; 2048, at least max_batch_size.
-    max_seq_len: tokens of prompt and output. max_beam_width: beams of one request; max_batch_size.
-    max_queue_size: waiting requests; 0: no limit. stream_interval: new tokens per streamed output; 1.
-    gpu_memory_utilization: share of the device's memory for weights, KV cache and adapters; no limit.
-    disable_overlap_scheduler: on a GPU, wait for a step's tokens before launching the next step.
-    enable_cuda_graph, cuda_graph_cache_size: capture decode steps, where supported; 0: 128 graphs.
-    tensor_parallel_size: ranks that share each layer. pipeline_parallel_size: stages of such ranks.
-    moe_expert_parallel_size: how many of the ranks that share a layer divide whole experts among them.
-    wrap_input_ids: wrap token ids beyond the vocabulary (modulo its size) instead of refusing them.
-
-    Raises ConfigError for a configuration that cannot be served, and for an unknown argument.
+    The others are settings of the engine, described in docs/python_api.md. None: the limit that `manylora
+    build` recorded, or the default. Raises ConfigError for a configuration that cannot be served, and for an
+    unknown argument.
     """
 
     def generate(
@@ -65,13 +51,10 @@ class LLM(PooledRequests):
     ) -> RequestOutput | list[RequestOutput]:
         """Continue one prompt, or several at once, and wait. Returns a list for several.
 
-        sampling_params, lora_request: one for all prompts, or a list with one per prompt; None in the list is
-        the base model. (LoRARequest, scale) is an adapter with a scale, a list of up to 8 such pairs a mix of
-        adapters that act together; a name in `lora_root` may replace a LoRARequest. use_tqdm: show a progress
-        bar on a terminal if tqdm is installed.
-
-        Raises RequestError or ValueError for the first prompt that cannot be served; the others are
-        cancelled.
+        sampling_params, lora_request: one for all prompts, or a list; None in the list is the base model.
+        (LoRARequest, scale) is an adapter with a scale, a list of up to 8 such pairs a mix of adapters; a
+        name in `lora_root` may replace a LoRARequest. use_tqdm: show a progress bar on a terminal. Raises
+        RequestError or ValueError for the first prompt that cannot be served; the others are cancelled.
         """
         prompts, single = as_prompts(inputs)
         params = for_each(prompts, "sampling_params", sampling_params)
@@ -125,25 +108,17 @@ class LLM(PooledRequests):
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestOutput | list[RequestOutput]:
-        """Answer one conversation, or several at once, and wait. Returns a list for several.
+        """Answer one conversation, or several at once, and wait, as `generate`. Returns a list for several.
 
-        messages: each with `role` and `content`, a text or a list of parts {"type": "text", "text": …}, and
-            `tool_calls` as in OpenAI's API. Other keys are passed to the template.
-        chat_template: text of a template; None: the adapter's if it has a trusted one, else the model's.
-        tools: as in OpenAI's API. For a template that does not know them, tools, calls and results are shown
-            as text.
-        add_generation_prompt: end the prompt with the start of an answer.
-        continue_final_message: continue the last message instead.
-        chat_template_kwargs: further variables of the template.
-
-        The other arguments and the exceptions are those of `generate`.
+        messages: with `role`, `content` (a text or parts {"type": "text", "text": …}) and `tool_calls`, as in
+        OpenAI's API, and whatever else the template takes. tools: likewise. For a template that does not know
+        them, tools, calls and results are shown as text. chat_template: None: the adapter's if it has a
+        trusted one, else the model's. add_generation_prompt: end the prompt with the start of an answer;
+        continue_final_message: continue the last message instead. chat_template_kwargs: more variables.
         """
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message needs add_generation_prompt=False")
-        variables = {
-            "add_generation_prompt": add_generation_prompt,
-            **chat_variables(chat_template_kwargs),
-        }
+        variables = {"add_generation_prompt": add_generation_prompt, **chat_variables(chat_template_kwargs)}
         single = bool(messages) and isinstance(messages[0], Mapping)
         chats: list[Any] = [messages] if single else list(messages)
         adapters = self._named(lora_request)

@@ -106,16 +106,13 @@ class KvCacheConfig(Options):
 
 @dataclass(frozen=True)
 class NGramDecodingConfig(Options):
-    """Drafts from n-grams in a sequence's own tokens (prompt lookup), which the model verifies.
+    """Drafts from n-grams in a sequence's own tokens (prompt lookup), which the model verifies. Raises
+    ValueError.
 
-    Raises ValueError.
-
-    max_draft_len:           length of a draft, 1 to 64 tokens; required.
-    max_matching_ngram_size: longest n-gram at the sequence's end to look up; shorter ones are tried next,
-    min_matching_ngram_size: down to this length.
-    is_use_oldest:           draft what followed the n-gram's first occurrence; False: its last.
-    max_concurrency:         do not draft with more running sequences than this; None: no limit.
-    is_keep_all, is_public_pool: only True and False; tokens of other requests are never used.
+    max_draft_len: 1 to 64 tokens; required. max_matching_ngram_size: longest n-gram at the sequence's end to
+    look up; shorter ones are tried next, down to min_matching_ngram_size. is_use_oldest: draft what followed
+    the first occurrence; False: the last. max_concurrency: do not draft with more running sequences; None: no
+    limit. is_keep_all, is_public_pool: only True and False; tokens of other requests are never used.
     """
 
     max_draft_len: int = 0

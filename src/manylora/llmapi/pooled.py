@@ -130,8 +130,7 @@ class PooledRequests(BaseLLM):
         """The generations, submitted and finished."""
         given, _ = as_prompts(prompts)
         sampling = SamplingParams(
-            truncate_prompt_tokens=params.truncate_prompt_tokens,
-            add_special_tokens=params.add_special_tokens,
+            truncate_prompt_tokens=params.truncate_prompt_tokens, add_special_tokens=params.add_special_tokens
         )
         loras, pooling = _loras_of(given, self._named(lora_request)), pooling_of(task, self._pooling)
         read = [

@@ -275,7 +275,7 @@ class SimulatedServer:
         request = Request((5,) * arrival.prompt, params)
         sequence = Sequence(0, request, 0, arrival.prompt + arrival.output, lease)
         self._of[sequence] = arrival
-        self.scheduler.add(sequence)
+        self.scheduler.waiting.append(sequence)
 
     def _stepped(self, step: Step) -> None:
         self._stepping = False

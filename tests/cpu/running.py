@@ -56,7 +56,7 @@ def let_arrive(engine: Engine) -> None:
     """Adapters arrive by a thread of their own, and a step leaves out who waits for one. Wait for all of
     them, so that who is in which step, who is preempted and what is reused do not depend on that thread."""
     for sequence in engine.open_sequences():
-        following = sequence.following.next
+        following = sequence.next_version
         leases = sequence.lease, following[0] if following else None
         engine.adapters.find_lost([lease for lease in leases if lease is not None])
 

@@ -147,7 +147,7 @@ def follow(engine: Engine, contents: list[LoraInput]) -> tuple[list[int], int]:
         if len(output) == 5 and not swapped:
             engine.publish(contents[2])
             swapped = True
-            [lease] = [one.following.next[0] for one in engine.open_sequences() if one.following.next]
+            [lease] = [one.next_version[0] for one in engine.open_sequences() if one.next_version]
             assert engine.adapters.admit(lease)
             engine.adapters.find_lost([lease])  # waits, so that both change at one token
     return output, event.versions[1].start

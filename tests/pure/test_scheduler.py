@@ -66,7 +66,7 @@ class Bench:
         request = Request(tuple(prompt), SamplingConfig(max_tokens=new))
         sequence = Sequence(0, request, 0, len(prompt) + new, lease)
         self.live.append(sequence)
-        self.scheduler.add(sequence)
+        self.scheduler.waiting.append(sequence)
         return sequence
 
     def step(self) -> list[tuple[Sequence, int, int]]:
@@ -216,7 +216,7 @@ def test_who_waits_for_adapter_room_is_overtaken_but_not_for_ever() -> None:
         bench.step()
         overtaken += 1
         assert overtaken < 3 * MAX_OVERTAKES, "the cold adapter starves"
-    assert cold.queue.num_overtaken >= MAX_OVERTAKES
+    assert cold.num_overtaken >= MAX_OVERTAKES
     base = [s for s in bench.done if s.lease is None]
     assert len(base) > MAX_OVERTAKES, "the base model was held up by adapters"
 
@@ -358,7 +358,7 @@ def test_no_adapter_gives_way_that_a_step_under_way_reads() -> None:
 def test_a_guess_up_to_the_end_is_computed() -> None:
     bench = Bench(max_batch_size=4, max_num_tokens=4)
     request = Request((1, 2), SamplingConfig(max_tokens=2), draft=(7, 7, 7))
-    bench.scheduler.add(Sequence(0, request, 0, 4))
+    bench.scheduler.waiting.append(Sequence(0, request, 0, 4))
     counts = []
     for _ in range(2):
         step = bench.scheduler.schedule()

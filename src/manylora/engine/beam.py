@@ -38,15 +38,21 @@ def select_beams(group: BeamGroup, candidates: list[BeamCandidate]) -> list[Beam
                 _add_result(group, candidate)
         elif len(chosen) < group.width:
             chosen.append(candidate)
-    length = group.leader.num_output + 1
-    if group.leader.num_prompt + length >= group.leader.max_len:
+    leader, params = group.leader, group.leader.request.params
+    length = leader.num_output + 1
+    if leader.num_prompt + length >= leader.max_len:
         for candidate in chosen:
             _add_result(group, candidate)
         chosen = []
-    if not chosen or _is_done(group, chosen[0].score, length):
-        _finish(group, FinishReason.STOP if chosen else FinishReason.LENGTH)
-        return []
-    return chosen
+    if chosen:
+        best = chosen[0].score / length**params.length_penalty
+        full = len(group.results) >= group.width
+        if not full or not (params.early_stopping or group.results[-1][0] >= best):
+            return chosen
+    count = group.width if params.num_return_sequences == 1 else params.num_return_sequences
+    leader.output.beams = tuple(beam for _, beam in group.results[:count])
+    leader.finish_reason = FinishReason.STOP if chosen else FinishReason.LENGTH
+    return []
 
 
 def extend_beams(group: BeamGroup, chosen: list[BeamCandidate], kv: KvCache) -> list[Sequence]:
@@ -58,7 +64,6 @@ def extend_beams(group: BeamGroup, chosen: list[BeamCandidate], kv: KvCache) -> 
     best_of: dict[int, int] = {}  # parent -> index of its best candidate
     for i, candidate in enumerate(chosen):
         best_of.setdefault(candidate.parent, i)
-    spare = [beam for index, beam in enumerate(group.beams) if index not in best_of]
     one = group.leader
     added = [
         Sequence(
@@ -66,7 +71,7 @@ def extend_beams(group: BeamGroup, chosen: list[BeamCandidate], kv: KvCache) -> 
         )
         for _ in range(group.width - len(group.beams))
     ]
-    spare += added
+    spare = [beam for index, beam in enumerate(group.beams) if index not in best_of] + added
     beams: list[Sequence] = []
     for i, candidate in enumerate(chosen):
         source = group.beams[candidate.parent]
@@ -86,21 +91,16 @@ def extend_beams(group: BeamGroup, chosen: list[BeamCandidate], kv: KvCache) -> 
 
 
 def _ends(group: BeamGroup, candidate: BeamCandidate) -> bool:
-    params = group.leader.request.params
+    params, parent = group.leader.request.params, group.beams[candidate.parent]
     if candidate.token == params.end_id:
         return True
-    output = [*_output(group, candidate.parent), candidate.token]
+    output = [*parent.tokens[parent.num_prompt :], candidate.token]
     return any(tuple(output[-len(word) :]) == word for word in params.stop_words)
-
-
-def _output(group: BeamGroup, beam: int) -> list[int]:
-    sequence = group.beams[beam]
-    return sequence.tokens[sequence.num_prompt :]
 
 
 def _add_result(group: BeamGroup, candidate: BeamCandidate) -> None:
     params, parent = group.leader.request.params, group.beams[candidate.parent]
-    tokens, log_probs = _output(group, candidate.parent), list(parent.output.log_probs)
+    tokens, log_probs = parent.tokens[parent.num_prompt :], list(parent.output.log_probs)
     length = len(tokens) + 1
     if candidate.token != params.end_id:
         tokens = [*tokens, candidate.token]
@@ -109,20 +109,6 @@ def _add_result(group: BeamGroup, candidate: BeamCandidate) -> None:
     group.results.append((candidate.score / length**params.length_penalty, beam))
     group.results.sort(key=lambda pair: -pair[0])
     del group.results[group.width :]
-
-
-def _is_done(group: BeamGroup, best_running: float, length: int) -> bool:
-    if len(group.results) < group.width:
-        return False
-    params = group.leader.request.params
-    return params.early_stopping or group.results[-1][0] >= best_running / length**params.length_penalty
-
-
-def _finish(group: BeamGroup, reason: FinishReason) -> None:
-    count = group.leader.request.params.num_return_sequences
-    count = group.width if count == 1 else count
-    group.leader.output.beams = tuple(beam for _, beam in group.results[:count])
-    group.leader.finish_reason = reason
 
 
 def best_candidates(log_probs: Tensor, group: BeamGroup) -> list[BeamCandidate]:

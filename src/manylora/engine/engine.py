@@ -20,7 +20,6 @@ from manylora.engine.step import Counters, FailedStep, LaunchedStep, ResultProce
 from manylora.engine.swaps import VersionSwaps
 from manylora.errors import QueueFullError, RequestError
 from manylora.group.rank_info import find_rank
-from manylora.lora.catalog.library import AdapterLibrary
 from manylora.lora.catalog.reader import AdapterReader
 from manylora.lora.modules import LoraModule
 from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, Request, mix
@@ -53,13 +52,19 @@ class Engine:
 
     Methods belong to one thread unless they say that they are thread-safe. If there are several ranks, this
     is rank 0, and it starts or meets the others. Raises ConfigError as `open_engine`.
+
+    library: what task ids and names of adapters mean; thread-safe. adapter_modules: those that adapters may
+    have, by id. max_seq_len: tokens of a prompt and its output together. max_queue_size: waiting requests; 0:
+    no limit. has_encoder: a request has two prompts.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._parts = parts = build_parts(config, find_rank(config.world_size))
         self.model, self.base, self.adapters = parts.model, parts.base, parts.adapters
+        self.library, self.adapter_modules = self.adapters.library, self.adapters.modules
         self.max_seq_len, self._runner = parts.kv_plan.max_seq_len, parts.runner
         self.config = config = parts.config
+        self.max_queue_size, self.has_encoder = config.max_queue_size, self.model.encoder is not None
         if self.model.bidirectional:  # each token depends on all others: prompts are computed whole
             self.config = config = replace(config, enable_kv_cache_reuse=False, enable_chunked_context=False)
         shape = config.tokens_per_block, config.enable_kv_cache_reuse
@@ -74,21 +79,11 @@ class Engine:
         self._results = ResultProcessor(self._scheduler, self._kv, self._counters, config.stream_interval)
         self._last_step = Step(())
         self._processed: Step | None = None  # by the last call of `step`
-        self._in_flight: LaunchedStep | None = None  # launched by `_overlapped_step`, not processed yet
+        self._in_flight: LaunchedStep | None = None  # its results are not processed yet
 
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_work
-
-    @property
-    def max_queue_size(self) -> int:
-        """Maximum number of waiting requests. 0: no limit."""
-        return self.config.max_queue_size
-
-    @property
-    def has_encoder(self) -> bool:
-        """Whether the model has an encoder, so that a request has two prompts."""
-        return self.model.encoder is not None
 
     def resolve(self, request: Request) -> Request:
         """The request with names of adapters replaced by task ids. Thread-safe. Raises RequestError."""
@@ -101,24 +96,24 @@ class Engine:
         return replace(request, lora=mix([(resolve(one), scale) for one, scale in lora.members]))
 
     def compile(self, request: Request) -> LLMatcher | None:
-        """A matcher for the request's guide; None without a guide. Thread-safe; may take seconds.
-
-        Raises RequestError, also for any other problem of the request.
+        """A matcher for the request's guide; None without one. Thread-safe; may take seconds. Raises
+        RequestError, also for any other problem of the request.
         """
         return self._maker.compile(request)
 
     def prepare(self, request: Request, matcher: LLMatcher | None = None) -> Prepared:
-        """Validate a request and read its adapter. matcher: the result of `compile`. Thread-safe.
-
-        Raises RequestError.
-        """
+        """Validate a request and read its adapter. Thread-safe. Raises RequestError."""
         return self._maker.prepare(request, matcher)
 
     def submit(self, prepared: Prepared) -> int:
         """Queue a request. `step` returns its events under the handle returned here. Raises RequestError."""
         request = prepared.request
         count = 1 if request.params.beam_width > 1 else request.params.num_return_sequences
-        self._check_queue(count)
+        limit, waiting = self.config.max_queue_size, len(self._scheduler.waiting)
+        # A new sequence waits only if the batch has no free slot for it.
+        free_slots = max(0, self.config.max_batch_size - self._scheduler.num_slots)
+        if limit and (waiting >= limit or waiting + count > limit + free_slots):
+            raise QueueFullError(limit)
         handle = self._next_handle
         self._next_handle += 1
         sequences: list[Sequence] = []
@@ -133,8 +128,7 @@ class Engine:
             self._logits_memory.release(handle)
             raise
         self._requests[handle] = sequences
-        for sequence in sequences:
-            self._scheduler.add(sequence)
+        self._scheduler.waiting.extend(sequences)
         return handle
 
     def publish(self, lora: LoraInput) -> AdapterVersion:
@@ -154,50 +148,37 @@ class Engine:
         return self._retire(sequences)
 
     def step(self) -> Events:
-        """Run one step. Returns the events of the results that were processed."""
+        """Run one step. Returns the events of the results that were processed.
+
+        On a device that overlaps steps, the results of the previous step are processed while it computes this
+        one, with the same tokens. A sequence that turns out to have ended in the previous step then ran once
+        more for nothing. If the next step depends on the tokens of the previous one, these are processed
+        before it is scheduled.
+        """
         started, self._processed = time.perf_counter(), None
         accepted = self._counters.accepted_draft_tokens
         events: Events = []
-        if self._swaps.is_due:  # leases change only while no step uses them
-            previous, self._in_flight = self._in_flight, None
-            events = self._process(previous)
-            self._swaps.apply()
-        events += self._overlapped_step() if self._parts.overlap else self._plain_step()
-        if self._processed is not None and not self._processed.num_context_tokens:
-            rows = (chunk.count for chunk in self._processed.chunks)
-            self._scheduler.speculation.record_step(
-                rows, time.perf_counter() - started, self._counters.accepted_draft_tokens - accepted
-            )
-        return events
-
-    def _plain_step(self) -> Events:
-        """Schedule, launch, and process the results. `_overlapped_step` must give the same tokens."""
-        step = self._scheduler.schedule()
-        lost = self._find_lost_adapters(step)
-        if lost:
-            return self._fail_lost_adapters(lost)
-        return self._process(self._launch(step))
-
-    def _overlapped_step(self) -> Events:
-        """The same three calls, but it processes the results of the previous step while the device computes
-        this one.
-
-        A sequence that turns out to have ended in the previous step ran once more for nothing. If the next
-        step depends on the tokens of the previous one, these are processed before it is scheduled.
-        """
-        events: Events = []
         previous, self._in_flight = self._in_flight, None
-        if previous is not None and not self._assume_done(previous):
+        # Leases change only while no step uses them.
+        if previous is not None and (self._swaps.is_due or not self._assume_done(previous)):
             events, previous = self._process(previous), None
+        if self._swaps.is_due:
+            self._swaps.apply()
         step = self._scheduler.schedule(previous.step if previous is not None else None)
         lost = self._find_lost_adapters(step)
         launched = None if lost else self._launch(step, previous)
         events += self._process(previous)
         if lost:
-            return events + self._fail_lost_adapters(lost)
-        if isinstance(launched, FailedStep):
-            return events + self._process(launched)
-        self._in_flight = launched
+            events += self._fail_lost_adapters(lost)
+        elif self._parts.overlap and not isinstance(launched, FailedStep):
+            self._in_flight = launched
+        else:
+            events += self._process(launched)
+        if self._processed is not None and not self._processed.num_context_tokens:
+            rows = (chunk.count for chunk in self._processed.chunks)
+            self._scheduler.speculation.record_step(
+                rows, time.perf_counter() - started, self._counters.accepted_draft_tokens - accepted
+            )
         return events
 
     def close(self) -> None:
@@ -211,16 +192,6 @@ class Engine:
         self._requests.clear()
         self.adapters.close()
         end_ranks(self._parts)
-
-    @property
-    def adapter_modules(self) -> Mapping[int, LoraModule]:
-        """Modules that adapters may have, by id."""
-        return self.adapters.modules
-
-    @property
-    def library(self) -> AdapterLibrary:
-        """What task ids and names of adapters mean. Thread-safe."""
-        return self.adapters.library
 
     def adapter_reader(self, modules: Mapping[int, LoraModule], *, narrow: bool = True) -> AdapterReader:
         """Reads adapters' files as this engine can serve them. Thread-safe. modules, narrow: as in
@@ -290,19 +261,12 @@ class Engine:
             context_requests=num_context,
             generation_requests=len(chunks) - num_context,
             context_tokens=last_step.num_context_tokens if chunks else 0,
-            max_adapters_in_step=parts.runner.max_adapters_in_step,
+            max_adapters_in_step=parts.runner.inputs.max_adapters_in_step,
             waiting_adapters=tuple(dict.fromkeys(self.adapters.name_of(number) for number in waiting)),
             adapters=replace(self.adapters.stats(), sequence_swaps=self._swaps.num_swaps),
             graphs=parts.runner.graph_stats(),
             **vars(self._counters),
         )
-
-    def _check_queue(self, count: int) -> None:
-        """Raises QueueFullError. A new sequence waits only if the batch has no free slot for it."""
-        limit, waiting = self.config.max_queue_size, len(self._scheduler.waiting)
-        free_slots = max(0, self.config.max_batch_size - self._scheduler.num_slots)
-        if limit and (waiting >= limit or waiting + count > limit + free_slots):
-            raise QueueFullError(limit)
 
     def open_sequences(self) -> list[Sequence]:
         """All sequences that have not ended."""
@@ -343,7 +307,14 @@ class Engine:
                 raise self._parts.leader.lost(error) from error
             logger.exception("a step of %d sequences failed", len(launched.step.chunks))
             self._parts.device.probe()
-            return self._fail(launched.step, error)
+            text = f"Encountered an error in forwardAsync function: {type(error).__name__}"
+            sequences = [chunk.sequence for chunk in launched.step.chunks]
+            leaders = dict.fromkeys(one if one.beams is None else one.beams.leader for one in sequences)
+            failed = [sequence for sequence in leaders if not sequence.finished]
+            for sequence in failed:
+                sequence.remove_pending_token()
+                sequence.fail(RequestError(text))
+            return self._retire(failed)
         self._processed = launched.step
         outcome = self._results.apply(launched, sampled)
         if outcome.block_copies:
@@ -351,16 +322,6 @@ class Engine:
         if outcome.state_copies:
             self._runner.copy_states(outcome.state_copies)
         return outcome.events + self._retire(outcome.ended)
-
-    def _fail(self, step: Step, error: Exception) -> Events:
-        """End the requests of a step that failed."""
-        text = f"Encountered an error in forwardAsync function: {type(error).__name__}"
-        leaders = dict.fromkeys(_leader(chunk.sequence) for chunk in step.chunks)
-        failed = [sequence for sequence in leaders if not sequence.finished]
-        for sequence in failed:
-            sequence.remove_pending_token()
-            sequence.fail(RequestError(text))
-        return self._retire(failed)
 
     def _find_lost_adapters(self, step: Step) -> Mapping[str, RequestError]:
         """Adapters of a step that could not be read, by digest."""
@@ -384,7 +345,13 @@ class Engine:
 
     def _retire(self, ended: list[Sequence]) -> Events:
         """Free the resources of ended sequences. Returns the last event of each."""
-        self._free(ended)
+        self._scheduler.remove(_with_beams(ended))
+        for sequence in ended:
+            if sequence.beams is not None:
+                self._kv.free_reserve(sequence.beams.reserve)
+            if sequence.guide is not None:
+                sequence.guide.close()
+        self._release(ended)
         events = []
         for sequence in ended:
             others = self._requests[sequence.handle]
@@ -398,24 +365,11 @@ class Engine:
         self._swaps.drop_superseded(self.open_sequences())
         return events
 
-    def _free(self, sequences: list[Sequence]) -> None:
-        self._scheduler.remove(_with_beams(sequences))
-        for sequence in sequences:
-            if sequence.beams is not None:
-                self._kv.free_reserve(sequence.beams.reserve)
-            if sequence.guide is not None:
-                sequence.guide.close()
-        self._release(sequences)
-
     def _release(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             self._swaps.forget(sequence)
             if sequence.lease is not None:
                 self.adapters.release(sequence.lease)
-
-
-def _leader(sequence: Sequence) -> Sequence:
-    return sequence if sequence.beams is None else sequence.beams.leader
 
 
 def _with_beams(sequences: list[Sequence]) -> list[Sequence]:

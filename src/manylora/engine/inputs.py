@@ -20,7 +20,7 @@ from manylora.engine.step import LaunchedStep
 from manylora.kernels.extras import with_logits
 from manylora.kernels.recurrent import StateBatch
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import AttentionBatch, LoraBatch
+from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch
 from manylora.kernels.transfer import upload
 from manylora.lora.leases import Lease
 from manylora.lora.pool import with_virtual
@@ -132,22 +132,21 @@ class StepInputs:
         count = rows - known
         if not count:
             return self
+        if isinstance(self.blocks, np.ndarray):
+            blocks: Blocks = np.pad(self.blocks, ((0, count), (0, 0)))
+        else:
+            blocks = [*self.blocks, *[[0]] * count]
         return replace(
             self,
             input_ids=_pad(self.input_ids, count, 0),
             positions=_pad(self.positions, count, 0),
             starts=[*self.starts, *range(known + 1, rows + 1)],
             lengths=_pad(self.lengths, count, 1),
-            blocks=self._padded_blocks(count),
+            blocks=blocks,
             slots=_pad(self.slots, count, -1),
             logits_rows=np.concatenate((self.logits_rows, np.arange(known, rows))),
             state=None if self.state is None else self.state.pad(count),
         )
-
-    def _padded_blocks(self, count: int) -> Blocks:
-        if isinstance(self.blocks, np.ndarray):
-            return np.pad(self.blocks, ((0, count), (0, 0)))
-        return [*self.blocks, *[[0]] * count]
 
     @property
     def columns(self) -> int:
@@ -172,13 +171,17 @@ class StepInputs:
         if lora is not None and lora.extras:
             lora = replace(lora, extras=with_logits(lora.extras, list(self.logits_rows)))
         planned, lora = ops.plan(attention, lora, fixed)
+        cross = None
+        if len(self.cross_blocks):
+            table = block_table(self.cross_blocks)
+            cross = AttentionBatch(self.starts, self.cross_lengths, table, _copied([]))
         return ForwardBatch(
             input_ids=_int(self.input_ids),
             positions=_int(self.positions),
             attention=planned,
             lora=lora,
             logits_rows=_int(self.logits_rows),
-            cross=self._cross(),
+            cross=cross,
             rope_lengths=None if self.rope_lengths is None else _int(self.rope_lengths),
             state=None if self.state is None else self.state.plan(self.starts),
             token_types=None if self.token_types is None else _int(self.token_types),
@@ -203,11 +206,6 @@ class StepInputs:
         host = Pending(None if where is None else where.cpu(), self.pending.tokens.cpu())
         replace(self, pending=host).fill(ids)
         return replace(self, input_ids=ids.numpy(), pending=None)
-
-    def _cross(self) -> AttentionBatch | None:
-        if not len(self.cross_blocks):
-            return None
-        return AttentionBatch(self.starts, self.cross_lengths, block_table(self.cross_blocks), _copied([]))
 
 
 def encoder_inputs(sequences: list[Sequence], tokens_per_block: int) -> StepInputs:
@@ -263,7 +261,7 @@ class KeptInputs:
             self._moving += 1
             self._num_same -= 1
         else:
-            self._find_slots(self.run.positions)
+            self._find_slots()
         self._ids[:] = 0 if tokens is not None else [one.tokens[-1] for one in self.run.sequences]
         self._inputs.pending = None if tokens is None else Pending(None, tokens)
         return self._inputs
@@ -276,17 +274,9 @@ class KeptInputs:
             self._batch = self._inputs.plan(ops, shares=True)
         return self._batch
 
-    def _find_slots(self, positions: np.ndarray) -> None:
+    def _find_slots(self) -> None:
+        positions = self.run.positions
         columns, places = np.divmod(positions, self._size)
-        self._add_blocks(columns)
-        if self._columns != int(columns.max()) + 1:
-            self._columns = int(columns.max()) + 1
-            self._inputs.blocks, self._batch = self._table[:, : self._columns], None
-        slots = self._table[self._places, columns] * np.int64(self._size) + places
-        self._moving[:] = positions, positions + 1, slots
-        self._num_same = self._size - 1 - int(places.max())
-
-    def _add_blocks(self, columns: np.ndarray) -> None:
         for row in np.flatnonzero(columns >= self._known):
             blocks = self.run.sequences[row].kv.blocks
             missing = len(blocks) - self._table.shape[1]
@@ -294,6 +284,12 @@ class KeptInputs:
                 self._table = np.pad(self._table, ((0, 0), (0, missing)))
             self._table[row, : len(blocks)], self._known[row] = blocks, len(blocks)
             self._columns = 0  # the old table may still be in use, so a new one is needed
+        if self._columns != int(columns.max()) + 1:
+            self._columns = int(columns.max()) + 1
+            self._inputs.blocks, self._batch = self._table[:, : self._columns], None
+        slots = self._table[self._places, columns] * np.int64(self._size) + places
+        self._moving[:] = positions, positions + 1, slots
+        self._num_same = self._size - 1 - int(places.max())
 
 
 def _pad(values: Ints, count: int, value: int) -> np.ndarray:
@@ -302,8 +298,6 @@ def _pad(values: Ints, count: int, value: int) -> np.ndarray:
 
 def block_table(rows: Blocks, width: int = 0) -> Tensor:
     """[S, width] int32, padded with zeros. width: 0: as wide as the longest row needs."""
-    if isinstance(rows, np.ndarray) and width in (0, rows.shape[1]):
-        return torch.from_numpy(rows.astype(np.int32, order="C"))
     if isinstance(rows, np.ndarray):
         table = np.zeros((len(rows), width or rows.shape[1]), np.int32)
         table[:, : rows.shape[1]] = rows
@@ -326,21 +320,21 @@ def _shared(values: Ints) -> Tensor:
 class InputMaker:
     """Makes the inputs of a step from its chunks.
 
-    is_recurrent: whether the model has recurrent layers. device: for tensors that are not copied with the
-    rest.
+    is_recurrent: whether the model has recurrent layers. max_adapters_in_step: the most distinct adapters
+    that one step has mixed so far.
     """
 
     def __init__(
         self,
         decoder: Decoder | EncoderDecoder,
         adapters: AdapterStore,
-        tokens_per_block: int,
+        limits: BatchLimits,
         is_recurrent: bool,
         device: torch.device,
     ) -> None:
         self.max_adapters_in_step = 0
         self._adapters, self._device = adapters, device
-        self._tokens_per_block, self._is_recurrent = tokens_per_block, is_recurrent
+        self._tokens_per_block, self._is_recurrent = limits.tokens_per_block, is_recurrent
         self._has_encoder = isinstance(decoder, EncoderDecoder)
         self._vocab_size, self._dtype = decoder.config.vocab_size, decoder.dtype
 
@@ -349,9 +343,7 @@ class InputMaker:
         size, starts = self._tokens_per_block, [0]
         ids, positions, slots, lengths, logits_rows, pooled_rows = (list[int]() for _ in range(6))
         blocks: list[np.ndarray] = []
-        for chunk, range_ in zip(
-            chunks, wanted, strict=True
-        ):  # a single pass, because it runs per decoding row
+        for chunk, range_ in zip(chunks, wanted, strict=True):  # one pass: it runs for each decoding row
             sequence, start, count = chunk.sequence, chunk.start, chunk.count
             kv, stop, row = sequence.kv, start + count, len(ids)
             if count == 1:
@@ -369,6 +361,11 @@ class InputMaker:
             if sequence.request.pooling is not None:
                 pooled_rows += [row + position - start for position in pooled_positions(chunk)]
         encoded = [c.sequence for c in chunks] if self._has_encoder else []
+        virtual = [
+            (row + number - chunk.start, number)
+            for chunk, row in zip(chunks, starts, strict=False)
+            for number in range(chunk.start, min(chunk.sequence.num_virtual, chunk.start + chunk.count))
+        ]
         inputs = StepInputs(
             input_ids=[i if 0 <= i < self._vocab_size else 0 for i in ids],
             positions=positions,
@@ -380,7 +377,7 @@ class InputMaker:
             pooled_rows=pooled_rows,
             token_types=_token_types(chunks),
             embeddings=self._embeddings(chunks, ids, starts),
-            virtual=_virtual(chunks, starts),
+            virtual=virtual,
             cross_lengths=[sequence.num_encoder for sequence in encoded],
             cross_blocks=[sequence.kv.cross_blocks for sequence in encoded if sequence.num_encoder],
             pending=self._pending(chunks, ids, starts, previous),
@@ -392,22 +389,17 @@ class InputMaker:
     def _embeddings(
         self, chunks: list[Chunk], ids: list[int], starts: list[int]
     ) -> tuple[Tensor, Tensor] | None:
-        """Rows [n] whose ids are beyond the vocabulary, and their embeddings from the request's prompt
-        table.
-        """
-        rows: list[int] = []
-        vectors: list[np.ndarray] = []
+        """Rows [n] with ids beyond the vocabulary, and their embeddings of the request's prompt table."""
+        found: dict[int, np.ndarray] = {}
         for chunk, start, stop in zip(chunks, starts, starts[1:], strict=False):
             table = chunk.sequence.request.prompt_table
             if table is not None:
-                for row in range(start, stop):
-                    if 0 <= ids[row] - self._vocab_size < len(table):
-                        rows.append(row)
-                        vectors.append(table[ids[row] - self._vocab_size])
-        if not rows:
+                places = ((row, ids[row] - self._vocab_size) for row in range(start, stop))
+                found |= {row: table[place] for row, place in places if 0 <= place < len(table)}
+        if not found:
             return None
-        values = torch.from_numpy(np.stack(vectors).astype(np.float32)).to(self._dtype)
-        return self._tensor(rows), values.to(self._device)
+        values = torch.from_numpy(np.stack([*found.values()]).astype(np.float32)).to(self._dtype)
+        return self._tensor([*found]), values.to(self._device)
 
     def _pending(
         self, chunks: list[Chunk], ids: list[int], starts: list[int], previous: LaunchedStep | None
@@ -416,7 +408,7 @@ class InputMaker:
         if previous is None:
             return None
         found = [
-            (stop - 1, previous.index_of(chunk.sequence))
+            (stop - 1, previous.index_of[chunk.sequence])
             for chunk, stop in zip(chunks, starts[1:], strict=True)
             if chunk.sequence.is_pending and ids[stop - 1] == PENDING
         ]
@@ -448,15 +440,6 @@ class InputMaker:
 
     def _tensor(self, values: list) -> Tensor:
         return upload(values, torch.long, self._device)
-
-
-def _virtual(chunks: list[Chunk], starts: list[int]) -> list[tuple[int, int]]:
-    """Rows that are virtual tokens of their adapter, and their token numbers."""
-    return [
-        (row + number - chunk.start, number)
-        for chunk, row in zip(chunks, starts, strict=False)
-        for number in range(chunk.start, min(chunk.sequence.num_virtual, chunk.start + chunk.count))
-    ]
 
 
 def _rope_lengths(chunks: list[Chunk]) -> list[int] | None:

@@ -58,18 +58,15 @@ class IdleBlocks:
 
     def pop(self) -> int:
         """Remove and return the block to evict next."""
-        self._expire()
-        block = next(iter(self._levels[min(self._levels)]))
-        self.discard(block)
-        return block
-
-    def _expire(self) -> None:
         now = time.monotonic()
         while self._expiries and self._expiries[0][0] <= now:
             _, block, priority = heapq.heappop(self._expiries)
             if self._priority.get(block) == priority:
                 self.discard(block)
                 self.add(block)
+        block = next(iter(self._levels[min(self._levels)]))
+        self.discard(block)
+        return block
 
 
 class KvCache:
@@ -231,7 +228,10 @@ class KvCache:
             key = _key(sequence, nodes[-1] if nodes else sequence.root, position * size, size)
             node = self._node_of.get(key)
             if node is None:
-                node = self._register(key, sequence.kv.blocks[position])
+                block, node = sequence.kv.blocks[position], self._next_node
+                self._next_node += 1
+                self._pages.share(block)
+                self._node_of[key], self._block_of[node], self._key_of[block] = node, block, key
             nodes.append(node)
 
     def free(self, sequence: Sequence) -> None:
@@ -271,7 +271,7 @@ class KvCache:
         stop = min(limit, start + count) // size * size
         if stop <= known or other.kv.is_mixed or not self._can_match(sequence):
             return 0
-        stop = sequence.queue.alike.until(sequence.tokens, other, known, stop) // size * size
+        stop = sequence.alike.until(sequence.tokens, other, known, stop) // size * size
         if stop <= known:
             return 0
         parent = other.kv.nodes[-1] if known else sequence.root
@@ -348,13 +348,6 @@ class KvCache:
         if stop > sequence.num_prompt:
             found.append((retention.decode_priority, retention.decode_duration_ms))
         return max(found, key=lambda pair: pair[0], default=(DEFAULT_PRIORITY, None))
-
-    def _register(self, key: Key, block: int) -> int:
-        node = self._next_node
-        self._next_node += 1
-        self._pages.share(block)
-        self._node_of[key], self._block_of[node], self._key_of[block] = node, block, key
-        return node
 
     def _forget(self, block: int) -> None:
         node = self._node_of.pop(self._key_of.pop(block))

@@ -20,7 +20,8 @@ from manylora.errors import AdapterNotCachedError, QueueFullError, RequestError
 from manylora.lora.extras import HEAD
 from manylora.lora.leases import Lease
 from manylora.lora.tensors import Adapter, FileAdapter
-from manylora.request import Pooling, Request
+from manylora.request import Request
+from manylora.request.sampling import require
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -34,10 +35,10 @@ def check_head(request: Request, model: ModelConfig, lease: Lease | None, has_he
     """Raises RequestError if the model has no head for the request. has_head_layer: the checkpoint has the
     layer of `ModelConfig.head_layer`.
     """
-    members = () if lease is None else lease.members
+    members, pooling = () if lease is None else lease.members, request.pooling
     names = {extra.name for one, _ in members for extra in one.layout.extras}
     own = f"{HEAD}.weight" in names
-    if request.pooling is None:
+    if pooling is None:
         if own:
             raise RequestError(
                 "this adapter has a classification head: ask for its labels (/v1/classify, LLM.classify), or "
@@ -46,25 +47,20 @@ def check_head(request: Request, model: ModelConfig, lease: Lease | None, has_he
         if not model.makes_text:
             raise RequestError("this model has no head for text: ask for embeddings or labels")
         return
-    if request.pooling.mode != "last" and lease is not None and lease.num_virtual:
-        raise RequestError(
-            "pooling must be last under an adapter with virtual tokens, which others would count"
-        )
-    if request.pooling.head and not (own or model.num_labels):
+    if pooling.mode != "last" and lease is not None and lease.num_virtual:
+        text = "pooling must be last under an adapter with virtual tokens, which others would count"
+        raise RequestError(text)
+    if not pooling.head:
+        return
+    if not (own or model.num_labels):
         which = "neither this adapter nor its base model has" if lease else "this model does not have"
         raise RequestError(f"{which} a classification head: train one with PEFT (task_type SEQ_CLS)")
-    if request.pooling.head and model.score_tokens and any(name.startswith("head.") for name in names):
+    if model.score_tokens and any(name.startswith("head.") for name in names):
         raise RequestError(
             "this adapter changes the head for text, which scores are made of here: merge it into the model"
         )
-    layer = None if has_head_layer else model.head_layer
-    single = f"{HEAD}.dense.weight" not in names
-    if (
-        request.pooling.head
-        and layer is not None
-        and single
-        and (layer.each or request.pooling.mode != "all")
-    ):
+    layer = None if has_head_layer or f"{HEAD}.dense.weight" in names else model.head_layer
+    if layer is not None and (layer.each or pooling.mode != "all"):
         raise RequestError(
             f"the checkpoint of this {model.architecture} lacks {HEAD_LAYERS[layer.activation == 'tanh']}, "
             "which comes before its classification heads of one layer: serve the checkpoint that the adapter "
@@ -87,17 +83,28 @@ class RequestChecks:
         """The request as the engine runs it: with a prompt for the encoder, and with ids wrapped if
         configured.
         """
-        model = self.model
+        model, config, pooling = self.model, self.config, request.pooling
         if request.lora is not None and model.no_adapters:
             raise RequestError(model.no_adapters)
-        if request.pooling is not None:
-            self._check_pooling(request.pooling)
+        if pooling is not None and pooling.mode == "cls" and not model.bidirectional:
+            text = "pooling must be last, mean or all: the first token of a decoder sees no other"
+            raise RequestError(text)
+        if pooling is not None and model.encoder is not None:
+            raise RequestError("pooled outputs of encoder-decoder models are not supported")
         request = self._for_encoder(request)
-        if self.config.wrap_input_ids and request.prompt_table is None:
+        num_ids, limit = model.vocab_size, self.max_seq_len - (pooling is None)
+        if config.wrap_input_ids and request.prompt_table is None:
             prompts = (request.prompt, request.encoder_prompt)
-            prompt, encoder_prompt = (tuple(token % model.vocab_size for token in ids) for ids in prompts)
+            prompt, encoder_prompt = (tuple(token % num_ids for token in ids) for ids in prompts)
             request = replace(request, prompt=prompt, encoder_prompt=encoder_prompt)
-        self._check_prompt(request)
+        if model.encoder is not None:  # an encoder reads its whole prompt in one step
+            encoder_limit = min(self.max_seq_len, config.max_num_tokens - 1)
+            _check_ids(request.encoder_prompt, num_ids, encoder_limit, encoder=True)
+        if not config.enable_chunked_context:
+            limit = min(limit, config.max_num_tokens - len(request.encoder_prompt))
+        if request.prompt_table is not None:
+            num_ids += len(request.prompt_table)
+        _check_ids(request.prompt, num_ids, limit)
         self._check_params(request)
         self._check_draft(request)
         return request
@@ -132,13 +139,6 @@ class RequestChecks:
         self._check_draft(request)
         return request
 
-    def _check_pooling(self, pooling: Pooling) -> None:
-        if pooling.mode == "cls" and not self.model.bidirectional:
-            text = "pooling must be last, mean or all: the first token of a decoder sees no other"
-            raise RequestError(text)
-        if self.model.encoder is not None:
-            raise RequestError("pooled outputs of encoder-decoder models are not supported")
-
     def _for_encoder(self, request: Request) -> Request:
         """The request with a prompt for the encoder, if there is one, and one for the decoder."""
         encoder = self.model.encoder
@@ -157,41 +157,29 @@ class RequestChecks:
             return replace(request, encoder_prompt=request.prompt, prompt=(encoder.decoder_start_id,))
         return replace(request, prompt=request.prompt or (encoder.decoder_start_id,))
 
-    def _check_prompt(self, request: Request) -> None:
-        num_ids, limit = self.model.vocab_size, self.max_seq_len - (request.pooling is None)
-        if self.model.encoder is not None:  # an encoder reads its whole prompt in one step
-            encoder_limit = min(self.max_seq_len, self.config.max_num_tokens - 1)
-            _check_ids(request.encoder_prompt, num_ids, encoder_limit, encoder=True)
-        if not self.config.enable_chunked_context:
-            limit = min(limit, self.config.max_num_tokens - len(request.encoder_prompt))
-        if request.prompt_table is not None:
-            num_ids += len(request.prompt_table)
-        _check_ids(request.prompt, num_ids, limit)
-
     def _check_params(self, request: Request) -> None:
-        params, config, vocab = request.params, self.config, self.model.vocab_size
-        if params.beam_width == 1 and params.num_return_sequences > config.max_batch_size:
-            raise RequestError(
-                f"num_return_sequences must be at most {config.max_batch_size} (max_batch_size, or "
-                f"max_num_sequences of Triton's model), got {params.num_return_sequences}"
-            )
+        params, vocab, table = request.params, self.model.vocab_size, request.prompt_table
+        most, count = self.config.max_batch_size, params.num_return_sequences
+        rule = f"must be at most {most} (max_batch_size, or max_num_sequences of Triton's model)"
+        require(params.beam_width > 1 or count <= most, "num_return_sequences", rule, count)
         if params.beam_width > 1:
             self._check_beams(request)
-        if params.logit_bias is not None and params.logit_bias.size > vocab:
-            raise RequestError(
-                f"embedding_bias must have at most one value for each of the {vocab} tokens, "
-                f"got {params.logit_bias.size}"
-            )
-        if request.prompt_table is not None:
-            self._check_table(request.prompt_table)
+        size = 0 if params.logit_bias is None else params.logit_bias.size
+        rule = f"must have at most one value for each of the {vocab} tokens"
+        require(size <= vocab, "embedding_bias", rule, size)
+        if table is None:
+            return
+        name, most = "prompt_embedding_table", self.max_seq_len
+        rule = f"must have at most max_seq_len ({most}) rows"
+        require(table.ndim != 2 or len(table) <= most, name, rule, len(table))
+        hidden = self.model.projected_size or self.model.hidden_size
+        fits = table.ndim == 2 and table.shape[1] == hidden and bool(np.isfinite(table).all())
+        require(fits, name, f"must hold finite rows of {hidden} values", f"shape {table.shape}")
 
     def _check_beams(self, request: Request) -> None:
-        width, model = request.params.beam_width, self.model
-        if width > self.config.max_beam_width:
-            raise RequestError(
-                f"beam_width must be at most max_beam_width ({self.config.max_beam_width}) of this server, "
-                f"got {width}"
-            )
+        width, most, model = request.params.beam_width, self.config.max_beam_width, self.model
+        rule = f"must be at most max_beam_width ({most}) of this server"
+        require(width <= most, "beam_width", rule, width)
         length, limit = len(request.prompt), model.rope_limit
         longest = min(self.max_seq_len, length + request.params.max_tokens)
         if limit and model.rope_restarts and length <= limit < longest:
@@ -199,29 +187,15 @@ class RequestChecks:
                 f"beam search cannot cross {limit} tokens, where this model rotates all positions anew: ask "
                 f"for at most {limit - length} tokens"
             )
-        if 2 * width > model.vocab_size:
-            raise RequestError(f"beam_width must be at most half the vocabulary, got {width}")
-
-    def _check_table(self, table: np.ndarray) -> None:
-        hidden = self.model.projected_size or self.model.hidden_size
-        if table.ndim == 2 and len(table) > self.max_seq_len:
-            raise RequestError(
-                f"prompt_embedding_table must have at most max_seq_len ({self.max_seq_len}) rows, "
-                f"got {len(table)}"
-            )
-        if table.ndim != 2 or table.shape[1] != hidden or not np.isfinite(table).all():
-            raise RequestError(
-                f"prompt_embedding_table must hold finite rows of {hidden} values, got shape {table.shape}"
-            )
+        require(2 * width <= model.vocab_size, "beam_width", "must be at most half the vocabulary", width)
 
     def _check_draft(self, request: Request) -> None:
         count, params = len(request.draft), request.params
         if not count:
             return
         if self.model.recurrent is not None:  # a rejected token's state update cannot be undone
-            raise RequestError(
-                "draft_input_ids are not supported on models with recurrent layers: leave them out"
-            )
+            text = "draft_input_ids are not supported on models with recurrent layers: leave them out"
+            raise RequestError(text)
         if params.guide is not None:
             raise RequestError("draft_input_ids cannot be combined with guided decoding")
         if not 0 <= min(request.draft) <= max(request.draft) < self.model.vocab_size:
@@ -236,15 +210,15 @@ class RequestChecks:
 
 def _check_ids(ids: Ids[int], num_ids: int, limit: int, encoder: bool = False) -> None:
     """limit: in tokens. encoder: whether these are the ids of the encoder's prompt."""
+    prompt, whose, more = "the prompt", "", ""
+    if encoder:
+        prompt, whose, more = "the encoder's prompt", " of the encoder", " and max_num_tokens"
     if not ids:
-        prompt = "the encoder's prompt" if encoder else "the prompt"
         raise RequestError(f"A value is required for input_ids: {prompt} has no tokens")
     if len(ids) > limit:
         raise RequestError(
-            f"Prompt length ({len(ids)}) exceeds maximum input length ({limit})"
-            + (" of the encoder" if encoder else "")
-            + ". Shorten the prompt or serve with a larger max_seq_len"
-            + (" and max_num_tokens" if encoder else "")
+            f"Prompt length ({len(ids)}) exceeds maximum input length ({limit}){whose}. "
+            f"Shorten the prompt or serve with a larger max_seq_len{more}"
         )
     if not 0 <= min(ids) <= max(ids) < num_ids:
         raise RequestError(f"input_ids must be in [0, {num_ids}), got {min(ids)} to {max(ids)}")
@@ -322,11 +296,17 @@ class SequenceMaker:
 
     def make(self, prepared: Prepared, handle: int, index: int) -> Sequence:
         """A sequence with a lease on the request's adapters. Raises RequestError."""
-        lease, model = self._acquire(prepared), self._parts.model
+        model, request, lora = self._parts.model, prepared.request, prepared.request.lora
+        lease: Lease | None = None
+        if lora is not None:
+            try:
+                lease = self._adapters.acquire_all(lora, prepared.adapters)
+            except AdapterNotCachedError:
+                # Evicted since it was prepared: read it from its source once more, or give up.
+                lease = self._adapters.acquire_all(lora, self._adapters.prepare_all(lora))
+            if lora.has_tensors:  # the lease has them now
+                request = replace(request, lora=lora.without_tensors())
         virtual = lease.num_virtual if lease is not None else 0
-        request = prepared.request
-        if request.lora is not None and request.lora.has_tensors:  # the lease has them now
-            request = replace(request, lora=request.lora.without_tensors())
         try:
             check_head(request, model, lease, self._parts.decoder.head_layer is not None)
             request = self._checks.with_virtual_tokens(request, virtual)
@@ -356,14 +336,3 @@ class SequenceMaker:
                 "guided decoding is not enabled on this server: set guided_decoding_backend and tokenizer_dir"
             )
         return self._parts.guides.compile(guide)
-
-    def _acquire(self, prepared: Prepared) -> Lease | None:
-        """A lease on the request's adapters. None for the base model."""
-        lora = prepared.request.lora
-        if lora is None:
-            return None
-        try:
-            return self._adapters.acquire_all(lora, prepared.adapters)
-        except AdapterNotCachedError:
-            # Evicted since it was prepared: read it from its source once more, or give up.
-            return self._adapters.acquire_all(lora, self._adapters.prepare_all(lora))

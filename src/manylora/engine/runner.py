@@ -13,26 +13,14 @@ from torch import Tensor
 
 from manylora.engine.beam import BeamCandidate, best_candidates
 from manylora.engine.graphs import DecodeGraphs
-from manylora.engine.inputs import (
-    InputMaker,
-    KeptInputs,
-    StepInputs,
-    encoder_inputs,
-    pooled_positions,
-)
+from manylora.engine.inputs import InputMaker, KeptInputs, StepInputs, encoder_inputs, pooled_positions
 from manylora.engine.sampler import Row, Sampler, adjust
-from manylora.engine.scheduler import Chunk, DecodeRun, Step
+from manylora.engine.scheduler import Chunk, Step
 from manylora.engine.sequence import PENDING, BeamGroup, Sequence
-from manylora.engine.step import LaunchedStep, PooledChunk
-from manylora.engine.step_messages import (
-    COPY_BLOCKS,
-    COPY_STATES,
-    ENCODE,
-    FORWARD,
-    copy_message,
-    step_message,
-)
+from manylora.engine.step import LaunchedStep
+from manylora.engine.step_messages import COPY_BLOCKS, COPY_STATES, ENCODE, FORWARD, step_message
 from manylora.engine.warmup import compile_kernels
+from manylora.group.channel import Message
 from manylora.group.leader import Leader
 from manylora.kernels.device import Arrival, Device
 from manylora.kernels.extras import Extra
@@ -43,7 +31,7 @@ from manylora.lora.store import AdapterStore
 from manylora.model.batch import ForwardBatch, KvTensors, copy_blocks
 from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder
-from manylora.model.heads import ClassificationHead, HeadLayer
+from manylora.model.heads import ClassificationHead
 from manylora.stats import GraphStats
 
 PLAIN_USES = 1  # of a decode step's shape before it is recorded
@@ -66,54 +54,31 @@ class Runner:
         leader: Leader | None = None,
         states: RecurrentState | None = None,
     ) -> None:
-        self._decoder = decoder
-        self._kv = kv
-        self._states = states
-        self._device = device
-        self._ops = device.ops
-        self._adapters = adapters
-        self._limits = limits
-        self._leader = leader
-        self._tokens_per_block = limits.tokens_per_block
+        self._decoder, self._kv, self._states = decoder, kv, states
+        self._device, self._ops = device, device.ops
+        self._adapters, self._limits, self._leader = adapters, limits, leader
         self._graphs: DecodeGraphs | None = None
         self._kept: KeptInputs | None = None  # of the last step, if it was one of a run
         self._sampler: Sampler | None = None  # of the last step
         self._ops.reserve(limits, device.torch)
-        self._inputs = InputMaker(
-            decoder, adapters, limits.tokens_per_block, states is not None, device.torch
-        )
-        activation = decoder.config.head_dense_activation
-        self._pooler = Pooler(decoder.classifier, decoder.head_layer, decoder.dense, activation)
-
-    @property
-    def max_adapters_in_step(self) -> int:
-        """The most distinct adapters that one step has mixed so far."""
-        return self._inputs.max_adapters_in_step
+        self.inputs = InputMaker(decoder, adapters, limits, states is not None, device.torch)
+        self._pooler = Pooler(decoder)
 
     def graph_stats(self) -> GraphStats:
-        graphs = self._graphs
-        if graphs is None:
+        if self._graphs is None:
             return GraphStats()
-        return GraphStats(graphs.num_recorded, graphs.num_replayed, graphs.num_plain)
+        return GraphStats(self._graphs.num_recorded, self._graphs.num_replayed, self._graphs.num_plain)
 
-    def record_decoding(self, max_graphs: int, warm: bool = True) -> None:
-        """From now on run decode steps as recorded CUDA graphs, keeping at most max_graphs of them.
-
-        Only on a device with a `capture`. warm: record those of the base model now.
+    def record_decoding(self, max_graphs: int) -> None:
+        """From now on run decode steps as recorded CUDA graphs, keeping at most max_graphs of them. Those of
+        the base model are recorded now. Only on a device with a `capture`.
         """
-        capture = self._device.capture
+        capture, device = self._device.capture, self._device.torch
         assert capture is not None, "this device records nothing"
         self._graphs = DecodeGraphs(
-            self._forward,
-            self._ops,
-            capture,
-            self._device.torch,
-            self._limits,
-            max_graphs,
-            PLAIN_USES,
+            self._forward, self._ops, capture, device, self._limits, max_graphs, PLAIN_USES
         )
-        if warm:
-            self._graphs.warm(recurrent=self._states is not None)
+        self._graphs.warm(recurrent=self._states is not None)
 
     def compile_kernels(self) -> None:
         """Compile the kernels that steps may launch now, so that no step waits for the compiler."""
@@ -125,15 +90,11 @@ class Runner:
     def launch(self, step: Step, previous: LaunchedStep | None = None) -> LaunchedStep:
         """previous: still in flight; pending tokens of its sequences are read from it on the device."""
         self._device.activate()
-        kept, run = self._kept, step.run
-        if run is not None and kept is not None and kept.run is run:
-            return self._launch_next(step, run, previous)
-        return self._launch_anew(step, previous)
-
-    def _launch_next(self, step: Step, run: DecodeRun, previous: LaunchedStep | None) -> LaunchedStep:
-        """Launch a step of a run, after the run's first one, with the inputs and sampler that were kept."""
-        kept, sampler = self._kept, self._sampler
-        assert kept is not None and sampler is not None
+        kept, run, sampler = self._kept, step.run, self._sampler
+        if run is None or kept is None or kept.run is not run:
+            return self._launch_anew(step, previous)
+        # After the first step of a run, its inputs and sampler are used again.
+        assert sampler is not None
         tokens = None if previous is None else previous.tokens
         inputs = kept.next(tokens)
         logits = self._logits(inputs, kept)
@@ -149,26 +110,27 @@ class Runner:
         chunks.sort(key=lambda c: c.sequence.batch_key(c.start, c.start + c.count))
         wanted = [_wanted_positions(chunk) for chunk in chunks]
         self._encode([chunk.sequence for chunk in chunks if chunk.num_encoded])
-        inputs = self._inputs(chunks, wanted, previous)
-        self._kept = None if step.run is None else KeptInputs(step.run, inputs, self._tokens_per_block)
-        logits = self._logits(inputs)
+        inputs = self.inputs(chunks, wanted, previous)
+        kept = None if step.run is None else KeptInputs(step.run, inputs, self._limits.tokens_per_block)
+        self._kept, logits = kept, self._logits(inputs)
         indices, rows = list[int](), list[Row]()  # rows of `logits` to sample from
         beams: dict[BeamGroup, list[tuple[int, Row]]] = {}
         pooled = [] if inputs.hidden is None else self._pool(chunks, inputs, inputs.hidden)
         first = 0
         for chunk, positions in zip(chunks, wanted, strict=True):
-            if chunk.sequence.request.params.return_context_logits:
-                self._keep_context(chunk, positions, logits[first : first + len(positions)])
+            sequence = chunk.sequence
+            if sequence.request.params.return_context_logits:
+                _keep_context_logits(sequence, positions, logits[first : first + len(positions)])
             for index, position in enumerate(positions, first):
-                sequence = chunk.sequence
-                if chunk.samples and position >= len(sequence.tokens) - 1 - sequence.num_draft:
-                    if sequence.beams is not None:
-                        beams.setdefault(sequence.beams, []).append((index, (sequence, position + 1)))
-                    else:
-                        indices.append(index)
-                        rows.append((sequence, position + 1))
+                if not chunk.samples or position < len(sequence.tokens) - 1 - sequence.num_draft:
+                    continue
+                if sequence.beams is not None:
+                    beams.setdefault(sequence.beams, []).append((index, (sequence, position + 1)))
+                else:
+                    indices.append(index)
+                    rows.append((sequence, position + 1))
             first += len(positions)
-        candidates = {group: self._candidates(logits, members, group) for group, members in beams.items()}
+        candidates = {group: _candidates(logits, members, group) for group, members in beams.items()}
         if not rows:
             return LaunchedStep(step, [], logits[:0, 0], None, candidates, pooled)
         best = inputs.best
@@ -179,7 +141,7 @@ class Runner:
         self._sampler = Sampler(rows, logits.shape[-1], logits.device, pending, self._ops.best)
         return LaunchedStep(step, rows, *self._sampler(logits, best), candidates, pooled)
 
-    def _pool(self, chunks: list[Chunk], inputs: StepInputs, hidden: Tensor) -> list[PooledChunk]:
+    def _pool(self, chunks: list[Chunk], inputs: StepInputs, hidden: Tensor) -> list[tuple[Chunk, Arrival]]:
         extras = {} if inputs.lora is None else {one.start: one.values for one in inputs.lora.extras}
         # Adapters with extras always act alone.
         starts = {members[0][0]: start for start, _, members in inputs.adapters if len(members) == 1}
@@ -191,7 +153,7 @@ class Runner:
                 own = extras.get(starts.get(lease.digest, -1), {}) if lease is not None else {}
                 values = self._pooler(chunk, hidden[first : first + count], own)
                 if values is not None:
-                    found.append(PooledChunk(chunk, Arrival(values)))
+                    found.append((chunk, Arrival(values)))
             first += count
         return found
 
@@ -209,7 +171,7 @@ class Runner:
     def _copied(self, what: str, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         """Both columns on the device. The other ranks are told to copy, too."""
         if self._leader is not None:
-            self._leader.tell(copy_message(what, pairs))
+            self._leader.tell(Message(what, {"pairs": pairs}))
         source, target = zip(*pairs, strict=True)
         return self._tensor(list(source)), self._tensor(list(target))
 
@@ -223,7 +185,7 @@ class Runner:
     def _last_tokens(self, rows: Rows[Row], previous: LaunchedStep | None) -> Tensor | None:
         """The `pending` tokens of a `Sampler`."""
         found = [
-            (row, previous.index_of(sequence))
+            (row, previous.index_of[sequence])
             for row, (sequence, length) in enumerate(rows)
             if previous is not None and sequence.is_pending and sequence.tokens[length - 1] == PENDING
             if sequence.request.params.counts_tokens
@@ -234,34 +196,13 @@ class Runner:
         tokens = torch.full((len(rows),), -1, device=self._device.torch)
         return tokens.index_copy_(0, where[0], previous.tokens.index_select(0, where[1]))
 
-    @staticmethod
-    def _candidates(logits: Tensor, members: list[tuple[int, Row]], group: BeamGroup) -> list[BeamCandidate]:
-        """Candidates of one beam search. Empty if logits are not finite. This waits for the device."""
-        order = {sequence: i for i, sequence in enumerate(group.beams)}
-        members.sort(key=lambda member: order[member[1][0]])
-        picked = logits[[index for index, _ in members]]
-        finite = adjust(picked, [row for _, row in members])
-        log_probs = torch.log_softmax(picked, dim=-1)
-        return best_candidates(log_probs, group) if bool(finite.all()) else []
-
-    @staticmethod
-    def _keep_context(chunk: Chunk, positions: range, logits: Tensor) -> None:
-        sequence = chunk.sequence
-        count = min(positions.stop, sequence.num_prompt) - positions.start
-        if count <= 0:
-            return
-        total, first = sequence.num_prompt - sequence.num_virtual, positions.start - sequence.num_virtual
-        if sequence.output.context_logits is None:
-            sequence.output.context_logits = np.empty((total, logits.shape[-1]), np.float32)
-        sequence.output.context_logits[first : first + count] = _numpy(logits[:count])
-
     def _encode(self, sequences: list[Sequence]) -> None:
         """Run the encoder for sequences that start, or start again after a preemption."""
         if not sequences:
             return
         assert isinstance(self._decoder, EncoderDecoder)
-        inputs = encoder_inputs(sequences, self._tokens_per_block)
-        inputs = self._inputs.add_adapters(inputs, [(sequence, 0) for sequence in sequences])
+        inputs = encoder_inputs(sequences, self._limits.tokens_per_block)
+        inputs = self.inputs.add_adapters(inputs, [(sequence, 0) for sequence in sequences])
         if self._leader is not None:
             self._leader.tell(step_message(ENCODE, inputs))
         batch = inputs.plan(self._ops)
@@ -301,8 +242,8 @@ class Runner:
             return self._decoder.forward(batch, self._kv, self._states)
         return self._decoder.forward(batch, self._kv)
 
-    def _tensor(self, values: list, dtype: torch.dtype = torch.long) -> Tensor:
-        return upload(values, dtype, self._device.torch)
+    def _tensor(self, values: list) -> Tensor:
+        return upload(values, torch.long, self._device.torch)
 
 
 def _one_by_one(chunk: Chunk) -> list[Chunk]:
@@ -327,32 +268,40 @@ def _wanted_positions(chunk: Chunk) -> range:
     return range(stop - 1 - sequence.num_draft, stop) if chunk.samples else range(stop, stop)
 
 
+def _keep_context_logits(sequence: Sequence, positions: range, logits: Tensor) -> None:
+    count = min(positions.stop, sequence.num_prompt) - positions.start
+    if count <= 0:
+        return
+    total, first = sequence.num_prompt - sequence.num_virtual, positions.start - sequence.num_virtual
+    if sequence.output.context_logits is None:
+        sequence.output.context_logits = np.empty((total, logits.shape[-1]), np.float32)
+    sequence.output.context_logits[first : first + count] = _numpy(logits[:count])
+
+
+def _candidates(logits: Tensor, members: list[tuple[int, Row]], group: BeamGroup) -> list[BeamCandidate]:
+    """Candidates of one beam search. Empty if logits are not finite. This waits for the device."""
+    order = {sequence: i for i, sequence in enumerate(group.beams)}
+    members.sort(key=lambda member: order[member[1][0]])
+    picked = logits[[index for index, _ in members]]
+    finite = adjust(picked, [row for _, row in members])
+    log_probs = torch.log_softmax(picked, dim=-1)
+    return best_candidates(log_probs, group) if bool(finite.all()) else []
+
+
 def _numpy(logits: Tensor) -> np.ndarray:
     return logits.to("cpu", torch.float32, copy=True).numpy()
 
 
 class Pooler:
-    """Turns the hidden states of a prompt into the result of a request for pooled outputs.
+    """Turns the hidden states of a prompt into the result of a request for pooled outputs."""
 
-    classifier: the model's own head, if it has one. layer: precedes a head of a single layer. dense:
-    layers applied to embeddings, in order. activation: of the first layer of an adapter's head of two layers.
-    """
-
-    def __init__(
-        self,
-        classifier: ClassificationHead | None,
-        layer: HeadLayer | None = None,
-        dense: tuple[HeadLayer, ...] = (),
-        activation: str = "tanh",
-    ) -> None:
-        self._dense, self._activation = dense, activation
-        self._classifier, self._layer = classifier, layer
+    def __init__(self, decoder: Decoder | EncoderDecoder) -> None:
+        self._decoder = decoder
         self._sums: WeakKeyDictionary[Sequence, Tensor] = WeakKeyDictionary()  # for prompts in several chunks
 
     def __call__(self, chunk: Chunk, x: Tensor, extras: Mapping[str, Extra]) -> Tensor | None:
         """x [P, hidden], of `pooled_positions`. extras: of the chunk's adapter. Returns [n] float32, or [P,
-        n] for all tokens.
-        None: the prompt continues in another chunk.
+        n] for all tokens. None: the prompt continues in another chunk.
         """
         sequence, pooling = chunk.sequence, chunk.sequence.request.pooling
         assert pooling is not None
@@ -367,13 +316,14 @@ class Pooler:
         elif pooling.mode == "mean":
             x = x.float().mean(0, keepdim=True).to(x.dtype)
         if pooling.head:
-            head = ClassificationHead.of_extras(extras, self._activation) or self._classifier
+            activation = self._decoder.config.head_dense_activation  # of an adapter's head of two layers
+            head = ClassificationHead.of_extras(extras, activation) or self._decoder.classifier
             assert head is not None, "checked when the request was taken"
-            layer = self._layer
+            layer = self._decoder.head_layer
             if layer is not None and head.dense is None and (layer.config.each or pooling.mode != "all"):
                 x = layer(x)
             x = head(x)
         elif pooling.mode != "all":
-            for one in self._dense:
+            for one in self._decoder.dense:
                 x = one(x.float())
         return x.float() if pooling.mode == "all" else x[0].float()

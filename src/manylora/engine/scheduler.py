@@ -75,6 +75,7 @@ class DecodeRun:
 
     sequences: in the order of their rows; those of one adapter are adjacent.
     positions: [S] int64, of the token that each computes next; a new array after each step.
+    num_left: steps until one of them requires another kind of step.
     can_run_ahead: as in `Sequence`, for all of them.
     """
 
@@ -84,27 +85,14 @@ class DecodeRun:
         )
         self.positions = np.array([sequence.num_computed for sequence in self.sequences])
         self.can_run_ahead = all(sequence.can_run_ahead for sequence in self.sequences)
+        self.num_left = min(map(_steps_left, self.sequences))
         self._size = tokens_per_block
-        self._rooms = np.array([self._room(sequence) for sequence in self.sequences])
-        self._num_left = min(map(_steps_left, self.sequences))
+        self.blocks_added()
+
+    def blocks_added(self) -> None:
+        """Call this after sequences got more blocks."""
+        self._rooms = np.array([len(sequence.kv.blocks) * self._size for sequence in self.sequences])
         self._num_fit = int((self._rooms - self.positions).min())  # steps for which all sequences have blocks
-
-    @staticmethod
-    def accepts(sequence: Sequence) -> bool:
-        """Whether a sequence that decodes its next token now will continue to do so until it ends."""
-        alone = sequence.guide is None and sequence.beams is None and not sequence.drafts
-        length = sequence.num_computed + 1
-        return alone and sequence.num_prompt < length and sequence.rope_length <= length
-
-    @property
-    def can_continue(self) -> bool:
-        """Whether all sequences may compute one more token, judging by their lengths."""
-        return self._num_left > 0
-
-    def step_done(self) -> None:
-        self.positions = self.positions + 1
-        self._num_left -= 1
-        self._num_fit -= 1
 
     def without_room(self) -> list[Sequence]:
         """Sequences whose blocks have no space for the token that they compute next."""
@@ -112,17 +100,14 @@ class DecodeRun:
             return []
         return [self.sequences[row] for row in np.flatnonzero(self.positions >= self._rooms)]
 
-    def note_growth(self, sequence: Sequence) -> None:
-        """Record that it got more blocks."""
-        self._rooms[self.sequences.index(sequence)] = self._room(sequence)
-        self._num_fit = int((self._rooms - self.positions).min())
-
-    def _room(self, sequence: Sequence) -> int:
-        return len(sequence.kv.blocks) * self._size
+    def step_done(self) -> None:
+        self.positions = self.positions + 1
+        self.num_left -= 1
+        self._num_fit -= 1
 
 
 def _steps_left(sequence: Sequence) -> int:
-    """Steps until its last token, its rotary scaling or its next draft requires another kind of step."""
+    """Steps until its last token, its rotary scaling or its next draft."""
     last, limit = sequence.max_len - 1, sequence.rope_limit
     if limit is not None and sequence.rope_length <= limit:
         last = min(last, limit)
@@ -133,9 +118,7 @@ def _steps_left(sequence: Sequence) -> int:
 
 @dataclass
 class _Round:
-    """One call of `Scheduler.schedule`. budget: rows that are left. border: a prompt is cut at a multiple of
-    this, see `EngineConfig.chunk_tokens`.
-    """
+    """One call of `Scheduler.schedule`. budget: rows left. border: see `EngineConfig.chunk_tokens`."""
 
     budget: int
     border: int
@@ -157,15 +140,27 @@ class _Round:
             count = whole if whole > 0 or self.chunks else count  # alone it must make progress
         if count > 0:
             ends, pooled = count == sequence.num_due, sequence.request.pooling is not None
-            chunk = Chunk(sequence, sequence.num_computed, count, samples=ends and not pooled)
-            chunk.num_encoded, chunk.ends = encoded, ends and pooled
+            chunk = Chunk(sequence, sequence.num_computed, count, ends and not pooled, encoded)
+            chunk.ends = ends and pooled
             self.chunks.append(chunk)
-            self.budget -= self.chunks[-1].num_rows
+            self.budget -= chunk.num_rows
 
     @property
     def long_chunks(self) -> list[Chunk]:
         """Chunks that other sequences may wait for."""
         return [chunk for chunk in self.chunks if chunk.count >= MIN_SHARED]
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether each sequence decodes one token now, and in its later steps, too."""
+        return all(
+            one.is_decoding
+            and one.guide is None
+            and one.beams is None
+            and not one.drafts
+            and max(one.num_prompt + 1, one.rope_length) <= one.num_computed + 1
+            for one in (chunk.sequence for chunk in self.chunks)
+        )
 
     def remove(self, sequence: Sequence) -> None:
         self.budget += sum(chunk.num_rows for chunk in self.chunks if chunk.sequence is sequence)
@@ -193,7 +188,7 @@ class Scheduler:
         self._config = config
         self._reserve_all = config.batch_scheduler_policy == "guaranteed_no_evict"
         self._run: DecodeRun | None = None  # of the step before, while the running sequences are the same
-        self._in_flight: Step | None = None
+        self._in_flight = Step(())
         self._still_pinned: dict[Sequence, Lease] = {}  # preempted, but in flight: adapters are in use
 
     @property
@@ -205,9 +200,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
-
     def schedule(self, in_flight: Step | None = None) -> Step:
         """Decode tokens first, then prompts that were started, then new sequences.
 
@@ -217,7 +209,7 @@ class Scheduler:
         for lease in self._still_pinned.values():
             self._adapters.suspend(lease)
         self._still_pinned = {}
-        self._in_flight = in_flight
+        self._in_flight = in_flight or Step(())
         this = _Round(self._config.max_num_tokens, self._config.chunk_tokens)
         run = self._run
         if run is None or not self._repeat(run, this):
@@ -229,8 +221,10 @@ class Scheduler:
             for sequence in self.running:
                 if sequence.kv.blocks and not sequence.is_full and not self._lets_pass(sequence, this):
                     this.add(sequence)
-        elif self._run is None and len(this.chunks) == len(self.running):
-            self._begin_run(this)
+        elif self._run is None and len(this.chunks) == len(self.running) and this.only_decodes:
+            self._run = run = DecodeRun(self.running, self._kv.tokens_per_block)
+            chunk_of = {chunk.sequence: chunk for chunk in this.chunks}
+            this.chunks = [chunk_of[sequence] for sequence in run.sequences]
         states = self._kv.states
         if states is not None and self._run is None:
             for chunk in this.chunks:
@@ -241,12 +235,13 @@ class Scheduler:
         """Schedule the sequences of the step before again. Returns False, and schedules nothing, if one of
         them needs another kind of step now.
         """
-        if not run.can_continue:
+        if run.num_left <= 0:
             return False
-        for sequence in run.without_room():
-            if not self._ensure_blocks(sequence, this) or self._run is not run:  # one of them was preempted
-                return False
-            run.note_growth(sequence)
+        if growing := run.without_room():
+            for sequence in growing:
+                if not self._ensure_blocks(sequence, this) or self._run is not run:  # one was preempted
+                    return False
+            run.blocks_added()
         chunks = zip(run.sequences, run.positions.tolist(), strict=True)
         this.chunks = [Chunk(sequence, start, 1, True) for sequence, start in chunks]
         this.budget -= len(this.chunks)
@@ -260,11 +255,8 @@ class Scheduler:
         if self.speculation.is_on:
             self._draft(unfinished)
         for sequence in sorted(unfinished, key=lambda s: s.in_prefill):
-            if sequence.is_waiting:
-                continue
-            if not sequence.kv.blocks or not self._ensure_blocks(sequence, this):
-                continue
-            if self._is_loaded(sequence) and not self._lets_pass(sequence, this):
+            ready = not sequence.is_waiting and sequence.kv.blocks and self._ensure_blocks(sequence, this)
+            if ready and self._is_loaded(sequence) and not self._lets_pass(sequence, this):
                 this.add(sequence)
 
     def _lets_pass(self, sequence: Sequence, this: _Round) -> bool:
@@ -311,12 +303,6 @@ class Scheduler:
                 sequence.add_draft(draft)
                 rows -= len(draft)
 
-    def _begin_run(self, this: _Round) -> None:
-        if all(chunk.sequence.is_decoding and DecodeRun.accepts(chunk.sequence) for chunk in this.chunks):
-            self._run = run = DecodeRun(self.running, self._kv.tokens_per_block)
-            chunk_of = {chunk.sequence: chunk for chunk in this.chunks}
-            this.chunks = [chunk_of[sequence] for sequence in run.sequences]
-
     def advance(self, step: Step) -> None:
         """Count a step as computed, after its tokens were appended, and register full blocks for reuse.
 
@@ -348,7 +334,7 @@ class Scheduler:
     def adapter_changed(self, sequence: Sequence) -> None:
         """A sequence that waits or runs has another lease."""
         self._run = None
-        sequence.queue.is_prefetched = False
+        sequence.is_prefetched = False
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """Remove sequences, waiting or running, and free their blocks. The caller releases their leases."""
@@ -381,15 +367,12 @@ class Scheduler:
         this.remove(victim)
         self.running.remove(victim)
         self._kv.free(victim)
-        if victim.lease and self._is_in_flight(victim):
+        if victim.lease and any(chunk.sequence is victim for chunk in self._in_flight.chunks):
             self._still_pinned[victim] = victim.lease
         elif victim.lease:
             self._adapters.suspend(victim.lease)
         self.waiting.appendleft(victim)
         self.num_preemptions += 1
-
-    def _is_in_flight(self, sequence: Sequence) -> bool:
-        return self._in_flight is not None and any(c.sequence is sequence for c in self._in_flight.chunks)
 
     def _admit(self, this: _Round) -> None:
         """Admit the oldest first. Skipped are sequences without space for their adapters, at most
@@ -405,33 +388,31 @@ class Scheduler:
             if self.waiting[0] in self._still_pinned:
                 break
             sequence = self.waiting.popleft()
+            lease, times = sequence.lease, sequence.times
             if self._is_computed_by(computing, sequence):
                 passed.append(sequence)
                 continue
-            if sequence.lease and (blocked or not self._try_adapter(sequence.lease, no_space)):
+            if lease and (blocked or lease.digest in no_space or not self._adapters.admit(lease)):
+                no_space.add(lease.digest)
                 passed.append(sequence)
-                blocked = blocked or sequence.queue.num_overtaken >= MAX_OVERTAKES
+                blocked = blocked or sequence.num_overtaken >= MAX_OVERTAKES
                 continue
             if not self._try_blocks(sequence, this):
-                if sequence.lease:
-                    self._adapters.suspend(sequence.lease)
+                if lease:
+                    self._adapters.suspend(lease)
                 self.waiting.appendleft(sequence)
                 break
-            self._start(sequence, this)
+            self._run = None
+            self.running.append(sequence)
+            times.first_scheduled_ns = times.first_scheduled_ns or time.monotonic_ns()
+            self.num_tokens_reused += sequence.num_computed
+            if self._is_loaded(sequence):
+                this.add(sequence)
             computing = this.long_chunks
-            if sequence.lease:
+            if lease:
                 for earlier in passed:
-                    earlier.queue.num_overtaken += 1
+                    earlier.num_overtaken += 1
         self.waiting.extendleft(reversed(passed))
-
-    def _start(self, sequence: Sequence, this: _Round) -> None:
-        self._run = None
-        self.running.append(sequence)
-        times = sequence.times
-        times.first_scheduled_ns = times.first_scheduled_ns or time.monotonic_ns()
-        self.num_tokens_reused += sequence.num_computed
-        if self._is_loaded(sequence):
-            this.add(sequence)
 
     def _prefetch(self) -> None:
         """Start to copy the adapters of the next sequences in the queue to the device. Once for each
@@ -441,22 +422,14 @@ class Scheduler:
             lease = sequence.lease
             if lease is None or sequence in self._still_pinned:
                 continue
-            if lease.carried is None and not sequence.queue.is_prefetched:
+            if lease.carried is None and not sequence.is_prefetched:
                 if not self._adapters.admit(lease):
                     return
                 self._adapters.suspend(lease)
-                sequence.queue.is_prefetched = True
+                sequence.is_prefetched = True
 
     def _is_loaded(self, sequence: Sequence) -> bool:
         return sequence.lease is None or self._adapters.is_loaded(sequence.lease)
-
-    def _try_adapter(self, lease: Lease, no_space: set[str]) -> bool:
-        if lease.digest in no_space:
-            return False
-        if self._adapters.admit(lease):
-            return True
-        no_space.add(lease.digest)
-        return False
 
     def _try_blocks(self, sequence: Sequence, this: _Round) -> bool:
         least = sequence.num_due

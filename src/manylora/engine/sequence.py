@@ -133,15 +133,6 @@ class CommonPrefix:
 
 
 @dataclass
-class QueueState:
-    """State of a waiting sequence. Written by the scheduler; `alike` by `KvCache`."""
-
-    num_overtaken: int = 0  # later sequences that were admitted before this one
-    is_prefetched: bool = False  # whether its adapter was copied to the device while it waited
-    alike: CommonPrefix = field(default_factory=CommonPrefix)
-
-
-@dataclass
 class Times:
     """Nanoseconds of time.monotonic_ns; 0: not yet. Written by the scheduler and the result processor."""
 
@@ -166,16 +157,6 @@ class Output:
     generation_logits: list[np.ndarray] = field(default_factory=list)  # [vocab] float32 for each token
     pooled: list[np.ndarray] = field(default_factory=list)  # [n] at its end, or [tokens, n] of each chunk
     metrics: RequestMetrics | None = None  # of the last event
-
-
-@dataclass
-class AdapterFollow:
-    """Versions of a sequence's adapter. Written by `VersionSwaps`. versions: so far, the current one last.
-    next: the version to which the sequence switches as soon as it can, with a lease on it.
-    """
-
-    versions: tuple[AdapterVersion, ...] = ()
-    next: tuple[AdapterLease, AdapterVersion] | None = None
 
 
 def find_last(tokens: Rows[int], wanted: Rows[int]) -> int | None:
@@ -220,6 +201,8 @@ class Sequence:
     is_pending:   whether the last of `tokens` is PENDING; see `append_pending_token`.
     top_p:        for the next token; it decays if the request asks for that.
     counts:       of its tokens, kept by the sampler if the request has penalties.
+    versions:     of its adapter, the current one last. Written by `VersionSwaps`.
+    next_version: the version to which it switches as soon as it can, with a lease on it.
     num_virtual:  virtual tokens of its adapter at the beginning, which are not part of the request.
     rope_length:  tokens are rotated as in a sequence of at least this length, see `ModelConfig.rope_length`.
     acts_from:    position of the first token on which its adapter acts.
@@ -252,10 +235,14 @@ class Sequence:
     error: Exception | None = None
     kv: KvBlocks = field(default_factory=KvBlocks)
     state: StateSlots = field(default_factory=StateSlots)
-    queue: QueueState = field(default_factory=QueueState)
+
     times: Times = field(default_factory=Times)
     output: Output = field(default_factory=Output)
-    following: AdapterFollow = field(default_factory=AdapterFollow)
+    versions: tuple[AdapterVersion, ...] = ()
+    next_version: tuple[AdapterLease, AdapterVersion] | None = None
+    num_overtaken: int = 0  # later sequences that were admitted while it waited
+    is_prefetched: bool = False  # whether its adapter was copied to the device while it waited
+    alike: CommonPrefix = field(default_factory=CommonPrefix)
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.request.prompt)
@@ -265,18 +252,21 @@ class Sequence:
         self.tokens = [*self.request.prompt, *draft]
         self.num_draft, self.num_drafted = len(draft), len(self.request.draft)
         self.top_p = self.request.params.top_p
-        self.acts_from = _acts_from(self.request.prompt, self.lease)
+        # An activated LoRA acts from its last invocation sequence in the prompt on, or nowhere without one.
+        wanted = self.lease.invocation if self.lease is not None else ()
+        place = find_last(self.request.prompt, wanted) if wanted else 0
+        self.acts_from = NEVER if place is None else place
         self.root = self._root()
 
     def change_adapter(self, lease: Lease, version: AdapterVersion) -> None:
         """Switch to another version of the adapter. Present keys and values stay. Blocks that follow them
         cannot be reused, because no single version computes the same.
         """
-        self.lease, versions = lease, self.following.versions
+        self.lease, versions = lease, self.versions
         if versions and versions[-1].start == self.num_output:
             versions = versions[:-1]  # it has generated no token
-        self.following.versions = (*versions, replace(version, start=self.num_output))
-        self.following.next = None
+        self.versions = (*versions, replace(version, start=self.num_output))
+        self.next_version = None
         self.root, self.kv.is_mixed = self._root(), self.num_computed > 0 or self.kv.is_encoded
 
     def _root(self) -> str:
@@ -288,12 +278,12 @@ class Sequence:
             digest += ":" + blake2b(ids.data, digest_size=20).hexdigest()
         if self.request.cache_salt:
             digest += ":salt:" + blake2b(self.request.cache_salt.encode(), digest_size=20).hexdigest()
-        return digest + self._rope_root
+        if self.rope_length:  # tokens that are rotated differently have other keys
+            digest += f":rope {self.rope_length}"
+        return digest
 
     def kv_key_suffix(self, start: int, stop: int) -> str:
-        """The part of a block's key that depends on where the adapter begins to act: set if that is among
-        tokens [start, stop), otherwise empty.
-        """
+        """The part of a block's key for tokens [start, stop) among which the adapter begins to act."""
         if self.lease is None or not start <= self.acts_from < stop or not self.acts_from:
             return ""
         return f"{self.acts_from - start}:{self.lease.digest}"
@@ -302,26 +292,19 @@ class Sequence:
         """The position up to which equal tokens have equal keys and values in both sequences."""
         if self.root != other.root:
             return 0
-        mine, theirs = self._begin_of_adapter, other._begin_of_adapter
-        return NEVER if mine == theirs else min(mine[0], theirs[0])
-
-    @property
-    def _begin_of_adapter(self) -> tuple[int, str]:
-        """Position at which an adapter that is not in `root` begins to act, and its digest."""
-        later = self.lease is not None and self.acts_from
-        return (self.acts_from, self.lease.digest) if later and self.lease else (NEVER, "")
+        begins = {  # of the adapters that are not in `root`
+            (one.acts_from, one.lease.digest) if one.lease is not None and one.acts_from else (NEVER, "")
+            for one in (self, other)
+        }
+        return min(begins)[0] if len(begins) > 1 else NEVER
 
     def batch_key(self, start: int, stop: int) -> tuple[str, bool]:
         """Sort key of the rows of tokens [start, stop) in a batch: rows of one adapter are adjacent, and a
         chunk in which it begins to act comes first among them.
         """
-        acts = self.lease is not None and self.acts_from < stop
-        return self.lease.digest if acts and self.lease else "", acts and self.acts_from <= start
-
-    @property
-    def _rope_root(self) -> str:
-        """Part of `root`: tokens that are rotated differently have other keys."""
-        return f":rope {self.rope_length}" if self.rope_length else ""
+        if self.lease is None or self.acts_from >= stop:
+            return "", False
+        return self.lease.digest, self.acts_from <= start
 
     @property
     def outgrows_rope(self) -> bool:
@@ -334,7 +317,7 @@ class Sequence:
         """From now on rotate all tokens for a length beyond `rope_limit`. No token may be computed yet."""
         assert self.rope_limit is not None and not self.num_computed
         self.rope_length = self.rope_limit + 1
-        self.root += self._rope_root
+        self.root = self._root()
 
     @property
     def num_encoder(self) -> int:
@@ -463,16 +446,6 @@ class Sequence:
         elif len(self.tokens) >= self.max_len:
             self.finish_reason = FinishReason.LENGTH
 
-    def add_pooled(self, start: int, values: np.ndarray, ends: bool) -> None:
-        """Add the result of a chunk that starts at this token. ends: the chunk is the last one of the
-        prompt.
-        """
-        if start == 0:  # also after a preemption
-            self.output.pooled = []
-        self.output.pooled.append(values)
-        if ends:
-            self.finish_reason = FinishReason.STOP
-
     def fail(self, error: Exception) -> None:
         self.finish_reason, self.error = FinishReason.ERROR, error
 
@@ -507,14 +480,3 @@ class BeamGroup:
 
     def __post_init__(self) -> None:
         self.beams = [self.leader]
-
-
-def _acts_from(prompt: tuple[int, ...], lease: Lease | None) -> int:
-    """Position from which an adapter acts. An activated LoRA acts from its last invocation sequence in the
-    prompt on, or nowhere if there is none. Other adapters act from the start.
-    """
-    wanted = lease.invocation if lease is not None else ()
-    if not wanted:
-        return 0
-    place = find_last(prompt, wanted)
-    return NEVER if place is None else place

@@ -29,19 +29,11 @@ NOT_FINITE replaces a token whose logits are not finite.
 """
 
 
-@dataclass(frozen=True)
-class PooledChunk:
-    """values: float32, being copied to the host; see `Sequence.add_pooled`."""
-
-    chunk: Chunk
-    values: Arrival
-
-
 class LaunchedStep:
     """Created by the runner. tokens, log_probs: [D] on the device, one per entry of `rows`; see
     `sampler.sample`. A step without tokens must be waited for, too, because it reads adapters.
 
-    pooled: results of requests for pooled outputs.
+    pooled: float32 results of chunks of requests for pooled outputs, being copied to the host.
     candidates: of each beam search in the step; empty if the logits are not finite.
     assumed_done: set by the engine if the scheduler counted the step before its results are known.
     """
@@ -53,12 +45,10 @@ class LaunchedStep:
         tokens: Tensor,
         log_probs: Tensor | None,
         candidates: dict[BeamGroup, list[BeamCandidate]] | None = None,
-        pooled: Rows[PooledChunk] = (),
+        pooled: Rows[tuple[Chunk, Arrival]] = (),
     ) -> None:
-        self.step = step
-        self.tokens = tokens
-        self.candidates = candidates or {}
-        self.pooled = pooled
+        self.step, self.tokens = step, tokens
+        self.candidates, self.pooled = candidates or {}, pooled
         self.assumed_done = False
         self._rows = rows
         self._tokens = Arrival(tokens)
@@ -72,12 +62,9 @@ class LaunchedStep:
         sampled = (chunk.sequence for chunk in self.step.chunks if chunk.samples)
         return all(sequence.can_run_ahead for sequence in sampled if not sequence.finished)
 
-    def index_of(self, sequence: Sequence) -> int:
-        """Index into `tokens` of the sequence's next token."""
-        return self._indices[sequence]
-
     @cached_property
-    def _indices(self) -> dict[Sequence, int]:
+    def index_of(self) -> dict[Sequence, int]:
+        """Index into `tokens` of each sequence's next token."""
         return {sequence: index for index, (sequence, _) in enumerate(self._rows)}
 
     def wait(self) -> SampledTokens:
@@ -86,16 +73,16 @@ class LaunchedStep:
         tokens = self._tokens.wait().tolist()
         log_probs = self._log_probs.wait().tolist() if self._log_probs else [None] * len(tokens)
         for (sequence, length), token, log_prob in zip(self._rows, tokens, log_probs, strict=True):
+            found = token, log_prob if sequence.request.params.return_log_probs else None
             if not sequence.num_draft:
-                sampled[sequence] = [(token, log_prob if sequence.request.params.return_log_probs else None)]
+                sampled[sequence] = [found]
                 continue
             accepted = sampled.setdefault(sequence, [])
             position = length - (len(sequence.tokens) - sequence.num_draft - sequence.is_pending)
             # A later token counts only if the draft tokens before it are those that the model has chosen.
             follows = 0 < position == len(accepted) and accepted[-1][0] == sequence.tokens[length - 1]
             if position == 0 or follows:
-                wanted = sequence.request.params.return_log_probs
-                accepted.append((token, log_prob if wanted else None))
+                accepted.append(found)
         return sampled
 
 
@@ -121,8 +108,11 @@ def take_event(sequence: Sequence, last: bool) -> Event:
         output.generation_logits = []
     elif logits:
         logits = []
-    if sequence.finish_reason or output.metrics is None:
+    if sequence.finish_reason or output.metrics is None:  # events in between repeat those of the first
         output.metrics = _metrics(sequence)
+    pooling, pooled = sequence.request.pooling, None
+    if pooling is not None and sequence.finish_reason is FinishReason.STOP:
+        pooled = np.concatenate(output.pooled) if pooling.mode == "all" else output.pooled[-1]
     return Event(
         token_ids=() if output.beams else tuple(sequence.tokens[first : sequence.num_prompt + num_output]),
         log_probs=tuple(output.log_probs[start:]) if output.log_probs else (),
@@ -133,22 +123,19 @@ def take_event(sequence: Sequence, last: bool) -> Event:
         beams=output.beams,
         context_logits=output.context_logits if start == 0 else None,
         generation_logits=np.stack(logits) if logits else None,
-        pooled=_pooled(sequence),
+        pooled=pooled,
         metrics=output.metrics,
-        versions=sequence.following.versions,
+        versions=sequence.versions,
     )
 
 
-def _pooled(sequence: Sequence) -> np.ndarray | None:
-    if sequence.request.pooling is None or sequence.finish_reason is not FinishReason.STOP:
-        return None
-    parts = sequence.output.pooled
-    return np.concatenate(parts) if sequence.request.pooling.mode == "all" else parts[-1]
-
-
 def _metrics(sequence: Sequence) -> RequestMetrics:
-    """For the first event and for the last; events between them repeat the metrics of the first."""
-    beams, times, kv = sequence.output.beams, sequence.times, sequence.kv
+    beams, times, kv, lease = sequence.output.beams, sequence.times, sequence.kv, sequence.lease
+    activated = None
+    if lease is not None and lease.invocation:
+        count = sequence.num_prompt + sequence.num_output
+        before = min(sequence.acts_from, count)
+        activated = ActivatedTokens(before, min(kv.num_reused_tokens, before), count - before)
     return RequestMetrics(
         arrival_ns=times.arrival_ns,
         first_scheduled_ns=times.first_scheduled_ns,
@@ -161,17 +148,9 @@ def _metrics(sequence: Sequence) -> RequestMetrics:
         accepted_draft_tokens=sequence.num_accepted,
         prompt_tokens=sequence.num_encoder + sequence.num_prompt - sequence.num_virtual,
         output_tokens=sum(len(beam.token_ids) for beam in beams) if beams else sequence.num_output,
-        adapter_tier=sequence.lease.tier if sequence.lease is not None else "",
-        activated=_activated_tokens(sequence),
+        adapter_tier=lease.tier if lease is not None else "",
+        activated=activated,
     )
-
-
-def _activated_tokens(sequence: Sequence) -> ActivatedTokens | None:
-    if sequence.lease is None or not sequence.lease.invocation:
-        return None
-    count = sequence.num_prompt + sequence.num_output
-    before = min(sequence.acts_from, count)
-    return ActivatedTokens(before, min(sequence.kv.num_reused_tokens, before), count - before)
 
 
 @dataclass
@@ -206,10 +185,7 @@ class StepOutcome:
 
 
 class ResultProcessor:
-    """Appends tokens, moves beams and counts. It frees nothing: that is for the engine.
-
-    stream_interval: new tokens of a stream in one event.
-    """
+    """Appends tokens, moves beams and counts. It frees nothing: that is for the engine."""
 
     def __init__(self, scheduler: Scheduler, kv: KvCache, counters: Counters, stream_interval: int) -> None:
         self._scheduler, self._kv, self._counters = scheduler, kv, counters
@@ -230,7 +206,12 @@ class ResultProcessor:
                 outcome.ended.append(sequence)
             elif sequence.request.streaming and self._is_due(sequence):
                 outcome.events.append((sequence.handle, take_event(sequence, last=False)))
-        outcome.ended += self._take_pooled(launched, now_ns)
+        for chunk, arrival in launched.pooled:
+            if chunk.sequence.finish_reason is None:  # otherwise cancelled meanwhile
+                _add_pooled(chunk, arrival.wait().numpy())
+                if chunk.sequence.finish_reason is not None:
+                    chunk.sequence.times.mark_token(now_ns)
+                    outcome.ended.append(chunk.sequence)
         if not launched.assumed_done:
             self._scheduler.advance(step)
         for group, candidates in launched.candidates.items():
@@ -249,23 +230,6 @@ class ResultProcessor:
         at_once = not reported or sequence.request.params.return_generation_logits
         return sequence.num_output - reported >= (1 if at_once else self._stream_interval)
 
-    @staticmethod
-    def _take_pooled(launched: LaunchedStep, now_ns: int) -> list[Sequence]:
-        """The sequences that ended."""
-        ended = []
-        for one in launched.pooled:
-            sequence, values = one.chunk.sequence, one.values.wait().numpy()
-            if sequence.finish_reason is not None:  # cancelled meanwhile
-                continue
-            if np.isfinite(values).all():
-                sequence.add_pooled(one.chunk.start, values, one.chunk.ends)
-            else:
-                sequence.fail(_not_finite(sequence))
-            if sequence.finished:
-                sequence.times.mark_token(now_ns)
-                ended.append(sequence)
-        return ended
-
     def _append(self, sequence: Sequence, tokens: list[tuple[int, float | None]], now_ns: int) -> None:
         """Append the tokens of one step, up to the one that ends the sequence."""
         if sequence.num_draft:
@@ -273,27 +237,21 @@ class ResultProcessor:
             self._counters.draft_tokens += sequence.num_draft
             self._counters.accepted_draft_tokens += len(tokens) - 1
             sequence.drop_draft(len(tokens) - 1)
+        guide = sequence.guide
         for token, log_prob in tokens:
-            if token == NOT_FINITE:
-                self._explain_missing_token(sequence)
-            else:
+            if token != NOT_FINITE:
                 self._counters.generated_tokens += 1
                 sequence.times.mark_token(now_ns)
                 sequence.append(token, log_prob)
+            elif guide is not None and guide.failure:
+                sequence.fail(RequestError(guide.failure))
+            elif guide is None or not guide.is_late:  # if it was late, the step is repeated
+                sequence.fail(_not_finite(sequence))
             if sequence.finish_reason is not None:
                 break
         # Each row has logits: drop those after the last token.
         if sequence.output.generation_logits:
             del sequence.output.generation_logits[sequence.num_output - sequence.output.num_reported :]
-
-    @staticmethod
-    def _explain_missing_token(sequence: Sequence) -> None:
-        """Fail a sequence that got no token, unless its guide was only late: then its step is repeated."""
-        guide = sequence.guide
-        if guide is not None and guide.failure:
-            sequence.fail(RequestError(guide.failure))
-        elif guide is None or not guide.is_late:
-            sequence.fail(_not_finite(sequence))
 
     def _advance_beams(self, group: BeamGroup, candidates: list[BeamCandidate], outcome: StepOutcome) -> None:
         """Move the beams of one search to the candidates for their next tokens."""
@@ -312,12 +270,26 @@ class ResultProcessor:
             outcome.state_copies += self._kv.states.take_copies()
 
 
+def _add_pooled(chunk: Chunk, values: np.ndarray) -> None:
+    """Add the result of one chunk, and end the sequence with the last one."""
+    sequence, output = chunk.sequence, chunk.sequence.output
+    if not np.isfinite(values).all():
+        sequence.fail(_not_finite(sequence))
+        return
+    if chunk.start == 0:  # also after a preemption
+        output.pooled = []
+    output.pooled.append(values)
+    if chunk.ends:
+        sequence.finish_reason = FinishReason.STOP
+
+
 def _not_finite(sequence: Sequence) -> RequestError:
     """The error mentions the adapter if there is one, because its client can replace it."""
-    text = (
-        "The model's logits are not finite numbers for this request: {}"
+    kind: type[RequestError] = RequestError
+    adapter = ""
+    if sequence.lease is not None:
+        kind, adapter = AdapterNotFiniteError, "its adapter does not suit this model, or "
+    return kind(
+        f"The model's logits are not finite numbers for this request: {adapter}"
         "the compute dtype overflowed; try a wider dtype"
     )
-    if sequence.lease is None:
-        return RequestError(text.format(""))
-    return AdapterNotFiniteError(text.format("its adapter does not suit this model, or "))

@@ -61,19 +61,12 @@ def step_inputs(message: Message) -> StepInputs:
     return StepInputs(**found, adapters=adapters, virtual=virtual)
 
 
-def copy_message(what: str, pairs: Sequence[tuple[int, int]]) -> Message:
-    """what: COPY_BLOCKS or COPY_STATES."""
-    return Message(what, {"pairs": list(pairs)})
-
-
-def load_message(digest: str, host_pages: Sequence[int], device_pages: Sequence[int]) -> Message:
-    """The adapter is to be brought from its pages on the host to those on the device."""
-    return Message(LOAD, {"digest": digest, "pages": list(device_pages), "host": list(host_pages)})
-
-
 def write_message(adapter: Adapter, pages: Sequence[int]) -> Message:
     """The whole adapter is to be written into these pages on the host, as far as a rank holds it."""
-    rows = [(row.module_id, row.layer, *_numbers(row.format)) for row in adapter.rows]
+    rows = []
+    for row in adapter.rows:
+        numbers = int(row.format.rank), bool(row.format.dora), int(row.format.encoding)
+        rows.append((row.module_id, row.layer, *numbers, float(row.format.scale)))
     extras = [(extra.name, extra.token_ids) for extra in adapter.extras]
     arrays = [*(row.payload for row in adapter.rows), *(extra.values for extra in adapter.extras)]
     values = {"digest": adapter.digest, "pages": list(pages), "rows": rows, "extras": extras}
@@ -89,10 +82,6 @@ def written_adapter(message: Message) -> Adapter:
     )
     extras = tuple(LoraExtra(name, next(arrays), tuple(ids)) for name, ids in values["extras"])
     return Adapter(values["digest"], rows, extras)
-
-
-def _numbers(row: RowFormat) -> tuple[int, bool, int, float]:
-    return int(row.rank), bool(row.dora), int(row.encoding), float(row.scale)
 
 
 class Others:
@@ -114,7 +103,8 @@ class Others:
         weakref.finalize(part, self._dropped.append, part.digest).atexit = False
 
     def load(self, digest: str, host_pages: Sequence[int], device_pages: Sequence[int]) -> None:
-        self._leader.tell(load_message(digest, host_pages, device_pages))
+        pages = {"pages": list(device_pages), "host": list(host_pages)}
+        self._leader.tell(Message(LOAD, {"digest": digest, **pages}))
 
     def _ask(self, message: Message) -> None:
         while self._dropped:

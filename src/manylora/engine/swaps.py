@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from itertools import groupby
 
 from manylora.engine.kv_cache import KvCache
@@ -17,17 +16,6 @@ from manylora.request import AdapterVersion, LoraInput
 MAX_NEWEST = 4096  # names whose newest version is kept; beyond it the oldest is forgotten
 
 
-@dataclass(frozen=True)
-class _Newest:
-    """The version to which followers of a name switch: the last one that was published or sent in a
-    request.
-    """
-
-    lora: LoraInput
-    version: AdapterVersion
-
-
-@dataclass
 class VersionSwaps:
     """Belongs to the engine's thread.
 
@@ -36,15 +24,13 @@ class VersionSwaps:
     both, the old version is evicted first.
     """
 
-    adapters: AdapterStore
-    scheduler: Scheduler
-    kv: KvCache
-    num_swaps: int = 0
-    _newest: dict[str, _Newest] = field(default_factory=dict)  # by label, for names with followers
-    _due: dict[Sequence, None] = field(default_factory=dict)  # sequences with a `next` lease
-
-    def __post_init__(self) -> None:
-        self._versions = self.adapters.library.versions
+    def __init__(self, adapters: AdapterStore, scheduler: Scheduler, kv: KvCache) -> None:
+        self.num_swaps = 0
+        self._adapters, self._scheduler, self._kv = adapters, scheduler, kv
+        self._versions = adapters.library.versions
+        # By label, for names with followers: the version that was published or sent in a request last.
+        self._newest: dict[str, tuple[LoraInput, AdapterVersion]] = {}
+        self._due: dict[Sequence, None] = {}  # sequences with a `next_version`
 
     @property
     def is_due(self) -> bool:
@@ -59,41 +45,50 @@ class VersionSwaps:
         lora, lease = sequence.request.lora, sequence.lease
         if not isinstance(lora, LoraInput) or not isinstance(lease, AdapterLease):
             return
-        known = self._newest.get(lora.label)
-        stale = lora.follow and known is not None and known.version.number > lora.version > 0
-        if stale and known is not None and self._begin_newer(sequence, known):
-            return
+        newest = self._newest.get(lora.label)
+        if newest is not None and lora.follow and newest[1].number > lora.version > 0:
+            # A newer version was published while the request was on its way.
+            newer = self._adapters.acquire(newest[0], None)
+            if _fits(newer, sequence):
+                self._adapters.release(lease)
+                sequence.change_adapter(newer, newest[1])
+                return
+            self._adapters.release(newer)
         version = self._count(lora, lease.digest)
-        sequence.following.versions = (version,)
-        if lora.follow or known is not None:
+        sequence.versions = (version,)
+        if lora.follow or newest is not None:
             self._spread(lora, adapter, version, others)
 
     def publish(
         self, lora: LoraInput, adapter: Adapter | FileAdapter | None, sequences: Iterable[Sequence]
     ) -> AdapterVersion:
         """As `Engine.publish`. Afterwards the content is on the host, if there is room."""
-        lease = self.adapters.acquire(lora, adapter)
+        lease = self._adapters.acquire(lora, adapter)
         version = self._count(lora, lease.digest)
         self._spread(lora, adapter, version, sequences)
-        self.adapters.renew_pin(lease.task_id)
-        self.adapters.release(lease)
+        self._adapters.renew_pin(lease.task_id)
+        self._adapters.release(lease)
         return version
 
     def apply(self) -> None:
         """Switch the sequences that can. No step may be in flight."""
         due = sorted(self._due, key=lambda one: _next(one)[0].digest)
         for _, group in groupby(due, key=lambda one: _next(one)[0].digest):
-            sequences = list(group)
-            for sequence in [one for one in sequences if not self._has_pages(one)]:
-                self._change(sequence)
-            self._change_running([one for one in sequences if one in self._due])
+            running = []
+            for sequence in group:
+                lease = sequence.lease
+                if lease is not None and all(one.admitted for one, _ in lease.members):
+                    running.append(sequence)
+                else:
+                    self._change(sequence)
+            self._change_running(running)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
         self._due.pop(sequence, None)
-        if sequence.following.next is not None:
-            self.adapters.release(sequence.following.next[0])
-            sequence.following.next = None
+        if sequence.next_version is not None:
+            self._adapters.release(sequence.next_version[0])
+            sequence.next_version = None
 
     def forget_lost(self, lost: Mapping[str, object]) -> None:
         """Keep the old version of sequences whose new one could not be read."""
@@ -108,19 +103,8 @@ class VersionSwaps:
         used = {one.digest for lease in leases for one, _ in lease.members}
         for digest in self._versions.superseded.copy() - used:
             self._versions.superseded.discard(digest)
-            self.kv.drop(digest)
-            self.adapters.drop(digest)
-
-    def _begin_newer(self, sequence: Sequence, known: _Newest) -> bool:
-        """Start with a newer version, published while the request was on its way. False: it does not fit."""
-        assert sequence.lease is not None
-        lease = self.adapters.acquire(known.lora, None)
-        if not _fits(lease, sequence):
-            self.adapters.release(lease)
-            return False
-        self.adapters.release(sequence.lease)
-        sequence.change_adapter(lease, known.version)
-        return True
+            self._kv.drop(digest)
+            self._adapters.drop(digest)
 
     def _count(self, lora: LoraInput, digest: str) -> AdapterVersion:
         number = lora.version or self._versions.put(lora.label, digest)[0]
@@ -135,23 +119,24 @@ class VersionSwaps:
     ) -> None:
         """Let sequences that follow the name switch to this version, unless they know a newer one."""
         known = self._newest.get(lora.label)
-        if known is not None and known.version.number >= version.number:
+        if known is not None and known[1].number >= version.number:
             return
-        self._newest[lora.label] = newest = _Newest(lora.without_tensors(), version)
+        bare = lora.without_tensors()
+        self._newest[lora.label] = bare, version
         if len(self._newest) > MAX_NEWEST:
             del self._newest[next(iter(self._newest))]
         for sequence in sequences:
             theirs = sequence.request.lora
             if not isinstance(theirs, LoraInput) or not theirs.follow or theirs.label != lora.label:
                 continue
-            if sequence.finished or sequence.following.versions[-1].number >= version.number:
+            if sequence.finished or sequence.versions[-1].number >= version.number:
                 continue
             self.forget(sequence)
-            lease = self.adapters.acquire(newest.lora, adapter)
+            lease = self._adapters.acquire(bare, adapter)
             if not _fits(lease, sequence):
-                self.adapters.release(lease)
+                self._adapters.release(lease)
                 continue
-            sequence.following.next = lease, version
+            sequence.next_version = lease, version
             self._due[sequence] = None
 
     def _change_running(self, sequences: list[Sequence]) -> None:
@@ -160,45 +145,38 @@ class VersionSwaps:
             return
         old = [one.lease for one in sequences if one.lease is not None]
         first = _next(sequences[0])[0]
-        crowded = not (first.admitted or self.adapters.admit(first))
+        crowded = not (first.admitted or self._adapters.admit(first))
         if crowded:  # suspend the old content, so that it can be evicted
             for lease in old:
-                self.adapters.suspend(lease)
-            if not self.adapters.admit(first):
+                self._adapters.suspend(lease)
+            if not self._adapters.admit(first):
                 for lease in old:
-                    self.adapters.admit(lease)
+                    self._adapters.admit(lease)
                 return
         for sequence in sequences:
             lease = _next(sequence)[0]
             if not lease.admitted:
-                self.adapters.admit(lease)
-        if crowded or self.adapters.is_loaded(first):
+                self._adapters.admit(lease)
+        if crowded or self._adapters.is_loaded(first):
             for sequence in sequences:
                 self._change(sequence)
 
     def _change(self, sequence: Sequence) -> None:
         lease, version = _next(sequence)
         if sequence.lease is not None:
-            self.adapters.release(sequence.lease)
+            self._adapters.release(sequence.lease)
         sequence.change_adapter(lease, version)
-        self.scheduler.adapter_changed(sequence)
+        self._scheduler.adapter_changed(sequence)
         self._due.pop(sequence, None)
         self.num_swaps += 1
 
-    @staticmethod
-    def _has_pages(sequence: Sequence) -> bool:
-        lease = sequence.lease
-        return lease is not None and all(one.admitted for one, _ in lease.members)
-
 
 def _fits(lease: AdapterLease, sequence: Sequence) -> bool:
-    """Whether a sequence can switch to this content: it has as many virtual tokens and the same
-    invocation.
-    """
+    """Whether a sequence can switch to this content: as many virtual tokens, and the same invocation."""
     now = sequence.lease
     return lease.num_virtual == sequence.num_virtual and (now is None or lease.invocation == now.invocation)
 
 
 def _next(sequence: Sequence) -> tuple[AdapterLease, AdapterVersion]:
-    assert sequence.following.next is not None
-    return sequence.following.next
+    assert sequence.next_version is not None
+    return sequence.next_version

@@ -217,7 +217,7 @@ def test_draining_finishes_what_is_open_and_takes_nothing_new(engine: FakeEngine
 
 
 def test_the_fake_has_the_engine_s_verbs() -> None:
-    verbs = ("compile", "prepare", "max_queue_size", "submit", "cancel", "step", "stats", "has_work")
+    verbs = ("compile", "prepare", "submit", "cancel", "step", "stats", "has_work")
     assert all(hasattr(Engine, verb) and hasattr(FakeEngine, verb) for verb in verbs)
 
 

@@ -18,27 +18,24 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from torch import Tensor
 from torch.distributed import Store, TCPStore
 
 from manylora.config.engine import EngineConfig
 from manylora.engine import step_messages
 from manylora.engine.build import RankParts, build_rank, leave_group, meet_group
-from manylora.engine.inputs import StepInputs
 from manylora.errors import ConfigError
 from manylora.group.channel import Channel, ChannelClosedError, Message
 from manylora.group.rank_info import RANK_0_GONE, RankInfo
 from manylora.group.rendezvous import LOOPBACK, REFUSED, from_values, group_store, identity, join
-from manylora.kernels.spec import LoraBatch
 from manylora.kernels.transfer import to_device, upload
 from manylora.lora.geometry import Layout
 from manylora.lora.pool import LoadedAdapter, Mixes, lora_batch, with_virtual
 from manylora.lora.tensors import Adapter
 from manylora.model.batch import copy_blocks
 from manylora.model.decoder import Decoder
-from manylora.model.encoder_decoder import EncoderDecoder
 
 logger = logging.getLogger("manylora")
 
@@ -68,12 +65,10 @@ class Follower:
         self._num_done, self._progress = 0, threading.Condition()  # messages on the steps channel
         self._do = {
             step_messages.FORWARD: self._forward,
-            step_messages.ENCODE: self._encode,
-            step_messages.COPY_BLOCKS: self._copy_blocks,
-            step_messages.COPY_STATES: self._copy_states,
+            step_messages.ENCODE: self._forward,
+            step_messages.COPY_BLOCKS: self._copy,
+            step_messages.COPY_STATES: self._copy,
             step_messages.LOAD: self._load,
-        }
-        self._beside = {
             step_messages.WRITE: self._write,
             step_messages.KEEP: self._keep,
             step_messages.RESTORE: self._restore,
@@ -96,17 +91,17 @@ class Follower:
         with suppress(ChannelClosedError):
             while True:
                 message, error = channel.receive(), None
-                self._wait_for_steps(message.values["after"])
+                with self._progress:
+                    self._progress.wait_for(partial(self._has_done, message.values["after"]))
                 try:
-                    self._beside[message.what](message)
+                    self._do[message.what](message)
                 except Exception as raised:
                     logger.exception("an adapter could not be written into the cache")
                     error = type(raised).__name__
                 channel.send(Message("done", {"error": error}))
 
-    def _wait_for_steps(self, count: int) -> None:
-        with self._progress:
-            self._progress.wait_for(lambda: self._num_done >= count)
+    def _has_done(self, count: int) -> bool:
+        return self._num_done >= count
 
     def _write(self, message: Message) -> None:
         slicer, pages = self._parts.slicer, message.values["pages"]
@@ -139,44 +134,31 @@ class Follower:
         held.loaded = LoadedAdapter.at(self._pool, held.layout, self._pool.read_pages(held.pages, pages))
 
     def _forward(self, message: Message) -> None:
-        inputs, parts = step_messages.step_inputs(message), self._parts
-        batch = replace(inputs, lora=self._lora(inputs)).plan(parts.device.ops)
-        if inputs.embeddings is not None:
-            rows, vectors = inputs.embeddings
-            device = parts.device.torch
-            batch = replace(batch, embeddings=(rows.to(device), vectors.to(parts.decoder.dtype).to(device)))
-        moved = to_device(batch, parts.device.torch)
-        if isinstance(parts.decoder, Decoder):
-            parts.decoder.forward(moved, parts.kv, parts.states)
-        else:
-            parts.decoder.forward(moved, parts.kv)
-
-    def _encode(self, message: Message) -> None:
-        inputs, parts = step_messages.step_inputs(message), self._parts
-        assert isinstance(parts.decoder, EncoderDecoder)
-        batch = replace(inputs, lora=self._lora(inputs)).plan(parts.device.ops)
-        parts.decoder.encode(to_device(batch, parts.device.torch), parts.kv)
-
-    def _copy_blocks(self, message: Message) -> None:
-        copy_blocks(self._parts.kv, *self._sides(message))
-
-    def _copy_states(self, message: Message) -> None:
-        states = self._parts.states
-        assert states is not None, "rank 0 has states, so all ranks do"
-        states.copy(*self._sides(message))
-
-    def _sides(self, message: Message) -> tuple[Tensor, Tensor]:
-        """Source and target of a copy."""
-        sources, targets = zip(*message.values["pairs"], strict=True)
-        device = self._parts.device.torch
-        return upload(list(sources), torch.long, device), upload(list(targets), torch.long, device)
-
-    def _lora(self, inputs: StepInputs) -> LoraBatch | None:
+        inputs, parts, device = step_messages.step_inputs(message), self._parts, self._parts.device.torch
         segments = []
         for start, stop, members in inputs.adapters:
             loaded = [(self._loaded(digest), scale) for digest, scale in members]
             segments.append((start, stop, self._mixes.find(loaded)))
-        return with_virtual(lora_batch(self._pool, segments), inputs.virtual)
+        lora = with_virtual(lora_batch(self._pool, segments), inputs.virtual)
+        batch = replace(inputs, lora=lora).plan(parts.device.ops)
+        if inputs.embeddings is not None:
+            rows, vectors = inputs.embeddings
+            batch = replace(batch, embeddings=(rows.to(device), vectors.to(parts.decoder.dtype).to(device)))
+        moved = to_device(batch, device)
+        if isinstance(parts.decoder, Decoder):
+            parts.decoder.forward(moved, parts.kv, parts.states)
+        elif message.what == step_messages.ENCODE:
+            parts.decoder.encode(moved, parts.kv)
+        else:
+            parts.decoder.forward(moved, parts.kv)
+
+    def _copy(self, message: Message) -> None:
+        columns = zip(*message.values["pairs"], strict=True)
+        source, target = (upload(list(one), torch.long, self._parts.device.torch) for one in columns)
+        if message.what == step_messages.COPY_BLOCKS:
+            copy_blocks(self._parts.kv, source, target)
+        elif self._parts.states is not None:  # rank 0 has states, so all ranks do
+            self._parts.states.copy(source, target)
 
     def _loaded(self, digest: str) -> LoadedAdapter:
         held = self._held[digest]

@@ -50,6 +50,7 @@ class EngineLoop:
     submits raise EngineDeadError. An error in one request never ends the thread.
 
     delivered: called after the sinks, once for all events of a step. It may be called on any thread.
+    death: why nothing will be answered any more; None also after `close`.
     """
 
     def __init__(self, engine: Engine, delivered: Callable[[], None] = lambda: None) -> None:
@@ -64,7 +65,7 @@ class EngineLoop:
         self._num_prepared = 0  # requests on the preparing and compiling threads, or waiting for these
         self._preparing: Counter[int] = Counter()  # task id -> requests on the preparing thread
         self._closing = False
-        self._death: EngineDeadError | None = None
+        self.death: EngineDeadError | None = None
         self._publishing: set[Future[AdapterVersion]] = set()
         # Changed by the engine thread only.
         self._tickets: dict[int, int] = {}  # engine handle -> ticket
@@ -83,12 +84,7 @@ class EngineLoop:
 
     @property
     def alive(self) -> bool:
-        return self._death is None and self._thread.is_alive()
-
-    @property
-    def death(self) -> EngineDeadError | None:
-        """Why nothing will be answered any more. None also after `close`."""
-        return self._death
+        return self.death is None and self._thread.is_alive()
 
     @property
     def stalled_s(self) -> float:
@@ -125,8 +121,8 @@ class EngineLoop:
         except RequestError as error:
             refusal = error
         with self._lock:
-            if self._death:
-                raise self._death
+            if self.death:
+                raise self.death
             ticket = self._next_ticket
             self._next_ticket += 1
             limit = self._engine.max_queue_size
@@ -153,8 +149,8 @@ class EngineLoop:
         """
         done: Future[AdapterVersion] = Future()
         with self._lock:
-            if self._death:
-                raise self._death
+            if self.death:
+                raise self.death
             self._publishing.add(done)
         self._inbox.put(partial(self._publish, lora, done))
         return done
@@ -191,7 +187,7 @@ class EngineLoop:
         self._compilers.shutdown(wait=True)  # first, because it passes requests on to the preparing thread
         self._preparer.shutdown(wait=True)
         self._inbox.put(lambda: None)
-        self._thread.join(None if self._death is None else STUCK_S)
+        self._thread.join(None if self.death is None else STUCK_S)
         if not self._thread.is_alive():
             self._engine.close()
 
@@ -213,7 +209,8 @@ class EngineLoop:
         ids = lora.task_ids if lora is not None else []
         if lora is None or len(ids) < len(lora.members):  # an id is missing, which the engine reports
             return False
-        if not (lora.has_tensors or any(map(self._must_prepare, ids))):
+        missing = (one for one in ids if one in self._preparing or not self._engine.is_resident(one))
+        if not lora.has_tensors and next(missing, None) is None:
             return False
         try:
             self._preparer.submit(self._prepare, ticket, request, matcher)
@@ -222,9 +219,6 @@ class EngineLoop:
         self._num_prepared += 1
         self._preparing.update(ids)
         return True
-
-    def _must_prepare(self, task_id: int) -> bool:
-        return task_id in self._preparing or not self._engine.is_resident(task_id)
 
     def _compile(self, ticket: int, request: Request) -> None:
         matcher: LLMatcher | None = None
@@ -278,9 +272,9 @@ class EngineLoop:
                 self._delivered()
                 if time.monotonic() - self._stats_at > STATS_S:
                     self._take_stats()
-                    self._make_ready()
+                    self._engine.make_ready(lambda: self._idle)
         except BaseException as error:
-            if self._death is not None:  # it was declared dead before
+            if self.death is not None:  # it was declared dead before
                 return
             known = isinstance(error, GroupLostError)
             logger.critical("the engine thread died", exc_info=not known)
@@ -294,23 +288,20 @@ class EngineLoop:
         while not self._engine.has_work:
             with self._lock:
                 done = self._closing and not self._sinks
-            if self._death is not None or (done and self._inbox.empty()):
+            if self.death is not None or (done and self._inbox.empty()):
                 return False
             self._take_stats()
             self._idle = True
-            self._make_ready()
+            self._engine.make_ready(lambda: self._idle)
             command = self._inbox.get()
             self._turn_at, self._idle = time.monotonic(), False
             command()
         while not self._inbox.empty():  # no other thread takes from it
             self._inbox.get()()
-        return self._death is None
+        return self.death is None
 
     def _take_stats(self) -> None:
         self._stats, self._stats_at = self._engine.stats(), time.monotonic()
-
-    def _make_ready(self) -> None:
-        self._engine.make_ready(lambda: self._idle)
 
     def _begin(self, ticket: int, request: Request, matcher: LLMatcher | None) -> None:
         if ticket not in self._sinks:  # cancelled
@@ -337,26 +328,19 @@ class EngineLoop:
         self._handles[ticket] = handle
 
     def _publish(self, lora: LoraInput, done: Future[AdapterVersion]) -> None:
+        version: AdapterVersion | None = None
+        failure: RequestError | None = None
         try:
             version = self._engine.publish(lora)
         except Exception as error:
-            self._settle(done, error=as_refusal(error, "The adapter could not be taken"))
-        else:
-            self._settle(done, version)
-
-    def _settle(
-        self,
-        done: Future[AdapterVersion],
-        version: AdapterVersion | None = None,
-        error: Exception | None = None,
-    ) -> None:
+            failure = as_refusal(error, "The adapter could not be taken")
         with self._lock:
-            is_open = done in self._publishing
+            is_open = done in self._publishing  # otherwise `_die` has ended it
             self._publishing.discard(done)
         if is_open and version is not None:
             done.set_result(version)
         elif is_open:
-            done.set_exception(error)
+            done.set_exception(failure)
 
     def _show_map(self, take: Callable[[CacheMap], None]) -> None:
         try:
@@ -404,12 +388,11 @@ class EngineLoop:
 
     def _die(self, death: EngineDeadError) -> None:
         with self._lock:
-            if self._death is None:
-                self._death = death
+            self.death = self.death or death
             orphans, self._sinks = self._sinks, {}
-            unpublished = list(self._publishing)
+            unpublished, self._publishing = self._publishing, set()
         for done in unpublished:
-            self._settle(done, error=death)
+            done.set_exception(death)
         self._engine.end_waits()
         self._delivering = True  # so that `_delivered` is called once, after every sink
         for sink in orphans.values():

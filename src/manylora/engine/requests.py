@@ -20,8 +20,7 @@ from manylora.errors import AdapterNotCachedError, QueueFullError, RequestError
 from manylora.lora.extras import HEAD
 from manylora.lora.leases import Lease
 from manylora.lora.tensors import Adapter, FileAdapter
-from manylora.request import Request
-from manylora.request.sampling import require
+from manylora.request import Request, require
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -1,0 +1,551 @@
+"""Request and Event: the engine's input and output. Plain data, validated on creation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from hashlib import blake2b
+from math import isfinite
+
+import numpy as np
+
+from manylora.errors import RequestError
+
+
+def require(ok: bool, name: str, rule: str, value: object) -> None:
+    """Raises RequestError unless ok."""
+    if not ok:
+        raise RequestError(f"{name} {rule}, got {value}")
+
+
+MOST = 2**31 - 1  # maximum of counts and token ids
+WHOLE_PROMPT = MOST  # as prompt_ignore_length: longer than any prompt
+MOST_FLOAT = 3.4e38  # maximum of values used in float32
+FINITE = " and finite in float32"
+MOST_LENGTH_PENALTY = 30.0  # largest magnitude: a length to a higher power overflows
+LEAST_DIVISOR = 1e-6  # lower temperatures count as this one: dividing logits by them could overflow
+# Limits of one request. Limits that depend on the engine are in `engine.requests`.
+MAX_WORDS = 1024  # stop words, and bad words: each new token is compared with all
+MAX_WORD_TOKENS = 2**14  # all words of either kind together
+MAX_GUIDE_BYTES = 2**18
+GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "lark_grammar", "llguidance")
+COUNTS = (
+    "max_tokens", "end_id", "top_k", "top_p_reset_id", "prompt_ignore_length", "min_tokens",
+    "num_return_sequences", "beam_width",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Guide:
+    """A constraint on the output: any JSON, a JSON schema, a regular expression, or a grammar in EBNF, in
+    Lark or in llguidance's JSON form.
+    """
+
+    type: str
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        size = len(self.text) if self.text.isascii() else len(self.text.encode(errors="replace"))
+        kinds, name = ", ".join(GUIDE_TYPES), "guided_decoding_guide"
+        require(self.type in GUIDE_TYPES, "guided_decoding_guide_type", f"must be one of {kinds}", self.type)
+        require(self.type == "json" or size > 0, name, f"must be given for {self.type}", repr(self.text))
+        require(size <= MAX_GUIDE_BYTES, name, f"must have at most {MAX_GUIDE_BYTES} bytes", size)
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How a request is decoded. Token ids, counts in tokens. Raises RequestError for a value that cannot
+    work.
+
+    Greedy by default: `top_k` in {None, 0, 1} with `top_p` in {None, 0}, or `top_k` 1, or `temperature` 0,
+    takes the most probable token.
+    """
+
+    max_tokens: int = 32  # new tokens, at least 1
+    end_id: int | None = None  # generation stops at this token; None: only at max_tokens
+    temperature: float = 1.0
+    top_k: int | None = None  # 0 or None: no limit
+    top_p: float | None = None  # 0 or None: not set
+    min_p: float = 0.0  # exclude tokens less probable than this times the most probable one
+    top_p_min: float = 1e-6  # top_p is multiplied by top_p_decay after every token, down to this,
+    top_p_decay: float = 1.0
+    top_p_reset_id: int | None = None  # and is reset to its first value after this token
+    seed: int | None = None  # None: 0, so that a repeated request repeats its answer
+    repetition_penalty: float = 1.0  # > 1: lowers the logits of tokens in prompt or output
+    presence_penalty: float = 0.0  # subtracted once from tokens in prompt or output,
+    frequency_penalty: float = 0.0  # and this per occurrence; both after division by the temperature
+    prompt_ignore_length: int = 0  # these two ignore this many tokens at the prompt's start
+    min_tokens: int = 0  # end_id is not allowed before this many new tokens
+    stop_words: tuple[tuple[int, ...], ...] = ()  # stop after any of these; the word stays in the output
+    bad_words: tuple[tuple[int, ...], ...] = ()  # never completed
+    num_return_sequences: int = 1  # independent samples of one prompt; with beams: number returned
+    beam_width: int = 1  # > 1: beam search
+    length_penalty: float = 0.0  # of a beam's score: log probability / length ** length_penalty
+    early_stopping: bool = True  # end when beam_width beams ended; False: when none can still improve
+    beam_search_diversity_rate: float = 0.0  # a beam's n-th best token is ranked n * rate lower
+    logit_bias: np.ndarray | None = field(default=None, compare=False)  # [vocab] float32, added to the logits
+    guide: Guide | None = None
+    use_drafts: bool = True  # if the engine uses n-gram drafts
+    return_log_probs: bool = False
+    return_context_logits: bool = False
+    return_generation_logits: bool = False
+
+    def __post_init__(self) -> None:
+        for ok, name, rule, value in self._rules():
+            require(ok, name, rule, value)
+        if self.beam_width > 1 and self.guide is not None:
+            raise RequestError("Guided decoding does not support with beam search.")
+        if self.beam_width > 1 and self.return_generation_logits:
+            raise RequestError("return_generation_logits needs beam_width 1: beams share no row of logits")
+        if self.logit_bias is not None:
+            finite = bool(np.isfinite(self.logit_bias).all())
+            require(finite, "embedding_bias", "must be finite", "a NaN or infinity")
+        for name in ("stop_words", "bad_words"):
+            words = getattr(self, name)
+            size = sum(map(len, words))
+            require(len(words) <= MAX_WORDS, name, f"must be at most {MAX_WORDS} words", len(words))
+            rule = f"must have at most {MAX_WORD_TOKENS} tokens, all together"
+            require(size <= MAX_WORD_TOKENS, name, rule, size)
+            require(all(words), name, "must not hold an empty word", words)
+
+    def _rules(self) -> Iterator[tuple[bool, str, str, object]]:
+        """For each parameter: whether it is valid, its name, what it must be, and its value."""
+        yield self.max_tokens > 0, "request_output_len (max_tokens)", "must be > 0", self.max_tokens
+        heat, repetition = self.temperature, self.repetition_penalty
+        yield 0 <= heat <= MOST_FLOAT, "temperature", f"must be >= 0{FINITE}", heat
+        yield self.top_k is None or self.top_k >= 0, "top_k", "must be >= 0", self.top_k
+        yield self.top_p is None or 0 <= self.top_p <= 1, "top_p", "must be in (0, 1]", self.top_p
+        known = self.seed is None or 0 <= self.seed < 2**64
+        yield known, "random_seed", "must be an unsigned 64-bit integer", self.seed
+        yield 0 < repetition <= MOST_FLOAT, "repetition_penalty", f"must be > 0{FINITE}", repetition
+        for name in ("presence_penalty", "frequency_penalty"):
+            amount: float = getattr(self, name)
+            yield abs(amount) <= MOST_FLOAT, name, "must be finite in float32", amount
+        ignored, sequences, width = self.prompt_ignore_length, self.num_return_sequences, self.beam_width
+        yield ignored >= 0, "prompt_ignore_length", "must be >= 0", ignored
+        yield self.min_tokens >= 0, "min_length (min_tokens)", "must be >= 0", self.min_tokens
+        yield sequences > 0, "num_return_sequences", "must be > 0", sequences
+        yield 0 <= self.min_p <= 1, "min_p", "must be in [0, 1]", self.min_p
+        yield 0 < self.top_p_min <= 1, "runtime_top_p_min", "must be in (0, 1]", self.top_p_min
+        yield 0 < self.top_p_decay <= 1, "runtime_top_p_decay", "must be in (0, 1]", self.top_p_decay
+        yield width > 0, "beam_width", "must be > 0", width
+        penalty, most = self.length_penalty, MOST_LENGTH_PENALTY
+        yield -most <= penalty <= most, "length_penalty", f"must be from {-most:g} to {most:g}", penalty
+        rate = self.beam_search_diversity_rate
+        yield 0 <= rate <= MOST_FLOAT, "beam_search_diversity_rate", f"must be >= 0{FINITE}", rate
+        for name in COUNTS:
+            count = getattr(self, name)
+            yield count is None or count <= MOST, name, f"must be at most {MOST}", count
+        fit = width == 1 or sequences <= width
+        yield fit, "num_return_sequences", f"must be <= beam_width ({width})", sequences
+
+    @property
+    def greedy(self) -> bool:
+        """True if the most probable token is always taken."""
+        return self.temperature == 0 or self.top_k == 1 or (not self.top_k and not self.top_p)
+
+    @cached_property
+    def has_penalties(self) -> bool:
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+    @cached_property
+    def reads_tokens(self) -> bool:
+        """Whether the host must know a token before the next can be sampled, or collects logits."""
+        logits = self.return_context_logits or self.return_generation_logits
+        return logits or any(len(word) > 1 for word in self.bad_words)
+
+    @cached_property
+    def counts_tokens(self) -> bool:
+        """Whether each token changes how the next is sampled, in a way that the device tracks itself."""
+        return self.has_penalties or bool(self.top_p and self.top_p_decay != 1)
+
+    @cached_property
+    def divisor(self) -> float:
+        """Divisor of the logits: the temperature; 1 if it is 0 or has no effect."""
+        matters = not self.greedy or self.has_penalties or self.return_log_probs or self.beam_width > 1
+        return max(self.temperature, LEAST_DIVISOR) if self.temperature and matters else 1.0
+
+    def with_output_penalties(self) -> SamplingConfig:
+        """The same with the penalties of OpenAI and vLLM: presence and frequency are counted only over the
+        output, and subtracted before division by the temperature.
+        """
+        if not (self.presence_penalty or self.frequency_penalty):
+            return self
+        presence, frequency = self.presence_penalty / self.divisor, self.frequency_penalty / self.divisor
+        changed = replace(self, presence_penalty=presence, frequency_penalty=frequency)
+        return replace(changed, prompt_ignore_length=WHOLE_PROMPT)
+
+
+MAX_MIXED = 8  # adapters of one request
+MAX_SCALE = 100.0  # largest magnitude of an adapter's scale
+INVOCATION = "invocation"  # name of a LoraExtra
+MAX_INVOCATION = 4096  # maximum number of its tokens
+
+
+@dataclass(frozen=True, eq=False)
+class LoraExtra:
+    """A part of an adapter without a row in the tensor form: a bias, a norm, or a part of the embedding or
+    the head.
+
+    name: one of those listed in `manylora.lora.extras`.
+    values: [n] or [rows, columns], in the types of `LoraInput.weights`, with the scaling folded in.
+    token_ids: for a matrix with rows for these tokens only; ascending.
+    """
+
+    name: str
+    values: np.ndarray
+    token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def invocation(cls, token_ids: Iterable[int]) -> LoraExtra:
+        """For an activated LoRA: it acts from the last of these sequences in the prompt on. Has no values."""
+        return cls(INVOCATION, np.empty(0, np.float32), tuple(token_ids))
+
+
+class CheckedAdapter:
+    """Base of the adapters of `manylora.lora.tensors`, whose contents were validated and digested."""
+
+    digest: str
+
+
+@dataclass(frozen=True, eq=False)
+class LoraInput:
+    """The adapter part of a request, as received.
+
+    task_id: unsigned 64-bit id that the client uses for this adapter.
+    weights: [1, rows, W], float32, float16, 2-byte void ("V2", the bits of bfloat16) or 1-byte void ("V1", of
+             float8_e4m3fn, which only comes from files); None if cached.
+    config:  [1, rows, 3 or 4] int32, columns module id, layer, rank[, is_dora]; None if cached.
+    name:    of an adapter in the server's catalog, used instead of all of these.
+    source:  required kind of checkpoint of `name`, "hf" or "nemo"; None: any.
+    extras:  parts of the adapter besides its tensors. They come from files; only INVOCATION is sent by
+    clients.
+    checked: the adapter that was made from these tensors or from files earlier: nothing is validated and
+             digested again.
+    scales:  [rows] float32, factor on each row's B A, for float8_e4m3fn weights; None: 1.
+    version: number of this content among those of its name, if the caller counts them; 0: the engine counts.
+    follow:  switch to newer versions of the name, from one step to the next.
+    Shapes and contents are checked by `manylora.lora.tensors`, not here.
+    """
+
+    task_id: int | None
+    weights: np.ndarray | None = None
+    config: np.ndarray | None = None
+    name: str | None = None
+    source: str | None = None
+    extras: tuple[LoraExtra, ...] = ()
+    checked: CheckedAdapter | None = None
+    scales: np.ndarray | None = None
+    version: int = 0
+    follow: bool = False
+
+    @property
+    def label(self) -> str:
+        """The key under which versions are counted: the name, or else the id."""
+        return str(self.task_id) if self.name is None else self.name
+
+    def without_tensors(self) -> LoraInput:
+        """The same adapter with only its identity."""
+        if not self.has_tensors:
+            return self
+        return replace(self, weights=None, config=None, extras=(), checked=None, scales=None)
+
+    @property
+    def invocation(self) -> tuple[int, ...]:
+        """Tokens from which an activated LoRA acts. Empty: the adapter acts everywhere."""
+        return next((extra.token_ids for extra in self.extras if extra.name == INVOCATION), ())
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether the request brought tensors (possibly only one of the two, which is an error later), or an
+        adapter made from them.
+        """
+        return self.weights is not None or self.config is not None or self.checked is not None
+
+    @property
+    def members(self) -> tuple[tuple[LoraInput, float], ...]:
+        """As those of a mix."""
+        return ((self, 1.0),)
+
+    @property
+    def task_ids(self) -> list[int]:
+        return [] if self.task_id is None else [self.task_id]
+
+
+@dataclass(frozen=True, eq=False)
+class LoraMix:
+    """Several adapters that act together, or one with a scale. Created by `mix`.
+
+    members: each with the factor on its B A, rounded to float32. It is not 0, and for a single adapter not 1.
+    """
+
+    members: tuple[tuple[LoraInput, float], ...]
+
+    @property
+    def task_ids(self) -> list[int]:
+        return [number for lora, _ in self.members for number in lora.task_ids]
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether any member has tensors."""
+        return any(lora.has_tensors for lora, _ in self.members)
+
+    def without_tensors(self) -> LoraMix:
+        """The same adapters with only their identity."""
+        return self.map(LoraInput.without_tensors)
+
+    def map(self, change: Callable[[LoraInput], LoraInput]) -> LoraMix:
+        """The same with each member replaced by `change` of it."""
+        return LoraMix(tuple((change(lora), scale) for lora, scale in self.members))
+
+
+@dataclass(frozen=True)
+class AdapterVersion:
+    """The content of an adapter that generated the output tokens from `start` on, up to the next version's.
+
+    name: as in `LoraInput.label`. number: counts the contents of the name, from 1.
+    """
+
+    name: str
+    number: int
+    digest: str
+    start: int = 0
+
+
+def mix(members: Sequence[tuple[LoraInput, float]], field: str = "lora") -> LoraInput | LoraMix | None:
+    """The adapter part for these adapters and scales. None: the base model.
+
+    If an adapter is named twice, its scales add up, as in PEFT. An adapter with scale 0 is dropped. field:
+    the field that names them. Raises RequestError.
+    """
+    require(len(members) <= MAX_MIXED, field, f"must name at most {MAX_MIXED} adapters", len(members))
+    sums: dict[object, tuple[LoraInput, float]] = {}
+    for lora, scale in members:
+        key = lora.name if lora.task_id is None else lora.task_id
+        known, sofar = sums.get(key, (lora, 0.0))
+        sums[key] = known, sofar + _scale(scale, field)
+    found = tuple((lora, _scale(total, field)) for lora, total in sums.values() if total)
+    if len(found) == 1 and found[0][1] == 1:
+        return found[0][0]
+    if any(lora.follow for lora, _ in found):
+        raise RequestError("lora_version follow is for one adapter with a scale of 1: use keep")
+    return LoraMix(found) if found else None
+
+
+def _scale(value: float, field: str) -> float:
+    """Rounded to float32, as used by kernels."""
+    ok = isfinite(value) and abs(value) <= MAX_SCALE
+    require(ok, field, f"must have scales that are finite, of at most {MAX_SCALE:g} up or down", value)
+    return float(np.float32(value))
+
+
+class FinishReason(str, Enum):
+    """Why a sequence ended."""
+
+    __str__ = str.__str__  # StrEnum, for Python 3.10
+
+    STOP = "stop"  # end_id or a stop word
+    LENGTH = "length"  # max_tokens, or the model's maximum length
+    CANCELLED = "cancelled"  # by the client
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class ActivatedTokens:
+    """Tokens of a request with an activated LoRA, in prompt and output together.
+
+    before: where it does not act, so the base model does. shared: of these, tokens whose KV blocks were
+    cached by any request.
+    acted: the others, from its invocation on; 0 without an invocation.
+    """
+
+    before: int
+    shared: int
+    acted: int
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """Times in nanoseconds of a monotonic clock, 0: not yet; numbers of KV blocks and of draft tokens.
+
+    kv_reused_blocks: blocks of the prompt that were cached. kv_taken_blocks: the other blocks, without those
+    of generated tokens. kv_new_blocks: those of them that did not evict a reusable block.
+    """
+
+    arrival_ns: int
+    first_scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    kv_new_blocks: int = 0
+    kv_taken_blocks: int = 0
+    kv_reused_blocks: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    adapter_tier: str = ""  # where the adapter was found: device, host, disk, wire; empty: no adapter
+    activated: ActivatedTokens | None = None  # for an activated LoRA
+
+
+@dataclass(frozen=True)
+class Beam:
+    """One result of a beam search. log_probs as in Event. cum_log_prob includes the end id."""
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    cum_log_prob: float
+
+
+@dataclass(slots=True, eq=False)  # not frozen, which is slower to create: a stream has one per token
+class Event:
+    """New tokens of one sequence of a request, or its end.
+
+    token_ids: new since the last event of this sequence (all of them if not streaming); never the prompt.
+    log_probs: natural-log probabilities of `token_ids`, same length; empty unless requested. Computed after
+             temperature and penalties, before the top-k and top-p cuts.
+    finish_reason: None while the sequence continues.
+    last: True on exactly one event, the final one of the request.
+    error: set exactly if finish_reason is ERROR.
+    beams: results of a beam search, best first; token_ids is empty then.
+    context_logits: [prompt, vocab] float32, on the first event, if requested.
+    generation_logits: [output, vocab] float32, on the last event of the sequence, if requested; when
+    streaming
+             [len(token_ids), vocab] on each event.
+    pooled: float32, of a request with a pooling: [n], or [prompt, n] for all tokens.
+    metrics: on the last event of each sequence. When streaming on every event, with the values of the first
+    event
+             until the last.
+    versions: of the adapter, covering all of the sequence's tokens so far; empty for the base model.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    sequence_index: int = 0
+    finish_reason: FinishReason | None = None
+    last: bool = False
+    error: Exception | None = None
+    beams: tuple[Beam, ...] = ()
+    context_logits: np.ndarray | None = None
+    generation_logits: np.ndarray | None = None
+    pooled: np.ndarray | None = None
+    metrics: RequestMetrics | None = None
+    versions: tuple[AdapterVersion, ...] = ()
+
+
+Sink = Callable[[Event], None]
+"""Takes the events of one request, on the engine's thread. It must not block and must not raise."""
+
+
+MAX_RANGES = 1024  # maximum number of retention ranges
+POOLING_MODES = ("last", "mean", "cls", "all")
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Priority with which the KV blocks of a prompt and its output are kept for reuse, from 0 to 100; 35 is
+    the default.
+
+    ranges: (first token, token after the last or None, priority, milliseconds or None) of the prompt.
+    """
+
+    ranges: tuple[tuple[int, int | None, int, int | None], ...] = ()
+    decode_priority: int = 35
+    decode_duration_ms: int | None = None
+
+    def __post_init__(self) -> None:
+        name, count = "retention_token_range_starts", len(self.ranges)
+        require(count <= MAX_RANGES, name, f"must be at most {MAX_RANGES}", count)
+        for start, end, priority, duration in self.ranges:
+            require(start >= 0, name, "must be >= 0", start)
+            after = end is None or end > start
+            require(after, "retention_token_range_ends", f"must be > {start} or -1", end)
+            _priority("retention_token_range_priorities", priority, duration)
+        _priority("retention_decode_priority", self.decode_priority, self.decode_duration_ms)
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """Compute hidden states after the final norm of the prompt, instead of new tokens.
+
+    mode: last, cls (the first), mean, or all tokens. head: apply a classification head, the adapter's own or
+    else the model's, after `last`, `cls` and `mean`. first: tokens of the first of two texts in the prompt,
+    which models with token types distinguish; 0: a single text.
+    """
+
+    mode: str = "last"
+    head: bool = False
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        rule = f"must be one of {', '.join(POOLING_MODES)}"
+        require(self.mode in POOLING_MODES, "pooling", rule, self.mode)
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One prompt to continue, with one adapter, several, or none.
+
+    request_id: the client's own, for logs and `stop`; may be empty or repeated, because the engine never uses
+    it as a key.
+    prompt:     token ids, at least one. Ids from the vocabulary's size on are rows of prompt_table.
+    encoder_prompt: for an encoder-decoder model: the encoder's input; `prompt` is then the decoder's, empty
+                for the model's own start. Without it `prompt` is for the encoder.
+    streaming:  True: an Event for every step with new tokens; False: one Event per finished sequence.
+    draft:      a guess of the next tokens; those that the model confirms are accepted in one step.
+    prompt_table: [n, hidden_size] float16 or float32, embeddings for the ids beyond the vocabulary.
+    cache_salt: requests share KV blocks of equal prefixes only if this is equal, too.
+    pooling:    what to compute instead of new tokens; `params` is then ignored. None: new tokens.
+    """
+
+    prompt: tuple[int, ...]
+    params: SamplingConfig = field(default_factory=SamplingConfig)
+    lora: LoraInput | LoraMix | None = None
+    streaming: bool = False
+    request_id: str = ""
+    draft: tuple[int, ...] = ()
+    prompt_table: np.ndarray | None = None
+    retention: Retention | None = None
+    encoder_prompt: tuple[int, ...] = ()
+    cache_salt: str = ""
+    pooling: Pooling | None = None
+
+    def __post_init__(self) -> None:
+        if self.pooling is not None:
+            self._check_pooled()
+        if self.params.beam_width > 1:
+            if self.streaming:
+                raise RequestError("streaming needs beam_width 1: beams may still change their beginning")
+            if self.draft:
+                raise RequestError("draft_input_ids need beam_width 1")
+            if isinstance(self.lora, LoraInput) and self.lora.follow:
+                raise RequestError("lora_version follow needs beam_width 1: beams keep the version they have")
+
+    def _check_pooled(self) -> None:
+        params = self.params
+        logits = params.return_context_logits or params.return_generation_logits or params.return_log_probs
+        wrong = {
+            "streaming": self.streaming,
+            "draft_input_ids": self.draft,
+            "beam_width": params.beam_width > 1,
+            "num_return_sequences": params.num_return_sequences > 1,
+            "guided_decoding_guide": params.guide,
+            "logits or log probabilities": logits,
+        }
+        for name, value in wrong.items():
+            if value:
+                raise RequestError(f"a request for pooled outputs generates no tokens: leave {name} out")
+
+    @cached_property
+    def table_digest(self) -> str:
+        """Digest of prompt_table. Empty without one. Computed once for all sequences."""
+        if self.prompt_table is None:
+            return ""
+        return blake2b(np.ascontiguousarray(self.prompt_table).data, digest_size=20).hexdigest()
+
+
+def _priority(name: str, priority: int, duration: int | None) -> None:
+    require(0 <= priority <= 100, name, "must be from 0 to 100", priority)
+    name = name.replace("priorit", "duration_ms of priorit")
+    require(duration is None or duration >= 0, name, "must be >= 0 or -1", duration)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch.distributed import Store
 
-from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.config.engine import EngineConfig
 from manylora.config.model import ModelConfig
 from manylora.config.model_folder import weight_files
 from manylora.config.pooling import longest_text
@@ -63,7 +63,7 @@ MOST_WIDENED = 20  # times its bytes in the file that a weight takes in memory: 
 
 @dataclass(frozen=True)
 class RankParts:
-    """The parts that every rank of an engine has. local: the part of the model that this rank computes.
+    """The parts that every rank of an engine has.
 
     config: the settings, with a batch and an adapter cache that fit. free_bytes: device memory for adapters.
     slicer: None if there is only one rank.
@@ -71,7 +71,6 @@ class RankParts:
 
     config: EngineConfig
     model: ModelConfig
-    local: ModelConfig
     device: Device
     decoder: Decoder | EncoderDecoder
     kv_plan: KvPlan
@@ -87,42 +86,27 @@ class RankParts:
         """The adapter pages of a rank other than 0, which only follows rank 0's decisions. Raises
         ConfigError.
         """
-        parts = store_parts(
-            self.model,
-            self.config.lora,
-            self.device.torch,
-            self.pages_dtype,
-            self.free_bytes,
-            base=None,
-            slicer=self.slicer,
-        )
-        return parts.pool
+        config, device = self.config.lora, self.device.torch
+        memory = self.pages_dtype, self.free_bytes
+        return store_parts(self.model, config, device, *memory, base=None, slicer=self.slicer).pool
 
 
 @dataclass(frozen=True)
-class EngineParts:
+class EngineParts(RankParts):
     """The parts of an engine, on rank 0.
 
-    config:  as in `RankParts`.
-    state_slots: of recurrent state; 0: the model has none.
     base:    the checkpoint's weights, needed to read adapters from disk (DoRA, trained biases).
     guides:  compiles guides; None if guided decoding is not enabled.
     overlap: whether a step is launched before the tokens of the previous one are known.
     leader:  tells the other ranks what to do; None if there are none.
     """
 
-    config: EngineConfig
-    model: ModelConfig
-    device: Device
-    decoder: Decoder | EncoderDecoder
-    kv_plan: KvPlan
-    state_slots: int
     base: BaseWeights
     adapters: AdapterStore
     runner: Runner
     guides: Guides | None
     overlap: bool
-    leader: Leader | None = None
+    leader: Leader | None
 
 
 def meet_group(config: EngineConfig, info: RankInfo, store: Store) -> Collectives:
@@ -151,13 +135,18 @@ def build_rank(config: EngineConfig, info: RankInfo, comm: Collectives | None) -
     on_cpu = device.torch.type == "cpu"
     if on_cpu:
         keep_memory()
-        _share_cores(info)
+        if info.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:  # or threads of ranks share cores
+            torch.set_num_threads(max(1, torch.get_num_threads() // info.local_size))
     before = device.free_bytes()
     part = _load(config, device, info.rank, comm)
     decoder, local, dtype = part.decoder, part.local, part.dtype
     decoder.dense = load_dense(config.model_dir, part.model.hidden_size, device.torch)
     kv_dtype = kv_cache_dtype(config, dtype, device)
-    config = replace(config, lora=_lora_config(config, part.model, decoder))
+    if decoder.has_quantised_experts:
+        quant, targets = part.model.quant, config.lora.target_modules
+        algo = weights_algo(config.model_dir, config.quant) if quant is None else quant.algo
+        targets = targets_beside_quantised_experts(targets, part.model, algo)
+        config = replace(config, lora=replace(config.lora, target_modules=targets))
     if config.max_seq_len is None and (longest := longest_text(config.model_dir)) is not None:
         config = replace(config, max_seq_len=min(longest, part.model.max_seq_len))
     pages_dtype = adapter_dtype(config, part.model, dtype, device)
@@ -170,33 +159,24 @@ def build_rank(config: EngineConfig, info: RankInfo, comm: Collectives | None) -
     dtypes, agree = (kv_dtype, pages_dtype), int if comm is None else comm.least
     memory = plan_memory(config, local, dtypes, device.torch, free_bytes, agree)
     config, plan = memory.config, memory.kv
-    kv_tensor = allocate_kv(plan, config, local, kv_dtype, device.torch)
+    kv = allocate_kv(plan, config, local, kv_dtype, device.torch)
     states = allocate_states(memory.state_slots, local, device.torch)
     # On a CPU the cache's pages have not been touched yet, so the system still counts them as free.
     untouched = plan.num_bytes + memory.state_bytes if on_cpu else 0
-    free_bytes = max(0, usable_bytes(config, device, before) // share - untouched)
-    limits = batch_limits(config, local, dtype, kv_dtype, plan.max_seq_len)
     return RankParts(
         config=config,
         model=part.model,
-        local=local,
         device=device,
         decoder=decoder,
         kv_plan=plan,
-        kv=kv_tensor,
+        kv=kv,
         states=states,
-        limits=limits,
+        limits=batch_limits(config, local, dtype, kv_dtype, plan.max_seq_len),
         dtype=dtype,
         pages_dtype=pages_dtype,
-        free_bytes=free_bytes,
+        free_bytes=max(0, usable_bytes(config, device, before) // share - untouched),
         slicer=part.slicer,
     )
-
-
-def _share_cores(info: RankInfo) -> None:
-    """Divide the cores among local ranks: threads of several ranks on one core would wait for each other."""
-    if info.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // info.local_size))
 
 
 def _load(config: EngineConfig, device: Device, rank: int, comm: Collectives | None) -> ModelPart:
@@ -207,21 +187,15 @@ def _load(config: EngineConfig, device: Device, rank: int, comm: Collectives | N
     model = read_model_config(config.model_dir)
     check_model(config, model)
     dtype = compute_dtype(config.dtype, model, device)
-    _warn_of_weights(config, model, dtype, device)
+    # Say that the weights may not fit, before the system ends the process without a word.
+    free, stored = device.free_bytes(), sum(path.stat().st_size for path in weight_files(config.model_dir))
+    if MOST_WIDENED * stored >= free:  # otherwise headers are not read, which takes a tenth of a start
+        needed = weight_bytes(config.model_dir, model, dtype, device)
+        if needed > free:
+            text = "the weights take about %d MiB, and %d MiB are free on %s: loading them may fail"
+            logger.warning(text, needed // 2**20, free // 2**20, device.name)
     decoder = load_decoder(config.model_dir, model, dtype, device, config.max_seq_len, config.quant)
     return ModelPart(model, model, dtype, decoder)
-
-
-def _warn_of_weights(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: Device) -> None:
-    """Say that the weights may not fit, before the system ends the process without a word."""
-    free = device.free_bytes()
-    stored = sum(path.stat().st_size for path in weight_files(config.model_dir))
-    if MOST_WIDENED * stored < free:  # without reading headers, which takes a tenth of a start
-        return
-    needed = weight_bytes(config.model_dir, model, dtype, device)
-    if needed > free:
-        text = "the weights take about %d MiB, and %d MiB are free on %s: loading them may fail"
-        logger.warning(text, needed // 2**20, free // 2**20, device.name)
 
 
 def build_parts(config: EngineConfig, info: RankInfo) -> EngineParts:
@@ -270,7 +244,7 @@ def _rank_0(rank: RankParts, leader: Leader | None) -> EngineParts:
     runner = Runner(rank.decoder, rank.kv, device, adapters, rank.limits, leader=leader, states=rank.states)
     if leader is None:
         runner.compile_kernels()
-        _record_decoding(runner, config, model, device)
+        _record_decoding(runner, rank)
     elif device.torch.type != "cpu":
         logger.info("with several ranks steps are neither recorded nor overlapped")
     guides = None
@@ -279,13 +253,9 @@ def _rank_0(rank: RankParts, leader: Leader | None) -> EngineParts:
     overlaps = device.overlaps and leader is None
     overlap = overlaps if config.enable_overlap is None else config.enable_overlap
     overlap = overlap and model.encoder is None  # an encoder runs between the steps
+    parts = {field.name: getattr(rank, field.name) for field in fields(rank)}
     return EngineParts(
-        config=config,
-        model=model,
-        device=device,
-        decoder=rank.decoder,
-        kv_plan=rank.kv_plan,
-        state_slots=0 if rank.states is None else rank.states.num_slots,
+        **parts,
         base=base,
         adapters=adapters,
         runner=runner,
@@ -295,32 +265,22 @@ def _rank_0(rank: RankParts, leader: Leader | None) -> EngineParts:
     )
 
 
-def _lora_config(
-    config: EngineConfig, model: ModelConfig, decoder: Decoder | EncoderDecoder
-) -> LoraCacheConfig:
-    """The adapter settings, with the target modules that can be served with quantised experts."""
-    if not decoder.has_quantised_experts:
-        return config.lora
-    algo = weights_algo(config.model_dir, config.quant) if model.quant is None else model.quant.algo
-    targets = targets_beside_quantised_experts(config.lora.target_modules, model, algo)
-    return replace(config.lora, target_modules=targets)
-
-
-def _record_decoding(runner: Runner, config: EngineConfig, model: ModelConfig, device: Device) -> None:
+def _record_decoding(runner: Runner, rank: RankParts) -> None:
     """Capture decode steps as CUDA graphs if device, model and settings allow it."""
-    wanted = config.enable_cuda_graph
+    config, model, device = rank.config, rank.model, rank.device
+    reasons = {
+        "encoder-decoder models are not": model.encoder is not None,
+        "encoders generate no tokens": model.bidirectional,
+        "models with latent attention are not": model.latent is not None,
+        "models whose layers attend in chunks are not": model.attention_chunk is not None,
+    }
+    reason = next((text for text, holds in reasons.items() if holds), None)
     if device.capture is None:
-        if wanted:
+        if config.enable_cuda_graph:
             logger.warning("cuda_graph_mode has no effect on %s: steps are not recorded", device.name)
-    elif model.encoder is not None:
-        logger.info("steps are not recorded: encoder-decoder models are not")
-    elif model.bidirectional:
-        logger.info("steps are not recorded: encoders generate no tokens")
-    elif model.latent is not None:
-        logger.info("steps are not recorded: models with latent attention are not")
-    elif model.attention_chunk is not None:
-        logger.info("steps are not recorded: models whose layers attend in chunks are not")
-    elif wanted is None or wanted:
+    elif reason is not None:
+        logger.info("steps are not recorded: %s", reason)
+    elif config.enable_cuda_graph is not False:
         runner.record_decoding(config.cuda_graph_cache_size or DEFAULT_NUM_GRAPHS)
 
 

@@ -68,7 +68,7 @@ class Engine:
         if self.model.bidirectional:  # each token depends on all others: prompts are computed whole
             self.config = config = replace(config, enable_kv_cache_reuse=False, enable_chunked_context=False)
         shape = config.tokens_per_block, config.enable_kv_cache_reuse
-        states = StatePool(parts.state_slots, *shape) if parts.state_slots else None
+        states = StatePool(parts.states.num_slots, *shape) if parts.states is not None else None
         self._kv = KvCache(parts.kv_plan.num_blocks, *shape, states)
         self._scheduler = Scheduler(self._kv, self.adapters, config)
         self._maker = SequenceMaker(config, parts, self._scheduler.speculation)

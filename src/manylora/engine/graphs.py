@@ -62,14 +62,10 @@ class DecodeGraphs:
         plain_uses: int = 0,
     ) -> None:
         self.num_recorded = self.num_replayed = self.num_plain = self.num_failures = 0
-        self._forward = forward
-        self._ops = ops
-        self._capture = capture
-        self._device = device
+        self._forward, self._ops, self._capture, self._device = forward, ops, capture, device
         self._buckets = buckets_for(limits.max_sequences)
         self._columns = -(-limits.max_seq_len // limits.tokens_per_block)
-        self._max_graphs = max_graphs
-        self._plain_uses = plain_uses
+        self._max_graphs, self._plain_uses = max_graphs, plain_uses
         self._graphs: OrderedDict[Key, _Graph] = OrderedDict()
         self._uses: OrderedDict[Key, int] = OrderedDict()  # of shapes that are not recorded
         self._logits: Tensor | None = None  # shared by all graphs, see `_run_into_one`
@@ -112,8 +108,11 @@ class DecodeGraphs:
         state = StateRows([-1], [-1], [0], [-1]) if recurrent else None
         started, known = time.perf_counter(), self.num_recorded
         common = {width_class(columns, self._columns) for columns in WARM_COLUMNS}
+        widths = [width_class(1, self._columns)]
+        while widths[-1] < self._columns:
+            widths.append(width_class(widths[-1] + 1, self._columns))
         # Largest first: the others share its memory.
-        shapes = [(rows, width) for width in width_classes(self._columns) for rows in self._buckets[::-1]]
+        shapes = [(rows, width) for width in widths for rows in self._buckets[::-1]]
         plain_uses, self._plain_uses = self._plain_uses, 0
         for number, (rows, width) in enumerate(shapes):
             is_late = time.perf_counter() - started > WARM_SECONDS or number >= self._max_graphs // 2
@@ -145,8 +144,14 @@ class DecodeGraphs:
         """
         try:
             return self._record(key, batch, inputs)
-        except torch.OutOfMemoryError:
-            self._make_room()
+        except torch.OutOfMemoryError:  # drop the least recently used half
+            num_kept = -(-len(self._graphs) // 2)
+            if num_kept == len(self._graphs):  # none could be dropped
+                self.num_failures += 1
+            while len(self._graphs) > num_kept:
+                self._graphs.popitem(last=False)
+            text = "no memory is left to record a decode step: %d graphs are kept; lower %s"
+            logger.warning(text, num_kept, "kv_cache_free_gpu_mem_fraction")
         except Exception:
             self.num_failures += 1
             logger.exception("a decode step could not be recorded: its shape is launched plainly")
@@ -154,16 +159,6 @@ class DecodeGraphs:
         if self.num_failures == MOST_FAILURES:
             logger.error("recording has failed %d times: other shapes are launched plainly", MOST_FAILURES)
         return None
-
-    def _make_room(self) -> None:
-        """There is no memory for one more graph: drop the least recently used half."""
-        num_kept = -(-len(self._graphs) // 2)
-        if num_kept == len(self._graphs):  # none could be dropped
-            self.num_failures += 1
-        while len(self._graphs) > num_kept:
-            self._graphs.popitem(last=False)
-        text = "no memory is left to record a decode step: %d graphs are kept; lower %s"
-        logger.warning(text, num_kept, "kv_cache_free_gpu_mem_fraction")
 
     def _record(self, key: Key, batch: ForwardBatch, inputs: StepInputs) -> _Graph:
         began = time.perf_counter()
@@ -184,11 +179,11 @@ class DecodeGraphs:
         self._graphs[key] = graph
         self.num_recorded += 1
         if self._plain_uses:  # at start one line reports all of them
-            seconds, kept = time.perf_counter() - began, len(self._graphs)
+            seconds, adapters = time.perf_counter() - began, "with" if batch.lora else "without"
             text = (
                 "recorded a decode step of %d rows, up to %d blocks each, %s adapters, in %.2f s; %d are kept"
             )
-            logger.info(text, *key[:2], "with" if batch.lora else "without", seconds, kept)
+            logger.info(text, *key[:2], adapters, seconds, len(self._graphs))
         return graph
 
     def _run_into_one(self, batch: ForwardBatch) -> Tensor:
@@ -206,14 +201,6 @@ def buckets_for(max_rows: int) -> list[int]:
     """Batch sizes, ascending. Dense where a padded row is a large part of a step."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, max_rows + 64, 64)]
     return [*(size for size in sizes if size < max_rows), max_rows]
-
-
-def width_classes(most: int) -> list[int]:
-    """All width classes, ascending."""
-    found = [width_class(1, most)]
-    while found[-1] < most:
-        found.append(width_class(found[-1] + 1, most))
-    return found
 
 
 def width_class(columns: int, most: int) -> int:

@@ -218,12 +218,9 @@ class _TrialProcess:
             )
             assert process.stdin is not None
             process.stdin.write(json.dumps(self._settings).encode() + b"\n")
-            verdicts, self._open = self._open, {}
-            _fail_all(verdicts)
-            reader = threading.Thread(
-                target=_read, args=(process, self._open), name="manylora-trials", daemon=True
-            )
-            reader.start()
+            self._open = {}  # the reader of the previous process ends the earlier ones
+            given = process, self._open
+            threading.Thread(target=_read, args=given, name="manylora-trials", daemon=True).start()
             weakref.finalize(self, process.stdin.close)  # closing it ends the process
         return self._process
 
@@ -237,11 +234,6 @@ def _read(process: subprocess.Popen[bytes], verdicts: dict[int, Future[str]]) ->
         if verdict is not None:
             verdict.set_result(answer["failure"])
     process.wait()
-    _fail_all(verdicts)
-
-
-def _fail_all(verdicts: dict[int, Future[str]]) -> None:
-    for number in list(verdicts):
-        verdict = verdicts.pop(number, None)
-        if verdict is not None:
-            verdict.set_exception(RuntimeError("the process that tries guides has ended"))
+    while verdicts:
+        _, verdict = verdicts.popitem()
+        verdict.set_exception(RuntimeError("the process that tries guides has ended"))

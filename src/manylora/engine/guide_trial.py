@@ -48,29 +48,24 @@ def make_matcher(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
     """A matcher at the start of the output. Raises any error of llguidance; some errors are stored in the
     matcher instead (get_error).
     """
-    import llguidance
+    from llguidance import LLMatcher, LLParserLimits
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    make, limits = llguidance.LLMatcher, llguidance.LLParserLimits
-    bounds = limits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-    return make(tokenizer, _grammar(make, kind, text), log_level=0, limits=bounds)
+    grammar = text  # of llguidance
+    if kind in ("json", "json_schema"):
+        schema = closed(json.loads(text)) if kind == "json_schema" else {}
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), COMPACT)
+    elif kind == "regex":
+        grammar = LLMatcher.grammar_from_regex(text)
+    elif kind != "llguidance":
+        grammar = LLMatcher.grammar_from_lark(text if kind == "lark_grammar" else gbnf_to_lark(text))
+    limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
 
 
 def reason_of(text: str) -> str:
     """A message of llguidance as one line of limited length."""
     return " ".join(text.replace("<non-verbose/>", "").split())[:300]
-
-
-def _grammar(make: type[LLMatcher], kind: str, text: str) -> str:
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    if kind in ("json", "json_schema"):
-        schema = closed(json.loads(text)) if kind == "json_schema" else {}
-        return make.grammar_from_json_schema(json.dumps(schema), COMPACT)
-    if kind == "regex":
-        return make.grammar_from_regex(text)
-    if kind == "llguidance":
-        return text
-    return make.grammar_from_lark(text if kind == "lark_grammar" else gbnf_to_lark(text))
 
 
 def _try(tokenizer: LLTokenizer, kind: str, text: str) -> str:
@@ -84,7 +79,7 @@ def _try(tokenizer: LLTokenizer, kind: str, text: str) -> str:
             mask = int.from_bytes(matcher.compute_bitmask(), "little")
             if matcher.is_error() or not mask:
                 break
-            matcher.consume_token(_pick_bit(mask, picks))
+            matcher.consume_token(picks.choice([i for i, bit in enumerate(f"{mask:b}"[::-1]) if bit == "1"]))
             if matcher.is_error() or matcher.is_stopped():
                 break
         return reason_of(matcher.get_error()) if matcher.is_error() else ""
@@ -92,31 +87,22 @@ def _try(tokenizer: LLTokenizer, kind: str, text: str) -> str:
         return reason_of(str(error)) or type(error).__name__
 
 
-def _pick_bit(mask: int, picks: random.Random) -> int:
-    bits = [i for i, bit in enumerate(reversed(f"{mask:b}")) if bit == "1"]
-    return picks.choice(bits)
-
-
-def _limit_resources() -> None:
-    """Limit this process's memory, CPU time and wall time."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
-    if pages:
-        most = pages * resource.getpagesize() + MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    signal.setitimer(signal.ITIMER_PROF, CPU_S)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.alarm(WALL_S)
-
-
 def _begin(tokenizer: LLTokenizer, kind: str, text: str) -> tuple[int, int]:
-    """Start a trial. Returns its process id and the file descriptor of its result."""
+    """Start a trial, with limits on memory, processor time and time. Returns its process id and the file
+    descriptor of its result.
+    """
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:
         os.close(writing)
         return pid, reading
     try:
-        _limit_resources()
+        if (used := Path("/proc/self/statm")).exists():
+            most = int(used.read_text().split()[0]) * resource.getpagesize() + MEMORY
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.alarm(WALL_S)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # discard llguidance's output
         os.write(writing, b"=" + _try(tokenizer, kind, text).encode(errors="replace"))
     finally:

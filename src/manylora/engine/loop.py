@@ -141,7 +141,16 @@ class EngineLoop:
         """End a request within a step, with a last event of reason CANCELLED. No effect for an unknown
         ticket.
         """
-        self._inbox.put(partial(self._cancel, ticket))
+
+        def cancel() -> None:
+            handle = self._handles.get(ticket)
+            if handle is not None:
+                for _, event in self._engine.cancel(handle):
+                    self._forward(handle, event)
+            elif ticket in self._sinks:
+                self._deliver(ticket, Event(finish_reason=FinishReason.CANCELLED, last=True))
+
+        self._inbox.put(cancel)
 
     def publish(self, lora: LoraInput) -> Future[AdapterVersion]:
         """As `Engine.publish`, before requests that are submitted later. The future may raise RequestError
@@ -152,7 +161,23 @@ class EngineLoop:
             if self.death:
                 raise self.death
             self._publishing.add(done)
-        self._inbox.put(partial(self._publish, lora, done))
+
+        def publish() -> None:
+            version: AdapterVersion | None = None
+            failure: RequestError | None = None
+            try:
+                version = self._engine.publish(lora)
+            except Exception as error:
+                failure = as_refusal(error, "The adapter could not be taken")
+            with self._lock:
+                is_open = done in self._publishing  # otherwise `_die` has ended it
+                self._publishing.discard(done)
+            if is_open and version is not None:
+                done.set_result(version)
+            elif is_open:
+                done.set_exception(failure)
+
+        self._inbox.put(publish)
         return done
 
     def stats(self) -> EngineStats:
@@ -163,13 +188,29 @@ class EngineLoop:
         """Call `take` with the map, on the engine's thread between two steps. Never called if that thread has
         died.
         """
-        self._inbox.put(partial(self._show_map, take))
+
+        def show() -> None:
+            try:
+                take(self._engine.cache_map())
+            except Exception:  # a failed status page must not stop the engine
+                logger.exception("the map of the adapter cache could not be drawn")
+
+        self._inbox.put(show)
 
     def pin(self, task_id: int, answer: Callable[[RequestError | None], None]) -> None:
         """Keep an adapter that is in the cache there. answer: called on the engine's thread, with None or the
         reason of a failure. Never called if that thread has died.
         """
-        self._inbox.put(partial(self._pin, task_id, answer))
+
+        def pin() -> None:
+            try:
+                self._engine.pin(task_id)
+            except Exception as error:
+                answer(as_refusal(error, "The adapter could not be pinned"))
+            else:
+                answer(None)
+
+        self._inbox.put(pin)
 
     def unpin(self, task_id: int) -> None:
         """Allow its eviction again. No effect for an unknown id."""
@@ -326,43 +367,6 @@ class EngineLoop:
             return
         self._tickets[handle] = ticket
         self._handles[ticket] = handle
-
-    def _publish(self, lora: LoraInput, done: Future[AdapterVersion]) -> None:
-        version: AdapterVersion | None = None
-        failure: RequestError | None = None
-        try:
-            version = self._engine.publish(lora)
-        except Exception as error:
-            failure = as_refusal(error, "The adapter could not be taken")
-        with self._lock:
-            is_open = done in self._publishing  # otherwise `_die` has ended it
-            self._publishing.discard(done)
-        if is_open and version is not None:
-            done.set_result(version)
-        elif is_open:
-            done.set_exception(failure)
-
-    def _show_map(self, take: Callable[[CacheMap], None]) -> None:
-        try:
-            take(self._engine.cache_map())
-        except Exception:  # a failed status page must not stop the engine
-            logger.exception("the map of the adapter cache could not be drawn")
-
-    def _pin(self, task_id: int, answer: Callable[[RequestError | None], None]) -> None:
-        try:
-            self._engine.pin(task_id)
-        except Exception as error:
-            answer(as_refusal(error, "The adapter could not be pinned"))
-        else:
-            answer(None)
-
-    def _cancel(self, ticket: int) -> None:
-        handle = self._handles.get(ticket)
-        if handle is not None:
-            for _, event in self._engine.cancel(handle):
-                self._forward(handle, event)
-        elif ticket in self._sinks:
-            self._deliver(ticket, Event(finish_reason=FinishReason.CANCELLED, last=True))
 
     def _forward(self, handle: int, event: Event) -> None:
         ticket = self._tickets[handle]

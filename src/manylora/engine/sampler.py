@@ -5,7 +5,7 @@ own sequence and seed, never on the rest of the batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
 import numpy as np
@@ -30,7 +30,9 @@ def cut_by_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     """
     weights = (torch.softmax(logits, dim=-1).double() * UNITS).long()
     needed = (weights.sum(dim=-1, keepdim=True) * (top_p * NEARLY)).ceil().long()
-    keys = _descending(logits)
+    # The logits' bits as integers from 0 to 2**32 - 1 in descending order. + 0.0: -0.0 is equal to 0.0.
+    raw = (logits + 0.0).view(torch.int32)
+    keys = (2**31 - 1) - (raw ^ ((raw >> 31) & 0x7FFFFFFF)).long()
     bound = torch.zeros_like(needed)  # the leading bits of the last key that is kept
     for shift, bits in ROUNDS:
         size = 1 << bits
@@ -43,12 +45,6 @@ def cut_by_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     left = needed - reached.gather(1, last - 1)  # for the keys that are equal
     kept = (keys < bound) | (equal & ((equal.cumsum(dim=-1) - 1) * weights < left))
     return logits.masked_fill(~(kept | (top_p >= 1)), -torch.inf)
-
-
-def _descending(values: Tensor) -> Tensor:
-    """Integers [...] int64 from 0 to 2**32 - 1 in the descending order of these float32 values."""
-    bits = (values + 0.0).view(torch.int32)  # + 0.0: -0.0 is equal to 0.0
-    return (2**31 - 1) - (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
 
 
 SPARE = 64  # tokens counted on the device before the host's counts are copied again
@@ -77,10 +73,8 @@ class Penalties:
         bases = np.array([[row * vocab] for row, _, _ in rows])
         params = [sequence.request.params for _, sequence, _ in rows]
         rates = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
-        self._bases, self._places = (
-            upload(bases, torch.long, device),
-            upload(places + bases, torch.long, device),
-        )
+        self._bases = upload(bases, torch.long, device)
+        self._places = upload(places + bases, torch.long, device)
         self._counts = upload(counts, torch.float32, device)
         self._rates = upload(np.array(rates).T[:, :, None], torch.float32, device)
         self._next, self._room = width, width + SPARE
@@ -177,7 +171,14 @@ class Sampler:
         self._drawn = _RowSubset([i for i, p in kinds if not p.greedy], len(rows), device)
         self._wanted = _RowSubset([i for i, p in kinds if p.return_log_probs], len(rows), device)
         self._penalties = self._new_penalties(pending) if self._penalised.rows else None
-        self._groups = self._new_groups()
+        # Rows that are drawn at random, grouped by how they are drawn.
+        groups: dict[int, list[int]] = {}
+        for i in self._drawn.rows:
+            groups.setdefault(_num_ordered(self._sequences[i], vocab), []).append(i)
+        self._groups = [
+            _Drawing(size, _RowSubset(some, len(rows), device), [self._sequences[i] for i in some], device)
+            for size, some in groups.items()
+        ]
         rules = self._ruled or self._biases or self._penalised.rows
         self._adjusts = bool(rules) or self._divisors is not None
         self._is_plain = not (self._adjusts or self._drawn.rows or self._wanted.rows)
@@ -217,7 +218,9 @@ class Sampler:
         finite = tokens != NOT_FINITE
         if self._adjusts:
             self._adjust(logits, finite)
-            tokens = _largest_of(logits)
+            # NumPy on a CPU, as in `best_tokens`.
+            on_cpu = logits.device.type == "cpu"
+            tokens = torch.from_numpy(logits.numpy().argmax(-1)) if on_cpu else torch.argmax(logits, dim=-1)
         for group in self._groups:
             drawn = group.draw(group.some.of(logits), [self.rows[i] for i in group.some.rows])
             tokens = drawn if group.some.is_all else tokens.index_copy(0, group.some.where, drawn)
@@ -252,12 +255,16 @@ class Sampler:
             params = sequence.request.params
             if params.bad_words or length - sequence.num_prompt < params.min_tokens:
                 _ban(logits[row], sequence, length)
-            if sequence.guide is not None:
-                allowed = sequence.guide.mask(deadline)
-                if allowed is None:
-                    finite[row] = False
-                else:
-                    _apply_guide(logits[row], allowed)
+            mask = None if sequence.guide is None else sequence.guide.mask(deadline)
+            if mask is not None:  # if other bans leave no token, the guide has priority
+                mask = mask[: self._vocab]
+                mask = np.pad(mask, (0, self._vocab - len(mask)))
+                allowed = upload(mask, torch.bool, logits.device)
+                logits[row].masked_fill_(~allowed, -torch.inf)
+                none_left = torch.isneginf(logits[row]).all()
+                logits[row].masked_fill_(allowed & none_left, 0.0)
+            elif sequence.guide is not None:
+                finite[row] = False
 
     def _new_penalties(self, pending: Tensor | None) -> Penalties:
         rows = [(i, *self.rows[i]) for i in self._penalised.rows]
@@ -266,17 +273,6 @@ class Sampler:
             pending_rows = [sequence.tokens[length - 1] == PENDING for _, sequence, length in rows]
             made.count(self._penalised.of(pending), upload(pending_rows, torch.bool, self._device))
         return made
-
-    def _new_groups(self) -> list[_Drawing]:
-        """Rows that are drawn at random, grouped by how they are drawn."""
-        groups: dict[int, list[int]] = {}
-        for i in self._drawn.rows:
-            groups.setdefault(_num_ordered(self.rows[i][0], self._vocab), []).append(i)
-        count, device = len(self.rows), self._device
-        return [
-            _Drawing(size, _RowSubset(rows, count, device), [self.rows[i][0] for i in rows], device)
-            for size, rows in groups.items()
-        ]
 
     def _count_drawn(self, tokens: Tensor) -> None:
         for group in self._groups:
@@ -296,15 +292,6 @@ class _RowSubset:
         return values if self.is_all else values.index_select(0, self.where)
 
 
-def _largest_of(logits: Tensor) -> Tensor:
-    """Index of the largest logit of each row, [L] int64; the first of equal ones. With NumPy on a CPU, as in
-    `best_tokens`.
-    """
-    if logits.device.type == "cpu":
-        return torch.from_numpy(logits.numpy().argmax(-1))
-    return torch.argmax(logits, dim=-1)
-
-
 def uniform(seeds: Rows[int], indices: Rows[int], positions: Rows[int]) -> np.ndarray:
     """Random numbers in [0, 1), [R, 1] float64, from seed, return sequence and position of each row, with
     splitmix64.
@@ -319,33 +306,16 @@ def uniform(seeds: Rows[int], indices: Rows[int], positions: Rows[int]) -> np.nd
 
 
 def _ban(row: Tensor, sequence: Sequence, length: int) -> None:
-    params, vocab = sequence.request.params, row.shape[-1]
-    banned = {word[-1] for word in params.bad_words if _is_next(word, sequence.tokens, length)}
+    """Ban the last tokens of bad words that would be complete, and the end before it is allowed."""
+    params, vocab, banned = sequence.request.params, row.shape[-1], set[int]()
+    for *head, last in params.bad_words:
+        if sequence.tokens[max(0, length - len(head)) : length] == head:
+            banned.add(last)
     if params.end_id is not None and length - sequence.num_prompt < params.min_tokens:
         banned.add(params.end_id)
     banned = {token for token in banned if 0 <= token < vocab}
     if banned and len(banned) < vocab:
-        row.index_fill_(0, _index(banned, row), -torch.inf)
-
-
-def _apply_guide(row: Tensor, mask: np.ndarray) -> None:
-    """Ban tokens that the guide does not allow. If other bans leave no token, the guide has priority."""
-    vocab = row.shape[-1]
-    mask = mask[:vocab]
-    allowed = upload(np.pad(mask, (0, vocab - len(mask))), torch.bool, row.device)
-    row.masked_fill_(~allowed, -torch.inf)
-    none_left = torch.isneginf(row).all()
-    row.masked_fill_(allowed & none_left, 0.0)
-
-
-def _is_next(word: tuple[int, ...], tokens: list[int], length: int) -> bool:
-    """Whether the first `length` tokens end with all tokens of a word except the last one."""
-    head = word[:-1]
-    return tuple(tokens[max(0, length - len(head)) : length]) == head
-
-
-def _index(tokens: Iterable[int], row: Tensor) -> Tensor:
-    return upload(list(tokens), torch.long, row.device)
+        row.index_fill_(0, upload(list(banned), torch.long, row.device), -torch.inf)
 
 
 def _num_ordered(sequence: Sequence, vocab: int) -> int:
@@ -397,9 +367,8 @@ class _Drawing:
     def _draw_ordered(self, logits: Tensor, draws: Tensor) -> Tensor:
         """From the largest logits, in descending order; equal ones are ordered by id."""
         ordered, order = _largest(logits, self._size)
-        ordered = ordered.masked_fill(
-            torch.arange(self._size, device=logits.device) >= self._top_k, -torch.inf
-        )
+        beyond = torch.arange(self._size, device=logits.device) >= self._top_k
+        ordered = ordered.masked_fill(beyond, -torch.inf)
         probs = torch.softmax(self._cut_by_min_p(ordered, ordered[:, :1]), dim=-1)
         if self._top_p is not None:
             before = torch.cumsum(probs, dim=-1) - probs

@@ -9,9 +9,8 @@ never used is not resident.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,8 +79,8 @@ def check_model(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ConfigError for drafts that could not be undone, and for sequences longer than the model's
     positions, which it was not trained on or does not have.
     """
+    kind = "models with recurrent layers" if model.recurrent is not None else "encoder-decoder models"
     if config.max_draft_len and (model.recurrent is not None or model.encoder is not None):
-        kind = "models with recurrent layers" if model.recurrent is not None else "encoder-decoder models"
         raise ConfigError(
             f"max_draft_len {config.max_draft_len}: drafts (speculative_config) are not supported on {kind}: "
             "leave it out"
@@ -172,31 +171,21 @@ def _fit_batch(config: EngineConfig, model: ModelConfig, free_bytes: int) -> Eng
     """The settings with a batch whose largest step takes at most STEP_SHARE of the free memory, unless the
     user chose the batch. free_bytes: the same on every rank.
     """
-    asked = config
-    while step_bytes(config, model) > STEP_SHARE * free_bytes:
-        if asked.max_batch_size != EngineConfig.max_batch_size or config.max_batch_size <= SMALLEST_BATCH:
-            break
-        if asked.max_num_tokens != EngineConfig.max_num_tokens:
-            break
-        batch = config.max_batch_size // 2
-        beams = min(config.max_beam_width, batch)
-        tokens = config.max_num_tokens // 2
-        config = replace(config, max_batch_size=batch, max_beam_width=beams, max_num_tokens=tokens)
-    if config is not asked:
+    batch, tokens = config.max_batch_size, config.max_num_tokens
+    if (batch, tokens) != (EngineConfig.max_batch_size, EngineConfig.max_num_tokens):
+        return config
+    while step_bytes(config, model) > STEP_SHARE * free_bytes and config.max_batch_size > SMALLEST_BATCH:
+        half = config.max_batch_size // 2
+        beams = min(config.max_beam_width, half)
+        shorter = config.max_num_tokens // 2
+        config = replace(config, max_batch_size=half, max_beam_width=beams, max_num_tokens=shorter)
+    if config.max_batch_size < batch:
         logger.warning(
             "a step has %d sequences and %d tokens at most, not %d and %d, which would take too much of the "
             "free memory",
-            *(config.max_batch_size, config.max_num_tokens, asked.max_batch_size, asked.max_num_tokens),
+            *(config.max_batch_size, config.max_num_tokens, batch, tokens),
         )
     return config
-
-
-class _Fit(NamedTuple):
-    """Settings of the adapter cache, and the bytes of one adapter of their largest rank."""
-
-    lora: LoraCacheConfig
-    modules: tuple[LoraModule, ...]
-    largest: int
 
 
 @dataclass(frozen=True)
@@ -216,8 +205,8 @@ class _Adapters:
         most = self.most(free_bytes)
         if self.lora.sizes_host and not self.lora.sizes_rows:
             most = min(most, self.lora.host_memory_bytes)
-        found = self._fit(most)
-        return found.lora, max(found.largest, min(self._usual(found), most))
+        lora, largest, usual = self._fit(most)
+        return lora, max(largest, min(usual, most))
 
     def on_cpu(self, free_bytes: int) -> tuple[LoraCacheConfig, int]:
         """The same. A CPU computes from the host level: that is what is sized, and the device level may use
@@ -227,9 +216,9 @@ class _Adapters:
             lora = self.within(self.lora.host_memory_bytes)
             return replace(lora, gpu_memory_bytes=UNLIMITED), lora.host_memory_bytes
         most = self.most(free_bytes)
-        found = self._fit(most)
-        room = max(found.largest, min(most, max(self._usual(found), self.lora.host_memory_bytes)))
-        return replace(found.lora, gpu_memory_bytes=room, host_memory_bytes=room), room
+        lora, largest, usual = self._fit(most)
+        room = max(largest, min(most, max(usual, self.lora.host_memory_bytes)))
+        return replace(lora, gpu_memory_bytes=room, host_memory_bytes=room), room
 
     def within(self, most: int) -> LoraCacheConfig:
         """The settings with a rank limit of which one adapter fits the size that the user chose. Unchanged if
@@ -239,36 +228,35 @@ class _Adapters:
             return self.lora
         if self.lora.sizes_host:
             most = min(most, self.lora.host_memory_bytes)
-        found = self._fit(most)
-        return found.lora if self.agree(found.largest <= most) else self.lora
+        lora, largest, _ = self._fit(most)
+        return lora if self.agree(largest <= most) else self.lora
 
-    def _fit(self, most: int) -> _Fit:
-        """The first that fits `most` bytes on every rank. The last if none does."""
-        for found in self._narrower():
-            if self.agree(found.largest <= most):
+    def _fit(self, most: int) -> tuple[LoraCacheConfig, int, int]:
+        """The first settings of which one adapter of the largest rank fits `most` bytes on every rank, or the
+        last ones; the bytes of such an adapter, and of `count` usual ones with it.
+        """
+        for lora, modules in self._narrower():
+            largest, usual = (
+                usual_bytes(modules, self.model.num_layers, lora, self.dtype.itemsize, count)
+                for count in (0, self.count)
+            )
+            if self.agree(largest <= most):
                 break
-        return found
+        return lora, largest, usual
 
-    def _narrower(self) -> Iterator[_Fit]:
-        """The settings, then the same without what takes most memory, unless the user asked for it: adapters
-        on routed experts, large ranks.
+    def _narrower(self) -> Iterator[tuple[LoraCacheConfig, tuple[LoraModule, ...]]]:
+        """The settings and modules, then the same without what takes most memory, unless the user asked for
+        it: adapters on routed experts, large ranks.
         """
         lora, modules = self.lora, lora_modules(self.model, self.lora.target_modules)
-        yield self._one(lora, modules)
+        yield lora, tuple(modules.values())
         if self.model.moe is not None and not lora.target_modules:
             modules = beside_experts(modules)
-            yield self._one(lora, modules)
+            yield lora, tuple(modules.values())
         rank = lora.rank_limit
         while rank > SMALLEST_LIMIT and lora.rank_limit == LoraCacheConfig.max_adapter_size:
             rank = max(SMALLEST_LIMIT, rank // 2)
-            yield self._one(replace(lora, max_lora_rank=rank), modules)
-
-    def _one(self, lora: LoraCacheConfig, modules: Mapping[int, LoraModule]) -> _Fit:
-        each = tuple(modules.values())
-        return _Fit(lora, each, usual_bytes(each, self.model.num_layers, lora, self.dtype.itemsize, 0))
-
-    def _usual(self, one: _Fit) -> int:
-        return usual_bytes(one.modules, self.model.num_layers, one.lora, self.dtype.itemsize, self.count)
+            yield replace(lora, max_lora_rank=rank), tuple(modules.values())
 
     def most(self, free_bytes: int) -> int:
         """Bytes that adapters may take if nobody chose a size, the same on every rank."""
@@ -294,11 +282,8 @@ def plan_states(config: EngineConfig, model: ModelConfig, free_bytes: int, floor
             "a larger device"
         )
     if slots < config.max_batch_size:
-        logger.warning(
-            "recurrent states of %d sequences fit: more do not run together, though max_batch_size is %d",
-            slots,
-            config.max_batch_size,
-        )
+        text = "recurrent states of %d sequences fit: more do not run together, though max_batch_size is %d"
+        logger.warning(text, slots, config.max_batch_size)
     logger.info("recurrent states: %d slots of %.1f MiB", slots, own.state_bytes / 2**20)
     return slots
 
@@ -343,10 +328,9 @@ def plan_kv(
     if device.type == "cpu":
         num_blocks = min(num_blocks, config.max_batch_size * prompts * -(-max_seq_len // size))
     if num_blocks < 1:
-        limited = config.gpu_memory_utilization is not None
-        remedy = (
-            "raise gpu_memory_utilization" if limited else "lower tokens_per_block or use a larger device"
-        )
+        remedy = "lower tokens_per_block or use a larger device"
+        if config.gpu_memory_utilization is not None:
+            remedy = "raise gpu_memory_utilization"
         raise ConfigError(
             f"no room for a KV cache: one block of {size} tokens takes {block_bytes} bytes, "
             f"{free_bytes} bytes are free; {remedy}"

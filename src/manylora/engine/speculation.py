@@ -115,9 +115,8 @@ LONGEST_REST = 4096  # steps after which drafts that did not pay are tried again
 class Drafter:
     """Drafts the next tokens of one sequence.
 
-    length: of its next draft: two tokens more than the last draft if all were accepted, otherwise one more
-    than were accepted. rate: moving average of the share of accepted tokens. wakes_at: it drafts nothing
-    until the sequence has this many tokens.
+    length: of its next draft. rate: moving average of the share of accepted tokens. wakes_at: it drafts
+    nothing until the sequence has this many tokens.
     """
 
     def __init__(self, index: NgramIndex, most: int) -> None:
@@ -181,8 +180,8 @@ class _Average:
 class _StepKind:
     """Times of steps that decode about the same number of sequences, without drafts and with them.
 
-    since_plain, since_drafted: steps since the last step of that sort. rest: steps without drafts, after
-    which drafts are tried again.
+    since_plain, since_drafted: steps since the last one of that sort. rest: steps without drafts, after which
+    they are tried again.
     """
 
     plain: _Average = field(default_factory=_Average)
@@ -250,9 +249,7 @@ class Speculation:
         return self._config.max_draft_len > 0
 
     def drafter(self, request: Request) -> Drafter | None:
-        """For one sequence of the request. None: drafts are off, would not be exact, or come with the
-        request.
-        """
+        """For one sequence. None: drafts are off, would not be exact, or come with the request."""
         config, params = self._config, request.params
         decays = bool(params.top_p) and params.top_p_decay != 1
         others = params.beam_width > 1 or params.guide is not None or request.prompt_table is not None
@@ -263,8 +260,8 @@ class Speculation:
         return Drafter(NgramIndex(smallest, largest, config.ngram_use_oldest), config.max_draft_len)
 
     def num_rows(self, num_running: int, prompts: bool) -> int:
-        """Rows that drafts may have in a step, in addition to one row of each running sequence. prompts:
-        whether prompts are waiting, too, for which the step must have room.
+        """Rows that drafts may have in a step, beside one of each running sequence. prompts: whether prompts
+        are waiting, too.
         """
         config = self._config
         if 0 < config.max_draft_concurrency < num_running:
@@ -273,10 +270,7 @@ class Speculation:
         return max(0, min(config.max_decode_rows - num_running, config.max_num_tokens - others))
 
     def record_step(self, counts: Iterable[int], seconds: float, num_accepted: int = 0) -> None:
-        """Record the time of a decode step. counts: rows of each sequence. num_accepted: of its draft
-        tokens.
-        """
-        if not self.is_on:
-            return
-        rows = list(counts)
-        self.times.add(len(rows), sum(rows) - len(rows), seconds, num_accepted)
+        """Record a decode step. counts: rows of each sequence. num_accepted: of its draft tokens."""
+        if self.is_on:
+            rows = list(counts)
+            self.times.add(len(rows), sum(rows) - len(rows), seconds, num_accepted)

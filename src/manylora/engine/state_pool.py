@@ -104,9 +104,7 @@ class StatePool:
         registered. Call this after `KvCache.commit`, during the step or after it.
         """
         state = sequence.state
-        if state.source is not None:
-            self._unpin(state.source)
-            state.source = None
+        self._unpin(sequence)
         state.reads = state.slot
         if state.save_slot >= 0:
             number, nodes = state.border // self._size - 1, sequence.kv.nodes
@@ -120,8 +118,7 @@ class StatePool:
         them.
         """
         state, group = sequence.state, sequence.beams
-        if state.source is not None:
-            self._unpin(state.source)
+        self._unpin(sequence)
         self._drop_save(sequence)
         if state.slot >= 0:
             self._free.append(state.slot)
@@ -155,10 +152,13 @@ class StatePool:
         node = next((node for node in self._snapshots if node not in self._readers), None)
         return None if node is None else self._snapshots.pop(node)
 
-    def _unpin(self, node: int) -> None:
-        self._readers[node] -= 1
-        if not self._readers[node]:
-            del self._readers[node]
+    def _unpin(self, sequence: Sequence) -> None:
+        """The sequence does not read its snapshot any more."""
+        node, sequence.state.source = sequence.state.source, None
+        if node is not None:
+            self._readers[node] -= 1
+            if not self._readers[node]:
+                del self._readers[node]
 
     def _drop_save(self, sequence: Sequence) -> None:
         state = sequence.state

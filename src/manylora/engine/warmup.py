@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 
 import torch
 
@@ -39,11 +39,13 @@ def peak_bytes(
     """Peak bytes of a prefill of `max_num_tokens` and of sampling for a full batch. 0 on a CPU. Raises
     ConfigError if they do not fit. modules: those that adapters may have.
     """
-    mix = MAX_MIXED, config.lora.rank_limit
 
     def run() -> None:
-        _prefill(decoder, device, limits, config.max_num_tokens, list(modules), *mix)
-        _draw(device.torch, config.max_decode_rows, decoder.config.vocab_size)
+        _prefill(decoder, device, limits, config, list(modules))
+        params = SamplingConfig(temperature=0.8, top_p=0.9, min_p=0.01, return_log_probs=True)
+        sequence = Running(0, Request((0,), params), 0, 2)
+        shape = config.max_decode_rows, decoder.config.vocab_size
+        sample(torch.zeros(shape, device=device.torch), [(sequence, 1)] * config.max_decode_rows)
 
     try:
         peak = device.peak_bytes(run)
@@ -61,38 +63,30 @@ def _prefill(
     decoder: Decoder,
     device: Device,
     limits: BatchLimits,
-    num_tokens: int,
+    config: EngineConfig,
     modules: Collection[LoraModule],
-    members: int,
-    rank: int,
 ) -> None:
-    """Prefill prompts of this many tokens in total, whose keys and values all go to one block, under a mix of
-    adapters: the memory that operations use per row grows with the sum of its ranks.
+    """Prefill prompts of `max_num_tokens` in total, whose keys and values all go to one block, under the
+    largest mix of adapters: the memory that operations use per row grows with the sum of its ranks.
     """
+    num_tokens = config.max_num_tokens
     lengths = [min(limits.max_seq_len, num_tokens)]
     while sum(lengths) < num_tokens and len(lengths) < limits.max_sequences:
         lengths.append(min(limits.max_seq_len, num_tokens - sum(lengths)))
     inputs = _inputs(lengths, 1, limits, context=1, slot=0)
-    inputs.lora = _adapters(inputs.starts, modules, RowFormat(rank), limits, device.torch, members)
+    adapted = RowFormat(config.lora.rank_limit)
+    inputs.lora = _adapters(inputs.starts, modules, adapted, limits, device.torch, MAX_MIXED)
     made = partial(torch.zeros, dtype=limits.kv_dtype or limits.dtype, device=device.torch)
     kv = make_kv(decoder.config, 1, limits.tokens_per_block, made)
     device.ops.reserve(limits, device.torch)
     decoder.forward(to_device(inputs.plan(device.ops), device.torch), kv)
 
 
-def _draw(device: torch.device, num_rows: int, vocab: int) -> None:
-    params = SamplingConfig(temperature=0.8, top_p=0.9, min_p=0.01, return_log_probs=True)
-    request = Request((0,), params)
-    rows = [(Running(0, request, 0, 2), 1) for _ in range(num_rows)]
-    sample(torch.zeros((num_rows, vocab), device=device), rows)
-
-
 # Rows of each sequence, each with its own adapter: decoding, a short prompt, a long prompt.
 TRIALS = ((1,) * 8, (32,), (256,))
 CONTEXT = 1024  # tokens of a decoding sequence
-ADAPTED = RowFormat(16)
-# Adapters that use other kernel variants.
-OTHERS = (RowFormat(64), RowFormat(16, encoding=Encoding.FLOAT8), RowFormat(64, encoding=Encoding.FLOAT8))
+# Adapters that use different kernel variants.
+FORMATS = tuple(RowFormat(rank, encoding=one) for one in Encoding for rank in (16, 64))
 
 
 def compile_kernels(
@@ -104,22 +98,16 @@ def compile_kernels(
     device: torch.device,
 ) -> None:
     """Compile the kernels that steps may launch. Results are dropped, and nothing is stored."""
-
-    def run(adapted: RowFormat) -> None:
-        for lengths in TRIALS:
-            rows = [min(n, limits.max_seq_len) for n in lengths[: limits.max_sequences]]
-            inputs = _inputs(rows, kv[0].shape[1], limits)
-            lora = _adapters(inputs.starts, modules, adapted, limits, device)
-            batch = replace(inputs, lora=lora).plan(ops)
-            decoder.forward(to_device(batch, device), kv)
-
     started = time.perf_counter()
     try:
         with ops.compiling() as compiles:
             if not compiles:
                 return
-            for adapted in (ADAPTED, *OTHERS) if modules else (ADAPTED,):
-                run(adapted)
+            for adapted, lengths in product(FORMATS if modules else FORMATS[:1], TRIALS):
+                rows = [min(n, limits.max_seq_len) for n in lengths[: limits.max_sequences]]
+                inputs = _inputs(rows, kv[0].shape[1], limits)
+                inputs.lora = _adapters(inputs.starts, modules, adapted, limits, device)
+                decoder.forward(to_device(inputs.plan(ops), device), kv)
     except torch.OutOfMemoryError:
         logger.warning("no memory is left to compile all kernels: lower kv_cache_free_gpu_mem_fraction")
     logger.info("compiled kernels in %.1f s", time.perf_counter() - started)

@@ -19,14 +19,11 @@ def keep_memory() -> bool:
     """Let this process keep up to MAX_FREE freed bytes, and let all threads use them. Returns whether that
     was set: only glibc supports it.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
     settings = ((ARENA_MAX, 1), (MMAP_THRESHOLD, MAX_FREE), (TRIM_THRESHOLD, MAX_FREE))
-    return all(mallopt(option, value) == 1 for option, value in settings)
+    with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        return sys.platform == "linux" and all(mallopt(option, value) == 1 for option, value in settings)
+    return False
 
 
 def release_free_memory() -> None:

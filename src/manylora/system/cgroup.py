@@ -31,27 +31,28 @@ def usable_processors() -> int:
 
 def available_memory() -> int:
     """Bytes that the groups and `ulimit -v` still allow. UNLIMITED or more without a limit."""
-    return max(0, min([UNLIMITED, *_left_in_groups(), *_left_of_addresses()]))
-
-
-def _left_of_addresses() -> Iterator[int]:
+    left = [UNLIMITED, *_left_in_groups()]
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         with suppress(OSError, ValueError):
-            used = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
-            yield limit - used * resource.getpagesize()
+            left.append(limit - int(_read(Path("/proc/self/statm")).split()[0]) * resource.getpagesize())
+    return max(0, min(left))
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 def _cpu_quotas() -> Iterator[float]:
     """In processors, of each group that has one."""
     for folder in _groups("cpu"):
         with suppress(OSError, ValueError, ZeroDivisionError):
-            quota, period = map(int, (folder / "cpu.max").read_text(encoding="utf-8").split())
+            quota, period = map(int, _read(folder / "cpu.max").split())
             yield quota / period
         with suppress(OSError, ValueError, ZeroDivisionError):
-            quota = int((folder / "cpu.cfs_quota_us").read_text(encoding="utf-8"))
+            quota = int(_read(folder / "cpu.cfs_quota_us"))
             if quota > 0:
-                yield quota / int((folder / "cpu.cfs_period_us").read_text(encoding="utf-8"))
+                yield quota / int(_read(folder / "cpu.cfs_period_us"))
 
 
 def _left_in_groups() -> Iterator[int]:
@@ -64,18 +65,11 @@ def _left_in_groups() -> Iterator[int]:
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             with suppress(OSError, ValueError):
-                left = int((folder / limit).read_text(encoding="utf-8"))
-                left -= int((folder / usage).read_text(encoding="utf-8"))
-                yield left + _statistic(folder / "memory.stat", dropped)
-
-
-def _statistic(path: Path, name: str) -> int:
-    with suppress(OSError, ValueError):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            key, _, value = line.partition(" ")
-            if key == name:
-                return int(value)
-    return 0
+                left = int(_read(folder / limit)) - int(_read(folder / usage))
+                with suppress(OSError, ValueError):
+                    statistics = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+                    left += int(statistics.get(dropped, 0))
+                yield left
 
 
 def _groups(controller: str) -> Iterator[Path]:
@@ -84,8 +78,8 @@ def _groups(controller: str) -> Iterator[Path]:
         lines = MEMBERSHIP.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    paths = {names: path for _, names, path in (line.split(":", 2) for line in lines if line.count(":") > 1)}
-    ours = {name: path for names, path in paths.items() for name in names.split(",")}
+    rows = (line.split(":", 2) for line in lines if line.count(":") > 1)
+    ours = {name: path for _, names, path in rows for name in names.split(",")}
     for mount, path in ((ROOT / controller, ours.get(controller, "/")), (ROOT, ours.get("", "/"))):
         parts = [part for part in path.split("/") if part]
         if ".." in parts:  # outside what this process sees

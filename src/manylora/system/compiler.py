@@ -66,7 +66,7 @@ def find_compiler() -> Compiler | None:
     found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if found is None:
         return find_zig()
-    version = _version(found)
+    version = _output(found, "--version")
     return Compiler((found,), "clang" if b"clang" in version else "gcc", version)
 
 
@@ -75,11 +75,11 @@ def find_zig() -> Compiler | None:
     if importlib.util.find_spec("ziglang") is None:
         return None
     command = (sys.executable, "-m", "ziglang")
-    return Compiler((*command, "cc"), "zig", _version(*command, option="version"))
+    return Compiler((*command, "cc"), "zig", _output(*command, "version"))
 
 
-def _version(*command: str, option: str = "--version") -> bytes:
-    return subprocess.run([*command, option], capture_output=True, timeout=TIMEOUT_S, check=True).stdout
+def _output(*command: str) -> bytes:
+    return subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=True).stdout
 
 
 def find_library(source: Source, level: Level) -> tuple[Path, str] | None:
@@ -108,7 +108,8 @@ def find_common_library(source: Source) -> Path | None:
     """Its file; as `load_library`."""
     if os.environ.get("MANYLORA_NATIVE") == "0":
         return None
-    found = next((find_library(source, level) for level in find_levels()[-1:]), None)
+    levels = find_levels()
+    found = find_library(source, levels[-1]) if levels else None
     return None if found is None else found[0]
 
 

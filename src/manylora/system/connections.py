@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 Connection = TypeVar("Connection", bound=Hashable)
@@ -32,12 +32,19 @@ class OpenConnections(Generic[Connection]):
         """Add one that is idle. Returns the one to close, which does not count any more: this one, if there
         is no other.
         """
-        evicted = None
-        has_its_share = self._has_its_share(address)
+        evicted, held = None, self._held[address]
+        if self._per_address is not None:
+            has_its_share = held >= self._per_address
+        else:
+            has_its_share = 4 * len(self) >= 3 * self.most and 2 * held >= self.most
         if has_its_share or len(self) >= self.most:
-            evicted = self._longest_idle([address] if has_its_share else self._idle)
-            if evicted is None:
+            idle = {one: next(iter(found.items())) for one, found in self._idle.items()}  # longest
+            if has_its_share:
+                idle = {address: idle[address]} if address in idle else {}
+            if not idle:
                 return connection
+            fullest = max(idle, key=lambda one: (self._held[one], -idle[one][1]))
+            evicted = idle[fullest][0]
             self.remove(evicted)
         self._addresses[connection] = address
         self._held[address] += 1
@@ -61,20 +68,6 @@ class OpenConnections(Generic[Connection]):
     def mark_idle(self, connection: Connection, now: float) -> None:
         if (address := self._addresses.get(connection)) is not None:
             self._idle.setdefault(address, {})[connection] = now
-
-    def _has_its_share(self, address: str) -> bool:
-        if self._per_address is not None:
-            return self._held[address] >= self._per_address
-        return 4 * len(self) >= 3 * self.most and 2 * self._held[address] >= self.most
-
-    def _longest_idle(self, addresses: Iterable[str]) -> Connection | None:
-        """Of the address with most connections."""
-        idle = [address for address in addresses if address in self._idle]
-        if not idle:
-            return None
-        longest = {address: next(iter(self._idle[address].items())) for address in idle}
-        fullest = max(idle, key=lambda address: (self._held[address], -longest[address][1]))
-        return longest[fullest][0]
 
 
 def address_of(peer: object) -> str:

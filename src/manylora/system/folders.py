@@ -68,7 +68,13 @@ def make_temporary(kind: str) -> Path:
     It is removed by `remove_temporary`, when the interpreter exits, or after the process has ended. kind:
     lower-case letters. Raises OSError.
     """
-    _remove_abandoned(Path(tempfile.gettempdir()))
+    # Remove folders that killed processes of this user left behind.
+    ours = re.compile(rf"manylora-{os.getuid()}-[a-z]+-[a-z0-9_]{{8}}")
+    with suppress(OSError):
+        for left in Path(tempfile.gettempdir()).iterdir():
+            with suppress(OSError):
+                if ours.fullmatch(left.name) and left.lstat().st_uid == os.getuid():
+                    remove_unless_held(left)
     if not _temporary:
         atexit.unregister(_remove_all)
         atexit.register(_remove_all)
@@ -106,18 +112,3 @@ def _remove_all() -> None:
     for folder, (_, maker) in list(_temporary.items()):
         if maker == os.getpid():
             remove_temporary(folder)
-
-
-def _remove_abandoned(base: Path) -> None:
-    """Remove folders that killed processes of this user left behind."""
-    ours = re.compile(rf"manylora-{os.getuid()}-[a-z]+-[a-z0-9_]{{8}}")
-    with suppress(OSError):
-        for entry in os.scandir(base):
-            if ours.fullmatch(entry.name) and _is_own(entry):
-                remove_unless_held(Path(entry.path))
-
-
-def _is_own(entry: os.DirEntry[str]) -> bool:
-    with suppress(OSError):
-        return entry.stat(follow_symlinks=False).st_uid == os.getuid()
-    return False

@@ -65,7 +65,13 @@ class Lifeline:
         self._run_dir = Path(folder) if folder else None
         if folder and not _is_child_of_server(folder):
             os._exit(1)
-        _end_with(self._parent)
+        try:
+            library = load_library(SOURCE)
+            if library is not None and (error := library.end_with(self._parent)):
+                raise OSError(error, os.strerror(error))
+        except (OSError, subprocess.SubprocessError) as failure:
+            text = "a thread of Python's watches the server, which may be stopped by it: %s"
+            logger.warning(text, failure)
         self._report: int | None = None
         self._report_name = REPORT + name
         threading.Thread(target=self._watch, name="manylora-lifeline", daemon=True).start()
@@ -95,24 +101,14 @@ class Lifeline:
         """Write in place. Even if that fails, the file's time shows that this process is alive."""
         try:
             if self._report is None:
-                self._report = os.open(
-                    run_dir / self._report_name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600
-                )
+                flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+                self._report = os.open(run_dir / self._report_name, flags, 0o600)
             try:
                 os.pwrite(self._report, text.ljust(REPORT_BYTES).encode(), 0)
             except OSError:
                 os.utime(self._report)
         except OSError:
             pass  # the run directory is being removed
-
-
-def _end_with(parent: int) -> None:
-    try:
-        library = load_library(SOURCE)
-        if library is not None and (error := library.end_with(parent)):
-            raise OSError(error, os.strerror(error))
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("a thread of Python's watches the server, which may be stopped by it: %s", error)
 
 
 def is_launched() -> bool:
@@ -122,17 +118,12 @@ def is_launched() -> bool:
 
 def is_starting() -> bool:
     """Whether the launcher has not called the server ready yet; False without a launcher."""
-    return _is_marked(STARTING_FILE)
+    return is_launched() and Path(os.environ[RUN_DIR], STARTING_FILE).exists()
 
 
 def is_draining() -> bool:
     """Whether the launcher is about to stop the server for good; False without a launcher."""
-    return _is_marked(DRAIN_FILE)
-
-
-def _is_marked(name: str) -> bool:
-    folder = os.environ.get(RUN_DIR)
-    return folder is not None and (Path(folder) / name).exists()
+    return is_launched() and Path(os.environ[RUN_DIR], DRAIN_FILE).exists()
 
 
 def read_reports(run_dir: Path, pids: Container[int]) -> dict[int, Report]:

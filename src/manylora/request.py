@@ -212,34 +212,23 @@ class CheckedAdapter:
 
 @dataclass(frozen=True, eq=False)
 class LoraInput:
-    """The adapter part of a request, as received.
+    """The adapter part of a request, as received. Shapes and contents are checked by `manylora.lora.tensors`.
 
-    task_id: unsigned 64-bit id that the client uses for this adapter.
     weights: [1, rows, W], float32, float16, 2-byte void ("V2", the bits of bfloat16) or 1-byte void ("V1", of
-             float8_e4m3fn, which only comes from files); None if cached.
-    config:  [1, rows, 3 or 4] int32, columns module id, layer, rank[, is_dora]; None if cached.
-    name:    of an adapter in the server's catalog, used instead of all of these.
-    source:  required kind of checkpoint of `name`, "hf" or "nemo"; None: any.
-    extras:  parts of the adapter besides its tensors. They come from files; only INVOCATION is sent by
-    clients.
-    checked: the adapter that was made from these tensors or from files earlier: nothing is validated and
-             digested again.
-    scales:  [rows] float32, factor on each row's B A, for float8_e4m3fn weights; None: 1.
-    version: number of this content among those of its name, if the caller counts them; 0: the engine counts.
-    follow:  switch to newer versions of the name, from one step to the next.
-    Shapes and contents are checked by `manylora.lora.tensors`, not here.
+    float8_e4m3fn, which only comes from files). config: [1, rows, 3 or 4] int32, columns module id, layer,
+    rank[, is_dora]. Both are None if the adapter is cached.
     """
 
-    task_id: int | None
+    task_id: int | None  # unsigned 64-bit id that the client uses for this adapter
     weights: np.ndarray | None = None
     config: np.ndarray | None = None
-    name: str | None = None
-    source: str | None = None
-    extras: tuple[LoraExtra, ...] = ()
-    checked: CheckedAdapter | None = None
-    scales: np.ndarray | None = None
-    version: int = 0
-    follow: bool = False
+    name: str | None = None  # of an adapter in the server's catalog, instead of all of these
+    source: str | None = None  # required kind of checkpoint of `name`, "hf" or "nemo"; None: any
+    extras: tuple[LoraExtra, ...] = ()  # parts besides the tensors, from files; clients send only INVOCATION
+    checked: CheckedAdapter | None = None  # made from these tensors or files earlier: not validated again
+    scales: np.ndarray | None = None  # [rows] float32, factors on B A, for float8_e4m3fn weights; None: 1
+    version: int = 0  # number of this content among those of its name; 0: the engine counts
+    follow: bool = False  # switch to newer versions of the name, from one step to the next
 
     @property
     def label(self) -> str:
@@ -400,38 +389,27 @@ class Beam:
 
 @dataclass(slots=True, eq=False)  # not frozen, which is slower to create: a stream has one per token
 class Event:
-    """New tokens of one sequence of a request, or its end.
+    """New tokens of one sequence of a request, or its end."""
 
-    token_ids: new since the last event of this sequence (all of them if not streaming); never the prompt.
-    log_probs: natural-log probabilities of `token_ids`, same length; empty unless requested. Computed after
-             temperature and penalties, before the top-k and top-p cuts.
-    finish_reason: None while the sequence continues.
-    last: True on exactly one event, the final one of the request.
-    error: set exactly if finish_reason is ERROR.
-    beams: results of a beam search, best first; token_ids is empty then.
-    context_logits: [prompt, vocab] float32, on the first event, if requested.
-    generation_logits: [output, vocab] float32, on the last event of the sequence, if requested; when
-    streaming
-             [len(token_ids), vocab] on each event.
-    pooled: float32, of a request with a pooling: [n], or [prompt, n] for all tokens.
-    metrics: on the last event of each sequence. When streaming on every event, with the values of the first
-    event
-             until the last.
-    versions: of the adapter, covering all of the sequence's tokens so far; empty for the base model.
-    """
-
-    token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()  # since its last event (all of them if not streaming), without the prompt
+    # Natural-log probabilities of `token_ids`, if requested, after temperature and penalties, before cuts.
     log_probs: tuple[float, ...] = ()
     sequence_index: int = 0
-    finish_reason: FinishReason | None = None
-    last: bool = False
-    error: Exception | None = None
-    beams: tuple[Beam, ...] = ()
-    context_logits: np.ndarray | None = None
+    finish_reason: FinishReason | None = None  # None while the sequence continues
+    last: bool = False  # True on exactly one event, the final one of the request
+    error: Exception | None = None  # set exactly if finish_reason is ERROR
+    beams: tuple[Beam, ...] = ()  # results of a beam search, best first; token_ids is empty then
+    context_logits: np.ndarray | None = None  # [prompt, vocab] float32, on the first event, if requested
+    # [output, vocab] float32, on the last event of the sequence, if requested; of `token_ids` when streaming.
     generation_logits: np.ndarray | None = None
-    pooled: np.ndarray | None = None
+    pooled: np.ndarray | None = (
+        None  # float32, of a request with a pooling: [n], or [prompt, n] for all tokens
+    )
+    # On the last event of each sequence; when streaming on every event, until the last as in the first.
     metrics: RequestMetrics | None = None
-    versions: tuple[AdapterVersion, ...] = ()
+    versions: tuple[
+        AdapterVersion, ...
+    ] = ()  # of the adapter, for all tokens so far; empty for the base model
 
 
 Sink = Callable[[Event], None]
@@ -485,31 +463,21 @@ class Pooling:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One prompt to continue, with one adapter, several, or none.
+    """One prompt to continue, with one adapter, several, or none."""
 
-    request_id: the client's own, for logs and `stop`; may be empty or repeated, because the engine never uses
-    it as a key.
-    prompt:     token ids, at least one. Ids from the vocabulary's size on are rows of prompt_table.
-    encoder_prompt: for an encoder-decoder model: the encoder's input; `prompt` is then the decoder's, empty
-                for the model's own start. Without it `prompt` is for the encoder.
-    streaming:  True: an Event for every step with new tokens; False: one Event per finished sequence.
-    draft:      a guess of the next tokens; those that the model confirms are accepted in one step.
-    prompt_table: [n, hidden_size] float16 or float32, embeddings for the ids beyond the vocabulary.
-    cache_salt: requests share KV blocks of equal prefixes only if this is equal, too.
-    pooling:    what to compute instead of new tokens; `params` is then ignored. None: new tokens.
-    """
-
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # at least one token; ids from the vocabulary's size on: rows of prompt_table
     params: SamplingConfig = field(default_factory=SamplingConfig)
     lora: LoraInput | LoraMix | None = None
-    streaming: bool = False
-    request_id: str = ""
-    draft: tuple[int, ...] = ()
-    prompt_table: np.ndarray | None = None
+    streaming: bool = False  # whether each step with new tokens gives an Event, not only a finished sequence
+    request_id: str = ""  # the client's own, for logs and `stop`: may be empty or repeated
+    draft: tuple[int, ...] = ()  # a guess of the next tokens; what the model confirms is accepted in one step
+    prompt_table: np.ndarray | None = None  # [n, hidden_size] float16 or float32
     retention: Retention | None = None
+    # The input of a model's encoder; `prompt` is then the decoder's, empty for the model's own start. Without
+    # it `prompt` is for the encoder.
     encoder_prompt: tuple[int, ...] = ()
-    cache_salt: str = ""
-    pooling: Pooling | None = None
+    cache_salt: str = ""  # KV blocks of equal prefixes are shared only if this is equal, too
+    pooling: Pooling | None = None  # what to compute instead of new tokens; `params` is then ignored
 
     def __post_init__(self) -> None:
         if self.pooling is not None:

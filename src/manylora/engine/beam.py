@@ -27,10 +27,7 @@ class BeamCandidate:
 
 
 def select_beams(group: BeamGroup, candidates: list[BeamCandidate]) -> list[BeamCandidate]:
-    """Turn candidates that end into results. Returns the `width` that continue; none if the search ends.
-
-    candidates: the best 2 * width, best first, so that `width` continue even if as many end.
-    """
+    """The `width` of these, best first, that continue; none if the search ends. Others become results."""
     chosen: list[BeamCandidate] = []
     for rank, candidate in enumerate(candidates):
         if _ends(group, candidate):

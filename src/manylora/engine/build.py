@@ -83,9 +83,7 @@ class RankParts:
     slicer: AdapterSlicer | None
 
     def open_pool(self) -> AdapterPool:
-        """The adapter pages of a rank other than 0, which only follows rank 0's decisions. Raises
-        ConfigError.
-        """
+        """The adapter pages of a rank other than 0. Raises ConfigError."""
         config, device = self.config.lora, self.device.torch
         memory = self.pages_dtype, self.free_bytes
         return store_parts(self.model, config, device, *memory, base=None, slicer=self.slicer).pool
@@ -93,20 +91,14 @@ class RankParts:
 
 @dataclass(frozen=True)
 class EngineParts(RankParts):
-    """The parts of an engine, on rank 0.
+    """The parts of an engine, on rank 0."""
 
-    base:    the checkpoint's weights, needed to read adapters from disk (DoRA, trained biases).
-    guides:  compiles guides; None if guided decoding is not enabled.
-    overlap: whether a step is launched before the tokens of the previous one are known.
-    leader:  tells the other ranks what to do; None if there are none.
-    """
-
-    base: BaseWeights
+    base: BaseWeights  # the checkpoint's, needed to read adapters from disk (DoRA, trained biases)
     adapters: AdapterStore
     runner: Runner
-    guides: Guides | None
-    overlap: bool
-    leader: Leader | None
+    guides: Guides | None  # None: guided decoding is not enabled
+    overlap: bool  # whether a step is launched before the tokens of the previous one are known
+    leader: Leader | None  # tells the other ranks what to do
 
 
 def meet_group(config: EngineConfig, info: RankInfo, store: Store) -> Collectives:
@@ -199,9 +191,7 @@ def _load(config: EngineConfig, device: Device, rank: int, comm: Collectives | N
 
 
 def build_parts(config: EngineConfig, info: RankInfo) -> EngineParts:
-    """info: of rank 0. Raises ConfigError if the configuration, the checkpoint or the memory does not allow
-    it.
-    """
+    """info: of rank 0. Raises ConfigError, as `build_rank`."""
     started = time.perf_counter()
     leader = Leader(config, info) if info.size > 1 else None
     try:
@@ -285,10 +275,7 @@ def _record_decoding(runner: Runner, rank: RankParts) -> None:
 
 
 def end_ranks(parts: EngineParts) -> None:
-    """End the other ranks' processes, once the engine no longer computes. Idempotent.
-
-    If the server was not stopped, its launcher restarts it, and then it needs new ranks.
-    """
+    """End the other ranks, for good unless a launcher restarts the server. Idempotent."""
     for_good = not is_launched() or is_draining()
     if parts.leader is not None and parts.leader.end(Message(END, {"for_good": for_good})):
         leave_group()

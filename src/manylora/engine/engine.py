@@ -96,9 +96,7 @@ class Engine:
         return replace(request, lora=mix([(resolve(one), scale) for one, scale in lora.members]))
 
     def compile(self, request: Request) -> LLMatcher | None:
-        """A matcher for the request's guide; None without one. Thread-safe; may take seconds. Raises
-        RequestError, also for any other problem of the request.
-        """
+        """A matcher for the request's guide. Thread-safe; may take seconds. Raises RequestError."""
         return self._maker.compile(request)
 
     def prepare(self, request: Request, matcher: LLMatcher | None = None) -> Prepared:
@@ -182,9 +180,7 @@ class Engine:
         return events
 
     def close(self) -> None:
-        """Drop all requests without events, and end the threads and the other ranks. Nothing can be computed
-        afterwards. Idempotent.
-        """
+        """Drop all requests without events, and end the threads and the other ranks. Idempotent."""
         for sequence in self.open_sequences():
             if sequence.guide is not None:
                 sequence.guide.close()
@@ -194,9 +190,7 @@ class Engine:
         end_ranks(self._parts)
 
     def adapter_reader(self, modules: Mapping[int, LoraModule], *, narrow: bool = True) -> AdapterReader:
-        """Reads adapters' files as this engine can serve them. Thread-safe. modules, narrow: as in
-        `StoreParts.reader`.
-        """
+        """Reads files as this engine can serve them; see `StoreParts.reader`. Thread-safe."""
         return self.adapters.reader(modules, narrow=narrow)
 
     def is_resident(self, task_id: int) -> bool:
@@ -273,10 +267,7 @@ class Engine:
         return [sequence for sequences in self._requests.values() for sequence in sequences]
 
     def _assume_done(self, launched: LaunchedStep) -> bool:
-        """Count a step as done before its tokens are known: its sequences continue with a pending token.
-
-        Returns False, and changes nothing, if the next step depends on those tokens.
-        """
+        """Count a step as done before its tokens are known. False: the next step depends on them."""
         if not launched.can_run_ahead:
             return False
         for chunk in launched.step.chunks:

@@ -208,7 +208,7 @@ def _serve(
 
 
 def _say_alive(steps: Channel) -> None:
-    """Report until rank 0 is gone. Then end this process, whatever it is doing."""
+    """Report until rank 0 is gone. Then end this process."""
     with suppress(ChannelClosedError):
         while True:
             steps.send(Message("alive"))

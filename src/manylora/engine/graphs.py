@@ -71,9 +71,7 @@ class DecodeGraphs:
         self._logits: Tensor | None = None  # shared by all graphs, see `_run_into_one`
 
     def run(self, inputs: StepInputs) -> Tensor | None:
-        """Logits [rows, vocab] float32 of a step that `decodes`, overwritten by the next call. None: launch
-        it without a graph.
-        """
+        """Logits of a step that `decodes`, until the next call. None: launch it without a graph."""
         logits = self._try_to_run(inputs)
         if logits is None:
             self.num_plain += 1
@@ -187,9 +185,7 @@ class DecodeGraphs:
         return graph
 
     def _run_into_one(self, batch: ForwardBatch) -> Tensor:
-        """Write the logits of a batch to a tensor that all graphs share. Separate tensors would take
-        gigabytes.
-        """
+        """Write the logits to a tensor that all graphs share. Separate ones would take gigabytes."""
         logits = self._forward(batch)
         if self._logits is None:  # before anything is recorded: see `CudaCapture`
             shape = (self._buckets[-1], *logits.shape[1:])

@@ -45,9 +45,7 @@ def open_tokenizer(path: str, vocab_size: int, eos_ids: list[int]) -> LLTokenize
 
 
 def make_matcher(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
-    """A matcher at the start of the output. Raises any error of llguidance; some errors are stored in the
-    matcher instead (get_error).
-    """
+    """A matcher at the start of the output. Raises errors of llguidance, or stores them (get_error)."""
     from llguidance import LLMatcher, LLParserLimits
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -88,9 +86,7 @@ def _try(tokenizer: LLTokenizer, kind: str, text: str) -> str:
 
 
 def _begin(tokenizer: LLTokenizer, kind: str, text: str) -> tuple[int, int]:
-    """Start a trial, with limits on memory, processor time and time. Returns its process id and the file
-    descriptor of its result.
-    """
+    """Start a trial with limited resources. Returns its process id and the descriptor of its result."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:

@@ -78,42 +78,28 @@ class StateRows:
 
 @dataclass  # not frozen, because that is slower to create
 class StepInputs:
-    """T rows of S sequences. Created by the runner.
-
-    input_ids, positions, slots: [T]. starts: [S + 1], lengths: [S], as in `AttentionBatch`.
-    blocks: [S], the KV blocks of each sequence, as lists or int32 arrays.
-    logits_rows: rows whose logits are needed.
-    cross_lengths, cross_blocks: [S], of the encoder's output; empty without an encoder.
-    pending: tokens that `fill` writes over zeros in input_ids.
-    rope_lengths: [T], see `ForwardBatch`; None: positions + 1.
-    adapters: for each segment of `lora` its rows [start, stop), and its adapters as digests and scales.
-    state: for a model with recurrent layers.
-    virtual: rows that are virtual tokens of their adapter, with their token numbers.
-    token_types: [T], for models that distinguish two texts in a prompt.
-    pooled_rows: rows whose hidden states are needed. hidden: these, on the device, written by the runner.
-    best: as in `Best`, written by the runner.
-    """
+    """T rows of S sequences. Created by the runner. Shapes without a comment are [T]."""
 
     input_ids: Ints
     positions: Ints
-    starts: list[int]
-    lengths: Ints
-    blocks: Blocks
+    starts: list[int]  # [S + 1], as in `AttentionBatch`
+    lengths: Ints  # [S]
+    blocks: Blocks  # [S], the KV blocks of each sequence
     slots: Ints
-    logits_rows: Ints
+    logits_rows: Ints  # rows whose logits are needed
     lora: LoraBatch | None = None
     embeddings: tuple[Tensor, Tensor] | None = None
-    cross_lengths: list[int] = field(default_factory=list)
+    cross_lengths: list[int] = field(default_factory=list)  # [S], of the encoder's output, if there is one
     cross_blocks: Blocks = field(default_factory=list)
-    pending: Pending | None = None
-    rope_lengths: Ints | None = None
-    adapters: Rows[tuple[int, int, Rows[tuple[str, float]]]] = ()
-    state: StateRows | None = None
-    virtual: Rows[tuple[int, int]] = ()
-    token_types: Ints | None = None
-    pooled_rows: Ints = ()
-    hidden: Tensor | None = None
-    best: Tensor | None = None
+    pending: Pending | None = None  # tokens that `fill` writes over zeros in input_ids
+    rope_lengths: Ints | None = None  # see `ForwardBatch`; None: positions + 1
+    adapters: Rows[tuple[int, int, Rows[tuple[str, float]]]] = ()  # rows, digests and scales of segments
+    state: StateRows | None = None  # for a model with recurrent layers
+    virtual: Rows[tuple[int, int]] = ()  # rows that are virtual tokens, with their token numbers
+    token_types: Ints | None = None  # for models that distinguish two texts in a prompt
+    pooled_rows: Ints = ()  # rows whose hidden states are needed
+    hidden: Tensor | None = None  # these, on the device, written by the runner
+    best: Tensor | None = None  # as in `Best`, written by the runner
 
     @property
     def decodes(self) -> bool:
@@ -209,9 +195,7 @@ class StepInputs:
 
 
 def encoder_inputs(sequences: list[Sequence], tokens_per_block: int) -> StepInputs:
-    """Inputs of a pass of the encoder: complete prompts, and the slots of the keys and values that are
-    computed from its output. No logits.
-    """
+    """Inputs of a pass of the encoder: complete prompts. No logits."""
     lengths = [sequence.num_encoder for sequence in sequences]
     blocks = [sequence.kv.cross_blocks for sequence in sequences]
     spans = [*zip(map(range, lengths), blocks, strict=True)]
@@ -227,16 +211,12 @@ def encoder_inputs(sequences: list[Sequence], tokens_per_block: int) -> StepInpu
 
 
 def slots_of(spans: Iterable[tuple[range, list[int]]], size: int) -> list[int]:
-    """The slot of each row. spans: for each sequence the positions of its rows, and its KV blocks of `size`
-    tokens.
-    """
+    """The slot of each row. spans: positions and KV blocks of each sequence."""
     return [blocks[p // size] * size + p % size for positions, blocks in spans for p in positions]
 
 
 class KeptInputs:
-    """Inputs of the steps of a run. Those of its first step are kept. In each step their tokens, positions,
-    lengths and slots are changed in place, and new blocks are added.
-    """
+    """Inputs of the steps of a run, changed in place from one step to the next."""
 
     def __init__(self, run: DecodeRun, first: StepInputs, tokens_per_block: int) -> None:
         self.run, self._size = run, tokens_per_block
@@ -254,9 +234,7 @@ class KeptInputs:
         self._batch: ForwardBatch | None = None
 
     def next(self, tokens: Tensor | None) -> StepInputs:
-        """Inputs of the next step, always the same object. tokens: [S] of the previous step, which is in
-        flight; None: the host has them.
-        """
+        """Always the same object. tokens: [S] of the previous step, in flight; None: the host has them."""
         if self._num_same:
             self._moving += 1
             self._num_same -= 1
@@ -267,9 +245,7 @@ class KeptInputs:
         return self._inputs
 
     def batch(self, ops: ReferenceOps) -> ForwardBatch:
-        """The tensors of the next step, on the host: the same batch as long as the block table is the
-        same.
-        """
+        """The tensors, on the host: the same batch as long as the block table is the same."""
         if self._batch is None:
             self._batch = self._inputs.plan(ops, shares=True)
         return self._batch

@@ -159,9 +159,7 @@ class KvCache:
             assert begun
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give a sequence blocks for `num_tokens` in total. Returns False, and changes nothing, if too few
-        are left.
-        """
+        """Give a sequence blocks for `num_tokens` in total. False: too few are left."""
         kv = sequence.kv
         missing = self.blocks_for(num_tokens) - len(kv.blocks)
         if missing <= 0:
@@ -175,9 +173,7 @@ class KvCache:
         return True
 
     def reserve_beams(self, group: BeamGroup) -> bool:
-        """Claim all blocks that the beams after the first may ever need. Returns False, and changes nothing,
-        if too few are left.
-        """
+        """Claim all blocks that the beams after the first may ever need. False: too few are left."""
         leader = group.leader
         own = self.blocks_for(leader.max_len) - leader.num_prompt // self.tokens_per_block
         count = (group.width - 1) * own
@@ -263,9 +259,7 @@ class KvCache:
                     self._forget(block)
 
     def shared(self, sequence: Sequence, other: Sequence, start: int, count: int) -> int:
-        """How many of these tokens, which the next step computes for `other`, a sequence without blocks can
-        use afterwards. 0 if their prefixes differ.
-        """
+        """How many of these tokens, now computed for `other`, a sequence without blocks can use then."""
         size, known = self.tokens_per_block, len(other.kv.nodes) * self.tokens_per_block
         limit = min(sequence.agrees_until(other), len(sequence.tokens) - sequence.num_draft - 1)
         stop = min(limit, start + count) // size * size
@@ -335,7 +329,7 @@ class KvCache:
                 self._pages.release([block])
 
     def _retention(self, sequence: Sequence, index: int) -> tuple[int, int | None]:
-        """Priority of a block, and its duration in ms: the highest requested for any of its tokens."""
+        """Priority of a block, and its duration in ms: the highest for any of its tokens."""
         retention = sequence.request.retention
         if retention is None:
             return DEFAULT_PRIORITY, None

@@ -138,9 +138,7 @@ class EngineLoop:
         return ticket
 
     def cancel(self, ticket: int) -> None:
-        """End a request within a step, with a last event of reason CANCELLED. No effect for an unknown
-        ticket.
-        """
+        """End a request within a step, with a last event. No effect for an unknown ticket."""
 
         def cancel() -> None:
             handle = self._handles.get(ticket)
@@ -153,9 +151,7 @@ class EngineLoop:
         self._inbox.put(cancel)
 
     def publish(self, lora: LoraInput) -> Future[AdapterVersion]:
-        """As `Engine.publish`, before requests that are submitted later. The future may raise RequestError
-        and EngineDeadError.
-        """
+        """As `Engine.publish`, before later requests. May raise RequestError and EngineDeadError."""
         done: Future[AdapterVersion] = Future()
         with self._lock:
             if self.death:
@@ -185,9 +181,7 @@ class EngineLoop:
         return self._stats
 
     def cache_map(self, take: Callable[[CacheMap], None]) -> None:
-        """Call `take` with the map, on the engine's thread between two steps. Never called if that thread has
-        died.
-        """
+        """Call `take` between two steps, on the engine's thread, unless that has died."""
 
         def show() -> None:
             try:
@@ -198,9 +192,7 @@ class EngineLoop:
         self._inbox.put(show)
 
     def pin(self, task_id: int, answer: Callable[[RequestError | None], None]) -> None:
-        """Keep an adapter that is in the cache there. answer: called on the engine's thread, with None or the
-        reason of a failure. Never called if that thread has died.
-        """
+        """Keep an adapter in the cache. answer: called as in `cache_map`, None or why it failed."""
 
         def pin() -> None:
             try:
@@ -243,9 +235,7 @@ class EngineLoop:
             self._inbox.put(partial(self._begin, ticket, request, matcher))
 
     def _enter(self, ticket: int, request: Request, matcher: LLMatcher | None) -> bool:
-        """Hand a request to the preparing thread, if it needs that. Requests of one task id keep their order.
-        Call under the lock.
-        """
+        """Hand a request to the preparing thread, if it needs that. Call under the lock."""
         lora = request.lora
         ids = lora.task_ids if lora is not None else []
         if lora is None or len(ids) < len(lora.members):  # an id is missing, which the engine reports
@@ -323,9 +313,7 @@ class EngineLoop:
             self._die(EngineDeadError(f"The engine stopped: {reason}"))
 
     def _take_commands(self) -> bool:
-        """Run the commands in the inbox, and wait while there is no work. Returns False if closed and done,
-        or dead.
-        """
+        """Run the commands, and wait while there is no work. False: closed and done, or dead."""
         while not self._engine.has_work:
             with self._lock:
                 done = self._closing and not self._sinks

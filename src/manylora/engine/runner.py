@@ -158,13 +158,11 @@ class Runner:
         return found
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy keys and values of whole blocks. pairs: (from, to), at least one; no block is in both
-        columns.
-        """
+        """Copy keys and values of blocks. pairs: (from, to); no block is in both columns."""
         copy_blocks(self._kv, *self._copied(COPY_BLOCKS, pairs))
 
     def copy_states(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy recurrent states. pairs: (from, to) slots, at least one; no slot is in both columns."""
+        """Copy recurrent states. pairs: (from, to) slots; no slot is in both columns."""
         if self._states is not None:
             self._states.copy(*self._copied(COPY_STATES, pairs))
 
@@ -211,9 +209,7 @@ class Runner:
             sequence.kv.is_encoded = True
 
     def _logits(self, inputs: StepInputs, kept: KeptInputs | None = None) -> Tensor:
-        """Run the decoder. Returns logits [rows, vocab] float32. kept: the source of the inputs, if they are
-        kept.
-        """
+        """Run the decoder: logits [rows, vocab] float32. kept: the source of the inputs, if any."""
         if self._graphs is not None and inputs.decodes:
             logits = self._graphs.run(inputs)
             if logits is not None:
@@ -247,11 +243,7 @@ class Runner:
 
 
 def _one_by_one(chunk: Chunk) -> list[Chunk]:
-    """Split the rows of a draft into chunks that decode one token each.
-
-    Keys and values are stored before attention, so each row gets exactly the same result as without the
-    draft.
-    """
+    """The rows of a draft as chunks that decode one token each: results as without the draft."""
     if chunk.in_context or not chunk.sequence.num_draft:
         return [chunk]
     return [replace(chunk, start=chunk.start + i, count=1) for i in range(chunk.count)]

@@ -93,9 +93,7 @@ class KvBlocks:
 
 @dataclass
 class StateSlots:
-    """Slots of recurrent state of a sequence, for a model with recurrent layers. Written by `StatePool`. -1:
-    no slot.
-    """
+    """Slots of recurrent state of a sequence; -1: none. Written by `StatePool`."""
 
     slot: int = -1  # its own
     reads: int = -1  # the slot with its state before its next step
@@ -107,9 +105,7 @@ class StateSlots:
 
 @dataclass
 class CommonPrefix:
-    """How many first tokens a waiting sequence shares with another one. Kept, so that they are not compared
-    again in each step.
-    """
+    """How many first tokens a waiting sequence shares with another one, kept from step to step."""
 
     other: Sequence | None = None
     count: int = 0
@@ -186,60 +182,37 @@ PENDING = -1  # stands for a token that the device has sampled and the host does
 
 @dataclass(eq=False)
 class Sequence:
-    """`tokens` is prompt + output. The first `num_computed` of them have their keys and values in the cache.
-
-    handle:       of the request, as returned by `Engine.submit`.
-    index:        number among the request's return sequences.
-    max_len:      maximum number of tokens, including the prompt.
-    lease:        on its adapter; None: the base model.
-    beams:        the group of a beam search; otherwise None.
-    guide:        the tokens that guided decoding allows next; None without it.
-    num_draft:    number of draft tokens at the end of `tokens`, which the model has not verified yet.
-    num_drafted:  draft tokens so far, from the client or from `drafter`.
-    num_accepted: draft tokens that the model has accepted.
-    drafter:      proposes drafts while the sequence decodes; None: only the client does.
-    is_pending:   whether the last of `tokens` is PENDING; see `append_pending_token`.
-    top_p:        for the next token; it decays if the request asks for that.
-    counts:       of its tokens, kept by the sampler if the request has penalties.
-    versions:     of its adapter, the current one last. Written by `VersionSwaps`.
-    next_version: the version to which it switches as soon as it can, with a lease on it.
-    num_virtual:  virtual tokens of its adapter at the beginning, which are not part of the request.
-    rope_length:  tokens are rotated as in a sequence of at least this length, see `ModelConfig.rope_length`.
-    acts_from:    position of the first token on which its adapter acts.
-    rope_limit:   beyond this length all tokens are rotated differently and computed again; None: never.
-    root:         where prefix reuse starts, because the same tokens have different keys and values under
-                  another adapter. If the adapter acts only from a later token on, this is the base model's
-                  root, and `kv_key_suffix` has the rest.
+    """The state of one continuation. Its keys and values depend on its adapter and more: equal tokens of two
+    sequences have the same only from the same `root`, and if no adapter begins to act in between.
     """
 
-    handle: int
+    handle: int  # of the request, as returned by `Engine.submit`
     request: Request
-    index: int
-    max_len: int
-    lease: Lease | None = None
-    beams: BeamGroup | None = None
-    guide: GuideState | None = None
-    tokens: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    num_draft: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    drafter: Drafter | None = None
-    is_pending: bool = False
-    top_p: float | None = None
-    counts: TokenCounts | None = None
-    num_virtual: int = 0
-    rope_length: int = 0
-    rope_limit: int | None = None
+    index: int  # number among the request's return sequences
+    max_len: int  # maximum number of tokens, including the prompt
+    lease: Lease | None = None  # on its adapter; None: the base model
+    beams: BeamGroup | None = None  # of a beam search
+    guide: GuideState | None = None  # the tokens that guided decoding allows next
+    tokens: list[int] = field(default_factory=list)  # prompt and output
+    num_computed: int = 0  # first tokens with keys and values in the cache
+    num_draft: int = 0  # draft tokens at the end of `tokens`, which the model has not verified yet
+    num_drafted: int = 0  # draft tokens so far, from the client or from `drafter`
+    num_accepted: int = 0  # draft tokens that the model has accepted
+    drafter: Drafter | None = None  # proposes drafts while it decodes; None: only the client does
+    is_pending: bool = False  # whether the last of `tokens` is PENDING
+    top_p: float | None = None  # for the next token; it decays if the request asks for that
+    counts: TokenCounts | None = None  # of its tokens, kept by the sampler if the request has penalties
+    num_virtual: int = 0  # virtual tokens of its adapter at the beginning, not part of the request
+    rope_length: int = 0  # tokens are rotated as in a sequence of at least this length
+    rope_limit: int | None = None  # beyond it all are rotated differently and computed again; None: never
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     kv: KvBlocks = field(default_factory=KvBlocks)
     state: StateSlots = field(default_factory=StateSlots)
-
     times: Times = field(default_factory=Times)
     output: Output = field(default_factory=Output)
-    versions: tuple[AdapterVersion, ...] = ()
-    next_version: tuple[AdapterLease, AdapterVersion] | None = None
+    versions: tuple[AdapterVersion, ...] = ()  # of its adapter, the current one last; by `VersionSwaps`
+    next_version: tuple[AdapterLease, AdapterVersion] | None = None  # to which it switches when it can
     num_overtaken: int = 0  # later sequences that were admitted while it waited
     is_prefetched: bool = False  # whether its adapter was copied to the device while it waited
     alike: CommonPrefix = field(default_factory=CommonPrefix)
@@ -270,6 +243,7 @@ class Sequence:
         self.root, self.kv.is_mixed = self._root(), self.num_computed > 0 or self.kv.is_encoded
 
     def _root(self) -> str:
+        """Where prefix reuse starts. Of an adapter that acts only later, `kv_key_suffix` has the rest."""
         digest = self.lease.digest if self.lease and not self.acts_from else ""
         if self.request.prompt_table is not None:  # other embeddings have other keys and values
             digest += ":" + self.request.table_digest
@@ -283,7 +257,7 @@ class Sequence:
         return digest
 
     def kv_key_suffix(self, start: int, stop: int) -> str:
-        """The part of a block's key for tokens [start, stop) among which the adapter begins to act."""
+        """The part of a block's key that tells where in it the adapter begins to act."""
         if self.lease is None or not start <= self.acts_from < stop or not self.acts_from:
             return ""
         return f"{self.acts_from - start}:{self.lease.digest}"
@@ -459,24 +433,16 @@ class Sequence:
 
 @dataclass(eq=False)
 class BeamGroup:
-    """A beam search: the sequences of one request, which share a prompt. `engine.beam` extends them.
-
-    leader:  computes the prompt and represents the request.
-    beams:   the running ones, including the leader.
-    scores:  cumulative log probability of each beam.
-    reserve, state_reserve: KV blocks and slots of recurrent state of the group that no beam uses now.
-    results: (score with the length penalty, result), best first.
-    forked:  whether all beams exist, which is the case after the first step.
-    """
+    """A beam search: the sequences of one request, which share a prompt. `engine.beam` extends them."""
 
     width: int
-    leader: Sequence
-    beams: list[Sequence] = field(default_factory=list)
-    scores: list[float] = field(default_factory=lambda: [0.0])
-    reserve: list[int] = field(default_factory=list)
-    state_reserve: list[int] = field(default_factory=list)
-    results: list[tuple[float, Beam]] = field(default_factory=list)
-    forked: bool = False
+    leader: Sequence  # computes the prompt and represents the request
+    beams: list[Sequence] = field(default_factory=list)  # the running ones, including the leader
+    scores: list[float] = field(default_factory=lambda: [0.0])  # cumulative log probability of each
+    reserve: list[int] = field(default_factory=list)  # KV blocks of the group that no beam uses now
+    state_reserve: list[int] = field(default_factory=list)  # and slots of recurrent state
+    results: list[tuple[float, Beam]] = field(default_factory=list)  # with their scores, best first
+    forked: bool = False  # whether all beams exist, which is the case after the first step
 
     def __post_init__(self) -> None:
         self.beams = [self.leader]

@@ -96,9 +96,7 @@ def check_model(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def usable_bytes(config: EngineConfig, device: Device, before: int) -> int:
-    """Free bytes that may be used within gpu_memory_utilization. before: bytes that were free at the
-    start.
-    """
+    """Free bytes within gpu_memory_utilization. before: those that were free at the start."""
     free = device.free_bytes()
     if config.gpu_memory_utilization is None:
         return free
@@ -199,9 +197,7 @@ class _Adapters:
     agree: Callable[[int], int]  # as in `plan_memory`
 
     def on_gpu(self, free_bytes: int) -> tuple[LoraCacheConfig, int]:
-        """The settings with a rank limit that fits, and the bytes for adapters: of `count` and one of the
-        largest rank, but at most MOST_ROOM of the free bytes.
-        """
+        """The settings with a rank limit that fits, and the bytes for adapters: MOST_ROOM at most."""
         most = self.most(free_bytes)
         if self.lora.sizes_host and not self.lora.sizes_rows:
             most = min(most, self.lora.host_memory_bytes)
@@ -209,9 +205,7 @@ class _Adapters:
         return lora, max(largest, min(usual, most))
 
     def on_cpu(self, free_bytes: int) -> tuple[LoraCacheConfig, int]:
-        """The same. A CPU computes from the host level: that is what is sized, and the device level may use
-        all of it.
-        """
+        """The same for the host level, from which a CPU computes. The device level may use all of it."""
         if self.lora.sizes_host:
             lora = self.within(self.lora.host_memory_bytes)
             return replace(lora, gpu_memory_bytes=UNLIMITED), lora.host_memory_bytes
@@ -221,9 +215,7 @@ class _Adapters:
         return replace(lora, gpu_memory_bytes=room, host_memory_bytes=room), room
 
     def within(self, most: int) -> LoraCacheConfig:
-        """The settings with a rank limit of which one adapter fits the size that the user chose. Unchanged if
-        none does.
-        """
+        """The settings with a rank limit that fits the user's size. Unchanged if none does."""
         if self.lora.sizes_rows:
             return self.lora
         if self.lora.sizes_host:
@@ -245,9 +237,7 @@ class _Adapters:
         return lora, largest, usual
 
     def _narrower(self) -> Iterator[tuple[LoraCacheConfig, tuple[LoraModule, ...]]]:
-        """The settings and modules, then the same without what takes most memory, unless the user asked for
-        it: adapters on routed experts, large ranks.
-        """
+        """The settings, then without what takes most, unless asked for: routed experts, large ranks."""
         lora, modules = self.lora, lora_modules(self.model, self.lora.target_modules)
         yield lora, tuple(modules.values())
         if self.model.moe is not None and not lora.target_modules:

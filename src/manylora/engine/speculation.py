@@ -221,9 +221,7 @@ class StepTimes:
                 kind.drafted = _Average()
 
     def price(self, num_sequences: int) -> float:
-        """Price of a draft token. 0: unknown, or to be measured again. Infinite: the next step must have no
-        drafts.
-        """
+        """Of a draft token. 0: unknown. Infinite: the next step must have no drafts."""
         kind = self._kind(num_sequences)
         plain, drafted = kind.plain, kind.drafted
         if plain.count < FIRST_PLAIN or kind.since_plain >= PLAIN_EVERY or kind.loses:
@@ -260,9 +258,7 @@ class Speculation:
         return Drafter(NgramIndex(smallest, largest, config.ngram_use_oldest), config.max_draft_len)
 
     def num_rows(self, num_running: int, prompts: bool) -> int:
-        """Rows that drafts may have in a step, beside one of each running sequence. prompts: whether prompts
-        are waiting, too.
-        """
+        """Rows for drafts, beside one of each running sequence. prompts: whether prompts wait, too."""
         config = self._config
         if 0 < config.max_draft_concurrency < num_running:
             return 0

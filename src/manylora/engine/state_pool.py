@@ -35,9 +35,7 @@ class StatePool:
         return len(self._free) + len(self._snapshots) - len(self._readers)
 
     def known(self, nodes: list[int]) -> list[int]:
-        """The nodes of a prefix up to its last snapshot. None of them if no slot would be left for the
-        sequence.
-        """
+        """The nodes of a prefix up to its last snapshot. None if no slot would be left."""
         last = next((i for i in reversed(range(len(nodes))) if nodes[i] in self._snapshots), -1)
         if last >= 0 and self.num_available <= (nodes[last] not in self._readers):
             return []
@@ -57,9 +55,7 @@ class StatePool:
         state.slot, state.reads = slot, self._snapshots[nodes[-1]] if nodes else -1
 
     def reserve_beams(self, group: BeamGroup) -> bool:
-        """Claim the slots of all beams after the first. Returns False, and changes nothing, if too few are
-        left.
-        """
+        """Claim the slots of all beams after the first. False: too few are left."""
         if group.width - 1 > self.num_available:
             return False
         group.state_reserve = [slot for _ in range(group.width - 1) if (slot := self._claim()) is not None]
@@ -88,9 +84,7 @@ class StatePool:
         return base if start < base <= stop else stop // self._size * self._size
 
     def before_step(self, sequence: Sequence, start: int, count: int) -> None:
-        """Decide whether a step over these tokens also stores a snapshot, at its `border`. Steps over prompts
-        do.
-        """
+        """Decide whether a step over these tokens also stores a snapshot, at its `border`."""
         state, border = sequence.state, self.border(sequence, start, count)
         self._drop_save(sequence)
         alone = sequence.beams is None or not sequence.beams.forked
@@ -114,9 +108,7 @@ class StatePool:
             self._drop_save(sequence)
 
     def free(self, sequence: Sequence) -> None:
-        """Take a sequence's slots back. The device finishes steps that still use them before others write to
-        them.
-        """
+        """Take a sequence's slots back. Steps that still use them run before others write to them."""
         state, group = sequence.state, sequence.beams
         self._unpin(sequence)
         self._drop_save(sequence)
@@ -135,9 +127,7 @@ class StatePool:
             self._free.append(slot)
 
     def check(self, sequences: list[Sequence]) -> None:
-        """Assert that every slot is free, holds a snapshot, or belongs to one of these sequences or
-        groups.
-        """
+        """Assert that every slot is free, holds a snapshot, or belongs to one of these sequences."""
         groups = {id(s.beams): s.beams for s in sequences if s.beams is not None}.values()
         used = [s.state.slot for s in sequences if s.state.slot >= 0]
         used += [s.state.save_slot for s in sequences if s.state.save_slot >= 0]

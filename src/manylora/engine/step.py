@@ -98,9 +98,7 @@ class FailedStep(LaunchedStep):
 
 
 def take_event(sequence: Sequence, last: bool) -> Event:
-    """An event with everything since the sequence's last event. last: no other sequence of the request is
-    open.
-    """
+    """Everything since the sequence's last event. last: no other sequence of its request is open."""
     output, num_output = sequence.output, sequence.num_output
     start, output.num_reported = output.num_reported, num_output
     first, logits = sequence.num_prompt + start, output.generation_logits
@@ -173,13 +171,10 @@ Pairs = list[tuple[int, int]]
 
 @dataclass(slots=True)
 class StepOutcome:
-    """events: of streams, each with its request's handle. ended: sequences, whose resources are still theirs.
-    block_copies, state_copies: (from, to) pairs for `Runner.copy_blocks` and `copy_states`, before the next
-    step.
-    """
+    """What a step's results cause. Copies are (from, to) pairs for the runner, before the next step."""
 
-    events: list[tuple[int, Event]] = field(default_factory=list)
-    ended: list[Sequence] = field(default_factory=list)
+    events: list[tuple[int, Event]] = field(default_factory=list)  # of streams, with their handles
+    ended: list[Sequence] = field(default_factory=list)  # whose resources are still theirs
     block_copies: Pairs = field(default_factory=list)
     state_copies: Pairs = field(default_factory=list)
 
@@ -223,9 +218,7 @@ class ResultProcessor:
         return outcome
 
     def _is_due(self, sequence: Sequence) -> bool:
-        """Whether a stream sends an event now. The first token is sent at once, and so are tokens with
-        logits, which are not kept.
-        """
+        """Whether a stream sends an event now: the first token, and tokens with logits, at once."""
         reported = sequence.output.num_reported
         at_once = not reported or sequence.request.params.return_generation_logits
         return sequence.num_output - reported >= (1 if at_once else self._stream_interval)

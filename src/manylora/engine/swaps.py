@@ -39,9 +39,7 @@ class VersionSwaps:
     def begin(
         self, sequence: Sequence, adapter: Adapter | FileAdapter | None, others: Iterable[Sequence]
     ) -> None:
-        """Record the version of a new sequence. If its request brought tensors, these may be a new version
-        for sequences that follow the name.
-        """
+        """Record the version of a new sequence, whose request may have brought a new one for others."""
         lora, lease = sequence.request.lora, sequence.lease
         if not isinstance(lora, LoraInput) or not isinstance(lease, AdapterLease):
             return

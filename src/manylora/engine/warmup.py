@@ -116,9 +116,7 @@ def compile_kernels(
 def _inputs(
     counts: list[int], num_blocks: int, limits: BatchLimits, context: int = CONTEXT, slot: int = -1
 ) -> StepInputs:
-    """Sequences with these numbers of rows. context: tokens of those with one row. slot: where the keys and
-    values of all rows go; -1: nowhere.
-    """
+    """Sequences with these numbers of rows. slot: where all keys and values go; -1: nowhere."""
     starts = [0, *accumulate(counts)]
     lengths = [min(context, limits.max_seq_len) if n == 1 else n for n in counts]
     columns = [-(-n // limits.tokens_per_block) for n in lengths]

@@ -19,8 +19,7 @@ from manylora.engine.guide import Guides
 from manylora.engine.runner import Runner
 from manylora.engine.sizing import (
     KvPlan,
-    allocate_kv,
-    allocate_states,
+    allocate,
     batch_limits,
     check_model,
     kv_cache_dtype,
@@ -151,8 +150,7 @@ def build_rank(config: EngineConfig, info: RankInfo, comm: Collectives | None) -
     dtypes, agree = (kv_dtype, pages_dtype), int if comm is None else comm.least
     memory = plan_memory(config, local, dtypes, device.torch, free_bytes, agree)
     config, plan = memory.config, memory.kv
-    kv = allocate_kv(plan, config, local, kv_dtype, device.torch)
-    states = allocate_states(memory.state_slots, local, device.torch)
+    kv, states = allocate(memory, local, kv_dtype, device.torch)
     # On a CPU the cache's pages have not been touched yet, so the system still counts them as free.
     untouched = plan.num_bytes + memory.state_bytes if on_cpu else 0
     return RankParts(

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 from manylora.config.engine import EngineConfig
 from manylora.engine.build import build_parts, end_ranks
 from manylora.engine.follower import follow
-from manylora.engine.kv_cache import KvCache
+from manylora.engine.kv_cache import KvCache, StatePool
 from manylora.engine.requests import LogitsMemory, Prepared, SequenceMaker
 from manylora.engine.scheduler import Scheduler, Step
 from manylora.engine.sequence import Sequence
-from manylora.engine.state_pool import StatePool
 from manylora.engine.step import Counters, FailedStep, LaunchedStep, ResultProcessor, take_event
 from manylora.engine.swaps import VersionSwaps
 from manylora.errors import QueueFullError, RequestError
@@ -308,10 +307,7 @@ class Engine:
             return self._retire(failed)
         self._processed = launched.step
         outcome = self._results.apply(launched, sampled)
-        if outcome.block_copies:
-            self._runner.copy_blocks(outcome.block_copies)
-        if outcome.state_copies:
-            self._runner.copy_states(outcome.state_copies)
+        self._runner.copy(outcome.block_copies, outcome.state_copies)
         return outcome.events + self._retire(outcome.ended)
 
     def _find_lost_adapters(self, step: Step) -> Mapping[str, RequestError]:
@@ -338,8 +334,6 @@ class Engine:
         """Free the resources of ended sequences. Returns the last event of each."""
         self._scheduler.remove(_with_beams(ended))
         for sequence in ended:
-            if sequence.beams is not None:
-                self._kv.free_reserve(sequence.beams.reserve)
             if sequence.guide is not None:
                 sequence.guide.close()
         self._release(ended)

@@ -168,24 +168,18 @@ class Follower:
         return held.loaded
 
 
-def follow(config: EngineConfig, info: RankInfo, ready: Callable[[], None] = lambda: None) -> bool:
-    """Act as a rank that torchrun or mpirun started, until rank 0 ends. Returns whether that was for good, or
-    whether it will start again. Raises ConfigError. If rank 0 is lost, ends the process with RANK_0_GONE.
-
-    ready: called when this rank has its part.
-    """
-    steps, adapters, store = join(info)
-    return _serve(config, info, steps, adapters, store, ready)
-
-
-def _serve(
+def follow(
     config: EngineConfig,
     info: RankInfo,
-    steps: Channel,
-    adapters: Channel,
-    store: Store,
     ready: Callable[[], None] = lambda: None,
+    joined: tuple[Channel, Channel, Store] | None = None,
 ) -> bool:
+    """Act as a rank until rank 0 ends. Returns whether that was for good, or whether it will start again.
+    Raises ConfigError. If rank 0 is lost, ends the process with RANK_0_GONE.
+
+    ready: called when this rank has its part. joined: None for a rank that torchrun or mpirun started.
+    """
+    steps, adapters, store = joined or join(info)
     threading.Thread(target=_say_alive, args=(steps,), name="manylora-alive", daemon=True).start()
     try:
         steps.send(Message("hello", dict(identity(config))))
@@ -229,7 +223,7 @@ def main(arguments: Sequence[str]) -> None:
     store = group_store(TCPStore(LOOPBACK, values["port"], is_master=False))
     try:
         info = RankInfo(rank, size, rank, size)
-        _serve(from_values(values["config"]), info, steps, adapters, store)
+        follow(from_values(values["config"]), info, joined=(steps, adapters, store))
     except Exception as error:
         logger.debug("this rank ends", exc_info=error)
         os._exit(1)

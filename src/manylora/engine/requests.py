@@ -152,9 +152,10 @@ class RequestChecks:
         if request.prompt_table is not None:
             text = "prompt_embedding_table is not supported on encoder-decoder models: leave it out"
             raise RequestError(text)
+        start = (encoder.decoder_start_id,)
         if not request.encoder_prompt:
-            return replace(request, encoder_prompt=request.prompt, prompt=(encoder.decoder_start_id,))
-        return replace(request, prompt=request.prompt or (encoder.decoder_start_id,))
+            return replace(request, encoder_prompt=request.prompt, prompt=start)
+        return replace(request, prompt=request.prompt or start)
 
     def _check_params(self, request: Request) -> None:
         params, vocab, table = request.params, self.model.vocab_size, request.prompt_table
@@ -199,10 +200,11 @@ class RequestChecks:
             raise RequestError("draft_input_ids cannot be combined with guided decoding")
         if not 0 <= min(request.draft) <= max(request.draft) < self.model.vocab_size:
             raise RequestError(f"draft_input_ids must be in [0, {self.model.vocab_size})")
-        most = min(params.max_tokens, self.max_seq_len - len(request.prompt)) - 1
-        if count > most or count >= self.config.max_num_tokens:
+        room = min(params.max_tokens, self.max_seq_len - len(request.prompt))
+        most = min(room, self.config.max_num_tokens) - 1
+        if count > most:
             raise RequestError(
-                f"draft_input_ids holds {count} tokens; at most {min(most, self.config.max_num_tokens - 1)} "
+                f"draft_input_ids holds {count} tokens; at most {most} "
                 "can be verified: fewer than request_output_len and than max_num_tokens of this server"
             )
 

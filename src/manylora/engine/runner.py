@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.engine.beam import BeamCandidate, best_candidates
 from manylora.engine.graphs import DecodeGraphs
 from manylora.engine.inputs import InputMaker, KeptInputs, StepInputs, encoder_inputs, pooled_positions
 from manylora.engine.sampler import Row, Sampler, adjust
 from manylora.engine.scheduler import Chunk, Step
 from manylora.engine.sequence import PENDING, BeamGroup, Sequence
-from manylora.engine.step import LaunchedStep
+from manylora.engine.step import BeamCandidate, LaunchedStep, Pairs, best_candidates
 from manylora.engine.step_messages import COPY_BLOCKS, COPY_STATES, ENCODE, FORWARD, step_message
 from manylora.engine.warmup import compile_kernels
 from manylora.group.channel import Message
@@ -157,21 +156,18 @@ class Runner:
             first += count
         return found
 
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy keys and values of blocks. pairs: (from, to); no block is in both columns."""
-        copy_blocks(self._kv, *self._copied(COPY_BLOCKS, pairs))
-
-    def copy_states(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy recurrent states. pairs: (from, to) slots; no slot is in both columns."""
-        if self._states is not None:
-            self._states.copy(*self._copied(COPY_STATES, pairs))
-
-    def _copied(self, what: str, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """Both columns on the device. The other ranks are told to copy, too."""
-        if self._leader is not None:
-            self._leader.tell(Message(what, {"pairs": pairs}))
-        source, target = zip(*pairs, strict=True)
-        return self._tensor(list(source)), self._tensor(list(target))
+    def copy(self, blocks: Pairs, states: Pairs) -> None:
+        """Copy keys and values of blocks, and recurrent states: (from, to); nothing is in both columns."""
+        for what, pairs in ((COPY_BLOCKS, blocks), (COPY_STATES, states)):
+            if not pairs:
+                continue
+            if self._leader is not None:
+                self._leader.tell(Message(what, {"pairs": pairs}))
+            source, target = (self._tensor(list(column)) for column in zip(*pairs, strict=True))
+            if what == COPY_BLOCKS:
+                copy_blocks(self._kv, source, target)
+            elif self._states is not None:
+                self._states.copy(source, target)
 
     @staticmethod
     def _return_logits(logits: Tensor, rows: Rows[Row]) -> None:

@@ -362,10 +362,13 @@ class _Drawing:
         """logits [R, vocab] -> [R] int64."""
         positions = [length for _, length in rows]
         draws = upload(uniform(self._seeds, self._indices, positions), torch.float64, logits.device)
-        return (self._draw_ordered if self._size else self._draw_anywhere)(logits, draws)
-
-    def _draw_ordered(self, logits: Tensor, draws: Tensor) -> Tensor:
-        """From the largest logits, in descending order; equal ones are ordered by id."""
+        if not self._size:  # from all logits, in the order of their ids
+            cut = self._cut_by_min_p(logits, logits.amax(dim=-1, keepdim=True))
+            if self._top_p is not None:
+                cut = cut_by_top_p(cut, self._top_p)
+            rank = _place(torch.softmax(cut, dim=-1), draws)
+            return rank.clamp_(max=logits.shape[-1] - 1).squeeze(1)
+        # From the largest logits, in descending order; equal ones are ordered by id.
         ordered, order = _largest(logits, self._size)
         beyond = torch.arange(self._size, device=logits.device) >= self._top_k
         ordered = ordered.masked_fill(beyond, -torch.inf)
@@ -377,14 +380,6 @@ class _Drawing:
         # Penalties that overflow leave a row without probabilities. The other rows must not fail with it.
         rank = torch.minimum(rank, (probs > 0).sum(dim=-1, keepdim=True) - 1).clamp_(min=0)
         return torch.gather(order, 1, rank).squeeze(1)
-
-    def _draw_anywhere(self, logits: Tensor, draws: Tensor) -> Tensor:
-        """From all logits, in the order of their ids."""
-        cut = self._cut_by_min_p(logits, logits.amax(dim=-1, keepdim=True))
-        if self._top_p is not None:
-            cut = cut_by_top_p(cut, self._top_p)
-        rank = _place(torch.softmax(cut, dim=-1), draws)
-        return rank.clamp_(max=logits.shape[-1] - 1).squeeze(1)
 
     def _cut_by_min_p(self, logits: Tensor, largest: Tensor) -> Tensor:
         if self._least is None:

@@ -255,7 +255,8 @@ class Scheduler:
         if self.speculation.is_on:
             self._draft(unfinished)
         for sequence in sorted(unfinished, key=lambda s: s.in_prefill):
-            ready = not sequence.is_waiting and sequence.kv.blocks and self._ensure_blocks(sequence, this)
+            waits = sequence.guide is not None and sequence.guide.is_waiting
+            ready = not waits and sequence.kv.blocks and self._ensure_blocks(sequence, this)
             if ready and self._is_loaded(sequence) and not self._lets_pass(sequence, this):
                 this.add(sequence)
 

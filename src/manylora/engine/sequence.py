@@ -104,31 +104,6 @@ class StateSlots:
 
 
 @dataclass
-class CommonPrefix:
-    """How many first tokens a waiting sequence shares with another one, kept from step to step."""
-
-    other: Sequence | None = None
-    count: int = 0
-
-    def until(self, tokens: list[int], other: Sequence, known: int, stop: int) -> int:
-        """Number of first tokens that both share, at most `stop`. 0: fewer than `known`."""
-        same, start = other.tokens, self.count if self.other is other else 0
-        if start < known and tokens[known] != same[known]:  # quick, and where most sequences differ
-            return 0
-        if start < known and tokens[start:known] != same[start:known]:
-            return 0
-        low, high = max(start, known), stop
-        while low < high:
-            middle = (low + high + 1) // 2
-            if tokens[low:middle] == same[low:middle]:
-                low = middle
-            else:
-                high = middle - 1
-        self.other, self.count = other, low
-        return low
-
-
-@dataclass
 class Times:
     """Nanoseconds of time.monotonic_ns; 0: not yet. Written by the scheduler and the result processor."""
 
@@ -215,7 +190,7 @@ class Sequence:
     next_version: tuple[AdapterLease, AdapterVersion] | None = None  # to which it switches when it can
     num_overtaken: int = 0  # later sequences that were admitted while it waited
     is_prefetched: bool = False  # whether its adapter was copied to the device while it waited
-    alike: CommonPrefix = field(default_factory=CommonPrefix)
+    alike: tuple[Sequence, int] | None = None  # another one, and how many first tokens both share
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.request.prompt)
@@ -271,6 +246,24 @@ class Sequence:
             for one in (self, other)
         }
         return min(begins)[0] if len(begins) > 1 else NEVER
+
+    def common_prefix(self, other: Sequence, known: int, stop: int) -> int:
+        """Number of first tokens that both have, at most `stop`. 0: fewer than `known`."""
+        tokens, same = self.tokens, other.tokens
+        start = self.alike[1] if self.alike is not None and self.alike[0] is other else 0
+        if start < known and tokens[known] != same[known]:  # quick, and where most sequences differ
+            return 0
+        if start < known and tokens[start:known] != same[start:known]:
+            return 0
+        low, high = max(start, known), stop
+        while low < high:
+            middle = (low + high + 1) // 2
+            if tokens[low:middle] == same[low:middle]:
+                low = middle
+            else:
+                high = middle - 1
+        self.alike = other, low
+        return low
 
     def batch_key(self, start: int, stop: int) -> tuple[str, bool]:
         """Sort key of the rows of tokens [start, stop) in a batch: rows of one adapter are adjacent, and a
@@ -330,11 +323,6 @@ class Sequence:
     def drafts(self) -> bool:
         """Whether its next step may verify tokens that its drafter proposes."""
         return self.drafter is not None and len(self.tokens) >= self.drafter.wakes_at
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether its guide still computes the tokens that are allowed next."""
-        return self.guide is not None and self.guide.is_waiting
 
     @property
     def finished(self) -> bool:
@@ -433,7 +421,7 @@ class Sequence:
 
 @dataclass(eq=False)
 class BeamGroup:
-    """A beam search: the sequences of one request, which share a prompt. `engine.beam` extends them."""
+    """A beam search: the sequences of one request, which share a prompt. `engine.step` extends them."""
 
     width: int
     leader: Sequence  # computes the prompt and represents the request

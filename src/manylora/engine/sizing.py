@@ -278,19 +278,6 @@ def plan_states(config: EngineConfig, model: ModelConfig, free_bytes: int, floor
     return slots
 
 
-def allocate_states(slots: int, model: ModelConfig, device: torch.device) -> RecurrentState | None:
-    """None without recurrent layers."""
-    if model.recurrent is None:
-        return None
-    try:
-        return make_states(model.recurrent, slots, device)
-    except (RuntimeError, MemoryError) as error:
-        raise ConfigError(
-            f"recurrent states of {slots * model.recurrent.state_bytes} bytes cannot be allocated; "
-            "lower max_batch_size"
-        ) from error
-
-
 def plan_kv(
     config: EngineConfig,
     model: ModelConfig,
@@ -360,10 +347,10 @@ def batch_limits(
     )
 
 
-def allocate_kv(
-    plan: KvPlan, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> KvTensors:
-    """The cache itself, filled with zeros.
+def allocate(
+    plan: MemoryPlan, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[KvTensors, RecurrentState | None]:
+    """The KV cache, filled with zeros, and recurrent states; None without recurrent layers.
 
     Zeros matter: masked positions are multiplied by a probability of 0, and 0 * NaN is NaN.
     """
@@ -373,10 +360,10 @@ def allocate_kv(
             return host_tensor(shape, dtype, device)
         return torch.zeros(shape, dtype=dtype, device=device)
 
+    what, remedy = f"the KV cache of {plan.kv.num_bytes}", "kv_cache_free_gpu_mem_fraction"
     try:
-        return make_kv(model, plan.num_blocks, config.tokens_per_block, make)
+        kv = make_kv(model, plan.kv.num_blocks, plan.config.tokens_per_block, make)
+        what, remedy = f"recurrent states of {plan.state_bytes}", "max_batch_size"
+        return kv, make_states(model.recurrent, plan.state_slots, device) if model.recurrent else None
     except (RuntimeError, MemoryError) as error:
-        raise ConfigError(
-            f"the KV cache of {plan.num_bytes} bytes cannot be allocated; "
-            "lower kv_cache_free_gpu_mem_fraction"
-        ) from error
+        raise ConfigError(f"{what} bytes cannot be allocated; lower {remedy}") from error

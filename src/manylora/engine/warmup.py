@@ -38,10 +38,23 @@ def peak_bytes(
 ) -> int:
     """Peak bytes of a prefill of `max_num_tokens` and of sampling for a full batch. 0 on a CPU. Raises
     ConfigError if they do not fit. modules: those that adapters may have.
+
+    All keys and values go to one block. There is a mix of as many adapters as allowed, of the largest rank:
+    the memory that operations use per row grows with the sum of the ranks.
     """
 
     def run() -> None:
-        _prefill(decoder, device, limits, config, list(modules))
+        left, lengths = config.max_num_tokens, list[int]()
+        while left > 0 and len(lengths) < limits.max_sequences:
+            lengths.append(min(limits.max_seq_len, left))
+            left -= lengths[-1]
+        inputs, adapted = _inputs(lengths, 1, limits, context=1, slot=0), RowFormat(config.lora.rank_limit)
+        inputs.lora = _adapters(inputs.starts, list(modules), adapted, limits, device.torch, MAX_MIXED)
+        made = partial(torch.zeros, dtype=limits.kv_dtype or limits.dtype, device=device.torch)
+        kv = make_kv(decoder.config, 1, limits.tokens_per_block, made)
+        device.ops.reserve(limits, device.torch)
+        decoder.forward(to_device(inputs.plan(device.ops), device.torch), kv)
+        del inputs, kv
         params = SamplingConfig(temperature=0.8, top_p=0.9, min_p=0.01, return_log_probs=True)
         sequence = Running(0, Request((0,), params), 0, 2)
         shape = config.max_decode_rows, decoder.config.vocab_size
@@ -57,29 +70,6 @@ def peak_bytes(
     if peak:
         logger.info("the largest step takes %d MiB beside weights and caches", peak // 2**20)
     return peak
-
-
-def _prefill(
-    decoder: Decoder,
-    device: Device,
-    limits: BatchLimits,
-    config: EngineConfig,
-    modules: Collection[LoraModule],
-) -> None:
-    """Prefill prompts of `max_num_tokens` in total, whose keys and values all go to one block, under the
-    largest mix of adapters: the memory that operations use per row grows with the sum of its ranks.
-    """
-    num_tokens = config.max_num_tokens
-    lengths = [min(limits.max_seq_len, num_tokens)]
-    while sum(lengths) < num_tokens and len(lengths) < limits.max_sequences:
-        lengths.append(min(limits.max_seq_len, num_tokens - sum(lengths)))
-    inputs = _inputs(lengths, 1, limits, context=1, slot=0)
-    adapted = RowFormat(config.lora.rank_limit)
-    inputs.lora = _adapters(inputs.starts, modules, adapted, limits, device.torch, MAX_MIXED)
-    made = partial(torch.zeros, dtype=limits.kv_dtype or limits.dtype, device=device.torch)
-    kv = make_kv(decoder.config, 1, limits.tokens_per_block, made)
-    device.ops.reserve(limits, device.torch)
-    decoder.forward(to_device(inputs.plan(device.ops), device.torch), kv)
 
 
 # Rows of each sequence, each with its own adapter: decoding, a short prompt, a long prompt.

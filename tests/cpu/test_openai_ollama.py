@@ -12,7 +12,7 @@ from serving import DEMO, Running
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.ollama_request import OllamaChat, OllamaGenerate, chat_request
 from manylora.openai.api.parsing import parse
-from manylora.openai.serving.ollama_api import OllamaAnswer
+from manylora.openai.serving.ollama import OllamaAnswer
 from manylora.openai.serving.responses import Answers
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]

@@ -23,10 +23,10 @@ from manylora.openai.api.params import Limits, plan
 from manylora.openai.api.schema import CompletionRequest
 from manylora.openai.app import FREE, ROUTES
 from manylora.openai.arguments import parse_options
+from manylora.openai.serving.backend import EventQueue, Signal
 from manylora.openai.serving.fairness import FairQueue
 from manylora.openai.serving.keys import ApiKey, Keyring
 from manylora.openai.serving.responses import Answers, ChatResponse, CompletionResponse, ResponseBuilder
-from manylora.openai.serving.waits import EventQueue, Signal
 from manylora.request import Event
 
 
@@ -103,10 +103,10 @@ def test_every_route_counts_towards_a_keys_limits_or_says_why_not() -> None:
     assert names - set(FREE) == {
         "completions", "chat", "responses", "tokenize", "detokenize", "tokenizer_info",
         *(f"adapters.{name}" for name in ("load", "unload", "pin", "put", "delete")),
-        *(f"other.ollama_{name}" for name in ("chat", "generate", "embed", "embeddings", "show")),
-        *(f"other.{name}" for name in ("embeddings", "classify", "score", "rerank", "pooling")),
+        *(f"ollama.{name}" for name in ("chat", "generate", "embed", "embeddings", "show")),
+        *(f"pooled.{name}" for name in ("embeddings", "classify", "score", "rerank", "pooling")),
         *(f"batches.{name}" for name in ("upload", "delete", "content", "create", "cancel")),
-        "other.messages", "other.count_tokens",
+        "messages", "count_tokens",
     }  # fmt: skip
 
 

@@ -16,9 +16,8 @@ from manylora.generation.decoding import Decoding, StopRules
 from manylora.generation.generation import Generation
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.parsing import parse
-from manylora.openai.api.responses_request import ResponsesRequest, chat_request
 from manylora.openai.serving.responses import Answers
-from manylora.openai.serving.responses_api import RecentItems, ResponsesAnswer
+from manylora.openai.serving.responses_api import RecentItems, ResponsesAnswer, ResponsesRequest, chat_request
 from manylora.request import SamplingConfig
 
 QUESTION = "What is the capital of France?"

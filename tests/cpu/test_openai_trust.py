@@ -30,7 +30,7 @@ from manylora.openai.api.params import guide_of
 from manylora.openai.api.parsing import MAX_BRACKETS, MAX_COMMAS, MAX_ENTRIES, MAX_STRINGS, parse
 from manylora.openai.api.schema import ChatRequest, CompletionRequest
 from manylora.openai.serving import logs
-from manylora.openai.serving.host_check import HostCheck
+from manylora.openai.serving.keys import HostCheck
 from manylora.openai.serving.logs import PlainFormatter, RateLimit
 
 MANY = {str(n): 1 for n in range(30000)}

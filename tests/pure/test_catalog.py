@@ -19,9 +19,9 @@ from manylora.lora.catalog.files import AdapterFolders, find_adapters, fingerpri
 from manylora.lora.catalog.library import MAX_IDS, PRUNE, AdapterLibrary
 from manylora.lora.catalog.names import LATEST, is_name, name_problem
 from manylora.lora.catalog.record import sent_file
-from manylora.openai.api.adapter_choice import choose_adapter
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.schema import AdapterFields
+from manylora.openai.serving.inference import choose_adapter
 from manylora.openai.serving.keys import ApiKey
 
 BASES, PATHS = ("m", "m:x", "org/m"), ("models/m", "m.gguf")

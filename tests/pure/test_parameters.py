@@ -18,10 +18,11 @@ from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults, OwnTex
 from manylora.generation.sampling import ENTRY_POINTS, PARAMETERS, Parameter, SamplingParams, parameters_of
 from manylora.generation.tokenizer import Tokenizer
 from manylora.model.checkpoint import read_model_config
-from manylora.openai.api import anthropic_request, ollama_request, responses_request
+from manylora.openai.api import ollama_request
 from manylora.openai.api.params import Limits, plan
 from manylora.openai.api.parsing import validate
 from manylora.openai.api.schema import ChatRequest, CompletionRequest, GenerationRequest
+from manylora.openai.serving import anthropic, responses_api
 from manylora.request import SamplingConfig
 from manylora.wire.bls import TO_ENGINE
 from manylora.wire.decode import decode_requests
@@ -89,10 +90,10 @@ def by_vllm(one: Parameter, value: Any) -> SamplingConfig:
 
 
 def by_http(one: Parameter, value: Any) -> SamplingConfig:
-    responses = validate({"input": "a", one.name: value}, responses_request.ResponsesRequest)
+    responses = validate({"input": "a", one.name: value}, responses_api.ResponsesRequest)
     chat = validate({"messages": MESSAGES, one.name: value}, ChatRequest)
     found = in_body(validate({"prompt": "a", one.name: value}, CompletionRequest))
-    for other in (responses_request.chat_request(responses), chat):
+    for other in (responses_api.chat_request(responses), chat):
         assert getattr(in_body(other), one.name) == getattr(found, one.name)
     return found
 
@@ -110,7 +111,7 @@ def by_ollama(one: Parameter, value: Any) -> SamplingConfig:
 
 def by_anthropic(one: Parameter, value: Any) -> SamplingConfig:
     body = {"model": "m", "max_tokens": 9, "messages": MESSAGES, one.name: value}
-    return in_body(anthropic_request.chat_request(validate(body, anthropic_request.MessagesRequest)))
+    return in_body(anthropic.chat_request(validate(body, anthropic.MessagesRequest)))
 
 
 def by_files(one: Parameter, value: Any) -> SamplingConfig:

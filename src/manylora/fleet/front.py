@@ -30,8 +30,7 @@ from manylora.lora.catalog.uploads import Uploads
 from manylora.openai.adapter_routes import ADAPTER_ROUTES
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.parsing import read_object
-from manylora.openai.app import COUNTED
-from manylora.openai.other_routes import failed
+from manylora.openai.app import COUNTED, failed
 from manylora.openai.serving.keys import ApiKey, Keyring
 from manylora.openai.serving.metrics import CONTENT_TYPE
 from manylora.openai.serving.transport import (

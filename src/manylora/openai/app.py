@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from operator import attrgetter
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -24,23 +26,22 @@ from manylora.lora.catalog.pinning import Pinning
 from manylora.lora.catalog.shared import SharedAdapters
 from manylora.lora.catalog.uploads import Uploads
 from manylora.openai.adapter_routes import ADAPTER_ROUTES, AdapterRoutes
-from manylora.openai.api import schema
-from manylora.openai.api.errors import ApiError, check_name
-from manylora.openai.api.openapi import document
+from manylora.openai.api.errors import ApiError, as_api_error, check_name, client_left, renamed
+from manylora.openai.api.ollama_request import NAMES
 from manylora.openai.api.parsing import BodyT, parse
-from manylora.openai.api.responses_request import ResponsesRequest
+from manylora.openai.api.schema import DetokenizeRequest, TokenizeRequest
 from manylora.openai.batches.routes import BATCH_ROUTES, BatchRoutes
 from manylora.openai.batches.store import BATCH_KEY, BatchStore
 from manylora.openai.options import ServeOptions
-from manylora.openai.other_routes import OTHER_ROUTES, OtherRoutes, error_at, failed
 from manylora.openai.page.cache_status import CacheStatus
-from manylora.openai.page.page import docs_page, page_file
+from manylora.openai.page.page import BODIES, docs_page, document, page_file
+from manylora.openai.serving import anthropic, ollama
 from manylora.openai.serving.backend import Backend
-from manylora.openai.serving.host_check import HostCheck
 from manylora.openai.serving.inference import Inference
-from manylora.openai.serving.keys import ApiKey, Keyring
+from manylora.openai.serving.keys import ApiKey, HostCheck, Keyring
 from manylora.openai.serving.metrics import CONTENT_TYPE, Metrics
 from manylora.openai.serving.models import adapter_card, base_card, state_of, tiers
+from manylora.openai.serving.pooled import PooledApi
 from manylora.openai.serving.responses_api import RecentItems, respond
 from manylora.openai.serving.transport import (
     SMALL,
@@ -57,7 +58,7 @@ from manylora.version import __version__
 logger = logging.getLogger("manylora")
 
 BODIES_AT_ONCE = 16  # bodies of the maximum size that may be received concurrently
-Handler = Callable[[Request], Awaitable[Response]]
+OLLAMA, ANTHROPIC = "/api/", "/v1/messages"
 
 
 @dataclass(eq=False)
@@ -85,8 +86,18 @@ def make_app(start: Callable[[], Awaitable[AppContext]]) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         context = await start()
-        status = CacheStatus(context.backend)
-        batches = _open_batches(app, context)
+        options, status = context.options, CacheStatus(context.backend)
+        most = (
+            options.batch_bytes if context.shared is None else 0
+        )  # a batch's server would not be found again
+        batches = BatchStore(
+            app,
+            context.keyring,
+            options.batch_dir,
+            most,
+            at_once=context.backend.queue.capacity,
+            max_line=options.max_request_bytes,
+        )
         app.state.routes = _Routes(context, status, batches)
         try:
             if context.shared is not None:
@@ -132,10 +143,30 @@ ROUTES = [
     ("GET", "/v1/cache", "cache"),
     ("GET", "/", "page"),
     ("GET", "/page/{name}", "page"),
-    *OTHER_ROUTES,
+    ("POST", "/v1/messages", "messages"),
+    ("POST", "/v1/messages/count_tokens", "count_tokens"),
+    *(
+        ("POST", f"/api/{name}", f"ollama.{name}")
+        for name in ("chat", "generate", "embed", "embeddings", "show")
+    ),
+    ("GET", "/api/tags", "ollama_tags"),
+    ("GET", "/api/ps", "ollama_running"),
+    ("GET", "/api/version", "ollama_version"),
+    ("POST", "/v1/embeddings", "pooled.embeddings"),
+    ("POST", "/v1/classify", "pooled.classify"),
+    ("POST", "/classify", "pooled.classify"),
+    ("POST", "/v1/score", "pooled.score"),
+    ("POST", "/score", "pooled.score"),
+    ("POST", "/v1/rerank", "pooled.rerank"),
+    ("POST", "/v2/rerank", "pooled.rerank"),
+    ("POST", "/rerank", "pooled.rerank"),
+    ("POST", "/v1/pooling", "pooled.pooling"),
+    ("POST", "/pooling", "pooled.pooling"),
     *BATCH_ROUTES,
 ]
-"""HTTP method, path, method of _Routes."""
+"""HTTP method, path, attribute of _Routes: a function of the request, or of request, body and API key if it
+is in BODIES. Those of AdapterRoutes read the body themselves, after a look at the key.
+"""
 POLLED = "clients ask until a batch has ended"
 LISTS = "lists what is in memory; clients and pages ask before each of their requests"
 FREE = {
@@ -144,9 +175,9 @@ FREE = {
     "probe": "its answers are shared, so that many requests cost as much as one",
     "show_metrics": "monitoring asks all the time",
     "cache": "the page asks all the time",
-    **dict.fromkeys(("models", "model", "other.ollama_tags", "other.ollama_running"), LISTS),
+    **dict.fromkeys(("models", "model", "ollama_tags", "ollama_running"), LISTS),
     **dict.fromkeys(("batches.file", "batches.files", "batches.batch", "batches.list"), POLLED),
-    **dict.fromkeys(("version", "describe", "docs", "page", "other.ollama_version"), "needs no key"),
+    **dict.fromkeys(("version", "describe", "docs", "page", "ollama_version"), "needs no key"),
 }
 """Methods of _Routes that do not count towards a key's limits, and why. All others do."""
 COUNTED = frozenset(path for _, path, name in ROUTES if name not in FREE)
@@ -156,10 +187,14 @@ UNCHECKED = ("live", "ready")  # load balancers' probes may use any host name
 class _Routes:
     def __init__(self, context: AppContext, status: CacheStatus, batches: BatchStore) -> None:
         self.context, self._status = context, status
-        self._inference = context.inference
+        self._inference = inference = context.inference
         self._catalog = context.backend.catalog
-        shown = context.created, context.pooling, context.options.folder
-        self.other = OtherRoutes(self.key, self._body, context.inference, *shown)
+        self.completions, self.chat = inference.complete, inference.chat
+        self.responses = partial(respond, inference, RecentItems())
+        self.messages = partial(anthropic.answer_messages, inference)
+        self.count_tokens = partial(anthropic.count_tokens, inference)
+        self.pooled = PooledApi(inference, context.pooling)
+        self.ollama = ollama.OllamaApi(inference, self.pooled, context.created, context.options.folder)
         self.adapters = AdapterRoutes(
             self._body,
             context.keyring,
@@ -169,26 +204,30 @@ class _Routes:
             context.options.drain_seconds,
             context.shared,
         )
-        self.batches = BatchRoutes(self.key, self._body, batches)
-        self._recent_items = RecentItems()
+        self.batches = BatchRoutes(self.key, batches)
         self._body_memory = BodyMemory(BODIES_AT_ONCE * context.options.max_request_bytes)
         self._parsing = asyncio.Lock()
-        context.inference.on_disconnect = context.metrics.count_disconnect
+        inference.on_disconnect = context.metrics.count_disconnect
 
-    async def completions(self, request: Request) -> Response:
-        key = self.key(request)
-        body = await self._body(request, schema.CompletionRequest)
-        return await self._inference.complete(request, body, key)
+    async def answer(self, name: str, path: str, request: Request) -> Response:
+        """What the route with this name answers. Raises any exception."""
+        handle = attrgetter(name)(self)
+        if name not in BODIES or name.startswith("adapters."):
+            found: Response = await handle(request)
+        else:
+            key = self.key(request)
+            body = await self._body(request, BODIES[name], any_type=path.startswith(OLLAMA))
+            found = await handle(request, body, key)
+        return found
 
-    async def chat(self, request: Request) -> Response:
-        key = self.key(request)
-        body = await self._body(request, schema.ChatRequest)
-        return await self._inference.chat(request, body, key)
+    async def ollama_tags(self, request: Request) -> Response:
+        return JSONResponse(await self.ollama.tags(self.key(request)))
 
-    async def responses(self, request: Request) -> Response:
-        key = self.key(request)
-        body = await self._body(request, ResponsesRequest)
-        return await respond(self._inference, self._recent_items, request, body, key)
+    async def ollama_running(self, request: Request) -> Response:
+        return JSONResponse(await self.ollama.running(self.key(request)))
+
+    async def ollama_version(self, request: Request) -> Response:
+        return JSONResponse({"version": ollama.VERSION})
 
     async def models(self, request: Request) -> Response:
         key = self.key(request)
@@ -217,16 +256,12 @@ class _Routes:
         card = self._adapter_card(self._catalog.entry(name), tiers(self.context.backend.stats()))
         return JSONResponse({**card, "id": given})
 
-    async def tokenize(self, request: Request) -> Response:
-        key = self.key(request)
-        body = await self._body(request, schema.TokenizeRequest)
+    async def tokenize(self, request: Request, body: TokenizeRequest, key: ApiKey) -> Response:
         ids = await (await self._inference.prompts_of(body.model, key)).tokenize(body)
         most = self._inference.limits.max_seq_len
         return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids})
 
-    async def detokenize(self, request: Request) -> Response:
-        key = self.key(request)
-        body = await self._body(request, schema.DetokenizeRequest)
+    async def detokenize(self, request: Request, body: DetokenizeRequest, key: ApiKey) -> Response:
         prompts = await self._inference.prompts_of(body.model, key)
         return JSONResponse({"prompt": await prompts.detokenize(body)})
 
@@ -248,10 +283,8 @@ class _Routes:
             raise ApiError(403, "not_allowed", "Metrics name every adapter: this API key may not see them")
         states = Counter(state_of(entry) for entry in self._catalog.entries())
         stats, failures = self.context.backend.stats(), self._catalog.num_failures
-        return PlainTextResponse(
-            self.context.metrics.render(stats, states, failures, len(self.context.pinning)),
-            media_type=CONTENT_TYPE,
-        )
+        text = self.context.metrics.render(stats, states, failures, len(self.context.pinning))
+        return PlainTextResponse(text, media_type=CONTENT_TYPE)
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
@@ -294,19 +327,17 @@ class _Routes:
                 finally:
                     await asyncio.sleep(time.monotonic() - started)
 
-    def _base_card(self, name: str) -> dict[str, object]:
-        bases, limits = self._inference.bases, self._inference.limits
-        defaults = self._inference.defaults
-        return base_card(name, bases[0], self.context.created, limits.max_seq_len, defaults)
+    def _base_card(self, name: str) -> dict[str, Any]:
+        found = self._inference
+        return base_card(name, found.bases[0], self.context.created, found.limits.max_seq_len, found.defaults)
 
-    def _adapter_card(self, entry: AdapterEntry, tier_of: dict[str, str]) -> dict[str, object]:
-        tier = tier_of.get(entry.name, "disk")
-        pinned = self.context.pinning.is_pinned(entry.name)
+    def _adapter_card(self, entry: AdapterEntry, tier_of: dict[str, str]) -> dict[str, Any]:
+        tier, pinned = tier_of.get(entry.name, "disk"), self.context.pinning.is_pinned(entry.name)
         base, defaults = self._inference.bases[0], self._inference.defaults
         return adapter_card(entry, base, self.context.created, tier, defaults, pinned=pinned)
 
 
-def _endpoint(name: str, path: str) -> Handler:
+def _endpoint(name: str, path: str) -> Callable[[Request], Awaitable[Response]]:
     """The handler of one route. Every exception becomes an error object, and every response is counted."""
 
     async def handle(request: Request) -> Response:
@@ -318,7 +349,7 @@ def _endpoint(name: str, path: str) -> Handler:
                     routes.context.hosts.check(request)
                 if name not in FREE and BATCH_KEY not in request.scope:
                     stack.enter_context(routes.key(request).request())
-                response: Response = await attrgetter(name)(routes)(request)
+                response = await routes.answer(name, path, request)
             except Exception as error:
                 response = failed(request, path, error)
             if isinstance(response, EventStream):
@@ -333,37 +364,53 @@ def _endpoint(name: str, path: str) -> Handler:
     return handle
 
 
-def _open_batches(app: Starlette, context: AppContext) -> BatchStore:
-    options = context.options
-    most = options.batch_bytes if context.shared is None else 0  # a batch's server would not be found again
-    folder, at_once = options.batch_dir, context.backend.queue.capacity
-    return BatchStore(app, context.keyring, folder, most, at_once, options.max_request_bytes)
+def failed(request: Request, path: str, error: Exception) -> Response:
+    """The response to a request whose handler raised this error. Unexpected ones are logged."""
+    if isinstance(error, ClientDisconnect):  # it left while sending the body: nobody reads this response
+        return _error_at(request, path, client_left())
+    found = as_api_error(error)
+    if found.code == "internal_error":
+        logger.error("%s failed, request %s", path, request_id(request), exc_info=error)
+    return _error_at(request, path, found)
+
+
+def _error_at(request: Request, path: str, error: ApiError) -> Response:
+    """An error in the format of the API that the path belongs to."""
+    if path.startswith(ANTHROPIC):
+        body = anthropic.error_body(error) | {"request_id": request_id(request)}
+        return JSONResponse(body, error.status, headers=error.headers)
+    if not path.startswith(OLLAMA):
+        return error_response(error)
+    error = renamed(error, NAMES)
+    if error.code == "not_found":
+        served = ", ".join(route for _, route, _ in ROUTES if route.startswith(OLLAMA))
+        error = ApiError(404, error.code, f"{path[:100]} is not served: there are {served}")
+    return JSONResponse({"error": error.message}, error.status, headers=error.headers)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    code = HTTPStatus(error.status_code).name.lower()
-    asked, reason = f"{request.method} {request.url.path[:200]}", HTTPStatus(error.status_code).phrase
-    if error.status_code == HTTPStatus.NOT_FOUND:
-        reason = f"{asked}: there is no such path: {_path_meant(request.method, request.url.path)}"
-    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        reason = f"{asked}: this path takes {(error.headers or {}).get('Allow', 'another method')}"
-    found = ApiError(error.status_code, code, reason)
-    response = error_at(request, request.url.path, found)
+    """For a path or method that does not exist: what to ask instead."""
+    status, method, path = HTTPStatus(error.status_code), request.method, request.url.path
+    reason = status.phrase
+    if status == HTTPStatus.NOT_FOUND:
+        served = {route for verb, route, _ in ROUTES if verb == method}
+        like = next(
+            (p for p in (path.rstrip("/"), f"/v1{path}", path.removeprefix("/v1")) if p in served), None
+        )
+        hint = "/openapi.json lists those of this server"
+        if like is not None:
+            hint = f"did you mean {like}?"
+        elif path.startswith("/v2"):
+            hint = "it belongs to Triton, which manylora triton starts; this is manylora serve"
+        elif path.startswith("/generate"):
+            hint = "ask /v1/completions or /v1/chat/completions"
+        reason = f"{method} {path[:200]}: there is no such path: {hint}"
+    elif status == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        reason = f"{method} {path[:200]}: this path takes {allowed}"
+    response = _error_at(request, path, ApiError(error.status_code, status.name.lower(), reason))
     response.headers["x-request-id"] = request_id(request)
     return response
-
-
-def _path_meant(method: str, path: str) -> str:
-    """What to ask instead of a path that does not exist."""
-    served = {route for verb, route, _ in ROUTES if verb == method}
-    for meant in (path.rstrip("/"), f"/v1{path}", path.removeprefix("/v1")):
-        if meant in served:
-            return f"did you mean {meant}?"
-    if path.startswith("/v2"):
-        return "it belongs to Triton, which manylora triton starts; this is manylora serve"
-    if path.startswith("/generate"):
-        return "ask /v1/completions or /v1/chat/completions"
-    return "/openapi.json lists those of this server"
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,9 +46,8 @@ from manylora.openai.options import ENGINE_NAMES, ServeOptions
 from manylora.openai.serving.backend import Backend, EngineClient
 from manylora.openai.serving.connections import AT_ONCE, Clients, check_certificate, listen, raise_open_files
 from manylora.openai.serving.fairness import FairQueue
-from manylora.openai.serving.host_check import HostCheck
 from manylora.openai.serving.inference import Inference
-from manylora.openai.serving.keys import Keyring
+from manylora.openai.serving.keys import HostCheck, Keyring
 from manylora.openai.serving.metrics import Metrics
 from manylora.openai.serving.protocol import BoundedHttp
 
@@ -73,11 +72,22 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
     hosts = HostCheck(options.host, options.allowed_hosts, keys=keyring.closed)
     tokenizer = Tokenizer(options.tokenizer_folder, options.chat_template)
     served = _in_process(options, ended) if options.triton_url is None else _through_triton(options)
-    texts = _adapter_texts(options, tokenizer, served.model.vocab_size)
-    _check_adapters(options, served.reader, texts)
+    named = {(one.name, Path(one.path)): one.text for one in options.lora_modules}
+    roots = [*options.lora_root, *options.lora_allowed_path, *(one.path for one in options.lora_trust)]
+    roots += folders_of(Path(one.path) for one in options.lora_modules)
+    vocab_size, max_samples = served.model.vocab_size, served.max_batch_size
+    texts = AdapterTexts(
+        tokenizer, vocab_size, named, options.lora_trust, roots, options.lora_tokenizer_bytes
+    )
+    for one in options.lora_modules:
+        try:
+            texts.read(one.name, Path(one.path))
+            served.reader.read(Path(one.path))
+        except AdapterError as error:
+            raise ConfigError(f"lora_modules: {one.name}={one.path}: {error}") from error
     created, pooling = int(time.time()), read_pooling_settings(options.folder)
     asked = options.generation_config, options.override_generation_config
-    defaults = model_defaults(options.folder, served.model.vocab_size, *asked)
+    defaults = model_defaults(options.folder, vocab_size, *asked)
 
     async def start() -> AppContext:
         folder = options.shared_dir
@@ -85,20 +95,21 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
         uploads = Uploads(options.lora_upload_bytes, options.lora_upload_dir, record)
         catalog = await _open_catalog(options, served, texts, uploads)
         metrics = Metrics(options.bases[0])
-        queue = FairQueue(BATCHES_QUEUED * served.max_batch_size, options.max_queue_size)
+        queue = FairQueue(BATCHES_QUEUED * max_samples, options.max_queue_size)
         backend = Backend(served.start(), catalog, queue, metrics.meter)
-        limits = Limits(served.max_seq_len, served.model.vocab_size, max_samples=served.max_batch_size)
+        limits = Limits(served.max_seq_len, vocab_size, max_samples=max_samples)
         fingerprint = f"fp_{options.bases[0]}"
         inference = Inference(
             backend, tokenizer, served.model, limits, options.bases, fingerprint, options.paths, defaults
         )
         pinning = Pinning(backend.engine.pins, catalog, inference.load)
         pinning.start()
-        known = keyring, hosts, metrics, uploads, pinning, options, created, pooling
         shared = None
         if record is not None and folder is not None:
             shared = SharedAdapters(record, folder, catalog, pinning, options.lora_refresh_seconds)
-        return AppContext(backend, inference, *known, shared)
+        return AppContext(
+            backend, inference, keyring, hosts, metrics, uploads, pinning, options, created, pooling, shared
+        )
 
     return make_app(start)
 
@@ -223,7 +234,11 @@ def _through_triton(options: ServeOptions) -> _ServedModel:
     read = modules_to_read(modules, lora_config)
     rules = AdapterRules(modules, model.num_layers, lora.rank_limit, found.half)
     text_only = options.lora_text_only or bool(lora_config and lora_config.lora_text_only)
-    base = _triton_base_weights(options.folder, model, found.parameters)
+    base, quant = BaseWeights(options.folder), quant_config(found.parameters)  # reads a DoRA's magnitudes
+    if quant is not None:  # its parameters do not give the dtype
+        from manylora.model.quant import EffectiveWeights
+
+        base = BaseWeights(options.folder, EffectiveWeights(model, quant))
     bounds = Bounds.of(modules, model.num_layers, lora.rank_limit)
     return _ServedModel(
         lambda: TritonEngine(url, found),
@@ -235,34 +250,6 @@ def _through_triton(options: ServeOptions) -> _ServedModel:
         # Triton tensors cannot be 8-bit floats.
         AdapterReader(rules, ReadOptions(read, base, bounds, float8=False, text_only=text_only)),
     )
-
-
-def _triton_base_weights(model_dir: Path, model: ModelConfig, parameters: Mapping[str, str]) -> BaseWeights:
-    """The base weights as Triton's engine has them, from its parameters. These do not give the dtype."""
-    quant = quant_config(parameters)
-    if quant is None:
-        return BaseWeights(model_dir)  # imports torch only when a DoRA magnitude is read
-    from manylora.model.quant import EffectiveWeights
-
-    return BaseWeights(model_dir, EffectiveWeights(model, quant))
-
-
-def _adapter_texts(options: ServeOptions, tokenizer: Tokenizer, vocab_size: int) -> AdapterTexts:
-    named = {(one.name, Path(one.path)): one.text for one in options.lora_modules}
-    trusted = options.lora_trust
-    roots = [*options.lora_root, *options.lora_allowed_path, *(one.path for one in trusted)]
-    roots += folders_of(Path(one.path) for one in options.lora_modules)
-    return AdapterTexts(tokenizer, vocab_size, named, trusted, roots, options.lora_tokenizer_bytes)
-
-
-def _check_adapters(options: ServeOptions, reader: AdapterReader, texts: AdapterTexts) -> None:
-    """Raises ConfigError for an adapter of lora_modules that cannot be served."""
-    for one in options.lora_modules:
-        try:
-            texts.read(one.name, Path(one.path))
-            reader.read(Path(one.path))
-        except AdapterError as error:
-            raise ConfigError(f"lora_modules: {one.name}={one.path}: {error}") from error
 
 
 async def _open_catalog(
@@ -286,19 +273,14 @@ async def _open_catalog(
         uploads=uploads,
     )
     await catalog.start()
-    _log_adapters(options, [entry.name for entry in catalog.entries()])
-    for folder in sorted(folders):
-        await catalog.load(folder.name, str(folder.resolve()), replace=True)
-    return catalog
-
-
-def _log_adapters(options: ServeOptions, names: list[str]) -> None:
+    names, roots = sorted(entry.name for entry in catalog.entries()), ", ".join(map(str, options.lora_root))
     if names:
-        more = ", …" if len(names) > SHOWN else ""
-        what = "adapter" if len(names) == 1 else "adapters"
-        logger.info("%d %s: %s%s", len(names), what, ", ".join(sorted(names)[:SHOWN]), more)
+        more, what = ", …" if len(names) > SHOWN else "", "adapter" if len(names) == 1 else "adapters"
+        logger.info("%d %s: %s%s", len(names), what, ", ".join(names[:SHOWN]), more)
     elif options.lora_root:
-        roots = ", ".join(map(str, options.lora_root))
         logger.warning("no adapter is below --lora-root %s: each is a folder with adapter_config.json", roots)
     else:
         logger.info("no adapters: --lora-root FOLDER serves a folder of them, --lora-modules NAME=PATH one")
+    for folder in sorted(folders):
+        await catalog.load(folder.name, str(folder.resolve()), replace=True)
+    return catalog

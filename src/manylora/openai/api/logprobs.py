@@ -70,7 +70,15 @@ def completion_logprobs(
     tokens: Sequence[TokenLogprob], tokenizer: Tokenizer, top: int, offsets: TextOffsets
 ) -> dict[str, Any]:
     """The `logprobs` object of a completion choice."""
-    alternatives = [_by_text(one, tokenizer) if one.logprob is not None else None for one in tokens]
+
+    def by_text(one: TokenLogprob) -> dict[str, float]:
+        """Alternatives by their text. Parts of characters share one text; only the most probable is shown."""
+        found: dict[str, float] = {}
+        for token_id, value in one.top:
+            found.setdefault(tokenizer.decode([token_id], skip_special_tokens=False), value)
+        return found
+
+    alternatives = [by_text(one) if one.logprob is not None else None for one in tokens]
     return {
         "tokens": [tokenizer.decode([one.token_id], skip_special_tokens=False) for one in tokens],
         "token_logprobs": [one.logprob for one in tokens],
@@ -106,12 +114,4 @@ def ranked_logprobs(
         for number, (token_id, logprob) in enumerate(one.top, 1):
             entries.setdefault(str(token_id), entry(token_id, logprob, number))
         found.append(entries)
-    return found
-
-
-def _by_text(one: TokenLogprob, tokenizer: Tokenizer) -> dict[str, float]:
-    """Alternatives by their text. Parts of characters share one text; only the most probable is shown."""
-    found: dict[str, float] = {}
-    for token_id, value in one.top:
-        found.setdefault(tokenizer.decode([token_id], skip_special_tokens=False), value)
     return found

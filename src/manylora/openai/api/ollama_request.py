@@ -8,20 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, create_model
 
 from manylora.generation.sampling import parameters_of
-from manylora.openai.api.errors import FORMAT, ApiError, invalid_value, unsupported_field
+from manylora.openai.api import schema
+from manylora.openai.api.errors import FORMAT, invalid_value, unsupported_field
 from manylora.openai.api.parsing import BodyT, validate
-from manylora.openai.api.pooled_request import MAX_INPUTS
-from manylora.openai.api.schema import (
-    MAX_TOKENS,
-    Body,
-    ChatRequest,
-    CompletionRequest,
-    Items,
-    Text,
-    Tool,
-    WordText,
-    sampling_fields,
-)
+from manylora.openai.api.schema import MAX_INPUTS, MAX_TOKENS, Body, Items, Text, WordText
 
 NAMES = {FORMAT: "format"}  # this API's names for fields of chats and completions
 Number = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -30,11 +20,9 @@ Number = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 if TYPE_CHECKING:
 
     class OllamaSampling(Body):
-        """Those of them that are read by name."""
-
         repeat_penalty: float
 else:
-    OllamaSampling = create_model("OllamaSampling", __base__=Body, **sampling_fields("ollama"))
+    OllamaSampling = create_model("OllamaSampling", __base__=Body, **schema.sampling_fields("ollama"))
 
 
 class Options(OllamaSampling):
@@ -114,7 +102,7 @@ class _Message(Body):
 
 class OllamaChat(_Generation):
     messages: Items[_Message] = Field([], max_length=4096)
-    tools: Items[Tool] = Field([], max_length=128)
+    tools: Items[schema.Tool] = Field([], max_length=128)
 
 
 class OllamaGenerate(_Generation):
@@ -166,27 +154,31 @@ class OllamaShow(Body):
     options: dict[str, Any] = Field({})
 
 
-def chat_request(body: OllamaChat | OllamaGenerate, model: str) -> ChatRequest:
+def chat_request(body: OllamaChat | OllamaGenerate, model: str) -> schema.ChatRequest:
     """model: the name of the served model that the request means. Raises ApiError."""
     _check(body)
-    messages = _messages(body) if isinstance(body, OllamaChat) else _question(body)
+    if isinstance(body, OllamaChat):
+        messages = _messages(body)
+    else:
+        system = [{"role": "system", "content": body.system}] if body.system else []
+        messages = [*system, {"role": "user", "content": body.prompt}]
     chat = {"messages": messages, **_sampling(body, model)}
     chat |= {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
     if "think" in body.model_fields_set:  # the variable that templates of reasoning models use
         chat["chat_template_kwargs"] = {"enable_thinking": False}
     if isinstance(body, OllamaChat) and body.tools:
         chat["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
-    return _as_given(validate(chat, ChatRequest), body.options)
+    return _as_given(validate(chat, schema.ChatRequest), body.options)
 
 
-def completion_request(body: OllamaGenerate, model: str) -> CompletionRequest:
+def completion_request(body: OllamaGenerate, model: str) -> schema.CompletionRequest:
     """The completion for a raw prompt. Raises ApiError."""
     _check(body)
     if body.system:
         raise invalid_value("system needs raw false", "system")
     completion = {"prompt": body.prompt, **_sampling(body, model)}
     completion["logprobs"] = body.top_logprobs if body.logprobs else None
-    return _as_given(validate(completion, CompletionRequest), body.options)
+    return _as_given(validate(completion, schema.CompletionRequest), body.options)
 
 
 def _as_given(made: BodyT, options: Options) -> BodyT:
@@ -200,7 +192,7 @@ def _as_given(made: BodyT, options: Options) -> BodyT:
 def _check(body: OllamaChat | OllamaGenerate) -> None:
     if body.think:
         reason = f"{body.model!r} does not support thinking: leave think out, or set it to false"
-        raise ApiError(400, "unsupported_field", reason, "think")
+        raise unsupported_field(reason, "think")
     given = body.messages if isinstance(body, OllamaChat) else [body]
     if any(one.images for one in given):
         raise unsupported_field("images are not supported: this server takes text", "images")
@@ -214,6 +206,11 @@ def _check(body: OllamaChat | OllamaGenerate) -> None:
 
 def _sampling(body: OllamaChat | OllamaGenerate, model: str) -> dict[str, Any]:
     options = body.options
+    wanted: dict[str, Any] | None = None
+    if body.format == "json":
+        wanted = {"type": "json_object"}
+    elif body.format != "":
+        wanted = {"type": "json_schema", "json_schema": {"schema": body.format}}
     return {
         "model": model,
         "stream": body.stream,
@@ -222,21 +219,8 @@ def _sampling(body: OllamaChat | OllamaGenerate, model: str) -> dict[str, Any]:
         "seed": None if options.seed == -1 else options.seed,
         "stop": options.stop,
         "repetition_penalty": 1.0 if options.repeat_last_n == 0 else options.repeat_penalty,
-        "response_format": _response_format(body.format),
+        "response_format": wanted,
     }
-
-
-def _response_format(given: str | dict[str, Any]) -> dict[str, Any] | None:
-    if given == "":
-        return None
-    if given == "json":
-        return {"type": "json_object"}
-    return {"type": "json_schema", "json_schema": {"schema": given}}
-
-
-def _question(body: OllamaGenerate) -> list[dict[str, Any]]:
-    system = [{"role": "system", "content": body.system}] if body.system else []
-    return [*system, {"role": "user", "content": body.prompt}]
 
 
 def _messages(body: OllamaChat) -> list[dict[str, Any]]:

@@ -140,6 +140,7 @@ class TemplateFields(Body):
 
 
 MAX_TOKENS = 2**31 - 1
+MAX_INPUTS = 2048  # for embeddings, as OpenAI's
 MAX_BIAS, LARGEST_BIAS = 2**15, 100
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.datastructures import UploadFile
@@ -36,15 +36,10 @@ SHOWN = {"file": 10_000, "batch": 20}
 
 
 class BatchRoutes:
-    """identify: returns the API key of a request. read: parses its body."""
+    """identify: returns the API key of a request."""
 
-    def __init__(
-        self,
-        identify: Callable[[Request], ApiKey],
-        read: Callable[..., Awaitable[Any]],
-        store: BatchStore,
-    ) -> None:
-        self._identify, self._read, self._store = identify, read, store
+    def __init__(self, identify: Callable[[Request], ApiKey], store: BatchStore) -> None:
+        self._identify, self._store = identify, store
 
     async def upload(self, request: Request) -> Response:
         key = self._identify(request)
@@ -92,9 +87,7 @@ class BatchRoutes:
         file = self._file(request, request.path_params["name"])
         return FileResponse(self._store.path(file), media_type="application/octet-stream")
 
-    async def create(self, request: Request) -> Response:
-        key = self._identify(request)
-        body: BatchRequest = await self._read(request, BatchRequest)
+    async def create(self, request: Request, body: BatchRequest, key: ApiKey) -> Response:
         if body.endpoint not in ENDPOINTS:
             raise invalid_value(f"endpoint must be one of {', '.join(ENDPOINTS)}", "endpoint")
         file = self._file(request, body.input_file_id)

@@ -1,17 +1,64 @@
-"""The static files of the status page, and the API's documentation as a page."""
+"""The static files of the status page, and the OpenAPI document, from the pydantic models of the bodies, also
+as a page.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
 
+from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
+from manylora.openai.api import ollama_request, schema
 from manylora.openai.api.errors import ApiError
+from manylora.openai.api.schema import Body
+from manylora.openai.serving import anthropic, pooled
+from manylora.openai.serving.responses_api import ResponsesRequest
+from manylora.version import __version__
 
+BODIES: dict[str, type[Body]] = {
+    "completions": schema.CompletionRequest,
+    "chat": schema.ChatRequest,
+    "responses": ResponsesRequest,
+    "messages": anthropic.MessagesRequest,
+    "count_tokens": anthropic.CountTokensRequest,
+    "ollama.chat": ollama_request.OllamaChat,
+    "ollama.generate": ollama_request.OllamaGenerate,
+    "ollama.embed": ollama_request.OllamaEmbed,
+    "ollama.embeddings": ollama_request.OllamaEmbeddings,
+    "ollama.show": ollama_request.OllamaShow,
+    "adapters.load": schema.LoadRequest,
+    "adapters.unload": schema.UnloadRequest,
+    "adapters.pin": schema.PinRequest,
+    "pooled.embeddings": pooled.EmbeddingRequest,
+    "pooled.classify": pooled.ClassifyRequest,
+    "pooled.score": pooled.ScoreRequest,
+    "pooled.rerank": pooled.RerankRequest,
+    "pooled.pooling": pooled.PoolingRequest,
+    "batches.create": schema.BatchRequest,
+    "tokenize": schema.TokenizeRequest,
+    "detokenize": schema.DetokenizeRequest,
+}
+"""Method of the routes -> what it takes."""
+NULLABLE = {"type": ["string", "null"]}
+ERROR_FIELDS = {
+    "message": {"type": "string"},
+    "type": {"type": "string"},
+    "param": NULLABLE,
+    "code": {"type": "string"},
+}
+ERROR_OBJECT = {"type": "object", "required": list(ERROR_FIELDS), "properties": ERROR_FIELDS}
+ERROR = {"type": "object", "required": ["error"], "properties": {"error": ERROR_OBJECT}}
+BINARY = {"type": "string", "format": "binary"}
+LOAD_QUERY = {
+    **dict.fromkeys(("lora_name", "adapter_config", "owner"), "string"),
+    "idle_ttl_seconds": "number",
+    **dict.fromkeys(("load_inplace", "pinned", "public"), "boolean"),
+}
 TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -26,33 +73,12 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-
-
-def page_file(name: str, if_none_match: str = "") -> Response:
-    """The file of this name in static/. Raises ApiError 404."""
-    found = FILES.get(name)
-    if found is None:
-        raise ApiError(404, "not_found", "The page has no such file")
-    content, tag = found
-    headers = {**HEADERS, "ETag": tag}
-    if if_none_match == tag:
-        return Response(status_code=304, headers=headers)
-    return Response(content, media_type=TYPES[name.rpartition(".")[2]], headers=headers)
-
-
-def _read() -> dict[str, tuple[bytes, str]]:
-    found = {}
-    for file in (files("manylora.openai.page") / "static").iterdir():
-        if file.name.rpartition(".")[2] in TYPES:
-            content = file.read_bytes()
-            found[file.name] = (content, f'"{hashlib.sha256(content).hexdigest()[:16]}"')
-    return found
-
-
-FILES = _read()
+FILES = {
+    file.name: (content := file.read_bytes(), f'"{hashlib.sha256(content).hexdigest()[:16]}"')
+    for file in (files("manylora.openai.page") / "static").iterdir()
+    if file.name.rpartition(".")[2] in TYPES
+}
 """File name -> content, ETag."""
-
-
 HEAD = (
     '<!doctype html><html lang="en"><meta charset="utf-8"><title>manylora: the API</title>'
     '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -71,36 +97,90 @@ LIMITS = {
 }
 
 
+def page_file(name: str, if_none_match: str = "") -> Response:
+    """The file of this name in static/. Raises ApiError 404."""
+    found = FILES.get(name)
+    if found is None:
+        raise ApiError(404, "not_found", "The page has no such file")
+    content, tag = found
+    headers = {**HEADERS, "ETag": tag}
+    if if_none_match == tag:
+        return Response(status_code=304, headers=headers)
+    return Response(content, media_type=TYPES[name.rpartition(".")[2]], headers=headers)
+
+
+def document(routes: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
+    """The OpenAPI document. routes: method, path, name of the handler."""
+    reference = "#/components/schemas/{model}"
+    _, schemas = models_json_schema([(m, "validation") for m in BODIES.values()], ref_template=reference)
+    paths: dict[str, dict[str, Any]] = {}
+    for method, path, name in routes:
+        path = path.replace(":path}", "}")
+        paths.setdefault(path, {})[method.lower()] = _operation(method, path, name)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "manylora", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": {**schemas["$defs"], "Error": ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(method: str, path: str, name: str) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    operation = path.strip("/").replace("/", "_").replace("{", "").replace("}", "") or "page"
+    found: dict[str, Any] = {
+        "operationId": f"delete_{operation}" if method == "DELETE" else operation,
+        "responses": {"200": {"description": "OK"}, "default": {"description": "Error", "content": error}},
+    }
+    content: dict[str, Any] = {}
+    if "{name}" in path:
+        found["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if name in BODIES:
+        content["application/json"] = {"schema": {"$ref": f"#/components/schemas/{BODIES[name].__name__}"}}
+    if name in ("adapters.load", "adapters.put"):  # the body may be the adapter's file
+        content["application/octet-stream"] = {"schema": BINARY}
+        query = LOAD_QUERY if name == "adapters.load" else {"adapter_config": "string"}
+        found.setdefault("parameters", []).extend(
+            {"name": one, "in": "query", "schema": {"type": kind}} for one, kind in query.items()
+        )
+    if name == "batches.upload":
+        fields = {"file": BINARY, "purpose": {"const": "batch"}}
+        form = {"type": "object", "required": list(fields), "properties": fields}
+        content["multipart/form-data"] = {"schema": form}
+    if content:
+        found["requestBody"] = {"required": True, "content": content}
+    return found
+
+
 def docs_page(document: Mapping[str, Any]) -> Response:
     """document: of OpenAPI 3.1."""
-    content = HEAD + "".join(_endpoints(document)) + "".join(_models(document))
-    return Response(content, media_type=TYPES["html"], headers=HEADERS)
+    return Response(HEAD + "".join(_parts(document)), media_type=TYPES["html"], headers=HEADERS)
 
 
-def _endpoints(document: Mapping[str, Any]) -> Iterator[str]:
+def _parts(document: Mapping[str, Any]) -> Iterator[str]:
     yield "<h2>Endpoints</h2><table>"
     for path, operations in document["paths"].items():
         for method, one in operations.items():
             body = one.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
-            cells = (method.upper(), f"<code>{escape(path)}</code>", "" if body is None else _type(body))
-            yield "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
-    yield "</table>"
-
-
-def _models(document: Mapping[str, Any]) -> Iterator[str]:
-    yield "<h2>Objects</h2>"
-    for name, schema in document["components"]["schemas"].items():
-        yield f'<h3 id="{escape(name)}">{escape(name)}</h3><p>{escape(schema.get("description", ""))}</p>'
+            yield _row(method.upper(), f"<code>{escape(path)}</code>", "" if body is None else _type(body))
+    yield "</table><h2>Objects</h2>"
+    for name, one in document["components"]["schemas"].items():
+        yield f'<h3 id="{escape(name)}">{escape(name)}</h3><p>{escape(one.get("description", ""))}</p>'
         yield "<table>"
-        for field, one in schema.get("properties", {}).items():
-            need = "required" if field in schema.get("required", ()) else _default(one)
-            cells = (f"<code>{escape(field)}</code>", _type(one), need)
-            yield "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+        for field, value in one.get("properties", {}).items():
+            need = "" if value.get("default") is None else f"default {escape(str(value['default']))}"
+            if field in one.get("required", ()):
+                need = "required"
+            yield _row(f"<code>{escape(field)}</code>", _type(value), need)
         yield "</table>"
 
 
-def _default(schema: Mapping[str, Any]) -> str:
-    return f"default {escape(str(schema['default']))}" if schema.get("default") is not None else ""
+def _row(*cells: str) -> str:
+    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
 def _type(schema: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -30,7 +30,6 @@ from manylora.openai.api.errors import (
 )
 from manylora.openai.serving.fairness import FairQueue
 from manylora.openai.serving.history import History
-from manylora.openai.serving.waits import EventQueue, Signal
 from manylora.request import AdapterVersion, Event, LoraInput, LoraMix, Request, Sink, mix
 from manylora.stats import CacheMap, EngineStats
 from manylora.system.waits import engine_answer
@@ -41,6 +40,59 @@ MAP_TIMEOUT_S = 2.0  # the engine may be in a step with a long prompt
 MAX_ATTEMPTS = 4  # the adapter may be evicted each time before the engine admits the request
 Meter = Callable[[LoraInput | LoraMix | None, Event, float], None]
 Wake = Callable[[], None]
+
+
+Item = TypeVar("Item")
+
+
+class EventQueue(Generic[Item]):
+    """`put` items and then `wake`, from any thread. `take` is called on the event loop with all items so far.
+
+    Waking is a system call and makes the event loop compete for the GIL. Call it once per engine step, not
+    once per token.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[list[Item]], None]) -> None:
+        self._loop, self._take = loop, take
+        self._items: deque[Item] = deque()
+        self._waking = False
+        self.put = self._items.append
+
+    def wake(self) -> None:
+        # No lock is needed: a caller that finds the flag set has put its items before `_empty` clears the
+        # flag, and `_empty` takes the items after clearing it.
+        if self._items and not self._waking and not self._loop.is_closed():
+            self._waking = True
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                self._loop.call_soon_threadsafe(self._empty)
+
+    def _empty(self) -> None:
+        self._waking = False
+        popleft = self._items.popleft
+        self._take([popleft() for _ in range(len(self._items))])
+
+
+class Signal:
+    """Like asyncio.Event, but for one waiter, and cleared when `wait` returns."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        self._is_set = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Wait until it is set, and clear it."""
+        if not self._is_set:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._is_set = False
 
 
 class EngineClient(Protocol):
@@ -90,12 +142,9 @@ JobT = TypeVar("JobT", Generation, PooledGeneration)
 class Call(Generic[JobT]):
     """One generation with its adapter. policy: load_lora_weights. source: "hf" or "nemo", if given.
 
-    changed: set after every change; the calls of one HTTP request share it. guide_field: the field that the
-    guide came from, for errors.
-
-    adapters: names and scales; `adapter` is the name in the request. version: of the first adapter. content:
-    digest of everything that acts, including the scales of several adapters; empty: the base model. follow:
-    lora_version.
+    changed: set after every change; the calls of one HTTP request share it. guide_field: where the guide came
+    from, for errors. adapters: names and scales; `adapter` is the name in the request. version: of the first
+    adapter. content: digest of everything that acts; empty: the base model. follow: lora_version.
     """
 
     generation: JobT
@@ -214,9 +263,8 @@ class Backend:
             found = await engine_answer(self.engine.cache_map, MAP_TIMEOUT_S)
         except TimeoutError:
             return None
-        return None if found is None else self._with_names(found)
-
-    def _with_names(self, found: CacheMap) -> CacheMap:
+        if found is None:
+            return None
         names: dict[str, tuple[str, ...]] = {}
         for entry in self.catalog.entries():
             if entry.version is not None:
@@ -235,9 +283,8 @@ class Backend:
     async def _serve(self, call: Call[Any]) -> None:
         generation = call.generation
         try:
-            cost = generation.num_sequences
             first = call.adapters[0][0] if call.adapters else ""
-            async with self.queue.turn(first, cost):
+            async with self.queue.turn(first, generation.num_sequences):
                 await self._with_adapters(call)
         except asyncio.CancelledError:
             if call.ticket is not None and not generation.ended:
@@ -253,7 +300,12 @@ class Backend:
             self._open.discard(call)
 
     async def _with_adapters(self, call: Call[Any]) -> None:
-        self._check_following(call)
+        if call.follow and not call.adapters:
+            reason = "lora_version follow needs an adapter, and the base model answers: use keep"
+            raise invalid_value(reason, "lora_version")
+        if call.follow and not self.engine.follows:
+            reason = "lora_version follow needs the engine in this server, not behind triton_url: use keep"
+            raise unsupported_field(reason, "lora_version")
         versions: list[tuple[Version, float]] = []
         with contextlib.ExitStack() as stack:
             for name, scale in call.adapters:
@@ -268,23 +320,11 @@ class Backend:
             else:
                 await self._through_engine(call, None)
 
-    def _check_following(self, call: Call[Any]) -> None:
-        if call.follow and not call.adapters:
-            reason = "lora_version follow needs an adapter, and the base model answers: use keep"
-            raise invalid_value(reason, "lora_version")
-        if call.follow and not self.engine.follows:
-            reason = "lora_version follow needs the engine in this server, not behind triton_url: use keep"
-            raise unsupported_field(reason, "lora_version")
-
     async def _version(self, call: Call[Any], name: str) -> Version:
         version = await self.catalog.version(name, fresh=call.policy == "always")
         if call.source and (call.source == "nemo") != (version.facts.kind == "nemo"):
-            raise ApiError(
-                422,
-                "adapter_unsupported",
-                f"adapter {name!r} is not a checkpoint of kind {call.source}",
-                "lora_request.lora_ckpt_source",
-            )
+            reason = f"adapter {name!r} is not a checkpoint of kind {call.source}"
+            raise ApiError(422, "adapter_unsupported", reason, "lora_request.lora_ckpt_source")
         return version
 
     async def _try_to_send(self, call: Call[Any], versions: list[tuple[Version, float]]) -> None:
@@ -294,7 +334,12 @@ class Backend:
         for attempt in range(MAX_ATTEMPTS):
             members: list[tuple[LoraInput, float]] = []
             for place, (version, scale) in enumerate(versions):
-                here, adapter = self._is_here(call, version), None
+                here = self.engine.resident(version.task_id) or self._carrying[version.task_id] > 0
+                if not here and call.policy == "never":
+                    reason = "is not in the cache and load_lora_weights is never"
+                    message = f"adapter {version.name!r} {reason}"
+                    raise ApiError(409, "adapter_not_cached", message, "load_lora_weights")
+                adapter = None
                 if attempt > 0 or not here:
                     if call.follow:
                         version = await self.catalog.version(version.name)
@@ -310,17 +355,6 @@ class Backend:
             except (AdapterNotCachedError, AdapterChangedError):
                 continue  # evicted, or its files changed, meanwhile
         raise ApiError(503, "adapter_cache_busy", "The adapter cache is too busy, try again", retry_after=1)
-
-    def _is_here(self, call: Call[Any], version: Version) -> bool:
-        here = self.engine.resident(version.task_id) or self._carrying[version.task_id] > 0
-        if not here and call.policy == "never":
-            raise ApiError(
-                409,
-                "adapter_not_cached",
-                f"adapter {version.name!r} is not in the cache and load_lora_weights is never",
-                "load_lora_weights",
-            )
-        return here
 
     async def _through_engine(self, call: Call[Any], lora: LoraInput | LoraMix | None) -> None:
         """Raises AdapterNotCachedError if the ids were not enough, and AdapterChangedError."""
@@ -343,7 +377,13 @@ class Backend:
     def _take_one(self, call: Call[Any], event: Event) -> None:
         generation, answered = call.generation, call.answered
         assert answered is not None
-        self._arrived(call)
+        lora = call.lora
+        if lora is not None and lora.has_tensors:  # they are in the cache now, or were rejected
+            for task_id in _carried(lora):
+                self._carrying[task_id] -= 1
+                if self._carrying[task_id] <= 0:
+                    del self._carrying[task_id]
+            call.lora = lora.without_tensors()  # free them
         again = (AdapterNotCachedError, AdapterChangedError)
         if isinstance(event.error, again) and call.policy != "never":
             if event.last and not answered.done():
@@ -366,16 +406,6 @@ class Backend:
         # Ended by a stop text, which the engine does not know.
         elif generation.complete and call.ticket is not None:
             self.engine.cancel(call.ticket)
-
-    def _arrived(self, call: Call[Any]) -> None:
-        """After the first event of a request with tensors: they are in the cache, or were rejected."""
-        lora = call.lora
-        for task_id in _carried(lora):
-            self._carrying[task_id] -= 1
-            if self._carrying[task_id] <= 0:
-                del self._carrying[task_id]
-        if lora is not None and lora.has_tensors:  # free the tensors
-            call.lora = lora.without_tensors()
 
 
 def _carried(lora: LoraInput | LoraMix | None) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,8 +18,8 @@ from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.generation.generation import Generation
 from manylora.generation.pooled import PooledGeneration
 from manylora.generation.tokenizer import Tokenizer
-from manylora.openai.api.adapter_choice import AdapterChoice, choose_adapter
-from manylora.openai.api.errors import ApiError, as_api_error, invalid_value, unsupported_field
+from manylora.lora.catalog.names import is_name
+from manylora.openai.api.errors import ApiError, as_api_error, check_name, invalid_value, unsupported_field
 from manylora.openai.api.params import Limits, Shared, plan, shared_of
 from manylora.openai.api.schema import (
     AdapterFields,
@@ -28,8 +28,7 @@ from manylora.openai.api.schema import (
     GenerationRequest,
     StreamOptions,
 )
-from manylora.openai.api.tools import ToolUse
-from manylora.openai.serving.backend import Backend, Call
+from manylora.openai.serving.backend import Backend, Call, Signal
 from manylora.openai.serving.keys import ApiKey
 from manylora.openai.serving.prompts import ChatPrompt, Prompts
 from manylora.openai.serving.responses import (
@@ -41,11 +40,37 @@ from manylora.openai.serving.responses import (
     RunningCalls,
 )
 from manylora.openai.serving.transport import EventStream, name_of
-from manylora.openai.serving.waits import Signal
-from manylora.request import Pooling
+from manylora.request import MAX_MIXED, MAX_SCALE, Pooling
 
 PROBE_S = 2.0
 BuildResponse = Callable[[Answers], ResponseBuilder]
+
+
+@dataclass(frozen=True)
+class AdapterChoice:
+    """Which adapters a request asks for.
+
+    field: the field that named the adapter. name: None is the base model. source: "hf" or "nemo", if given.
+    mix: several adapters, or one with a scale, as names and scales. `name` is then all names joined by +.
+    """
+
+    field: str = "model"
+    name: str | None = None
+    source: str | None = None
+    mix: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def adapters(self) -> tuple[tuple[str, float], ...]:
+        """All adapters with their scales."""
+        return self.mix or (() if self.name is None else ((self.name, 1.0),))
+
+    @property
+    def alone(self) -> str | None:
+        """The adapter, if exactly one acts: its own text settings then apply. None: the base model's
+        apply.
+        """
+        acting = {name for name, scale in self.adapters if scale}
+        return acting.pop() if len(acting) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -56,16 +81,10 @@ class ResolvedRequest:
     prompts: Prompts
     defaults: GenerationDefaults = NO_DEFAULTS
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.prompts.tokenizer
-
 
 class Inference:
-    """bases: names of the base model; responses use the first. fingerprint: identifies the base model.
-
-    paths: further names of it, which are not listed: a path, by which clients of other servers call it.
-    defaults: of the base model, for fields that a request leaves out.
+    """bases: names of the base model; responses use the first. fingerprint: identifies it. paths: further
+    names of it, which are not listed. defaults: its own, for fields that a request leaves out.
     """
 
     def __init__(
@@ -100,9 +119,8 @@ class Inference:
         any error of reading the adapter.
         """
         choice = self.choose_adapter(body, key)
-        return ResolvedRequest(
-            choice, *await self._text_of(choice.alone, fresh=body.load_lora_weights == "always")
-        )
+        prompts, defaults = await self._text_of(choice.alone, fresh=body.load_lora_weights == "always")
+        return ResolvedRequest(choice, prompts, defaults)
 
     async def prompts_of(self, model: str, key: ApiKey) -> Prompts:
         """Tokenizer and chat template of a model that the key may use. For other names the base model's."""
@@ -162,20 +180,22 @@ class Inference:
     ) -> Response:
         given, special = _prompts(body.prompt), body.add_special_tokens
         self._check_count(len(given) * (body.best_of or body.n))
-        whole = body.truncate_prompt_tokens is None
+        whole, most = body.truncate_prompt_tokens is None, self.limits.vocab_size - 1
         asked = await self.ask(body, key)
         encode = asked.prompts.encode
         prompts = [
             await encode(one, special, "prompt", whole) if isinstance(one, str) else tuple(one)
             for one in given
         ]
-        for prompt in prompts:
-            self._check_ids(prompt)
+        if not all(prompts):
+            raise invalid_value("prompt: must have at least one token", "prompt")
+        if max(map(max, prompts)) > most:
+            raise invalid_value(f"prompt: token ids must be at most {most}", "prompt")
         return await self._respond(request, body, asked, prompts, build=build)
 
     async def probe(self) -> None:
-        """Generate two tokens with the base model, for health checks. A model without a language-model head
-        computes a hidden state instead. Raises ApiError if that fails.
+        """Generate two tokens, or compute a hidden state, with the base model, for health checks. Raises
+        ApiError if that fails.
 
         One at a time: its result is that of everyone who asks meanwhile, or within PROBE_S of its start.
         """
@@ -216,17 +236,9 @@ class Inference:
             raise call.error
 
     def _check_count(self, count: int) -> None:
-        if count > self.limits.max_sequences:
-            raise invalid_value(
-                f"n: at most {self.limits.max_sequences} outputs in one request, of all prompts together", "n"
-            )
-
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        if not ids:
-            raise invalid_value("prompt: must have at least one token", "prompt")
-        if max(ids) >= self.limits.vocab_size:
-            most = self.limits.vocab_size - 1
-            raise invalid_value(f"prompt: token ids must be at most {most}", "prompt")
+        most = self.limits.max_sequences
+        if count > most:
+            raise invalid_value(f"n: at most {most} outputs in one request, of all prompts together", "n")
 
     async def _respond(
         self,
@@ -254,11 +266,23 @@ class Inference:
             run = RunningCalls(self.backend, calls, changed, request, on_disconnect)
             stack.callback(run.close)
             await run.begin()
-            usual = ChatResponse if isinstance(body, ChatRequest) else CompletionResponse
-            builder = (build or usual)(self._answers(body, calls, asked, texts, name, shared.use))
+            is_chat, options = isinstance(body, ChatRequest), body.stream_options or StreamOptions()
+            answers = Answers(
+                [call.generation for call in calls],
+                body.n,
+                model=body.model or asked.choice.name or self.bases[0],
+                fingerprint="-".join(filter(None, (self._fingerprint, calls[0].content[:12]))),
+                tokenizer=asked.prompts.tokenizer,
+                name=name,
+                token_ids=body.return_token_ids,
+                running_usage=options.continuous_usage_stats,
+                use=shared.use,
+                expanded_prompt=texts[0] if getattr(body, "return_expanded_prompt", False) else None,
+                echoes=_echoes(body, calls, asked.prompts.tokenizer),
+            )
+            builder = (build or (ChatResponse if is_chat else CompletionResponse))(answers)
             if body.stream:
-                usage = (body.stream_options or StreamOptions()).include_usage
-                events = run.stream(builder, usage)
+                events = run.stream(builder, options.include_usage)
                 return EventStream(events, run.watcher, stack.pop_all().close, builder.media_type)
             await run.finish()
             return JSONResponse(builder.body())
@@ -271,12 +295,17 @@ class Inference:
         def known(name: str) -> bool:
             return (catalog.has(name) or name in names) and self.may_use(name, key)
 
-        choice = choose_adapter(
-            body,
-            [*self.bases, *self._paths],
-            known,
-            lambda path: _name_of_path(key, path, catalog.name_of_path),
-        )
+        def name_of_path(path: str) -> str:
+            """A key that may not see everything must not learn which paths exist."""
+            try:
+                return catalog.name_of_path(path)
+            except RequestError as error:
+                if key.sees_all:
+                    raise
+                reason = "This API key may not use this lora_path"
+                raise ApiError(403, "not_allowed", reason, "lora_path") from error
+
+        choice = choose_adapter(body, [*self.bases, *self._paths], known, name_of_path)
         members = []
         for given, scale in choice.adapters:
             self.check_use(given, key, "model", choice.field)
@@ -302,15 +331,13 @@ class Inference:
         request_id: str,
         shared: Shared,
     ) -> Call[Generation]:
+        choice, tokenizer = asked.choice, asked.prompts.tokenizer
         try:
-            decoding = plan(
-                body, len(prompt), asked.tokenizer, self.model, self.limits, shared, asked.defaults
-            )
+            decoding = plan(body, len(prompt), tokenizer, self.model, self.limits, shared, asked.defaults)
         except (ValueError, RequestError) as error:
             raise as_api_error(error) from error
-        choice = asked.choice
         return Call(
-            Generation(prompt, decoding, asked.tokenizer, body.stream, request_id),
+            Generation(prompt, decoding, tokenizer, body.stream, request_id),
             changed,
             choice.name,
             body.load_lora_weights,
@@ -320,40 +347,14 @@ class Inference:
             guide_field=shared.guide_field,
         )
 
-    def _answers(
-        self,
-        body: GenerationRequest,
-        calls: Sequence[Call[Generation]],
-        asked: ResolvedRequest,
-        texts: Sequence[str],
-        name: str,
-        use: ToolUse | None,
-    ) -> Answers:
-        generations = [call.generation for call in calls]
-        return Answers(
-            generations,
-            body.n,
-            model=body.model or asked.choice.name or self.bases[0],
-            fingerprint="-".join(filter(None, (self._fingerprint, calls[0].content[:12]))),
-            tokenizer=asked.tokenizer,
-            name=name,
-            token_ids=body.return_token_ids,
-            running_usage=(body.stream_options or StreamOptions()).continuous_usage_stats,
-            use=use,
-            expanded_prompt=texts[0]
-            if isinstance(body, ChatRequest) and body.return_expanded_prompt
-            else None,
-            echoes=_echoes(body, generations, asked.tokenizer),
-        )
 
-
-def _echoes(body: GenerationRequest, generations: Sequence[Generation], tokenizer: Tokenizer) -> list[Echo]:
+def _echoes(body: GenerationRequest, calls: Sequence[Call[Generation]], tokenizer: Tokenizer) -> list[Echo]:
     """For each prompt, the text to return before the output. Empty if the body does not ask for it."""
     found: list[Echo] = []
     if not (isinstance(body, CompletionRequest) and body.echo):
         return found
-    for given, generation in zip(_prompts(body.prompt), generations, strict=True):
-        ids, cut = generation.prompt, body.truncate_prompt_tokens
+    for given, call in zip(_prompts(body.prompt), calls, strict=True):
+        ids, cut = call.generation.prompt, body.truncate_prompt_tokens
         if isinstance(given, str) and (cut is None or len(ids) < cut):
             added = tokenizer.encode("") if body.add_special_tokens else []
             found.append(Echo(given, next((i for i, one in enumerate(added) if one != ids[i]), len(added))))
@@ -362,19 +363,84 @@ def _echoes(body: GenerationRequest, generations: Sequence[Generation], tokenize
     return found
 
 
+def choose_adapter(
+    body: AdapterFields,
+    bases: Sequence[str],
+    known: Callable[[str], bool],
+    name_of_path: Callable[[str], str],
+) -> AdapterChoice:
+    """Six fields can name an adapter. All that are given must agree.
+
+    bases: the base model's names. known: whether an adapter has this name. name_of_path: returns the name
+    of the adapter at a path, or raises ApiError if the path may not be read.
+
+    Raises ApiError 400, naming both fields when two of them disagree, and for load_lora_weights without an
+    adapter.
+    """
+    choices = list(_by_other_fields(body, known, name_of_path))
+    model = body.model
+    if model and model not in bases:
+        base = next((base for base in bases if model.startswith(base + ":")), None)
+        model = model if base is None else model[len(base) + 1 :]
+        # Beside another field, an unknown `model` means the base model: many servers ignore that field, so
+        # clients put anything into it.
+        if base is not None or not choices or known(model):
+            if "+" in model:
+                choices.insert(0, _mix("model", [(name, 1.0) for name in model.split("+")]))
+            else:
+                choices.insert(0, AdapterChoice("model", check_name(model, "model")))
+    for other in choices[1:]:
+        if other.adapters != choices[0].adapters:
+            reason = (
+                f"{choices[0].field} and {other.field} choose different adapters: give one of them, or the "
+            )
+            raise ApiError(400, "adapter_conflict", reason + "same adapter in both", other.field)
+    if not choices and body.load_lora_weights != "auto":
+        reason = "load_lora_weights is for an adapter, and this request names none: name one, or leave it out"
+        raise invalid_value(reason, "load_lora_weights")
+    return max(choices, key=lambda choice: choice.source is not None, default=AdapterChoice())
+
+
+def _mix(field: str, members: Sequence[tuple[str, float]]) -> AdapterChoice:
+    """Raises ApiError."""
+    if len(members) > MAX_MIXED:
+        raise invalid_value(f"{field}: at most {MAX_MIXED} adapters act together", field)
+    names = [check_name(name, field) for name, _ in members]
+    if any(abs(sum(s for other, s in members if other == name)) > MAX_SCALE for name in names):
+        reason = f"{field}: the scales of one adapter may add up to at most {MAX_SCALE:g} in magnitude"
+        raise invalid_value(reason, field)
+    if len(members) == 1 and members[0][1] == 1:
+        return AdapterChoice(field, names[0])
+    return AdapterChoice(field, "+".join(names) or None, mix=tuple(members))
+
+
+def _by_other_fields(
+    body: AdapterFields, known: Callable[[str], bool], name_of_path: Callable[[str], str]
+) -> Iterator[AdapterChoice]:
+    if body.lora is not None:
+        yield _mix("lora", [(one.name, one.scale) for one in body.lora])
+    for field in ("lora_model", "adapter_id"):
+        name = getattr(body, field)
+        if name is not None:
+            yield AdapterChoice(field, check_name(name, field))
+    path, lora = body.lora_path, body.lora_request
+    if path is not None:  # SGLang's field: a name or a path
+        yield AdapterChoice("lora_path", path if is_name(path) and known(path) else name_of_path(path))
+    if lora is None:
+        return
+    if lora.lora_path is None and lora.lora_name is None:
+        raise ApiError(400, "missing_field", "lora_request needs a lora_name or a lora_path", "lora_request")
+    # With a path, an unknown name is only the client's label.
+    if lora.lora_name is not None and (lora.lora_path is None or known(lora.lora_name)):
+        field = "lora_request.lora_name"
+        yield AdapterChoice(field, check_name(lora.lora_name, field), lora.lora_ckpt_source)
+    if lora.lora_path is not None:
+        yield AdapterChoice("lora_request.lora_path", name_of_path(lora.lora_path), lora.lora_ckpt_source)
+
+
 def _not_found(what: str, name: str, field: str) -> ApiError:
     hint = ": GET /v1/models lists those that do" if what == "model" else ""
     return ApiError(404, "adapter_not_found", f"{what} {name!r} does not exist{hint}", field)
-
-
-def _name_of_path(key: ApiKey, path: str, name_of_path: Callable[[str], str]) -> str:
-    """The adapter at a path. A key that may not see everything must not learn which paths exist."""
-    try:
-        return name_of_path(path)
-    except RequestError as error:
-        if key.sees_all:
-            raise
-        raise ApiError(403, "not_allowed", "This API key may not use this lora_path", "lora_path") from error
 
 
 def _prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:

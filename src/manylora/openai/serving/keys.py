@@ -1,8 +1,13 @@
-"""Keyring: API keys and what each may use. The file holds only their SHA-256."""
+"""Who may use the server. Keyring: API keys and what each may use. HostCheck: refuses requests that another
+site's page makes a browser send.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import ipaddress
+import re
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,14 +15,21 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
+from starlette.requests import Request
 
 from manylora.errors import ConfigError
 from manylora.openai.api.errors import ApiError
 
 LIMITS = ("max_concurrent", "requests_per_minute", "max_adapters", "max_adapter_bytes")
 FIELDS = {"name", "sha256", "adapters", "base", "admin", "load", *LIMITS}
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
+PATTERN = re.compile(r"\*|(\*\.)?[a-z0-9._-]+|\[?[0-9a-f:.]+\]?")
+# Names of private networks. Nobody can register them, so no attacker's name server answers for them.
+PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa", ".svc")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(eq=False)
@@ -69,22 +81,19 @@ class ApiKey:
         if self.max_concurrent and self.num_open >= self.max_concurrent:
             reason = f"This API key may have {self.max_concurrent} requests at one time"
             raise ApiError(429, "too_many_requests", reason, retry_after=1)
-        self._spend()
+        if self.requests_per_minute:
+            each, now = 60 / self.requests_per_minute, time.monotonic()
+            due = max(self._due_at, now) + each
+            if due - now > 60 + 1e-6:
+                reason = f"This API key may send {self.requests_per_minute} requests in a minute"
+                wait_s = max(1, round(due - now - 60))
+                raise ApiError(429, "rate_limit_exceeded", reason, retry_after=wait_s)
+            self._due_at = due
         self.num_open += 1
         try:
             yield
         finally:
             self.num_open -= 1
-
-    def _spend(self) -> None:
-        if not self.requests_per_minute:
-            return
-        each, now = 60 / self.requests_per_minute, time.monotonic()
-        due = max(self._due_at, now) + each
-        if due - now > 60 + 1e-6:
-            reason = f"This API key may send {self.requests_per_minute} requests in a minute"
-            raise ApiError(429, "rate_limit_exceeded", reason, retry_after=max(1, round(due - now - 60)))
-        self._due_at = due
 
 
 class Keyring:
@@ -118,23 +127,18 @@ class Keyring:
     def has_name(self, name: str) -> bool:
         return any(key.name == name for key in (self._keys or {}).values())
 
-    @property
-    def _admin_needed(self) -> str:
-        """The message for a client that may not load and unload adapters."""
-        here = "the file of --api-keys" if self._has_file else "a file given with --api-keys"
-        flag = "" if self._has_file else "--allow-runtime-lora-updating, or "
-        return (
-            f"Loading and unloading adapters over HTTP is not allowed here: it needs {flag}a key with "
-            f"'admin: true' in {here}"
-        )
-
     def loader(self, authorization: str) -> ApiKey:
         """As `identify`, but the key must be allowed to load adapters in some way. Raises ApiError 401,
         403.
         """
         key = self.identify(authorization)
         if not (key.admin or key.load):
-            raise ApiError(403, "not_allowed", self._admin_needed)
+            here = "the file of --api-keys" if self._has_file else "a file given with --api-keys"
+            flag = "" if self._has_file else "--allow-runtime-lora-updating, or "
+            reason = (
+                f"Loading and unloading adapters over HTTP is not allowed here: it needs {flag}a key with "
+            )
+            raise ApiError(403, "not_allowed", f"{reason}'admin: true' in {here}")
         return key
 
     def identify(self, authorization: str) -> ApiKey:
@@ -189,3 +193,63 @@ def _parse(entry: Any, where: str) -> tuple[str, ApiKey]:
     given = {field: value for field, value in entry.items() if field != "sha256"}
     given |= {"name": str(entry.get("name", digest[:8])), "adapters": tuple(adapters)}
     return digest, ApiKey(**given)
+
+
+class HostCheck:
+    """Against DNS rebinding and forms.
+
+    bound: the address that the server listens on. allowed: host names; *.NAME for subdomains, * for any.
+    keys: whether API keys are required. Pages of other sites have none, so any name is accepted then unless
+    `allowed` is set. Raises ConfigError.
+    """
+
+    def __init__(self, bound: str, allowed: Sequence[str] = (), *, keys: bool = False) -> None:
+        self._allowed = [one.strip().lower().strip("[]") for one in allowed]
+        for given in allowed:
+            if not PATTERN.fullmatch(given.strip().lower()):
+                reason = f"allowed_hosts: {given!r} is not a host name: give names without scheme and port"
+                raise ConfigError(reason)
+        self._own = {*LOOPBACK, bound.lower().strip("[]"), socket.gethostname().lower()}
+        self._any = "*" in self._allowed or (keys and not allowed)
+
+    def check(self, request: Request) -> None:
+        """Raises ApiError."""
+        given = request.headers.getlist("host")
+        if len(given) != 1 and (given or request.scope["http_version"] != "1.0"):
+            raise ApiError(400, "invalid_http", "A request must have one Host header")
+        if self._any or not given:  # HTTP/1.0 may lack it, but no browser uses that
+            return
+        found = HOST.fullmatch(given[0].lower())
+        name = "" if found is None else found[1].strip("[]").rstrip(".")
+        private = _is_address(name) or "." not in name or name.endswith(PRIVATE_SUFFIXES)
+        if found is None or not (private or name in self._own or self._is_allowed(name)):
+            reason = f"This server does not go by the name {given[0][:100]!r}: start it with --allowed-hosts"
+            raise ApiError(403, "host_not_allowed", reason)
+        origin = request.headers.get("origin")
+        if (
+            origin is not None
+            and request.method not in ("GET", "HEAD")
+            and not self._is_own_page(origin, name)
+        ):
+            reason = f"Pages of {origin[:100]!r} may not use this server: start it with --allowed-hosts"
+            raise ApiError(403, "origin_not_allowed", reason)
+
+    def _is_own_page(self, origin: str, host: str) -> bool:
+        try:
+            name = (urlsplit(origin).hostname or "").rstrip(".")
+        except ValueError:
+            return False
+        if not name:  # "null": a local file or a sandboxed frame
+            return False
+        return name == host or name in LOOPBACK or name.endswith(".localhost") or self._is_allowed(name)
+
+    def _is_allowed(self, name: str) -> bool:
+        return any(name == one or (one[:2] == "*." and name.endswith(one[1:])) for one in self._allowed)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

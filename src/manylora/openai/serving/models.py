@@ -105,37 +105,32 @@ class ModelFiles:
     @classmethod
     def read(cls, folder: Path, model: ModelConfig) -> ModelFiles:
         """Reads headers only. Without weights, as in front of a Triton server, little is known."""
-        try:
-            files = weight_files(folder)
-            size = sum(file.stat().st_size for file in files)
-            return cls._of_gguf(size, folder) if linked_files(folder) else cls._of_files(size, files, model)
-        except (ConfigError, OSError):
-            return cls()
-
-    @classmethod
-    def _of_gguf(cls, size: int, folder: Path) -> ModelFiles:
-        from gguf.constants import LlamaFileType  # its import takes a while
-
-        header = read_parts(linked_files(folder)[0].resolve())
-        kinds, number = Counter[str](), header.metadata.get("general.file_type", -1)
-        for one in header.tensors.values():
-            kinds[one.kind] += prod(one.shape)
-        known = {int(one): one.name.removeprefix("MOSTLY_").removeprefix("ALL_") for one in LlamaFileType}
-        quantization = known.get(number) or kinds.most_common(1)[0][0]
-        return cls("gguf", size, kinds.total(), quantization, number if number in known else None)
-
-    @classmethod
-    def _of_files(cls, size: int, files: list[Path], model: ModelConfig) -> ModelFiles:
-        """Values of a quantised checkpoint are packed, so their number is unknown."""
         from safetensors import safe_open
 
         kinds = Counter[str]()
-        for file in files:
-            with safe_open(file, "np") as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                    found = opened.get_slice(name)
-                    kinds[found.get_dtype()] += prod(found.get_shape())
-        if model.quant is not None:
+        try:
+            paths = weight_files(folder)
+            size = sum(path.stat().st_size for path in paths)
+            if linked := linked_files(folder):
+                from gguf.constants import LlamaFileType  # its import takes a while
+
+                header = read_parts(linked[0].resolve())
+                number = header.metadata.get("general.file_type", -1)
+                for one in header.tensors.values():
+                    kinds[one.kind] += prod(one.shape)
+                known = {
+                    int(one): one.name.removeprefix("MOSTLY_").removeprefix("ALL_") for one in LlamaFileType
+                }
+                quantization = known.get(number) or kinds.most_common(1)[0][0]
+                return cls("gguf", size, kinds.total(), quantization, number if number in known else None)
+            for path in paths:
+                with safe_open(path, "np") as opened:
+                    for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                        found = opened.get_slice(name)
+                        kinds[found.get_dtype()] += prod(found.get_shape())
+        except (ConfigError, OSError):
+            return cls()
+        if model.quant is not None:  # values are packed, so their number is unknown
             return cls(num_bytes=size, quantization=str(model.quant.algo.value))
         return cls(num_bytes=size, parameters=kinds.total(), quantization=kinds.most_common(1)[0][0])
 

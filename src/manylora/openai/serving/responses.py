@@ -16,20 +16,12 @@ from starlette.requests import Request
 from manylora.generation.generation import Generation
 from manylora.generation.outputs import CompletionOutput
 from manylora.generation.tokenizer import Tokenizer
+from manylora.openai.api import logprobs
 from manylora.openai.api.errors import ApiError, client_left
-from manylora.openai.api.logprobs import (
-    TextOffsets,
-    chat_logprobs,
-    completion_logprobs,
-    joined,
-    output_logprobs,
-    prompt_logprobs,
-    ranked_logprobs,
-)
+from manylora.openai.api.logprobs import TextOffsets
 from manylora.openai.api.tools import Calls, ToolCallParser, ToolUse
-from manylora.openai.serving.backend import Backend, Call
+from manylora.openai.serving.backend import Backend, Call, Signal
 from manylora.openai.serving.transport import watch
-from manylora.openai.serving.waits import Signal
 
 DONE = b"data: [DONE]\n\n"
 
@@ -103,9 +95,7 @@ class ResponseBuilder:
         return b""
 
     def new_events(self) -> bytes:
-        """Server-sent events for output since the last call: one chunk for each choice that has new
-        output.
-        """
+        """Server-sent events for output since the last call: one chunk for each choice that has any."""
         chunks: list[str] = []
         for number, generation in enumerate(self.generations):
             text_only = self._is_text_only(generation)
@@ -120,18 +110,21 @@ class ResponseBuilder:
                         chunks.append(self._event(self._text_delta(index, encode(text))))
                     continue
                 report = output.report(at, generation.decoding.logprobs, False)
-                if self._has_output(generation, report):
+                counted = generation.decoding.top is not None or self._shown.token_ids
+                if (
+                    report.finish_reason is not None
+                    or report.text_diff
+                    or (counted and report.token_ids_diff)
+                ):
                     chunks += self._chunk(index, generation, report)
         return "".join(chunks).encode()
 
-    def usage_event(self) -> bytes:
-        """The last chunk, for stream_options.include_usage."""
-        usage = {"usage": self._usage(sum(self._tokens_sent.values()))}
-        return f"data: {encode(self._envelope(self.chunk_object, []) | usage)}\n\n".encode()
-
     def last_events(self, usage: bool) -> bytes:
         """Events that end a complete stream. usage: whether it was requested."""
-        return (self.usage_event() if usage else b"") + DONE
+        if not usage:
+            return DONE
+        last = self._envelope(self.chunk_object, []) | {"usage": self._usage_so_far()}
+        return f"data: {encode(last)}\n\n".encode() + DONE
 
     def error_events(self, error: ApiError) -> bytes:
         """Events that end a failed stream."""
@@ -145,12 +138,6 @@ class ResponseBuilder:
     def _text_delta(self, index: int, text: str) -> str:
         """A choice with only text, as JSON. text: encoded as JSON."""
         raise NotImplementedError
-
-    def _has_output(self, generation: Generation, output: CompletionOutput) -> bool:
-        if output.finish_reason is not None or output.text_diff:
-            return True
-        counted = generation.decoding.top is not None or self._shown.token_ids
-        return bool(counted and output.token_ids_diff)
 
     def _chunk(self, index: int, generation: Generation, output: CompletionOutput) -> list[str]:
         start = self._tokens_sent.get(index, 0)
@@ -170,7 +157,7 @@ class ResponseBuilder:
     def _event(self, choice: str, more: str = "") -> str:
         """choice: as JSON. more: further fields of the chunk, as JSON after a comma."""
         if self._shown.running_usage:
-            more += f',"usage":{encode(self._usage(sum(self._tokens_sent.values())))}'
+            more += f',"usage":{encode(self._usage_so_far())}'
         return f"{self._chunk_start}{choice}]{more}}}\n\n"
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -183,16 +170,19 @@ class ResponseBuilder:
             found["prompt_token_ids"] = generation.prompt
         top, logits = generation.decoding.prompt_top, generation.context_logits
         if top is not None and logits is not None:
-            found["prompt_logprobs"] = ranked_logprobs(generation.prompt, logits, top, self._tokenizer)
+            found["prompt_logprobs"] = logprobs.ranked_logprobs(
+                generation.prompt, logits, top, self._tokenizer
+            )
         return found
 
     def _usage(self, num_output: int) -> dict[str, Any]:
         num_prompt = sum(len(generation.prompt) for generation in self.generations)
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_output,
-            "total_tokens": num_prompt + num_output,
-        }
+        counts = {"prompt_tokens": num_prompt, "completion_tokens": num_output}
+        return {**counts, "total_tokens": num_prompt + num_output}
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        """Of a stream."""
+        return self._usage(sum(self._tokens_sent.values()))
 
     def _choice(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
         raise NotImplementedError
@@ -250,23 +240,19 @@ class ChatResponse(ResponseBuilder):
         self, index: int, generation: Generation, output: CompletionOutput, start: int
     ) -> list[dict[str, Any]]:
         log_probs = {"logprobs": self._logprobs(generation, output, start)}
-        no_calls: Calls = []
-        content, calls = output.text_diff, no_calls
+        content, calls, reason = output.text_diff, Calls(), output.finish_reason
         if self._use is not None:
             parser = self._parsers.setdefault(index, ToolCallParser(self._use))
-            reason = output.finish_reason
             content, calls = parser.add(content, reason is not None, cut=reason == "length")
-        ending = _ending(output)
+        first = {"delta": {"content": content} if content else {}, **log_probs}
         if calls:
-            ending["finish_reason"] = _finish_reason(output)
             delta = {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}
-            first = {"delta": {"content": content} if content else {}, **log_probs}
-            content_chunk = [{**first, "finish_reason": None}] if content else []
-            return [*content_chunk, {"delta": delta, **({} if content else log_probs), **ending}]
-        is_empty = not content and output.finish_reason is None and log_probs["logprobs"] is None
-        if is_empty and not self._shown.token_ids:
-            return []
-        return [{"delta": {"content": content} if content else {}, **log_probs, **ending}]
+            ending = _ending(output) | {"finish_reason": _finish_reason(output)}
+            if content:
+                return [{**first, "finish_reason": None}, {"delta": delta, **ending}]
+            return [{"delta": delta, **log_probs, **ending}]
+        is_empty = not content and reason is None and log_probs["logprobs"] is None
+        return [] if is_empty and not self._shown.token_ids else [{**first, **_ending(output)}]
 
     def _logprobs(
         self, generation: Generation, output: CompletionOutput, start: int
@@ -274,8 +260,20 @@ class ChatResponse(ResponseBuilder):
         top = generation.decoding.top
         if top is None:
             return None
-        found = output_logprobs(output, generation.alternatives(output.index), start)
-        return chat_logprobs(found, self._tokenizer)
+        found = logprobs.output_logprobs(output, generation.alternatives(output.index), start)
+        return logprobs.chat_logprobs(found, self._tokenizer)
+
+
+class TranslatedChat(ChatResponse):
+    """A chat in the format of another API. A subclass makes finished events of texts and of choices."""
+
+    def _event(self, choice: str, more: str = "") -> str:
+        return choice
+
+
+def named_event(type: str, **fields: Any) -> str:
+    """A server-sent event with its type, also in the data."""
+    return f"event: {type}\ndata: {encode({'type': type, **fields})}\n\n"
 
 
 class CompletionResponse(ResponseBuilder):
@@ -314,7 +312,7 @@ class CompletionResponse(ResponseBuilder):
         log_probs = self._prompt_logprobs(generation)
         if generation.decoding.top is not None and not generation.decoding.prompt_only:
             offsets = self._offsets_of(generation)
-            log_probs = joined(log_probs, self._logprobs(generation, output, 0, offsets))
+            log_probs = logprobs.joined(log_probs, self._logprobs(generation, output, 0, offsets))
         return {"text": text, "logprobs": log_probs, **self._of_prompt(generation)}
 
     def _deltas(
@@ -336,8 +334,8 @@ class CompletionResponse(ResponseBuilder):
         top = generation.decoding.top
         if top is None:
             return None
-        found = output_logprobs(output, generation.alternatives(output.index), start)
-        return completion_logprobs(found, self._tokenizer, top, offsets)
+        found = logprobs.output_logprobs(output, generation.alternatives(output.index), start)
+        return logprobs.completion_logprobs(found, self._tokenizer, top, offsets)
 
     def _offsets_of(self, generation: Generation) -> TextOffsets:
         """For the tokens of an output, whose text may omit special tokens."""
@@ -349,9 +347,9 @@ class CompletionResponse(ResponseBuilder):
         top, logits = generation.decoding.top, generation.context_logits
         if top is None or logits is None or generation not in self._echoes:
             return None
-        found = prompt_logprobs(generation.prompt, logits, top)
+        found = logprobs.prompt_logprobs(generation.prompt, logits, top)
         offsets = TextOffsets(self._tokenizer.stream(False), 0, self._echo(generation).num_added)
-        return completion_logprobs(found, self._tokenizer, top, offsets)
+        return logprobs.completion_logprobs(found, self._tokenizer, top, offsets)
 
 
 def _finish_reason(output: CompletionOutput) -> str | None:
@@ -383,11 +381,15 @@ class RunningCalls:
         request: Request,
         on_disconnect: Callable[[], None] | None,
     ) -> None:
-        self._on_disconnect = on_disconnect
-        self._streaming = False
         self._backend, self._calls, self._changed = backend, calls, changed
-        self._disconnected = False
-        self.watcher = watch(request.receive, self._set_disconnected)
+        self._on_disconnect = on_disconnect
+        self._streaming = self._disconnected = False
+
+        def disconnected() -> None:
+            self._disconnected = True
+            changed.set()
+
+        self.watcher = watch(request.receive, disconnected)
 
     async def begin(self) -> None:
         """Start, and wait for the first change: until then an error can still become an HTTP status."""
@@ -416,8 +418,7 @@ class RunningCalls:
             yield events + builder.last_events(usage)
             self._streaming = False
         except ApiError as error:
-            if error.status != 499:
-                self._streaming = False
+            self._streaming = error.status == 499
             yield builder.error_events(error)
 
     def close(self) -> None:
@@ -436,7 +437,3 @@ class RunningCalls:
         for call in self._calls:
             if call.error is not None:
                 raise call.error
-
-    def _set_disconnected(self) -> None:
-        self._disconnected = True
-        self._changed.set()

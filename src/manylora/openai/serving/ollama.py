@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from manylora.lora.catalog.entry import AdapterEntry
 from manylora.lora.catalog.names import LATEST
+from manylora.openai.api import schema
 from manylora.openai.api.errors import ApiError, renamed
 from manylora.openai.api.ollama_request import (
     NAMES,
@@ -29,14 +30,12 @@ from manylora.openai.api.ollama_request import (
     completion_request,
 )
 from manylora.openai.api.parsing import validate
-from manylora.openai.api.pooled_request import EmbeddingRequest
-from manylora.openai.api.schema import ChatRequest, GenerationRequest, TokenizeRequest
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey
 from manylora.openai.serving.models import ModelFiles, tiers
-from manylora.openai.serving.pooled_api import PooledApi
+from manylora.openai.serving.pooled import EmbeddingRequest, PooledApi
 from manylora.openai.serving.prompts import Prompts
-from manylora.openai.serving.responses import Answers, ChatResponse, encode
+from manylora.openai.serving.responses import Answers, TranslatedChat, encode
 from manylora.request import RequestMetrics
 
 VERSION = "0.12.11"  # of the API; clients require a minimum version
@@ -44,22 +43,22 @@ NEVER = "2318-01-01T00:00:00Z"  # when a model will be unloaded
 
 
 class OllamaApi:
-    """created: Unix time of the base model shown to clients. folder: of the base model."""
+    """created: Unix time of the base model shown to clients. folder: of the base model. Its methods raise
+    ApiError.
+    """
 
-    def __init__(self, inference: Inference, created: int, folder: Path) -> None:
-        self._inference, self._created, self._folder = inference, created, folder
+    def __init__(self, inference: Inference, pooled: PooledApi, created: int, folder: Path) -> None:
+        self._inference, self._pooled, self._created, self._folder = inference, pooled, created, folder
         self._files = ModelFiles()
         self._catalog = inference.backend.catalog
 
     async def chat(self, request: Request, body: OllamaChat, key: ApiKey) -> Response:
-        """Raises ApiError."""
         model = self.meant(body.model)
         if not body.messages:
             return self._loaded(body, model, key)
         return await self._answer(request, body, chat_request(body, model), key)
 
     async def generate(self, request: Request, body: OllamaGenerate, key: ApiKey) -> Response:
-        """Raises ApiError."""
         model = self.meant(body.model)
         if not body.prompt and not body.system:
             return self._loaded(body, model, key)
@@ -67,24 +66,64 @@ class OllamaApi:
         if not body.raw and prompts.tokenizer.chat_template is not None:
             return await self._answer(request, body, chat_request(body, model), key)
         started, completion = time.monotonic_ns(), completion_request(body, model)
-        ids = await prompts.tokenize(TokenizeRequest.model_validate({"prompt": body.prompt}))
+        ids = await prompts.tokenize(schema.TokenizeRequest.model_validate({"prompt": body.prompt}))
         most = self._inference.limits.max_seq_len - 1 if body.truncate else len(ids)
         completion.prompt, completion.truncate_prompt_tokens = ids, max(1, most)
         completion.max_tokens = self._room(completion, min(len(ids), most))
         build = partial(OllamaAnswer, body, started)
         return await self._inference.complete(request, completion, key, build)
 
+    async def embed(self, request: Request, body: OllamaEmbed, key: ApiKey) -> Response:
+        """Embeddings normalised to length 1, whatever the model's folder says, as in Ollama."""
+        started, model = time.monotonic_ns(), self.meant(body.model)
+        self.check(model, key)
+        if not body.texts:  # clients do this to load a model
+            return JSONResponse({"model": body.model, "embeddings": []})
+        prompts = await self._inference.prompts_of(model, key)
+        ids = [await self._ids(prompts, text, "input", body.truncate) for text in body.texts]
+        wanted = {"model": model, "input": ids, "dimensions": body.dimensions}
+        done = await self._pooled.embed(request, validate(wanted, EmbeddingRequest), key)
+        unit = [one / max(float(np.linalg.norm(one)), 1e-12) for one in done.values]
+        shown = {
+            "model": body.model,
+            "embeddings": [one.tolist() for one in unit],
+            "total_duration": time.monotonic_ns() - started,
+            "load_duration": durations(done.metrics)[0],
+            "prompt_eval_count": done.num_tokens,
+        }
+        return JSONResponse(shown)
+
+    async def embeddings(self, request: Request, body: OllamaEmbeddings, key: ApiKey) -> Response:
+        """What the model returns, of any length, as in Ollama."""
+        model = self.meant(body.model)
+        self.check(model, key)
+        if not body.prompt:
+            return JSONResponse({"embedding": []})
+        prompts = await self._inference.prompts_of(model, key)
+        ids = await self._ids(prompts, body.prompt, "prompt", True)
+        wanted = {"model": model, "input": [ids], "use_activation": False}
+        done = await self._pooled.embed(request, validate(wanted, EmbeddingRequest), key)
+        return JSONResponse({"embedding": done.values[0].tolist()})
+
+    async def _ids(self, prompts: Prompts, text: str, field: str, truncate: bool) -> Sequence[int]:
+        """The start of a text that is too long, and the tokens that follow any text."""
+        ids = await prompts.encode(text, True, field, whole=not truncate)
+        most = self._inference.limits.max_seq_len
+        if not truncate or len(ids) <= most:
+            return list(ids)
+        added = prompts.tokenizer.encode("")
+        before = next((at for at, one in enumerate(added) if one != ids[at]), len(added))
+        behind = added[before:]
+        return [*ids[: most - len(behind)], *behind]
+
     async def tags(self, key: ApiKey) -> dict[str, Any]:
         """The models that a key may see."""
-        await self._read_files()
-        return {"models": [self._base_card()] * key.may_see(None) + [self._card(e) for e in self._seen(key)]}
+        return {"models": await self._seen(key)}
 
     async def running(self, key: ApiKey) -> dict[str, Any]:
         """The base model, and the adapters in the cache."""
-        await self._read_files()
         tier_of = tiers(self._inference.backend.stats())
-        found = [self._base_card()] * key.may_see(None)
-        found += [self._card(entry) for entry in self._seen(key) if entry.name in tier_of]
+        found = await self._seen(key, tier_of)
         where = {"expires_at": NEVER, "context_length": self._inference.limits.max_seq_len}
         return {
             "models": [
@@ -93,8 +132,7 @@ class OllamaApi:
             ]
         }
 
-    async def show(self, body: OllamaShow, key: ApiKey) -> dict[str, Any]:
-        """Raises ApiError."""
+    async def show(self, request: Request, body: OllamaShow, key: ApiKey) -> Response:
         given = body.model or body.name
         if not given:
             raise ApiError(400, "missing_field", "model is required", "model")
@@ -116,7 +154,7 @@ class OllamaApi:
             **({"general.parameter_count": files.parameters} if files.parameters else {}),
             **({} if files.file_type is None else {"general.file_type": files.file_type}),
         }
-        return {
+        shown = {
             "modelfile": f"FROM {given}\n",
             "parameters": "\n".join(f"{field:<30} {value}" for field, value in defaults.fields.items()),
             "template": "",
@@ -125,9 +163,10 @@ class OllamaApi:
             "capabilities": ["embedding"] if self._inference.model.bidirectional else able,
             "modified_at": card["modified_at"],
         }
+        return JSONResponse(shown)
 
     async def _answer(
-        self, request: Request, body: OllamaChat | OllamaGenerate, chat: ChatRequest, key: ApiKey
+        self, request: Request, body: OllamaChat | OllamaGenerate, chat: schema.ChatRequest, key: ApiKey
     ) -> Response:
         started = time.monotonic_ns()
         # Ollama fills the context, whatever num_predict is, so only the prompt has to fit.
@@ -141,11 +180,11 @@ class OllamaApi:
         build = partial(OllamaAnswer, body, started)
         return await self._inference.chat_from(request, chat, asked, prompt, build)
 
-    def _room(self, body: GenerationRequest, num_prompt: int) -> int | None:
+    def _room(self, body: schema.GenerationRequest, num_prompt: int) -> int | None:
         """Maximum tokens of the answer. None: as many as fit a chat."""
         left = max(1, self._inference.limits.max_seq_len - num_prompt)
         if body.max_tokens is None:
-            return None if isinstance(body, ChatRequest) else left
+            return None if isinstance(body, schema.ChatRequest) else left
         return min(body.max_tokens, left)
 
     def _loaded(self, body: OllamaChat | OllamaGenerate, model: str, key: ApiKey) -> Response:
@@ -158,17 +197,21 @@ class OllamaApi:
 
     def check(self, model: str, key: ApiKey) -> None:
         """Raises ApiError if there is no model of this name, or the key may not use it."""
-        self._inference.choose_adapter(GenerationRequest.model_validate({"model": model}), key)
+        self._inference.choose_adapter(schema.GenerationRequest.model_validate({"model": model}), key)
 
     def meant(self, given: str) -> str:
         """Resolve a name: NAME:latest means NAME. An adapter's name may have another tag."""
         return given if given in self._inference.bases else given.removesuffix(LATEST)
 
-    def _seen(self, key: ApiKey) -> Sequence[AdapterEntry]:
-        return [
-            one
+    async def _seen(self, key: ApiKey, names: Container[str] | None = None) -> list[dict[str, Any]]:
+        """Cards of the base model, and of adapters that the key may see. names: only of these; None: all."""
+        await self._read_files()
+        return [self._base_card()] * key.may_see(None) + [
+            self._card(one)
             for one in self._catalog.entries()
-            if self._inference.may_use(one.name, key) and (one.version is not None or one.problem is None)
+            if (names is None or one.name in names)
+            and self._inference.may_use(one.name, key)
+            and (one.version is not None or one.problem is None)
         ]
 
     async def _read_files(self) -> None:
@@ -176,15 +219,13 @@ class OllamaApi:
             self._files = await asyncio.to_thread(ModelFiles.read, self._folder, self._inference.model)
 
     def _base_card(self) -> dict[str, Any]:
-        size = self._files.num_bytes
-        return self._model_card(self._inference.bases[0], self._created, size, "", "")
+        return self._model_card(self._inference.bases[0], self._created, self._files.num_bytes, "", "")
 
     def _card(self, entry: AdapterEntry) -> dict[str, Any]:
-        version = entry.version
+        version, base = entry.version, self._inference.bases[0]
         if version is None:  # not read yet
-            return self._model_card(entry.name, self._created, 0, "", self._inference.bases[0])
-        size, created = version.facts.num_bytes, version.created
-        return self._model_card(entry.name, created, size, version.digest, self._inference.bases[0])
+            return self._model_card(entry.name, self._created, 0, "", base)
+        return self._model_card(entry.name, version.created, version.facts.num_bytes, version.digest, base)
 
     def _model_card(self, name: str, created: int, size: int, digest: str, parent: str) -> dict[str, Any]:
         tagged = name if ":" in name else name + LATEST
@@ -199,7 +240,7 @@ class OllamaApi:
         }
 
 
-class OllamaAnswer(ChatResponse):
+class OllamaAnswer(TranslatedChat):
     """asked: the body. started: when it arrived, in nanoseconds of the monotonic clock."""
 
     media_type = "application/x-ndjson"
@@ -223,7 +264,7 @@ class OllamaAnswer(ChatResponse):
 
     def last_events(self, usage: bool) -> bytes:
         """Always includes token counts and durations."""
-        ending = self._ending(self._usage(sum(self._tokens_sent.values())))
+        ending = self._ending(self._usage_so_far())
         return self._line({**self._content("", (), {}), **ending}).encode()
 
     def error_events(self, error: ApiError) -> bytes:
@@ -235,9 +276,6 @@ class OllamaAnswer(ChatResponse):
         )
         model = encode(self._asked_model)
         return f'{{"model":{model},"created_at":"{_now()}",{shown},"done":false}}\n'
-
-    def _event(self, choice: str, more: str = "") -> str:
-        return choice  # `_text_delta` has already made it a line
 
     def _choice_event(self, choice: dict[str, Any]) -> str:
         delta, reason = choice["delta"], choice.get("finish_reason")
@@ -279,10 +317,8 @@ def durations(times: RequestMetrics | None) -> tuple[int, int, int]:
     """Nanoseconds before the prompt started, for the prompt, and for the output. 1 if unknown."""
     if times is None or not times.first_token_ns:
         return 1, 1, 1
-    begun = times.first_scheduled_ns - times.arrival_ns
-    prompt = times.first_token_ns - times.first_scheduled_ns
-    output = times.last_token_ns - times.first_token_ns
-    return max(1, begun), max(1, prompt), max(1, output)
+    at = times.arrival_ns, times.first_scheduled_ns, times.first_token_ns, times.last_token_ns
+    return max(1, at[1] - at[0]), max(1, at[2] - at[1]), max(1, at[3] - at[2])
 
 
 def _done_reason(finish_reason: str) -> str:
@@ -306,55 +342,3 @@ def _call(number: int, call: dict[str, Any]) -> dict[str, Any]:
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
-
-
-class OllamaEmbeddingApi:
-    """Its methods raise ApiError."""
-
-    def __init__(self, inference: Inference, ollama: OllamaApi, pooled: PooledApi) -> None:
-        self._inference, self._ollama, self._pooled = inference, ollama, pooled
-
-    async def embed(self, request: Request, body: OllamaEmbed, key: ApiKey) -> dict[str, Any]:
-        """Embeddings normalised to length 1, whatever the model's folder says, as in Ollama."""
-        started, model = time.monotonic_ns(), self._ollama.meant(body.model)
-        self._ollama.check(model, key)
-        if not body.texts:  # clients do this to load a model
-            return {"model": body.model, "embeddings": []}
-        prompts = await self._inference.prompts_of(model, key)
-        ids = [await self._ids(prompts, text, "input", body.truncate) for text in body.texts]
-        wanted = {"model": model, "input": ids, "dimensions": body.dimensions}
-        done = await self._pooled.embed(request, validate(wanted, EmbeddingRequest), key)
-        return {
-            "model": body.model,
-            "embeddings": [_unit(one).tolist() for one in done.values],
-            "total_duration": time.monotonic_ns() - started,
-            "load_duration": durations(done.metrics)[0],
-            "prompt_eval_count": done.num_tokens,
-        }
-
-    async def embeddings(self, request: Request, body: OllamaEmbeddings, key: ApiKey) -> dict[str, Any]:
-        """What the model returns, of any length, as in Ollama."""
-        model = self._ollama.meant(body.model)
-        self._ollama.check(model, key)
-        if not body.prompt:
-            return {"embedding": []}
-        prompts = await self._inference.prompts_of(model, key)
-        ids = await self._ids(prompts, body.prompt, "prompt", True)
-        wanted = {"model": model, "input": [ids], "use_activation": False}
-        done = await self._pooled.embed(request, validate(wanted, EmbeddingRequest), key)
-        return {"embedding": done.values[0].tolist()}
-
-    async def _ids(self, prompts: Prompts, text: str, field: str, truncate: bool) -> Sequence[int]:
-        """The start of a text that is too long, and the tokens that follow any text."""
-        ids = await prompts.encode(text, True, field, whole=not truncate)
-        most = self._inference.limits.max_seq_len
-        if not truncate or len(ids) <= most:
-            return list(ids)
-        added = prompts.tokenizer.encode("")
-        before = next((at for at, one in enumerate(added) if one != ids[at]), len(added))
-        behind = added[before:]
-        return [*ids[: most - len(behind)], *behind]
-
-
-def _unit(values: np.ndarray) -> np.ndarray:
-    return values / max(float(np.linalg.norm(values)), 1e-12)

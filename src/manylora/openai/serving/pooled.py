@@ -1,4 +1,6 @@
-"""PooledApi: /v1/embeddings, /v1/classify, /v1/score, /v1/rerank and /pooling."""
+"""PooledApi: /v1/embeddings, /v1/classify, /v1/score, /v1/rerank and /pooling, in the shapes of OpenAI, vLLM,
+Jina and Cohere.
+"""
 
 from __future__ import annotations
 
@@ -7,40 +9,109 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from manylora.config.pooling import PoolingSettings
-from manylora.generation.pooled import (
-    PooledGeneration,
-    PoolingParams,
-    check_dimensions,
-    embedding,
-    pair_score,
-    pair_up,
-    pooling_of,
-    probabilities,
-    similarity,
-)
+from manylora.generation import pooled
+from manylora.generation.pooled import PooledGeneration, PoolingParams
 from manylora.openai.api.errors import ApiError, context_length, invalid_value
-from manylora.openai.api.pooled_request import (
-    ClassifyRequest,
-    EmbeddingRequest,
-    PooledRequest,
-    PoolingRequest,
-    RerankRequest,
-    ScoreRequest,
+from manylora.openai.api.schema import (
+    MAX_INPUTS,
+    MAX_TOKENS,
+    AdapterFields,
+    Body,
+    Items,
+    RequestId,
+    Text,
+    TokenId,
 )
-from manylora.openai.serving.backend import Call
+from manylora.openai.serving.backend import Call, Signal
 from manylora.openai.serving.inference import Inference, ResolvedRequest
 from manylora.openai.serving.keys import ApiKey
 from manylora.openai.serving.responses import RunningCalls
 from manylora.openai.serving.transport import name_of
-from manylora.openai.serving.waits import Signal
 from manylora.request import Pooling, RequestMetrics
+
+Ids = Annotated[Items[TokenId], Field(min_length=1)]
+Texts = Annotated[Items[str], Field(min_length=1, max_length=MAX_INPUTS)]
+Inputs = str | Ids | Texts | Annotated[Items[Ids], Field(min_length=1, max_length=MAX_INPUTS)]
+
+
+class PooledRequest(AdapterFields):
+    """Fields of all pooled requests. truncate_prompt_tokens: use only the last N; -1: as many as fit.
+    normalize, activation, softmax: vLLM's older names of use_activation.
+    """
+
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS)
+    add_special_tokens: bool = True
+    truncation_side: Literal["left"] = "left"
+    use_activation: bool = True
+    normalize: bool | None = None
+    activation: bool | None = None
+    softmax: bool | None = None
+    request_id: RequestId | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    priority: int = Field(0, ge=0, le=0)
+    user: Text | None = None
+
+    @model_validator(mode="after")
+    def _one_name(self) -> PooledRequest:
+        names = ("normalize", "activation", "softmax")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if "use_activation" in self.model_fields_set:
+            given["use_activation"] = self.use_activation
+        if len(set(given.values())) > 1:
+            raise ValueError(f"{' and '.join(given)} mean the same: give one of them")
+        for value in given.values():
+            self.use_activation = value
+        return self
+
+
+class EmbeddingRequest(PooledRequest):
+    """input: a text, token ids, or a list of either."""
+
+    input: Inputs
+    encoding_format: Literal["float", "base64"] = "float"
+    embed_dtype: Literal["float32"] = "float32"
+    endianness: Literal["native", "little"] = "little"
+    dimensions: int | None = Field(None, ge=1, le=MAX_TOKENS)
+
+
+class PoolingRequest(EmbeddingRequest):
+    """task: None: labels or embeddings, depending on the adapter or model."""
+
+    task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None
+
+
+class ClassifyRequest(PooledRequest):
+    input: Inputs
+
+
+class ScoreRequest(PooledRequest):
+    """text_1: one text, or one for each text_2."""
+
+    text_1: str | Texts
+    text_2: str | Texts
+
+
+class RerankDocument(Body):
+    text: str
+
+
+class RerankRequest(PooledRequest):
+    """top_n: number of documents to return; 0: all."""
+
+    query: str
+    documents: Annotated[Items[str | RerankDocument], Field(min_length=1, max_length=MAX_INPUTS)]
+    top_n: int = Field(0, ge=0, le=MAX_TOKENS)
+    return_documents: bool = True
+    max_tokens_per_doc: int | None = Field(None, ge=1, le=MAX_TOKENS)
+
 
 Prompt = tuple[tuple[int, ...], Pooling]
 
@@ -80,21 +151,19 @@ class PooledApi:
 
     async def embed(self, request: Request, body: EmbeddingRequest, key: ApiKey) -> Answered:
         """The values are the embeddings."""
-        pooling = Pooling(self._settings.mode)
         self._check_dimensions(body)
         asked = await self._inference.ask(body, key)
-        prompts = await self._prompts(body.input, body, pooling, asked)
+        prompts = await self._prompts(body.input, body, Pooling(self._settings.mode), asked)
         done = await self._run(request, body, prompts, asked)
-        params = PoolingParams(body.dimensions, body.use_activation)
-        return replace(done, values=[embedding(one, self._settings, params) for one in done.values])
+        return replace(done, values=self._embeddings(done, body))
 
     async def classify(self, request: Request, body: ClassifyRequest, key: ApiKey) -> Response:
         asked = await self._inference.ask(body, key)
-        prompts = await self._prompts(body.input, body, pooling_of("classify", self._settings), asked)
+        prompts = await self._prompts(body.input, body, pooled.pooling_of("classify", self._settings), asked)
         done = await self._run(request, body, prompts, asked)
         data = []
         for index, logits in enumerate(done.values):
-            probs = probabilities(logits, self._settings, body.use_activation)
+            probs = pooled.probabilities(logits, self._settings, body.use_activation)
             label = self._settings.label_names(len(probs))[int(logits.argmax())]
             data.append({"index": index, "label": label, "probs": probs.tolist(), "num_classes": len(probs)})
         return done.listed("classify", data)
@@ -102,29 +171,31 @@ class PooledApi:
     async def pooling(self, request: Request, body: PoolingRequest, key: ApiKey) -> Response:
         asked = await self._inference.ask(body, key)
         task = body.task or ("classify" if await self._has_head(asked) else "embed")
-        pooling = pooling_of(task, self._settings)
+        pooling = pooled.pooling_of(task, self._settings)
         if not pooling.head:
             self._check_dimensions(body)
         elif body.dimensions is not None:
-            raise invalid_value(
-                f"dimensions only apply to embeddings: leave it out with task {task}", "dimensions"
-            )
+            reason = f"dimensions only apply to embeddings: leave it out with task {task}"
+            raise invalid_value(reason, "dimensions")
         prompts = await self._prompts(body.input, body, pooling, asked)
         done = await self._run(request, body, prompts, asked)
-        params = PoolingParams(body.dimensions, body.use_activation)
-        data = []
-        for index, values in enumerate(done.values):
-            if pooling.head:
-                found = probabilities(values, self._settings, body.use_activation)
-            else:
-                found = embedding(values, self._settings, params)
-            shown = _encoded(found, body.encoding_format)
-            data.append({"index": index, "object": "pooling", "data": shown})
+        if pooling.head:
+            found = [pooled.probabilities(one, self._settings, body.use_activation) for one in done.values]
+        else:
+            found = self._embeddings(done, body)
+        data = [
+            {"index": index, "object": "pooling", "data": _encoded(values, body.encoding_format)}
+            for index, values in enumerate(found)
+        ]
         return done.listed("pool", data)
+
+    def _embeddings(self, done: Answered, body: EmbeddingRequest) -> list[np.ndarray]:
+        params = PoolingParams(body.dimensions, body.use_activation)
+        return [pooled.embedding(one, self._settings, params) for one in done.values]
 
     async def score(self, request: Request, body: ScoreRequest, key: ApiKey) -> Response:
         try:
-            pairs = pair_up(body.text_1, body.text_2)
+            pairs = pooled.pair_up(body.text_1, body.text_2)
         except ValueError as error:
             raise invalid_value(str(error), "text_1") from error
         done, scores = await self._scores(request, body, key, pairs, "text_2")
@@ -146,12 +217,7 @@ class PooledApi:
         return JSONResponse(found)
 
     async def _scores(
-        self,
-        request: Request,
-        body: PooledRequest,
-        key: ApiKey,
-        pairs: Sequence[tuple[str, str]],
-        field: str,
+        self, request: Request, body: PooledRequest, key: ApiKey, pairs: Sequence[tuple[str, str]], field: str
     ) -> tuple[Answered, list[float]]:
         """From a head that reads both texts if there is one. Otherwise the cosine of their embeddings."""
         params = PoolingParams(use_activation=body.use_activation)
@@ -165,17 +231,17 @@ class PooledApi:
             ]
             done = await self._run(request, body, prompts, asked)
             try:
-                return done, [pair_score(values, self._settings, params) for values in done.values]
+                return done, [pooled.pair_score(values, self._settings, params) for values in done.values]
             except ValueError as error:
                 raise invalid_value(str(error), "model") from error
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # embed a repeated query once
         prompts = await self._prompts(texts, body, Pooling(self._settings.mode), asked, field)
         done = await self._run(request, body, prompts, asked)
         by_text = {
-            text: embedding(values, self._settings, PoolingParams())
+            text: pooled.embedding(values, self._settings, PoolingParams())
             for text, values in zip(texts, done.values, strict=True)
         }
-        return done, [similarity(by_text[a], by_text[b]) for a, b in pairs]
+        return done, [pooled.similarity(by_text[a], by_text[b]) for a, b in pairs]
 
     async def _has_head(self, asked: ResolvedRequest, most: int = 2**31) -> bool:
         """Whether the adapter has a classification head, or else the model has one of at most `most`
@@ -223,7 +289,7 @@ class PooledApi:
     def _check_dimensions(self, body: EmbeddingRequest) -> None:
         if body.dimensions is not None:
             try:
-                check_dimensions(body.dimensions, self._settings)
+                pooled.check_dimensions(body.dimensions, self._settings)
             except ValueError as error:
                 raise invalid_value(str(error), "dimensions") from error
 

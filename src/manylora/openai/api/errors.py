@@ -1,6 +1,4 @@
-"""ApiError: an error with HTTP status, stable code and message, and the conversion of other exceptions to
-it.
-"""
+"""ApiError: an error with HTTP status, stable code and message, and the conversion of others to it."""
 
 from __future__ import annotations
 
@@ -8,17 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from manylora.errors import (
-    AdapterCacheFullError,
-    AdapterError,
-    AdapterInvalidError,
-    AdapterNotCachedError,
-    AdapterNotFoundError,
-    DrainingError,
-    EngineDeadError,
-    QueueFullError,
-    RequestError,
-)
+from manylora import errors
+from manylora.errors import AdapterError, RequestError
 from manylora.lora.catalog.entry import CatalogError, unusable
 from manylora.lora.catalog.names import is_name
 
@@ -81,6 +70,10 @@ def unsupported_field(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, "unsupported_field", message, param)
 
 
+def adapter_cache_busy() -> ApiError:
+    return ApiError(503, "adapter_cache_busy", "The adapter cache is too busy, try again", retry_after=1)
+
+
 def client_left() -> ApiError:
     return ApiError(499, "client_left", "The client has closed the connection")
 
@@ -103,12 +96,21 @@ def as_api_error(error: Exception, adapter: str = "") -> ApiError:
         status = CATALOG_STATUS.get(error.code, 422)
         return ApiError(status, error.code, error.message, error.param, error.retry_after)
     if isinstance(error, AdapterError):
-        return _adapter_error(error, adapter)
-    if isinstance(error, QueueFullError):
+        if isinstance(error, errors.AdapterNotFoundError):
+            return ApiError(404, "adapter_not_found", f"adapter {adapter!r} does not exist", "model")
+        if isinstance(error, errors.AdapterNotCachedError):
+            return ApiError(409, "adapter_not_cached", f"adapter {adapter!r} is not in the cache", "model")
+        if isinstance(error, errors.AdapterInvalidError):
+            return adapter_problem(adapter, str(error))
+        code, reason = "adapter_broken", str(error)
+        if isinstance(error, errors.AdapterCacheFullError):
+            code, reason = "adapter_too_large", "it needs more room than the adapter cache has"
+        return ApiError(422, code, f"adapter {adapter!r} cannot be served: {reason}", "model")
+    if isinstance(error, errors.QueueFullError):
         return ApiError(429, "overloaded", str(error), retry_after=1)
-    if isinstance(error, DrainingError):
+    if isinstance(error, errors.DrainingError):
         return ApiError(503, "stopping", str(error), retry_after=5)
-    if isinstance(error, EngineDeadError):
+    if isinstance(error, errors.EngineDeadError):
         return ApiError(503, "engine_dead", str(error))
     if isinstance(error, RequestError) and str(error).startswith(SERVER_FAULT_PREFIXES):
         return ApiError(500, "engine_error", str(error))
@@ -130,27 +132,12 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     return ApiError(error.status, error.code, message, param, error.retry_after)
 
 
-def _adapter_error(error: AdapterError, name: str) -> ApiError:
-    if isinstance(error, AdapterNotFoundError):
-        return ApiError(404, "adapter_not_found", f"adapter {name!r} does not exist", "model")
-    if isinstance(error, AdapterNotCachedError):
-        return ApiError(409, "adapter_not_cached", f"adapter {name!r} is not in the cache", "model")
-    if isinstance(error, AdapterCacheFullError):
-        reason = "it needs more room than the adapter cache has"
-        return ApiError(422, "adapter_too_large", f"adapter {name!r} cannot be served: {reason}", "model")
-    if isinstance(error, AdapterInvalidError):
-        return adapter_problem(name, str(error))
-    return ApiError(422, "adapter_broken", f"adapter {name!r} cannot be served: {error}", "model")
-
-
 def check_name(name: str, param: str) -> str:
     """Return the name if it is valid. Raises ApiError. param: the field that contains it."""
     if not is_name(name):
-        raise ApiError(
-            400,
-            "invalid_adapter_name",
+        reason = (
             f"{param}: a name has 1 to 128 of the characters A-Z a-z 0-9 . _ : / - and is no absolute path, "
-            "nor has it a '..' (GET /v1/models lists the names)",
-            param,
         )
+        reason += "nor has it a '..' (GET /v1/models lists the names)"
+        raise ApiError(400, "invalid_adapter_name", reason, param)
     return name

@@ -23,6 +23,7 @@ from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.openai.api.errors import (
     FORMAT,
     ApiError,
+    adapter_cache_busy,
     as_api_error,
     invalid_value,
     renamed,
@@ -354,7 +355,7 @@ class Backend:
                 return
             except (AdapterNotCachedError, AdapterChangedError):
                 continue  # evicted, or its files changed, meanwhile
-        raise ApiError(503, "adapter_cache_busy", "The adapter cache is too busy, try again", retry_after=1)
+        raise adapter_cache_busy()
 
     async def _through_engine(self, call: Call[Any], lora: LoraInput | LoraMix | None) -> None:
         """Raises AdapterNotCachedError if the ids were not enough, and AdapterChangedError."""

@@ -30,7 +30,7 @@ from manylora.errors import (
 )
 from manylora.lora.number_types import is_bfloat16, narrow_to_bfloat16, widen_bfloat16
 from manylora.lora.tensors import Adapter, lora_input
-from manylora.openai.api.errors import FORMAT, ApiError, unsupported_field
+from manylora.openai.api.errors import FORMAT, ApiError, adapter_cache_busy, unsupported_field
 from manylora.openai.serving.backend import Wake
 from manylora.request import (
     INVOCATION,
@@ -120,17 +120,21 @@ class TritonModel:
 
         Triton would refuse them, too, but would leak a reference to the model.
         """
-        self._check(request.params)
+        params, ours = request.params, "finish_reason" in self.outputs
+        if (
+            params.num_return_sequences > 1 and not self.decoupled
+        ):  # NVIDIA's model would ignore it, as guides
+            raise unsupported_field("n above 1 needs a decoupled Triton model", "n")
+        if params.guide is not None and params.guide.type in MANYLORA_GUIDES and not ours:
+            reason = f"The Triton model behind this server knows no {params.guide.type}"
+            raise unsupported_field(reason, FORMAT)
         if request.cache_salt:
             raise unsupported_field("cache_salt needs an engine in this process: leave it out", "cache_salt")
         request = request if self.decoupled else replace(request, streaming=False)
         if isinstance(request.lora, LoraInput):
             request = replace(request, lora=self._sent(request.lora))
         found = request_tensors(request)
-        for name in (
-            "pad_id",
-            IGNORED_PROMPT,
-        ):  # no effect: padding is not read; `read` has warned
+        for name in ("pad_id", IGNORED_PROMPT):  # no effect: padding is not read; `read` has warned
             if name not in self.inputs:
                 found.pop(name, None)
         named = {name if name in self.inputs else RENAMED.get(name, name): one for name, one in found.items()}
@@ -152,19 +156,22 @@ class TritonModel:
                 "directory into the server's lora_catalog_dir, or serve with an engine of this process"
             )
             raise ApiError(422, "adapter_not_sendable", reason, "model")
-        if lora.weights is None or lora.config is None:
+        weights, config = lora.weights, lora.config
+        if weights is None or config is None:
             return lora
-        weights = _as_type(lora.weights, self.inputs.get("lora_weights", "FP32"))
-        return replace(lora, weights=weights, config=_columns(lora.config, self.lora_columns))
-
-    def _check(self, params: SamplingConfig) -> None:
-        """Refuse what NVIDIA's model would silently ignore."""
-        if params.num_return_sequences > 1 and not self.decoupled:
-            raise unsupported_field("n above 1 needs a decoupled Triton model", "n")
-        ours = "finish_reason" in self.outputs
-        if params.guide is not None and params.guide.type in MANYLORA_GUIDES and not ours:
-            reason = f"The Triton model behind this server knows no {params.guide.type}"
-            raise unsupported_field(reason, FORMAT)
+        given = "V2" if is_bfloat16(weights.dtype) else weights.dtype.name
+        wanted = WEIGHT_TYPES.get(self.inputs.get("lora_weights", "FP32"), "float32")
+        if given != wanted:
+            wide = widen_bfloat16(weights) if given == "V2" else weights.astype(np.float32)
+            weights = narrow_to_bfloat16(wide) if wanted == "V2" else wide.astype(wanted)
+        if self.lora_columns == 4 and config.shape[2] != 4:
+            config = np.pad(config, ((0, 0), (0, 0), (0, 1)))
+        elif self.lora_columns == 3 and config.shape[2] != 3:
+            if config[..., 3].any():
+                reason = "The Triton model behind this server takes no DoRA: its lora_config has 3 columns"
+                raise ApiError(422, "adapter_unsupported", reason, "model")
+            config = config[..., :3]
+        return replace(lora, weights=weights, config=config)
 
     def number(self, name: str) -> int | None:
         """The value of a numeric parameter. None if it is empty."""
@@ -202,7 +209,6 @@ class TritonEngine:
         return task_id in self._known
 
     def submit(self, request: Request, sink: Sink) -> int:
-        """As EngineLoop.submit: errors go to the sink."""
         ticket = next(self._tickets)
         self._running[ticket] = asyncio.create_task(self._serve(ticket, request, sink))
         return ticket
@@ -212,21 +218,16 @@ class TritonEngine:
 
     def cancel(self, ticket: int) -> None:
         """Cancel the stream; the request gets a last event. No effect for an unknown ticket."""
-        task = self._running.get(ticket)
-        if task is not None:
+        if (task := self._running.get(ticket)) is not None:
             task.cancel()
 
     def stats(self) -> EngineStats:
         """The statistics known here. The server's own metrics port has the rest."""
-        known = list(self._known)[-MAX_RESIDENTS:]
+        known, running = list(self._known)[-MAX_RESIDENTS:], len(self._begun)
         residents = tuple(Resident(str(task_id), 0, True) for task_id in known)
-        waiting = len(self._running) - len(self._begun)
-        return EngineStats(
-            waiting=waiting,
-            running=len(self._begun),
-            # The capacity is unknown: assume that one more fits.
-            adapters=AdapterStats(max_device_adapters=len(known) + 1, residents=residents),
-        )
+        # The capacity is unknown: assume that one more fits.
+        adapters = AdapterStats(max_device_adapters=len(known) + 1, residents=residents)
+        return EngineStats(waiting=len(self._running) - running, running=running, adapters=adapters)
 
     pins = None
 
@@ -319,8 +320,7 @@ class TritonEngine:
         if "ache is full" in text:
             if "it needs" in text:  # from our model: it is larger than the whole cache
                 return AdapterCacheFullError(text)
-            reason = "The adapter cache is too busy, try again"
-            return ApiError(503, "adapter_cache_busy", reason, retry_after=1)
+            return adapter_cache_busy()
         if "Server is stopping" in text:
             return DrainingError()
         if request.lora is not None and "not finite numbers" in text:
@@ -358,28 +358,6 @@ def _read(response: ModelStreamInferResponse) -> tuple[dict[str, np.ndarray], bo
     result = triton.InferResult(response.infer_response)
     tensors = {one.name: result.as_numpy(one.name) for one in response.infer_response.outputs}
     return tensors, response.infer_response.parameters["triton_final_response"].bool_param
-
-
-def _as_type(weights: np.ndarray, wanted: str) -> np.ndarray:
-    """An adapter's weights in the data type of the server's input."""
-    given = "V2" if is_bfloat16(weights.dtype) else weights.dtype.name
-    target = WEIGHT_TYPES.get(wanted, "float32")
-    if given == target:
-        return weights
-    wide = widen_bfloat16(weights) if given == "V2" else weights.astype(np.float32)
-    return narrow_to_bfloat16(wide) if target == "V2" else wide.astype(target)
-
-
-def _columns(config: np.ndarray, count: int) -> np.ndarray:
-    """lora_config [1, rows, 3 or 4] with the number of columns of the server's input. Raises ApiError."""
-    if count not in (3, 4) or config.shape[2] == count:
-        return config
-    if count == 4:
-        return np.pad(config, ((0, 0), (0, 0), (0, 1)))
-    if config[..., 3].any():
-        reason = "The Triton model behind this server takes no DoRA: its lora_config has 3 columns"
-        raise ApiError(422, "adapter_unsupported", reason, "model")
-    return config[..., :3]
 
 
 def _text_of(error: Exception) -> str:

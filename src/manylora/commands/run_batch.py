@@ -61,8 +61,7 @@ def _files(given: list[str]) -> tuple[Path, Path, list[str]]:
 async def _answer(source: Path, output: Path, options: ServeOptions) -> int:
     from tqdm import tqdm
 
-    from manylora.openai.batches.lines import read_lines
-    from manylora.openai.batches.run import AnswerFile, ServerEndedError, answer_lines
+    from manylora.openai.batches.lines import AnswerFile, ServerEndedError, answer_lines, read_lines
     from manylora.openai.batches.store import BATCH_KEY
     from manylora.openai.server import open_app
     from manylora.openai.serving.keys import ApiKey

@@ -61,29 +61,29 @@ class AdapterRoutes:
         """Load by path, given as JSON, or with the adapter's file as the body and its name in the query."""
         key = self._loader(request)
         if content_type(request) == "application/octet-stream":
-            return await self._load_body(request, key)
+            name = check_name(request.query_params.get("lora_name", ""), "lora_name")
+            query, known = _query_terms(request), self._catalog.has(name)
+            version = await self._take_body(request, key, name, query)
+            return await self._loaded(name, query.pinned, known, version.facts.notes)
         self._check_admin(key)
         body: LoadRequest = await self._read(request, LoadRequest)
         name = check_name(body.lora_name, "lora_name")
         if (body.lora_path is None) == (body.alias_of is None):
             reason = "lora_path or alias_of is required, one of them"
             raise ApiError(400, "missing_field", reason, "lora_path")
-        if body.alias_of is not None:
-            return self._load_alias(name, body, body.alias_of, key)
+        if (target := body.alias_of) is not None:
+            for field in ("pinned", "idle_ttl_seconds", "owner", "public"):
+                if getattr(body, field):
+                    raise invalid_value(f"{field}: an alias is as the adapter that it stands for", field)
+            key.check(check_name(target, "alias_of"), self._catalog.owner_of(target))
+            self._catalog.load_alias(name, target, replace=body.load_inplace)
+            self._keep(name)
+            return PlainTextResponse(f"Success: {name!r} stands for {self._catalog.aliases.resolve(name)!r}.")
         assert body.lora_path is not None
         known = self._catalog.has(name)
         terms = self._terms(name, body, key)
         version = await self._catalog.load(name, body.lora_path, replace=body.load_inplace, terms=terms)
         return await self._loaded(name, body.pinned, known, version.facts.notes)
-
-    def _load_alias(self, name: str, body: LoadRequest, target: str, key: ApiKey) -> Response:
-        for field in ("pinned", "idle_ttl_seconds", "owner", "public"):
-            if getattr(body, field):
-                raise invalid_value(f"{field}: an alias is as the adapter that it stands for", field)
-        key.check(check_name(target, "alias_of"), self._catalog.owner_of(target))
-        self._catalog.load_alias(name, target, replace=body.load_inplace)
-        self._keep(name)
-        return PlainTextResponse(f"Success: {name!r} stands for {self._catalog.aliases.resolve(name)!r}.")
 
     async def put(self, request: Request) -> Response:
         """Load the adapter's file in the body under a new name or in place of an old version. It serves at
@@ -102,12 +102,6 @@ class AdapterRoutes:
         told |= {"rank": facts.rank, "bytes": facts.num_bytes}
         return JSONResponse(told | ({"warnings": list(facts.notes)} if facts.notes else {}))
 
-    async def _load_body(self, request: Request, key: ApiKey) -> Response:
-        name = check_name(request.query_params.get("lora_name", ""), "lora_name")
-        body, known = _query_terms(request), self._catalog.has(name)
-        version = await self._take_body(request, key, name, body)
-        return await self._loaded(name, body.pinned, known, version.facts.notes)
-
     async def _take_body(self, request: Request, key: ApiKey, name: str, body: LoadTerms) -> Version:
         check_encoding(request)
         self._check_own(name, key, new=True)
@@ -115,30 +109,29 @@ class AdapterRoutes:
             self._check_admin(key)
         terms = self._terms(name, body, key)
         self._catalog.check_new(name, replace=body.load_inplace)
-        path = await self._receive(request, key, name)
+        if received := request.scope.get(RECEIVED):  # the body was written to this file
+            path = Path(received)
+        else:
+            length = declared_length(request)
+            self._check_quota(name, key, length)
+            path = await self._uploads.receive(self._bounded(request.stream(), name, key), length)
+
+        def place(received: Path, digest: str) -> Path:
+            self._check_quota(name, key, received.stat().st_size)
+            number = self._catalog.versions.number(name, digest)
+            return self._uploads.place(received, name, Kept("sent", terms, "", number, digest))
+
         try:
             async with self._locks.setdefault(key.name, asyncio.Lock()):
                 if config := request.query_params.get("adapter_config", ""):
                     path = await asyncio.to_thread(self._uploads.add_config, path, config)
                 return await self._catalog.load(
-                    name,
-                    str(path),
-                    replace=body.load_inplace,
-                    move=lambda received, digest: self._place(received, name, terms, digest, key),
-                    terms=terms,
+                    name, str(path), replace=body.load_inplace, move=place, terms=terms
                 )
         except AdapterError as error:
             raise adapter_problem(name, str(error)) from error
         finally:
             self._uploads.drop(path)  # no effect after `place`
-
-    async def _receive(self, request: Request, key: ApiKey, name: str) -> Path:
-        """The file that the body was written to. It is written now if necessary. Raises ApiError."""
-        if received := request.scope.get(RECEIVED):
-            return Path(received)
-        length = declared_length(request)
-        self._check_quota(name, key, length)
-        return await self._uploads.receive(self._bounded(request.stream(), name, key), length)
 
     async def unload(self, request: Request) -> Response:
         key = self._loader(request)
@@ -167,13 +160,11 @@ class AdapterRoutes:
         self._check_admin(self._loader(request))
         body: PinRequest = await self._read(request, PinRequest)
         name = self._catalog.aliases.resolve(check_name(body.lora_name, "lora_name"))
-        if not body.pinned:
-            await self._pinning.unpin(name)
-            self._keep(name)
-            return PlainTextResponse(f"Success: LoRA adapter {name!r} may be evicted.")
-        await self._pinning.pin(name)
+        await (self._pinning.pin if body.pinned else self._pinning.unpin)(name)
         self._keep(name)
-        return PlainTextResponse(f"Success: LoRA adapter {name!r} is pinned.")
+        return PlainTextResponse(
+            f"Success: LoRA adapter {name!r} {'is pinned' if body.pinned else 'may be evicted'}."
+        )
 
     async def _loaded(self, name: str, pinned: bool, known: bool, notes: Sequence[str]) -> Response:
         """known: an adapter had this name before. Otherwise it is unloaded again if it cannot be pinned.
@@ -203,11 +194,6 @@ class AdapterRoutes:
             self._shared.note(name)
         elif self._uploads.folder is not None and self._catalog.has(name):
             self._uploads.keep_terms(name, self._catalog.entry(name).terms)
-
-    def _place(self, received: Path, name: str, terms: Terms, digest: str, key: ApiKey) -> Path:
-        self._check_quota(name, key, received.stat().st_size)
-        number = self._catalog.versions.number(name, digest)
-        return self._uploads.place(received, name, Kept("sent", terms, "", number, digest))
 
     def _terms(self, name: str, body: LoadTerms, key: ApiKey) -> Terms:
         """Raises ApiError."""
@@ -249,10 +235,8 @@ class AdapterRoutes:
             raise ApiError(403, "quota_exceeded", reason)
         left = key.max_adapter_bytes - sum(entry.file_bytes for entry in others)
         if key.max_adapter_bytes and num_bytes > left:
-            reason = (
-                f"Adapters of this API key may have {max(0, left)} more of {key.max_adapter_bytes} bytes "
-            )
-            raise ApiError(403, "quota_exceeded", reason + "(max_adapter_bytes): unload one")
+            room = f"{max(0, left)} more of {key.max_adapter_bytes} bytes (max_adapter_bytes)"
+            raise ApiError(403, "quota_exceeded", f"Adapters of this API key may have {room}: unload one")
 
     async def _bounded(self, stream: AsyncIterator[bytes], name: str, key: ApiKey) -> AsyncIterator[bytes]:
         received = 0

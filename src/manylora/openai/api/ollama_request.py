@@ -17,20 +17,31 @@ NAMES = {FORMAT: "format"}  # this API's names for fields of chats and completio
 Number = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
+# Options for starting Ollama's runner, without effect.
+RUNNER = {
+    **dict.fromkeys(
+        ("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread"), (Number | None, None)
+    ),
+    **dict.fromkeys(
+        ("numa", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap", "use_mlock"),
+        (bool | None, None),
+    ),
+}
+
 if TYPE_CHECKING:
 
     class OllamaSampling(Body):
         repeat_penalty: float
 else:
-    OllamaSampling = create_model("OllamaSampling", __base__=Body, **schema.sampling_fields("ollama"))
+    SAMPLING = schema.sampling_fields("ollama")
+    OllamaSampling = create_model("OllamaSampling", __base__=Body, **SAMPLING, **RUNNER)
 
 
 class Options(OllamaSampling):
     """As in a Modelfile, with Ollama's defaults.
 
     num_predict: 0 or less: until the end of the answer or of the context. repeat_penalty applies to the whole
-    output, so repeat_last_n cannot be changed. From num_ctx on: options for starting Ollama's runner, without
-    effect.
+    output, so repeat_last_n cannot be changed.
     """
 
     num_predict: int = Field(-1, ge=-2, le=MAX_TOKENS)
@@ -43,19 +54,6 @@ class Options(OllamaSampling):
     tfs_z: float = Field(1.0, ge=1, le=1)
     typical_p: float = Field(1.0, ge=1, le=1)
     penalize_newline: Literal[True] = True
-    num_ctx: Number | None = None
-    num_keep: Number | None = None
-    num_batch: Number | None = None
-    num_gpu: Number | None = None
-    main_gpu: Number | None = None
-    num_thread: Number | None = None
-    numa: bool | None = None
-    low_vram: bool | None = None
-    f16_kv: bool | None = None
-    logits_all: bool | None = None
-    vocab_only: bool | None = None
-    use_mmap: bool | None = None
-    use_mlock: bool | None = None
 
 
 class _Generation(Body):

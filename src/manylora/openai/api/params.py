@@ -20,6 +20,7 @@ from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.generation.guides import choice_pattern, json_guide
 from manylora.generation.sampling import SamplingParams
 from manylora.generation.tokenizer import Tokenizer
+from manylora.openai.api import schema
 from manylora.openai.api.errors import (
     FORMAT,
     ApiError,
@@ -30,13 +31,7 @@ from manylora.openai.api.errors import (
     unsupported_field,
 )
 from manylora.openai.api.parsing import check_size
-from manylora.openai.api.schema import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    ResponseFormat,
-    StructuredOutputs,
-)
+from manylora.openai.api.schema import ChatRequest, CompletionRequest, GenerationRequest
 from manylora.openai.api.tools import ToolUse, tool_use
 from manylora.request import Guide
 
@@ -102,7 +97,13 @@ def plan(
     more = {name: value for name, value in defaults.fields.items() if name not in body.model_fields_set}
     body = body.model_copy(update=more)
     shared = shared or shared_of(body, limits)
-    top, prompt_top = _num_alternatives(body), body.prompt_logprobs
+    top, prompt_top = None, body.prompt_logprobs
+    if isinstance(body, CompletionRequest):
+        top = body.logprobs
+    elif isinstance(body, ChatRequest):
+        if body.top_logprobs and not body.logprobs:
+            raise invalid_value("top_logprobs needs logprobs true", "top_logprobs")
+        top = body.top_logprobs if body.logprobs else None
     echo = isinstance(body, CompletionRequest) and body.echo
     shows_prompt = (echo and top is not None) or prompt_top is not None
     if model.encoder is not None:
@@ -111,16 +112,27 @@ def plan(
             raise unsupported_field(f"{name} is not supported on encoder-decoder models", name)
         num_prompt = 1  # the encoder reads the prompt; the decoder starts from its start token
     max_tokens, prompt_only = _max_tokens(body, num_prompt, limits, defaults.max_tokens)
-    _check_samples(body, limits)
-    _check_order(body)
-    if shows_prompt:
-        _check_logits(num_prompt, limits, "logprobs" if prompt_top is None else "prompt_logprobs")
+    _check_support(body, limits)
+    if shows_prompt and num_prompt * limits.vocab_size * 4 > limits.logits_bytes:
+        most = limits.logits_bytes // (4 * limits.vocab_size)  # a row of logits for each token at once
+        field, of = ("logprobs", "with echo") if prompt_top is None else ("prompt_logprobs", "with it")
+        raise invalid_value(f"{field}: at most {most} tokens in a prompt {of}", field)
     if body.min_tokens > max_tokens:
         if own_minimum:
             raise invalid_value("min_tokens must be at most max_tokens", "min_tokens")
         body = body.model_copy(update={"min_tokens": max_tokens})
     end_ids = model.eos_token_ids if defaults.end_ids is None else defaults.end_ids
-    decoding = decoding_of(_sampling_params(body, max_tokens, top), tokenizer, end_ids)
+    sampling = SamplingParams(
+        **{name: getattr(body, name) for name in COPIED_FIELDS if name in type(body).model_fields},
+        max_tokens=max_tokens,
+        temperature=0.0 if body.temperature < GREEDY_BELOW else body.temperature,
+        top_p=body.top_p or 1.0,
+        top_k=1 if body.top_p == 0 else max(0, body.top_k),
+        seed=secrets.randbits(63) if body.seed is None else body.seed % 2**64,
+        logprobs=None if top is None else 0,
+        bad=body.bad_words or None,
+    )
+    decoding = decoding_of(sampling, tokenizer, end_ids)
     params = replace(
         decoding.params.with_output_penalties(),
         logit_bias=shared.logit_bias,
@@ -138,30 +150,8 @@ def plan(
     )
 
 
-def _sampling_params(body: GenerationRequest, max_tokens: int, top: int | None) -> SamplingParams:
-    return SamplingParams(
-        **{name: getattr(body, name) for name in COPIED_FIELDS if name in type(body).model_fields},
-        max_tokens=max_tokens,
-        temperature=0.0 if body.temperature < GREEDY_BELOW else body.temperature,
-        top_p=body.top_p or 1.0,
-        top_k=1 if body.top_p == 0 else max(0, body.top_k),
-        seed=secrets.randbits(63) if body.seed is None else body.seed % 2**64,
-        logprobs=None if top is None else 0,
-        bad=body.bad_words or None,
-    )
-
-
-def _check_order(body: GenerationRequest) -> None:
-    """Refuse fields of vLLM that need another kind of server or response."""
-    if body.priority != 0:
-        reason = "priority: only 0 is supported, as adapters take turns: leave it out, or set it to 0"
-        raise unsupported_field(reason, "priority")
-    if body.prompt_logprobs is not None and body.stream:
-        raise unsupported_field("prompt_logprobs needs stream false", "prompt_logprobs")
-
-
-def _check_samples(body: GenerationRequest, limits: Limits) -> None:
-    """Check that n and best_of are consistent and fit the engine's batch."""
+def _check_support(body: GenerationRequest, limits: Limits) -> None:
+    """Refuse samples that do not fit the engine's batch, and fields that need another server or response."""
     best_of = body.best_of if isinstance(body, CompletionRequest) else None
     if body.stream and best_of is not None and best_of != body.n:
         raise unsupported_field("best_of other than n needs stream false", "best_of")
@@ -170,15 +160,11 @@ def _check_samples(body: GenerationRequest, limits: Limits) -> None:
     if max(body.n, best_of or 0) > limits.max_samples:
         name = "n" if body.n > limits.max_samples else "best_of"
         raise invalid_value(f"{name} must be at most max_batch_size ({limits.max_samples})", name)
-
-
-def _num_alternatives(body: GenerationRequest) -> int | None:
-    """`Decoding.top`."""
-    if isinstance(body, ChatRequest):
-        if body.top_logprobs and not body.logprobs:
-            raise invalid_value("top_logprobs needs logprobs true", "top_logprobs")
-        return body.top_logprobs if body.logprobs else None
-    return body.logprobs if isinstance(body, CompletionRequest) else None
+    if body.priority != 0:
+        reason = "priority: only 0 is supported, as adapters take turns: leave it out, or set it to 0"
+        raise unsupported_field(reason, "priority")
+    if body.prompt_logprobs is not None and body.stream:
+        raise unsupported_field("prompt_logprobs needs stream false", "prompt_logprobs")
 
 
 def _max_tokens(
@@ -199,22 +185,10 @@ def _max_tokens(
         wanted = min(default or usual, left)
     wanted = max(1, wanted)
     if wanted > left:
-        raise ApiError(
-            400,
-            "context_length_exceeded",
-            f"{context_length(limits.max_seq_len)}. The prompt has {num_prompt}, and {wanted} more are "
-            "asked for",
-            "messages" if isinstance(body, ChatRequest) else "prompt",
-        )
+        reason = f"{context_length(limits.max_seq_len)}. The prompt has {num_prompt}, and {wanted} more are "
+        field = "messages" if isinstance(body, ChatRequest) else "prompt"
+        raise ApiError(400, "context_length_exceeded", reason + "asked for", field)
     return wanted, prompt_only
-
-
-def _check_logits(num_prompt: int, limits: Limits, field: str) -> None:
-    """Check the size: log probabilities of a prompt need a row of logits for each of its tokens at once."""
-    if num_prompt * limits.vocab_size * 4 > limits.logits_bytes:
-        most = limits.logits_bytes // (4 * limits.vocab_size)
-        of = "with echo" if field == "logprobs" else "with it"
-        raise invalid_value(f"{field}: at most {most} tokens in a prompt {of}", field)
 
 
 def _logit_bias(body: GenerationRequest, vocab_size: int) -> np.ndarray | None:
@@ -225,9 +199,8 @@ def _logit_bias(body: GenerationRequest, vocab_size: int) -> np.ndarray | None:
     bias = np.zeros(vocab_size, np.float32)
     if allowed is not None:
         if max(allowed) >= vocab_size:
-            raise invalid_value(
-                "allowed_token_ids: one id is not in this model's vocabulary", "allowed_token_ids"
-            )
+            reason = "allowed_token_ids: one id is not in this model's vocabulary"
+            raise invalid_value(reason, "allowed_token_ids")
         bias[:] = FORBIDDEN
         bias[allowed] = 0
     for key, value in body.logit_bias.items():
@@ -252,8 +225,7 @@ def guide_of(body: GenerationRequest, use: ToolUse | None) -> tuple[str, Guide |
     """The field that constrains the output, and its guide. None: free text. Raises ApiError, also if two
     fields constrain it. use: from `tool_use`.
     """
-    made = [(field, _made(field, make)) for field, make in _wanted(body)]
-    found = [(field, guide) for field, guide in made if guide is not None]
+    found = [(field, guide) for field, make in _wanted(body) if (guide := _made(field, make)) is not None]
     if use is not None:
         # If only tool calls are allowed, a text format has no effect. Some clients send both.
         found = [one for one in found if not (use.only_calls and one[0] == FORMAT)]
@@ -282,9 +254,9 @@ def _wanted(body: GenerationRequest) -> Iterator[tuple[str, Callable[[], Guide |
     if body.structured_outputs is not None:
         yield "structured_outputs", partial(_of_structured, body.structured_outputs)
     space = body.guided_whitespace_pattern
-    for field, schema in (("guided_json", body.guided_json), ("json_schema", body.json_schema)):
-        if schema is not None:
-            yield field, partial(_of_schema, schema, field, space)
+    for field, wanted in (("guided_json", body.guided_json), ("json_schema", body.json_schema)):
+        if wanted is not None:
+            yield field, partial(_of_schema, wanted, field, space)
     for field, pattern in (("guided_regex", body.guided_regex), ("regex", body.regex)):
         if pattern is not None:
             yield field, partial(Guide, "regex", pattern)
@@ -296,18 +268,17 @@ def _wanted(body: GenerationRequest) -> Iterator[tuple[str, Callable[[], Guide |
         yield "ebnf", partial(Guide, "ebnf_grammar", body.ebnf)
 
 
-def _of_format(wanted: ResponseFormat) -> Guide | None:
+def _of_format(wanted: schema.ResponseFormat) -> Guide | None:
     """Raises ApiError if a field that its type requires is missing."""
     if wanted.type == "text":
         return None
     if wanted.type == "json_object":
         return json_guide(ANY_OBJECT)
     if wanted.type == "json_schema":
-        schema = wanted.schema_given
-        if schema is None:
+        if wanted.schema_given is None:
             reason = "response_format.json_schema.schema is required"
             raise ApiError(400, "missing_field", reason, FORMAT)
-        return json_guide(schema)
+        return json_guide(wanted.schema_given)
     kind, field = FORMATS[wanted.type]
     text = getattr(wanted, field)
     if text is None:
@@ -315,7 +286,7 @@ def _of_format(wanted: ResponseFormat) -> Guide | None:
     return Guide(kind, text if isinstance(text, str) else json.dumps(text))
 
 
-def _of_structured(wanted: StructuredOutputs) -> Guide | None:
+def _of_structured(wanted: schema.StructuredOutputs) -> Guide | None:
     given = [name for name in OF_STRUCTURED if getattr(wanted, name) not in (None, False)]
     if len(given) > 1:
         names = " and ".join(name.strip("_") for name in given)
@@ -332,19 +303,17 @@ def _of_structured(wanted: StructuredOutputs) -> Guide | None:
     return _of_schema(dict(ANY_OBJECT), "", space) if wanted.json_object else None
 
 
-def _of_schema(schema: str | dict[str, Any], field: str, space: str | None) -> Guide:
+def _of_schema(given: str | dict[str, Any], field: str, space: str | None) -> Guide:
     """space: regular expression for white space between JSON tokens. None: no white space."""
-    if isinstance(schema, str):
+    if isinstance(given, str):
         try:
-            check_size(schema.encode())
-            schema = json.loads(schema)
+            check_size(given.encode())
+            given = json.loads(given)
         except (ValueError, RecursionError) as error:
             raise invalid_value(f"{field}: not valid JSON", field) from error
-        if not isinstance(schema, dict):
+        if not isinstance(given, dict):
             raise invalid_value(f"{field}: must be a JSON schema", field)
-    if space is not None:
-        schema = {"x-guidance": {"whitespace_pattern": space}, **schema}
-    return json_guide(schema)
+    return json_guide(given if space is None else {"x-guidance": {"whitespace_pattern": space}, **given})
 
 
 def _of_grammar(text: str) -> Guide:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails, from_json
+from pydantic_core import from_json
 
 from manylora.openai.api.errors import ApiError, invalid_value, unsupported_field
 from manylora.openai.api.schema import Body
 
-UNION_BRANCHES = ("str", "constrained-str", "TextPart", "NamedToolChoice", "AllowedToolChoice")
+# A union's branch in the path of an error.
+BRANCH = re.compile(
+    r".*\[|(str|constrained-str|TextPart|NamedToolChoice|AllowedToolChoice)$|function-", re.DOTALL
+)
 BOUNDS = (  # pydantic errors about values of the right type
     "too_long",
     "too_short",
@@ -48,14 +52,11 @@ def read_object(raw: bytes | bytearray) -> dict[str, Any]:
 def validate(value: dict[str, Any], kind: type[BodyT]) -> BodyT:
     """Raises ApiError with the name of the wrong field."""
     given = {name: item for name, item in value.items() if item is not None}
-    unknown = next(
-        (name for name in given if name not in kind.model_fields and name not in IGNORED_FIELDS), None
-    )
-    if unknown is not None:
-        raise _not_supported(unknown)
-    for name in [name for name in given if name in IGNORED_FIELDS and name not in kind.model_fields]:
-        item = given.pop(name)
-        if item not in IGNORED_FIELDS[name]:
+    foreign = given.keys() - kind.model_fields.keys()
+    for name in [name for name in given if name in foreign and name not in IGNORED_FIELDS]:
+        raise _not_supported(name)
+    for name in [name for name in given if name in foreign]:
+        if given.pop(name) not in IGNORED_FIELDS[name]:
             raise _not_supported(name)
     try:
         return kind.model_validate(given)
@@ -81,7 +82,8 @@ def check_size(raw: bytes | bytearray) -> None:
 
 
 def _not_supported(name: str) -> ApiError:
-    return unsupported_field(f"{name[:200]} is not supported: {instead_of(name)}", name[:200])
+    instead = INSTEAD.get(name.rpartition(".")[2], "leave it out")  # the field may be in a part of the body
+    return unsupported_field(f"{name[:200]} is not supported: {instead}", name[:200])
 
 
 def api_error(error: ValidationError, where: str = "") -> ApiError:
@@ -90,26 +92,19 @@ def api_error(error: ValidationError, where: str = "") -> ApiError:
     where: path of the validated value in the body.
     """
     found = error.errors(include_url=False, include_context=False, include_input=False)
-    first = next((one for one in found if one["type"] == "extra_forbidden"), _most_telling(found))
+    first = found[0]
+    if first["loc"] and first["type"].endswith("_type"):  # of a union, the branch whose type fits
+        fits = (one for one in found if one["type"] in BOUNDS and one["loc"][0] == first["loc"][0])
+        first = next(fits, first)
+    first = next((one for one in found if one["type"] == "extra_forbidden"), first)
     # Names of union branches in the path are not part of the body.
-    path = [str(part) for part in first["loc"] if not (isinstance(part, str) and _is_branch(part))]
+    path = [str(part) for part in first["loc"] if not (isinstance(part, str) and BRANCH.match(part))]
     name = ".".join([where, *path] if where else path)[:200]
     if first["type"] == "extra_forbidden":
         return _not_supported(name)
     if first["type"] == "missing":
         return ApiError(400, "missing_field", f"{name} is required", name)
     return invalid_value(f"{name}: {first['msg'][:300]}", name)
-
-
-def _most_telling(found: list[ErrorDetails]) -> ErrorDetails:
-    """The first error. For a union, the first error of the branch whose type fits."""
-    first = found[0]
-    fits = (one for one in found if one["type"] in BOUNDS and one["loc"][0] == first["loc"][0])
-    return next(fits, first) if first["loc"] and first["type"].endswith("_type") else first
-
-
-def _is_branch(part: str) -> bool:
-    return "[" in part or part in UNION_BRANCHES or part.startswith("function-")
 
 
 # Without effect, with the values that are accepted. Empty: any value.
@@ -129,64 +124,46 @@ IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
     "top_p_min": (0,),
     "use_beam_search": (False,),
 }
-ADAPTER = "name the adapter in model, lora_model or lora_request"
-BEAMS = "beam search is available in Python (LLM) and from Triton (beam_width)"
-GUIDE = "use structured_outputs or response_format"
-LENGTH = "use max_tokens"
-REASONING = "reasoning stays in the text of the output: leave it out"
-TEXT = "use prompt"
-TEXT_ONLY = "only text is served"
-WHOLE = "this server does both prefill and decode: leave it out"
 INSTEAD = {
-    "adapter": ADAPTER,
-    "adapter_name": ADAPTER,
-    "lora_adapter": ADAPTER,
-    "lora_id": ADAPTER,
-    "lora_name": ADAPTER,
-    "lora_task_id": ADAPTER,
-    "beam_width": BEAMS,
-    "early_stopping": BEAMS,
-    "length_penalty": BEAMS,
-    "use_beam_search": BEAMS,
-    "guided_decoding": GUIDE,
-    "guided_decoding_guide": GUIDE,
-    "guided_decoding_guide_type": GUIDE,
-    "max_length": LENGTH,
-    "max_new_tokens": LENGTH,
-    "n_predict": LENGTH,
-    "num_predict": LENGTH,
-    "include_reasoning": REASONING,
-    "separate_reasoning": REASONING,
-    "inputs": TEXT,
-    "text_input": TEXT,
-    "image": TEXT_ONLY,
-    "image_url": TEXT_ONLY,
-    "input_audio": TEXT_ONLY,
-    "mm_processor_kwargs": TEXT_ONLY,
-    "video_url": TEXT_ONLY,
-    "disaggregated_params": WHOLE,
-    "kv_transfer_params": WHOLE,
+    **dict.fromkeys(
+        ("adapter", "adapter_name", "lora_adapter", "lora_id", "lora_name", "lora_task_id"),
+        "name the adapter in model, lora_model or lora_request",
+    ),
+    **dict.fromkeys(
+        ("beam_width", "early_stopping", "length_penalty", "use_beam_search"),
+        "beam search is available in Python (LLM) and from Triton (beam_width)",
+    ),
+    **dict.fromkeys(
+        ("guided_decoding", "guided_decoding_guide", "guided_decoding_guide_type"),
+        "use structured_outputs or response_format",
+    ),
+    **dict.fromkeys(("max_length", "max_new_tokens", "n_predict", "num_predict"), "use max_tokens"),
+    **dict.fromkeys(
+        ("include_reasoning", "separate_reasoning"), "reasoning stays in the text of the output: leave it out"
+    ),
+    **dict.fromkeys(("inputs", "text_input"), "use prompt"),
+    **dict.fromkeys(
+        ("image", "image_url", "input_audio", "mm_processor_kwargs", "video_url"), "only text is served"
+    ),
+    **dict.fromkeys(
+        ("disaggregated_params", "kv_transfer_params"),
+        "this server does both prefill and decode: leave it out",
+    ),
+    "extra_body": "put what it holds beside the other fields, as the openai package does",
+    **dict.fromkeys(("parameters", "sampling_params"), "put what it holds beside the other fields"),
     "chat_template": "the operator sets it (--chat-template); chat_template_kwargs are its variables",
     "documents": "put them into messages, or into chat_template_kwargs if the template reads them",
     "enable_thinking": "put it into chat_template_kwargs",
     "end_id": "use stop_token_ids",
-    "extra_body": "put what it holds beside the other fields, as the openai package does",
     "input": "it is a field of /v1/responses and /v1/embeddings",
     "logits_processors": "use logit_bias, allowed_token_ids, bad_words or a guide",
     "lora_local_path": "use lora_path",
     "messages": "it is a field of /v1/chat/completions",
     "no_repeat_ngram_size": "use repetition_penalty or frequency_penalty",
-    "parameters": "put what it holds beside the other fields",
     "prompt": "it is a field of /v1/completions",
     "random_seed": "use seed",
     "return_tokens_as_token_ids": "use return_token_ids",
-    "sampling_params": "put what it holds beside the other fields",
     "stop_words": "use stop",
     "streaming": "use stream",
 }
 """What to do instead, by the name of a field that is not accepted."""
-
-
-def instead_of(field: str) -> str:
-    """What to do instead of giving a field, which may be in a part of the body: messages.0.content."""
-    return INSTEAD.get(field.rpartition(".")[2], "leave it out")

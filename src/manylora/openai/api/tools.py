@@ -14,7 +14,7 @@ from typing import Any
 from manylora.generation.generation import overlap
 from manylora.generation.guides import closed, json_guide
 from manylora.openai.api.errors import ApiError, invalid_value
-from manylora.openai.api.schema import AllowedToolChoice, AllowedTools, ChatRequest, NamedToolChoice, Tool
+from manylora.openai.api.schema import AllowedToolChoice, ChatRequest, NamedToolChoice, Tool
 from manylora.request import Guide
 
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}  # as the engine compiles a plain schema
@@ -74,7 +74,12 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
     """None: the output cannot have tool calls. Raises ApiError."""
     choice, tools = body.tool_choice, body.tools
     if isinstance(choice, AllowedToolChoice):
-        tools, choice = _allowed(body.tools, choice.allowed_tools), choice.allowed_tools.mode
+        allowed = {one.function.name for one in choice.allowed_tools.tools}
+        unknown = sorted(allowed - {tool.function.name for tool in tools})
+        if unknown:
+            raise invalid_value(f"tool_choice: there is no tool {unknown[0]!r}", "tool_choice")
+        tools = [tool for tool in tools if tool.function.name in allowed]
+        choice = choice.allowed_tools.mode
     named = choice.function.name if isinstance(choice, NamedToolChoice) else None
     if not tools:
         if named is not None or choice == "required":
@@ -95,15 +100,6 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
         )
         raise invalid_value(reason, "response_format")
     return use
-
-
-def _allowed(tools: Sequence[Tool], allowed: AllowedTools) -> list[Tool]:
-    """The tools that tool_choice names. Raises ApiError."""
-    names = {one.function.name for one in allowed.tools}
-    unknown = sorted(names - {tool.function.name for tool in tools})
-    if unknown:
-        raise invalid_value(f"tool_choice: there is no tool {unknown[0]!r}", "tool_choice")
-    return [tool for tool in tools if tool.function.name in names]
 
 
 class ToolCallParser:
@@ -138,16 +134,12 @@ class ToolCallParser:
                 self._undecided = False
         if self._in_call or self._undecided:
             return "", []
-        return self._take_content(), []
-
-    def _take_content(self) -> str:
-        """The pending text up to the tag of a call, or up to text that may become one."""
-        at = self._pending.find(TAG)
+        at = self._pending.find(TAG)  # content ends at the tag of a call, or at text that may become one
         self._in_call = at >= 0
         if at < 0:
             at = len(self._pending) - overlap(self._pending, TAG)
         shown, self._pending = self._pending[:at], self._pending[at:]
-        return shown
+        return shown, []
 
     def _parse(self, cut: bool) -> tuple[str, Calls]:
         text = self._pending
@@ -163,13 +155,9 @@ class ToolCallParser:
         found = list(self._read(inner))
         if not found and (cut or self._use.required):
             found = self._unfinished(inner)
-        is_call = found or self._use.required or (cut and self._begins_call(inner))
-        return ("", found) if is_call else (text, [])
-
-    def _begins_call(self, text: str) -> bool:
-        """Whether the text may be a call whose name is still incomplete."""
-        bare = "".join(text.split()).removeprefix("[")
-        return any(f'{{"name":"{name}"'.startswith(bare) for name in self._use.names)
+        bare = "".join(inner.split()).removeprefix("[")  # a call whose name is still incomplete?
+        begins = cut and any(f'{{"name":"{name}"'.startswith(bare) for name in self._use.names)
+        return ("", found) if found or self._use.required or begins else (text, [])
 
     def _unfinished(self, text: str) -> Calls:
         """The calls of a text that ends within a call."""

@@ -19,12 +19,14 @@ from typing import Any, BinaryIO
 from starlette.types import ASGIApp
 
 from manylora.openai.api.errors import ApiError
-from manylora.openai.batches.lines import BatchInvalidError, BatchLine, read_lines
-from manylora.openai.batches.run import (
+from manylora.openai.batches.lines import (
     AnswerFile,
+    BatchInvalidError,
+    BatchLine,
     NoRoomError,
     ServerEndedError,
     answer_lines,
+    read_lines,
     unanswered,
 )
 from manylora.openai.serving.keys import ApiKey, Keyring
@@ -137,22 +139,20 @@ class BatchStore:
 
     def _read(self) -> None:
         """Load what an earlier process kept, remove what it left unfinished, and go on with its batches."""
-        for path in (self._folder / "files").glob("*.json"):
+        for path in [*self._folder.glob("files/*.json"), *self._folder.glob("batches/*.json")]:
             try:
-                one = StoredFile(**json.loads(path.read_bytes()))
-                self._stored += self.path(one).stat().st_size
-                self.files[one.id] = one
-            except (OSError, ValueError, TypeError) as error:
+                found = json.loads(path.read_bytes())
+                if path.parent.name == "batches":
+                    self.batches[found["id"]] = Batch(**found)
+                else:
+                    one = StoredFile(**found)
+                    self._stored += self.path(one).stat().st_size
+                    self.files[one.id] = one
+            except (OSError, ValueError, TypeError, KeyError) as error:
                 logger.warning("batch_dir: %s cannot be read: %s", path, error)
-        for path in (self._folder / "files").glob("file-*"):
+        for path in self._folder.glob("files/file-*"):
             if path.suffix == ".partial" or (not path.suffix and path.name not in self.files):
                 path.unlink(missing_ok=True)
-        for path in (self._folder / "batches").glob("*.json"):
-            try:
-                batch = Batch(**json.loads(path.read_bytes()))
-                self.batches[batch.id] = batch
-            except (OSError, ValueError, TypeError) as error:
-                logger.warning("batch_dir: %s cannot be read: %s", path, error)
         for batch in sorted(self.batches.values(), key=lambda one: one.created_at):
             if batch.status not in ENDED:
                 self._start(batch)
@@ -184,9 +184,8 @@ class BatchStore:
         """Keep a copy of a file's content. Raises ApiError 507 if the disk does not take it."""
         if len(self.files) >= MAX_FILES:
             raise ApiError(413, "too_many_files", f"There may be {MAX_FILES} files: delete one of them")
-        made = StoredFile(
-            f"file-{secrets.token_hex(12)}", owner, filename[:255], purpose, 0, int(time.time())
-        )
+        name, now = f"file-{secrets.token_hex(12)}", int(time.time())
+        made = StoredFile(name, owner, filename[:255], purpose, 0, now)
         path = self.path(made)
 
         def copy() -> int:
@@ -217,7 +216,13 @@ class BatchStore:
             path.unlink(missing_ok=True)
 
     def create(self, key: ApiKey, file: StoredFile, endpoint: str, metadata: dict[str, str] | None) -> Batch:
-        self._forget_oldest()
+        if len(self.batches) >= MAX_BATCHES:  # forget the oldest
+            ended = [one for one in self.batches.values() if one.status in ENDED]
+            if not ended:
+                raise ApiError(429, "overloaded", f"{MAX_BATCHES} batches wait: try again", retry_after=60)
+            oldest = min(ended, key=lambda one: one.created_at)
+            del self.batches[oldest.id]
+            self._state_of(oldest).unlink(missing_ok=True)
         name = f"batch_{secrets.token_hex(12)}"
         batch = Batch(name, key.name, file.id, endpoint, int(time.time()), metadata)
         self.batches[batch.id] = batch
@@ -243,15 +248,6 @@ class BatchStore:
             os.close(self._lock)
         elif self._max_bytes:
             remove_temporary(self._folder)
-
-    def _forget_oldest(self) -> None:
-        ended = [one for one in self.batches.values() if one.status in ENDED]
-        if len(self.batches) >= MAX_BATCHES:
-            if not ended:
-                raise ApiError(429, "overloaded", f"{MAX_BATCHES} batches wait: try again", retry_after=60)
-            oldest = min(ended, key=lambda one: one.created_at)
-            del self.batches[oldest.id]
-            self._state_of(oldest).unlink(missing_ok=True)
 
     def _start(self, batch: Batch) -> None:
         task = asyncio.create_task(self._run(batch))

@@ -40,9 +40,14 @@ class CacheStatus:
 
     async def snapshot(self, key: ApiKey, changes_after: int, points_after: int) -> dict[str, Any]:
         """The body of GET /v1/cache: what the key may see, and changes and points after the given numbers."""
-        found = await self._fresh_map()
+        async with self._map_lock:
+            if time.monotonic() - self._map_time > MAP_MAX_AGE_S:
+                self._map = await self._backend.cache_map()
+                self._map_time = time.monotonic()
+            found = self._map
         history, stats = self._backend.history, self._backend.engine_stats()
         counts = stats.adapters
+        last = found.changes[-1].number if found and found.changes else 0
         return {
             "object": "cache",
             "feed": self._id,  # changes at a restart, when numbers start again
@@ -52,7 +57,7 @@ class CacheStatus:
             and {"device": {"pages": found.device_pages}, "host": {"pages": found.host_pages}},
             "adapters": [] if found is None else self._adapters(found, key),
             "changes": [] if found is None else self._changes(found, key, changes_after),
-            "last_change": changes_after if found is None else _last_change(found),
+            "last_change": changes_after if found is None else last,
             "counts": {
                 "hits": counts.device_hits,
                 "device_loads": counts.device_loads,
@@ -73,41 +78,23 @@ class CacheStatus:
             except Exception:
                 logger.exception("the history of the last minutes lacks a point")
 
-    async def _fresh_map(self) -> CacheMap | None:
-        async with self._map_lock:
-            if time.monotonic() - self._map_time > MAP_MAX_AGE_S:
-                self._map = await self._backend.cache_map()
-                self._map_time = time.monotonic()
-            return self._map
-
     def _adapters(self, found: CacheMap, key: ApiKey) -> list[dict[str, Any]]:
         """Adapters on the device first, then the most recently used."""
         latest = found.adapters[::-1]
         ordered = [*(one for one in latest if one.device), *(one for one in latest if not one.device)]
-        listed = [self._adapter(one, key) for one in ordered[:MAX_ADAPTERS]]
-        rest = ordered[MAX_ADAPTERS:]
-        if rest:
-            listed.append(
-                {
-                    "id": REST,
-                    "name": None,
-                    "who": REST,
-                    "host": [run for one in rest for run in one.host],
-                    "device": [run for one in rest for run in one.device],
-                    "in_use": sum(one.in_use for one in rest),
-                    "hits": sum(one.hits for one in rest),
-                }
-            )
-        return listed
-
-    def _adapter(self, one: MappedAdapter, key: ApiKey) -> dict[str, Any]:
-        return {
-            **self._owner(one, key),
-            "host": one.host,
-            "device": one.device,
-            "in_use": one.in_use,
-            "hits": one.hits,
-        }
+        listed = [(self._owner(one, key), [one]) for one in ordered[:MAX_ADAPTERS]]
+        if rest := ordered[MAX_ADAPTERS:]:
+            listed.append(({"id": REST, "name": None, "who": REST}, rest))
+        return [
+            {
+                **owner,
+                "host": [run for one in members for run in one.host],
+                "device": [run for one in members for run in one.device],
+                "in_use": sum(one.in_use for one in members),
+                "hits": sum(one.hits for one in members),
+            }
+            for owner, members in listed
+        ]
 
     def _changes(self, found: CacheMap, key: ApiKey, after: int) -> list[dict[str, Any]]:
         now = time.monotonic()
@@ -135,7 +122,3 @@ class CacheStatus:
         # Depends on the key, so that different keys cannot compare ids.
         opaque = hashlib.blake2b(f"{key.name}\n{one.digest}".encode(), key=self._secret, digest_size=6)
         return {"id": opaque.hexdigest(), "name": name, "who": who}
-
-
-def _last_change(found: CacheMap) -> int:
-    return found.changes[-1].number if found.changes else 0

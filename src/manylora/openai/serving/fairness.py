@@ -36,7 +36,10 @@ class FairQueue:
 
         Raises ApiError 429 if too many wait.
         """
-        await self._enter(key, cost)
+        if not self._waiting and self._fits(cost):
+            self._active += cost
+        else:
+            await self._wait(key, cost)
         try:
             yield
         finally:
@@ -48,10 +51,7 @@ class FairQueue:
         if self._max_waiting and cost > max(1, room):
             raise _full()
 
-    async def _enter(self, key: str, cost: int) -> None:
-        if not self._waiting and self._fits(cost):
-            self._active += cost
-            return
+    async def _wait(self, key: str, cost: int) -> None:
         if self._max_waiting and self.num_waiting and self.num_waiting + cost > self._max_waiting:
             raise _full()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -60,10 +60,14 @@ class FairQueue:
         try:
             await turn
         except asyncio.CancelledError:
+            line = self._waiting.get(key, ())
             if turn.done() and not turn.cancelled():
                 self._leave(cost)
-            else:
-                self._forget(key, turn, cost)
+            elif (turn, cost) in line:
+                self._waiting[key].remove((turn, cost))
+                self.num_waiting -= cost
+                if not line:
+                    del self._waiting[key]
             raise
 
     def _leave(self, cost: int) -> None:
@@ -79,21 +83,13 @@ class FairQueue:
             if not line:
                 del self._waiting[key]
             self._active += next_cost
-            if turn.done():  # cancelled at the same moment: `_enter` will not return the slot
+            if turn.done():  # cancelled at the same moment: `_wait` will not return the slot
                 self._active -= next_cost
             else:
                 turn.set_result(None)
 
     def _fits(self, cost: int) -> bool:
         return self._active == 0 or self._active + cost <= self.capacity
-
-    def _forget(self, key: str, turn: asyncio.Future[None], cost: int) -> None:
-        line = self._waiting.get(key)
-        if line is not None and (turn, cost) in line:
-            line.remove((turn, cost))
-            self.num_waiting -= cost
-            if not line:
-                del self._waiting[key]
 
 
 def _full() -> ApiError:

@@ -32,7 +32,7 @@ class Point:
     latency: tuple[float, ...]
 
     def body(self) -> dict[str, float | None]:
-        """As JSON: rates per second, times in milliseconds. None if no sequence ended."""
+        """As JSON. The times are None if no sequence ended."""
         return {
             "number": self.number,
             "tokens_per_s": round(self.tokens / self.seconds, 1),
@@ -105,17 +105,10 @@ class History:
 
 
 def _times(first_token: Sequence[float], latency: Sequence[float]) -> dict[str, float | None]:
-    return {
-        "ttft_p50_ms": _percentile(first_token, 0.5),
-        "ttft_p95_ms": _percentile(first_token, 0.95),
-        "latency_p50_ms": _percentile(latency, 0.5),
-        "latency_p95_ms": _percentile(latency, 0.95),
-    }
-
-
-def _percentile(seconds: Sequence[float], part: float) -> float | None:
-    """By nearest rank, in milliseconds."""
-    if not seconds:
-        return None
-    ordered = sorted(seconds)
-    return round(1000 * ordered[min(len(ordered) - 1, int(part * len(ordered)))], 1)
+    """Percentiles by nearest rank, in milliseconds."""
+    found: dict[str, float | None] = {}
+    for name, seconds in (("ttft", sorted(first_token)), ("latency", sorted(latency))):
+        for part, suffix in ((0.5, "p50_ms"), (0.95, "p95_ms")):
+            at = min(len(seconds) - 1, int(part * len(seconds)))
+            found[f"{name}_{suffix}"] = round(1000 * seconds[at], 1) if seconds else None
+    return found

@@ -20,7 +20,6 @@ from manylora.openai.api.schema import (
     Message,
     TemplateFields,
     TokenizeRequest,
-    ToolCall,
 )
 from manylora.openai.api.tools import ToolUse, tool_use
 from manylora.system.text_threads import LONG, TextThreads
@@ -88,8 +87,9 @@ class Prompts:
         best, fewest, most = None, first + 1, last  # the first message after the gap
         while best is None or fewest < most:
             middle = most if best is None else (fewest + most) // 2
-            kept = [*messages[:first], *_without_lost_results(messages[middle:])]
-            shorter = body.model_copy(update={"messages": kept})
+            # Without tool results at the start, whose calls were dropped.
+            start = next((i for i in range(middle, last) if messages[i].role != "tool"), last)
+            shorter = body.model_copy(update={"messages": [*messages[:first], *messages[start:]]})
             try:
                 best, most = (shorter, await self._chat_with_room(shorter)), middle
             except ApiError as error:
@@ -127,15 +127,37 @@ class Prompts:
         if body.continue_final_message and body.add_generation_prompt:
             reason = "continue_final_message and add_generation_prompt exclude each other: give one"
             raise invalid_value(reason, "continue_final_message")
-        use = _tools_shown(body)
-        length = num_characters(messages)
+        use = None
+        if isinstance(body, ChatRequest) and body.include_json_schema_in_prompt:
+            use = tool_use(body)
+        elif isinstance(body, TokenizeRequest) and body.tools:
+            use = ToolUse(body.tools)
+        calls = [call for message in messages for call in message.tool_calls]
+        length = sum(len(one.text) for one in messages) + sum(len(one.function.arguments) for one in calls)
         try:
             self.tokenizer.limits.check(length, self._limits.max_seq_len, whole=False)
         except TextTooLongError as error:
             raise self._too_long(error, "messages") from error
-        variables = _variables(body)
-        lane = max(length, LONG if use or variables.keys() - OWN else 0)
-        return await self._run_in_lane(lane, self._apply_template, messages, use, body, variables)
+        given: dict[str, Any] = {"add_generation_prompt": body.add_generation_prompt}
+        if isinstance(body, ChatRequest):
+            given["reasoning_effort"] = body.reasoning_effort
+            if body.response_format is not None and body.include_json_schema_in_prompt:
+                given["json_schema"] = body.response_format.schema_given
+        variables = {name: one for name, one in given.items() if one is not None} | body.chat_template_kwargs
+
+        def apply_template() -> str:
+            shown, specs = [_template_message(message) for message in messages], use.specs if use else []
+            context, continues = self._limits.max_seq_len, body.continue_final_message
+            try:
+                return self.tokenizer.chat(shown, specs, context, variables, continues)
+            except TextTooLongError as error:
+                raise self._too_long(error, "messages") from error
+            except RequestError as error:
+                raise invalid_value(str(error), "messages") from error
+
+        return await self._run_in_lane(
+            max(length, LONG if use or variables.keys() - OWN else 0), apply_template
+        )
 
     async def encode(self, text: str, special: bool, field: str, whole: bool = True) -> tuple[int, ...]:
         """whole: the whole text must fit the model's context."""
@@ -166,78 +188,26 @@ class Prompts:
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(lane, function, *arguments)
 
-    def _apply_template(
-        self,
-        messages: Sequence[Message],
-        use: ToolUse | None,
-        body: TemplateFields,
-        variables: dict[str, Any],
-    ) -> str:
-        shown, specs = template_messages(messages), use.specs if use else []
-        context, continues = self._limits.max_seq_len, body.continue_final_message
-        try:
-            return self.tokenizer.chat(shown, specs, context, variables, continues)
-        except TextTooLongError as error:
-            raise self._too_long(error, "messages") from error
-        except RequestError as error:
-            raise invalid_value(str(error), "messages") from error
-
     def _too_long(self, error: TextTooLongError, field: str) -> ApiError:
         reason = f"{context_length(self._limits.max_seq_len)}. {error}"
         return ApiError(400, TOO_LONG, reason, field)
 
 
-def _without_lost_results(messages: Sequence[Message]) -> Sequence[Message]:
-    """Without tool results at the start, whose calls were dropped."""
-    start = next((i for i, one in enumerate(messages) if one.role != "tool"), len(messages) - 1)
-    return messages[start:]
-
-
-def _tools_shown(body: TemplateFields) -> ToolUse | None:
-    """Raises ApiError."""
-    if isinstance(body, ChatRequest) and body.include_json_schema_in_prompt:
-        return tool_use(body)
-    return ToolUse(body.tools) if isinstance(body, TokenizeRequest) and body.tools else None
-
-
-def _variables(body: TemplateFields) -> dict[str, Any]:
-    """Variables of the chat template besides messages and tools."""
-    given: dict[str, Any] = {"add_generation_prompt": body.add_generation_prompt}
-    if isinstance(body, ChatRequest):
-        given["reasoning_effort"] = body.reasoning_effort
-        if body.response_format is not None and body.include_json_schema_in_prompt:
-            given["json_schema"] = body.response_format.schema_given
-    return {name: one for name, one in given.items() if one is not None} | body.chat_template_kwargs
-
-
-def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Raises ApiError."""
-    return [_template_message(message) for message in messages]
-
-
-def num_characters(messages: Sequence[Message]) -> int:
-    """Characters of all texts and of the arguments of tool calls."""
-    calls = [call for message in messages for call in message.tool_calls]
-    return sum(len(message.text) for message in messages) + sum(len(c.function.arguments) for c in calls)
-
-
 def _template_message(message: Message) -> dict[str, Any]:
+    """Raises ApiError."""
     shown: dict[str, Any] = {"role": ROLES.get(message.role, message.role), "content": message.text}
     for name in ("name", "tool_call_id"):
         if getattr(message, name) is not None:
             shown[name] = getattr(message, name)
     if message.tool_calls:
-        shown["tool_calls"] = [_call(call) for call in message.tool_calls]
+        shown["tool_calls"] = []
+    for call in message.tool_calls:
+        try:
+            check_size(call.function.arguments.encode())
+            arguments = call_arguments(call.function.arguments)
+        except ValueError as error:
+            reason = "messages: arguments of a tool call must be a JSON object"
+            raise invalid_value(reason, "messages") from error
+        function = {"name": call.function.name, "arguments": arguments}
+        shown["tool_calls"].append({"id": call.id, "type": "function", "function": function})
     return shown
-
-
-def _call(call: ToolCall) -> dict[str, Any]:
-    """Raises ApiError."""
-    try:
-        check_size(call.function.arguments.encode())
-        arguments = call_arguments(call.function.arguments)
-    except ValueError as error:
-        reason = "messages: arguments of a tool call must be a JSON object"
-        raise invalid_value(reason, "messages") from error
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"id": call.id, "type": "function", "function": function}

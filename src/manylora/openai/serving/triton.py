@@ -121,9 +121,8 @@ class TritonModel:
         Triton would refuse them, too, but would leak a reference to the model.
         """
         params, ours = request.params, "finish_reason" in self.outputs
-        if (
-            params.num_return_sequences > 1 and not self.decoupled
-        ):  # NVIDIA's model would ignore it, as guides
+        # NVIDIA's model would ignore both.
+        if params.num_return_sequences > 1 and not self.decoupled:
             raise unsupported_field("n above 1 needs a decoupled Triton model", "n")
         if params.guide is not None and params.guide.type in MANYLORA_GUIDES and not ours:
             reason = f"The Triton model behind this server knows no {params.guide.type}"

@@ -20,12 +20,8 @@ from manylora.version import __version__
 
 logger = logging.getLogger("manylora")
 
-CONFIG = Setting(
-    "YAML file; its keys are the flags with underscores",
-    name="config",
-    type="Path",
-    serve="config extra_llm_api_options",
-)
+HELP = "YAML file; its keys are the flags with underscores"
+CONFIG = Setting(HELP, name="config", type="Path", serve="config extra_llm_api_options")
 EXPERTS = "enable_expert_parallel"
 # The engine's settings with a flag, and two flags of vLLM's that stand for other values of a setting.
 ENGINE_ROWS = (
@@ -99,13 +95,22 @@ def parse(
         epilog=EXAMPLES.format(command=command),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="Hugging Face folder, or hub id: org/name[@revision]"
-    )
+    what = "Hugging Face folder, or hub id: org/name[@revision]"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=what)
     parser.add_argument("--model", dest="model_flag", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"manylora {__version__}")
     _add_row(parser, CONFIG, CONFIG.help, metavar="FILE")
-    _add_options(parser, kind, refused)
+    groups: dict[str, argparse._ActionsContainer] = {}
+    title = ""
+    for row in rows(kind).values():
+        title = SECTIONS.get(row.name, title)
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        text = row.help + _default(row.default)
+        _add_row(groups[title], row, argparse.SUPPRESS if row.name in refused else text)
+        if row.name == LAST_OF_MODEL:
+            groups["engine"] = parser.add_argument_group("engine")
+    _add_engine(groups["engine"], groups["adapters"])
     given = vars(parser.parse_args(arguments))
     positional, flag = given.pop("model"), given.pop("model_flag")
     file = given.pop("config", None)
@@ -114,18 +119,13 @@ def parse(
     if model is None:
         parser.error(f"MODEL is missing: manylora {command} MODEL [options], with MODEL first")
     made = kind(model, **{name: value for name, value in settings.items() if name != "model"})
-    _check_variables(made)
-    return made
-
-
-def _check_variables(options: ServeOptions) -> None:
-    """Raises ConfigError for a key that the operator relies on and that nobody would be asked for."""
     for name, flag in SERVE_VARIABLES.items():
         if not os.environ.get(name):
             continue
-        if flag == "--api-key" and not (options.api_key or options.api_keys):
+        if flag == "--api-key" and not (made.api_key or made.api_keys):  # the operator relies on it
             raise ConfigError(f"{name} is set but not read here: give {flag}, or unset it to serve anybody")
         logger.warning("%s is set but not read here: the flag is %s", name, flag)
+    return made
 
 
 def options_of(settings: Mapping[str, Any], kind: type[OptionsT]) -> OptionsT:
@@ -134,21 +134,6 @@ def options_of(settings: Mapping[str, Any], kind: type[OptionsT]) -> OptionsT:
     if "model" not in found:
         raise ConfigError("model is missing: a folder, or an id of the hub")
     return kind(**found)
-
-
-def _add_options(parser: argparse.ArgumentParser, kind: type[OptionsT], hidden: Collection[str]) -> None:
-    """hidden: options that are left out of the help."""
-    groups: dict[str, argparse._ActionsContainer] = {}
-    title = ""
-    for row in rows(kind).values():
-        title = SECTIONS.get(row.name, title)
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        text = row.help + _default(row.default)
-        _add_row(groups[title], row, argparse.SUPPRESS if row.name in hidden else text)
-        if row.name == LAST_OF_MODEL:
-            groups["engine"] = parser.add_argument_group("engine")
-    _add_engine(groups["engine"], groups["adapters"])
 
 
 def _default(value: Any) -> str:
@@ -239,21 +224,14 @@ def _take_engine(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
                 found[row.llm] = value
         elif name != EXPERTS:
             left[name] = value
-    if given.get(EXPERTS):
-        _divide_experts(found)
+    if given.get(EXPERTS):  # vLLM's flag means one group of experts per tensor-parallel rank
+        flag, ranks = "--enable-expert-parallel", found.get("tensor_parallel_size")
+        if ranks is None:
+            raise ConfigError(f"{flag} divides experts among the ranks of --tensor-parallel-size: give both")
+        if found.setdefault("moe_expert_parallel_size", ranks) != ranks:
+            asked = found["moe_expert_parallel_size"]
+            raise ConfigError(f"{flag} means --ep-size {ranks}, got {asked}: give one of them")
     return left, found
-
-
-def _divide_experts(found: dict[str, Any]) -> None:
-    """vLLM's flag means one group of experts per tensor-parallel rank. Raises ConfigError."""
-    ranks = found.get("tensor_parallel_size")
-    if ranks is None:
-        raise ConfigError(
-            "--enable-expert-parallel divides experts among the ranks of --tensor-parallel-size: give both"
-        )
-    asked = found.setdefault("moe_expert_parallel_size", ranks)
-    if asked != ranks:
-        raise ConfigError(f"--enable-expert-parallel means --ep-size {ranks}, got {asked}: give one of them")
 
 
 def _check_foreign(name: str, value: Any) -> None:
@@ -268,9 +246,8 @@ def _check_foreign(name: str, value: Any) -> None:
     accepted = SERVE.accepted[name]
     if accepted == ("1",):
         raise ConfigError(f"{flag} must be 1, got {value}: {ONE_COPY}")
-    raise ConfigError(
-        f"{flag} {value} has no counterpart here: leave it out, or give {' or '.join(accepted)}"
-    )
+    instead = f"leave it out, or give {' or '.join(accepted)}"
+    raise ConfigError(f"{flag} {value} has no counterpart here: {instead}")
 
 
 def _of_file(found: Mapping[str, Any], kind: type[ServeOptions]) -> dict[str, Any]:

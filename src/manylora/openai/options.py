@@ -71,7 +71,14 @@ class NamedAdapter:
                 found.pop("base_model_name", None)
                 name, path = found.pop("name"), found.pop("path")
                 pinned = found.pop("pinned", False)
-                text = _text_source({one: found.pop(one) for one in PARTS if one in found})
+                parts = {one: found.pop(one) for one in PARTS if one in found}
+                for one, value in parts.items():
+                    kinds = (bool, str, dict) if one == "generation_config" else (bool, str)
+                    if not isinstance(value, kinds):
+                        what = "true, a path, or an object of settings" if dict in kinds else "true or a path"
+                        raise argparse.ArgumentTypeError(f"{one} must be {what}, got {str(value)[:80]!r}")
+                paths = {one: Path(value) for one, value in parts.items() if isinstance(value, str)}
+                text = TextSource(**(parts | paths))
             except (ValueError, KeyError, AttributeError):
                 found = {"": 0}
             equals = "" if found else "="
@@ -85,34 +92,12 @@ class NamedAdapter:
         return cls(name, path, text, pinned)
 
 
-def _name_of(model: str | Path) -> str:
-    """The id of a hub model, or the name of its folder or GGUF file, without a part's number."""
-    if is_hub_id(model):
-        return hub_name(model)
-    if not is_gguf(Path(model)):
-        return Path(model).resolve().name
-    stem = Path(model).stem
-    part = NAMED.fullmatch(stem)
-    return re.sub(r"[^\w.:/-]", "-", part["stem"] if part else stem, flags=re.ASCII)
-
-
 def _alias(given: str) -> tuple[str, str]:
     """NAME=TARGET. Raises ArgumentTypeError."""
     name, _, target = given.partition("=")
     if not (is_name(name) and is_name(target)):
         raise argparse.ArgumentTypeError(f"must be NAME=TARGET, both names of models, got {given[:200]!r}")
     return name, target
-
-
-def _text_source(given: Mapping[str, Any]) -> TextSource:
-    """Raises ArgumentTypeError."""
-    kinds = {"generation_config": (bool, str, dict)}
-    for name, value in given.items():
-        if not isinstance(value, kinds.get(name, (bool, str))):
-            what = "true, a path, or an object of settings" if name in kinds else "true or a path"
-            raise argparse.ArgumentTypeError(f"{name} must be {what}, got {str(value)[:80]!r}")
-    found: dict[str, Any] = {name: Path(one) if isinstance(one, str) else one for name, one in given.items()}
-    return TextSource(**found)
 
 
 def json_object(given: Any) -> Mapping[str, Any]:
@@ -232,7 +217,21 @@ class ServeOptions:
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile needs ssl_certfile, the certificate of that key")
         if self.triton_url is not None:
-            self._check_triton()
+            # max_batch_size and max_seq_len are used where Triton's configuration lacks them.
+            passed, lora = (
+                (*LLM, "lora_config", "max_batch_size", "max_seq_len"),
+                self.sections.get("lora_config"),
+            )
+            given = [
+                name
+                for name, value in self.sections.items()
+                if name not in passed and not (name in llm.ARGUMENTS and value == llm.ARGUMENTS[name].default)
+            ]
+            read = getattr(lora, "given", llm.READING)
+            given += [f"lora_config.{name}" for name in sorted(read - llm.READING)]
+            if given:
+                where = "set it in Triton's model repository"
+                raise ConfigError(f"{given[0]} has no effect with triton_url: {where}")
         self._check_adapters()
         if self.restart and self.port == 0:
             raise ConfigError("restart needs a port of its own, got port 0: every start would choose another")
@@ -259,33 +258,23 @@ class ServeOptions:
             with readable(root):
                 is_adapter = (root / "adapter_config.json").is_file()
             if is_adapter:
+                flag = f"--lora-modules {root.absolute().name}={root}"
                 raise ConfigError(
-                    f"lora_root {root} is an adapter itself: give the folder above it, or "
-                    f"--lora-modules {root.absolute().name}={root}"
+                    f"lora_root {root} is an adapter itself: give the folder above it, or {flag}"
                 )
-
-    def _check_triton(self) -> None:
-        """Raises ConfigError for a setting of the engine, which has no effect on Triton's.
-
-        max_batch_size and max_seq_len are allowed: they are used where Triton's configuration lacks them.
-        """
-        given = [
-            name
-            for name, value in self.sections.items()
-            if name not in (*LLM, "lora_config", "max_batch_size", "max_seq_len")
-            and not (name in llm.ARGUMENTS and value == llm.ARGUMENTS[name].default)
-        ]
-        lora = self.sections.get("lora_config")
-        given += [f"lora_config.{name}" for name in sorted(getattr(lora, "given", llm.READING) - llm.READING)]
-        if given:
-            raise ConfigError(
-                f"{given[0]} has no effect with triton_url: set it in Triton's model repository"
-            )
 
     @property
     def bases(self) -> tuple[str, ...]:
-        """Names of the base model."""
-        return self.served_model_name or (_name_of(self.model),)
+        """Names of the base model: by default the hub id's, or that of its folder or GGUF file."""
+        if self.served_model_name:
+            return self.served_model_name
+        if is_hub_id(self.model):
+            return (hub_name(self.model),)
+        if not is_gguf(Path(self.model)):
+            return (Path(self.model).resolve().name,)
+        stem = Path(self.model).stem
+        part = NAMED.fullmatch(stem)  # a part's number is no part of the name
+        return (re.sub(r"[^\w.:/-]", "-", part["stem"] if part else stem, flags=re.ASCII),)
 
     @property
     def paths(self) -> tuple[str, ...]:

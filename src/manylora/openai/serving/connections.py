@@ -26,6 +26,12 @@ OTHER_FILES = 256  # descriptors reserved for adapters' files, gRPC and the inte
 SEND_BUFFER = 2**18  # bytes in the kernel for one client, which by default may grow to megabytes
 AT_ONCE = 64  # connections that asyncio accepts before it handles other events
 BACKLOG = 2048  # connections that wait in the kernel
+ADVICE = {  # by number of an error
+    errno.EADDRNOTAVAIL: "; --host is an address of this machine: 127.0.0.1 for itself, 0.0.0.0 for every "
+    "interface",
+    errno.EADDRINUSE: "; choose another port with --port, 0 for a free one",
+    errno.EACCES: "; ports below 1024 are the system's: choose another with --port",
+}
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -33,9 +39,8 @@ OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class HttpLimits:
     """Limits for one client; times in seconds.
 
-    header_bytes: request line and headers. header_s: until they are complete. body_s: period over which a
-    body must arrive at BODY_RATE. idle_s: between requests. write_s: until a response is read. connections:
-    open at a time, of all clients; connections_per_address: of one address.
+    header_bytes: request line and headers. header_s: until they are complete. body_s: in which a body must
+    arrive at BODY_RATE. idle_s: between requests. write_s: until a response is read. connections: open ones.
     """
 
     header_bytes: int = 2**16
@@ -155,18 +160,6 @@ class Listener(socket.socket):
         return True
 
 
-def _advice(error: OSError) -> str:
-    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-        return "; --host is an address of this machine: 127.0.0.1 for itself, 0.0.0.0 for every interface"
-    if error.errno == errno.EADDRINUSE:
-        return "; choose another port with --port, 0 for a free one"
-    return (
-        "; ports below 1024 are the system's: choose another with --port"
-        if error.errno == errno.EACCES
-        else ""
-    )
-
-
 class _Client(socket.socket):
     on_close: Callable[[], None] | None = None
 
@@ -197,7 +190,10 @@ def listen(host: str, port: int, clients: Clients) -> list[Listener]:
     except OSError as error:
         for one in sockets:
             one.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}{_advice(error)}") from error
+        advice = ADVICE.get(
+            errno.EADDRNOTAVAIL if isinstance(error, socket.gaierror) else error.errno or 0, ""
+        )
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}{advice}") from error
     if not sockets:
         raise ConfigError(f"cannot listen on {host}:{port}: it has no usable address")
     return sockets
@@ -221,11 +217,9 @@ def check_certificate(certificate: Path | None, key: Path | None) -> None:
         if isinstance(error, ssl.SSLError):
             mismatch = error.reason == "KEY_VALUES_MISMATCH"
             reason = "the key does not match" if mismatch else "there is no certificate with its key"
-        raise ConfigError(
-            f"HTTPS cannot be served with ssl_certfile {certificate}"
-            + ("" if key is None else f" and ssl_keyfile {key}")
-            + f": {reason}; both must be PEM files, the key without a password"
-        ) from error
+        given = f"ssl_certfile {certificate}" + ("" if key is None else f" and ssl_keyfile {key}")
+        needed = "both must be PEM files, the key without a password"
+        raise ConfigError(f"HTTPS cannot be served with {given}: {reason}; {needed}") from error
 
 
 def raise_open_files(wanted: int) -> int:

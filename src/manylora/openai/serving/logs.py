@@ -27,20 +27,19 @@ class PlainFormatter(logging.Formatter):
     """Formats a message as one line of printable characters. Lines of a traceback are indented."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        record.message = _printable(record.message, MAX_LINE)
+        record.message = _printable(record.message)
         return super().formatMessage(record)
 
     def formatException(self, ei: object) -> str:  # noqa: N802
         trace = super().formatException(ei)  # type: ignore[arg-type]
-        cut = (
-            trace if len(trace) <= MAX_TRACE else f"{trace[: MAX_TRACE // 2]}\n…\n{trace[-MAX_TRACE // 2 :]}"
-        )
-        return "\n".join("    " + _printable(line, MAX_LINE) for line in cut.split("\n"))
+        if len(trace) > MAX_TRACE:
+            trace = f"{trace[: MAX_TRACE // 2]}\n…\n{trace[-MAX_TRACE // 2 :]}"
+        return "\n".join("    " + _printable(line) for line in trace.split("\n"))
 
 
-def _printable(text: str, most: int) -> str:
+def _printable(text: str) -> str:
     """The text shortened, with control characters and bidirectional marks escaped."""
-    cut = text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
+    cut = text if len(text) <= MAX_LINE else f"{text[:MAX_LINE]}… ({len(text)} characters)"
     if cut.isprintable():
         return cut
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
@@ -76,9 +75,8 @@ class RateLimit(logging.Filter):
                 return True
             source.num_dropped += 1
             if source.num_dropped == 1:
-                timer = threading.Timer(
-                    source.since + self._window_s - now, self._log_dropped, (record, source)
-                )
+                left_s = source.since + self._window_s - now
+                timer = threading.Timer(left_s, self._log_dropped, (record, source))
                 timer.daemon = True
                 timer.start()
             return False

@@ -1,6 +1,4 @@
-"""Metrics in Prometheus text format: those that Triton also exports, HTTP's, and those that gateways route
-by.
-"""
+"""Metrics in Prometheus text format: those that Triton also exports, HTTP's, and those of gateways."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ from manylora.request import Event, LoraInput, LoraMix
 from manylora.stats import EngineStats
 from manylora.wire.metrics import FAMILIES, LORA_INFO, MetricFamily, RequestMeter, Sample, engine_samples
 
+ESCAPED = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Labels = tuple[tuple[str, str], ...]
 # Names that inference gateways look for by default.
@@ -75,7 +74,9 @@ class Metrics:
         adapters pinned in the cache.
         """
         samples: dict[str, list[tuple[Labels, float]]] = defaultdict(list)
-        for one in [*_engine(stats), *self._gateway(stats)]:
+        # Triton exports what is unknown here of its engine.
+        known = [one for one in engine_samples(stats) if stats.kv_blocks or one.family == LORA_INFO]
+        for one in [*known, *self._gateway(stats)]:
             samples[one.family].append((one.labels, one.value))
         for state, count in states.items():
             samples["manylora_catalog_adapters"].append(((("state", state),), count))
@@ -129,20 +130,9 @@ class _Histogram:
         yield f"{name}_count{_label_text(labels)} {self._count}"
 
 
-def _engine(stats: EngineStats) -> Iterator[Sample]:
-    """For an engine in Triton only what is known here. Triton exports the rest itself."""
-    for sample in engine_samples(stats):
-        if stats.kv_blocks or sample.family == LORA_INFO:
-            yield sample
-
-
 def _label_text(labels: Iterable[tuple[str, str]]) -> str:
-    inside = ",".join(f'{name}="{_escape(value)}"' for name, value in labels)
+    inside = ",".join(f'{name}="{value.translate(ESCAPED)}"' for name, value in labels)
     return f"{{{inside}}}" if inside else ""
-
-
-def _escape(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 def _number(value: float) -> str:

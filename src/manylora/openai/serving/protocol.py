@@ -31,6 +31,7 @@ class BoundedHttp(HttpToolsProtocol):
     def __init__(self, clients: Clients, **given: Any) -> None:
         super().__init__(**given)
         self._limits, self._clients = clients.limits, clients
+        self._too_large = f"The request line and headers may have {clients.limits.header_bytes} bytes"
         self._number = -1  # the descriptor
         self._state = BETWEEN
         self._raw = 0  # bytes received for the current part of the request
@@ -94,8 +95,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_url(url)
         self._unparsed -= len(url)
         if len(self.url) > MAX_TARGET:
-            reason = f"The path and query of a request may have {MAX_TARGET} bytes"
-            self._fail(ApiError(414, "uri_too_long", reason))
+            self._fail(414, "uri_too_long", f"The path and query of a request may have {MAX_TARGET} bytes")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._state != HEAD:
@@ -104,22 +104,21 @@ class BoundedHttp(HttpToolsProtocol):
         self._head += len(name) + len(value) + 4
         self._unparsed -= len(name) + len(value) + 4
         if len(self.headers) > MAX_HEADERS:
-            reason = f"A request may have {MAX_HEADERS} headers"
-            self._fail(ApiError(431, "headers_too_large", reason))
+            self._fail(431, "headers_too_large", f"A request may have {MAX_HEADERS} headers")
 
     def on_headers_complete(self) -> None:
         if self._head + len(self.url) > self._limits.header_bytes:
-            self._fail(self._headers_too_large())
+            self._fail(431, "headers_too_large", self._too_large)
         if self.parser.get_method() == b"CONNECT":
-            self._fail(ApiError(405, "method_not_allowed", "CONNECT is for proxies, which this is not"))
+            self._fail(405, "method_not_allowed", "CONNECT is for proxies, which this is not")
         if self.parser.should_upgrade():
             return  # `_parse` comes again
         version = self.parser.get_http_version()
         chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         if version not in ("1.0", "1.1") or (chunked and version == "1.0"):
-            self._fail(ApiError(400, "invalid_http", "This server speaks HTTP/1.1"))
+            self._fail(400, "invalid_http", "This server speaks HTTP/1.1")
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._fail(ApiError(429, "overloaded", f"{MAX_PIPELINED} requests may wait on one connection"))
+            self._fail(429, "overloaded", f"{MAX_PIPELINED} requests may wait on one connection")
         super().on_headers_complete()
         self._state, self._raw, self._body, self._body_seen = BODY, max(0, self._unparsed), 0, 0
         self._stop_timer()
@@ -171,7 +170,7 @@ class BoundedHttp(HttpToolsProtocol):
     def _check_limits(self) -> None:
         """After each piece of data: check its size, and start the timer for what comes next."""
         if self._state == HEAD and self._raw > self._limits.header_bytes:
-            self._refuse(self._headers_too_large())
+            self._refuse(ApiError(431, "headers_too_large", self._too_large))
         elif self._state == BODY and self._raw - self._body > self._limits.header_bytes + self._body:
             reason = "The chunks of this body are too small, or their extensions are too large"
             self._refuse(ApiError(400, "invalid_http", reason))
@@ -193,14 +192,10 @@ class BoundedHttp(HttpToolsProtocol):
         """Whether every request has its complete response."""
         return self.cycle is None or (self.cycle.response_complete and not self.pipeline)
 
-    def _headers_too_large(self) -> ApiError:
-        reason = f"The request line and headers may have {self._limits.header_bytes} bytes"
-        return ApiError(431, "headers_too_large", reason)
-
-    def _fail(self, error: ApiError) -> None:
+    def _fail(self, status: int, code: str, reason: str) -> None:
         """Stop the parser from within a callback. The parser swallows the exception, so store it."""
-        self._error = error
-        raise error
+        self._error = ApiError(status, code, reason)
+        raise self._error
 
     def _head_is_late(self) -> None:
         self._timer = None
@@ -256,7 +251,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._abort_when_unread()
 
     def _abort_when_unread(self) -> None:
-        """Close the connection if its client does not read the rest of the response in time."""
+        """If its client does not read the rest of the response in time."""
         if self._write_timer is None:
             self._write_timer = self.loop.call_later(self._limits.write_s, self.transport.abort)
 

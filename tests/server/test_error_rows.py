@@ -60,24 +60,12 @@ def scalar(value: Any, dtype: type) -> np.ndarray:
 
 
 REQUEST_ROWS = {
-    "no tokens wanted": ({"request_output_len": scalar(0, np.int32)}, "request_output_len"),
-    "too long": ({"input_ids": np.ones((1, 300), np.int32), "input_lengths": scalar(300, np.int32)},
-                 "Prompt length (300) exceeds maximum input length (255)"),
     "lengths": ({"input_lengths": scalar(9, np.int32)}, "Invalid input_ids length. Expected length 9"),
-    "vocabulary": ({"input_ids": np.array([[9999]], np.int32), "input_lengths": scalar(1, np.int32)},
-                   "input_ids must be in [0, 272)"),
     "batch sizes": ({"runtime_top_k": np.ones((2, 1), np.int32)}, "batch size"),
-    "top_k": ({"runtime_top_k": scalar(-1, np.int32)}, "top_k must be >= 0"),
-    "top_p": ({"runtime_top_p": scalar(1.5, np.float32)}, "top_p must be in (0, 1]"),
-    "temperature": ({"temperature": scalar(np.nan, np.float32)}, "temperature must be >= 0"),
-    "repetition": ({"repetition_penalty": scalar(0, np.float32)}, "repetition_penalty must be > 0"),
     "ignored": ({"prompt_ignore_length": scalar(-1, np.int32)}, "prompt_ignore_length must be >= 0"),
-    "sequences": ({"num_return_sequences": scalar(0, np.int32)}, "num_return_sequences must be > 0"),
-    "words": ({"bad_words_list": np.array([[[1, 2], [2, 1]]], np.int32)}, "Invalid format for word list."),
     "guide type": ({"guided_decoding_guide_type": np.array([["yaml"]], object),
                     "guided_decoding_guide": np.array([["a"]], object)},
                    "guided_decoding_guide_type must be one of json, json_schema, regex, ebnf_grammar"),
-    "words end": ({"bad_words_list": np.array([[[1], [3]]], np.int32)}, "Invalid format for word list."),
 }  # fmt: skip
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import queue
 import random
-import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 import tritonclient.grpc as grpc
-import tritonclient.utils.shared_memory as shm
 from servers import Running, World
 from test_server import NEW, PROMPT, ask, inputs, lora, new_ids, tensor
 from tiny_models import reference_generate, reference_logits
@@ -60,43 +58,6 @@ def test_hundreds_of_streams_cancelled_while_they_run(server: Running) -> None:
     assert pid == server.state()["server"]
 
 
-def large_adapter(seed: int) -> dict[str, np.ndarray]:
-    """A rank-1 row for each layer of attn_q, padded with zeros to 300 MB."""
-    row = np.random.default_rng(seed).normal(0, 0.3, size=(1, 2, 128)).astype(np.float32)
-    weights = np.zeros((1, 2, 300_000_000 // 8), np.float32)
-    weights[:, :, :128] = row
-    return {"lora_weights": weights, "lora_config": np.array([[[1, 0, 1], [1, 1, 1]]], np.int32)}
-
-
-@pytest.mark.extended  # test_variants.py sends one over HTTP
-@pytest.mark.parametrize("transport", ["grpc", "shared memory"])
-def test_a_large_adapter_arrives_and_others_go_on(server: Running, transport: str) -> None:
-    number = list(SENDERS).index(transport)
-    values = {**lora(600 + number), **large_adapter(number)}
-    small = {name: value[:, :, :128] if name == "lora_weights" else value for name, value in values.items()}
-    counts: list[int] = []
-    done = threading.Event()
-
-    def neighbour() -> None:
-        while not (counts and done.is_set()):
-            counts.append(len(ask(server, inputs(new=50, streaming=scalar(True, bool)))))
-
-    thread = threading.Thread(target=neighbour)
-    thread.start()
-    try:
-        SENDERS[transport](server, values)
-    finally:
-        done.set()
-        thread.join()
-    assert counts and all(counts)
-    by_id = new_ids(ask(server, inputs(**lora(600 + number))))
-    assert by_id == new_ids(ask(server, inputs(**small | lora(700 + number))))
-
-
-def send_grpc(server: Running, values: dict[str, np.ndarray]) -> None:
-    ask(server, inputs(new=1, **values))
-
-
 def unregister(client: grpc.InferenceServerClient, region: str, headers: dict[str, str]) -> None:
     """The last response leaves a moment before the server lets go of the request."""
     until = time.monotonic() + 60
@@ -108,26 +69,6 @@ def unregister(client: grpc.InferenceServerClient, region: str, headers: dict[st
             if "in use" not in str(error) or time.monotonic() > until:
                 raise
             time.sleep(0.05)
-
-
-def send_shared_memory(server: Running, values: dict[str, np.ndarray]) -> None:
-    weights = values["lora_weights"]
-    region = shm.create_shared_memory_region("adapter", f"/manylora-test-{server.http}", weights.nbytes)
-    try:
-        shm.set_shared_memory_region(region, [weights])
-        with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
-            key = f"/manylora-test-{server.http}"
-            client.register_system_shared_memory("adapter", key, weights.nbytes, headers=server.management)
-            sent = grpc.InferInput("lora_weights", weights.shape, "FP32")
-            sent.set_shared_memory("adapter", weights.nbytes)
-            rest = {name: value for name, value in values.items() if name != "lora_weights"}
-            ask(server, [*inputs(new=1, **rest), sent])
-            unregister(client, "adapter", server.management)
-    finally:
-        shm.destroy_shared_memory_region(region)
-
-
-SENDERS = {"grpc": send_grpc, "shared memory": send_shared_memory}
 
 
 @dataclass
@@ -192,31 +133,6 @@ def random_sampling(picks: random.Random) -> dict[str, np.ndarray]:
     }
     names = picks.sample(sorted(wishes), picks.randint(1, 6))
     return {name: scalar(wishes[name][1](), wishes[name][0]) for name in names}
-
-
-def break_request(values: dict[str, np.ndarray], picks: random.Random) -> dict[str, np.ndarray]:
-    bad = {
-        "input_ids": np.array([[picks.randint(272, 2**31 - 1)]], np.int32),
-        "input_lengths": scalar(picks.choice([-1, 0, 25, 2**30]), np.int32),
-        "request_output_len": scalar(picks.choice([0, -5]), np.int32),
-        "temperature": scalar(picks.choice([-1, np.nan, np.inf]), np.float32),
-        "runtime_top_k": scalar(-picks.randint(1, 9), np.int32),
-        "runtime_top_p": scalar(picks.uniform(1.1, 9), np.float32),
-        "repetition_penalty": scalar(picks.choice([0, -1, np.nan]), np.float32),
-        "num_return_sequences": scalar(picks.choice([0, -1]), np.int32),
-        "lora_task_id": scalar(picks.randrange(10_000, 2**63), np.uint64),
-        "beam_width": scalar(picks.choice([5, 99]), np.int32),
-        "embedding_bias": np.full((1, 272), np.nan, np.float32),
-        "stop_words_list": np.array([[[1, 2], [2, 1]]], np.int32),
-        "runtime_top_p_decay": scalar(2.0, np.float32),
-        "guided_decoding_guide_type": np.array([[b"poem"]], np.object_),
-        "retention_decode_priority": scalar(101, np.int32),
-    }
-    name = picks.choice(sorted(bad))
-    made = {**values, name: bad[name]}
-    if name == "input_ids":
-        made["input_lengths"] = scalar(1, np.int32)
-    return made
 
 
 def exchange(server: Running, batch: list[dict[str, np.ndarray]]) -> list[Answer | str]:
@@ -336,14 +252,3 @@ def test_random_valid_requests_equal_the_reference_or_repeat_by_seed(
                 np.testing.assert_allclose(answer.log_probs, expected.log_probs, atol=1e-3, err_msg=str(one))
     print(f"{count} valid requests: {dict(checked)}")
     assert len(checked) == 4
-
-
-def test_random_invalid_requests_get_one_sentence_each(server: Running, count: int) -> None:
-    picks = random.Random(13)
-    for _ in range(count // AT_ONCE + 1):
-        batch = [break_request(random_request(picks).values, picks) for _ in range(AT_ONCE)]
-        for answer in exchange(server, batch):
-            assert isinstance(answer, str), answer
-            assert "Traceback" not in answer
-            assert ".py" not in answer
-        assert len(new_ids(ask(server, inputs()))) == len(PROMPT) + NEW

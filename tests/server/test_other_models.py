@@ -168,28 +168,6 @@ def test_parameters_of_the_request_stand_in_for_the_input(server: Running, world
     assert results[0].as_numpy("text_output")[0].decode().startswith(TEXT)
 
 
-@pytest.mark.parametrize(
-    ("body", "told"),
-    [
-        ({"sampling_parameters": '{"adapter": "a"}'}, "adapter is no input of this model"),
-        (
-            {"sampling_parameters": '{"lora_name": "bactrian"}'},
-            "LoRA bactrian is not supported, we currently support ['three', 'four']",
-        ),
-        ({"sampling_parameters": '{"lora_name": "../elsewhere/three"}'}, "is not supported, we currently"),
-        (
-            {"stream": True, "exclude_input_in_output": False},
-            "`exclude_input_in_output` = False is not allowed",
-        ),
-    ],
-)
-def test_bad_requests_are_told_what_is_wrong(server: Running, body: dict[str, Any], told: str) -> None:
-    status, text = post(server, "vllm_model/generate", **{"text_input": TEXT} | body)
-    assert status in (400, 500)
-    message = json.loads(text)["error"]
-    assert told in message and "\n" not in message and str(server.repo) not in message
-
-
 BODIES: dict[str, dict[str, Any]] = {
     "ensemble": {"text_input": TEXT, "max_tokens": 2},
     "tensorrt_llm_bls": {"text_input": TEXT, "max_tokens": 2},
@@ -211,18 +189,6 @@ def test_no_model_answers_with_the_base_model_when_an_adapter_is_asked_for(
     if model == "vllm_model":
         with pytest.raises(InferenceServerException, match="adapter is no input of this model"):
             stream(server, model, {"text_input": words(TEXT)}, {"adapter": "three"})
-
-
-def test_the_llmapi_model_answers_with_its_outputs(server: Running, world: World) -> None:
-    body = {"text_input": TEXT, "sampling_param_max_tokens": NEW, "sampling_param_return_perf_metrics": True}
-    flags = dict.fromkeys(("return_finish_reason", "return_stop_reason", "return_cumulative_logprob"), True)
-    status, text = post(server, "llmapi/generate", **body, **flags)
-    found = json.loads(text)
-    assert status == 200 and found["text_output"].startswith(TEXT)
-    assert found["finish_reason"] in ("length", "stop") and found["stop_reason"] == "None"
-    assert found["cumulative_logprob"] < 0
-    assert found["arrival_time_ns"] <= found["first_token_time_ns"] <= found["last_token_time_ns"]
-    assert 0 <= found["kv_cache_hit_rate"] <= 1
 
 
 def test_a_stop_request_ends_the_request_of_its_id(server: Running) -> None:

@@ -81,18 +81,6 @@ def test_pooled_outputs_over_http(server: Running, world: World, named: Named) -
     assert near(pooled(server, prompt, mode="all"), hidden(world.model, prompt))
 
 
-def test_what_tensorrt_llm_refuses_of_pooled_requests(server: Running) -> None:
-    for call, words in (
-        (lambda: pooled(server, [5], mode="max"), "pooling must be one of last, mean, cls, all, got max"),
-        (lambda: pooled(server, [5], head=True), "head"),
-        (lambda: pooled(server, [5], "one", head=True), "head"),
-        (lambda: pooled(server, [5], "nobody"), "nobody"),
-    ):
-        with pytest.raises(InferenceServerException, match=words) as caught:
-            call()
-        assert "Traceback" not in str(caught.value)
-
-
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls", "vllm_model", "llmapi"])
 @pytest.mark.parametrize("more", [{"pooling": "last"}, {"classification_head": True}])
 def test_models_for_text_refuse_pooled_requests_by_name(

@@ -135,33 +135,6 @@ def test_a_batch_is_answered_item_by_item(server: Running) -> None:
     assert found == {0: 8, 1: 6}
 
 
-@pytest.mark.parametrize(
-    ("extra", "words"),
-    [
-        (lora(99), "LoRA task 99 not found in cache. Please send LoRA weights with request"),
-        ({"lora_task_id": np.array([[7]], np.uint64), "lora_weights": np.zeros((1, 1, 9), np.float32)},
-         "Request for LoRA inference with lora weights must also have lora config"),
-        ({**lora(7), "lora_weights": np.full((1, 1, 2048), np.nan, np.float32),
-          "lora_config": np.array([[[1, 0, 1]]], np.int32)}, "NaN"),
-        ({**lora(7), "lora_weights": np.zeros((1, 1, 9), np.float32),
-          "lora_config": np.array([[[1, 0, 1]]], np.int32)}, "lora_weights has to few values for attn_q"),
-        ({**lora(7), "lora_weights": np.zeros((1, 1, 9), np.float32),
-          "lora_config": np.array([[[1, 9, 1]]], np.int32)}, "Expected layerId to be in the range"),
-        ({"beam_width": np.array([[9]], np.int32)}, "beam_width must be at most max_beam_width (4)"),
-        ({"temperature": np.array([[-1]], np.float32)}, "temperature must be >= 0"),
-        ({"stop_words_list": np.array([[[1, 2], [3, -1]]], np.int32)}, "Invalid format for word list."),
-        ({"draft_logits": np.ones((1, 1, 4), np.float32)}, "input draft_logits is not supported"),
-    ],
-)  # fmt: skip
-def test_bad_input_gets_one_sentence_and_harms_nobody(server: Running, extra: dict, words: str) -> None:
-    with pytest.raises(InferenceServerException) as caught:
-        ask(server, inputs(**extra))
-    assert words in str(caught.value)
-    assert "Traceback" not in str(caught.value)
-    assert "/" not in str(caught.value).replace("and/or", "")
-    assert len(new_ids(ask(server, inputs()))) == len(PROMPT) + NEW
-
-
 def test_a_stop_request_ends_a_stream_and_is_answered_empty(server: Running) -> None:
     with server.slow(), ThreadPoolExecutor(1) as pool:
         flags = {"streaming": np.array([[True]])}

@@ -9,7 +9,6 @@ import shutil
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from tritonclient.utils import InferenceServerException
 
 from manylora.generation.tokenizer import Tokenizer
 from manylora.lora.convert import convert_peft
-from manylora.lora.formats.npy import write_npy
 from manylora.lora.number_types import narrow_to_bfloat16
 
 NEW = 8
@@ -186,43 +184,6 @@ def test_text_without_decoupling(plain: Running, world: World) -> None:
         text = json.loads(answer.read())["text_output"]
     tokenizer = Tokenizer(world.model)
     assert text == tokenizer.decode(reference_generate(world.model, None, tokenizer.encode("Hello"), NEW))
-
-
-def test_32_adapters_over_a_device_cache_of_4_and_many_requests(world: World, tmp_path: Path) -> None:
-    """Half of the adapters are prefetched, half are sent; the host level holds 20 of the 32."""
-    picks = np.random.default_rng(4)
-    rank, hidden = 8, 64
-    config = np.array([[[1, layer, rank, 0] for layer in (0, 1)]], np.int32)
-    weights = {i: picks.normal(0, 0.2, (1, 2, rank * 2 * hidden)).astype(np.float32) for i in range(100, 132)}
-    for task_id in range(100, 116):
-        write_npy(tmp_path / "prefetch" / str(task_id), weights[task_id], config)
-    page_bytes = 4 * 64 * (64 + 32)  # float32; slots of the narrowest module, k or v: 64 + 32
-    served = new_server(
-        fill_repo(
-            tmp_path / "repo",
-            world.model,
-            lora_weights_data_type="TYPE_FP32",
-            lora_prefetch_dir=str(tmp_path / "prefetch"),
-            lora_target_modules="attn_q",
-            lora_cache_max_adapter_size="8",
-            lora_cache_gpu_memory_bytes=str(4 * page_bytes),
-            lora_cache_host_memory_bytes=str(20 * page_bytes),
-        )
-    )
-    started = served.launch()
-    assert started.returncode == 0, started.stderr
-    try:
-        cases = []
-        for i in range(80):
-            task_id = 100 + i % 32 if i % 5 else None
-            cases.append((task_id, [(7 * i + j) % 250 for j in range(1 + i % 23)], i % 2 == 0))
-        alone = [answers(served, weights, config, [case])[0] for case in cases]
-        assert answers(served, weights, config, cases) == alone
-        log = Path(served.state()["log"]).read_text()
-        assert "LoRA cache: host 20 pages, device 4 pages" in log
-        assert "prefetched 16 adapters" in log
-    finally:
-        served.launch("--stop")
 
 
 def answers(served: Running, weights: dict, config: np.ndarray, cases: list[tuple]) -> list[list[int]]:

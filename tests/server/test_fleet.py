@@ -51,29 +51,6 @@ def test_metrics_of_all_replicas_are_at_one_port(fleet: Fleet) -> None:
     assert f'manylora_fleet_replicas{{state="running"}} {REPLICAS}' in lines
 
 
-def test_the_curves_of_the_page_are_of_all_replicas_and_go_on(fleet: Fleet) -> None:
-    wait_for(lambda: len(fleet.cache()["points"]) > 1)
-    last = fleet.cache()["points"][-1]["number"]
-    url = f"{fleet.url}/v1/cache?points_after={last}"
-    for _ in range(8):
-        fleet.complete("a0", 40)
-    wait_for(lambda: any(one["tokens_per_s"] for one in httpx.get(url, timeout=60).json()["points"]))
-    assert all(one["number"] > last for one in httpx.get(url, timeout=60).json()["points"])
-    assert httpx.get(f"{fleet.url}/v1/cache?points_after=x", timeout=60).status_code == 400
-
-
-def test_errors_are_those_of_the_server(fleet: Fleet) -> None:
-    missing = fleet.complete("nobody")
-    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "adapter_not_found")
-    headers = {"content-type": "application/json"}
-    wrong = httpx.post(f"{fleet.url}/v1/completions", content=b"{", headers=headers, timeout=60)
-    assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "invalid_json")
-    named = {"lora_name": "x", "lora_path": "y"}
-    load = httpx.post(f"{fleet.url}/v1/load_lora_adapter", json=named, timeout=60)
-    assert load.status_code == 403
-    assert "--allow-runtime-lora-updating" in load.json()["error"]["message"], "as of one server"
-
-
 def test_adapters_come_and_go_without_a_restart(fleet: Fleet) -> None:
     shutil.copytree(fleet.root / "a0", fleet.root / "new")
 

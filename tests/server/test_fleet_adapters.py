@@ -3,21 +3,18 @@ embeddings, also one that starts later."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 from fleets import PROMPT, REPLICAS, Fleet, body, started
 from safetensors.torch import load_file, save, save_file
-from tiny_models import make_adapter, reference_generate
+from tiny_models import reference_generate
 from waiting import wait_for
 
 pytest.importorskip("ray", reason="the extra fleet is not installed: pip install -e '.[fleet]'")
@@ -73,39 +70,6 @@ def test_a_version_is_served_by_every_replica_also_by_one_that_starts_later(flee
     assert set(told(fleet, "policy")) != set(before)
 
 
-def test_running_requests_keep_or_follow(fleet: Fleet) -> None:
-    put(fleet, "trained", "a0")
-    wait_for(lambda: fleet.complete("trained", 1).status_code == 200)
-    spans: dict[str, list[str]] = {}
-
-    def stream(kind: str, begun: threading.Barrier) -> None:
-        asked = body("trained", 4000, stream=True, lora_version=kind)
-        with httpx.stream("POST", f"{fleet.url}/v1/completions", json=asked, timeout=120) as answer:
-            for number, line in enumerate(answer.iter_lines()):
-                if number == 0:
-                    begun.wait(60)
-                if line.startswith("data: {"):
-                    [choice] = json.loads(line[6:])["choices"]
-                    spans[kind] = [one["digest"] for one in choice.get("lora_versions", [])]
-
-    def swapped(adapter: str) -> bool:
-        """Whether the request that follows was still under way when the new version came."""
-        begun = threading.Barrier(3)
-        threads = [threading.Thread(target=stream, args=(kind, begun)) for kind in ("keep", "follow")]
-        for thread in threads:
-            thread.start()
-        begun.wait(60)
-        put(fleet, "trained", adapter)
-        for thread in threads:
-            thread.join()
-        assert len(spans["keep"]) == 1
-        return len(spans["follow"]) == 2
-
-    adapters = iter(["a1", "a2", "a3", "a0", "a1"])  # on a fast machine the answer may be done before
-    wait_for(lambda: swapped(next(adapters)), 300)
-    assert spans["follow"][0] == spans["keep"][0] != spans["follow"][1]
-
-
 def test_mixes_meet_in_the_replica_of_their_first_adapter(fleet: Fleet) -> None:
     mix = {"lora": [{"name": "a2", "scale": 1}, {"name": "a3", "scale": 1}]}
     alone = {name: fleet.complete(name) for name in ("a2", "a3")}
@@ -115,27 +79,6 @@ def test_mixes_meet_in_the_replica_of_their_first_adapter(fleet: Fleet) -> None:
     assert tokens[0] not in [one.json()["choices"][0]["token_ids"] for one in alone.values()]
     owner = alone["a2"].headers["x-manylora-replica"]
     assert [one.headers["x-manylora-replica"] for one in answers] == [owner, owner]
-
-
-def test_an_activated_adapter_acts_from_its_invocation_on(fleet: Fleet, tmp_path: Path) -> None:
-    more = {"alora_invocation_tokens": PROMPT[2:4], "task_type": "CAUSAL_LM"}
-    make_adapter(tmp_path / "judge", fleet.model, 9, **more).rename(fleet.root / "judge")
-    wait_for(lambda: fleet.complete("judge", 1).status_code == 200)
-    plain = reference_generate(fleet.model, None, PROMPT[:3], 6)
-    without = post(fleet, "completions", **{**body("judge", 6), "prompt": PROMPT[:3]})
-    assert without.json()["choices"][0]["token_ids"] == plain
-    activated = fleet.complete("judge").json()["choices"][0]
-    assert activated["token_ids"] != reference_generate(fleet.model, None, PROMPT, 6)
-
-
-def test_embeddings_are_those_of_the_adapter(fleet: Fleet) -> None:
-    def embed(name: str) -> list[float]:
-        answer = post(fleet, "embeddings", model=name, input=[PROMPT]).raise_for_status()
-        return answer.json()["data"][0]["embedding"]
-
-    found = [embed(name) for name in ("base", "a0", "a1", "a0")]
-    assert found[1] == found[3]
-    assert len({tuple(one) for one in found}) == 3
 
 
 def send(fleet: Fleet, name: str, adapter: str, **query: str) -> httpx.Response:
@@ -193,25 +136,6 @@ def test_what_was_sent_is_everywhere_when_the_answer_comes(fleet: Fleet) -> None
     removed = httpx.delete(f"{fleet.url}/v1/lora_adapters/sent", timeout=90).raise_for_status().json()
     assert removed["deleted"] and len(removed["replicas"]) == REPLICAS
     assert {fleet.complete("sent", 1).status_code for _ in range(4 * REPLICAS)} == {404}
-
-
-def test_writers_at_once_end_in_one_state(fleet: Fleet) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(send, fleet, "raced", f"a{n}") for n in range(4)]
-        found = [one.result().raise_for_status().json() for one in asked]
-    last = max(found, key=lambda one: one["version"])
-    assert sorted(one["version"] for one in found) == [1, 2, 3, 4]
-    assert versions(fleet, "raced") == {(4, last["digest"])}
-
-
-def test_an_alias_routes_as_its_adapter_and_a_wrong_file_is_refused(fleet: Fleet) -> None:
-    send(fleet, "meant", "a2").raise_for_status()  # of which no replica has taken a request yet
-    post(fleet, "load_lora_adapter", lora_name="stable", alias_of="meant").raise_for_status()
-    owners = {fleet.complete(name, 1).headers["x-manylora-replica"] for name in ("meant", "stable") * 3}
-    assert len(owners) == 1
-    headers = {"content-type": "application/octet-stream"}
-    wrong = httpx.put(f"{fleet.url}/v1/lora_adapters/wrong", content=b"x", headers=headers, timeout=60)
-    assert (wrong.status_code, fleet.complete("wrong").status_code) == (422, 404)
 
 
 def test_a_replica_that_stands_still_is_named_and_follows_later(fleet: Fleet) -> None:

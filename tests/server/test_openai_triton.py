@@ -63,19 +63,6 @@ def test_adapters_by_name_in_company_answer_as_the_reference(gateway: Running, w
     assert cards["adapter-2"]["tier"] == "device" and cards["adapter-2"]["rank"] == 16
 
 
-def test_an_adapter_that_triton_forgot_is_sent_again(gateway: Running, world: World) -> None:
-    before = gateway.post(model="adapter-1", prompt="a", temperature=0, max_tokens=4)
-    engine = gateway.app.state.routes.context.backend.engine
-    task_id = next(iter(gateway.app.state.routes.context.backend.catalog.entries())).version.task_id
-    engine._known[task_id ^ 1] = None  # an id that the server has never seen
-    entry = next(e for e in gateway.app.state.routes.context.backend.catalog.entries())
-    assert entry.name == "adapter-1"
-    object.__setattr__(entry.version, "task_id", task_id ^ 1)
-    again = gateway.post(model="adapter-1", prompt="a", temperature=0, max_tokens=4)
-    assert again.json()["choices"] == before.json()["choices"]
-    object.__setattr__(entry.version, "task_id", task_id)
-
-
 def test_fields_reach_the_engine_and_come_back(gateway: Running, world: World) -> None:
     client = gateway.client()
     body: dict[str, Any] = {"model": "adapter-2", "prompt": "abc", "max_tokens": 6}
@@ -108,31 +95,6 @@ def test_fields_reach_the_engine_and_come_back(gateway: Running, world: World) -
     chat = gateway.post("/v1/chat/completions", model="base", messages=[{"role": "user", "content": "a"}])
     assert chat.status_code == 200
     assert gateway.http.get("/health/model").status_code == 200
-
-
-def test_fields_of_other_servers_reach_the_engine_too(gateway: Running, world: World) -> None:
-    body: dict[str, Any] = {"model": "adapter-2", "prompt": "abc", "max_tokens": 6, "temperature": 0}
-    tokenizer = Tokenizer(world.model)
-    allowed = tokenizer.encode("xyz", add_special_tokens=False)
-    fields = {
-        "allowed_token_ids": allowed,
-        "return_token_ids": True,
-        "request_id": "mine",
-        "bad_words": ["x"],
-    }
-    found = gateway.post(**body, **fields, prompt_logprobs=1).json()
-    [choice] = found["choices"]
-    assert found["id"] == "cmpl-mine" and len(choice["token_ids"]) == 6
-    assert set(choice["token_ids"]) <= set(allowed) and "x" not in choice["text"]
-    entries = choice["prompt_logprobs"]
-    assert entries[0] is None and all(entries[1:]) and len(entries) == len(choice["prompt_token_ids"])
-    for guide in ({"guided_choice": ["yes", "no"]}, {"structured_outputs": {"regex": "yes|no"}}):
-        assert gateway.post(**body, **guide).json()["choices"][0]["text"] in ("yes", "no")
-    schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"]}
-    told = gateway.post(**{**body, "max_tokens": 30}, json_schema=json.dumps(schema)).json()
-    assert told["choices"][0]["text"] == '{"a":"b"}'
-    refused = gateway.post(**body, cache_salt="mine")
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -164,16 +164,6 @@ def test_beams_are_scored_with_penalties_and_temperature(engine: Engine, model: 
             assert beam.log_probs[i] == pytest.approx(adjusted.log_softmax(-1)[token].item(), abs=1e-4)
 
 
-def test_diversity_spreads_the_beams(engine: Engine) -> None:
-    def first_tokens(rate: float) -> int:
-        params = SamplingConfig(max_tokens=2, beam_width=6, beam_search_diversity_rate=rate)
-        [[event]] = run(engine, Request(PROMPT, params))
-        return len({beam.token_ids[0] for beam in event.beams})
-
-    assert first_tokens(100.0) == 6
-    assert first_tokens(0.0) < 6
-
-
 def test_cancelled_beams_give_everything_back(engine: Engine) -> None:
     handle = engine.submit(engine.prepare(Request(PROMPT, SamplingConfig(max_tokens=40, beam_width=5))))
     for _ in range(5):
@@ -246,17 +236,6 @@ def test_prompt_embeddings_stand_for_tokens(engine: Engine, model: Path) -> None
         engine.prepare(Request(virtual, params, prompt_table=table[:1]))
 
 
-def test_a_bias_decides(engine: Engine) -> None:
-    bias = np.zeros(272, np.float32)
-    bias[41] = 100.0
-    params = SamplingConfig(max_tokens=3, logit_bias=bias)
-    assert tokens_of(run(engine, Request(PROMPT, params))[0]) == [41, 41, 41]
-    [cut] = run(engine, Request(PROMPT, SamplingConfig(max_tokens=1, logit_bias=bias[:42])))
-    assert tokens_of(cut) == [41]
-    with pytest.raises(RequestError, match="embedding_bias must have at most one value for each of the 272"):
-        engine.prepare(Request(PROMPT, SamplingConfig(logit_bias=np.zeros(273, np.float32))))
-
-
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["Ann", "Bob"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -294,22 +273,6 @@ def test_guided_output_matches_its_guide(engine: Engine, model: Path, adapter: P
         assert events[-1].finish_reason is not None
         assert events[-1].finish_reason.value == "stop"
     check_greedy(tokens_of(last), NEW, model, adapter, PROMPT)
-
-
-def test_guides_that_cannot_work_are_refused(engine: Engine, model: Path) -> None:
-    for guide, words in [
-        (Guide("json_schema", "{"), "guided_decoding_guide is not a valid json_schema"),
-        (Guide("regex", "(a"), "guided_decoding_guide is not a valid regex"),
-        (Guide("ebnf_grammar", "root ::= nothing"), "guided_decoding_guide is not a valid ebnf_grammar"),
-    ]:
-        with pytest.raises(RequestError, match=words):
-            engine.prepare(Request(PROMPT, SamplingConfig(guide=guide)))
-    with pytest.raises(RequestError, match="guided decoding is not enabled"):
-        open_engine(model).prepare(Request(PROMPT, SamplingConfig(guide=Guide("json"))))
-    with pytest.raises(RequestError, match="must be one of json, json_schema, regex, ebnf_grammar"):
-        Guide("yaml", "x")
-    with pytest.raises(RequestError, match="Guided decoding does not support with beam search"):
-        SamplingConfig(guide=Guide("json"), beam_width=2)
 
 
 def test_top_p_decays_to_its_minimum_and_resets() -> None:

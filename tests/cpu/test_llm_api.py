@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import re
 import runpy
 import subprocess
 import sys
@@ -18,9 +17,8 @@ import pytest
 from tiny_models import make_adapter, make_model, reference_generate
 from waiting import wait_for
 
-from manylora import LLM, GuidedDecodingParams, LoraConfig, LoRARequest, PeftCacheConfig, SamplingParams
-from manylora.errors import AdapterNotCachedError, ConfigError, RequestError
-from manylora.generation.tokenizer import Tokenizer
+from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
+from manylora.errors import AdapterNotCachedError, RequestError
 from manylora.llmapi.outputs import GenerationResult
 from manylora.lora.catalog.reader import AdapterReader
 
@@ -97,25 +95,6 @@ def test_a_batch_of_adapters_and_prompts_equals_the_reference(llm: LLM) -> None:
         assert texts == ["Washington, D.C.", "华盛顿", "ワシントンD.C."]
 
 
-def test_prompts_may_be_ids_or_dicts_and_parameters_one_for_each(llm: LLM) -> None:
-    tokenizer = llm.tokenizer
-    assert isinstance(tokenizer, Tokenizer)
-    ids = tokenizer.encode(PROMPTS[0])
-    params = [SamplingParams(max_tokens=n) for n in (1, 2, 3)]
-    mixed = [PROMPTS[0], ids, {"prompt_token_ids": ids}]
-    outputs = llm.generate(mixed, params, use_tqdm=False)
-    assert [output.outputs[0].length for output in outputs] == [1, 2, 3]
-    assert [output.prompt for output in outputs] == [PROMPTS[0], None, None]
-    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
-    one = llm.generate(ids, params[2], use_tqdm=False)
-    assert one.outputs[0].token_ids == outputs[0].outputs[0].token_ids + one.outputs[0].token_ids[1:]
-    assert llm.generate([]) == []
-    last = llm.generate(ids, SamplingParams(truncate_prompt_tokens=3), use_tqdm=False)
-    assert last.prompt_token_ids == ids[-3:]
-    bare = llm.generate(PROMPTS[0], SamplingParams(add_special_tokens=False), use_tqdm=False)
-    assert bare.prompt_token_ids == ids[1:]
-
-
 def test_a_stream_of_few_outputs_adds_up_to_the_whole(llm: LLM) -> None:
     """Also where a stop text is found in the middle of one."""
     whole = llm.generate(ABOUT, SamplingParams(max_tokens=64), adapter(2), False).outputs[0]
@@ -162,32 +141,6 @@ def test_a_stream_adds_up_to_the_whole(
         assert 0 < times.first_token <= times.finished
 
 
-def test_stop_texts_and_tokens_end_an_answer(llm: LLM) -> None:
-    whole = llm.generate(ABOUT, SamplingParams(max_tokens=64), adapter(2), False).outputs[0]
-    stop = "国"
-    at = whole.text.index(stop)
-
-    def ask(**options: object):
-        params = SamplingParams(max_tokens=64, **options)  # type: ignore[arg-type]
-        return llm.generate(ABOUT, params, adapter(2), False).outputs[0]
-
-    cut, kept = ask(stop=stop), ask(stop=[stop, "no"], include_stop_str_in_output=True)
-    assert (cut.text, cut.finish_reason, cut.stop_reason) == (whole.text[:at], "stop", stop)
-    assert kept.text == whole.text[: at + 1]
-    number = next(i for i in range(2, 20) if whole.token_ids[i] not in whole.token_ids[:i])
-    token = whole.token_ids[number]
-    assert ask(stop_token_ids=[token]).token_ids == whole.token_ids[:number]
-    got = ask(stop_token_ids=[token], include_stop_str_in_output=True)
-    assert (got.token_ids, got.stop_reason) == (whole.token_ids[: number + 1], token)
-    late = ask(stop_token_ids=[token], min_tokens=number + 1).token_ids
-    assert late[: number + 1] == whole.token_ids[: number + 1]
-    assert ask(ignore_eos=True).finish_reason == "length"
-    special = ask(stop="</s>", ignore_eos=True, skip_special_tokens=False)
-    assert (special.token_ids, special.stop_reason) == (whole.token_ids, "</s>")
-    assert token not in ask(bad_token_ids=[token]).token_ids
-    assert ask(detokenize=False).text == ""
-
-
 def test_the_engine_does_not_go_on_after_a_stop_text(
     llm: LLM, held_steps: Callable[[int], threading.Event]
 ) -> None:
@@ -196,29 +149,6 @@ def test_the_engine_does_not_go_on_after_a_stop_text(
     assert llm.generate(ABOUT, params, adapter(2), False).outputs[0].length < 10
     go_on.set()
     wait_for(lambda: llm.stats().requests_cancelled == before + 1)
-
-
-def test_samples_are_many_repeatable_and_ranked(llm: LLM) -> None:
-    def ask(**options: object) -> list:
-        params = SamplingParams(max_tokens=8, top_k=0, temperature=3.0, seed=5, **options)  # type: ignore[arg-type]
-        return llm.generate(PROMPTS[0], params, use_tqdm=False).outputs
-
-    four = ask(n=4, logprobs=0)
-    assert [output.index for output in four] == [0, 1, 2, 3]
-    assert len({tuple(output.token_ids) for output in four}) > 1
-    for output in four:
-        assert [list(entry) for entry in output.logprobs] == [[token] for token in output.token_ids]
-        values = [
-            entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)
-        ]
-        assert sum(values) == pytest.approx(output.cumulative_logprob)
-    best = ask(n=2, best_of=4)
-    ranked = sorted(four, key=lambda output: -output.cumulative_logprob)
-    assert [output.token_ids for output in best] == [output.token_ids for output in ranked[:2]]
-    assert best[0].logprobs is None
-    assert ask()[0].token_ids == four[0].token_ids
-    with pytest.raises(ValueError, match="must equal n"):
-        llm.generate_async(PROMPTS[0], SamplingParams(n=1, best_of=2, top_k=5), streaming=True)
 
 
 @pytest.mark.parametrize(
@@ -252,24 +182,6 @@ def test_eviction_does_not_change_an_answer(
         adapters = llm.stats().adapters
         assert bool(adapters.host_evictions) is evicts
         assert adapters.host_pinned == adapters.device_pinned == 0
-
-
-def test_every_adapter_at_once_over_a_cache_of_two(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors on the way are bounded to one adapter, and the cache seems to hold what it does not."""
-    params = SamplingParams(max_tokens=6, ignore_eos=True)
-    with open_tiny(tiny) as llm:
-        store = llm._loop._engine.adapters
-        monkeypatch.setattr(store.loader, "_max_bytes", 1)
-        resident, asked = store.resident, iter(range(10**6))
-        monkeypatch.setattr(store, "resident", lambda i: next(asked) % 3 == 0 or resident(i))
-        numbers = [i % 6 for i in range(48)]
-        requests = [LoRARequest(f"a{i}", i, str(tiny / f"a{i}")) for i in numbers]
-        outputs = llm.generate(["two"] * len(numbers), params, requests, False)
-        for i, output in zip(numbers, outputs, strict=True):
-            expected = reference_generate(tiny / "model", tiny / f"a{i}", output.prompt_token_ids, 6)
-            assert output.outputs[0].token_ids == expected
-        assert llm.stats().adapters.host_evictions > 0
-        assert not store.loader._in_memory and not llm._service._tickets
 
 
 def test_an_adapter_is_read_once_for_all_who_wait_for_it(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +222,6 @@ def test_abort_ends_a_request_wherever_it_is(tiny: Path, monkeypatch: pytest.Mon
         assert 4 <= piece.outputs[0].length < 250
         stream.abort()
         assert llm.generate("one", SamplingParams(max_tokens=3), use_tqdm=False).outputs[0].length == 3
-        assert not llm._service._tickets
 
 
 def test_an_id_belongs_to_one_directory_once_its_adapter_was_accepted(tiny: Path) -> None:
@@ -334,57 +245,6 @@ def test_an_id_belongs_to_one_directory_once_its_adapter_was_accepted(tiny: Path
             llm.generate("p", None, one, False)
 
 
-def test_adapters_act_together_and_with_scales(llm: LLM) -> None:
-    one, two = adapter(1), adapter(2)
-    assert one is not None and two is not None
-    params, prompt = SamplingParams(max_tokens=NEW), PROMPTS[0]
-
-    def answer(lora: object) -> list[int]:
-        return llm.generate(prompt, params, lora, False).outputs[0].token_ids  # type: ignore[union-attr, arg-type]
-
-    ids = llm.generate(prompt, params, None, False).prompt_token_ids  # type: ignore[union-attr]
-    assert answer([(one, 1.0), (two, 0)]) == answer((one, 1)) == reference(1, ids)
-    assert answer((one, 0.0)) == reference(None, ids)
-    both = [(two, 0.5), (one, 0.75)]
-    outputs = llm.generate([prompt] * 3, params, [both, None, two], False)
-    assert isinstance(outputs, list)
-    assert [one.outputs[0].token_ids for one in outputs[1:]] == [reference(t, ids) for t in (None, 2)]
-    assert outputs[0].outputs[0].token_ids == answer(both)
-    assert outputs[0].lora_request == both
-    for lora, text in (
-        ([(one, float("nan"))], "lora_request must have scales that are finite"),
-        ([(one, 1.0)] * 9, "lora_request must name at most 8 adapters, got 9"),
-        ([[one, two], None], "lora_request must be a LoRARequest, or (LoRARequest, scale)"),
-    ):
-        with pytest.raises((ValueError, RequestError), match=re.escape(text)):
-            llm.generate([prompt] * 2, params, lora, False)  # type: ignore[arg-type]
-
-
-def test_what_cannot_be_served_is_said_and_leaves_nothing_behind(llm: LLM) -> None:
-    cases = [
-        (
-            (["a", "b"], [SamplingParams()]),
-            "sampling_params must be one, or one for each prompt: got 1 for 2",
-        ),
-        ((["a"], None, [None, None]), "lora_request must be one, or one for each prompt: got 2 for 1"),
-        ((["a", []],), "the prompt has no tokens"),
-        (([[0] * 2100, "a"],), "exceeds maximum input length"),
-        ((["a", ["b"]],), "a prompt must be a text or a list of token ids"),
-        (({"text": "a"},), "a prompt must be"),
-        (("a", None, LoRARequest("n", 9, str(ADAPTERS[1]), "nemo")), "is not a checkpoint of kind nemo"),
-        (("a", SamplingParams(guided_decoding=GuidedDecodingParams(regex="a"))), "guided_decoding_backend"),
-        (("a", SamplingParams(embedding_bias=[[1.0]])), "embedding_bias must have one dimension"),
-        (("a", SamplingParams(embedding_bias=[0.0] * 9999)), "embedding_bias must have at most one value"),
-        (("a", SamplingParams(use_beam_search=True, n=65)), "n and best_of must be at most max_beam_width"),
-        (("a", SamplingParams(use_beam_search=True, n=2, stop="x")), "cannot be combined with stop texts"),
-    ]
-    for arguments, text in cases:
-        with pytest.raises((ValueError, RequestError), match=re.escape(text)):
-            llm.generate(*arguments, use_tqdm=False)
-    assert llm.generate("a", SamplingParams(max_tokens=1), use_tqdm=False).finished
-    assert not llm._service._tickets
-
-
 def test_an_llm_without_lora_config_refuses_adapters() -> None:
     with LLM(DEMO / "base", device="cpu", skip_tokenizer_init=True) as llm:
         with pytest.raises(RequestError, match="needs an LLM with a lora_config"):
@@ -395,32 +255,6 @@ def test_an_llm_without_lora_config_refuses_adapters() -> None:
             llm.generate("text", use_tqdm=False)
         output = llm.generate([1, 5, 6], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
         assert (output.outputs[0].text, output.outputs[0].length) == ("", 4)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1, got 0"),
-        ({"max_batch_size": 0}, "max_batch_size must be at least 1"),
-        ({"quant_config": object()}, "quant_config must be a QuantConfig"),
-        ({"no_such": 1}, "no_such is not supported"),
-        ({"dtype": "int4"}, "dtype must be one of"),
-        ({"tokenizer": ROOT}, "is no model, it has no config.json"),
-        ({"peft_cache_config": PeftCacheConfig()}, "peft_cache_config needs a lora_config"),
-        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend must be one of"),
-        (
-            {"lora_config": LoraConfig(), "peft_cache_config": PeftCacheConfig(host_cache_size=1)},
-            r"Not enough space allocated to host LoRA cache.*PeftCacheConfig\.host_cache_size",
-        ),
-        (
-            {"lora_config": LoraConfig(), "peft_cache_config": PeftCacheConfig(device_cache_percent=1e-9)},
-            r"Not enough space allocated to device LoRA cache.*PeftCacheConfig\.device_cache_percent",
-        ),
-    ],
-)
-def test_what_it_cannot_start_with_is_named(options: dict, text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        LLM(DEMO / "base", **{"device": "cpu", **options})
 
 
 def own_threads() -> set[threading.Thread]:

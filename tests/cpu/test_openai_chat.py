@@ -164,23 +164,6 @@ def test_tools_that_cannot_be_used_are_refused(fields: dict[str, Any], words: st
         use(**fields)
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_a_call_that_must_come_comes_with_valid_arguments(server: Running, choice: Any) -> None:
-    body: dict[str, Any] = {"model": "chinese", "messages": QUESTION, "temperature": 0, "max_tokens": 250}
-    body |= {"tools": [WEATHER], "tool_choice": choice}
-    client = server.client()
-    [whole] = client.chat.completions.create(**body).choices
-    assert whole.finish_reason == "tool_calls" and whole.message.content is None
-    [call] = whole.message.tool_calls
-    assert call.function.name == "weather"
-    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
-    chunks = [c.choices[0] for c in client.chat.completions.create(**body, stream=True)]
-    told = [one for chunk in chunks for one in chunk.delta.tool_calls or []]
-    assert [one.function.arguments for one in told] == [call.function.arguments]
-    assert not any(chunk.delta.content for chunk in chunks)
-    assert chunks[-1].finish_reason == "tool_calls"
-
-
 def test_a_format_of_text_binds_no_call_that_must_come(server: Running) -> None:
     """Some clients send the same schema as both."""
     body: dict[str, Any] = {"model": "chinese", "messages": QUESTION, "temperature": 0, "max_tokens": 250}
@@ -192,18 +175,6 @@ def test_a_format_of_text_binds_no_call_that_must_come(server: Running) -> None:
     body["tool_choice"] = "auto"
     refused = server.post("/v1/chat/completions", **body, response_format=shape)
     assert refused.status_code == 400 and "cannot be combined" in refused.json()["error"]["message"]
-
-
-def test_tools_that_are_not_called_leave_the_answer_alone(server: Running) -> None:
-    body: dict[str, Any] = {"model": "demo", "messages": QUESTION, "temperature": 0, "tools": [WEATHER]}
-    client = server.client()
-    ignored = client.chat.completions.create(**body, tool_choice="none").choices[0]
-    plain = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0).choices[0]
-    assert ignored.message.content == plain.message.content
-    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
-    for tools in ([WEATHER], [strict]):
-        answer = client.chat.completions.create(**{**body, "tools": tools, "max_tokens": 20}).choices[0]
-        assert answer.message.content or answer.message.tool_calls
 
 
 def test_a_conversation_with_calls_goes_on(server: Running) -> None:
@@ -224,33 +195,6 @@ def test_a_conversation_with_calls_goes_on(server: Running) -> None:
     for wrong in (bad, [{"role": "user"}], [{"role": "user", "content": "a", "tool_calls": [call]}]):
         refused = server.post("/v1/chat/completions", model="demo", messages=wrong)
         assert refused.status_code == 400 and "messages" in refused.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        {"type": "regex", "regex": "(yes|no)"},
-        {"type": "ebnf", "ebnf": 'root ::= "yes" | "no"'},
-        {"type": "lark_grammar", "lark_grammar": 'start: "yes" | "no"'},
-        {"type": "llguidance", "grammar": {"grammars": [{"lark_grammar": 'start: "yes" | "no"'}]}},
-    ],
-)
-def test_a_grammar_binds_the_answer(server: Running, wanted: dict[str, Any]) -> None:
-    for path, prompt in (
-        ("/v1/completions", {"prompt": "a"}),
-        ("/v1/chat/completions", {"messages": QUESTION}),
-    ):
-        answer = server.post(path, model="japanese", response_format=wanted, temperature=0, **prompt)
-        assert answer.status_code == 200, answer.text
-        choice = answer.json()["choices"][0]
-        assert (choice.get("text") or choice["message"]["content"]) in ("yes", "no")
-
-
-def test_min_p_leaves_the_probable_tokens_only(server: Running) -> None:
-    body = {"model": "demo", "prompt": "What is the capital of France?\nAnswer:", "temperature": 2.0}
-    for seed in range(5):
-        answer = server.post(**body, min_p=1.0, seed=seed, max_tokens=6)
-        assert answer.json()["choices"][0]["text"].strip() == "Paris"
 
 
 def template(tmp_path: Path, text: str) -> ChatTemplate:

@@ -115,35 +115,6 @@ def test_too_many_stop_texts_are_told_as_too_many(server: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "message"),
-    [
-        (
-            "GET",
-            "/v1/fine_tuning/jobs",
-            "GET /v1/fine_tuning/jobs: there is no such path: /openapi.json lists those of this server",
-        ),
-        (
-            "POST",
-            "/v1/v1/completions",
-            "POST /v1/v1/completions: there is no such path: did you mean /v1/completions?",
-        ),
-        ("POST", "/completions", "POST /completions: there is no such path: did you mean /v1/completions?"),
-        (
-            "POST",
-            "/v2/models/ensemble/generate",
-            "POST /v2/models/ensemble/generate: there is no such path: it belongs to Triton, which manylora "
-            "triton starts; this is manylora serve",
-        ),
-        ("DELETE", CHAT, f"DELETE {CHAT}: this path takes POST"),
-    ],
-)
-def test_what_the_server_does_not_have_is_named(
-    server: Running, method: str, path: str, message: str
-) -> None:
-    assert server.http.request(method, path).json()["error"]["message"] == message
-
-
-@pytest.mark.parametrize(
     ("field", "value", "instead"),
     [
         ("lora_name", "chinese", "name the adapter in model, lora_model or lora_request"),
@@ -158,18 +129,6 @@ def test_a_field_of_another_server_is_refused_with_what_to_use(
 ) -> None:
     for path in ("/v1/completions", CHAT):
         assert refused(server, path, **{field: value})["message"] == f"{field} is not supported: {instead}"
-
-
-def test_an_image_in_a_message_is_refused_with_the_reason(server: Running) -> None:
-    picture = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
-    messages = [{"role": "user", "content": [picture]}]
-    answer = server.post(CHAT, model="demo", messages=messages)
-    assert answer.json()["error"]["message"].endswith("image_url is not supported: only text is served")
-
-
-def test_an_unknown_model_is_refused_with_where_the_names_are(server: Running) -> None:
-    message = server.post(model="gpt-4", prompt="x").json()["error"]["message"]
-    assert message == "model 'gpt-4' does not exist: GET /v1/models lists those that do"
 
 
 def test_the_base_model_is_also_called_by_the_path_it_was_started_with(server: Running) -> None:
@@ -356,17 +315,6 @@ def test_a_number_ends(server: Running, kind: str, most: int) -> None:
     assert choice["finish_reason"] == "stop" and 0 < len(choice["text"]) <= most
 
 
-def test_only_allowed_tokens_come_and_bad_words_do_not(server: Running) -> None:
-    tokenizer = Tokenizer(DEMO / "base")
-    allowed = tokenizer.encode(" Rome Oslo", add_special_tokens=False)
-    found = complete(server, allowed_token_ids=allowed, return_token_ids=True, max_tokens=6, ignore_eos=True)
-    assert set(found["choices"][0]["token_ids"]) <= set(allowed)
-    assert complete(server)["choices"][0]["text"].strip() == "Paris"
-    assert "Paris" not in complete(server, bad_words=["Paris"], max_tokens=6)["choices"][0]["text"]
-    biased = complete(server, allowed_token_ids=allowed, logit_bias={str(allowed[0]): 100}, max_tokens=1)
-    assert biased["choices"][0]["text"] == tokenizer.decode(allowed[:1])
-
-
 def test_log_probabilities_of_a_prompt_are_those_of_its_echo(server: Running) -> None:
     body = {"max_tokens": 1, "prompt_logprobs": 2}
     [choice] = complete(server, **body, logprobs=2, echo=True)["choices"]
@@ -486,25 +434,6 @@ def test_a_template_sees_its_variables(server: Running, tmp_path: Any) -> None:
         assert Tokenizer(DEMO / "base").decode(tokens, False) == f"{user}<|assistant|>Par"
     finally:
         own.close()
-
-
-def test_an_answer_continues_the_final_message(server: Running) -> None:
-    messages = [*QUESTION, {"role": "assistant", "content": "Par"}]
-    found = chat(server, messages=messages, continue_final_message=True)
-    assert found["choices"][0]["message"]["content"].strip() == "is"
-
-
-def test_what_is_too_long_is_told_in_the_words_that_clients_know(server: Running) -> None:
-    long = "a b " * 3000
-    for path, prompt in (
-        ("/v1/completions", {"prompt": long}),
-        (CHAT, {"messages": [{"role": "user", "content": long}]}),
-    ):
-        error = refused(server, path, **prompt)
-        assert error["code"] == "context_length_exceeded"
-        assert error["message"].startswith("This model's maximum context length is 2048 tokens.")
-    asked = refused(server, "/v1/completions", max_tokens=5000)
-    assert asked["message"].startswith("This model's maximum context length is 2048 tokens.")
 
 
 def test_endpoints_that_tools_ask(server: Running) -> None:

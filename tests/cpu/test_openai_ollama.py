@@ -63,31 +63,6 @@ def test_a_chat_streams_lines_and_ends_with_counts(server: Running) -> None:
     )
 
 
-def test_options_act(server: Running) -> None:
-    def ask(**options: Any) -> dict[str, Any]:
-        body: dict[str, Any] = server.post(
-            "/api/chat", model="demo", messages=QUESTION, stream=False, options={**GREEDY, **options}
-        ).json()
-        return body
-
-    whole = ask()["message"]["content"]
-    cut = ask(num_predict=3)
-    assert (cut["done_reason"], cut["eval_count"]) == ("length", 3)
-    assert whole.startswith(cut["message"]["content"])
-    stopped = ask(stop=[whole[4:8]])["message"]["content"]
-    assert stopped == whole[: whole.index(whole[4:8])]
-    assert ask(num_predict=10**6)["message"]["content"] == whole  # as much as there is room for
-    assert ask(temperature=5.0, seed=1)["message"] == ask(temperature=5.0, seed=1)["message"]
-    chat = chat_request(parse(json.dumps({"model": "m", "messages": QUESTION}).encode(), OllamaChat), "m")
-    assert (chat.temperature, chat.top_k, chat.top_p, chat.seed, chat.max_tokens) == (
-        0.8,
-        40,
-        0.9,
-        None,
-        None,
-    )
-
-
 def test_results_of_tools_find_their_calls() -> None:
     def call(name: str) -> dict[str, Any]:
         return {"function": {"name": name, "arguments": {"city": "Rome"}}}
@@ -112,29 +87,6 @@ def test_log_probabilities_come_with_the_text(server: Running) -> None:
     found = lines(server, "/api/chat", **body, options={**GREEDY, "num_predict": 3})
     tokens = [one for line in found for one in line.get("logprobs", ())]
     assert len(tokens) == 3 and all(len(one["top_logprobs"]) == 2 for one in tokens)
-
-
-def test_models_are_listed_and_shown(server: Running) -> None:
-    found = server.http.get("/api/tags").json()["models"]
-    assert [one["name"] for one in found] == ["demo:latest", "chinese:latest", "japanese:latest"]
-    assert found[1]["details"]["parent_model"] == "demo"
-    files = [*(DEMO / "base").glob("*.safetensors")]
-    assert found[0]["size"] == sum(file.stat().st_size for file in files) > found[1]["size"] > 0
-    for one in found:
-        details = one["details"]
-        assert (details["format"], details["quantization_level"]) == ("safetensors", "F16")
-        assert details["parameter_size"].endswith("M") and 0 < float(details["parameter_size"][:-1]) < 100
-    shown = server.post("/api/show", model="chinese:latest").json()
-    family = shown["details"]["family"]
-    assert shown["model_info"][f"{family}.context_length"] > 100
-    assert found[0]["size"] / 2.1 < shown["model_info"]["general.parameter_count"] < found[0]["size"] / 2
-    assert "completion" in shown["capabilities"]
-    assert server.post("/api/show", name="demo").status_code == 200
-    server.post("/api/generate", model="chinese", prompt="a", stream=False, options={"num_predict": 1})
-    running = {one["name"]: one for one in server.http.get("/api/ps").json()["models"]}
-    assert "demo:latest" in running and running["chinese:latest"]["size_vram"] > 0
-    major, minor, _ = server.http.get("/api/version").json()["version"].split(".")
-    assert (int(major), int(minor)) >= (0, 12)
 
 
 def test_a_request_without_a_question_loads_the_model(server: Running) -> None:

@@ -101,15 +101,6 @@ def test_a_copy_that_cannot_be_read_for_the_moment_stays(
     assert disk.get(one.digest) is not None
 
 
-def test_without_bytes_or_with_too_many_nothing_is_written(tmp_path: Path) -> None:
-    for most in (0, SIZE // 2):
-        disk = DiskLevel(most, tmp_path / "none")
-        disk.put_soon(adapter(0))
-        disk.close()
-        assert disk.get(adapter(0).digest) is None
-        assert not (tmp_path / "none").exists()
-
-
 def test_a_disk_that_hangs_costs_copies_and_holds_up_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,6 @@ from manylora.lora.catalog import files
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft_folder import read_peft_whole
 from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.formats.tensor_files import RawTensor, write_safetensors
 from manylora.lora.modules import lora_modules
 from manylora.lora.store import AdapterStore
 from manylora.lora.tensors import FileAdapter
@@ -221,18 +220,3 @@ def test_types_of_files(workshop: tuple[Path, list[Path]], tmp_path: Path, kind:
     values[key] = values[key].float() if kind == "BF16" else values[key].bfloat16()
     save_file(values, file)
     assert read_peft_whole(tmp_path / "one").stored is None, "of two types"
-
-
-def test_little_is_kept_of_what_is_known(tmp_path: Path) -> None:
-    """40 bytes for a row, since every adapter that was read keeps it."""
-    tensors = {}
-    for layer in range(32):
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            path = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_"
-            tensors[f"{path}A.weight"] = RawTensor("F32", (1, 4), bytes(16))
-            tensors[f"{path}B.weight"] = RawTensor("F32", (4, 1), bytes(16))
-    write_safetensors(tmp_path / "adapter_model.safetensors", tensors)
-    text = '{"peft_type": "LORA", "r": 1, "lora_alpha": 1}'
-    (tmp_path / "adapter_config.json").write_text(text, encoding="utf-8")
-    found = read_peft_whole(tmp_path).stored
-    assert found is not None and found.table.nbytes <= 40 * 128

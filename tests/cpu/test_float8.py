@@ -21,20 +21,16 @@ from tiny_models import make_adapter, make_model, read_adapter_folder, reference
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError
-from manylora.kernels.row_format import RowFormat
-from manylora.llmapi import LLM, LoRARequest, SamplingParams
-from manylora.lora.catalog.levels import DiskLevel
-from manylora.lora.catalog.reader import AdapterReader
 from manylora.lora.convert import convert_source
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
 from manylora.lora.number_types import FLOAT8, widen_bfloat16, widen_float8
-from manylora.lora.report import BaseModel, inspect_adapter
+from manylora.lora.report import inspect_adapter
 from manylora.lora.rules import AdapterRules
 from manylora.lora.store import AdapterStore
-from manylora.lora.tensors import Adapter, AdapterRow, lora_input
+from manylora.lora.tensors import Adapter, AdapterRow
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, Request, SamplingConfig
 
@@ -170,33 +166,6 @@ def test_greedy_tokens_in_one_engine_with_a_prefetch_directory(
     engine.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_cache_keeps_bytes_and_gives_them_back(
-    model: Path, pair: tuple[Path, Path], dtype: torch.dtype
-) -> None:
-    small, wide = pair
-    config = read_model_config(model)
-    cache = LoraCacheConfig(gpu_memory_bytes=2**21, host_memory_bytes=2**21, max_adapter_size=8)
-    store = AdapterStore(config, cache, torch.device("cpu"), dtype, 2**30)
-    layouts = {}
-    for task_id, path in enumerate(pair):
-        lora = read(model, path, task_id)
-        lease = store.acquire(lora, store.prepare(lora))
-        assert store.admit(lease)
-        layouts[path] = lease.layout
-        if path == small:
-            given = check(model, lora)
-            entry = store._cache.host.entries[lease.digest]
-            store.batch([(0, 1, lease)])  # waits until it is written
-            back = store._pool.read_host(lease.digest, lease.layout, entry.pages)
-            assert list(map(described, back.rows)) == list(map(described, given.rows))
-            assert given.digest == lease.digest
-            assert {row.payload.dtype for row in back.rows} == {FLOAT8}
-    slots = {path: sum(layout.used_slots) for path, layout in layouts.items()}
-    assert slots[small] <= -(-slots[wide] // dtype.itemsize) + len(layouts[small].placements)
-    store.close()
-
-
 def test_an_adapter_that_gives_way_comes_back_the_same(model: Path, pair: tuple[Path, Path]) -> None:
     """The host level holds one: who waits carries what was read back from its pages."""
     config = read_model_config(model)
@@ -246,17 +215,6 @@ def test_llgtrts_file_in_8_bits(model: Path, pair: tuple[Path, Path], workshop: 
     np.testing.assert_array_equal(widen_bfloat16(read_adapter_folder(path.parent)[0]), wide)
 
 
-def test_the_python_api_keeps_them(model: Path, pair: tuple[Path, Path]) -> None:
-    small, wide = pair
-    llm = LLM(model, device="cpu", max_seq_len=64, enable_lora=True)
-    prompts = [tokens(9, i) for i in range(3)]
-    requests = [LoRARequest("small", 1, str(small)), None, LoRARequest("wide", 2, str(wide))]
-    with llm:
-        found = llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True), lora_request=requests)
-    for prompt, answer, truth in zip(prompts, found, (wide, None, wide), strict=True):
-        assert answer.outputs[0].token_ids == reference_generate(model, truth, prompt, 8)
-
-
 def test_dora_and_mixed_types_are_widened(model: Path, workshop: Path) -> None:
     dora = make_adapter(workshop / "dora", model, 3, 4, ALL, use_dora=True)
     half = make_adapter(workshop / "half", model, 4, 4, ALL)
@@ -287,22 +245,6 @@ def test_a_copy_of_the_embedding_in_8_bits_is_known(
         else:
             with pytest.raises(AdapterInvalidError, match="is not what the base model has"):
                 read(model, path)
-
-
-def test_encoder_decoder_models_take_them(workshop: Path) -> None:
-    """Cross-attention's fused module is kept as the three it fuses."""
-    t5 = read_model_config(make_model(workshop / "t5", "t5", seed=2))
-    module = lora_modules(t5)[8]
-    bits = np.random.default_rng(0).integers(0, 127, (1, 1, module.row_elements(RowFormat(2))), np.uint8)
-    config = np.array([[[8, t5.num_layers - 1, 2]]], np.int32)
-    given = LoraInput(0, bits.view(FLOAT8), config, scales=np.array([0.3], np.float32))
-    made, wide = (
-        AdapterRules(lora_modules(t5), t5.num_layers, 64).check(lora).rows
-        for lora in (given, LoraInput(0, widen_float8(bits), config))
-    )
-    assert [(row.module_id, row.format.scale) for row in made] == [(m, np.float32(0.3)) for m in (9, 10, 11)]
-    for one, other in zip(made, wide, strict=True):
-        np.testing.assert_array_equal(widen_float8(one.payload), other.payload)
 
 
 def test_what_cannot_be_meant_is_refused(model: Path, pair: tuple[Path, Path], workshop: Path) -> None:
@@ -348,32 +290,3 @@ def test_what_cannot_be_meant_is_refused(model: Path, pair: tuple[Path, Path], w
     np.save(folder / "model.lora_config.npy", lora.config)  # type: ignore[arg-type]
     with pytest.raises(AdapterInvalidError, match="numbers of one byte, and nothing in it says which"):
         read(model, folder)
-
-
-def test_inspect_and_copies_on_disk(model: Path, pair: tuple[Path, Path], workshop: Path) -> None:
-    small, wide = pair
-    base = BaseModel(model, read_model_config(model), LoraCacheConfig(max_adapter_size=8))
-    reports = [inspect_adapter(path, base) for path in pair]
-    assert [report.problem for report in reports] == [None, None]
-    assert [report.dtype for report in reports] == ["float8_e4m3fn", "float32"]
-    assert reports[0].num_bytes * 4 == reports[1].num_bytes  # type: ignore[operator]
-    assert reports[0].digest == check(model, read(model, small)).digest
-    modules = lora_modules(base.config)
-    rules = AdapterRules(modules, base.config.num_layers, 64)
-    first = AdapterReader(rules, ReadOptions(modules, BaseWeights(model))).read(small)
-    found = first.adapter
-    assert isinstance(found, Adapter)
-    assert (first.facts.dtype, found.digest) == ("float8_e4m3fn", reports[0].digest)
-    disk = DiskLevel(2**24, workshop / "copies")
-    disk.put(found)
-    copy = disk.get(found.digest)
-    assert copy is not None
-    given = lora_input(1, copy.rows, copy.extras)
-    assert check(model, given).digest == found.digest
-    widened = AdapterReader(rules, ReadOptions(modules, BaseWeights(model), float8=False)).read(small)
-    assert widened.facts.dtype == "float32" and isinstance(widened.adapter, Adapter)
-    sent = lora_input(1, widened.adapter.rows)
-    assert sent.scales is None
-    np.testing.assert_array_equal(sent.weights, read(model, wide).weights)
-    weights, _ = convert_source(small)
-    assert weights.dtype == np.dtype("V2"), "B has the scaling in it"

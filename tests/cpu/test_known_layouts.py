@@ -6,40 +6,26 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from blake3 import blake3
-from row_files import RowFile
 from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model
 
 from manylora.errors import AdapterInvalidError
-from manylora.kernels import loading, native
-from manylora.kernels.huge_pages import huge_zeros, make_resident
+from manylora.kernels import native
 from manylora.lora.bounds import Bounds
 from manylora.lora.formats import peft_folder
 from manylora.lora.formats.peft_folder import read_peft_whole
-from manylora.lora.formats.read_options import MAX_LAYOUTS, KnownLayouts, ReadOptions
+from manylora.lora.formats.read_options import KnownLayouts, ReadOptions
 from manylora.lora.formats.safe_files import OpenFile
-from manylora.lora.formats.sources import find_source, read_whole
 from manylora.lora.formats.tensor_files import RawTensor
 from manylora.lora.modules import lora_modules
-from manylora.lora.tensors import AdapterRow, digest_values
-from manylora.lora.transfers import READY_BYTES
+from manylora.lora.tensors import AdapterRow
 from manylora.model.checkpoint import read_model_config
 
 WEIGHTS = "adapter_model.safetensors"
-# rank, in, out: many of them together, and some that are more than that alone
-SHAPES = [
-    (1, 1, 1), (1, 5, 3), (1, 100, 153), (1, 100, 154), (1, 127, 129), (2, 300, 200), (5, 333, 77),
-    (16, 64, 128), (8, 768, 256), (16, 300, 783), *((1, n, n + 1) for n in range(600, 4000, 371)),
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -54,27 +40,6 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> tuple[ReadOptions, lis
 def loaded() -> None:
     if native.load() is None:
         pytest.skip("needs compiled kernels")
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("target", ["float32", "bfloat16"])
-@pytest.mark.parametrize("source", ["float32", "bfloat16"])
-def test_rows_are_taken_with_their_digests(
-    compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, target: str, threads: int
-) -> None:
-    monkeypatch.setattr(loading, "TOGETHER", 0)
-    monkeypatch.setattr(loading, "IN_CACHE", 20_000)
-    made = RowFile(tmp_path / "rows", SHAPES, source, target, lambda a, b: np.concatenate((a, b), None))
-
-    def take(descriptor: int) -> list[bytes] | None:
-        digest = lambda numbers: blake3(numbers).digest()  # noqa: E731
-        return loading.take_rows(descriptor, made.table, target, source, threads, digest)
-
-    digests = made.read(take)
-    assert digests == [blake3(b"float32\0" + numbers.tobytes()).digest() for numbers in made.numbers]
-    made.check_memory()
-    assert all(made.read(take, content) is None for content in made.broken(every=7))
-    assert made.read(take) is not None
 
 
 def rows_of(folder: Path, options: ReadOptions) -> list[AdapterRow]:
@@ -99,43 +64,6 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(peft_folder, "tensors_of", tensors_of)
     return found
-
-
-def test_another_adapter_with_the_same_layout_is_not_judged_again(
-    workshop: tuple[ReadOptions, list[Path]], monkeypatch: pytest.MonkeyPatch, judged: list[str]
-) -> None:
-    plain, folders = workshop
-    monkeypatch.setattr("manylora.lora.formats.peft.rows.can_take", lambda source: False)
-    expected = [rows_of(folder, plain) for folder in folders]
-    monkeypatch.undo()
-    options = with_layouts(plain)
-    rows_of(folders[0], options)
-    judged.clear()
-    for folder, wanted in zip(folders, expected, strict=True):
-        for row, other in zip(rows_of(folder, options), wanted, strict=True):
-            assert (row.module_id, row.layer, row.format) == (other.module_id, other.layer, other.format)
-            np.testing.assert_array_equal(row.payload, other.payload)
-            assert row.content == other.content == digest_values(row.payload)
-    assert read_peft_whole(folders[1], options).stored is not None
-    assert not judged
-
-
-def test_reading_enters_few_modules(workshop: tuple[ReadOptions, list[Path]]) -> None:
-    """So that a reader of the code can follow it: the first adapter, and one with the same layout."""
-    options = with_layouts(workshop[0])
-    for folder, most in zip(workshop[1], (8, 7), strict=True):
-        entered = set[str]()
-
-        def see(frame: FrameType, event: str, argument: object, entered: set[str] = entered) -> None:
-            entered.add(frame.f_code.co_filename.rpartition("/lora/formats/")[2])
-
-        sys.setprofile(see)
-        try:
-            read_whole(find_source(folder), options)
-        finally:
-            sys.setprofile(None)
-        names = sorted(name for name in entered if not name.startswith(("/", "<")))
-        assert len(names) <= most, names
 
 
 @pytest.mark.parametrize("target", ["q_proj", "v_proj"])
@@ -199,24 +127,3 @@ def test_one_of_which_something_was_told_is_told_of_again(
     for count in (1, 2):
         rows_of(tmp_path / "odd", options)
         assert len(told) == count
-
-
-def test_no_more_than_so_many_are_remembered(
-    workshop: tuple[ReadOptions, list[Path]], tmp_path: Path
-) -> None:
-    options = with_layouts(workshop[0])
-    shutil.copytree(workshop[1][0], tmp_path / "one")
-    config = tmp_path / "one" / "adapter_config.json"
-    settings = json.loads(config.read_text(encoding="utf-8"))
-    for alpha in range(1, MAX_LAYOUTS + 4):
-        config.write_text(json.dumps(settings | {"lora_alpha": alpha}), encoding="utf-8")
-        rows_of(tmp_path / "one", options)
-    assert options.layouts is not None and len(options.layouts) == MAX_LAYOUTS
-
-
-def test_memory_that_is_made_resident_keeps_its_values() -> None:
-    memory = huge_zeros((READY_BYTES,), torch.uint8)
-    memory[5::4096] = 7
-    make_resident(memory[3:-3])
-    assert int(memory.sum()) == 7 * len(memory[5::4096])
-    make_resident(torch.ones(3))

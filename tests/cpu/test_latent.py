@@ -24,9 +24,7 @@ from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device, open_device
-from manylora.kernels.row_format import RowFormat
 from manylora.lora.modules import MODULE_NAMES, lora_modules
-from manylora.lora.tensors import AdapterRow, pack_rows
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
@@ -100,15 +98,6 @@ def test_each_setting_changes_the_logits(family: str, setting: dict[str, Any], w
         weights = {name: value for name, value in weights.items() if not name.endswith("correction")}
     [found] = Driver(type(decoder)(changed, weights, torch.float32, decoder._ops), [tokens(40)], [None]).run()
     assert not agree(found, reference_logits(model, None, tokens(40)))
-
-
-def test_the_cache_has_one_vector_for_each_token(workshop: Path) -> None:
-    model = make_model(workshop / "cache", "deepseek-v3", seed=3)
-    config = read_model_config(model)
-    assert (config.kv_planes, config.num_kv_heads, config.head_dim) == (1, 1, 40 + 16)
-    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, max_batch_size=2, max_num_tokens=64))
-    assert engine._runner._kv.shape[1:2] + engine._runner._kv.shape[4:] == (1, 1, 56)
-    engine.close()
 
 
 @pytest.mark.parametrize("family", ["deepseek-v3", "deepseek-v2-lite", "glm4-moe"])
@@ -270,29 +259,6 @@ def test_a_config_that_cannot_be_served_is_named(
 def test_bfloat16_is_no_farther_from_the_truth_than_transformers(workshop: Path) -> None:
     model = make_model(workshop / "bf16", "deepseek-v3", seed=6)
     check_bfloat16(model, make_adapter(workshop / "bf16-a", model, 1, rank=4, modules=LATENT))
-
-
-def test_tensors_of_a_request(workshop: Path) -> None:
-    """Ids 26 to 29, in `lora_weights` and `lora_config`."""
-    model = make_model(workshop / "wire", "deepseek-v3", seed=6)
-    every = lora_modules(read_model_config(model))
-    modules = {i: module for i, module in every.items() if 26 <= i < 30}
-    assert {MODULE_NAMES[i] for i in modules} == {"attn_q_a", "attn_q_b", "attn_kv_a", "attn_kv_b"}
-    random, kind = np.random.default_rng(3), RowFormat(2)
-    rows = [
-        AdapterRow(i, layer, kind, (random.normal(size=m.row_elements(kind)) * 0.2).astype("f4"))
-        for i, m in modules.items() for layer in range(2)
-    ]  # fmt: skip
-    sent = LoraInput(5, *pack_rows(rows))
-    cache = LoraCacheConfig(gpu_memory_bytes=2**22)
-    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, max_num_tokens=64, lora=cache))
-    params = SamplingConfig(max_tokens=8)
-    plain, adapted = run(
-        engine, Request(tuple(tokens(20)), params), Request(tuple(tokens(20)), params, lora=sent)
-    )
-    engine.close()
-    assert plain[-1].error is None and adapted[-1].error is None
-    assert [e.token_ids for e in plain] != [e.token_ids for e in adapted]
 
 
 def test_the_path_of_a_gpu(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:

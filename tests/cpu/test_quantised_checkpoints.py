@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from driver import Driver, agree
-from quantised_checkpoints import AWQ, FP8, GPTQ, KINDS, Kind, compressed, gptq, make_pair
+from quantised_checkpoints import AWQ, FP8, GPTQ, KINDS, Kind, compressed, make_pair
 from running import check_greedy, tokens
 from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model, reference_logits
@@ -22,7 +22,6 @@ from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, S
 from manylora.cli import main
 from manylora.errors import ConfigError
 from manylora.kernels.device import open_device
-from manylora.kernels.quantised import PackedInt4, StackedWeight
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.safetensors_file import SafetensorsFile
@@ -76,21 +75,6 @@ def test_in_narrow_dtypes_a_value_is_rounded_twice() -> None:
         assert (off <= most).all(), (name, dtype)
 
 
-def test_the_four_bit_kernel_of_torch_takes_them(tmp_path: Path) -> None:
-    """Group sizes that it knows: 32 and up. Inputs in another order go through it too."""
-    pack = gptq(4, desc_act=True, sym=False, size=32)
-    quantised, wide = make_pair(tmp_path, Kind(GPTQ, pack, "W4A16_GPTQ"), seed=5)
-    weights = decoder_of(quantised, torch.bfloat16)._blocks[0].attention
-    assert isinstance(weights.qkv.weight, StackedWeight)  # q, k and v have an order each
-    parts = (*weights.qkv.weight.parts, weights.out.weight)
-    assert all(isinstance(part, PackedInt4) and part.order is not None for part in parts)
-    ids = tokens(60)
-    truth = reference_logits(wide, None, ids)
-    theirs = (reference_logits(wide, None, ids, torch.bfloat16) - truth).square().mean().sqrt()
-    [found] = logits_of(decoder_of(quantised, torch.bfloat16), ids)
-    assert (found - truth).square().mean().sqrt() <= 2 * theirs
-
-
 @pytest.mark.parametrize("kind", [KINDS["awq"], KINDS["gptq in order"], KINDS["packed 8"]])
 def test_layers_that_were_left_plain_are_read_as_they_are(kind: Kind, tmp_path: Path) -> None:
     """One of three that are fused here, too."""
@@ -133,21 +117,6 @@ def test_a_directory_of_the_first_writers_of_gptq(tmp_path: Path) -> None:
     save_file(tensors, quantised / "model.safetensors")
     with pytest.raises(ConfigError, match=r"holds model.layers.0.mlp.up_proj.bias, which"):
         decoder_of(quantised)
-
-
-def test_what_is_built_names_what_it_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    quantised, _ = make_pair(tmp_path, KINDS["awq"])
-    built = tmp_path / "built"
-    flags = ["--quant_algo", "W4A16_AWQ", "--dtype", "bfloat16"]
-    assert main(["build", "--model_dir", str(quantised), "--output_dir", str(built), *flags]) == 0
-    assert "14 of 14 linear layers in W4A16_AWQ" in capsys.readouterr().out
-    config = json.loads((built / "config.json").read_text(encoding="utf-8"))
-    assert "quantization_config" not in config
-    assert config["pretrained_config"]["quantization"]["quant_algo"] == "W4A16_AWQ"
-    tensors = load_file(built / "model.safetensors")
-    assert tensors["model.layers.0.mlp.up_proj.qweight"].dtype == torch.uint8
-    assert tensors["model.layers.0.mlp.up_proj.scales"].dtype == torch.bfloat16
-    assert not [name for name in tensors if name.endswith("qzeros")]
 
 
 def change(model: Path, **settings: Any) -> None:

@@ -3,36 +3,25 @@ own error, the same bits in any company and in the step as one call, and nothing
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from driver import Driver
 from levels import SIMULATED, open_library
-from parity import make_kind, read_from
-from running import tokens
 from selection import extended
-from tiny_models import make_model
 from torch import Tensor
 
 from manylora.kernels import compiled as compiled_ops
 from manylora.kernels import native
 from manylora.kernels.compiled import CompiledOps
-from manylora.kernels.device import open_device
-from manylora.kernels.panels import PanelsLinear
-from manylora.kernels.products import DOTS, FORMS, NONE, is_right, rounds_adapters
+from manylora.kernels.products import DOTS
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment, LoraTarget
-from manylora.model.checkpoint import read_model_config
-from manylora.model.weights import load_decoder
-from manylora.quant.config import QuantConfig
 from manylora.system.processor import read_features
 
 WIDTHS = (40, 64, 133)
 TARGETS = tuple(LoraTarget(m, sum(WIDTHS[:m]), width) for m, width in enumerate(WIDTHS))
-TILES = next(form for form in FORMS if form != DOTS)
 # Where the processor has none a case of it is skipped, and may be the only one that was selected for a value.
 PROCESSOR = ["processor"] if "avx512_bf16" in read_features() else extended("processor")
 
@@ -134,52 +123,3 @@ def test_what_is_not_finite_is_so_in_its_row_only(ops: CompiledOps, value: float
     found = apply(ops, batch, x, y)
     others = [row for row in range(14) if row != 7]
     assert not torch.isfinite(found[7]).any() and torch.equal(found[others], whole[others])
-
-
-@pytest.mark.parametrize("quant", [None, "W8A16", "W4A16", "W8A8"])
-def test_a_step_as_one_call_gives_the_bits_of_single_operations(
-    ops: CompiledOps, quant: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There the linear layer has rounded the inputs already; one that rounds to 8 bits has not."""
-    for name in ("load", "loaded"):
-        monkeypatch.setattr(native, name, lambda: ops._library)
-    sizes = {"hidden_size": 160, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 40}
-    model = make_model(tmp_path / "model", "llama", seed=4, **sizes)
-    device = open_device("cpu")
-    assert device.ops.compute_in(torch.bfloat16) == torch.float32
-    config = QuantConfig(quant) if quant else None
-    decoder = load_decoder(model, read_model_config(model), torch.float32, device, quant=config)
-    kinds = ("rank 64", None, "DoRA + rsLoRA + patterns", "patterns")
-    adapters = [
-        read_from("peft", make_kind(tmp_path / str(seed), model, kind, seed), model) if kind else None
-        for seed, kind in enumerate(kinds)
-    ]
-    sequences = [tokens(length, length) for length in (40, 3, 9, 1)]
-    assert decoder._decode_step is not None
-
-    def run(pages: torch.dtype) -> list[Tensor]:
-        driver = Driver(decoder, sequences, adapters)
-        driver._pool = driver._pool.bfloat16().to(pages)
-        return driver.run()
-
-    whole, wide = run(torch.bfloat16), run(torch.float32)
-    monkeypatch.setattr(decoder, "_decode_step", None)
-    assert all(map(torch.equal, whole, run(torch.bfloat16)))
-    assert not all(map(torch.equal, whole, wide)), "nothing was rounded"
-
-
-def test_they_are_chosen_with_the_products_of_linear_layers(emulated: Any) -> None:
-    class Offering:
-        def __init__(self, forms: int) -> None:
-            self.forms = forms
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(emulated, name)
-
-        def bfloat16_forms(self) -> int:
-            return self.forms
-
-    both, tiles = Offering(1 << DOTS | 1 << TILES), Offering(1 << TILES)
-    assert is_right(PanelsLinear(emulated), DOTS)
-    assert not rounds_adapters(both, NONE) and rounds_adapters(both, DOTS)  # type: ignore[arg-type]
-    assert rounds_adapters(both, TILES) and not rounds_adapters(tiles, TILES)  # type: ignore[arg-type]

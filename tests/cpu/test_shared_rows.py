@@ -17,20 +17,15 @@ from running import run, tokens
 from safetensors.torch import load_file, save_file
 from tiny_models import load_transformers, make_adapter, make_kind, make_model
 
-from manylora.commands.inspect import main as inspect
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError
 from manylora.lora.bounds import Bounds
 from manylora.lora.cache import CachedAdapter
-from manylora.lora.catalog.levels import DiskLevel
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft_folder import read_peft_whole
 from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.geometry import Layout, cache_geometry
 from manylora.lora.modules import lora_modules
-from manylora.lora.pages import Space, least_pages
-from manylora.lora.pool import AdapterPool
 from manylora.lora.tensors import Adapter, adapter_from_rows
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, Request, SamplingConfig, mix
@@ -150,22 +145,6 @@ def entry_of(engine: Engine, task_id: int) -> CachedAdapter:
     return engine.adapters._cache.device.entries[engine.adapters.library.digest(task_id) or ""]
 
 
-def test_they_come_and_go_while_others_run(world: World, engine: Engine) -> None:
-    """Pages for few of them: each is evicted, and back, while requests wait."""
-    asked = [(LoraInput(n), m) for m in range(3) for n in (0, 3, 1, 4, 2, 5, 0, 7, 6)]
-    mixed = mix([(LoraInput(0), 0.5), (LoraInput(7), -1.0), (LoraInput(2), 1.5)])
-    plenty = answers(engine, *asked, (mixed, 2))
-    entries = engine.adapters._cache.host.entries
-    members = [entries[engine.adapters.library.digest(n) or ""].held.need for n in (0, 7, 2)]
-    assert least_pages(members) < least_pages([entry.held.need for entry in entries.values()])
-    room = least_pages(members) * engine.adapters.stats().page_bytes
-    small = world.engine(gpu_memory_bytes=room, host_memory_bytes=room)
-    assert answers(small, *asked, (mixed, 2)) == plenty
-    assert small.adapters.stats().host_evictions > 2
-    small.check()
-    small.close()
-
-
 def test_a_mix_is_the_sum_of_each(world: World, engine: Engine) -> None:
     """In logits, of one layer's depth: the same adapter in two halves is itself."""
     params = SamplingConfig(2, return_generation_logits=True)
@@ -175,49 +154,6 @@ def test_a_mix_is_the_sum_of_each(world: World, engine: Engine) -> None:
     logits = [events[0].generation_logits for events in found]
     np.testing.assert_allclose(logits[0], logits[1], rtol=1e-5, atol=1e-5)
     assert np.abs(logits[0] - logits[2]).max() > 1e-3
-
-
-def test_the_level_of_a_device_has_copies_of_its_own(world: World) -> None:
-    """As beside a GPU: the host's pages are copied, what is shared once."""
-    geometry = cache_geometry(world.modules.values(), world.config.num_layers, 8, RANK)
-    pool = AdapterPool(geometry, 6, 6, torch.float32, torch.device("cpu"))
-    pool._shared, pool.flat = False, torch.full((6 * geometry.page_elements,), float("nan"))
-    pool._device_pages = pool.flat.view(-1, geometry.page_elements)
-    host, device = Space(6), Space(6)
-    device.claim(Layout((), (5, 1)).need)  # so that pages have other numbers there
-    adapters = [world.read(0), world.read(1)]
-    for adapter in adapters:
-        layout = Layout.of(adapter.shapes(world.modules), geometry, 4)
-        here, there = host.claim(layout.need), device.claim(layout.need)
-        for key, place in here.shared.items():
-            if place.users == 1:
-                [matrices] = {row.shared for row in adapter.rows if row.shared and row.shared.key == key}
-                pool.write_shared(matrices, layout.shared[key], place.pages)
-                pool.load(layout.shared[key], place.pages, there.shared[key].pages)
-        pool.write_host(adapter, layout, here.pages)
-        pool.load(layout, here.pages, there.pages)
-        rows = pool.rows(layout, there.pages, there.shared)
-        for row in adapter.rows:
-            place_of = rows[row.layer, row.module_id]
-            assert row.shared is not None
-            a, b, used = row.shared.a, row.shared.b, place_of.offset + row.shared.a.size
-            assert torch.equal(pool.flat[place_of.offset :][: a.size], torch.from_numpy(a.ravel()))
-            assert torch.equal(pool.flat[used:][: b.size], torch.from_numpy(b.T.ravel()))
-            assert torch.equal(
-                pool.flat[place_of.vectors :][: row.payload.size], torch.from_numpy(row.payload)
-            )
-        back = pool.read_host(adapter.digest, layout, here.pages, here.shared)
-        assert all(np.array_equal(x.payload, y.payload) for x, y in zip(back.rows, adapter.rows, strict=True))
-        assert [row.shared for row in back.rows] == [row.shared for row in adapter.rows]
-
-
-def test_a_copy_on_disk_has_the_same_digest(world: World, tmp_path: Path) -> None:
-    disk, adapter = DiskLevel(2**24, tmp_path), world.read(0)
-    disk.put(adapter)
-    found = disk.get(adapter.digest)
-    assert found is not None and found.digest == adapter.digest
-    assert found.rows[0].shared is adapter.rows[0].shared, "by content, in memory once"
-    disk.close()
 
 
 def test_written_out_rows_are_the_same_change(world: World) -> None:
@@ -246,12 +182,3 @@ def test_sizes_are_judged_before_anything_of_them_is_made(world: World, tmp_path
         read_peft_whole(hostile, replace(options, bounds=bounds))
     about = json.loads((hostile / "adapter_config.json").read_text())
     assert about["r"] == RANK
-
-
-def test_inspect_says_what_is_shared(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--base", str(world.model), "--max-adapter-size", str(RANK)]
-    assert inspect([str(world.folder / "0"), *arguments]) == 0
-    said = capsys.readouterr().out
-    assert "once for all adapters that have the same" in said and "pages    1/" in said
-    assert inspect([str(world.folder / "7"), *arguments]) == 0
-    assert "once for all" not in capsys.readouterr().out

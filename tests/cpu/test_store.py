@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import random
@@ -21,16 +20,13 @@ from tiny_models import make_model
 from manylora.config.engine import LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.errors import AdapterInvalidError, AdapterNotCachedError
-from manylora.lora import staging, tensors, transfers
+from manylora.lora import tensors, transfers
 from manylora.lora.catalog import files, reader
 from manylora.lora.formats.npy import write_npy
-from manylora.lora.formats.peft import rows as peft_rows
-from manylora.lora.formats.peft_folder import read_peft, read_peft_whole
-from manylora.lora.formats.read_options import ReadOptions
+from manylora.lora.formats.peft_folder import read_peft
 from manylora.lora.formats.tensor_files import decode, read_safetensors
 from manylora.lora.number_types import BFLOAT16, narrow_to_bfloat16
 from manylora.lora.pool import AdapterPool
-from manylora.lora.rules import AdapterRules
 from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput
@@ -85,25 +81,6 @@ def written(store: AdapterStore) -> None:
 
 def take(store: AdapterStore, lora: LoraInput) -> AdapterLease:
     return store.acquire(lora, store.prepare(lora))
-
-
-def test_memory_is_ready_for_the_next_adapter(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One piece at a time while the engine works, the rest once it is idle, and nothing twice."""
-    store, made = open_store(model, 3, 3), list[int]()
-    monkeypatch.setattr(transfers, "make_resident", lambda piece: made.append(piece.data_ptr()))
-    places = [store._pool.pieces(page)[0].data_ptr() for page in range(3)]
-    for count in (1, 2):
-        store.make_ready(lambda: False)
-        written(store)
-        assert made == places[:count]
-    for _ in range(2):
-        store.make_ready(lambda: True)
-        written(store)
-        assert made == places
-    take(store, adapter(1))
-    store.make_ready(lambda: True)
-    written(store)
-    assert made == places + places[1:], "one is taken, others come next"
 
 
 def test_a_step_waits_once_and_briefly_for_a_small_adapter(
@@ -217,18 +194,6 @@ def test_a_prefetched_adapter_comes_back_by_itself_and_another_does_not(
     lease = take(store, LoraInput(2))
     assert store.admit(lease)
     np.testing.assert_array_equal(on_device(store, lease), adapter(22).weights[0])  # type: ignore[index]
-
-
-def test_matrices_of_another_model_are_refused_even_if_their_sizes_add_up(
-    model: ModelConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
-    tensors = {f"{key}A.weight": np.ones((2, 32), np.float32), f"{key}B.weight": np.ones((96, 2), np.float32)}
-    (tmp_path / "1").mkdir()
-    save_file(tensors, tmp_path / "1" / "adapter_model.safetensors")
-    (tmp_path / "1" / "adapter_config.json").write_text('{"lora_alpha": 2}')
-    assert open_store(model, 2, 2, prefetch_dir=tmp_path).stats().host_adapters == 0
-    assert "q_proj goes from 32 to 96 dimensions, attn_q of this model from 64 to 64" in caplog.text
 
 
 def test_an_unreadable_prefetch_directory_is_a_warning(
@@ -437,59 +402,6 @@ def test_a_folder_that_changes_while_it_is_read_is_known_by_what_was_read(
     write_peft(tmp_path / "new", 3)
     rows = read_peft(tmp_path / "new")
     assert changed.digest == tensors.adapter_from_rows(rows).digest
-
-
-def test_a_digest_is_the_same_whoever_takes_it(tmp_path: Path) -> None:
-    """The reader, of each row as it comes, or who has all rows; in bfloat16 it is another."""
-    write_peft(tmp_path, 1)
-    taken = read_peft_whole(tmp_path, ReadOptions(digest=True)).rows
-    rows = read_peft_whole(tmp_path).rows
-    assert all(row.content for row in taken) and not any(row.content for row in rows)
-    digest = tensors.adapter_from_rows(rows).digest
-    assert tensors.adapter_from_rows(taken).digest == digest
-    narrow = [dataclasses.replace(row, payload=narrow_to_bfloat16(row.payload)) for row in rows]
-    assert tensors.adapter_from_rows(narrow).digest != digest
-    payload = rows[1].payload.copy()
-    payload[-1] += 1
-    other = [rows[0], dataclasses.replace(rows[1], payload=payload)]
-    assert tensors.adapter_from_rows(other).digest != digest
-
-
-@pytest.mark.parametrize("kind", [np.float32, np.float16])
-@pytest.mark.parametrize("large", [False, True])
-def test_pages_of_bfloat16_hold_what_those_of_float32_hold_under_the_same_digest(
-    model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool, kind: type
-) -> None:
-    """Also when it is read again and when several threads read. Rows that are not read straight into pages
-    are narrowed as they are read."""
-    monkeypatch.setattr(files, "SETTLED_NS", 5 * 10**7)
-    monkeypatch.setattr(peft_rows, "NARROWED", 0)
-    if large:
-        monkeypatch.setattr(peft_rows, "PARALLEL", 0)
-        monkeypatch.setattr(peft_rows, "PARALLEL_ROWS", 0)
-        monkeypatch.setattr(staging, "LEAST", 0)
-    for name in ("1", "2"):
-        write_peft(tmp_path / name, int(name), kind)
-    time.sleep(2 * files.SETTLED_NS / 1e9)
-    wide = open_store(model, 1, 1, prefetch_dir=tmp_path)
-    narrow = open_store(model, 1, 1, torch.bfloat16, prefetch_dir=tmp_path)
-    kinds = set()
-    plain = AdapterRules.check_rows
-    for task_id in (1, 2, 1, 2):
-        one, other = take(wide, LoraInput(task_id)), take(narrow, LoraInput(task_id))
-        assert one.digest == other.digest
-        assert wide.admit(one) and narrow.admit(other)
-        expected = torch.from_numpy(on_device(wide, one)).bfloat16().float().numpy()
-        np.testing.assert_array_equal(on_device(narrow, other), expected)
-        wide.release(one)
-        narrow.release(other)
-    monkeypatch.setattr(
-        AdapterRules,
-        "check_rows",
-        lambda *what: kinds.update(r.payload.dtype for r in what[1]) or plain(*what),
-    )
-    take(narrow, LoraInput(1))
-    assert kinds == ({BFLOAT16} if kind is np.float16 else set())
 
 
 def test_a_folder_that_was_just_written_is_not_known_by_its_times(

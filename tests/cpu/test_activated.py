@@ -150,15 +150,6 @@ def test_a_conversation_goes_from_the_base_to_adapters_and_back(world: World) ->
         said, reused = (*prompt, *world.answer(adapter, prompt)), now
 
 
-def test_one_prompt_of_ten_adapters_is_computed_and_held_once(world: World) -> None:
-    engine, shared = open_engine(world), tuple(tokens(80, 8))
-    world.check(engine, (None, shared))
-    before = engine.stats()
-    cases = [(i % 3 + 1, (*shared, 7, 8, 9, 11, i)) for i in range(10)]
-    world.check(engine, *cases)
-    assert engine.stats().kv_tokens_reused - before.kv_tokens_reused >= 10 * 80
-
-
 def test_metrics_tell_what_was_shared_and_where_it_acted(world: World) -> None:
     engine, shared = open_engine(world), tuple(tokens(80, 8))
     world.check(engine, (None, shared))

@@ -12,11 +12,10 @@ import pytest
 import torch
 from driver import Driver, agree
 from parity import make_kind
-from running import check_greedy
 from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model, reference_logits
 
-from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
+from manylora import LoraConfig
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.device import open_device
 from manylora.llmapi.options import modules_to_read
@@ -95,15 +94,3 @@ def test_halves_that_were_swapped_beforehand(options: dict, tmp_path: Path) -> N
     assert not np.allclose(one.weights, wrong.weights)
     for ours, theirs in zip(one.extras, other.extras, strict=True):
         np.testing.assert_array_equal(ours.values, theirs.values)
-
-
-def test_the_llm_takes_them_as_they_are(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "phi3", seed=3)
-    adapter = make_adapter(tmp_path / "made", model, 1, 4, ("gate_up_proj", "down_proj"))
-    swapped = rewritten(adapter, tmp_path / "swapped", up_first)
-    lora = LoraConfig(lora_dir=[str(swapped)], swap_gate_up_proj_lora_b_weight=False)
-    prompt = [5, 9, 3, 77]
-    with LLM(model, device="cpu", lora_config=lora, skip_tokenizer_init=True, max_seq_len=32) as llm:
-        params = SamplingParams(max_tokens=8, ignore_eos=True)
-        [output] = llm.generate([prompt], params, [LoRARequest("one", 1, str(swapped))], False)
-    check_greedy(output.outputs[0].token_ids, 8, model, adapter, prompt)

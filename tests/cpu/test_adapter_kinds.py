@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from tiny_models import load_transformers, make_kind, make_model, reference_logits
 
 from manylora.commands.convert import main as convert
-from manylora.commands.inspect import main as inspect
 from manylora.config.engine import LoraCacheConfig
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.device import open_device
@@ -306,17 +305,6 @@ def test_a_converted_kind_answers_the_same(
     loaded = [read_lora(find_source(folder), 0) for folder in folders]
     for name, found in zip(names, Driver(decoder, [IDS] * len(loaded), loaded).run(), strict=True):
         assert torch.equal(found, logits[name])
-
-
-@pytest.mark.parametrize(("limit", "verdict"), [(64, "ok"), (40, "refused: Invalid low_rank .64.")])
-def test_inspect_says_form_rank_and_cost(
-    model: Path, adapters: dict[str, Path], capsys: pytest.CaptureFixture[str], limit: int, verdict: str
-) -> None:
-    arguments = [str(adapters["loha of full rank"]), "--base", str(model), "--max-adapter-size", str(limit)]
-    assert inspect(arguments) == (0 if verdict == "ok" else 1)
-    told = capsys.readouterr().out
-    assert re.search(f"^verdict +{verdict}", told, re.MULTILINE), told
-    assert "form     LOHA" in told
 
 
 def edited(adapter: Path, to: Path, leave_out: str = "(?!)", zero: str = "(?!)", **settings: Any) -> Path:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from parity import linear_names, make_kind
 from quantised_checkpoints import KINDS, make_pair
 from running import answers, check_greedy, tokens
 from safetensors.torch import load_file, save_file
-from serving import Running
 from tiny_models import (
     make_adapter,
     make_model,
@@ -31,9 +29,8 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.repository import quant_config
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, RequestError
-from manylora.generation.tokenizer import Tokenizer
 from manylora.kernels.device import open_device
-from manylora.lora.formats.base_weights import BaseMatrix, BaseWeights
+from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
@@ -144,20 +141,6 @@ def test_every_door_normalises_with_what_it_holds(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_the_openai_server_on_a_quantised_checkpoint(tmp_path: Path) -> None:
-    quantised, wide = make_pair(tmp_path, KINDS["awq"])
-    adapter, prompt = make_kind(tmp_path / "root" / "dora", wide, "DoRA", 1), tokens(9)
-    running = Running(model=quantised, lora_root=(tmp_path / "root",), max_seq_len=64)
-    try:
-        body = {"prompt": prompt, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
-        answer = running.post(model="dora", **body)
-    finally:
-        running.close()
-    assert answer.status_code == 200, answer.text
-    text = Tokenizer(wide).decode(reference_generate(wide, adapter, prompt, 8))
-    assert answer.json()["choices"][0]["text"] == text
-
-
 def test_triton_parameters_say_what_its_engine_holds(tmp_path: Path) -> None:
     """For who reads adapters in front of it."""
     parameters = {"quant_algo": "W4A16", "quant_group_size": "32", "kv_cache_quant_algo": "${unset}"}
@@ -189,37 +172,6 @@ def test_the_normaliser_and_the_converter_take_a_quantised_base(tmp_path: Path) 
     out = tmp_path / "npy"
     assert main(["convert", "-i", str(adapter), "-o", str(out), "--base", str(quantised)]) == 0
     np.testing.assert_allclose(read(out, quantised).weights, expected, rtol=1e-5)
-
-
-def test_one_matrix_at_a_time_is_made_wide_some_rows_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    quantised, wide = make_pair(tmp_path, KINDS["awq"])
-    adapter = make_kind(tmp_path / "adapter", wide, "DoRA", 1)
-    whole = read(adapter, quantised).weights
-    live: list[int] = []
-    most = rows = 0
-
-    class Counted(BaseMatrix):
-        def __init__(self, *args: Any) -> None:
-            nonlocal most
-            super().__init__(*args)
-            live.append(1)
-            most = max(most, len(live))
-
-        def rows(self, wanted: slice) -> torch.Tensor:
-            nonlocal rows
-            found = super().rows(wanted)
-            rows = max(rows, len(found))
-            return found
-
-        def __del__(self) -> None:
-            live.pop()
-
-    monkeypatch.setattr("manylora.lora.formats.base_weights.BaseMatrix", Counted)
-    monkeypatch.setattr("manylora.lora.formats.base_weights.CHUNK", 7 * 96)
-    np.testing.assert_allclose(read(adapter, quantised).weights, whole, rtol=1e-6)
-    assert most == 1 and 7 <= rows <= 10
 
 
 def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:

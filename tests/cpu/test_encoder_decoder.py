@@ -20,7 +20,6 @@ from selection import extended
 from tiny_configs import ENCODER_DECODER_FAMILIES
 from tiny_models import make_adapter, make_model, read_adapter_folder, reference_generate, reference_logits
 
-from manylora.cli import main
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError, RequestError
@@ -30,12 +29,7 @@ from manylora.lora.convert import convert_peft
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.modules import lora_modules
 from manylora.lora.rules import AdapterRules
-from manylora.model.attend import RelativeBias
 from manylora.model.checkpoint import read_model_config
-from manylora.openai.api.errors import ApiError
-from manylora.openai.api.params import Limits, plan
-from manylora.openai.api.schema import CompletionRequest
-from manylora.quant.config import QuantAlgo, QuantConfig
 from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.wire.decode import decode_requests
 
@@ -231,18 +225,6 @@ def test_a_forced_token_follows_the_start(bart: World, tmp_path: Path) -> None:
     ]
 
 
-def test_relative_positions_fall_into_the_buckets_of_transformers() -> None:
-    from transformers.models.t5.modeling_t5 import T5Attention
-
-    distances = torch.arange(-600, 601)
-    for buckets, farthest in ((32, 128), (8, 20)):
-        for both_ways in (True, False):
-            numbers = torch.arange(float(buckets)).unsqueeze(1)
-            found = RelativeBias(numbers, farthest, 601, both_ways)(distances)[0]
-            expected = T5Attention._relative_position_bucket(distances, both_ways, buckets, farthest)
-            assert torch.equal(found.long(), expected)
-
-
 @pytest.mark.parametrize("dora", [0, 1])
 def test_the_fused_module_of_cross_attention_is_its_three_parts(t5: World, dora: int) -> None:
     layer, rank = t5.config.num_layers - 1, 4
@@ -355,22 +337,6 @@ def test_t5_may_be_longer_than_it_was_trained(t5: World) -> None:
     assert answers(engine, t5.request(1, ids)) == [t5.answer(1, ids)]
 
 
-@pytest.mark.parametrize("quant", [QuantConfig(QuantAlgo.W8A16), QuantConfig(kv_cache_quant_algo="FP8")])
-def test_quantised_models_answer_nearly_the_same(bart: World, quant: QuantConfig) -> None:
-    ids = texts(1, seed=4)[0]
-    request = replace(
-        bart.request(1, ids), params=SamplingConfig(1, return_generation_logits=True), prompt=(bart.start,)
-    )
-    found = []
-    for chosen in (None, quant):
-        engine = bart.engine(quant=chosen)
-        engine.submit(engine.prepare(request))
-        while engine.has_work:
-            found += [event.generation_logits for _, event in engine.step()]
-    gap = np.abs(found[0] - found[1]).max() / np.abs(found[0]).max()
-    assert 0 < gap < 0.1
-
-
 def test_triton_tensors_mean_encoder_and_decoder() -> None:
     arrays = {
         "input_ids": np.array([[5, 6, 7, 0]], np.int32),
@@ -389,27 +355,6 @@ def test_triton_tensors_mean_encoder_and_decoder() -> None:
     arrays["decoder_input_lengths"] = np.array([9], np.int32)
     with pytest.raises(RequestError, match="Invalid decoder_input_ids length"):
         decode_requests(arrays, "", decoupled=True, has_encoder=True)
-
-
-def test_the_openai_server_counts_the_prompt_for_the_encoder_alone(bart: World) -> None:
-    tokenizer, limits = Tokenizer(bart.model), Limits(64, bart.config.vocab_size)
-    body = CompletionRequest(model="m", prompt="x", max_tokens=40)
-    assert plan(body, 60, tokenizer, bart.config, limits).params.max_tokens == 40
-    with pytest.raises(ApiError, match="echo is not supported on encoder-decoder"):
-        plan(body.model_copy(update={"echo": True}), 60, tokenizer, bart.config, limits)
-
-
-def test_a_built_model_answers_as_one_that_is_quantised_at_start(bart: World, tmp_path: Path) -> None:
-    out = tmp_path / "built"
-    assert (
-        main(["build", "--model_dir", str(bart.model), "--output_dir", str(out), "--quant_algo", "W8A16"])
-        == 0
-    )
-    stored = load_file(out / "model.safetensors")
-    assert not [n for n in stored if n.endswith(("proj.weight", "fc1.weight", "fc2.weight"))]
-    asked = [bart.request(task_id, ids) for task_id, ids in zip((None, 1), texts(2), strict=True)]
-    built = Engine(EngineConfig(out, device="cpu", max_seq_len=64))
-    assert answers(built, *asked) == answers(bart.engine(quant=QuantConfig(QuantAlgo.W8A16)), *asked)
 
 
 def test_llm_generates_from_a_text_and_from_a_decoder_prompt(bart: World) -> None:

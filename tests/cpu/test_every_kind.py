@@ -7,7 +7,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 from driver import Driver, agree
@@ -19,7 +18,6 @@ from test_adapter_kinds import CASES
 from test_bitsandbytes import quantised
 from test_peft_kinds import diagonal_settings, prompt_settings
 from tiny_models import (
-    load_transformers,
     make_adapter,
     make_kind,
     make_model,
@@ -177,18 +175,3 @@ def test_a_base_that_is_rounded_at_start(
 def test_a_base_in_nf4(model: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
     stored, wide = quantised(model, tmp_path, True)
     check_quantised(stored, wide, adapters, None)
-
-
-def test_peft_itself_drops_the_magnitudes_of_a_mix(model: Path, adapters: dict[str, Path]) -> None:
-    """So a mix with DoRA in it is another one here: the sum of each adapter's own change."""
-    both = peft.PeftModel.from_pretrained(load_transformers(model), str(adapters["DoRA"]), "one")
-    both.load_adapter(str(adapters["LoRA"]), "two")
-    layer = both.base_model.model.model.layers[0].self_attn.q_proj
-    trained = layer.lora_magnitude_vector["one"].weight.clone()
-    plain = torch.linalg.vector_norm(layer.base_layer.weight, dim=1)
-    both.add_weighted_adapter(["one", "two"], [0.5, 0.5], "first", combination_type="cat")
-    made = layer.lora_magnitude_vector["first"].weight
-    assert not torch.allclose(made, trained, rtol=1e-2)
-    assert torch.allclose(made, plain, rtol=1e-4), "those of the base alone"
-    both.add_weighted_adapter(["two", "one"], [0.5, 0.5], "second", combination_type="cat")
-    assert "second" not in layer.lora_magnitude_vector, "by the first adapter's settings, there are none"

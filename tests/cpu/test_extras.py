@@ -17,20 +17,15 @@ import running
 import torch
 from driver import Driver, agree
 from parity import make_kind
-from quantised_checkpoints import KINDS as CHECKPOINTS
-from quantised_checkpoints import make_pair
 from running import check_greedy, read, tokens
 from safetensors.torch import load_file, save_file
-from tiny_models import make_adapter, make_model, read_adapter_folder, reference_generate, reference_logits
+from tiny_models import make_adapter, make_model, read_adapter_folder, reference_logits
 
-from manylora.commands.inspect import main as inspect
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterCacheFullError, AdapterInvalidError, RequestError
-from manylora.generation.tokenizer import Tokenizer
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device, open_device
-from manylora.llmapi import LLM, LoraConfig, LoRARequest, SamplingParams
 from manylora.lora.catalog.levels import DiskLevel
 from manylora.lora.catalog.reader import AdapterReader
 from manylora.lora.extras import with_extras
@@ -40,14 +35,12 @@ from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.geometry import CacheGeometry, Layout
 from manylora.lora.modules import lora_modules
 from manylora.lora.normalize import normalize_dora
-from manylora.lora.number_types import BFLOAT16, narrow_to_bfloat16
+from manylora.lora.number_types import narrow_to_bfloat16
 from manylora.lora.pool import AdapterPool
 from manylora.lora.rules import AdapterRules
 from manylora.lora.tensors import Adapter, adapter_from_rows, lora_input
 from manylora.model.checkpoint import read_model_config
-from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
-from manylora.quant.config import QuantConfig
 from manylora.request import LoraExtra, LoraInput, Request, SamplingConfig
 from manylora.wire.engine_client import request_tensors
 
@@ -194,64 +187,6 @@ def test_recorded_steps_leave_batches_with_extras_alone(
     engine.close()
 
 
-def test_a_quantised_base(model: Path, workshop: Path) -> None:
-    """Against transformers on the same weights, made wide again."""
-    quant, wide = QuantConfig("W8A16"), workshop / "wide"
-    shutil.copytree(model, wide)
-    weights = load_file(model / "model.safetensors")
-    for name, weight in weights.items():
-        if "_proj.weight" in name:
-            weights[name] = quantise(weight, quant).wide()
-    save_file(weights, wide / "model.safetensors", {"format": "pt"})
-    decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"), quant=quant)
-    kinds = ("bias", "embedding", "lm_head", "modules_to_save", "norms saved", "token indices")
-    adapters = [make_kind(workshop / f"quant-{seed}", model, kind, seed) for seed, kind in enumerate(kinds)]
-    found = Driver(decoder, [tokens(30, 1)] * 6, [read(adapter, model) for adapter in adapters]).run()
-    for adapter, logits in zip(adapters, found, strict=True):
-        assert agree(logits, reference_logits(wide, adapter, tokens(30, 1))), adapter
-
-
-def test_a_checkpoint_that_came_quantised(workshop: Path) -> None:
-    quantised, wide = make_pair(workshop / "gptq", CHECKPOINTS["gptq in order"])
-    kinds = ("lora_bias", "embedding", "lm_head", "modules_to_save", "norms saved", "token indices")
-    adapters = [make_kind(workshop / f"gptq-{seed}", wide, kind, seed) for seed, kind in enumerate(kinds)]
-    decoder = load_decoder(quantised, read_model_config(quantised), torch.float32, open_device("cpu"))
-    found = Driver(decoder, [tokens(30, 1)] * 6, [read(adapter, quantised) for adapter in adapters]).run()
-    for adapter, logits in zip(adapters, found, strict=True):
-        assert agree(logits, reference_logits(wide, adapter, tokens(30, 1))), adapter
-
-
-def test_the_llm_api(model: Path, workshop: Path) -> None:
-    made = [
-        make_kind(workshop / f"llm-{i}", model, kind, i) for i, kind in enumerate(("bias", "modules_to_save"))
-    ]
-    lora = LoraConfig(lora_dir=[str(made[0])], max_lora_rank=8)
-    requests = [LoRARequest(str(i), i, str(path)) for i, path in enumerate(made)]
-    prompts = [tokens(9, i) for i in range(3)]
-    with LLM(model, device="cpu", lora_config=lora, skip_tokenizer_init=True, max_seq_len=64) as llm:
-        found = llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True), [*requests, None], False)
-    for prompt, adapter, output in zip(prompts, [*made, None], found, strict=True):
-        check_greedy(output.outputs[0].token_ids, 8, model, adapter, prompt)
-
-
-def test_the_openai_server(model: Path, workshop: Path) -> None:
-    from serving import Running
-
-    root, ids = workshop / "root", tokens(9, 4)
-    kinds = {"biased": "bias", "saved": "modules_to_save"}
-    made = {name: make_kind(root / name, model, kind, 5) for name, kind in kinds.items()}
-    text = Tokenizer(model)
-    running = Running(model=model, lora_root=(root,), max_seq_len=64)
-    try:
-        for name, adapter in {**made, "demo": None}.items():
-            answer = running.post(model=name, prompt=ids, temperature=0, max_tokens=8, ignore_eos=True)
-            assert answer.status_code == 200, answer.text
-            expected = reference_generate(model, adapter, ids, 8)
-            assert answer.json()["choices"][0]["text"] == text.decode(expected)
-    finally:
-        running.close()
-
-
 def test_copies_on_disk_keep_them_and_requests_of_the_wire_refuse_them(model: Path, workshop: Path) -> None:
     adapter = make_kind(workshop / "copied", model, "token indices", 3)
     config = read_model_config(model)
@@ -321,21 +256,6 @@ def test_the_digest_covers_them(model: Path, workshop: Path) -> None:
     digests = {adapter_from_rows(rows, extras=given).digest for given in [extras, *others]}
     assert len(digests) == 5
     assert adapter_from_rows(rows, extras=list(extras)).digest in digests
-
-
-def test_inspect_prints_them(model: Path, workshop: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    adapter = make_adapter(
-        workshop / "shown", model, 1, rank=4, modules=("q_proj", "lm_head"), bias="all",
-        trainable_token_indices=[9, 4],
-    )  # fmt: skip
-    assert inspect([str(adapter), "--base", str(model)]) == 0
-    shown = capsys.readouterr().out
-    assert "extra    attn_q.bias: 64 in layers 0 to 1\n" in shown
-    assert "extra    head.lora_A: 4 x 64\n" in shown
-    assert "extra    embed.tokens: 2 x 64 of tokens 4, 9\n" in shown
-    assert "verdict  ok" in shown
-    assert inspect([str(adapter)]) == 1
-    assert "is relative to the base model, which is not known here" in capsys.readouterr().out
 
 
 def test_an_adapter_beyond_the_cache_is_refused_by_its_pages(model: Path, workshop: Path) -> None:
@@ -452,15 +372,6 @@ def test_trained_tokens_of_a_tied_head_that_is_replaced_are_refused(model: Path,
     folder = changed(workshop / "tied-b", source, {"modules_to_save": ["lm_head"]}, **saved)
     with pytest.raises(AdapterInvalidError, match="mean nothing in PEFT either"):
         read(folder, model)
-
-
-def test_full_matrices_are_kept_in_their_type(model: Path, workshop: Path) -> None:
-    source = make_adapter(workshop / "typed", model, 1, rank=2, modules=("q_proj",))
-    saved = {f"{PREFIX}lm_head.weight": torch.randn(272, 64).bfloat16()}
-    folder = changed(workshop / "typed-b", source, {"modules_to_save": ["lm_head"]}, **saved)
-    lora = read(folder, model)
-    assert lora.extras[0].values.dtype == BFLOAT16
-    assert isinstance(adapter_from_rows([], extras=lora.extras), Adapter)
 
 
 def test_the_normaliser_takes_biases_along(model: Path, workshop: Path) -> None:

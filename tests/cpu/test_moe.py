@@ -30,7 +30,6 @@ from manylora.kernels.device import open_device
 from manylora.kernels.row_format import RowFormat
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.npy import write_npy
-from manylora.lora.geometry import Layout, cache_geometry
 from manylora.lora.modules import (
     MODULE_NAMES,
     check_moe_backend,
@@ -38,8 +37,6 @@ from manylora.lora.modules import (
     targets_beside_quantised_experts,
 )
 from manylora.lora.moe_layout import make_per_expert_lora
-from manylora.lora.pool import AdapterPool
-from manylora.lora.rules import AdapterRules
 from manylora.lora.slicing import slice_row
 from manylora.lora.store import AdapterStore
 from manylora.lora.tensors import AdapterRow, pack_rows
@@ -413,21 +410,6 @@ def test_experts_are_cut_one_by_one_for_tensor_parallel_ranks(workshop: Path) ->
         cut = slice_row(row, modules[module_id], modules[module_id].share(2), 2, 1).payload
         kept = (a, b[:, 48:]) if module_id == 13 else (a[:, :, 48:], b)
         np.testing.assert_array_equal(cut, np.concatenate([k.contiguous().numpy().ravel() for k in kept]))
-
-
-def test_rows_come_back_from_the_host_as_they_went(workshop: Path) -> None:
-    model = make_model(workshop / "pool", "mixtral", seed=1)
-    modules = lora_modules(read_model_config(model))
-    weights, config = random_rows(model, range(2), 5)
-    adapter = AdapterRules(modules, 2, 64).check(LoraInput(0, weights, config))
-    rows = adapter.shapes(modules)
-    geometry = cache_geometry(modules.values(), 2, 8, 64)
-    layout = Layout.of(rows, geometry)
-    pool = AdapterPool(geometry, layout.num_pages, 1, torch.float32, torch.device("cpu"))
-    pages = list(reversed(range(layout.num_pages)))
-    pool.write_host(adapter, layout, pages)
-    for one, other in zip(adapter.rows, pool.read_host("", layout, pages).rows, strict=True):
-        np.testing.assert_array_equal(one.payload, other.payload)
 
 
 def test_what_cannot_be_served_is_refused_by_name(workshop: Path) -> None:

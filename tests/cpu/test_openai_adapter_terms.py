@@ -18,8 +18,8 @@ from serving import DEMO, Running
 from waiting import wait_for
 
 from manylora.commands.convert import main as convert
-from manylora.errors import ConfigError, RequestError
-from manylora.llmapi import LLM, LoraConfig, LoRARequest, SamplingParams
+from manylora.errors import ConfigError
+from manylora.llmapi import LoraConfig
 from manylora.lora.catalog.entry import AdapterEntry
 from manylora.openai.arguments import parse_options
 from manylora.openai.serving import inference
@@ -164,27 +164,6 @@ def test_a_pin_follows_the_content_of_its_name(small: Running, many: Path) -> No
     churn(small)
     assert "chinese0" in resident(small)
     assert small.post("/v1/pin_lora_adapter", lora_name="chinese0", pinned=False).status_code == 200
-
-
-def test_the_python_api_pins_alike(many: Path) -> None:
-    config = LoraConfig(max_lora_rank=16, max_loras=2, max_cpu_loras=2, lora_target_modules=MODULES)
-    chosen = {name: LoRARequest(name, i, str(many / name)) for i, name in enumerate(OTHERS)}
-    with LLM(DEMO / "base", lora_config=config, device="cpu") as llm:
-        llm.pin_lora(chosen["chinese1"])
-        llm.pin_lora(chosen["japanese1"])
-        with pytest.raises(RequestError, match="must stay for the largest"):
-            llm.pin_lora(chosen["japanese2"])
-
-        def kept() -> set[str]:
-            once = SamplingParams(max_tokens=1)
-            llm.generate([LINE] * len(chosen), [once] * len(chosen), list(chosen.values()), use_tqdm=False)
-            return {one.name for one in llm.stats().adapters.residents}
-
-        assert {str(OTHERS.index(name)) for name in ("chinese1", "japanese1")} <= kept()
-        llm.unpin_lora(chosen["chinese1"])
-        llm.unpin_lora(chosen["japanese1"])
-        assert not {"0", "1"} <= kept()
-        assert llm.generate(LINE, SamplingParams(max_tokens=2), chosen["chinese1"]).outputs[0].text
 
 
 def test_an_alias_is_its_adapter(small: Running) -> None:

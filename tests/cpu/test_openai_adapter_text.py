@@ -129,13 +129,6 @@ def test_the_base_models_defaults_hold_where_the_adapter_has_none(server: Runnin
     assert shown["inline"] == {**common, "max_tokens": 6, "stop": ["巴"]}
 
 
-def test_settings_on_the_command_line_act(server: Running) -> None:
-    asked = {"model": "inline", "prompt": "What is the capital of France?\nAnswer:"}
-    choice = server.post(**asked).json()["choices"][0]
-    assert (choice["finish_reason"], "巴" in choice["text"]) == ("stop", False)
-    assert "巴黎" in server.post(**asked, stop=["never"]).json()["choices"][0]["text"]
-
-
 def test_its_own_end_tokens_replace_the_models(tmp_path: Path) -> None:
     folder = adapter(tmp_path / "zh", generation_config={"eos_token_id": [7, 9]})
     tokenizer = json.loads((DEMO / "base" / "tokenizer_config.json").read_text())

@@ -15,22 +15,17 @@ from parity import linear_names
 from running import check_greedy, read, run, tokens
 from selection import extended
 from tiny_models import (
-    load_transformers,
     make_adapter,
     make_model,
     make_tuned,
-    reference_generate,
     reference_logits,
 )
 
-from manylora.commands.inspect import main as inspect
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
-from manylora.errors import AdapterInvalidError, RequestError
-from manylora.generation.tokenizer import Tokenizer
+from manylora.errors import AdapterInvalidError
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device, open_device
-from manylora.llmapi import LLM, LoraConfig, LoRARequest, SamplingParams
 from manylora.lora.convert import convert_peft
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions
@@ -248,65 +243,6 @@ def test_the_interpreted_gpu_path(workshop: Path, monkeypatch: pytest.MonkeyPatc
         found = [token for event in events for token in event.token_ids]
         check_greedy(found, 2, model, path, ids)
     engine.close()
-
-
-def test_doors_and_limits(model: Path, workshop: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    count = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 11}
-    kinds = peft.PrefixTuningConfig(**count), peft.PromptTuningConfig(**count)
-    made = [make_tuned(workshop / f"door-{n}", model, kind, n) for n, kind in enumerate(kinds)]
-    prompt, requests = tokens(9, 3), [LoRARequest(str(n), n, str(path)) for n, path in enumerate(made)]
-    with LLM(model, device="cpu", skip_tokenizer_init=True, max_seq_len=40, lora_config=LoraConfig()) as llm:
-        params = SamplingParams(max_tokens=64, ignore_eos=True)
-        found = llm.generate([prompt, prompt, prompt], params, [*requests, None], False)
-        for path, output, length in zip([*made, None], found, (20, 20, 31), strict=True):
-            check_greedy(output.outputs[0].token_ids, length, model, path, prompt)
-        with pytest.raises(RequestError, match=r"\(30\) exceeds .* \(39\) behind the 11 virtual tokens"):
-            llm.generate(tokens(30, 3), params, requests[0], False)
-        deep = make_model(workshop / "deep", "llama", num_hidden_layers=3)
-        other = make_tuned(workshop / "deeper", deep, peft.PrefixTuningConfig(**count))
-        with pytest.raises(RequestError, match="keys of 32 values for 3 layers, those of this model"):
-            llm.generate(prompt, params, LoRARequest("deeper", 9, str(other)), False)
-    assert inspect([str(made[0]), "--base", str(model)]) == 0
-    shown = capsys.readouterr().out
-    assert "prefix.keys: 11 x 32 in layers 0 to 1" in shown and "ok" in shown
-    assert "form     PREFIX_TUNING" in shown and "virtual  11 tokens before each prompt" in shown
-    assert "cost     0.00% of the base's" in shown
-    with pytest.raises(AdapterInvalidError, match="only low-rank matrices have a place"):
-        convert_peft(made[1])
-
-
-def test_the_openai_server(model: Path, prefetch: Path) -> None:
-    """By the names of folders; usage knows nothing of virtual tokens."""
-    from serving import Running
-
-    text, ids = Tokenizer(model), tokens(9, 4)
-    running = Running(model=model, lora_root=(prefetch,), max_seq_len=64)
-    try:
-        for name in ("0", "91", "92", "demo"):
-            answer = running.post(model=name, prompt=ids, temperature=0, max_tokens=8, ignore_eos=True)
-            assert answer.status_code == 200, answer.text
-            expected = reference_generate(model, None if name == "demo" else prefetch / name, ids, 8)
-            assert answer.json()["choices"][0]["text"] == text.decode(expected), name
-            assert answer.json()["usage"]["prompt_tokens"] == 9
-        answer = running.post(model="92", prompt=tokens(55, 1), max_tokens=8)
-        assert answer.status_code == 400 and "11 virtual tokens" in answer.text, answer.text
-    finally:
-        running.close()
-
-
-def test_untrained_ones_are_told(model: Path, workshop: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    linears = ["q_proj", "down_proj"]
-    kinds = [
-        peft.IA3Config(target_modules=linears, feedforward_modules=["down_proj"]),
-        peft.RoadConfig(target_modules=linears, group_size=16),
-        peft.OFTConfig(target_modules=linears, r=0, oft_block_size=8),
-        peft.BeftConfig(target_modules=linears),
-    ]
-    for number, kind in enumerate(kinds):
-        adapted = peft.get_peft_model(load_transformers(model), kind)
-        adapted.save_pretrained(str(workshop / f"new-{number}"))
-        assert inspect([str(workshop / f"new-{number}"), "--base", str(model)]) == 0
-        assert "it changes nothing" in capsys.readouterr().out, kind
 
 
 @pytest.mark.parametrize(

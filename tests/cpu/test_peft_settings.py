@@ -224,12 +224,6 @@ def test_beginnings_that_need_another_base_say_what_to_do(
     assert "needs a changed base model" in reason and advice in reason
 
 
-def test_corda_unconverted_is_nothing_to_peft_either(model: Path, adapter: Path, tmp_path: Path) -> None:
-    folder = changed(adapter, tmp_path / "a", init_lora_weights="corda")
-    with pytest.raises(ValueError, match="preprocess_corda"):
-        peft.PeftModel.from_pretrained(load_transformers(model), str(folder))
-
-
 def train(model: Any) -> None:
     torch.manual_seed(2)
     with torch.no_grad():

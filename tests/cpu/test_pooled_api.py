@@ -22,7 +22,7 @@ from test_encoders import make_encoder
 from tiny_models import load_transformers, make_adapter, make_model
 
 from manylora.config.pooling import PoolingSettings, read_pooling_settings
-from manylora.errors import ConfigError, RequestError
+from manylora.errors import ConfigError
 from manylora.generation.pooled import embedding, probabilities
 from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi import LLM, LoRARequest, PoolingParams
@@ -139,14 +139,6 @@ def test_scales_and_mixes_have_embeddings(llm: LLM, shop: Shop, tmp_path: Path) 
     assert llm.embed("no", lora_request=(one, 0.5))[0].outputs == several[0].outputs
 
 
-def test_an_adapter_with_a_head_can_be_pinned(llm: LLM, server: Running, shop: Shop) -> None:
-    llm.pin_lora(shop.lora("three"))
-    llm.unpin_lora(shop.lora("three"))
-    answer = server.post("/v1/pin_lora_adapter", lora_name="three")
-    assert answer.status_code == 200, answer.text
-    assert server.post("/v1/pin_lora_adapter", lora_name="three", pinned=False).status_code == 200
-
-
 def test_an_encoder_is_healthy_without_text(shop: Shop, tmp_path: Path) -> None:
     model = make_encoder(tmp_path / "encoder", "bert")
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -155,17 +147,6 @@ def test_an_encoder_is_healthy_without_text(shop: Shop, tmp_path: Path) -> None:
     answer = server.http.get("/health/model")
     server.close()
     assert answer.status_code == 200, answer.text
-
-
-def test_llm_refuses(llm: LLM, shop: Shop) -> None:
-    with pytest.raises(RequestError, match="classification head"):
-        llm.classify("no")
-    with pytest.raises(RequestError, match="has a classification head"):
-        llm.generate("no", lora_request=shop.lora("three"))
-    with pytest.raises(ValueError, match="one label"):
-        llm.score("no", "yes", lora_request=shop.lora("three"))
-    with pytest.raises(ValueError, match="pooling_task must be"):
-        llm.encode("no", pooling_task="plan")
 
 
 def test_embeddings_over_http(server: Running, shop: Shop) -> None:

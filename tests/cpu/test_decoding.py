@@ -17,7 +17,6 @@ from tiny_models import make_adapter, make_model, reference_generate, reference_
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
-from manylora.engine.kv_cache import IdleBlocks
 from manylora.engine.sequence import Sequence
 from manylora.errors import RequestError
 from manylora.generation.tokenizer import Tokenizer
@@ -283,27 +282,6 @@ def test_top_p_decays_to_its_minimum_and_resets() -> None:
         sequence.append(token, None)
         seen.append(sequence.top_p)
     assert seen == [0.4, 0.3, 0.3, 0.8, 0.4]
-
-
-def test_idle_blocks_leave_by_priority_then_age_and_priorities_expire(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    idle = IdleBlocks()
-    for block, priority, duration in (
-        (1, 35, None),
-        (2, 90, 1000),
-        (3, 35, None),
-        (4, 10, None),
-        (5, 90, None),
-    ):
-        idle.add(block, priority, duration)
-    assert idle.pop() == 4
-    assert idle.pop() == 1
-    now[0] = 2.0
-    assert [idle.pop(), idle.pop(), idle.pop()] == [3, 2, 5]
-    assert len(idle) == 0
 
 
 def test_retained_prompts_outlive_others(model: Path) -> None:

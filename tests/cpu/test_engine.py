@@ -21,11 +21,7 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.engine.runner import Runner
 from manylora.errors import (
-    AdapterCacheFullError,
-    AdapterError,
     AdapterNotCachedError,
-    QueueFullError,
-    RequestError,
 )
 from manylora.kernels.device import open_device
 from manylora.lora.convert import convert_peft
@@ -218,55 +214,6 @@ def test_cancelling_frees_everything_at_once(world: World) -> None:
     stats = made.stats()
     assert stats.kv_blocks_free == stats.kv_blocks
     assert stats.adapters.host_pinned == 0
-
-
-def test_an_adapter_that_can_never_fit_is_refused_and_harms_nobody(world: World) -> None:
-    made = engine(
-        world, lora={"gpu_memory_bytes": None, "num_device_module_layer": 1000, "optimal_adapter_size": 1}
-    )
-    [prompt] = prompts(1)
-    fine = submit(made, world.request(None, prompt))
-    rows = world.inputs[1].config
-    assert rows is not None
-    with pytest.raises(AdapterError):
-        bad = LoraInput(9, np.full_like(world.inputs[1].weights, np.nan), rows)
-        submit(made, Request(prompt, SamplingConfig(max_tokens=NEW), lora=bad))
-    assert tokens(run(made)[fine]) == world.answer(None, prompt)
-    assert issubclass(AdapterCacheFullError, RequestError)
-
-
-def test_bad_requests_are_refused_by_name(world: World) -> None:
-    made = engine(world, max_queue_size=1)
-    for prompt, words in [
-        ((), "input_ids"),
-        ((0,) * 200, "Prompt length"),
-        ((10**6,), "input_ids must be in"),
-    ]:
-        with pytest.raises(RequestError, match=words):
-            submit(made, Request(prompt))
-    submit(made, Request((1,)))
-    with pytest.raises(QueueFullError, match="Maximum queue size of 1"):
-        submit(made, Request((1,)))
-    made.close()
-    made.check()
-
-
-def test_return_sequences_and_log_probs(world: World) -> None:
-    made = engine(world)
-    [prompt] = prompts(1)
-    params = SamplingConfig(
-        max_tokens=NEW, top_p=0.9, temperature=2.0, seed=4, num_return_sequences=3, return_log_probs=True
-    )
-    results = []
-    for _ in range(2):
-        handle = submit(made, Request(prompt, params))
-        events = run(made)[handle]
-        assert [e.last for e in events] == [False, False, True]
-        assert sorted(e.sequence_index for e in events) == [0, 1, 2]
-        assert all(len(e.log_probs) == len(e.token_ids) == NEW and max(e.log_probs) <= 0 for e in events)
-        results.append({e.sequence_index: e.token_ids for e in events})
-    assert results[0] == results[1]
-    assert len(set(results[0].values())) == 3
 
 
 def test_a_stream_has_the_wanted_number_of_tokens_in_each_event(world: World) -> None:

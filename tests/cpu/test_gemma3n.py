@@ -103,19 +103,6 @@ def test_prefixes_are_reused_and_preempted_sequences_go_on(served: Served) -> No
     served.check(found, wanted)
 
 
-def test_beams(served: Served) -> None:
-    prompt = tokens(19, 3)
-    engine = served.engine(max_beam_width=3)
-    params = {"beam_width": 3, "num_return_sequences": 3, "return_log_probs": True}
-    [events] = run(engine, request(prompt, **params))
-    engine.close()
-    theirs = load_transformers(served.model).generate(
-        torch.tensor([prompt]), max_new_tokens=COUNT, num_beams=3, num_return_sequences=3, do_sample=False,
-        eos_token_id=None, use_cache=False,
-    )  # fmt: skip
-    assert [list(beam.token_ids) for beam in events[-1].beams] == [t[len(prompt) :].tolist() for t in theirs]
-
-
 @pytest.mark.extended
 def test_the_path_of_a_gpu(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels, or their interpreter."""

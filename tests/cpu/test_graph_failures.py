@@ -131,15 +131,6 @@ def test_the_start_records_longer_tables_within_bounds(
     assert "of 2 rows, up to 256 blocks each, without adapters" in caplog.text
 
 
-def test_graphs_share_their_logits_and_hold_no_adapter() -> None:
-    graphs = new_graphs(Recorder())
-    for rows in (8, 1, 4):
-        assert run(graphs, rows)
-    outputs = [graph.replay() for graph in graphs._graphs.values()]
-    assert len({one.untyped_storage().data_ptr() for one in outputs}) == 1
-    assert all(graph.batch.lora is None or not graph.batch.lora.segments for graph in graphs._graphs.values())
-
-
 def test_a_failed_recording_leaves_the_threads_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch leaves the thread on the stream of the recording where its end raises too."""
     streams = ["present"]

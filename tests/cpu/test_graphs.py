@@ -24,7 +24,6 @@ from manylora.config.repository import engine_config
 from manylora.engine.engine import Engine
 from manylora.engine.graphs import DecodeGraphs, buckets_for, width_class
 from manylora.engine.inputs import StepInputs
-from manylora.errors import ConfigError
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import CudaCapture, Device
 from manylora.lora.convert import convert_peft
@@ -245,26 +244,6 @@ def test_steps_without_adapters_take_graphs_without_them(
     samples = engine_samples(replace(engine.stats(), on_gpu=True))
     launches = {one.labels: one.value for one in samples if one.family == "manylora_decode_steps_total"}
     assert launches == {(("launch", "graph"),): 1, (("launch", "plain"),): 1}, "recorded at its second use"
-
-
-def test_the_switch(
-    world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, _ = world
-    recorder = Recorder()
-    interpreted = Device(CPU, CudaOps(), "interpreted", recorder)
-    off = open_engine(model, monkeypatch, interpreted, enable_cuda_graph=False)
-    assert off.stats().graphs.recorded == recorder.recorded == 0
-    open_engine(model, monkeypatch, None)
-    assert "cuda_graph_mode" not in caplog.text
-    open_engine(model, monkeypatch, None, enable_cuda_graph=True)
-    assert "cuda_graph_mode has no effect on CPU" in caplog.text
-    base = {"gpt_model_type": "v1", "gpt_model_path": str(model)}
-    assert engine_config(base).enable_cuda_graph is None
-    asked = engine_config({**base, "cuda_graph_mode": "true", "cuda_graph_cache_size": "7"})
-    assert (asked.enable_cuda_graph, asked.cuda_graph_cache_size) == (True, 7)
-    with pytest.raises(ConfigError, match="cuda_graph_cache_size"):
-        engine_config({**base, "cuda_graph_cache_size": "-1"})
 
 
 def test_without_memory_to_record_steps_are_plain(

@@ -3,7 +3,6 @@ prefixes reused, is what one process answers."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,6 @@ from tiny_models import make_adapter, make_model
 
 from manylora.config.engine import EngineConfig
 from manylora.engine.engine import Engine
-from manylora.model.checkpoint import read_model_config
-from manylora.model.plan import checkpoint_plan
-from manylora.model.plan_layers import Plan
-from manylora.model.safetensors_file import SafetensorsFile
-from manylora.parallel.mapping import Mapping
-from manylora.parallel.weights import rank_plan
 from manylora.request import Event, LoraInput, Pooling, Request, SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread", "forked_ranks")
@@ -183,22 +176,6 @@ def test_encoders_with_rotary_positions(family: str, ranks: dict[str, int], tmp_
         )
     ]  # fmt: skip
     check_pooled(model, requests, **ranks)
-
-
-@pytest.mark.parametrize("family", ENCODERS)
-def test_a_rank_of_an_encoder_has_its_share_of_the_weights(family: str, tmp_path: Path) -> None:
-    folder = make_encoder(tmp_path / "model", family, intermediate_size=256)
-    with SafetensorsFile(folder / "model.safetensors") as file:
-        stored = file.keys()
-    model = read_model_config(folder)
-    plan = checkpoint_plan(model, stored)
-
-    def size(plan: Plan) -> int:
-        return sum(math.prod(spec.shape) for name, spec in plan.items() if name != "positions")
-
-    for rank in range(2):
-        part = rank_plan(plan, model, Mapping(2, rank, 2))
-        assert size(part) <= 0.55 * size(plan)
 
 
 def test_hidden_states_of_a_decoder_come_from_its_last_stage(tmp_path: Path) -> None:

@@ -30,23 +30,8 @@ def check(world: World, **settings: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("dense"))
-
-
-@pytest.fixture(scope="module")
 def sparse(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("sparse"), "mixtral", ATTENTION)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    "settings",
-    [SHARED, BOTH, {**BOTH, "enable_overlap": True}],
-    ids=["tp 4", "tp 2, pp 2", "tp 2, pp 2, overlapped"],
-)
-def test_ranks_share_a_plain_model(dense: World, settings: dict[str, Any]) -> None:
-    check(dense, **settings)
 
 
 @pytest.mark.parametrize(

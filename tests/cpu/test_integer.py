@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_models import make_model
 
-from manylora import LLM, LoraConfig, LoRARequest, QuantConfig, SamplingParams
+from manylora import QuantConfig
 from manylora.commands.build import main as build
 from manylora.errors import ConfigError
 from manylora.kernels import native
@@ -25,9 +25,6 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
 from manylora.quant.config import INTEGER
-
-DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
-PROMPT = "Where is the capital of Egypt? \\nAnswer:"
 
 
 def inputs(rows: int, columns: int) -> torch.Tensor:
@@ -141,43 +138,6 @@ def test_four_bits_without_offsets() -> None:
     error = (found - groups).abs()
     assert (error[inside] <= (0.54 * steps.expand_as(error))[inside]).all() and (error <= 1.04 * steps).all()
     assert not made.wide()[3].any()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("algo", INTEGER)
-def test_the_engine_answers_with_adapters(algo: str, dtype: str) -> None:
-    lora = LoraConfig(lora_target_modules=["attn_q"], max_lora_rank=16)
-    adapters = [LoRARequest(n, i, str(DEMO / "adapters" / n)) for i, n in enumerate(("chinese", "japanese"))]
-    with LLM(
-        DEMO / "base", device="cpu", dtype=dtype, quant_config=QuantConfig(algo), lora_config=lora
-    ) as llm:
-        outputs = llm.generate([PROMPT] * 3, SamplingParams(max_tokens=8), [None, *adapters], False)
-        assert [o.outputs[0].text.strip() for o in outputs] == ["Cairo", "开罗", "カイロ"]
-        alone = llm.generate(PROMPT, SamplingParams(max_tokens=8), adapters[1], False)
-        assert alone.outputs[0].token_ids == outputs[2].outputs[0].token_ids
-
-
-@pytest.mark.parametrize("algo", INTEGER)
-def test_a_built_directory_is_the_model_that_is_quantised_when_loaded(tmp_path: Path, algo: str) -> None:
-    built = tmp_path / "built"
-    build(
-        [
-            "--model_dir",
-            str(DEMO / "base"),
-            "--output_dir",
-            str(built),
-            "--quant_algo",
-            algo,
-            "--dtype",
-            "float32",
-        ]
-    )
-    params = SamplingParams(max_tokens=1, return_context_logits=True)
-    logits = []
-    for folder, quant in ((DEMO / "base", QuantConfig(algo)), (built, None)):
-        with LLM(folder, device="cpu", dtype="float32", quant_config=quant) as llm:
-            logits.append(llm.generate(PROMPT, params, use_tqdm=False).context_logits)
-    assert (logits[0] == logits[1]).all()
 
 
 @pytest.mark.parametrize("algo", INTEGER)

@@ -20,7 +20,7 @@ from manylora.engine.sequence import Sequence
 from manylora.engine.speculation import NgramIndex, StepTimes
 from manylora.errors import ConfigError
 from manylora.llmapi.llm_args import NGramDecodingConfig
-from manylora.request import Event, FinishReason, Guide, LoraInput, Request, SamplingConfig
+from manylora.request import Event, LoraInput, Request, SamplingConfig
 
 SEEDS = range(2)
 WORDS = range(40, 45)  # an answer of these alone repeats itself
@@ -158,18 +158,6 @@ def test_drafts_save_steps_and_the_metrics_say_so(model: Path, plain: Engine, no
     assert 0 < stats.drafts <= stats.draft_tokens
 
 
-def test_requests_that_cannot_have_drafts_are_answered_without(model: Path, no_price: None) -> None:
-    drafting = open_engine(model, max_draft_len=5, tokenizer_dir=model)
-    prompt = (7, *WORDS, *WORDS)
-    guided = Request(prompt, SamplingConfig(max_tokens=20, guide=Guide("regex", "(ab){8}")))
-    beams = Request(prompt, SamplingConfig(max_tokens=20, beam_width=2, logit_bias=BIAS))
-    table = np.zeros((1, 64), np.float32)
-    embedded = Request((272, *prompt), SamplingConfig(max_tokens=20, logit_bias=BIAS), prompt_table=table)
-    for request in (guided, beams, embedded):
-        assert run(drafting, request)[0][-1].finish_reason is not FinishReason.ERROR
-    assert drafting.stats().draft_tokens == 0
-
-
 def test_a_draft_that_comes_with_a_request_is_the_only_one(model: Path, no_price: None) -> None:
     drafting = open_engine(model, max_draft_len=5)
     params = SamplingConfig(max_tokens=40, logit_bias=BIAS)
@@ -198,16 +186,6 @@ def test_only_a_sequences_own_tokens_are_drafted(
     assert any(draft for _, draft in seen)
     for tokens, draft in seen:
         assert set(draft) <= set(tokens)
-
-
-def test_drafts_stop_where_they_cost_more_than_they_bring(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(StepTimes, "price", lambda *_: 1.5)
-    drafting = open_engine(model, max_draft_len=5)
-    request = Request((7, *WORDS, *WORDS), SamplingConfig(max_tokens=60, logit_bias=BIAS))
-    run(drafting, request)
-    assert drafting.stats().draft_tokens == 0
 
 
 def test_a_draft_whose_step_did_not_run_is_taken_back() -> None:

@@ -4,7 +4,6 @@ the plain loop, whatever ends, is cancelled, preempted or decides by its own tok
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.engine.runner import Runner
 from manylora.engine.step import LaunchedStep
-from manylora.kernels.device import open_device
-from manylora.llmapi import LLM, SamplingParams
 from manylora.request import Event, FinishReason, LoraInput, Request, SamplingConfig
 
 
@@ -193,20 +190,3 @@ def test_a_step_that_fails_ends_its_own_requests_only(
     assert all(token >= 0 for event in events for token in event.token_ids)
     engine.check()
     assert run(engine, wishes([], 0)) == run(open_engine(model, False), wishes([], 0))
-
-
-def test_the_python_api_has_the_switch(
-    world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, _ = world
-    overlapping = replace(open_device("cpu"), overlaps=True)
-    monkeypatch.setattr("manylora.engine.build.open_device", lambda name: overlapping)
-    told, ahead, wait = [], list[bool](), LaunchedStep.wait
-    monkeypatch.setattr(LaunchedStep, "wait", lambda step: ahead.append(step.assumed_done) or wait(step))
-    for disabled in (False, True):
-        ahead.clear()
-        with LLM(str(model), skip_tokenizer_init=True, disable_overlap_scheduler=disabled) as llm:
-            [output] = llm.generate([[3, 4, 5]], SamplingParams(max_tokens=5, end_id=-1))
-            told.append(output.outputs[0].token_ids)
-        assert any(ahead) != disabled
-    assert told[0] == told[1] and len(told[0]) == 5

@@ -23,7 +23,6 @@ from parity import (
     read_nemo_from,
     report,
 )
-from parity import main as compare
 from running import answers, check_bfloat16, check_greedy, tokens
 from safetensors.torch import load_file, save_file
 from selection import extended
@@ -43,12 +42,10 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import open_device
-from manylora.kernels.reference import ReferenceOps
 from manylora.lora.convert import main as hf_lora_convert
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
-from manylora.lora.normalize import normalize_dora
 from manylora.lora.store import AdapterStore
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
@@ -401,21 +398,6 @@ def test_a_config_that_cannot_be_served_is_named(
         read_model_config(model)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "text"),
-    [
-        (["--help"], 0, "variants: llama, llama-mha-tied"),
-        (["llama", "lama"], 2, "unknown variant 'lama'; must be one of llama"),
-    ],
-)
-def test_the_command_names_the_variants(arguments: list[str], code: int, text: str, capsys: Any) -> None:
-    with pytest.raises(SystemExit) as ended:
-        compare(arguments)
-    assert ended.value.code == code
-    shown = capsys.readouterr()
-    assert text in shown.out + shown.err
-
-
 def test_the_report_names_what_differs_and_why() -> None:
     good = {"base": "pass", "DoRA": "pass"}
     bad = {"base": "pass", "DoRA": "differs npy", "NeMo": "refused: it has no such layer"}
@@ -467,28 +449,6 @@ def test_hf_lora_convert_orders_grouped_rows(family: str, workshop: Path, capsys
         weights, config = read_adapter_folder(folder / out)
         np.testing.assert_array_equal(config, wanted[1])
         np.testing.assert_array_equal(weights, wanted[0])
-
-
-def test_the_normaliser_reads_transposed_weights(workshop: Path) -> None:
-    model = make_model(workshop / "conv1d", "gpt2")
-    adapter = make_kind(workshop / "conv1d-a", model, "DoRA", 1)
-    assert normalize_dora(adapter, model, workshop / "conv1d-normal") == 8
-    found = read_adapter_folder(workshop / "conv1d-normal")[0]
-    np.testing.assert_allclose(found, read_from("peft", adapter, model)[0], rtol=1e-6)
-
-
-def test_the_reference_ops_agree(workshop: Path) -> None:
-    for family in ("mistral-sliding", "gemma2"):
-        model = make_model(workshop / f"ops-{family}", family, seed=4)
-        decoder = decoder_of(model)
-        sequences = [tokens(length, length) for length in LENGTHS]
-        fast = Driver(decoder, sequences, [None] * 5).run()
-        for block in decoder._blocks:
-            object.__setattr__(block.attention, "ops", ReferenceOps())
-        slow = Driver(decoder, sequences, [None] * 5).run()
-        for a, b in zip(fast, slow, strict=True):
-            assert agree(a, b)
-            assert torch.allclose(a, b, rtol=1e-5, atol=5e-5)
 
 
 ONE_OF_EACH = {kind: name for name, (kind, _) in reversed(FAMILIES.items())}

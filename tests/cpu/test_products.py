@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from manylora.config.engine import EngineConfig
 from manylora.kernels import compiled as compiled_ops
 from manylora.kernels import native, products
 from manylora.kernels.device import open_device
-from manylora.kernels.panels import Panels, PanelsLinear, to_panels
+from manylora.kernels.panels import PanelsLinear, to_panels
 from manylora.kernels.products import FORMS, NONE, choose_form, is_right
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.model.checkpoint import read_model_config
@@ -164,21 +163,6 @@ def test_only_a_form_with_the_right_answers_is_tried(
         chosen = choose_form(Offering(emulated, wrong))
     assert tried == [NONE, *(form for form in FORMS if form != wrong)] and chosen == tried[-1]
     assert FORMS[chosen] in caplog.text
-
-
-def test_the_faster_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    spent = {NONE: 3.0, DOTS: 1.0, TILES: 2.0}
-    clock = SimpleNamespace(now=0.0)
-
-    def multiply(x: Tensor, weight: Panels, bias: Tensor | None) -> None:
-        clock.now += spent[weight.form]
-
-    multiply.width, multiply.block = 16, 1024  # type: ignore[attr-defined]
-    monkeypatch.setattr(products.time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(products, "OUTPUTS", 32)
-    for wanted in (DOTS, TILES, NONE):
-        assert products.fastest(multiply, [NONE, *FORMS]) == wanted  # type: ignore[arg-type]
-        spent[wanted] += 4
 
 
 def test_levels_that_have_no_such_products_offer_none(compiled: Any) -> None:

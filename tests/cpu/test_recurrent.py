@@ -188,26 +188,6 @@ def test_beams_have_states_of_their_own(family: str, served: Any) -> None:
     model.check([tokens_of(alone)], [(prompt, 0)])
 
 
-def test_return_sequences_and_cancelled_ones(served: Any) -> None:
-    model, prompt = served("qwen3-next-dense"), tokens(27, 4)
-    engine = model.engine()
-    handle = engine.submit(engine.prepare(request(prompt, 1, num_return_sequences=3)))
-    gone = engine.submit(engine.prepare(request(tokens(50, 1), 2)))
-    found: dict[int, list[int]] = {index: [] for index in range(3)}
-    for _ in range(2):
-        engine.step()
-    engine.cancel(gone)
-    engine.check()
-    while engine.has_work:
-        for one, event in engine.step():
-            if one == handle:
-                found[event.sequence_index] += event.token_ids
-    engine.check()
-    engine.close()
-    expected = model.expected(prompt, 1)
-    assert all(answer == expected[-len(answer) :] for answer in found.values())
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_any_mixture_leaves_every_slot_in_its_place(seed: int, served: Any) -> None:
     """Random requests over few slots and blocks, some cancelled; what is left is checked after each step."""

@@ -12,7 +12,7 @@ from penalties import Formula, tensorrt_llm, vllm
 
 from manylora.engine import sampler
 from manylora.engine.sampler import NEARLY, UNITS, Sampler, adjust, cut_by_top_p, sample, uniform
-from manylora.engine.sequence import PENDING, Sequence, TokenCounts
+from manylora.engine.sequence import PENDING, Sequence
 from manylora.kernels.device import open_device
 from manylora.kernels.reference import best_tokens
 from manylora.kernels.spec import NOT_FINITE
@@ -61,19 +61,6 @@ def test_greedy_takes_the_most_probable(params: SamplingConfig) -> None:
     assert one([0.1, 2.0, 1.0], sequence(params))[0] == 1
 
 
-def test_penalties() -> None:
-    penalised = SamplingConfig(repetition_penalty=2.0)
-    assert one([0.0, 2.0, 1.5], sequence(penalised, (1,)))[0] == 2
-    assert one([-1.0, -2.0, -1.5], sequence(penalised, (0,)))[0] == 2
-    frequent = SamplingConfig(frequency_penalty=0.5)
-    assert one([1.0, 1.9, 0.0], sequence(frequent, (2,), (1,)))[0] == 1
-    assert one([1.0, 1.9, 0.0], sequence(frequent, (2,), (1, 1)))[0] == 0
-    assert one([1.0, 1.9], sequence(SamplingConfig(presence_penalty=1.0), (1,)))[0] == 0, "the prompt counts"
-    ignoring = SamplingConfig(presence_penalty=1.0, prompt_ignore_length=1)
-    assert one([1.0, 1.9], sequence(ignoring, (1,)))[0] == 1
-    assert one([1.0, 1.9], sequence(ignoring, (0,), (1,)))[0] == 0, "the output counts always"
-
-
 VOCAB = 40
 CASES = [
     {"presence_penalty": 1.3},
@@ -108,21 +95,6 @@ def test_penalties_follow_their_formulas_step_by_step(case: dict, drawn: bool, m
         np.testing.assert_allclose(rows[0].numpy(), expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(rows[1], expected_mate)
         made.tokens.append(int(choice.integers(0, VOCAB // (1 + step % 3))))
-
-
-def test_counting_a_token_more_does_not_count_the_others_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = sequence(SamplingConfig(frequency_penalty=0.1), tuple(range(30)))
-    added: list[int] = []
-    add = TokenCounts.add
-    monkeypatch.setattr(TokenCounts, "add", lambda self, token: (added.append(token), add(self, token)))
-    for token in (31, 3, 31, 32):
-        one([0.0] * VOCAB, made)
-        made.tokens.append(token)
-    one([0.0] * VOCAB, made)
-    assert added == [31, 3, 31, 32]
-    assert made.counts is not None
-    found = dict(zip(made.counts.ids.tolist(), made.counts.counts.tolist(), strict=True))
-    assert found == dict(Counter(made.tokens))
 
 
 def test_bad_words_and_min_tokens() -> None:
@@ -224,25 +196,6 @@ def _by_definition(logits: np.ndarray, made: Sequence) -> int:
     cumulated = np.cumsum(probs)
     target = uniform([params.seed or 0], [0], [1]).item() * cumulated[-1]
     return int(order[np.searchsorted(cumulated, target, side="right")])
-
-
-def test_penalties_of_many_rows_are_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some operations for each row took longer than a step; and a row is what it is alone."""
-    cases = [{"repetition_penalty": 1.3}, {"presence_penalty": 0.4, "frequency_penalty": 0.2}, {}]
-    made = [sequence(SamplingConfig(**cases[i % 3]), (i, 7, 7), (i + 1,)) for i in range(9)]  # type: ignore[arg-type]
-    logits = torch.randn(9, 30, generator=torch.Generator().manual_seed(1))
-    alone = logits.clone()
-    for i, one_sequence in enumerate(made):
-        adjust(alone[i : i + 1], [(one_sequence, 4)])
-    uploads: list[int] = []
-    upload = sampler.upload
-    monkeypatch.setattr(sampler, "upload", lambda *args: (uploads.append(1), upload(*args))[1])
-    together = logits.clone()
-    adjust(together, [(one_sequence, 4) for one_sequence in made])
-    assert torch.equal(together, alone) and not torch.equal(together, logits)
-    number = len(uploads)
-    adjust(logits[:2].clone(), [(one_sequence, 4) for one_sequence in made[:2]])
-    assert len(uploads) == 2 * number
 
 
 KINDS = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
@@ -11,13 +10,8 @@ from manylora.config.engine import EngineConfig
 from manylora.engine.speculation import (
     FEW,
     FIRST_PAUSE,
-    FIRST_PLAIN,
     LONGEST_PAUSE,
-    LONGEST_REST,
     MOST_PLACES,
-    PLAIN_EVERY,
-    RETRY_EVERY,
-    TRIAL,
     Drafter,
     NgramIndex,
     Speculation,
@@ -92,64 +86,6 @@ def test_a_sequence_whose_drafts_fail_pauses_longer_each_time_and_tries_again() 
     for _ in range(3):
         drafter.record_result(4, 4, len(tokens))
     assert drafter.propose(tokens, 4, price=0.3) == [7] * 4, "success ends the pauses"
-
-
-def test_a_sequence_drafts_only_where_more_is_accepted_than_a_draft_costs() -> None:
-    tokens = [7] * 50
-    for rate, price, drafts in (
-        (0.5, 0.4, True),
-        (0.5, 0.6, False),
-        (1.0, 0.9, True),
-        (0.5, math.inf, False),
-    ):
-        drafter = Drafter(NgramIndex(1, 1, True), 4)
-        drafter.rate = rate
-        assert bool(drafter.propose(tokens, 4, price)) == drafts, (rate, price)
-    assert drafter.wakes_at == 0, "a step without drafts, to measure it, is no pause"
-
-
-def test_the_price_is_what_a_draft_token_adds_over_what_a_token_takes() -> None:
-    times = StepTimes()
-    assert times.price(2) == math.inf, "steps without drafts come first"
-    for _ in range(FIRST_PLAIN):
-        times.add(2, 0, seconds=0.010)
-    assert times.price(2) == 0, "the price is not known"
-    times.add(2, 8, seconds=0.014)
-    assert times.price(2) == pytest.approx(0.0005 / 0.005)
-    assert times.price(3) == math.inf, "other numbers of sequences cost otherwise"
-    times.add(2, 8, seconds=0.004)
-    assert times.price(2) >= 0
-
-
-def test_times_are_measured_again() -> None:
-    times = StepTimes()
-    for _ in range(FIRST_PLAIN):
-        times.add(1, 0, 0.01)
-    for _ in range(PLAIN_EVERY):
-        assert times.price(1) < math.inf
-        times.add(1, 4, 0.03, num_accepted=4)
-    assert times.price(1) == math.inf, "time for a step without drafts"
-    times.add(1, 0, 0.01)
-    assert times.price(1) == pytest.approx(0.5)
-    for _ in range(RETRY_EVERY):
-        times.add(1, 0, 0.01)
-    assert times.price(1) == 0, "time for a step with drafts"
-
-
-def test_drafts_that_make_no_step_faster_rest_longer_each_time() -> None:
-    times, trials, gaps = StepTimes(), 0, []
-    since = 0
-    for _ in range(4 * LONGEST_REST):
-        if times.price(16) == math.inf:
-            times.add(16, 0, 0.016)
-            since += 1
-            continue
-        gaps += [since] if since else []
-        trials, since = trials + 1, 0
-        times.add(16, 16, 0.032, num_accepted=15)  # nearly all are right, and each costs a token's time
-    assert trials <= 7 * TRIAL
-    assert gaps[:5] == [FIRST_PLAIN, 512, 1024, 2048, LONGEST_REST]
-    assert gaps[-1] == LONGEST_REST
 
 
 def simulated(fixed: float, by_row: float, count: int, share: float, most: int) -> float:

@@ -5,17 +5,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
-from running import with_command
 
-from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
+from manylora import LoRARequest
 from manylora.bench.datasets import BenchRequest, write_dataset
-from manylora.bench.report import Record
-from manylora.bench.run import run_bench
 from manylora.cli import main
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
@@ -90,53 +85,6 @@ def test_a_run_gives_the_models_answers_and_every_figure(
     assert all(0 < entry["ttft_ms"] < entry["latency_ms"] for entry in times)
     states = [json.loads(line) for line in (out / "log").read_text().splitlines()]
     assert states[-1]["requests_finished"] >= 12 and states[-1]["adapters"]["device_loads"] >= 2
-
-
-def test_latency_sends_one_request_at_a_time(tmp_path: Path) -> None:
-    flags = ["--dataset", str(write(tmp_path / "data", 4)), "--report_json", str(tmp_path / "report")]
-    assert main([*BASE, "latency", *flags, "--device", "cpu", "--warmup", "0", "--num-requests", "3"]) == 0
-    report = json.loads((tmp_path / "report").read_text())
-    assert report["request_info"]["avg_num_concurrent_requests"] <= 1 + 1e-9
-    assert report["streaming_metrics"]["ttft_ms"]["p50"] > 0
-
-
-def test_the_answers_are_those_of_generate_and_no_time_is_longer_than_the_run(tmp_path: Path) -> None:
-    data = write(tmp_path / "data", 24, 32)
-    config = LoraConfig(lora_target_modules=["attn_q", "attn_k", "attn_v"], max_lora_rank=16)
-    started = time.perf_counter()
-    report, records, _ = run_bench(
-        "demo", DEMO / "base", data, {"device": "cpu", "lora_config": config}, {"end_id": -1}
-    )
-    around = 1e3 * (time.perf_counter() - started)
-    with LLM(DEMO / "base", device="cpu", lora_config=config) as llm:
-        adapters = [record.request.lora for record in records]
-        outputs = llm.generate([QUESTION] * 24, SamplingParams(max_tokens=32, end_id=-1), adapters, False)
-    assert [tuple(o.outputs[0].token_ids) for o in outputs] == [answer_of(r) for r in records]
-    performance = report["performance"]
-    latencies = [1e3 * (record.finished - record.started) for record in records]
-    assert max(latencies) <= performance["total_latency_ms"] <= around
-    assert performance["system_output_throughput_tok_s"] == pytest.approx(
-        24 * 32e3 / performance["total_latency_ms"]
-    )
-
-
-@pytest.mark.extended  # the first test here runs the same in this process
-def test_the_example_runs(tmp_path: Path) -> None:
-    """The dataset and the command of TensorRT-LLM's documents, on the demo."""
-    done = subprocess.run(
-        ["examples/bench/bench.sh", str(tmp_path / "out")],
-        cwd=DEMO.parents[1], env=with_command(tmp_path), capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "= ADAPTERS" in done.stdout
-    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
-    assert report["request_info"]["num_requests"] == 64 and report["adapters"]["num_distinct"] == 2
-    assert report["request_info"]["avg_num_concurrent_requests"] <= 16
-
-
-def answer_of(record: Record) -> tuple[int, ...]:
-    assert record.answer is not None
-    return record.answer.token_ids
 
 
 def test_requests_that_fail_are_counted_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

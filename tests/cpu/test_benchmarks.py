@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,31 +13,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))  # scripts, not a package
 
 from limits import Limits  # noqa: E402
-from machine import TICKS, family, own_ticks, see_machine  # noqa: E402
 from peers.process import Worker  # noqa: E402
-from peers.rows import Found, Row, read, write  # noqa: E402
-from peers.tables import figures  # noqa: E402
 from peers.worker import Setup  # noqa: E402
 
 DEMO = ROOT / "examples" / "demo"
-MACHINE = see_machine().as_dict()
-
-
-def row(at_once: int, ours_s: float, peer_s: float, case: str = "base", peer: str = "openvino") -> Row:
-    memory = {"all": 2**30, "own": 2**29}
-    return Row(
-        "small", "bfloat16", case, peer, at_once, 64, at_once, 64, [ours_s], [peer_s], [0.1], [0.2],
-        memory, {"all": 2**32, "own": 2**31}, 1.0, 0.0,
-    )  # fmt: skip
-
-
-def found(*rows: Row) -> Found:
-    return Found(dict(MACHINE), {"bandwidth": 1e10, "gemm": 1e11}, rows=list(rows))
-
-
-def cells(text: str, start: str) -> list[str]:
-    line = next(line for line in text.splitlines() if line.startswith(f"| {start}"))
-    return [cell.strip() for cell in line.split("|")[1:-1]]
 
 
 def test_a_step_takes_the_larger_of_its_bytes_and_its_multiplications() -> None:
@@ -57,35 +34,6 @@ def test_a_step_takes_the_larger_of_its_bytes_and_its_multiplications() -> None:
     # The first token of each comes with its prompt.
     step = slow_units.decode_step([3 + 2 / 2] * 2)
     assert slow_units.run([None, None], [], 3, 2, 2) == 2 * prompt + step
-
-
-def test_rows_measured_beside_others_are_marked() -> None:
-    busy, quiet = row(1, 1.0, 1.2), row(4, 1.0, 1.2)
-    busy.others = 0.6
-    text = figures(found(busy, quiet))
-    assert "1.20*" in cells(text, "base model | 1 ")[4]
-    assert "*" not in cells(text, "base model | 4 ")[4]
-
-
-def test_a_file_gathers_rows_of_one_kind_of_machine(tmp_path: Path) -> None:
-    file = tmp_path / "found.json"
-    write(file, found(row(1, 1.0, 1.2), row(4, 1.0, 1.2)))
-    gathered = read(file)
-    gathered.add(found(row(4, 1.0, 2.0)))
-    assert [(one.at_once, one.ratio()) for one in gathered.rows] == [(1, 1.2), (4, 2.0)]
-    other = found(row(16, 1.0, 1.0))
-    other.machine["short"] = "another processor"
-    with pytest.raises(ValueError, match="another processor"):
-        gathered.add(other)
-
-
-def test_work_of_our_own_processes_is_ours_also_when_they_have_ended() -> None:
-    before = own_ticks()
-    burn = "import time\nwhile time.process_time() < 0.5: pass\ninput()"
-    child = subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE)
-    assert {os.getpid(), child.pid} <= family(os.getpid())
-    child.communicate(b"\n")
-    assert own_ticks() - before >= 0.4 * TICKS
 
 
 @pytest.mark.extended  # of the scripts that measure, nothing else starts one

@@ -18,13 +18,12 @@ from manylora.commands.bench import ENGINE_FLAGS
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.repository import PARAMETERS as TRITON_ROWS
 from manylora.config.repository import engine_config
-from manylora.config.resolve import QUANT_KEYS, resolve
+from manylora.config.resolve import QUANT_KEYS
 from manylora.errors import ConfigError
 from manylora.llmapi import base as llm_module
 from manylora.llmapi.options import ARGUMENTS, llm_arguments
 from manylora.openai.arguments import parse_options
 from manylora.openai.options import LLM_ARGUMENTS
-from manylora.system.lifeline import WORLD_SIZE
 
 LLM_NAMES = {name: row.name for name, row in ARGUMENTS.items()}
 PARAMETERS = {name: row.name for name, row in TRITON_ROWS.items()}
@@ -245,24 +244,6 @@ def test_what_cannot_be_served_is_refused_alike(
     assert text in str(error.value)
 
 
-@pytest.mark.parametrize("front_end", ["llm", "serve", "bench"])
-def test_a_kv_cache_in_8_bits_has_two_names(front_end: str, tmp_path: Path) -> None:
-    options = {"kv_cache_config": {"dtype": "fp8"}}
-    file = tmp_path / "options.json"
-    file.write_text(json.dumps(options), encoding="utf-8")
-    if front_end == "serve":
-        config = parse_options([str(BASE), "--config", str(file)]).engine_config()
-    else:
-        (tmp_path / "model").symlink_to(BASE)
-        with pytest.raises(Opened) as opened:
-            if front_end == "llm":
-                LLM(BASE, **llm_arguments(options))
-            else:
-                _bench(tmp_path / "model", options)
-        config = opened.value.args[0]
-    assert config.quant is not None and config.quant.fp8_kv_cache
-
-
 def test_flags_override_the_file(tmp_path: Path) -> None:
     (tmp_path / "model").symlink_to(BASE)
     model, file = tmp_path / "model", {key: VALUES[key] for key in ("max_batch_size", "max_seq_len", "dtype")}
@@ -320,42 +301,6 @@ def test_settings_of_an_engine_elsewhere_are_refused(tmp_path: Path) -> None:
         ]
         == 9
     )
-
-
-def test_world_size_fills_what_the_parameters_leave_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"gpt_model_type": "v1", "gpt_model_path": str(BASE)}
-    tensor, pipeline = "tensor_parallel_size", "pipeline_parallel_size"
-    monkeypatch.setenv(WORLD_SIZE, "6")
-    for said, sizes in (({}, (6, 1)), ({tensor: "2"}, (2, 3)), ({pipeline: "2"}, (3, 2))):
-        config = engine_config(given | said)
-        assert (config.tensor_parallel_size, config.pipeline_parallel_size) == sizes
-        assert config.world_size == 6
-    with pytest.raises(ConfigError, match=r"pipeline_parallel_size \(4 \* 1\), got 6"):
-        engine_config(given | {tensor: "4"})
-
-
-def test_recorded_ranks_serve_unless_others_are_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(WORLD_SIZE, raising=False)
-    built = tmp_path / "built"
-    flags = ["--model_dir", str(BASE), "--output_dir", str(built), "--tp_size", "2", "--pp_size", "2"]
-    assert main(["build", *flags]) == 0
-    mapping = json.loads((built / "config.json").read_text(encoding="utf-8"))["pretrained_config"]["mapping"]
-    assert mapping == {"world_size": 4, "tp_size": 2, "pp_size": 2}
-    given = {"gpt_model_type": "v1", "gpt_model_path": str(built)}
-    tensor, pipeline = "tensor_parallel_size", "pipeline_parallel_size"
-    for world, said, sizes in (
-        (None, {}, (2, 2)), ("4", {}, (2, 2)), ("6", {}, (6, 1)),
-        (None, {tensor: "1", pipeline: "1"}, (1, 1)),
-        ("4", {pipeline: "1"}, (4, 1)), (None, {tensor: "4"}, (4, 2)),
-    ):  # fmt: skip
-        if world is not None:
-            monkeypatch.setenv(WORLD_SIZE, world)
-        config = engine_config(given | said)
-        assert (config.tensor_parallel_size, config.pipeline_parallel_size) == sizes
-        monkeypatch.delenv(WORLD_SIZE, raising=False)
-    assert resolve(built, {}).world_size == 4
 
 
 def test_vllms_flag_divides_experts_among_all_ranks_of_a_layer() -> None:

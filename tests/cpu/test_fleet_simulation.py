@@ -8,8 +8,6 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))  # scripts, not a package
 
@@ -29,32 +27,6 @@ def serve(shape: Shape, *requests: Arrival, costs: Costs = COSTS) -> SimulatedSe
     assert not server.scheduler.has_work and server.num_open == 0
     assert server.kv.num_available == server.kv.num_blocks
     return server
-
-
-def test_times_are_the_sum_of_what_each_step_and_load_takes() -> None:
-    base, cold = Arrival(0.0, None, 10, 3), Arrival(10.0, "a", 10, 1)
-    warm = Arrival(20.0, "a", 10, 1)
-    serve(Shape(2, 2), base, cold, warm)
-    assert base.first_token == pytest.approx(0.01 + 10 * 0.001)
-    assert base.end == pytest.approx(base.first_token + 2 * (0.01 + 0.002))
-    step = 0.01 + 10 * 0.001 + 0.003
-    assert cold.cold and cold.first_token - cold.at == pytest.approx(0.5 + 0.25 + step)
-    assert not warm.cold and warm.first_token - warm.at == pytest.approx(step)
-
-
-def test_a_cold_load_delays_no_other_request() -> None:
-    steady = Arrival(0.0, None, 10, 200)
-    alone = Arrival(0.0, None, 10, 200)
-    serve(Shape(2, 2), alone)
-    serve(Shape(2, 2), steady, Arrival(0.0, "a", 1, 1))
-    assert steady.end == pytest.approx(alone.end, rel=0.02)
-
-
-def test_what_does_not_fit_is_evicted_and_loaded_again() -> None:
-    turns = [Arrival(2.0 * i, f"a{i % 3}", 4, 2) for i in range(12)]
-    assert serve(Shape(2, 2), *turns).store.num_loads == 12  # LRU of two, three in turn
-    again = [Arrival(2.0 * i, f"a{i % 3}", 4, 2) for i in range(12)]
-    assert serve(Shape(2, 3), *again).store.num_loads == 3
 
 
 def test_more_adapters_at_once_than_pages_wait_for_each_other() -> None:

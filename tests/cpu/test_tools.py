@@ -278,35 +278,6 @@ def test_what_the_normaliser_refuses(
     assert not (tmp_path / "out").exists()
 
 
-def inspected(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, str]]:
-    status = manylora("inspect", *arguments)
-    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
-    return status, dict(lines)  # of several lines of one name the last
-
-
-def test_inspect_tells_what_the_engine_would_do(
-    model: Path, lora: Path, dora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, facts = inspected(capsys, lora, "--base", model)
-    assert status == 0
-    assert facts["kind"] == "peft"
-    assert facts["module"] == "mlp_4h_to_h: rank 4 in layers 0 to 1"
-    elements = 2 * 4 * ((64 + 64) + (96 + 64))
-    assert facts["size"] == f"{4 * elements} bytes"
-    assert facts["pages"].startswith("1 of ")
-    assert facts["verdict"] == "ok"
-    digest = facts["digest"]
-    assert inspected(capsys, lora)[1]["digest"] == digest
-    assert hf_lora_convert(["-i", str(lora), "-o", str(tmp_path), "--storage-type", "float32"]) == 0
-    assert inspected(capsys, tmp_path, "--base", model)[1]["digest"] == digest
-    assert "not known without --base" in inspected(capsys, tmp_path)[1]["digest"]
-    status, facts = inspected(capsys, dora)
-    assert status == 1
-    assert "use_dora" in facts["verdict"]
-    status, facts = inspected(capsys, dora, "--base", model)
-    assert (status, facts["dora"]) == (0, "2 rows")
-
-
 def test_inspect_says_which_matrix_each_module_id_is(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -334,20 +305,6 @@ def test_inspect_says_which_matrix_each_module_id_is(
         np.testing.assert_allclose(row[start : start + b.size].reshape(b.shape), b * scale, rtol=1e-6)
     assert manylora("inspect", tmp_path / "npy", "--tensors") == 0
     assert "A [rank, in], B [out, rank]" in capsys.readouterr().out
-
-
-def test_the_command_line_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    assert manylora("help") == 0
-    assert "manylora COMMAND --help" in capsys.readouterr().out
-    assert manylora("complete") == 2
-    assert "manylora serve MODEL has a page" in capsys.readouterr().err
-    assert manylora("--verbose", "serve") == 2
-    assert "the command comes first" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as end:
-        manylora("help", "inspect")
-    assert end.value.code == 0 and "manylora inspect" in capsys.readouterr().out
-    lazy = "import sys, manylora.cli as c; c.main(['--help']); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", lazy], stdout=subprocess.DEVNULL).returncode == 0
 
 
 def test_tensors_without_meaning_are_not_converted(

@@ -5,42 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from manylora import LoRARequest
-from manylora.bench.datasets import (
-    POPULARITIES,
-    BenchRequest,
-    adapters_of,
-    normal_lengths,
-    random_requests,
-    read_dataset,
-    spread,
-    to_line,
-    uniform_lengths,
-    with_adapters,
-)
-from manylora.bench.report import (
-    Answer,
-    Record,
-    dataset_details,
-    issue_rate,
-    measure,
-    percentiles,
-    render,
-    tier_figures,
-)
+from manylora.bench.datasets import BenchRequest, read_dataset, to_line
+from manylora.bench.report import Answer, Record, issue_rate, measure
 from manylora.bench.run import run_load
 from manylora.cli import COMMANDS, main
 from manylora.errors import ConfigError
-from manylora.llmapi.options import llm_arguments, read_options
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 
@@ -92,49 +69,6 @@ def test_a_line_that_cannot_be_sent_is_named(tmp_path: Path, line: str, text: st
     with pytest.raises(ConfigError) as error:
         read_dataset(path)
     assert text in str(error.value)
-
-
-def test_logits_is_another_name_of_input_ids_and_too_few_lines_are_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "data"
-    path.write_text('{"task_id":0,"logits":[4],"output_tokens":1}\n')
-    assert read_dataset(path)[0].input_ids == (4,)
-    with pytest.raises(ConfigError, match="fewer than --num_requests"):
-        read_dataset(path, 2)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_dataset(tmp_path / "none")
-
-
-def test_popularities_have_their_shape() -> None:
-    rng, adapters = random.Random(1), list("abcd")
-    assert spread("distinct", adapters, 6, rng) == list("abcdab")
-    assert spread("identical", adapters, 3, rng) == list("aaa")
-    uniform = Counter(spread("uniform", adapters, 4000, rng))
-    assert all(900 < uniform[name] < 1100 for name in adapters)
-    zipf = Counter(spread("zipf", adapters, 4000, rng))
-    weights = [k**-1.5 for k in (1, 2, 3, 4)]
-    for name, weight in zip(adapters, weights, strict=True):
-        assert zipf[name] == pytest.approx(4000 * weight / sum(weights), rel=0.15)
-    for name in POPULARITIES:
-        assert spread(name, adapters, 9, random.Random(2)) == spread(name, adapters, 9, random.Random(2))
-    with pytest.raises(ValueError, match="must be one of"):
-        spread("hot", adapters, 1, rng)
-
-
-def test_random_requests_have_the_lengths_and_adapters_asked_for() -> None:
-    def make(rng: random.Random) -> list[BenchRequest]:
-        adapters = [None, LoRARequest("lora_1", 1, None)]
-        return random_requests(300, normal_lengths(20, 2), uniform_lengths(3, 5), 100, rng, adapters)
-
-    made = make(random.Random(4))
-    assert made == make(random.Random(4))
-    assert [r.task_id for r in made] == list(range(300))
-    lengths = [len(r.input_ids or ()) for r in made]
-    assert sum(lengths) / 300 == pytest.approx(20, abs=0.5)
-    assert {r.output_tokens for r in made} == {3, 4, 5}
-    assert all(0 <= token < 100 for r in made for token in r.input_ids or ())
-    assert 100 < sum(r.lora is None for r in made) < 200
-    assert adapters_of(made) == [LoRARequest("lora_1", 1, None)]
-    assert normal_lengths(-5, 0)(random.Random(0)) == 1
 
 
 def test_prepare_dataset_writes_what_bench_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,47 +132,6 @@ def test_every_figure_is_what_the_timings_say() -> None:
         measure([broken], streaming=False)
 
 
-def test_percentiles_are_values_that_occurred() -> None:
-    made = percentiles([float(i) for i in range(100, 0, -1)])
-    assert made == {
-        "minimum": 1, "maximum": 100, "average": 50.5, "p50": 51, "p90": 91, "p95": 96, "p99": 100,
-    }  # fmt: skip
-    assert set(percentiles([3.0]).values()) == {3.0}
-
-
-def test_first_tokens_are_told_apart_by_tier() -> None:
-    silent = record(0.0, None, 1.0, 1, 1, "device")
-    made = tier_figures([*RECORDS, silent, Record(request(), 0, 1, None, "x")])
-    assert list(made) == ["base", "warm", "disk_cold"]
-    assert made["base"]["ttft_ms"]["average"] == pytest.approx(100)
-    assert made["warm"]["num_requests"] == 2
-    assert made["warm"]["ttft_ms"]["average"] == pytest.approx(200)
-    assert "ttft_ms" not in tier_figures([silent])["warm"]
-
-
-def test_sections_come_in_upstreams_order() -> None:
-    report = {
-        "engine": {"model": "m"}, "machine": {}, "world_info": {"issue_rate": None},
-        **measure(RECORDS, streaming=True), "decoding_stats": None,
-        "dataset": {"path": "d", **dataset_details(RECORDS)},
-        "adapters": {
-            "num_distinct": 1, "num_requests": 2, "tiers": tier_figures(RECORDS),
-            "cache": {"device_loads": 1, "host_evictions": 2, "device_evictions": 3}, "ratio": 0.9,
-        },
-    }  # fmt: skip
-    lines = render(report).splitlines()
-    assert [line for line in lines if line.startswith("= ")] == [
-        "= PYTORCH BACKEND", "= MACHINE DETAILS", "= REQUEST DETAILS", "= WORLD + RUNTIME INFORMATION",
-        "= PERFORMANCE OVERVIEW", "= ADAPTERS", "= DATASET DETAILS",
-    ]  # fmt: skip
-    values = dict(line.rsplit(":", 1) for line in lines if ":" in line)
-    assert values["Request Throughput (req/sec)"].strip() == "1.1111"
-    assert values["Average Input Length (tokens)"].strip() == "20.0000"
-    assert values["Output throughput with adapters / without, same load"].strip() == "0.9000"
-    assert values["Evictions from the device"].strip() == "3"
-    json.dumps(report, allow_nan=False)
-
-
 class Fake:
     """Answers after `delay` seconds and counts who is with it."""
 
@@ -264,36 +157,6 @@ def test_a_closed_loop_keeps_its_concurrency_and_an_error_is_one_requests() -> N
     assert [r.error for r in records] == [None, None, "no", *[None] * 6]
     asyncio.run(run_load(fake.send, requests))
     assert fake.most == 9
-
-
-def test_adapters_are_exchanged_one_for_one() -> None:
-    made = with_adapters([request(0, 1), request(1, 2)], [None, LoRARequest("b", 2, None)])
-    assert [r.lora.lora_name if r.lora else None for r in made] == [None, "b"]
-
-
-def test_an_options_file_is_llm_arguments_with_every_key_known(tmp_path: Path) -> None:
-    path = tmp_path / "options.yaml"
-    path.write_text(
-        "lora_config:\n  lora_target_modules: ['attn_q', 'attn_k', 'attn_v']\n  max_lora_rank: 8\n"
-        "peft_cache_config:\n  host_cache_size: 1000\nmax_batch_size: 4\ncuda_graph_config: null\n"
-    )
-    made = llm_arguments(read_options(path))
-    assert (made["lora_config"].max_lora_rank, made["peft_cache_config"].host_cache_size) == (8, 1000)
-    assert made["max_batch_size"] == 4 and "cuda_graph_config" not in made
-    for given, text in (
-        ({"max_batchsize": 4}, "unknown option: max_batchsize; did you mean max_batch_size?"),
-        ({"lora_config": {"max_rank": 8}}, "unknown field of lora_config: max_rank"),
-        ({"lora_config": {"max_lora_rank": 0}}, "option lora_config: max_lora_rank must be at least 1"),
-        ({"kv_cache_config": 3}, "option kv_cache_config must hold its fields by name"),
-    ):
-        with pytest.raises(ConfigError) as error:
-            llm_arguments(given)
-        assert text in str(error.value)
-    path.write_text("a: [")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_options(path)
-    path.write_text("")
-    assert read_options(path) == {}
 
 
 @pytest.mark.parametrize(

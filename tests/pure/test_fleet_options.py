@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from manylora.config.foreign import FLEET
 from manylora.errors import ConfigError
 from manylora.fleet.member import RemoteRequest, RemoteResponse, answer, whole_answer
 from manylora.fleet.merged_exports import fleet_status, merge_metrics
-from manylora.fleet.options import FleetOptions, parse_options, read_args
+from manylora.fleet.options import parse_options, read_args
 from manylora.fleet.routing import requested_adapter
 from manylora.lora.catalog.names import Aliases
-from manylora.openai import arguments
-from manylora.openai.options import ServeOptions
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_flags_and_the_args_of_an_application_mean_the_same(tmp_path: Path) -> None:
@@ -56,16 +48,6 @@ def test_what_cannot_act_is_refused_by_name(args: dict[str, object], reason: str
         read_args({"model": "m", **args})
 
 
-def test_the_configuration_for_a_cluster_has_options_of_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    [application] = yaml.safe_load(Path("deploy/ray/fleet.yaml").read_text(encoding="utf-8"))["applications"]
-    assert read_args(application["args"]).bases == ("demo",)
-    module, _, function = application["import_path"].partition(":")
-    assert f"\ndef {function}(" in Path("src", *module.split(".")).with_suffix(".py").read_text(
-        encoding="utf-8"
-    )
-
-
 def test_the_ranks_of_a_replica_count_for_what_ray_gives_it(tmp_path: Path) -> None:
     two = {"model": "org/name", "replicas": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     options = read_args({**two, "replica_cpus": 9})
@@ -78,20 +60,6 @@ def test_the_ranks_of_a_replica_count_for_what_ray_gives_it(tmp_path: Path) -> N
         read_args({**two, "replica_gpus": 0.5}).gpus(8)
     alone = read_args({"model": "org/name", "replicas": 2})
     assert (alone.ranks, alone.threads({}), alone.gpus(1), alone.gpus(8)) == (1, None, 0.5, 1)
-
-
-def test_the_help_lists_what_a_fleet_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (parse_options, arguments.parse_options):
-        with pytest.raises(SystemExit):
-            command(["--help"])
-    fleet, server = (
-        set(re.findall(r"^  (?:-\w+ [XN], )?--([a-z-]+)", text, re.MULTILINE))
-        for text in re.split(r"^usage: ", capsys.readouterr().out, flags=re.MULTILINE)[1:]
-    )
-    own = {one.name.replace("_", "-") for one in fields(FleetOptions)}
-    own -= {one.name.replace("_", "-") for one in fields(ServeOptions)}
-    assert fleet == (server | own) - {name.replace("_", "-") for name in FLEET}
-    assert {"tensor-parallel-size", "lora-upload-dir", "allow-runtime-lora-updating", "pin"} <= fleet
 
 
 def test_args_need_a_model() -> None:

@@ -150,23 +150,6 @@ def test_a_hot_adapter_that_cools_down_goes_back_to_few_replicas() -> None:
     assert len(late) <= 2
 
 
-def test_cold_loads_are_far_fewer_than_with_random_routing() -> None:
-    chance = random.Random(3)
-    weights = [1 / (i + 1) for i in range(60)]
-    arrivals = chance.choices([f"a{i}" for i in range(60)], weights, k=3000)
-    world, routing = World(3, room=10, seconds=0.5), AffinityRouting()
-    for i, adapter in enumerate(arrivals):
-        world.request(routing, adapter, i / 20)
-    held: list[list[str]] = [[], [], []]
-    loads = 0
-    for adapter in arrivals:
-        mine = held[chance.randrange(3)]
-        loads += adapter not in mine
-        mine[:] = [*[a for a in mine if a != adapter][-9:], adapter]
-    assert world.loads < loads / 2, (world.loads, loads)
-    assert max(world.sent.values()) < 0.5 * len(arrivals)
-
-
 def test_a_pinned_adapter_stays_on_its_homes_however_busy_they_are() -> None:
     routing = AffinityRouting(pinned={"p": 2})
     homes = routing.first_homes("p", fleet(6), 2)

@@ -107,17 +107,12 @@ def test_values_reach_every_model_that_has_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (
-            "--set lora_prefetch=x",
-            "no template variable 'lora_prefetch' in .*did you mean .*lora_prefetch_dir",
-        ),
         ("--set max_num_sequences=many", "parameter max_num_sequences must be a whole number, got 'many'"),
         ("--set triton_max_batch_size=0", "triton_max_batch_size must be at least 1, got '0'"),
         ("--set triton_max_batch_size=", "the variable triton_max_batch_size needs a value: --set"),
         ("--set logits_datatype=FP32", "logits_datatype must be one of TYPE_FP16, TYPE_BF16, TYPE_FP32"),
         ("--set decoupled_mode=maybe", "decoupled_mode must be true or false, got 'maybe'"),
         ("""--set 'dtype=a"b'""", "dtype must not contain quotes"),
-        ("--models tensorrt_llm,vision", "no model 'vision': choose from .*tensorrt_llm_bls"),
         ("--lora-root /nowhere", "--lora-root /nowhere is not a directory"),
         (f"--lora-root {ADAPTERS}/chinese", f"is an adapter: name the folder that holds it, {ADAPTERS}"),
         ("--set engine_dir=", "engine_dir. must name the model directory"),
@@ -132,12 +127,6 @@ def test_what_is_wrong_is_one_line_and_nothing_is_written(
     assert re.search(words, said)
     assert said.count("\n") == 1
     assert not (tmp_path / "repo").exists()
-
-
-def test_a_model_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    for folder, words in ((tmp_path, "is empty"), (ADAPTERS / "chinese", "is an adapter")):
-        assert main(["repo", str(folder), "-o", str(tmp_path / "repo")]) == 1
-        assert re.search(f"^manylora repo: {folder} {words}", capsys.readouterr().err)
 
 
 def test_a_model_of_the_hub_is_asked_for_by_its_id(

@@ -115,16 +115,6 @@ def test_a_wrong_line_is_named(content: bytes, number: int, reason: str, tmp_pat
     assert raised.value.problems[0].number == number
 
 
-def test_a_batch_with_wrong_lines_fails_and_names_them(client: openai.OpenAI) -> None:
-    batch = run(client, jsonl(line("a"), line("b", stream=True)))
-    assert batch.status == "failed"
-    assert batch.errors is not None
-    assert batch.errors.data is not None
-    assert [(one.line, one.code, one.param) for one in batch.errors.data] == [
-        (2, "invalid_line", "body.stream")
-    ]
-
-
 def test_a_batch_is_cancelled_and_keeps_what_was_answered(client: openai.OpenAI) -> None:
     content = jsonl(*(line(str(n), max_tokens=200, ignore_eos=True) for n in range(500)))
     file = client.files.create(file=("in.jsonl", content), purpose="batch")

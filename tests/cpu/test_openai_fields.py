@@ -434,23 +434,3 @@ def test_a_template_sees_its_variables(server: Running, tmp_path: Any) -> None:
         assert Tokenizer(DEMO / "base").decode(tokens, False) == f"{user}<|assistant|>Par"
     finally:
         own.close()
-
-
-def test_endpoints_that_tools_ask(server: Running) -> None:
-    assert server.http.get("/ping").json() == {"status": "ready"}
-    assert server.http.get("/version").json()["version"]
-    info = server.http.get("/tokenizer_info").json()
-    assert info["eos_token"] == "</s>" and "add_generation_prompt" in info["chat_template"]
-    assert not any("/" in str(value) for name, value in info.items() if "path" in name or "file" in name)
-    page = server.http.get("/docs")
-    assert page.headers["content-type"].startswith("text/html") and "http" not in page.text.replace(
-        "httpx", ""
-    )
-    for word in ("/v1/chat/completions", "ChatRequest", "continuous_usage_stats", "cache_salt"):
-        assert word in page.text
-    assert server.http.get("/page/docs.css").status_code == 200
-
-
-def test_the_long_context_of_the_demo_is_served(server: Running) -> None:
-    found = complete(server, prompt="a b " * 600, max_tokens=8, ignore_eos=True)
-    assert found["usage"]["prompt_tokens"] > 1500 and found["usage"]["completion_tokens"] == 8

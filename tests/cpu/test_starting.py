@@ -35,7 +35,6 @@ from manylora.errors import ConfigError
 from manylora.lora.catalog.catalog import AdapterCatalog
 from manylora.lora.catalog.entry import CatalogError
 from manylora.openai.arguments import parse_options
-from manylora.system.progress import Progress, size
 
 ADAPTER = DEMO / "adapters" / "chinese"
 
@@ -418,25 +417,6 @@ def test_ctrl_c_in_a_download_does_not_wait_for_it(tmp_path: Path, hub_home: dic
 def maps(pid: int) -> str:
     """The compiled modules that a process has loaded."""
     return "manylora" if "tokenizers" in Path(f"/proc/{pid}/maps").read_text() else ""
-
-
-def test_progress_is_silent_when_quick_and_a_line_now_and_then_when_not(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    now = [0.0]
-    for seconds, lines in ((1.5, 1), (30.0, 7)):
-        caplog.clear()
-        with (
-            caplog.at_level("INFO"),
-            Progress("loading", "loaded", "weights", 10**9, lambda: now[0]) as progress,
-        ):
-            for _ in range(100):
-                now[0] += seconds / 100
-                progress.add(10**7)
-        assert len(caplog.messages) == lines
-        assert caplog.messages[-1] == f"loaded weights: 1.0 GB in {seconds:.1f} s"
-    assert caplog.messages[1] == "loading weights: 24 %, 240.0 MB of 1.0 GB, 7 s, 33.3 MB/s"
-    assert [size(count) for count in (999, 1500, 2**30)] == ["999 bytes", "1.5 kB", "1.1 GB"]
 
 
 def test_a_share_of_the_memory_is_kept(models: Path) -> None:

@@ -89,22 +89,6 @@ def text_of(responses: list[dict[str, Any]]) -> list[bytes]:
     return [one["text_output"][0] for one in responses]
 
 
-def test_a_stream_comes_piece_by_piece_or_accumulated() -> None:
-    assert text_of(run(Models(), text_request("a", stream=True))) == [b"b", b"c", b"d", b"e", b"f"]
-    whole = run(Models(3), text_request("a", stream=True), accumulate=True)
-    assert text_of(whole) == [b"b", b"bc", b"bcd"]
-    assert [sorted(one) for one in whole] == [["finish_reason", "text_output"]] * 3
-
-
-def test_tokens_are_counted_for_who_asks() -> None:
-    asked = text_request("abc", stream=True, return_num_input_tokens=True, return_num_output_tokens=True)
-    found = [
-        (one["num_input_tokens"].item(), one["num_output_tokens"].item()) for one in run(Models(2), asked)
-    ]
-    assert found == [(3, 1), (3, 1)]
-    assert "num_input_tokens" not in run(Models(1), text_request("abc"))[0]
-
-
 def test_later_releases_names_are_taken_too() -> None:
     models = Models(1)
     run(models, text_request("a", seed=7, min_tokens=3))

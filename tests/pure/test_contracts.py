@@ -14,7 +14,6 @@ import pytest
 from manylora.config.pooling import PoolingSettings
 from manylora.contracts.llmapi_model import LlmapiModel
 from manylora.contracts.prompts import EngineSetup, PromptRequest, PromptRunner
-from manylora.contracts.vllm_metrics import families, samples
 from manylora.contracts.vllm_model import (
     NO_EFFECT,
     REFUSED,
@@ -25,7 +24,7 @@ from manylora.contracts.vllm_model import (
     read_parameters,
     takes_adapters,
 )
-from manylora.errors import AdapterNotFoundError, ConfigError, RequestCancelledError, RequestError
+from manylora.errors import ConfigError, RequestCancelledError, RequestError
 from manylora.generation.sampling import PARAMETERS
 from manylora.generation.tokenizer import Tokenizer
 from manylora.lora.catalog.files import AdapterFolders
@@ -268,26 +267,6 @@ def test_a_stream_of_vllms_model_and_a_stop_text_that_ends_it() -> None:
     assert stopped[-1]["finish_reason"][0] == b"stop" and engine.stopped  # type: ignore[index]
 
 
-def test_errors_of_vllms_model() -> None:
-    for inputs, words in (
-        (
-            {"stream": True, "exclude_input_in_output": False},
-            "When streaming, `exclude_input_in_output` = False",
-        ),
-        ({"image": "aGk="}, "input image is not supported by this server: leave it out"),
-    ):
-        with pytest.raises(RequestError, match=words):
-            vllm(Engine(), text_input="Hi", **inputs)
-    unknown = Engine(RequestError(str(AdapterNotFoundError("bactrian"))))
-    with pytest.raises(RequestError) as error:
-        vllm(unknown, text_input="Hi", sampling={"lora_name": "bactrian"})
-    assert str(error.value) == "LoRA bactrian is not supported, we currently support ['doll', 'sheep']"
-    model = VllmModel(runner(Engine()), [], enabled=False)
-    named = Request(text_input="Hi", sampling_parameters='{"lora_name": "doll"}')
-    with pytest.raises(RequestError, match=r"LoRA feature is not enabled\."):
-        list(model.answer(ClientRequest(lambda: False), named))  # type: ignore[arg-type]
-
-
 def test_an_embedding_of_vllms_model() -> None:
     """As Triton's OpenAI frontend asks for one: without text_input."""
     settings = PoolingSettings("mean", dimensions=(1, 2, 3))
@@ -352,27 +331,6 @@ def test_adapters_among_the_parameters_are_not_ignored() -> None:
         vllm(Engine(), text_input="Hi", own='{"lora_mix_scales": [1]}')
 
 
-def test_several_adapters_go_to_the_engine_by_their_names() -> None:
-    engine, names = Engine(), ["doll", "bear"]
-    vllm(engine, text_input="Hi", sampling={"lora_mix_names": names, "lora_mix_scales": [0.5, "-1.25"]})
-    tensors = {"lora_mix_names": np.array(names, np.object_), "lora_mix_scales": np.array([0.5, -1.25])}
-    llmapi(engine, text_input="Hi", **tensors)
-    for sent in engine.asked:
-        assert sent["lora_mix_names"].tolist() == [[b"doll", b"bear"]]
-        assert sent["lora_mix_scales"].tolist() == [[0.5, -1.25]]
-        assert "lora_mix_task_ids" not in sent
-    for given, reason in (
-        ({"lora_mix_names": names, "lora_name": "doll"}, "stand alone"),
-        ({"lora_mix_names": names, "lora_mix_scales": [1]}, "one of lora_mix_scales for each: 2"),
-        ({"lora_mix_names": names, "lora_mix_scales": "1"}, "lora_mix_scales must be a list of numbers"),
-        ({"lora_mix_names": names * 5}, "at most 8 adapters"),
-    ):
-        with pytest.raises(RequestError, match=reason):
-            vllm(engine, text_input="Hi", sampling=given)
-    with pytest.raises(RequestError, match="leave lora_id out"):
-        llmapi(engine, text_input="Hi", **tensors, lora_id=np.uint64(7))
-
-
 def test_an_adapter_goes_to_the_engine_by_its_name() -> None:
     engine = Engine()
     vllm(engine, text_input="Hi", sampling={"lora_name": "doll"})
@@ -428,30 +386,6 @@ def test_answers_of_the_llmapi_model() -> None:
     assert pieces[-1]["stop_reason"][0] == b"capital"  # type: ignore[index]
 
 
-def test_errors_of_the_llmapi_model() -> None:
-    for inputs, words in (
-        (
-            {"streaming": True, "decoupled": False},
-            r"^Error generating request: Streaming is only supported in decoupled mode\.",
-        ),
-        ({"image_url": ["http://x"]}, "input image_url is not supported"),
-        ({"sampling_param_logits_post_processor_name": "x"}, "post_processor_name is not supported"),
-        ({"sampling_param_best_of": np.int32(2)}, "Greedy decoding"),
-        ({"sampling_param_best_of": np.int32(2**30)}, "best_of must be at most 128"),
-        ({"sampling_param_max_tokens": np.int32(0)}, "max_tokens must be >= 1, got 0"),
-        ({"lora_ckpt_source": "zip", "lora_name": "a"}, r"must be one of \('hf', 'nemo'\), got 'zip'"),
-        ({"lora_ckpt_source": "hf"}, "lora_ckpt_source goes with lora_name or lora_path"),
-        ({"lora_ckpt_source": "hf", "lora_id": np.uint64(3)}, "lora_ckpt_source goes with lora_name"),
-        ({"stop": True}, "A request id must be provided for request cancellation"),
-    ):
-        with pytest.raises(RequestError, match=words):
-            llmapi(Engine(), **{"text_input": "Hi"} | inputs)
-    with pytest.raises(RequestError, match="Expected a scalar tensor for tensor text_input, got 2 values"):
-        llmapi(Engine(), text_input=["a", "b"])
-    with pytest.raises(RequestCancelledError, match="Request cancelled by client"):
-        llmapi(Engine(), text_input="", stop=True, request_id="1")
-
-
 def test_a_stop_reaches_the_open_request_of_that_id_alone() -> None:
     model = LlmapiModel(runner(Engine()), AdapterFolders(), True)
     clients = [ClientRequest(lambda: False) for _ in range(3)]
@@ -465,23 +399,6 @@ def test_a_stop_reaches_the_open_request_of_that_id_alone() -> None:
         next(model.answer(clients[2], Request(text_input="", stop=True, request_id="1")))  # type: ignore[arg-type]
     assert [client.abandoned for client in clients] == [False, True, False]
     assert len(clients[1].to_stop()) == 1
-
-
-def test_metrics_of_a_finished_answer() -> None:
-    told: list[tuple[Any, Any]] = []
-    model = VllmModel(runner(Engine()), [], observe=lambda *one: told.append(one))
-    list(model.answer(ClientRequest(lambda: False), Request('{"max_tokens": 99}', text_input="Hi")))  # type: ignore[arg-type]
-    [one] = told
-    found = samples(*one)
-    assert {name for name, _ in found} == set(families(512))
-    counts = dict(found)
-    assert counts["vllm:generation_tokens_total"] == len(SPOKEN)
-    assert (
-        counts["vllm:time_to_first_token_seconds"] == 1.0
-        and counts["vllm:e2e_request_latency_seconds"] == 3.0
-    )
-    assert [name for name, _ in found].count("vllm:time_per_output_token_seconds") == len(SPOKEN) - 1
-    assert families(7)["vllm:request_prompt_tokens"].buckets == (1.0, 2.0, 5.0)
 
 
 def test_files_of_the_operator(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
-"""Protects each module's list of public names: it can be imported, and has them."""
+"""Protects each module's list of public names: it can be imported, and has them; and how far a reader follows
+a warm request: through as few files of src as ways.py says."""
 
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -44,3 +47,9 @@ def test_public_names_exist() -> None:
 def test_every_name_is_the_same_at_every_path() -> None:
     for module, name in SAME:
         assert getattr(importlib.import_module(f"manylora.{module}"), name) is getattr(manylora, name), module
+
+
+def test_a_warm_request_runs_through_few_files() -> None:
+    script = Path(__file__).resolve().parents[1] / "ways.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]

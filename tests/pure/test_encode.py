@@ -1,12 +1,23 @@
-"""Protects what a response carries: reasons at the end, the ids before a chunk, logits by chunk."""
+"""Protects what a response carries: reasons, the ids before a chunk, logits by chunk, pooled outputs; what is
+counted of it; and where an activated LoRA begins to act."""
 
 from __future__ import annotations
 
-import numpy as np
+import random
+from pathlib import Path
 
+import numpy as np
+import pytest
+
+from manylora.engine.sequence import find_last
+from manylora.errors import RequestError
 from manylora.generation.stream import WINDOW
-from manylora.request import Event, FinishReason, Request, RequestMetrics, SamplingConfig
+from manylora.request import Event, FinishReason, Pooling, Request, RequestMetrics, SamplingConfig
+from manylora.system.lifeline import RUN_DIR, STARTING_FILE
+from manylora.wire.decode import decode_requests
 from manylora.wire.encode import ResponseEncoder, merge_waiting
+from manylora.wire.engine_client import AnswerReader, request_tensors
+from manylora.wire.metrics import RequestMeter
 
 
 def test_reason_and_tier_come_with_the_last_response() -> None:
@@ -46,3 +57,80 @@ def test_logits_of_merged_events_stay_together_and_those_of_the_prompt_are_repea
     assert end["generation_logits"].shape == (1, 1, 0, 3)
     for tensors in (first, middle, end):
         np.testing.assert_array_equal(tensors["context_logits"], prompt[np.newaxis])
+
+
+def sent(request: Request) -> Request:
+    """As the model sees it, which has scalars without their dimension."""
+    tensors = request_tensors(request)
+    scalars = ("streaming", "exclude_input_in_output", "classification_head", "request_output_len")
+    arrays = {name: value[:, 0] if name in scalars else value for name, value in tensors.items()}
+    [decoded] = decode_requests(arrays, "", decoupled=True)
+    return decoded.request
+
+
+@pytest.mark.parametrize("pooling", [Pooling(), Pooling("mean"), Pooling("all", head=True), None])
+def test_a_request_and_its_answer_cross_the_wire(pooling: Pooling | None) -> None:
+    request = Request((5, 6, 7), pooling=pooling)
+    assert sent(request).pooling == pooling
+    shape = (3, 4) if pooling is not None and pooling.mode == "all" else (4,)
+    values = None if pooling is None else np.random.default_rng(1).random(shape, np.float32)
+    event = Event(finish_reason=FinishReason.STOP, last=True, pooled=values)
+    outputs = dict(ResponseEncoder(request, None, True).encode(event))
+    assert ("pooled_output" in outputs) == (pooling is not None)
+    [answer] = AnswerReader(request).read(outputs, final=True)
+    assert answer.last
+    if values is None:
+        assert answer.pooled is None
+    else:
+        assert answer.pooled is not None
+        assert np.array_equal(answer.pooled, values)
+
+
+def test_an_unknown_pooling_is_refused() -> None:
+    arrays = request_tensors(Request((5,))) | {"pooling": np.array([[b"max"]], np.object_)}
+    arrays["streaming"] = arrays["streaming"][:, 0]
+    with pytest.raises(RequestError, match="pooling must be one of last, mean, cls, all, got max"):
+        decode_requests(arrays, "", decoupled=True)
+
+
+FINISHED = Event(
+    finish_reason=FinishReason.LENGTH,
+    last=True,
+    metrics=RequestMetrics(arrival_ns=0, prompt_tokens=3, output_tokens=5),
+)
+
+
+def counted(meter: RequestMeter) -> dict[str, float]:
+    return {sample.family: sample.value for sample in meter.samples(None, FINISHED)}
+
+
+def test_a_request_before_the_server_is_called_ready_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUN_DIR, str(tmp_path))
+    (tmp_path / STARTING_FILE).touch()
+    meter = RequestMeter()
+    assert counted(meter) == {}
+    (tmp_path / STARTING_FILE).unlink()
+    assert counted(meter)["nv_llm_input_token_len"] == 3
+
+
+def test_without_a_launcher_every_request_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RUN_DIR, raising=False)
+    assert counted(RequestMeter())["nv_llm_output_token_len"] == 5
+
+
+def test_the_last_place_is_found() -> None:
+    picks = random.Random(1)
+    for _ in range(3000):
+        tokens = tuple(picks.randrange(3) for _ in range(picks.randrange(12)))
+        wanted = tuple(picks.randrange(3) for _ in range(picks.randint(1, 4)))
+        places = [i for i in range(len(tokens)) if tokens[i : i + len(wanted)] == wanted]
+        assert find_last(tokens, wanted) == (places[-1] if places else None), (tokens, wanted)
+
+
+def test_long_sequences_that_nearly_fit_everywhere_take_no_time() -> None:
+    """The product of the two lengths would be minutes."""
+    wanted = (7,) * 4095 + (8, 7, 7)
+    assert find_last((7,) * 1_000_000, wanted) is None
+    assert find_last((*wanted, *(7,) * 100_000), wanted) == 0

@@ -1,16 +1,22 @@
-"""Protects files of settings: absent they are empty, and one that holds something else is named; and the
-names under which a base model is served."""
+"""Protects files of settings and of models: absent, unreadable or of something else they are named; a base
+model's names; and where its generation defaults come from."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
 import pytest
-
 from manylora.config.model_folder import check_model_folder
 from manylora.config.settings import read_settings
 from manylora.errors import ConfigError
 from manylora.openai.arguments import parse_options
+import errno
+import json
+import os
+from typing import Any
+from manylora.config.model_folder import check_adapter_path
+from manylora.llmapi.model_defaults import LLAMA_CPP
+from manylora.llmapi.model_defaults import model_defaults
+from manylora.openai.options import ServeOptions
 
 
 def test_a_file_that_is_not_there_is_empty(tmp_path: Path) -> None:
@@ -69,3 +75,81 @@ def test_a_gguf_file_is_served_under_its_name_and_found_under_its_path(tmp_path:
         ConfigError, match=r"^the file .*v1.5-q8.gguf does not exist \(did you mean .*v1.5-f16.gguf"
     ):
         check_model_folder(tmp_path / "v1.5-q8.gguf")
+
+
+TOLD = f"cannot be read: Permission denied; let the user of this process, uid {os.getuid()}, read it$"
+LONG = Path("a" * 300)  # no disk has such a name; the system's error is any that is not expected
+
+
+@pytest.fixture
+def unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model's, whose files nobody may open; root may open all others."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}", encoding="utf-8")
+
+    def refuse(path: Path, *_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "read_text", refuse)
+    return tmp_path
+
+
+def test_a_file_that_may_not_be_read_is_named_with_the_user(unreadable: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^{unreadable / 'model.safetensors'} {TOLD}"):
+        check_model_folder(unreadable)
+    with pytest.raises(ConfigError, match=f"^{unreadable / 'config.json'} {TOLD}"):
+        read_settings(unreadable / "config.json")
+
+
+def test_any_other_reason_is_told(tmp_path: Path) -> None:
+    for check in (check_model_folder, check_adapter_path):
+        with pytest.raises(ConfigError, match=r"^a+.* cannot be read: File name too long$"):
+            check(LONG)
+    with pytest.raises(ConfigError, match=r"^a+.* cannot be read: File name too long$"):
+        ServeOptions(tmp_path, lora_root=(LONG,))
+
+
+def folder(path: Path, **settings: Any) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "generation_config.json").write_text(json.dumps(settings))
+    return path
+
+
+def test_the_models_own_file_counts_as_far_as_it_is_supported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert model_defaults(tmp_path, 100).fields == {}
+    own = folder(tmp_path / "m", temperature=0.6, top_k=20, top_p=1.5, num_beams=4, eos_token_id=[7, 900])
+    found = model_defaults(own, 100)
+    assert (found.fields, found.end_ids) == ({"temperature": 0.6, "top_k": 20}, None)
+    told = [record.message for record in caplog.records]
+    assert ["top_p" in told[0], "num_beams" in told[1], "900" in told[2], len(told)] == [True, True, True, 3]
+    assert model_defaults(own, 100, "vllm").fields == {}
+    assert model_defaults(own, 1000).end_ids == (7, 900)
+
+
+def test_what_the_operator_says_replaces_it(tmp_path: Path) -> None:
+    own, other = folder(tmp_path / "m", do_sample=False, top_k=20), folder(tmp_path / "o", top_p=0.5)
+    assert model_defaults(own, 100).fields == {"top_k": 20, "temperature": 0.0}
+    assert model_defaults(own, 100, "auto", {"temperature": 0.3}).fields == {"top_k": 20, "temperature": 0.3}
+    assert model_defaults(own, 100, "vllm", {"max_new_tokens": 9}).max_tokens == 9
+    assert model_defaults(own, 100, str(other)).fields == {"top_p": 0.5}
+    for source, override, words in (
+        (str(tmp_path), {}, "has no generation_config.json: give auto, vllm, or a folder"),
+        (str(folder(tmp_path / "b", top_p=3)), {}, "top_p must be a number from 0 to 1"),
+        ("auto", {"temprature": 1}, "override_generation_config: temprature is not supported"),
+        ("auto", {"temperature": "1"}, "override_generation_config: temperature must be a number"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            model_defaults(own, 100, source, override)
+
+
+def test_a_gguf_file_without_defaults_gets_llama_cpps(tmp_path: Path) -> None:
+    own = folder(tmp_path / "m", eos_token_id=[3])
+    (own / "model.gguf").touch()
+    assert model_defaults(own, 100).fields == LLAMA_CPP
+    assert model_defaults(own, 100, "vllm").fields == {}
+    assert model_defaults(own, 100, "auto", {"top_k": -1}).fields == {**LLAMA_CPP, "top_k": -1}
+    folder(own, temperature=0.1)
+    assert model_defaults(own, 100).fields == {"temperature": 0.1}

@@ -1,14 +1,103 @@
-"""Protects a server in a container or a service with limits: it counts the processors and the memory that it
-may use, not those of the machine."""
+"""Protects what the package asks of the operating system: memory of a step that stays, threads that wait
+briefly or step back, pauses, and the limits of a container."""
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from manylora.system import cgroup
 from manylora.system.cgroup import UNLIMITED, available_memory, usable_processors
+from manylora.system.own_clock import OwnClock
+from manylora.system.threads import NICE, lower_priority, thread_settings
+
+# Page faults of taking and filling 64 MB the second time, in blocks that the C library maps on their own.
+CODE = """
+import ctypes, resource
+from manylora.system.allocator import keep_memory
+{call}
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+def step():
+    places = [libc.malloc(2**23) for _ in range(8)]
+    for place in places:
+        ctypes.memset(place, 1, 2**23)
+    for place in places:
+        libc.free(place)
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_what_is_freed_is_taken_again_without_faults() -> None:
+    def faults(call: str) -> int:
+        done = subprocess.run([sys.executable, "-c", CODE.format(call=call)], capture_output=True, check=True)
+        return int(done.stdout)
+
+    assert faults("assert keep_memory()") < 8 <= faults("") / 4
+
+
+SAID = [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}]
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_threads_spin_briefly_unless_the_environment_says_otherwise(said: dict[str, str]) -> None:
+    found = thread_settings({"HOME": "/", **said})
+    assert found == {"HOME": "/", **(said or {"GOMP_SPINCOUNT": "1000"})}
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_the_package_says_so_to_its_process(said: dict[str, str]) -> None:
+    plain = {
+        name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    }
+    code = "import manylora, os; print(os.environ.get('GOMP_SPINCOUNT'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**plain, **said}, capture_output=True, check=True
+    )
+    want = said.get("GOMP_SPINCOUNT") if said else "1000"
+    assert done.stdout.decode().strip() == str(want)
+
+
+def test_a_gap_counts_only_as_a_look_may_take() -> None:
+    times = iter([100.0, 100.5, 102.0, 702.0, 702.25])
+    clock = OwnClock(2.0, lambda: next(times))
+    assert [clock.read() for _ in range(4)] == [0.5, 2.0, 4.0, 4.25]
+
+
+def priority() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def test_a_thread_that_steps_back_takes_its_own_threads_with_it_and_nobody_else() -> None:
+    before = priority()
+    with ThreadPoolExecutor(1, "back", lower_priority) as back, ThreadPoolExecutor(1) as beside:
+        assert back.submit(priority).result() == max(before, NICE)
+        with back.submit(ThreadPoolExecutor, 1).result() as own:
+            assert back.submit(lambda: own.submit(priority).result()).result() == max(before, NICE)
+        assert beside.submit(priority).result() == before
+    assert priority() == before
+
+
+def test_a_thread_that_is_lower_already_stays_there() -> None:
+    def lowest() -> int:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        lower_priority()
+        return priority()
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lowest).result() == 19
+
 
 GIB = 2**30
 

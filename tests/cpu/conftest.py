@@ -135,3 +135,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
     shutil.copytree(DEMO / "adapters", folder, dirs_exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for a module's models and adapters."""
+    return tmp_path_factory.mktemp("workshop")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    """The OpenAI server on the demo's model and adapters."""
+    from serving import Running
+
+    running = Running(lora_root=(DEMO / "adapters",))
+    yield running
+    running.close()

@@ -39,13 +39,6 @@ MIXED = [line(f"{name}-{n}", name) for n in range(3) for name in EXPECTED]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    running = Running(lora_root=(DEMO / "adapters",))
-    yield running
-    running.close()
-
-
-@pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
         yield made

@@ -54,11 +54,6 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("extras")
-
-
-@pytest.fixture(scope="module")
 def model(workshop: Path) -> Path:
     """With biases on its linear layers, and a head that is the embedding."""
     return make_model(workshop / "model", "llama-biases", seed=7, tie_word_embeddings=True)

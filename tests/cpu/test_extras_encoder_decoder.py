@@ -39,11 +39,6 @@ STAGES, SHARED = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("both")
-
-
-@pytest.fixture(scope="module")
 def t5(workshop: Path) -> Path:
     return make_model(workshop / "t5-model", "t5", seed=3)
 

@@ -77,11 +77,6 @@ def is_kept(lora: LoraInput) -> bool:
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("float8")
-
-
-@pytest.fixture(scope="module")
 def model(workshop: Path) -> Path:
     return make_model(workshop / "model", "llama-biases", seed=3)
 

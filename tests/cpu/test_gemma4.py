@@ -33,11 +33,6 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 WEIGHTS = "adapter_model.safetensors"
 
 
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("gemma4")
-
-
 @pytest.fixture(scope="module", params=["gemma4", "gemma4-moe", "gemma4-shared"])
 def model(request: pytest.FixtureRequest, workshop: Path) -> Path:
     return make_model(workshop / request.param, request.param, seed=6)

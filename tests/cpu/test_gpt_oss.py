@@ -53,11 +53,6 @@ Reasoning: {{ reasoning_effort }}
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("gpt-oss")
-
-
-@pytest.fixture(scope="module")
 def model(workshop: Path) -> Path:
     return make_model(workshop / "model", "gpt-oss", seed=6, hidden_size=64, intermediate_size=32)
 

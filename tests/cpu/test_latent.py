@@ -43,11 +43,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("latent")
-
-
 def logits_of(model: Path, ids: list[list[int]], adapters: list[LoraInput | None]) -> list[torch.Tensor]:
     decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
     return Driver(decoder, ids, adapters).run()

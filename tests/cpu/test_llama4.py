@@ -29,11 +29,6 @@ from manylora.request import Request, SamplingConfig
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("llama4")
-
-
 def test_a_step_is_cut_at_the_borders_of_chunks() -> None:
     """Blocks of 2 tokens, chunks of 4: a prompt from position 3 to 9, and one token at position 5."""
     table = torch.tensor([[10, 11, 12, 13, 14], [20, 21, 22, 0, 0]], dtype=torch.int32)

@@ -75,11 +75,6 @@ SHARED = {
 }
 
 
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("moe")
-
-
 def by_number(adapter: Path, path: Path, mixtral: bool) -> Path:
     """The same adapter as PEFT wrote it before it stacked experts: matrices of each expert by its number."""
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from serving import DEMO, Running
+from serving import Running
 
 from manylora.openai.serving.anthropic import MessagesRequest, chat_request
 
@@ -23,13 +23,6 @@ WEATHER = {
         "additionalProperties": False,
     },
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    running = Running(lora_root=(DEMO / "adapters",))
-    yield running
-    running.close()
 
 
 @pytest.fixture(scope="module")

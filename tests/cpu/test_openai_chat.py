@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import DEMO, Running
+from serving import Running
 
 from manylora.errors import ConfigError, RequestError
 from manylora.generation.chat_template import ChatTemplate
@@ -30,13 +29,6 @@ WEATHER = {
 TIME = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
 CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    running = Running(lora_root=(DEMO / "adapters",))
-    yield running
-    running.close()
 
 
 def use(**fields: Any) -> ToolUse:

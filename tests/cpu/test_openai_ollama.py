@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serving import DEMO, Running
+from serving import Running
 
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.ollama_request import OllamaChat, OllamaGenerate, chat_request
@@ -30,13 +29,6 @@ COUNTS = {
     "total_duration", "load_duration", "prompt_eval_count", "prompt_eval_duration", "eval_count",
     "eval_duration",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    running = Running(lora_root=(DEMO / "adapters",))
-    yield running
-    running.close()
 
 
 def lines(server: Running, path: str, **body: Any) -> list[dict[str, Any]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
-from serving import DEMO, Running
+from serving import Running
 
 from manylora.generation.decoding import Decoding, StopRules
 from manylora.generation.generation import Generation
@@ -43,13 +42,6 @@ IN_A_MESSAGE = [
 
 class City(BaseModel):
     name: Literal["Rome", "Oslo"]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    running = Running(lora_root=(DEMO / "adapters",))
-    yield running
-    running.close()
 
 
 @pytest.fixture(scope="module")

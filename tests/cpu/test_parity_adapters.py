@@ -59,11 +59,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kinds")
-
-
 @lru_cache
 def decoder_of(model: Path) -> Decoder:
     return load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))

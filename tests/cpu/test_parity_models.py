@@ -81,11 +81,6 @@ def decoder_of(model: Path, dtype: torch.dtype = torch.float32, max_seq_len: int
     return load_decoder(model, read_model_config(model), dtype, open_device("cpu"), max_seq_len)
 
 
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("families")
-
-
 def test_every_architecture_has_a_tiny_model() -> None:
     from transformers.models.auto import modeling_auto as auto
 

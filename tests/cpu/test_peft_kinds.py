@@ -38,11 +38,6 @@ from manylora.request import LoraInput, Request, SamplingConfig
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kinds")
-
-
 def diagonal_settings(model: Path) -> list[peft.PeftConfig]:
     names = linear_names(read_model_config(model))
     linears, down = list(names.linears), names.linears[-1]

@@ -29,11 +29,6 @@ SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_tokens
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("pooling")
-
-
-@pytest.fixture(scope="module")
 def model(workshop: Path) -> Path:
     return make_model(workshop / "model", "llama", seed=1)
 

@@ -51,11 +51,6 @@ request = partial(request_of, count=COUNT)
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("recurrent")
-
-
 class Served(ServedModel):
     """A model, and two adapters on all of its linear layers, made once."""
 

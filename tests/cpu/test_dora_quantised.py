@@ -174,6 +174,16 @@ def test_the_normaliser_and_the_converter_take_a_quantised_base(tmp_path: Path) 
     np.testing.assert_allclose(read(out, quantised).weights, expected, rtol=1e-5)
 
 
+def test_some_rows_of_a_matrix_are_made_wide_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantised, wide = make_pair(tmp_path, KINDS["awq"])
+    adapter = make_kind(tmp_path / "adapter", wide, "DoRA", 1)
+    whole = read(adapter, quantised).weights
+    monkeypatch.setattr("manylora.lora.formats.base_weights.CHUNK", 7 * 96)
+    np.testing.assert_allclose(read(adapter, quantised).weights, whole, rtol=1e-6)
+
+
 def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
     quantised, _ = make_pair(tmp_path, KINDS["awq"])
     other = make_model(tmp_path / "other", "llama", hidden_size=128)

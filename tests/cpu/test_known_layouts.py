@@ -7,14 +7,18 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from blake3 import blake3
+from row_files import RowFile
 from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model
 
 from manylora.errors import AdapterInvalidError
-from manylora.kernels import native
+from manylora.kernels import loading, native
 from manylora.lora.bounds import Bounds
 from manylora.lora.formats import peft_folder
 from manylora.lora.formats.peft_folder import read_peft_whole
@@ -26,6 +30,11 @@ from manylora.lora.tensors import AdapterRow
 from manylora.model.checkpoint import read_model_config
 
 WEIGHTS = "adapter_model.safetensors"
+# rank, in, out: many of them together, and some that are more than that alone
+SHAPES = [
+    (1, 1, 1), (1, 5, 3), (1, 100, 153), (1, 100, 154), (1, 127, 129), (2, 300, 200), (5, 333, 77),
+    (16, 64, 128), (8, 768, 256), (16, 300, 783), *((1, n, n + 1) for n in range(600, 4000, 371)),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +49,27 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> tuple[ReadOptions, lis
 def loaded() -> None:
     if native.load() is None:
         pytest.skip("needs compiled kernels")
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("target", ["float32", "bfloat16"])
+@pytest.mark.parametrize("source", ["float32", "bfloat16"])
+def test_rows_are_taken_with_their_digests(
+    compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, target: str, threads: int
+) -> None:
+    monkeypatch.setattr(loading, "TOGETHER", 0)
+    monkeypatch.setattr(loading, "IN_CACHE", 20_000)
+    made = RowFile(tmp_path / "rows", SHAPES, source, target, lambda a, b: np.concatenate((a, b), None))
+
+    def take(descriptor: int) -> list[bytes] | None:
+        digest = lambda numbers: blake3(numbers).digest()  # noqa: E731
+        return loading.take_rows(descriptor, made.table, target, source, threads, digest)
+
+    digests = made.read(take)
+    assert digests == [blake3(b"float32\0" + numbers.tobytes()).digest() for numbers in made.numbers]
+    made.check_memory()
+    assert all(made.read(take, content) is None for content in made.broken(every=7))
+    assert made.read(take) is not None
 
 
 def rows_of(folder: Path, options: ReadOptions) -> list[AdapterRow]:

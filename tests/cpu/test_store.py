@@ -20,13 +20,15 @@ from tiny_models import make_model
 from manylora.config.engine import LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.errors import AdapterInvalidError, AdapterNotCachedError
-from manylora.lora import tensors, transfers
+from manylora.lora import staging, tensors, transfers
 from manylora.lora.catalog import files, reader
 from manylora.lora.formats.npy import write_npy
+from manylora.lora.formats.peft import rows as peft_rows
 from manylora.lora.formats.peft_folder import read_peft
 from manylora.lora.formats.tensor_files import decode, read_safetensors
 from manylora.lora.number_types import BFLOAT16, narrow_to_bfloat16
 from manylora.lora.pool import AdapterPool
+from manylora.lora.rules import AdapterRules
 from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput
@@ -402,6 +404,43 @@ def test_a_folder_that_changes_while_it_is_read_is_known_by_what_was_read(
     write_peft(tmp_path / "new", 3)
     rows = read_peft(tmp_path / "new")
     assert changed.digest == tensors.adapter_from_rows(rows).digest
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16])
+@pytest.mark.parametrize("large", [False, True])
+def test_pages_of_bfloat16_hold_what_those_of_float32_hold_under_the_same_digest(
+    model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool, kind: type
+) -> None:
+    """Also when it is read again and when several threads read. Rows that are not read straight into pages
+    are narrowed as they are read."""
+    monkeypatch.setattr(files, "SETTLED_NS", 5 * 10**7)
+    monkeypatch.setattr(peft_rows, "NARROWED", 0)
+    if large:
+        monkeypatch.setattr(peft_rows, "PARALLEL", 0)
+        monkeypatch.setattr(peft_rows, "PARALLEL_ROWS", 0)
+        monkeypatch.setattr(staging, "LEAST", 0)
+    for name in ("1", "2"):
+        write_peft(tmp_path / name, int(name), kind)
+    time.sleep(2 * files.SETTLED_NS / 1e9)
+    wide = open_store(model, 1, 1, prefetch_dir=tmp_path)
+    narrow = open_store(model, 1, 1, torch.bfloat16, prefetch_dir=tmp_path)
+    kinds = set()
+    plain = AdapterRules.check_rows
+    for task_id in (1, 2, 1, 2):
+        one, other = take(wide, LoraInput(task_id)), take(narrow, LoraInput(task_id))
+        assert one.digest == other.digest
+        assert wide.admit(one) and narrow.admit(other)
+        expected = torch.from_numpy(on_device(wide, one)).bfloat16().float().numpy()
+        np.testing.assert_array_equal(on_device(narrow, other), expected)
+        wide.release(one)
+        narrow.release(other)
+    monkeypatch.setattr(
+        AdapterRules,
+        "check_rows",
+        lambda *what: kinds.update(r.payload.dtype for r in what[1]) or plain(*what),
+    )
+    take(narrow, LoraInput(1))
+    assert kinds == ({BFLOAT16} if kind is np.float16 else set())
 
 
 def test_a_folder_that_was_just_written_is_not_known_by_its_times(

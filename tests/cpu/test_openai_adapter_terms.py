@@ -147,25 +147,6 @@ def test_a_pinned_adapter_stays_and_there_is_room_for_others(small: Running) -> 
     assert error(pin("nobody")) == (404, "adapter_not_found")
 
 
-def test_a_pin_follows_the_content_of_its_name(small: Running, many: Path) -> None:
-    folder = many / "chinese0"
-    assert small.post("/v1/pin_lora_adapter", lora_name="chinese0").status_code == 200
-    before = card(small, "chinese0")["digest"]
-    config = json.loads((folder / "adapter_config.json").read_text())
-    config["lora_alpha"] += 0.25
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    wait_for(lambda: card(small, "chinese0")["digest"] != before)
-    routes = small.app.state.routes.context
-    wait_for(
-        lambda: (
-            set(routes.pinning._pinned.values()) == {routes.backend.catalog.entry("chinese0").version.task_id}
-        )
-    )
-    churn(small)
-    assert "chinese0" in resident(small)
-    assert small.post("/v1/pin_lora_adapter", lora_name="chinese0", pinned=False).status_code == 200
-
-
 def test_an_alias_is_its_adapter(small: Running) -> None:
     assert text(ask(small, "prod")) == text(ask(small, "chinese0")) == "巴黎"
     assert text(ask(small, "plain")) == "Paris"

@@ -290,10 +290,3 @@ def test_a_stream_that_fails_ends_with_the_reason() -> None:
     assert [event["sequence_number"] for event in events] == [0, 1, 2]
     assert events[-1]["type"] == "response.failed"
     assert events[-1]["response"]["error"] == {"code": "server_error", "message": "It stopped"}
-
-
-def test_an_error_comes_in_the_apis_own_form(server: Running) -> None:
-    answer = server.post("/v1/responses", model="nobody", input="a")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "adapter_not_found")
-    answer = server.post("/v1/responses", model="demo", input="a", max_output_tokens=10**6)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")

@@ -90,30 +90,6 @@ def test_answers_of_the_official_client_are_right_for_mixed_adapters_at_once(ser
     assert server.metric('manylora_lora_cache_adapters{level="host"}') >= 2
 
 
-def test_a_stream_is_the_whole_answer_in_pieces(
-    server: Running, held_steps: Callable[[int], threading.Event]
-) -> None:
-    client = server.client()
-    messages: Any = [{"role": "user", "content": "日本について教えてください。"}]
-    body: dict[str, Any] = {"model": "japanese", "messages": messages, "temperature": 0, "logprobs": True}
-    whole = client.chat.completions.create(**body)
-    chunks, go_on = [], held_steps(8)
-    for chunk in client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}):
-        chunks.append(chunk)
-        if chunk.choices and chunk.choices[0].delta.content:
-            go_on.set()
-    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
-    assert "".join(pieces) == whole.choices[0].message.content
-    assert len([piece for piece in pieces if piece]) > 1
-    assert chunks[-1].usage == whole.usage
-    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
-    streamed = [
-        one for c in chunks if c.choices and c.choices[0].logprobs for one in c.choices[0].logprobs.content
-    ]
-    assert [one.token for one in streamed] == [one.token for one in whole.choices[0].logprobs.content]
-    assert whole.usage is not None and len(streamed) == whole.usage.completion_tokens
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -414,18 +390,6 @@ def test_keys_limit_what_is_used_and_seen(root: Path, tmp_path: Path) -> None:
         assert server.post("/v1/load_lora_adapter", key="boss", **load).status_code == 200
     finally:
         server.close()
-
-
-@pytest.mark.usefixtures("slow_steps")
-def test_a_client_that_leaves_its_stream_is_counted(server: Running) -> None:
-    before = server.metric("manylora_clients_left_total")
-    body = {"model": "chinese", "prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
-    with server.http.stream("POST", "/v1/completions", json=body) as answer:
-        next(answer.iter_lines())
-    wait_for(lambda: server.metric("manylora_clients_left_total") == before + 1)
-    whole = server.post(**body | {"max_tokens": 3})
-    assert whole.text.endswith("data: [DONE]\n\n")
-    assert server.metric("manylora_clients_left_total") == before + 1
 
 
 def test_more_samples_than_the_engine_runs_at_once_are_refused(server: Running) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import json
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from servers import ROOT, Running, fill_repo, new_server
+from test_other_models import post
 
 sys.path.append(str(ROOT / "tests" / "cpu"))
 
@@ -71,15 +70,6 @@ def server(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
     assert started.returncode == 0, started.stderr
     yield running
     assert running.launch("--stop").returncode == 0
-
-
-def post(server: Running, path: str, **body: Any) -> tuple[int, str]:
-    url, content = f"http://127.0.0.1:{server.http}/v2/models/{path}", json.dumps(body).encode()
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, content), timeout=60) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
 
 
 def ask(server: Running, model: str, prompt: str, **more: Any) -> str:

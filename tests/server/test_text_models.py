@@ -3,11 +3,7 @@ keeps nobody waiting, and who leaves `tensorrt_llm_bls` leaves no generation beh
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpc
@@ -63,12 +59,6 @@ def test_long_and_short_texts_of_one_moment_are_all_answered(server: Running) ->
         answers = list(pool.map(lambda text: prepared(server, text.encode()), sent))
     lengths = [int(answer.as_numpy("REQUEST_INPUT_LEN")[0, 0]) for answer in answers]
     assert lengths == [len(text) + 1 for text in sent]  # a token for each byte, and <s>
-
-
-def post(server: Running, model: str, **body: Any) -> str:
-    url = f"http://127.0.0.1:{server.http}/v2/models/{model}/generate"
-    with urllib.request.urlopen(url, json.dumps(body).encode(), timeout=60) as answer:
-        return answer.read().decode()
 
 
 def test_who_leaves_bls_ends_the_generation(server: Running) -> None:

@@ -119,16 +119,6 @@ def test_the_path_of_a_gpu(served: Served, monkeypatch: pytest.MonkeyPatch) -> N
     assert found == [served.expected(*one)[:2] for one in wanted]
 
 
-def test_bfloat16_is_no_farther_than_transformers(served: Served) -> None:
-    ids = tokens(40, 2)
-    config = read_model_config(served.model)
-    exact = reference_logits(served.model, None, ids)
-    theirs = (reference_logits(served.model, None, ids, torch.bfloat16) - exact).square().mean().sqrt()
-    decoder = load_decoder(served.model, config, torch.bfloat16, open_device("cpu"))
-    [found] = Driver(decoder, [ids], [None]).run()
-    assert (found - exact).square().mean().sqrt() <= 1.05 * theirs
-
-
 def test_the_text_tower_of_a_model_that_sees_and_hears(served: Served, tmp_path: Path) -> None:
     """In the names of its release, with keys and values that layers do not use."""
     model = tmp_path / "model"

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_configs
 import torch
 from driver import Driver, agree
 from parity import (
@@ -21,7 +20,6 @@ from parity import (
     make_kind,
     read_from,
     read_nemo_from,
-    report,
 )
 from running import answers, check_bfloat16, check_greedy, tokens
 from safetensors.torch import load_file, save_file
@@ -37,7 +35,6 @@ from tiny_models import (
 
 from manylora.commands.convert import main as convert
 from manylora.commands.inspect import main as inspect
-from manylora.config.blocks import AltUpConfig, BesideConfig
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
@@ -151,48 +148,6 @@ def test_a_nemo_archive_is_its_fused_matrices(family: str, workshop: Path) -> No
     expected = reference_logits(model, peft, tokens(30))
     for found in Driver(decoder_of(model), [tokens(30)] * len(tensors), tensors).run():
         assert agree(found, expected)
-
-
-BESIDE = BesideConfig(1.2, 0.8, 1.3, 0.6)  # as tiny_configs.FALCON_H1 has them
-SETTINGS = {
-    "gemma2": (
-        {"attention_softcap": None}, {"logits_softcap": None}, {"attention_scale": None}, {"norm": "rms"},
-        {"sliding_windows": ()}, {"activation": "gelu"}, {"embedding_scale": 1.0},
-    ),
-    "gemma3": ({"rope_local_theta": None},),
-    "gemma3n": (
-        {"sparsity": ()}, {"v_norm": False}, {"rope_local_theta": None}, {"attention_scale": None},
-        {"sliding_windows": ()}, {"kv_sources": (0, 1, 2, 0, 1, 0)},
-        {"altup": AltUpConfig(3, 0, False, 10)}, {"altup": AltUpConfig(3, 1, True, 10)},
-    ),
-    "gemma3n-plain": ({"logits_softcap": None},),
-    "gemma4": ({"v_norm": False}, {"attention_scale": 0.5}, {"logits_softcap": None}),
-    "granite": ({"residual_scale": 1.0}, {"attention_scale": None}, {"logits_scale": 1.0}),
-    "ministral3": ({"rope_scaling": {**tiny_configs.MINISTRAL3, "llama_4_scaling_beta": None}},),
-    "olmo3": ({"rope_local_theta": None},),
-    "smollm3": ({"unrotated_layers": frozenset()},),
-    "granite4": ({"unrotated_layers": frozenset()},),
-    "falcon-h1": (
-        {"attention_scale": None}, {"mlp_scales": (1.0, 0.7)}, {"mlp_scales": (1.4, 1.0)},
-        *({"beside": replace(BESIDE, **{name: 1.0})} for name in vars(BESIDE)),
-    ),
-    "glm": ({"rope_interleaved": False},),
-    "cohere2": ({"unrotated_layers": frozenset()},),
-    "exaone4": ({"unrotated_layers": frozenset()},),
-    "nemotron": ({"norm": "layer"}, {"activation": "relu"}),
-    "gpt-neox": ({"partial_rotary_factor": 0.5}, {"parallel_blocks": False}, {"qkv_groups": 1}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("family", sorted(SETTINGS))
-def test_each_setting_changes_the_logits(family: str, workshop: Path) -> None:
-    """Else the comparison above would say nothing about it."""
-    model = make_model(workshop / f"settings-{family}", family, seed=3)
-    config, expected = read_model_config(model), reference_logits(model, None, tokens(40))
-    for setting in SETTINGS[family]:
-        changed = load_decoder(model, replace(config, **setting), torch.float32, open_device("cpu"))
-        [found] = Driver(changed, [tokens(40)], [None]).run()
-        assert not agree(found, expected), setting
 
 
 def change_config(model: Path, **settings: object) -> None:
@@ -391,15 +346,6 @@ def test_a_config_that_cannot_be_served_is_named(
     change_config(model, **settings)
     with pytest.raises(ConfigError, match=reason):
         read_model_config(model)
-
-
-def test_the_report_names_what_differs_and_why() -> None:
-    good = {"base": "pass", "DoRA": "pass"}
-    bad = {"base": "pass", "DoRA": "differs npy", "NeMo": "refused: it has no such layer"}
-    lines = report({"a": good, "b": bad, "c": bad, "d": good}).splitlines()
-    assert lines[0] == "`pass` for every kind: a, d."
-    assert lines[4:] == ["| b, c | DoRA: differs npy; NeMo: refused (1) |", "", "(1) it has no such layer"]
-    assert "none" in report({"b": bad})
 
 
 def test_grouped_rows_need_the_base(workshop: Path) -> None:

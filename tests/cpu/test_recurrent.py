@@ -4,7 +4,6 @@ however prompts are cut, and wherever a sequence starts from; slots of state are
 from __future__ import annotations
 
 import json
-import math
 import random
 import re
 from dataclasses import replace
@@ -14,22 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from driver import Driver, agree
 from parity import linear_names
 from running import ServedModel, answers, read, request_of, run, tokens, tokens_of
 from safetensors.torch import load_file, save_file
-from tiny_models import make_adapter, make_model, reference_generate, reference_logits
+from tiny_models import make_adapter, make_model, reference_generate
 
-from manylora.config.blocks import Mamba2Config
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError, RequestError
-from manylora.kernels.device import open_device
 from manylora.lora.modules import lora_modules
 from manylora.lora.rules import AdapterRules
 from manylora.model.checkpoint import read_model_config
-from manylora.model.decoder import Decoder
-from manylora.model.weights import load_decoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -319,24 +313,3 @@ def test_unsloth_names_of_mamba_adapters(family: str, workshop: Path) -> None:
         found = read(adapter, model, 1)
         assert (found.weights == expected.weights).all(), root
         assert (found.config == expected.config).all(), root
-
-
-MAMBA_SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
-    "nemotron-h": ({"steps": (0.0, math.inf)}, {"steps": (0.04, 0.05)}),
-    "falcon-h1": tuple({"scales": tuple(0.7 if n == i else 1.0 for n in range(5))} for i in range(5)),
-    "falcon-h1-normed": ({"gate_first": True},),
-}
-
-
-@pytest.mark.parametrize("family", sorted(MAMBA_SETTINGS))
-def test_each_setting_of_mamba_changes_the_logits(family: str, workshop: Path) -> None:
-    """Else the comparison with transformers would say nothing about it."""
-    model = make_model(workshop / f"settings-{family}", family, seed=3)
-    config, expected = read_model_config(model), reference_logits(model, None, tokens(40))
-    assert isinstance(config.recurrent, Mamba2Config)
-    for setting in ({}, *MAMBA_SETTINGS[family]):
-        changed = replace(config, recurrent=replace(config.recurrent, **setting))
-        decoder = load_decoder(model, changed, torch.float32, open_device("cpu"))
-        assert isinstance(decoder, Decoder)
-        [found] = Driver(decoder, [tokens(40)], [None]).run()
-        assert agree(found, expected) == (not setting), setting

@@ -98,20 +98,6 @@ def test_an_evicted_adapter_is_found_by_its_id(model: Path, tmp_path: Path, loop
         ask(loops[1], LoraInput(2))
 
 
-def test_a_full_disk_level_forgets_the_oldest(model: Path, tmp_path: Path, loops: list[EngineLoop]) -> None:
-    copy = adapter(0).weights.nbytes + 1000  # type: ignore[union-attr]
-    folder, sent, seen = tmp_path / FOLDER, list[tuple[int, ...]](), set[str]()
-    loops.append(start(model, folder, 2 * copy))
-    for task_id in range(5):
-        sent.append(ask(loops[0], adapter(task_id)))
-        wait_for(lambda: copies(folder) - seen)
-        seen.update(copies(folder))
-    assert ask(loops[0], LoraInput(3)) == sent[3]
-    with pytest.raises(AdapterNotCachedError):
-        ask(loops[0], LoraInput(0))
-    assert sum(file.stat().st_size for file in folder.iterdir()) <= 2 * copy
-
-
 def test_without_a_folder_nothing_is_kept(model: Path, loops: list[EngineLoop]) -> None:
     loops.append(start(model, None))
     ask(loops[0], adapter(0))

@@ -174,31 +174,6 @@ def test_an_id_alone_is_enough_afterwards_and_unknown_without(world: World) -> N
     assert made.stats().adapters.host_stores == 1
 
 
-def test_other_tensors_under_a_known_id_replace_it_and_leave_running_requests_alone(world: World) -> None:
-    made = engine(world)
-    [prompt] = prompts(1)
-    first = submit(made, world.request(1, prompt))
-    early = made.step()
-    changed = LoraInput(1, world.inputs[2].weights, world.inputs[2].config)
-    second = submit(made, Request(prompt, SamplingConfig(max_tokens=NEW), lora=changed))
-    third = submit(made, Request(prompt, SamplingConfig(max_tokens=NEW), lora=LoraInput(1)))
-    events = run(made)
-    for handle, event in early:
-        events[handle].insert(0, event)
-    assert tokens(events[first]) == world.answer(1, prompt)
-    assert tokens(events[second]) == tokens(events[third]) == world.answer(2, prompt)
-
-
-def test_equal_tensors_under_two_ids_are_stored_once(world: World) -> None:
-    made = engine(world)
-    [prompt] = prompts(1)
-    for task_id in (1, 77):
-        lora = LoraInput(task_id, world.inputs[1].weights, world.inputs[1].config)
-        submit(made, Request(prompt, SamplingConfig(max_tokens=NEW), lora=lora))
-    run(made)
-    assert made.stats().adapters.host_adapters == 1
-
-
 def test_cancelling_frees_everything_at_once(world: World) -> None:
     made = engine(world)
     handles = [

@@ -24,7 +24,6 @@ from manylora.kernels.spec import AttentionBatch
 from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
-from manylora.quant.config import QuantAlgo
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 ALGOS = ("W8A16", "W4A16", "FP8")
@@ -204,12 +203,6 @@ def test_what_is_not_there_is_refused_with_the_reason(fields: dict[str, object],
     with pytest.raises(ValueError) as error:
         QuantConfig(**fields)  # type: ignore[arg-type]
     assert text in str(error.value)
-
-
-def test_an_algorithm_is_its_name() -> None:
-    assert QuantConfig("W8A16").quant_algo is QuantAlgo.W8A16 and str(QuantAlgo.W8A16) == "W8A16"
-    assert not QuantConfig(QuantAlgo.NO_QUANT).any_weights and not QuantConfig().any_weights
-    assert QuantConfig.from_dict(QuantConfig("W4A16").to_dict()) == QuantConfig("W4A16")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -47,20 +47,6 @@ def test_the_best_token_of_each_row_is_the_same_by_all_operations(width: int) ->
         assert int(found[8]) == int(rows[8].numpy().argmax())
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingConfig(),
-        SamplingConfig(top_k=1, temperature=3.0),
-        SamplingConfig(temperature=0.0, top_p=0.9),
-        SamplingConfig(top_k=0, top_p=0.0),
-    ],
-)
-def test_greedy_takes_the_most_probable(params: SamplingConfig) -> None:
-    assert params.greedy
-    assert one([0.1, 2.0, 1.0], sequence(params))[0] == 1
-
-
 VOCAB = 40
 CASES = [
     {"presence_penalty": 1.3},
@@ -95,15 +81,6 @@ def test_penalties_follow_their_formulas_step_by_step(case: dict, drawn: bool, m
         np.testing.assert_allclose(rows[0].numpy(), expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(rows[1], expected_mate)
         made.tokens.append(int(choice.integers(0, VOCAB // (1 + step % 3))))
-
-
-def test_bad_words_and_min_tokens() -> None:
-    bad = SamplingConfig(bad_words=((1,), (5, 2)))
-    assert one([0.0, 3.0, 2.0, 1.0], sequence(bad, (5,)))[0] == 3
-    assert one([0.0, 3.0, 2.0, 1.0], sequence(bad, (4,)))[0] == 2
-    late = SamplingConfig(end_id=1, min_tokens=2)
-    assert one([0.0, 3.0], sequence(late, (0,), (0,)))[0] == 0
-    assert one([0.0, 3.0], sequence(late, (0,), (0, 0)))[0] == 1
 
 
 def test_the_distribution_is_cut_and_followed() -> None:

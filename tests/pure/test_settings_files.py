@@ -3,19 +3,19 @@ model's names; and where its generation defaults come from."""
 
 from __future__ import annotations
 
-from pathlib import Path
-import pytest
-from manylora.config.model_folder import check_model_folder
-from manylora.config.settings import read_settings
-from manylora.errors import ConfigError
-from manylora.openai.arguments import parse_options
 import errno
 import json
 import os
+from pathlib import Path
 from typing import Any
-from manylora.config.model_folder import check_adapter_path
-from manylora.llmapi.model_defaults import LLAMA_CPP
-from manylora.llmapi.model_defaults import model_defaults
+
+import pytest
+
+from manylora.config.model_folder import check_adapter_path, check_model_folder
+from manylora.config.settings import read_settings
+from manylora.errors import ConfigError
+from manylora.llmapi.model_defaults import LLAMA_CPP, model_defaults
+from manylora.openai.arguments import parse_options
 from manylora.openai.options import ServeOptions
 
 

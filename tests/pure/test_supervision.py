@@ -7,11 +7,10 @@ import os
 import random
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,18 +26,6 @@ from manylora.launcher.supervisor import StoppedError, Supervisor
 from manylora.system import lifeline
 from manylora.system.compiler import load_library
 from manylora.system.lifeline import RUN_DIR, Report, read_reports
-
-PROGRAM = "import socket, time; s = socket.create_server(('127.0.0.1', {port})); time.sleep(600)"
-KEEP = """
-import logging, sys
-from manylora.launcher.supervisor import ServeProgram, Supervisor
-logging.basicConfig(level="INFO")
-child = ServeProgram([sys.executable, "-c", sys.argv[1]], "127.0.0.1", int(sys.argv[2]), 5)
-supervisor = Supervisor(child)
-code = supervisor.run()
-print(supervisor.status["reason"])
-sys.exit(code)
-"""
 
 
 class Scripted:
@@ -124,56 +111,6 @@ def test_a_first_start_that_is_refused_ends_with_the_reason(monkeypatch: pytest.
     assert kept(monkeypatch, *crashes[:2], None)[0] == 0
 
 
-class Kept:
-    """A supervisor with a web server as its service; both have the port on their command line, and only
-    these.
-    """
-
-    def __init__(self, program: str = PROGRAM) -> None:
-        self.port = free_port()
-        command = [sys.executable, "-c", KEEP, program.format(port=self.port), str(self.port)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    def services(self) -> list[int]:
-        found = []
-        for path in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                words = (path / "cmdline").read_bytes().decode().split("\0")
-                if len(words) > 3 and words[2] != KEEP and f"'127.0.0.1', {self.port})" in words[2]:
-                    found.append(int(path.name))
-        return found
-
-    def answers(self) -> bool:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
-            return True
-        return False
-
-    def wait(self) -> list[int]:
-        """Until it serves."""
-        wait_for("the service", lambda: len(self.services()) == 1 and self.answers())
-        return self.services()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
-@pytest.fixture
-def served() -> Iterator[Kept]:
-    made = Kept()
-    yield made
-    made.close()
-
-
-def test_a_killed_service_comes_back_and_ends_when_told(served: Kept) -> None:
-    [service] = served.wait()
-    os.kill(service, signal.SIGKILL)
-    wait_for("another service", lambda: service not in served.wait())
-    served.process.terminate()
-    assert served.process.wait(60) == 0
-    assert not served.services() and not served.answers()
-
-
 def test_programs_with_the_same_seed_choose_different_ports() -> None:
     state = random.getstate()
     try:
@@ -184,29 +121,6 @@ def test_programs_with_the_same_seed_choose_different_ports() -> None:
     finally:
         random.setstate(state)
     assert len(set(found)) > 1
-
-
-def test_a_signal_while_it_starts_ends_everything() -> None:
-    slow = Kept("import time; time.sleep(600)  # '127.0.0.1', {port})")
-    wait_for("it starts", slow.services)
-    slow.process.terminate()
-    assert slow.process.wait(60) == 0
-    assert not slow.services()
-    slow.close()
-
-
-def test_a_service_ends_with_its_supervisor(served: Kept) -> None:
-    served.wait()
-    served.process.kill()
-    wait_for("its end", lambda: not served.services())
-
-
-def test_a_service_that_refuses_its_first_start_is_not_tried_again() -> None:
-    refused = Kept("import sys; sys.exit('no')  # '127.0.0.1', {port})")
-    output, errors = refused.process.communicate(timeout=60)
-    assert (refused.process.returncode, output) == (1, "the server ended with status 1\n")
-    assert errors.count("no\n") == 1
-    assert not refused.services()
 
 
 SUPERVISE = """

@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 
 from manylora.errors import RequestError
+from manylora.launcher import installation
+from manylora.launcher.installation import KNOWN, preload_guard
 from manylora.system.compiler import find_compiler
-from manylora.wire import bls_worker, request_guard, server_calls, shape_guard
-from manylora.wire.request_guard import KNOWN, preload_guard
-from manylora.wire.server_calls import ServerCalls
+from manylora.wire import bls_worker, shape_guard
+from manylora.wire.bls_worker import ServerCalls
 
 WAIT = """
 import ctypes, threading, time
@@ -258,7 +259,7 @@ def test_without_it_the_server_starts_and_one_line_says_so(
     server.write_bytes(b"" if why == "form" else b"\x7fELF" + KNOWN)
     folder.mkdir()
     library = None if why == "compiler" else server
-    monkeypatch.setattr(request_guard, "find_common_library", lambda source: library)
+    monkeypatch.setattr(installation, "find_common_library", lambda source: library)
     with caplog.at_level(logging.WARNING, "manylora.launcher"):
         assert preload_guard(server, {"a": "b"}, folder) == {"a": "b"}
     assert len(caplog.messages) == 1
@@ -306,7 +307,7 @@ def test_responses_outlive_their_call(monkeypatch: pytest.MonkeyPatch, fails: bo
     call()
     gc.collect()
     assert all(one() is not None for one in given)
-    monkeypatch.setattr(server_calls, "KEPT_S", -1.0)
+    monkeypatch.setattr(bls_worker, "KEPT_S", -1.0)
     call()
     gc.collect()
     assert given[0]() is None and given[1]() is None

@@ -14,7 +14,7 @@ import pytest
 from manylora.config.model_folder import check_adapter_path, check_model_folder
 from manylora.config.settings import read_settings
 from manylora.errors import ConfigError
-from manylora.llmapi.model_defaults import LLAMA_CPP, model_defaults
+from manylora.generation.defaults import LLAMA_CPP, model_defaults
 from manylora.openai.arguments import parse_options
 from manylora.openai.options import ServeOptions
 

@@ -19,7 +19,7 @@ from manylora.engine.engine import open_engine
 from manylora.engine.loop import EngineLoop
 from manylora.errors import ConfigError, RequestError
 from manylora.generation.decoding import with_defaults
-from manylora.generation.defaults import NONE, model_defaults
+from manylora.generation.defaults import NONE, OwnText, model_defaults
 from manylora.generation.sampling import SamplingParams
 from manylora.generation.tokenizer import Tokenizer
 from manylora.llmapi.adapters import AdapterRegistry, NamedAdapters, with_requests
@@ -36,7 +36,7 @@ from manylora.llmapi.prompts import ChatText, Input, Prompt, read_prompt
 from manylora.llmapi.service import Service
 from manylora.lora.catalog.texts import trusted_texts
 from manylora.lora.modules import lora_modules
-from manylora.lora.text.adapter_text import TOKENIZER_BYTES, OwnText
+from manylora.lora.text.adapter_text import TOKENIZER_BYTES
 from manylora.model.checkpoint import read_model_config
 from manylora.request import AdapterVersion, LoraInput
 from manylora.stats import EngineStats

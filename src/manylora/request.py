@@ -39,8 +39,8 @@ COUNTS = (
 
 @dataclass(frozen=True)
 class Guide:
-    """A constraint on the output: any JSON, a JSON schema, a regular expression, or a grammar in EBNF, in
-    Lark or in llguidance's JSON form.
+    """Constrains an output to JSON, a JSON schema, a regular expression, or a grammar: EBNF, Lark,
+    llguidance.
     """
 
     type: str
@@ -168,9 +168,7 @@ class SamplingConfig:
         return max(self.temperature, LEAST_DIVISOR) if self.temperature and matters else 1.0
 
     def with_output_penalties(self) -> SamplingConfig:
-        """The same with the penalties of OpenAI and vLLM: presence and frequency are counted only over the
-        output, and subtracted before division by the temperature.
-        """
+        """The same with penalties as of OpenAI and vLLM: counted over the output, before the temperature."""
         if not (self.presence_penalty or self.frequency_penalty):
             return self
         presence, frequency = self.presence_penalty / self.divisor, self.frequency_penalty / self.divisor
@@ -186,17 +184,13 @@ MAX_INVOCATION = 4096  # maximum number of its tokens
 
 @dataclass(frozen=True, eq=False)
 class LoraExtra:
-    """A part of an adapter without a row in the tensor form: a bias, a norm, or a part of the embedding or
-    the head.
+    """A part of an adapter without a row in the tensor form: a bias, a norm, a part of embedding or head."""
 
-    name: one of those listed in `manylora.lora.extras`.
-    values: [n] or [rows, columns], in the types of `LoraInput.weights`, with the scaling folded in.
-    token_ids: for a matrix with rows for these tokens only; ascending.
-    """
-
-    name: str
-    values: np.ndarray
-    token_ids: tuple[int, ...] = ()
+    name: str  # one of those listed in `manylora.lora.extras`
+    values: (
+        np.ndarray
+    )  # [n] or [rows, columns], in the types of `LoraInput.weights`, with the scaling folded in
+    token_ids: tuple[int, ...] = ()  # for a matrix with rows for these tokens only; ascending
 
     @classmethod
     def invocation(cls, token_ids: Iterable[int]) -> LoraExtra:
@@ -248,9 +242,7 @@ class LoraInput:
 
     @property
     def has_tensors(self) -> bool:
-        """Whether the request brought tensors (possibly only one of the two, which is an error later), or an
-        adapter made from them.
-        """
+        """Whether the request brought tensors, or an adapter made from them."""
         return self.weights is not None or self.config is not None or self.checked is not None
 
     @property
@@ -278,7 +270,7 @@ class LoraMix:
 
     @property
     def has_tensors(self) -> bool:
-        """Whether any member has tensors."""
+        """Whether the request brought tensors, or an adapter made from them."""
         return any(lora.has_tensors for lora, _ in self.members)
 
     def without_tensors(self) -> LoraMix:
@@ -292,22 +284,17 @@ class LoraMix:
 
 @dataclass(frozen=True)
 class AdapterVersion:
-    """The content of an adapter that generated the output tokens from `start` on, up to the next version's.
+    """The content of an adapter that generated the output tokens from `start` on."""
 
-    name: as in `LoraInput.label`. number: counts the contents of the name, from 1.
-    """
-
-    name: str
-    number: int
+    name: str  # as in `LoraInput.label`
+    number: int  # of the contents of the name, from 1
     digest: str
     start: int = 0
 
 
 def mix(members: Sequence[tuple[LoraInput, float]], field: str = "lora") -> LoraInput | LoraMix | None:
-    """The adapter part for these adapters and scales. None: the base model.
-
-    If an adapter is named twice, its scales add up, as in PEFT. An adapter with scale 0 is dropped. field:
-    the field that names them. Raises RequestError.
+    """The adapter part for these, None: the base model. Scales of the same one add up, as in PEFT; one of
+    scale 0 is dropped. field: that names them. Raises RequestError.
     """
     require(len(members) <= MAX_MIXED, field, f"must name at most {MAX_MIXED} adapters", len(members))
     sums: dict[object, tuple[LoraInput, float]] = {}
@@ -343,33 +330,24 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True)
 class ActivatedTokens:
-    """Tokens of a request with an activated LoRA, in prompt and output together.
+    """Tokens of a request with an activated LoRA, in prompt and output together."""
 
-    before: where it does not act, so the base model does. shared: of these, tokens whose KV blocks were
-    cached by any request.
-    acted: the others, from its invocation on; 0 without an invocation.
-    """
-
-    before: int
-    shared: int
-    acted: int
+    before: int  # where it does not act, so the base model does
+    shared: int  # of these, tokens whose KV blocks were cached by any request
+    acted: int  # the others, from its invocation on; 0 without an invocation
 
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Times in nanoseconds of a monotonic clock, 0: not yet; numbers of KV blocks and of draft tokens.
-
-    kv_reused_blocks: blocks of the prompt that were cached. kv_taken_blocks: the other blocks, without those
-    of generated tokens. kv_new_blocks: those of them that did not evict a reusable block.
-    """
+    """Times in nanoseconds of a monotonic clock, 0: not yet; numbers of KV blocks and of draft tokens."""
 
     arrival_ns: int
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
-    kv_new_blocks: int = 0
-    kv_taken_blocks: int = 0
-    kv_reused_blocks: int = 0
+    kv_new_blocks: int = 0  # of the taken ones, those that did not evict a reusable block
+    kv_taken_blocks: int = 0  # the other blocks of the prompt
+    kv_reused_blocks: int = 0  # blocks of the prompt that were cached
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     prompt_tokens: int = 0
@@ -445,16 +423,13 @@ class Retention:
 
 @dataclass(frozen=True)
 class Pooling:
-    """Compute hidden states after the final norm of the prompt, instead of new tokens.
+    """Compute hidden states after the final norm of the prompt, instead of new tokens."""
 
-    mode: last, cls (the first), mean, or all tokens. head: apply a classification head, the adapter's own or
-    else the model's, after `last`, `cls` and `mean`. first: tokens of the first of two texts in the prompt,
-    which models with token types distinguish; 0: a single text.
-    """
-
-    mode: str = "last"
-    head: bool = False
-    first: int = 0
+    mode: str = "last"  # last, cls (the first), mean, or all tokens
+    head: bool = (
+        False  # apply a classification head, the adapter's own or else the model's, except after `all`
+    )
+    first: int = 0  # tokens of the first of two texts, for models with token types; 0: a single text
 
     def __post_init__(self) -> None:
         rule = f"must be one of {', '.join(POOLING_MODES)}"

@@ -62,13 +62,9 @@ MOST_WIDENED = 20  # times its bytes in the file that a weight takes in memory: 
 
 @dataclass(frozen=True)
 class RankParts:
-    """The parts that every rank of an engine has.
+    """The parts that every rank of an engine has."""
 
-    config: the settings, with a batch and an adapter cache that fit. free_bytes: device memory for adapters.
-    slicer: None if there is only one rank.
-    """
-
-    config: EngineConfig
+    config: EngineConfig  # with a batch and an adapter cache that fit
     model: ModelConfig
     device: Device
     decoder: Decoder | EncoderDecoder
@@ -78,8 +74,8 @@ class RankParts:
     limits: BatchLimits
     dtype: torch.dtype
     pages_dtype: torch.dtype
-    free_bytes: int
-    slicer: AdapterSlicer | None
+    free_bytes: int  # device memory for adapters
+    slicer: AdapterSlicer | None  # None: there is only one rank
 
     def open_pool(self) -> AdapterPool:
         """The adapter pages of a rank other than 0. Raises ConfigError."""
@@ -115,10 +111,7 @@ def mapping_of(config: EngineConfig, rank: int) -> Mapping:
 
 
 def build_rank(config: EngineConfig, info: RankInfo, comm: Collectives | None) -> RankParts:
-    """Load this rank's weights and allocate its KV cache. All ranks call this at the same time.
-
-    Raises ConfigError if the configuration, the checkpoint or the memory does not allow it.
-    """
+    """Load this rank's weights and allocate its KV cache, as all ranks do now. Raises ConfigError."""
     name = config.device
     if comm is not None:
         name = device_of_rank(name, info.local_rank, info.local_size)

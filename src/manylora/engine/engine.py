@@ -33,10 +33,8 @@ Events = list[tuple[int, Event]]  # each with the handle of its request
 
 
 def open_engine(config: EngineConfig) -> Engine:
-    """The engine of this process. If torchrun or mpirun started it as a rank other than 0, it serves rank 0
-    instead, and then the process ends (SystemExit).
-
-    Raises ConfigError if it cannot serve because of the configuration, the checkpoint or the memory.
+    """The engine of this process. Raises ConfigError. A rank other than 0 that torchrun or mpirun started
+    serves rank 0 instead, and then the process ends (SystemExit).
     """
     info = find_rank(config.world_size)
     if info.rank:
@@ -129,9 +127,7 @@ class Engine:
         return handle
 
     def publish(self, lora: LoraInput) -> AdapterVersion:
-        """Make this content, which includes tensors, the version that its name means, for later requests and
-        for those that follow. Raises AdapterError.
-        """
+        """Make this content, with tensors, what its name means from now on. Raises AdapterError."""
         version = self._swaps.publish(lora, self.adapters.prepare(lora), self.open_sequences())
         self._swaps.drop_superseded(self.open_sequences())
         return version
@@ -213,9 +209,7 @@ class Engine:
         self.adapters.make_ready(is_idle)
 
     def wait_for_memory(self) -> None:
-        """Wait while too many adapters were read that are not in the cache yet. Thread-safe. Never call it on
-        the thread of `step`, which frees that memory.
-        """
+        """Wait while too much was read that is not cached yet. Thread-safe, but not on `step`'s thread."""
         self.adapters.loader.wait_for_memory()
 
     def end_waits(self) -> None:

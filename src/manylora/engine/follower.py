@@ -174,10 +174,8 @@ def follow(
     ready: Callable[[], None] = lambda: None,
     joined: tuple[Channel, Channel, Store] | None = None,
 ) -> bool:
-    """Act as a rank until rank 0 ends. Returns whether that was for good, or whether it will start again.
-    Raises ConfigError. If rank 0 is lost, ends the process with RANK_0_GONE.
-
-    ready: called when this rank has its part. joined: None for a rank that torchrun or mpirun started.
+    """Act as a rank until rank 0 ends; if it is lost, end the process with RANK_0_GONE. Returns whether it
+    ended for good, or will start again. ready: called when this rank has its part. Raises ConfigError.
     """
     steps, adapters, store = joined or join(info)
     threading.Thread(target=_say_alive, args=(steps,), name="manylora-alive", daemon=True).start()

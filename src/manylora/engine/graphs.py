@@ -45,10 +45,9 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """forward: returns logits of a batch. max_graphs: beyond it the least recently used graph is dropped.
-
-    plain_uses: how often a shape is launched without a graph before it is recorded. Recording takes as long
-    as many steps, and most shapes of batches with adapters do not recur.
+    """forward: returns logits. max_graphs: most recently used ones that are kept. plain_uses: how often a
+    shape is launched plainly before it is recorded, because most shapes of batches with adapters do not
+    recur.
     """
 
     def __init__(
@@ -98,10 +97,8 @@ class DecodeGraphs:
         return graph.replay()[:count] if graph is not None else None
 
     def warm(self, recurrent: bool = False) -> None:
-        """Record the base model's graphs for common lengths, so that requests do not wait for that.
-
-        Longer ones follow while there is time and half of the graphs remain for batches with adapters. Others
-        are recorded when their shape recurs. recurrent: the model has recurrent layers.
+        """Record the base model's graphs for common lengths, and longer ones while there is time and half of
+        the graphs remain. recurrent: the model has recurrent layers.
         """
         state = StateRows([-1], [-1], [0], [-1]) if recurrent else None
         started, known = time.perf_counter(), self.num_recorded
@@ -137,9 +134,7 @@ class DecodeGraphs:
         return False
 
     def _try_to_record(self, key: Key, batch: ForwardBatch, inputs: StepInputs) -> _Graph | None:
-        """None: recording failed, and the step must be launched without a graph. If the step itself is
-        faulty, its error is raised there.
-        """
+        """None: recording failed. If the step itself is faulty, launching it plainly raises its error."""
         try:
             return self._record(key, batch, inputs)
         except torch.OutOfMemoryError:  # drop the least recently used half

@@ -36,10 +36,8 @@ TRIAL_S = 2.0 * WALL_S  # maximum until a result: other guides may be tried firs
 
 
 class Guides:
-    """Compiles guides for one tokenizer. Raises ConfigError if llguidance or the tokenizer is missing. With a
-    tokenizer that llguidance cannot use, every guide is refused.
-
-    eos_ids: tokens that end the output where the grammar may end.
+    """Compiles guides for one tokenizer. Raises ConfigError if llguidance or the tokenizer is missing. If
+    llguidance cannot use it, every guide is refused. eos_ids: tokens that may end the output.
     """
 
     def __init__(self, tokenizer_dir: Path, vocab_size: int, eos_ids: Iterable[int]) -> None:
@@ -63,10 +61,8 @@ class Guides:
         self._pool = ThreadPoolExecutor(MASK_THREADS, "manylora-mask")
 
     def compile(self, guide: Guide) -> LLMatcher:
-        """A matcher at the start of the output, for `begin`. Thread-safe; may take seconds.
-
-        Raises RequestError, also for a guide that takes too much time or memory: it is first compiled in
-        another process.
+        """A matcher for `begin`. Thread-safe; may take seconds, for the guide is tried in another process
+        first. Raises RequestError, also for a guide that takes too much time or memory.
         """
         tokenizer = self._tokenizer
         if tokenizer is None:
@@ -131,10 +127,7 @@ class GuideState:
         return self.is_late and not self._work.done()
 
     def mask(self, deadline: float) -> np.ndarray | None:
-        """[tokens of the tokenizer] bool: whether a token is allowed. None: not ready, or the guide failed.
-
-        deadline: how long to wait, in time.monotonic seconds.
-        """
+        """[tokens of the tokenizer] bool: what is allowed. None: not ready by `deadline`, or it failed."""
         if not self._work.done():
             wait([self._work], max(0.0, deadline - time.monotonic()))
         self.is_late = not self._work.done()

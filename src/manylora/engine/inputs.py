@@ -38,10 +38,8 @@ Blocks = Rows[Ints] | np.ndarray
 
 @dataclass(frozen=True)
 class Pending:
-    """Tokens that only the device knows.
-
-    where: [2, P] int64 on the device: rows of a step, and for each row its index into `tokens` [D]. None:
-    `tokens` are those of all rows, in order.
+    """Tokens [D] that only the device knows. where: [2, P] int64, rows of a step and their indices; None: all
+    rows.
     """
 
     where: Tensor | None
@@ -103,10 +101,7 @@ class StepInputs:
 
     @property
     def decodes(self) -> bool:
-        """Whether a captured graph can run this: each sequence has one row, whose logits are needed.
-
-        Not with extras of adapters: a graph would have to know their shapes and addresses.
-        """
+        """Whether a graph can run this: one row of each sequence, with logits, and no extras of adapters."""
         rows = len(self.input_ids)
         plain = self.embeddings is None and self.rope_lengths is None
         plain = plain and not (self.lora and self.lora.extras)
@@ -294,11 +289,7 @@ def _shared(values: Ints) -> Tensor:
 
 
 class InputMaker:
-    """Makes the inputs of a step from its chunks.
-
-    is_recurrent: whether the model has recurrent layers. max_adapters_in_step: the most distinct adapters
-    that one step has mixed so far.
-    """
+    """Makes the inputs of a step. max_adapters_in_step: the most distinct adapters of a step so far."""
 
     def __init__(
         self,

@@ -19,10 +19,8 @@ Key = tuple[object, tuple[int, ...], str]
 
 
 class IdleBlocks:
-    """KV blocks that no sequence uses but that may be reused.
-
-    The lowest priority is evicted first; within a priority, the block that has been idle longest. A priority
-    may be limited in time; afterwards the block has the default priority.
+    """KV blocks for reuse that no sequence uses. The lowest priority is evicted first, and of equal ones the
+    block that is idle for longest. A priority may be limited in time; then the default follows.
     """
 
     def __init__(self) -> None:
@@ -96,8 +94,8 @@ class StatePool:
         return nodes[: last + 1]
 
     def begin(self, sequence: Sequence, nodes: list[int]) -> None:
-        """Give a sequence a slot, which must be available. nodes: from `known`; the sequence starts from the
-        snapshot of the last one, or from zeros if there are none.
+        """Give a sequence a slot, which must be available. nodes: from `known`; it starts from the last
+        one's.
         """
         state = sequence.state
         if nodes:
@@ -148,9 +146,7 @@ class StatePool:
                 state.save_slot, state.cut, state.border = slot, border - start, border
 
     def after_step(self, sequence: Sequence) -> None:
-        """The sequence's state is in its own slot now. A snapshot that was stored can be used if its block is
-        registered. Call this after `KvCache.commit`, during the step or after it.
-        """
+        """The state is in the sequence's own slot now. Call this after `KvCache.commit`."""
         state = sequence.state
         self._unpin(sequence)
         state.reads = state.slot
@@ -255,10 +251,8 @@ class KvCache:
         return -(-num_tokens // self.tokens_per_block)
 
     def begin(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give a sequence its first blocks, for `num_tokens` tokens, and reuse blocks with the same prefix.
-
-        Returns False, and changes nothing, if there are not enough. Sets `num_computed` to the reused tokens.
-        At least one token is left to compute, because its logits are needed.
+        """Give a sequence its first blocks, and reuse blocks with the same prefix, but compute at least one
+        token. Returns False, and changes nothing, if there are not enough. Sets `num_computed`.
         """
         kv = sequence.kv
         assert not kv.blocks
@@ -386,8 +380,8 @@ class KvCache:
             self.states.free(sequence)
 
     def drop(self, digest: str) -> None:
-        """Forget the blocks of an adapter content that no name refers to any more. No sequence may be running
-        with it. Blocks of a sequence that switched to another content are evicted in their turn.
+        """Forget the blocks of a content that no name and no running sequence uses any more. Blocks of a
+        sequence that switched to another content are evicted in their turn.
         """
         gone: set[object] = set()  # nodes; children have larger numbers than parents
         for node, block in sorted(self._block_of.items()):

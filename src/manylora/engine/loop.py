@@ -111,9 +111,8 @@ class EngineLoop:
         self._die(EngineDeadError(f"The engine stopped: {reason}"))
 
     def submit(self, request: Request, sink: Sink) -> int:
-        """Queue a request and return at once, with a ticket for `cancel`.
-
-        An error in the request reaches the sink as its only and last event. Raises only EngineDeadError.
+        """Queue a request. Returns a ticket for `cancel`. An error in it is its only event. Raises
+        EngineDeadError.
         """
         refusal: RequestError | None = None
         try:
@@ -398,10 +397,8 @@ def _failure(error: Exception) -> Event:
 
 
 def as_refusal(error: BaseException, text: str) -> RequestError:
-    """The error as a RequestError, without its traceback, which would keep an adapter in memory.
-
-    Other errors are unexpected and logged. BaseException, because a panic of a Rust library is not an
-    Exception.
+    """The error as a RequestError, without its traceback, which would keep an adapter in memory. Unexpected
+    ones are logged. BaseException: a panic of a Rust library.
     """
     if isinstance(error, RequestError):
         return error.with_traceback(None)

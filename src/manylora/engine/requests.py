@@ -31,9 +31,7 @@ LOGITS_SHARE = 4  # open requests may store logits in 1/LOGITS_SHARE of the mach
 
 
 def check_head(request: Request, model: ModelConfig, lease: Lease | None, has_head_layer: bool) -> None:
-    """Raises RequestError if the model has no head for the request. has_head_layer: the checkpoint has the
-    layer of `ModelConfig.head_layer`.
-    """
+    """Raises RequestError if the model has no head for the request."""
     members, pooling = () if lease is None else lease.members, request.pooling
     names = {extra.name for one, _ in members for extra in one.layout.extras}
     own = f"{HEAD}.weight" in names
@@ -69,19 +67,14 @@ def check_head(request: Request, model: ModelConfig, lease: Lease | None, has_he
 
 @dataclass(frozen=True)
 class RequestChecks:
-    """Checks requests against one engine. Each raises RequestError that names the first problem.
-
-    max_seq_len: maximum tokens of prompt and output together.
-    """
+    """Checks requests against one engine. Each check raises RequestError that names the first problem."""
 
     config: EngineConfig
     model: ModelConfig
     max_seq_len: int
 
     def check(self, request: Request) -> Request:
-        """The request as the engine runs it: with a prompt for the encoder, and with ids wrapped if
-        configured.
-        """
+        """The request as the engine runs it: with an encoder's prompt, ids wrapped if configured."""
         model, config, pooling = self.model, self.config, request.pooling
         if request.lora is not None and model.no_adapters:
             raise RequestError(model.no_adapters)
@@ -109,9 +102,7 @@ class RequestChecks:
         return request
 
     def with_virtual_tokens(self, request: Request, count: int) -> Request:
-        """The request with `count` virtual tokens of its adapter in front. Their ids follow those of the
-        prompt table. Raises RequestError if it no longer fits.
-        """
+        """The request behind `count` virtual tokens, whose ids follow those of the prompt table."""
         if not count:
             return request
         limit = self.max_seq_len - 1
@@ -227,10 +218,8 @@ def _check_ids(ids: Ids[int], num_ids: int, limit: int, encoder: bool = False) -
 
 @dataclass
 class LogitsMemory:
-    """Limits the memory of logits that open requests store.
-
-    Each prompt token takes a float32 row of the vocabulary, and each output token, too, unless it is
-    streamed. Hidden states of tokens count likewise.
+    """Limits the memory of logits that open requests store: float32 rows of the vocabulary, for each prompt
+    token and each output token that is not streamed. Hidden states count likewise.
     """
 
     model: ModelConfig
@@ -238,9 +227,7 @@ class LogitsMemory:
     _reserved: dict[int, int] = field(default_factory=dict)
 
     def reserve(self, handle: int, request: Request, num_output: int) -> None:
-        """num_output: tokens that each sequence may generate. Raises RequestError if memory can never be
-        enough, and QueueFullError if it is not enough now.
-        """
+        """num_output: of each sequence. Raises RequestError if it never fits, QueueFullError if not now."""
         params = request.params
         rows = len(request.prompt) * params.return_context_logits
         if not request.streaming:
@@ -264,21 +251,17 @@ class LogitsMemory:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A request that was validated.
-
-    adapters: for each adapter of the request, the one it brought or that was read from disk; otherwise None.
-    matcher: at the start of the output, for guided decoding; otherwise None.
-    """
+    """A request that was validated."""
 
     request: Request
-    adapters: tuple[Adapter | FileAdapter | None, ...]
-    matcher: LLMatcher | None = None
+    adapters: tuple[
+        Adapter | FileAdapter | None, ...
+    ]  # of each, what the request brought or was read from disk
+    matcher: LLMatcher | None = None  # at the start of the output, for guided decoding
 
 
 class SequenceMaker:
-    """Validates requests and makes the sequences that compute them. `compile` and `prepare` are
-    thread-safe. `make` belongs to the engine's thread.
-    """
+    """Validates requests, on any thread, and makes the sequences that compute them, on the engine's."""
 
     def __init__(self, config: EngineConfig, parts: EngineParts, speculation: Speculation) -> None:
         self._parts, self._speculation = parts, speculation

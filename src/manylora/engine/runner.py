@@ -69,9 +69,7 @@ class Runner:
         return GraphStats(self._graphs.num_recorded, self._graphs.num_replayed, self._graphs.num_plain)
 
     def record_decoding(self, max_graphs: int) -> None:
-        """From now on run decode steps as recorded CUDA graphs, keeping at most max_graphs of them. Those of
-        the base model are recorded now. Only on a device with a `capture`.
-        """
+        """Run decode steps as CUDA graphs from now on. The base model's are recorded now."""
         capture, device = self._device.capture, self._device.torch
         assert capture is not None, "this device records nothing"
         self._graphs = DecodeGraphs(

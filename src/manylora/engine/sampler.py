@@ -24,9 +24,8 @@ ROUNDS = ((21, 11), (10, 11), (0, 10))  # of the search: lowest bit and number o
 
 
 def cut_by_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """The logits [R, vocab] float32, with -inf for all but the fewest most probable tokens that together
-    reach top_p [R, 1] float64. If top_p is 1, all are kept. Of equal logits the first ones are kept. Rows are
-    independent.
+    """The logits [R, vocab] float32 with -inf for all but the fewest most probable tokens, the first of equal
+    ones, that together reach top_p [R, 1] float64. Rows are independent.
     """
     weights = (torch.softmax(logits, dim=-1).double() * UNITS).long()
     needed = (weights.sum(dim=-1, keepdim=True) * (top_p * NEARLY)).ceil().long()
@@ -86,9 +85,7 @@ class Penalties:
         return self._next == self._room
 
     def count(self, tokens: Tensor, real: Tensor | None = None) -> None:
-        """Count the next token of each row, [R] int64. Rows that were not finite may count anything. real:
-        [R] bool, the rows that have a token; None: all.
-        """
+        """Count the next token of each row, [R] int64. real: [R] bool, rows that have one; None: all."""
         places = self._bases + tokens.clamp(min=0).unsqueeze(1)
         same = self._places == places
         after = torch.where(same, self._counts, 0).amax(dim=1, keepdim=True) + 1
@@ -191,8 +188,8 @@ class Sampler:
         return self._penalties is not None or any(group.decays for group in self._groups)
 
     def advance(self, lengths: Rows[int], tokens: Tensor | None) -> None:
-        """Continue with the next step, in which each sequence has one more token. lengths: of the sequences
-        now. tokens: [L] int64 on the device, these new tokens; negative: no token. None: not needed.
+        """Each sequence has one more token. tokens: [L] int64 on the device, if `needs_tokens`; negative:
+        none.
         """
         self.rows = [*zip(self._sequences, lengths, strict=True)]
         if tokens is None:
@@ -233,9 +230,8 @@ class Sampler:
         return torch.where(finite, tokens, NOT_FINITE), log_probs
 
     def adjust(self, logits: Tensor) -> Tensor:
-        """Apply in place, in this order: biases, temperatures, penalties, bans, guides.
-
-        Returns which rows can be sampled, [L] bool: their logits were finite, and their guide was ready.
+        """Apply in place: biases, temperatures, penalties, bans, guides. Returns which rows can be sampled,
+        [L] bool: their logits were finite, and their guide was ready.
         """
         finite = self._best(logits) != NOT_FINITE
         self._adjust(logits, finite)
@@ -293,9 +289,7 @@ class _RowSubset:
 
 
 def uniform(seeds: Rows[int], indices: Rows[int], positions: Rows[int]) -> np.ndarray:
-    """Random numbers in [0, 1), [R, 1] float64, from seed, return sequence and position of each row, with
-    splitmix64.
-    """
+    """[R, 1] float64 in [0, 1), by splitmix64 of seed, return sequence and position of each row."""
     state = np.array(seeds, np.uint64)
     for words in (indices, positions):
         state = state + np.uint64(0x9E3779B97F4A7C15) * (np.array(words, np.uint64) + np.uint64(1))
@@ -319,19 +313,16 @@ def _ban(row: Tensor, sequence: Sequence, length: int) -> None:
 
 
 def _num_ordered(sequence: Sequence, vocab: int) -> int:
-    """How many of the largest logits are sorted. 0: none, because there is no top-k. A power of two, so that
-    rows with similar top-k are drawn together, and at least twice top-k, so that of equal logits the first
-    ones are taken.
+    """How many of the largest logits are sorted; 0: no top-k. A power of two, so that rows with similar top-k
+    are drawn together; at least twice top-k, so that the first of equal logits are taken.
     """
     top_k = sequence.request.params.top_k
     return min(vocab, max(MIN_ORDERED, 1 << (2 * top_k - 1).bit_length())) if top_k else 0
 
 
 class _Drawing:
-    """Inverse-CDF sampling of R rows, after the cuts by top-k and min-p, then by top-p. With a top-k, the
-    largest logits are sorted and the others dropped; otherwise nothing is sorted.
-
-    size: see `_num_ordered`. decays: whether any top-p changes with the drawn tokens.
+    """Inverse-CDF sampling of R rows, after cuts by top-k and min-p, then by top-p. Without a top-k nothing
+    is sorted. size: see `_num_ordered`. decays: whether any top-p changes with the drawn tokens.
     """
 
     def __init__(self, size: int, some: _RowSubset, sequences: list[Sequence], device: torch.device) -> None:
@@ -405,9 +396,7 @@ def _column(
 
 
 def _place(probs: Tensor, draws: Tensor) -> Tensor:
-    """[R, 1] int64: the index at which the cumulative probabilities of each row, [R, N], exceed its number in
-    [0, 1), [R, 1].
-    """
+    """The index [R, 1] at which the sums of each row's probabilities exceed its number in [0, 1)."""
     cumulated = torch.cumsum(probs.double(), dim=-1)
     total = cumulated[:, -1:]
     target = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))

@@ -28,18 +28,14 @@ MAX_OVERTAKES = 64
 
 @dataclass(slots=True)  # not frozen, which takes longer to make: there is one for each row that decodes
 class Chunk:
-    """Tokens [start, start + count) of a sequence.
-
-    samples: whether the next token is sampled after them. ends: whether they end the prompt of a request for
-    pooled outputs. num_encoded: encoder rows to compute first.
-    """
+    """Tokens [start, start + count) of a sequence."""
 
     sequence: Sequence
     start: int
     count: int
-    samples: bool
-    num_encoded: int = 0
-    ends: bool = False
+    samples: bool  # whether the next token is sampled after them
+    num_encoded: int = 0  # encoder rows to compute first
+    ends: bool = False  # whether they end the prompt of a request for pooled outputs
 
     @property
     def num_rows(self) -> int:
@@ -53,14 +49,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Step:
-    """One forward pass.
-
-    run: set if each chunk decodes one token, and the next step is likely to have the same sequences in this
-    order.
-    """
+    """One forward pass."""
 
     chunks: tuple[Chunk, ...]
-    run: DecodeRun | None = None
+    run: DecodeRun | None = (
+        None  # if each chunk decodes one token, and later steps will have the same sequences
+    )
 
     @property
     def num_context_tokens(self) -> int:
@@ -201,10 +195,9 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def schedule(self, in_flight: Step | None = None) -> Step:
-        """Decode tokens first, then prompts that were started, then new sequences.
-
-        A sequence whose adapter or guide is not ready is left out while others have work. in_flight: a step
-        whose results are not known yet; adapters that it reads stay pinned until the next call.
+        """Decode tokens first, then started prompts, then new sequences. One whose adapter or guide is not
+        ready is left out while others have work. in_flight: a step without results yet; its adapters stay
+        pinned.
         """
         for lease in self._still_pinned.values():
             self._adapters.suspend(lease)
@@ -232,9 +225,7 @@ class Scheduler:
         return Step(tuple(this.chunks), self._run)
 
     def _repeat(self, run: DecodeRun, this: _Round) -> bool:
-        """Schedule the sequences of the step before again. Returns False, and schedules nothing, if one of
-        them needs another kind of step now.
-        """
+        """Schedule the same sequences again. False: nothing is scheduled, one needs another step."""
         if run.num_left <= 0:
             return False
         if growing := run.without_room():
@@ -261,9 +252,8 @@ class Scheduler:
                 this.add(sequence)
 
     def _lets_pass(self, sequence: Sequence, this: _Round) -> bool:
-        """Whether a running sequence is left out of this step, because the step computes its beginning for
-        another one. Only a sequence that was admitted before its adapter had arrived, and has computed
-        nothing. If it is not left out, it reuses what is in the cache by now.
+        """Whether a running sequence waits until this step has computed its beginning for another one. Only
+        if its adapter arrived late, and nothing is computed. Otherwise it reuses what is in the cache by now.
         """
         begun = sequence.num_computed > sequence.kv.num_reused * self._kv.tokens_per_block
         if begun or sequence.beams is not None or not this.budget:
@@ -276,12 +266,9 @@ class Scheduler:
         return False
 
     def _is_computed_by(self, chunks: list[Chunk], sequence: Sequence) -> bool:
-        """Whether one of these chunks computes keys and values that a sequence can reuse: of at least
-        MIN_SHARED tokens and half of the chunk. It then waits for the next step.
-
-        Only chunks of this step count, so that no sequence waits for one that makes no progress: that has
-        ended, was preempted, or waits for its adapter. Each such step leaves MIN_SHARED tokens less to wait
-        for.
+        """Whether one of these chunks computes MIN_SHARED tokens and half of the chunk for this sequence,
+        too, which then waits for the next step. Only chunks of this step count: what waits for them makes
+        progress.
         """
         for chunk in chunks:
             shared = self._kv.shared(sequence, chunk.sequence, chunk.start, chunk.count)
@@ -305,10 +292,8 @@ class Scheduler:
                 rows -= len(draft)
 
     def advance(self, step: Step) -> None:
-        """Count a step as computed, after its tokens were appended, and register full blocks for reuse.
-
-        If its tokens are still pending, the step may be in flight: the device runs whatever reads its blocks
-        after it.
+        """Count a step, whose tokens were appended, as computed, and register full blocks for reuse. With
+        pending tokens it may be in flight: the device runs whatever reads its blocks after it.
         """
         size = self._kv.tokens_per_block
         for chunk in step.chunks:
@@ -376,8 +361,8 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit(self, this: _Round) -> None:
-        """Admit the oldest first. Skipped are sequences without space for their adapters, at most
-        MAX_OVERTAKES times, and those whose beginning this step computes for another one.
+        """Admit the oldest first. Skipped are sequences without space for their adapters, and those whose
+        beginning this step computes for another one.
         """
         passed: list[Sequence] = []
         no_space: set[str] = set()  # digests of adapters
@@ -416,9 +401,7 @@ class Scheduler:
         self.waiting.extendleft(reversed(passed))
 
     def _prefetch(self) -> None:
-        """Start to copy the adapters of the next sequences in the queue to the device. Once for each
-        sequence, even if its adapter is evicted again before it runs.
-        """
+        """Start to copy the adapters of the next waiting sequences to the device, once for each."""
         for sequence in islice(self.waiting, MAX_PREFETCHED):
             lease = sequence.lease
             if lease is None or sequence in self._still_pinned:

@@ -21,11 +21,8 @@ if TYPE_CHECKING:
 
 
 class TokenCounts:
-    """How often each token occurs among the first `length` tokens of a sequence. Adding a token takes the
-    same time at any length.
-
-    tokens:      prompt and output so far. Ids from vocab on (prompt embeddings) are left out.
-    num_ignored: tokens at the beginning that are seen but not counted.
+    """How often each token occurs among the first `length` of a sequence, without those beyond vocab (prompt
+    embeddings). num_ignored: first tokens that are seen but not counted.
     """
 
     def __init__(self, tokens: list[int], num_ignored: int, vocab: int) -> None:
@@ -131,8 +128,8 @@ class Output:
 
 
 def find_last(tokens: Rows[int], wanted: Rows[int]) -> int | None:
-    """Index of the last occurrence of `wanted`, which is not empty, in `tokens`. Knuth-Morris-Pratt from the
-    end, because both come from clients: the time must not grow with the product of their lengths.
+    """Index of the last `wanted` in `tokens`. Knuth-Morris-Pratt from the end, because both come from
+    clients: the time must not grow with the product of their lengths.
     """
     back = wanted[::-1]
     borders, known = [0] * len(back), 0
@@ -207,8 +204,8 @@ class Sequence:
         self.root = self._root()
 
     def change_adapter(self, lease: Lease, version: AdapterVersion) -> None:
-        """Switch to another version of the adapter. Present keys and values stay. Blocks that follow them
-        cannot be reused, because no single version computes the same.
+        """Switch to another version of the adapter. Present keys and values stay, but later blocks are not
+        reused.
         """
         self.lease, versions = lease, self.versions
         if versions and versions[-1].start == self.num_output:
@@ -266,9 +263,7 @@ class Sequence:
         return low
 
     def batch_key(self, start: int, stop: int) -> tuple[str, bool]:
-        """Sort key of the rows of tokens [start, stop) in a batch: rows of one adapter are adjacent, and a
-        chunk in which it begins to act comes first among them.
-        """
+        """Sort key of these rows in a batch: by adapter, and first a chunk in which it begins to act."""
         if self.lease is None or self.acts_from >= stop:
             return "", False
         return self.lease.digest, self.acts_from <= start

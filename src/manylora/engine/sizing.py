@@ -56,15 +56,11 @@ class KvPlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How one rank divides its memory.
+    """How one rank divides its memory."""
 
-    config: the settings, with a batch and a rank limit that fit, and with sizes in bytes for the levels of
-    the adapter cache that the user did not size. state_slots: of recurrent state; 0: the model has none.
-    """
-
-    config: EngineConfig
+    config: EngineConfig  # with a batch, a rank limit and bytes of the adapter cache's levels that fit
     kv: KvPlan
-    state_slots: int
+    state_slots: int  # of recurrent state; 0: the model has none
     state_bytes: int
 
 
@@ -76,9 +72,7 @@ def kv_cache_dtype(config: EngineConfig, dtype: torch.dtype, device: Device) -> 
 
 
 def check_model(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises ConfigError for drafts that could not be undone, and for sequences longer than the model's
-    positions, which it was not trained on or does not have.
-    """
+    """Raises ConfigError for drafts that could not be undone, and for too long sequences."""
     kind = "models with recurrent layers" if model.recurrent is not None else "encoder-decoder models"
     if config.max_draft_len and (model.recurrent is not None or model.encoder is not None):
         raise ConfigError(
@@ -158,17 +152,13 @@ def plan_memory(
 
 
 def step_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """About what the largest step takes on a CPU: hidden states and the MLP's inputs of all tokens, and the
-    logits of a full batch, in float32. (On a GPU it is measured: `peak_bytes`.)
-    """
+    """About what the largest step takes on a CPU: hidden states, MLP inputs and logits, in float32."""
     rows = config.max_num_tokens * (8 * model.hidden_size + 3 * model.intermediate_size)
     return 4 * (rows + 3 * config.max_decode_rows * model.vocab_size)
 
 
 def _fit_batch(config: EngineConfig, model: ModelConfig, free_bytes: int) -> EngineConfig:
-    """The settings with a batch whose largest step takes at most STEP_SHARE of the free memory, unless the
-    user chose the batch. free_bytes: the same on every rank.
-    """
+    """The settings with a batch that leaves room, unless the user chose it, equal on all ranks."""
     batch, tokens = config.max_batch_size, config.max_num_tokens
     if (batch, tokens) != (EngineConfig.max_batch_size, EngineConfig.max_num_tokens):
         return config
@@ -224,8 +214,8 @@ class _Adapters:
         return lora if self.agree(largest <= most) else self.lora
 
     def _fit(self, most: int) -> tuple[LoraCacheConfig, int, int]:
-        """The first settings of which one adapter of the largest rank fits `most` bytes on every rank, or the
-        last ones; the bytes of such an adapter, and of `count` usual ones with it.
+        """The first settings that fit `most` bytes on every rank, or the last. Also the bytes of one adapter
+        of the largest rank, and with `count` usual ones.
         """
         for lora, modules in self._narrower():
             largest, usual = (
@@ -255,9 +245,7 @@ class _Adapters:
 
 def plan_states(config: EngineConfig, model: ModelConfig, free_bytes: int, floor: bool = False) -> int:
     """Slots of recurrent state: one per sequence of a full batch, and as many for prefix reuse if they fit.
-
-    free_bytes: for states and KV cache. floor: take the least that works even if it does not fit. 0: the
-    model has no recurrent layers. Raises ConfigError.
+    floor: at least those that are needed, even if they do not fit. Raises ConfigError.
     """
     own = model.recurrent
     if own is None:
@@ -350,10 +338,7 @@ def batch_limits(
 def allocate(
     plan: MemoryPlan, model: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[KvTensors, RecurrentState | None]:
-    """The KV cache, filled with zeros, and recurrent states; None without recurrent layers.
-
-    Zeros matter: masked positions are multiplied by a probability of 0, and 0 * NaN is NaN.
-    """
+    """The KV cache, of zeros (for masked positions: 0 * NaN is NaN), and states of recurrent layers."""
 
     def make(shape: tuple[int, ...]) -> Tensor:
         if device.type == "cpu":

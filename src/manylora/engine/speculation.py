@@ -21,11 +21,8 @@ FEW = 32  # up to this many tokens are added one by one
 
 
 class NgramIndex:
-    """A table for each length of n-grams: the position after the oldest, or newest, occurrence of each
-    n-gram.
-
-    A table has two to four entries per token, at most MOST_PLACES, of 4 bytes each. Of n-grams that share an
-    entry only one is found, because matches are verified token by token.
+    """For each length of n-grams a table: the position after the oldest, or newest, occurrence. Of n-grams
+    that share an entry only one is found: matches are verified token by token.
     """
 
     def __init__(self, smallest: int, largest: int, oldest: bool) -> None:
@@ -34,11 +31,7 @@ class NgramIndex:
         self._reset(FEWEST_PLACES)
 
     def find(self, tokens: list[int], count: int) -> list[int]:
-        """Up to `count` tokens that followed the earlier occurrence of the longest n-gram at the end of
-        `tokens`.
-
-        tokens: those of the last call, extended.
-        """
+        """Up to `count` tokens that followed the longest n-gram at the end of `tokens`, which only grow."""
         self._add(tokens)
         length = len(tokens)
         places = self._places_of(tokens, length)
@@ -178,17 +171,13 @@ class _Average:
 
 @dataclass
 class _StepKind:
-    """Times of steps that decode about the same number of sequences, without drafts and with them.
-
-    since_plain, since_drafted: steps since the last one of that sort. rest: steps without drafts, after which
-    they are tried again.
-    """
+    """Times of steps that decode about the same number of sequences, without drafts and with them."""
 
     plain: _Average = field(default_factory=_Average)
     drafted: _Average = field(default_factory=_Average)
-    since_plain: int = 0
+    since_plain: int = 0  # steps since the last one without drafts
     since_drafted: int = 0
-    rest: int = RETRY_EVERY
+    rest: int = RETRY_EVERY  # steps without drafts, after which they are tried again
 
     @property
     def loses(self) -> bool:

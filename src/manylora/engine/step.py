@@ -328,10 +328,8 @@ def select_beams(group: BeamGroup, candidates: list[BeamCandidate]) -> list[Beam
 
 
 def extend_beams(group: BeamGroup, chosen: list[BeamCandidate], kv: KvCache) -> list[Sequence]:
-    """Append each chosen token to a beam. Returns the new beams, which are those of the first step.
-
-    A parent's best candidate stays in the parent's sequence. Its other candidates use the sequences of
-    parents without a candidate, which then share the parent's KV blocks.
+    """Append each token to a beam. Returns the new beams, of the first step. A parent's best candidate stays
+    in its sequence; others take those of parents without a candidate, and share the parent's KV blocks.
     """
     best_of: dict[int, int] = {}  # parent -> index of its best candidate
     for i, candidate in enumerate(chosen):
@@ -384,10 +382,8 @@ def _add_result(group: BeamGroup, candidate: BeamCandidate) -> None:
 
 
 def best_candidates(log_probs: Tensor, group: BeamGroup) -> list[BeamCandidate]:
-    """The best 2 * width candidates, best first.
-
-    log_probs [beams, vocab] float32. With a diversity rate g, a beam's n-th best token, counted from 0, is
-    ranked as if its log probability were n * g lower.
+    """The best 2 * width, best first, of log_probs [beams, vocab] float32. With a diversity rate g, a beam's
+    n-th best token, counted from 0, is ranked as if its log probability were n * g lower.
     """
     vocab = log_probs.shape[-1]
     count = min(2 * group.width, vocab)

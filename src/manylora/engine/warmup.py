@@ -36,11 +36,8 @@ ALIGNMENT = 16  # elements; as in real pools
 def peak_bytes(
     decoder: Decoder, device: Device, limits: BatchLimits, config: EngineConfig, modules: Iterable[LoraModule]
 ) -> int:
-    """Peak bytes of a prefill of `max_num_tokens` and of sampling for a full batch. 0 on a CPU. Raises
-    ConfigError if they do not fit. modules: those that adapters may have.
-
-    All keys and values go to one block. There is a mix of as many adapters as allowed, of the largest rank:
-    the memory that operations use per row grows with the sum of the ranks.
+    """Peak bytes of the largest prefill and of sampling for a full batch. 0 on a CPU. Raises ConfigError.
+    There is the largest mix of adapters: the memory per row grows with the sum of their ranks.
     """
 
     def run() -> None:
@@ -129,11 +126,8 @@ def _adapters(
     device: torch.device,
     members: int = 1,
 ) -> LoraBatch | None:
-    """An adapter of zeros for every sequence, with every module in every layer.
-
-    Adapters and modules have separate memory, because one launch reads them all. Layers share it. members:
-    more than 1: one mix of so many adapters for all sequences, and all its rows share one place in memory:
-    only their number matters.
+    """For every sequence an adapter of zeros, with every module in every layer, in memory of its own.
+    members: more than 1: one mix of so many for all, whose rows share one place in memory.
     """
     sizes = {module.module_id: module.row_elements(adapted) for module in modules if module.counted}
     if not sizes:

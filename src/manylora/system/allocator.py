@@ -16,9 +16,7 @@ TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8
 
 
 def keep_memory() -> bool:
-    """Let this process keep up to MAX_FREE freed bytes, and let all threads use them. Returns whether that
-    was set: only glibc supports it.
-    """
+    """Let all threads use up to MAX_FREE freed bytes. Returns whether it was set: only by glibc."""
     settings = ((ARENA_MAX, 1), (MMAP_THRESHOLD, MAX_FREE), (TRIM_THRESHOLD, MAX_FREE))
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt

@@ -19,9 +19,7 @@ UNLIMITED = 2**62
 
 
 def usable_processors() -> int:
-    """How many threads can compute at the same time: the processors that this process may run on, or fewer
-    if its groups limit its CPU time. More threads would use up each period's time early and then all wait.
-    """
+    """How many threads can compute at once: more would use up a group's CPU time early, then wait."""
     try:
         allowed = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):  # not on Linux
@@ -56,9 +54,7 @@ def _cpu_quotas() -> Iterator[float]:
 
 
 def _left_in_groups() -> Iterator[int]:
-    """Files that were read count as used, but the system drops those that were read once when memory is
-    needed, for example those of the model's weights.
-    """
+    """Files that were read once count as used, but are dropped when memory is needed."""
     for folder in _groups("memory"):
         for limit, usage, dropped in (
             ("memory.max", "memory.current", "inactive_file"),

@@ -83,9 +83,7 @@ def _output(*command: str) -> bytes:
 
 
 def find_library(source: Source, level: Level) -> tuple[Path, str] | None:
-    """The library's file and its origin: from the wheel, or else built. None without a compiler. Raises
-    OSError, subprocess.SubprocessError.
-    """
+    """The library's file and its origin, or None without a compiler. Raises as `find_compiler`."""
     prebuilt = source.prebuilt / source.file_name(level)
     if prebuilt.exists():
         return prebuilt, "of the wheel"
@@ -97,9 +95,7 @@ def find_library(source: Source, level: Level) -> tuple[Path, str] | None:
 
 
 def load_library(source: Source) -> ctypes.CDLL | None:
-    """A library that runs on any processor. None without a compiler, or with MANYLORA_NATIVE=0. Raises
-    OSError, subprocess.SubprocessError.
-    """
+    """A library that runs on any processor. None without a compiler, or with MANYLORA_NATIVE=0."""
     path = find_common_library(source)
     return None if path is None else ctypes.CDLL(str(path))
 

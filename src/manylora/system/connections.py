@@ -29,9 +29,7 @@ class OpenConnections(Generic[Connection]):
         return len(self._addresses)
 
     def add(self, connection: Connection, address: str, now: float) -> Connection | None:
-        """Add one that is idle. Returns the one to close, which does not count any more: this one, if there
-        is no other.
-        """
+        """Add one that is idle. Returns the one to close, possibly this one, which counts no more."""
         evicted, held = None, self._held[address]
         if self._per_address is not None:
             has_its_share = held >= self._per_address

@@ -26,10 +26,9 @@ table.
 
 
 def hold(folder: Path, lock: int = fcntl.LOCK_SH) -> int:
-    """Returns a descriptor. While it is open, here or in a fork, nobody removes the folder.
-
-    lock: an operation of `flock`. Raises FileNotFoundError if it no longer exists, BlockingIOError if it is
-    locked otherwise and `lock` does not wait, OSError if its disk does not support locks.
+    """Returns a descriptor. While it is open, here or in a fork, nobody removes the folder. lock: as for
+    `flock`. Raises FileNotFoundError if it is gone, BlockingIOError if it is locked, OSError if its disk has
+    no locks.
     """
     descriptor = os.open(folder, FLAGS)
     try:
@@ -43,9 +42,7 @@ def hold(folder: Path, lock: int = fcntl.LOCK_SH) -> int:
 
 
 def remove_unless_held(folder: Path, first: str = "") -> bool:
-    """Returns whether it was removed: not if a process holds it. first: the file without which it is not
-    valid.
-    """
+    """Returns whether it was removed. first: the file without which it is not valid."""
     try:
         descriptor = os.open(folder, FLAGS)
     except OSError:

@@ -37,9 +37,7 @@ PERIOD_S = 0.25
 
 
 class Report(NamedTuple):
-    """held: open requests. written_ns: modification time of the file, which is updated even if the disk is
-    full.
-    """
+    """held: open requests. written_ns: when the file was updated, even if the disk is full."""
 
     draining: bool
     held: int
@@ -140,9 +138,7 @@ def read_reports(run_dir: Path, pids: Container[int]) -> dict[int, Report]:
 
 
 def _is_child_of_server(folder: str) -> bool:
-    """Whether the parent is the server, which has this run directory in its environment, and not the process
-    that adopts orphans.
-    """
+    """Whether the parent has this run directory, so it is not the process that adopts orphans."""
     try:
         environment = Path(f"/proc/{os.getppid()}/environ").read_bytes()
     except PermissionError:

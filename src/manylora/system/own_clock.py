@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 
 class OwnClock:
-    """Seconds, of which at most `longest_s` count between two readings. A longer gap means that the caller
-    itself was stopped, for example with its machine or container. Other processes may have been stopped then,
-    too, so it does not count as their silence. Use on one thread, which must read it more often than that.
+    """Seconds, of which at most `longest_s` count between two readings: a longer gap means that the caller
+    itself was stopped, perhaps others with it. Use on one thread, which must read it more often than that.
     """
 
     def __init__(self, longest_s: float, clock: Callable[[], float] = time.monotonic) -> None:

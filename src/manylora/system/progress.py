@@ -16,16 +16,13 @@ REWRITE_S = 0.2  # between two updates of a terminal's line
 
 
 class Progress:
-    """A context manager that logs a summary on success. Thread-safe.
-
-    doing, done: "loading", "loaded". what: follows them in the text. total: bytes.
-    """
+    """A context manager that logs a summary on success. Thread-safe. doing, done: "loading", "loaded"."""
 
     def __init__(
         self, doing: str, done: str, what: str, total: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._doing, self._done, self._what, self._total = doing, done, what, total
-        self._clock, self._lock = clock, threading.Lock()
+        self._clock, self._lock = clock, threading.RLock()
         self._terminal = sys.stderr is not None and sys.stderr.isatty()
         self._now = 0
         self._started = clock()
@@ -44,27 +41,25 @@ class Progress:
     def add(self, count: int) -> None:
         """This many more bytes are done."""
         with self._lock:
-            self._set(self._now + count)
+            self.set(self._now + count)
 
     def set(self, count: int) -> None:
         """This many bytes are done in total."""
         with self._lock:
-            self._set(count)
-
-    def _set(self, count: int) -> None:
-        self._now, now = min(count, self._total), self._clock()
-        if now < self._due:
-            return
-        seconds = now - self._started
-        text = (
-            f"{self._doing} {self._what}: {100 * self._now // max(1, self._total)} %, {size(self._now)} of "
-            f"{size(self._total)}, {seconds:.0f} s, {size(int(self._now / seconds))}/s"
-        )
-        if self._terminal:
-            self._rewrite(text)
-        else:
-            logger.info("%s", text)
-        self._due = now + (REWRITE_S if self._terminal else LINE_S)
+            self._now, now = min(count, self._total), self._clock()
+            if now < self._due:
+                return
+            seconds = now - self._started
+            done, speed = 100 * self._now // max(1, self._total), size(int(self._now / seconds))
+            text = (
+                f"{self._doing} {self._what}: {done} %, {size(self._now)} of {size(self._total)}, "
+                f"{seconds:.0f} s, {speed}/s"
+            )
+            if self._terminal:
+                self._rewrite(text)
+            else:
+                logger.info("%s", text)
+            self._due = now + (REWRITE_S if self._terminal else LINE_S)
 
     def _rewrite(self, text: str) -> None:
         """Write the terminal's line. "" removes it."""

@@ -13,9 +13,7 @@ THREADS = 4
 
 
 class TextThreads:
-    """A few threads for long texts, and one for all huge ones, because each of these takes hundreds of
-    megabytes.
-    """
+    """A few threads for long texts, and one for all huge ones, which take hundreds of megabytes each."""
 
     def __init__(self) -> None:
         self._long = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "manylora-long-text")

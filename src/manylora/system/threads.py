@@ -12,11 +12,8 @@ NICE = 10  # such a thread gets about a tenth of a contended core, and all of an
 
 
 def lower_priority() -> None:
-    """Lower the priority of the calling thread, and of threads that it starts later.
-
-    For threads that load adapters: a slower load delays the first request of one adapter, but a core taken
-    from the engine delays every token of every request. Only Linux has per-thread priorities. On other
-    systems, or without permission, nothing changes.
+    """Lower the priority of the calling thread, and of threads that it starts later, where Linux allows it. A
+    slower load delays one adapter's first request; a core taken from the engine delays every token.
     """
     if sys.platform != "linux":
         return
@@ -26,10 +23,9 @@ def lower_priority() -> None:
 
 
 def thread_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment with a spin time of about 50 us, unless one is set. This is longer than the gap between
-    two operations.
-
-    libgomp reads it when torch is imported. Its default is milliseconds, on a core that other work may need.
+    """The environment with a spin time of about 50 us, unless one is set: longer than the gap between
+    operations. libgomp reads it when torch is imported; its default is milliseconds, on a core that others
+    may need.
     """
     is_set = any(name in environment for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))
     return dict(environment) | ({} if is_set else {"GOMP_SPINCOUNT": "1000"})

@@ -107,15 +107,12 @@ class GuideState:
 
     Use on the engine's thread. Masks are computed on another thread while the model computes. A sequence
     whose mask takes longer is left out of steps.
-
-    is_stopped: the output is complete.
-    is_late:    the last `mask` was not ready in time.
-    failure:    why the guide cannot continue, which ends the sequence; otherwise empty.
     """
 
     def __init__(self, source: LLMatcher, pool: ThreadPoolExecutor) -> None:
-        self.is_late = self.is_stopped = False
-        self.failure = ""
+        self.is_stopped = False  # the output is complete
+        self.is_late = False  # the last `mask` was not ready in time
+        self.failure = ""  # why the guide cannot continue, which ends the sequence
         self._source, self._pool = source, pool
         self._matcher: LLMatcher | None = None  # a copy of source, made by the first `_compute`
         self._since = 0.0  # when `_compute` started; 0: it has not started

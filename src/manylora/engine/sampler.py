@@ -214,7 +214,7 @@ class Sampler:
         """tokens: the best ones of the logits before they are adjusted."""
         finite = tokens != NOT_FINITE
         if self._adjusts:
-            self._adjust(logits, finite)
+            self.adjust(logits, finite)
             # NumPy on a CPU, as in `best_tokens`.
             on_cpu = logits.device.type == "cpu"
             tokens = torch.from_numpy(logits.numpy().argmax(-1)) if on_cpu else torch.argmax(logits, dim=-1)
@@ -229,16 +229,11 @@ class Sampler:
             log_probs.index_copy_(0, self._wanted.where, found)
         return torch.where(finite, tokens, NOT_FINITE), log_probs
 
-    def adjust(self, logits: Tensor) -> Tensor:
+    def adjust(self, logits: Tensor, finite: Tensor | None = None) -> Tensor:
         """Apply in place: biases, temperatures, penalties, bans, guides. Returns which rows can be sampled,
-        [L] bool: their logits were finite, and their guide was ready.
+        [L] bool: their logits were finite, and their guide was ready. finite: the former, if known.
         """
-        finite = self._best(logits) != NOT_FINITE
-        self._adjust(logits, finite)
-        return finite
-
-    def _adjust(self, logits: Tensor, finite: Tensor) -> None:
-        """As `adjust`. Writes False to `finite` if a guide was not ready."""
+        finite = self._best(logits) != NOT_FINITE if finite is None else finite
         deadline = time.monotonic() + GUIDES_S
         for row, bias in self._biases:
             logits[row, : len(bias)] += upload(bias, torch.float32, logits.device)
@@ -261,6 +256,7 @@ class Sampler:
                 logits[row].masked_fill_(allowed & none_left, 0.0)
             elif sequence.guide is not None:
                 finite[row] = False
+        return finite
 
     def _new_penalties(self, pending: Tensor | None) -> Penalties:
         rows = [(i, *self.rows[i]) for i in self._penalised.rows]
